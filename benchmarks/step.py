@@ -3,9 +3,10 @@
     penstock bench step --json
 
 One `penstock run` of recipes/calculator.yaml. The kernel's accounts of its processes are read while it lives: `start`
-is what was spent until the first step had ended, `cpu_per_step` what each step after it took. From then on py-spy looks
-at the stack of every process a hundred times a second; a process's CPU time is shared out by what was found there.
-A box's processes count as `boxes`, whoever started them. The first sampled token (`start_to_first_token_s`) is what the
+is what was spent until the first step had ended, `cpu_per_step` what each step after it took, `end` what came after the
+last. From the first step to the end py-spy looks at the stack of every process a hundred times a second; what a process
+spent is shared out by what was found there. A box's processes count as `boxes`, whoever started them; other processes
+that one has started and waited for are its `helpers`. The first sampled token (`start_to_first_token_s`) is what the
 counters of the run's servers show, asked ten times a second.
 
 `attributed` is the share of all that the kernel charged to the run, waited-for children included, that a named process
@@ -33,6 +34,7 @@ from benchmarks.support.comparison import say
 from benchmarks.support.cpu_account import CpuAccount
 from benchmarks.support.first_token import FirstToken
 from benchmarks.support.measure import processor
+from benchmarks.support.reaper import reaped
 from benchmarks.support.stacks import StackProfile, parts_of
 from penstock.common import JsonlTail
 from penstock.deploy import RunDir, load_config
@@ -85,6 +87,8 @@ class MeasuredRun:
     account: CpuAccount
     at_first: dict[str, float]
     """CPU seconds by process when the first step had ended"""
+    at_last: dict[str, float]
+    """When the last step had ended"""
     first_token_s: float
     """From the start of `penstock run`; 0: none was seen before the first step ended"""
     wall_first_s: float
@@ -104,15 +108,16 @@ def measure() -> dict[str, Any]:
         run = _carry_out(extent, Path(folder))
         spent = run.account.by_process()
         steps = extent.steps - 1
-        each = {name: max(0.0, spent[name] - run.at_first.get(name, 0.0)) / steps for name in spent}
+        each = _difference(run.at_last, run.at_first, steps)
         figures = {
             "cpu_per_step": round(sum(each.values()), 3),
-            "wall_per_step": round((run.wall_s - run.wall_first_s) / steps, 3),
+            "wall_per_step": round((run.wall_last_s - run.wall_first_s) / steps, 3),
             "tokens_per_step": round(run.tokens / steps),
             "processes": {name: _milliseconds(each[name]) for name in _largest_first(each)},
             "parts": _parts(run, each),
             "start": {name: round(value, 2) for name, value in run.at_first.items()},
             "start_to_first_token_s": round(run.first_token_s, 2),
+            "end": {name: round(value, 2) for name, value in _difference(spent, run.at_last, 1).items()},
             "start_to_first_step_s": round(run.wall_first_s, 2),
             "last_step_to_exit_s": round(run.wall_s - run.wall_last_s, 2),
             "cpu_s": round(run.kernel_s, 2),
@@ -129,11 +134,11 @@ def _carry_out(extent: StepExtent, folder: Path) -> MeasuredRun:
     before, began = _children_s(), time.monotonic()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # every process would compile torch and the rest again
-    command = [sys.executable, "-m", "penstock.deploy.cli", "run", str(RECIPE), *overrides]
+    command = reaped([sys.executable, "-m", "penstock.deploy.cli", "run", str(RECIPE), *overrides])
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=ROOT)
     account, profile, tail = CpuAccount(process.pid), StackProfile(folder), JsonlTail(place.metrics)
-    first, at_first = FirstToken(place.connect_env), dict[str, float]()
+    first, at_first, at_last = FirstToken(place.connect_env), dict[str, float](), dict[str, float]()
     first_token_s = wall_first_s = wall_last_s = 0.0
     tokens = 0
     try:
@@ -142,11 +147,11 @@ def _carry_out(extent: StepExtent, folder: Path) -> MeasuredRun:
             if not at_first and first.look():
                 first_token_s = time.monotonic() - began
             for row in tail.read():
-                wall_last_s = time.monotonic() - began
+                at_last, wall_last_s = account.by_process(), time.monotonic() - began
                 if at_first:
                     tokens += row["tokens"]
                     continue
-                at_first, wall_first_s = account.by_process(), time.monotonic() - began
+                at_first, wall_first_s = at_last, wall_last_s
                 say(f"step: the first of {extent.steps} steps ended after {wall_first_s:.1f} s")
                 if extent.profile:
                     profile.attach(account.profiled())
@@ -155,12 +160,17 @@ def _carry_out(extent: StepExtent, folder: Path) -> MeasuredRun:
             time.sleep(LOOK_S)  # nothing else waits in this process
     finally:
         _stop(process)
-    wall_s, kernel_s = time.monotonic() - began, _children_s() - before
+    kernel_s, wall_s = _children_s() - before, time.monotonic() - began
     profile.close()
     if process.returncode or not at_first:
         raise RunFailed(f"exit status {process.returncode}\n{log.read_text(errors='replace')[-2000:]}")
     walls = (first_token_s, wall_first_s, wall_last_s, wall_s)
-    return MeasuredRun(account, at_first, *walls, kernel_s, tokens, profile)
+    return MeasuredRun(account, at_first, at_last, *walls, kernel_s, tokens, profile)
+
+
+def _difference(later: dict[str, float], earlier: dict[str, float], steps: int) -> dict[str, float]:
+    """Process → CPU seconds per step."""
+    return {name: max(0.0, later[name] - earlier.get(name, 0.0)) / steps for name in later}
 
 
 def _children_s() -> float:

@@ -33,6 +33,7 @@ from benchmarks.support.child import ROOT, Child
 from benchmarks.support.comparison import in_turn, say
 from benchmarks.support.measure import peaks_mb, processor
 from benchmarks.support.model import SIZES, save_model
+from benchmarks.support.trl_place import trl_environment, trl_version
 from benchmarks.support.work import Work, log_normal_lengths
 
 PROMPT_TOKENS = 32
@@ -147,23 +148,11 @@ async def _sides(extent: TrainerExtent, model: str, stack: AsyncExitStack, setup
     setup["trl"] = version or f"not in {extent.trl or 'an empty name'}: scripts/setup-trl"
     sides = []
     for name in names:
-        own = {**env, "PYTHONPATH": _path_of(extent.trl)} if name == "trl" else env
+        own = {**env, **trl_environment(extent.trl)} if name == "trl" else env
         child = await Child.module("benchmarks.support.trainer_child", name, settings, env=own)
         stack.push_async_callback(child.stop)
         sides.append(TrainerSide(name, child))
     return sides
-
-
-def trl_version(folder: str) -> str | None:
-    """Of the TRL that `scripts/setup-trl` has put there; None without one."""
-    file = Path(folder) / "complete"
-    packages = file.read_text().split() if folder and file.exists() else []
-    return next((one for one in packages if one.startswith("trl==")), None)
-
-
-def _path_of(trl: str) -> str:
-    """TRL last: torch, transformers and all that this environment has are those of the other sides."""
-    return os.pathsep.join([str(ROOT / "src"), str(ROOT), trl])
 
 
 async def _compare(sides: Sequence[TrainerSide], extent: TrainerExtent) -> dict[str, Any]:

@@ -121,15 +121,20 @@ async def open_side(backend: str, config: SandboxConfig) -> AsyncIterator[BoxSid
         yield BoxSide(backend, sandbox, session, *_by_hand(stack, backend, config))
 
 
+def bare_bwrap() -> list[str]:
+    """The command line that makes a box for the command after it."""
+    command = BWRAP.split()
+    for path in ("/bin", "/lib", "/lib64"):
+        command += ["--symlink", f"usr{path}", path] if os.path.islink(path) else ["--ro-bind", path, path]
+    return [*command, "--"]
+
+
 def _by_hand(
     stack: contextlib.ExitStack | contextlib.AsyncExitStack, backend: str, config: SandboxConfig
 ) -> Sequence[list[str]]:
     """(bare_exec, bare_run)"""
     if backend != "docker":
-        command = BWRAP.split()
-        for path in ("/bin", "/lib", "/lib64"):
-            command += ["--symlink", f"usr{path}", path] if os.path.islink(path) else ["--ro-bind", path, path]
-        return [*command, "--"], [*command, "--"]
+        return bare_bwrap(), bare_bwrap()
     name = f"penstock-bench-{secrets.token_hex(4)}"
     stack.callback(subprocess.run, ["docker", "rm", "-f", name], capture_output=True, timeout=COMMAND_TIMEOUT_S)
     run_bare(["docker", "run", "--detach", "--name", name, *DOCKER.split(), config.image, "sleep", "infinity"])

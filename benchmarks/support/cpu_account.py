@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
+
+from benchmarks.support.reaper import FILE
 
 KINDS = (
     ("run", "supervisor"),
@@ -21,9 +24,14 @@ KINDS = (
     ("redis-server", "redis"),
 )
 """A word of the command line → the name in the figures; the first that is found counts."""
-MAKERS = ("agent workers", "sandbox server")
-"""All other processes below them are boxes."""
+REAPER = "reaper"
+MAKERS = ("agent workers", "sandbox server", REAPER)
+"""All other processes below them are boxes. Those whose own parent has ended before them fall to the reaper."""
 BOXES = "boxes"
+HELPERS = "{} helpers"
+"""Other processes below a named one: they look something up, compile, inspect a model, and end."""
+Key = tuple[int, float]
+"""Process id and time of its start: ids are used again."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +39,13 @@ class Spent:
     """By one process, in seconds."""
 
     name: str
+    parent: int | None
+    """Process id of the nearest named process above it"""
     own: float
     ended_children: float
     """Of those that it has waited for, and of theirs"""
+    look: int
+    """The last one that has seen it"""
 
 
 class CpuAccount:
@@ -41,33 +53,43 @@ class CpuAccount:
 
     def __init__(self, root: int) -> None:
         self._root = root
-        self._seen: dict[tuple[int, float], Spent] = {}
-        """By process id and time of its start: ids are used again."""
+        self._seen: dict[Key, Spent] = {}
+        self._looks = 0
 
     def look(self) -> None:
-        for process, name in self._named():
+        self._looks += 1
+        family = list(self._named())
+        named = {process.pid: name for process, name in family}
+        for process, name in family:
             try:
                 times = process.cpu_times()
-                spent = Spent(name, times.user + times.system, times.children_user + times.children_system)
-                self._seen[process.pid, process.create_time()] = spent
+                own, ended = times.user + times.system, times.children_user + times.children_system
+                key = process.pid, process.create_time()
+                self._seen[key] = Spent(name, _parent(process, named), own, ended, self._looks)
             except psutil.NoSuchProcess:
                 continue
 
     def by_process(self) -> dict[str, float]:
-        """Seconds by name. Boxes count once they have ended."""
+        """Seconds by name. Boxes and helpers count once they have ended."""
         found: dict[str, float] = {}
-        for spent in self._seen.values():
+        for (pid, _), spent in self._seen.items():
             found[spent.name] = found.get(spent.name, 0.0) + spent.own
-            if spent.name in MAKERS:
-                found[BOXES] = found.get(BOXES, 0.0) + spent.ended_children
+            name = BOXES if spent.name in MAKERS else HELPERS.format(spent.name)
+            others = max(0.0, spent.ended_children - self._ended_below(pid, spent.look))
+            if others or name == BOXES:
+                found[name] = found.get(name, 0.0) + others
         return found
+
+    def _ended_below(self, pid: int, look: int) -> float:
+        """Seconds of named processes that had ended when the process `pid` was looked at: they count by themselves."""
+        return sum(one.own + one.ended_children for one in self._seen.values() if one.parent == pid and one.look < look)
 
     def profiled(self) -> dict[int, str]:
         """Process id → name, of the living ones that run Python."""
         found = {}
         for process, name in self._named():
             try:
-                if "python" in process.cmdline()[0] or name == "engine":
+                if name != REAPER and ("python" in process.cmdline()[0] or name == "engine"):
                     found[process.pid] = name
             except (psutil.NoSuchProcess, IndexError):
                 continue
@@ -88,8 +110,34 @@ class CpuAccount:
                 yield process, name
 
 
+def _parent(process: psutil.Process, named: Mapping[int, str]) -> int | None:
+    return next((one.pid for one in process.parents() if one.pid in named), None)
+
+
+def tree_cpu_s(root: int) -> float:
+    """CPU seconds of a living process and all below it, waited-for children included; 0 where it has ended.
+
+    A child that ends while this is read may be missed, or counted twice: by what it had spent.
+    """
+    total = 0.0
+    try:
+        parent = psutil.Process(root)
+        family = [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return 0.0
+    for process in family:
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.system + times.children_user + times.children_system
+    return total
+
+
 def _kind(words: Sequence[str]) -> str | None:
     """None of a box's process, and of a helper that lives for a moment."""
+    if len(words) > 2 and Path(words[2]) == FILE:
+        return REAPER
     if words and "redis-server" in words[0]:  # it rewrites its command line into one word
         return "redis"
     if "penstock.deploy.cli" in words:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.datasets import RESULT_DECIMALS, BadExpression, evaluate, printed
+from benchmarks.support.written_code import computed
+from penstock.datasets import BadExpression
 from penstock.tools import BaseTool, PythonTool, ToolResult
 
 PATH = "benchmarks.support.far_python:FarPython"
-_CODE = re.compile(rf"print\(round\((.+),\s*{RESULT_DECIMALS}\)\)")
 
 
 class FarPython(BaseTool):
@@ -35,13 +34,6 @@ class FarPython(BaseTool):
         await asyncio.sleep(wait_s)
         metrics = {"tool_wait_s": wait_s}
         try:
-            return ToolResult(_computed(arguments["code"]), metrics=metrics)
+            return ToolResult(computed(arguments["code"]), metrics=metrics)
         except BadExpression as error:
             return ToolResult(f"Error: {error}", metrics=metrics, is_error=True)
-
-
-def _computed(code: str) -> str:
-    found = _CODE.fullmatch(code.strip())
-    if found is None:
-        raise BadExpression("not understood")
-    return printed(evaluate(found[1]))

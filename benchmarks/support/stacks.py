@@ -28,18 +28,26 @@ _EVERYWHERE = (
 PARTS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "engine": (
         ("weights", r"\(.*(weight_sync/|hf_batch.py.*swap)|^(swap|load_weights)\b"),
-        ("sampling", r"hf_sampling\.py|^_sample "),
+        ("sampling", r"hf_sampling\.py|^_sample |vllm/v1/sample/"),
         ("attention", r"hf_attention\.py|attention"),
-        ("model", r"/models/.*/modeling_|/torch/nn/"),
-        ("batching", r"continuous_batching|hf_batch\.py"),
+        ("model", r"/models/.*/modeling_|/torch/nn/|vllm/model_executor/"),
+        ("batching", r"continuous_batching|hf_batch\.py|gpu_model_runner|vllm/v1/worker/block_table|vllm/v1/utils"),
+        ("scheduling", r"vllm/v1/core/|vllm/v1/engine/core"),
+        ("answers", r"hf_server\.py|vllm/entrypoints/|vllm/renderers/|vllm/v1/engine/"),
     ),
-    "sidecar": (("tokens", r"rollout_server/(stream|merge|tokens)"), ("weights", r"weight_sync/|updater")),
+    "sidecar": (
+        ("weights", r"weight_sync/|updater"),
+        ("engine link", r"rollout_server/engines/"),
+        ("requests", r"rollout_server/(request_queue|routes|protocol)"),
+    ),
     "agent workers": (
         ("template", r"jinja2|chat_template|rendering|templates?\.py|/chat\.py"),
         ("tokenizer", r"tokeniz"),
         ("boxes", r"penstock/sandbox/|/sandbox/|subprocess\.py"),
         ("tools", r"/tools/"),
         ("model client", r"rollout_server/|/gateway/|llm"),
+        ("rewards", r"agent_loops/rewards/"),
+        ("episodes", r"penstock/agent_loops/"),
     ),
     "trainer": (
         ("publish", r"publish\.py|weight_sync/"),
@@ -55,7 +63,10 @@ PARTS: Mapping[str, tuple[tuple[str, str], ...]] = {
 }
 """Process → (part, pattern). A stack is searched from its innermost frame outwards; the first pattern that fits any
 frame, in this order per frame, names its part."""
-REST = "event loop and rest"
+LOOP = re.compile(r"^(Runner\.run|BaseEventLoop\._run_once|Handle\._run|run \(.*uvloop) ?")
+EVENT_LOOP = "event loop"
+"""The loop's own code, with uvloop reading and writing of sockets too; on a busy machine some of its waiting."""
+REST = "rest"
 WAITING = re.compile(r"^(EpollSelector\.select|Condition\.wait|.*_do_waitpid|\s*)( |$)")
 """Innermost frames of threads that wait; on a busy machine some are taken for running."""
 
@@ -114,6 +125,8 @@ def parts_of(name: str, stacks: Mapping[str, int]) -> dict[str, float]:
 
 
 def _part(frames: list[str], patterns: list[tuple[str, re.Pattern[str]]]) -> str:
+    if LOOP.match(frames[-1]):
+        return EVENT_LOOP
     for frame in reversed(frames):
         for part, pattern in patterns:
             if pattern.search(frame):

@@ -1,0 +1,223 @@
+"""The comparison with TRL: one schedule for both, what a program has cost until its goal, and ratios of that."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.support.child import ROOT
+from benchmarks.support.compare_figures import FULLY_ASYNC, SYNC, TRL_BWRAP, TRL_IN_PROCESS, draw, figures_of, ratios_of
+from benchmarks.support.compare_run import Program, ProgramFailed, Progress, follow
+from benchmarks.support.compare_sides import (
+    ONE_THREAD,
+    OtherSchedule,
+    TrlProgram,
+    check_schedule,
+    penstock_config,
+    plan_of,
+    tool_schema,
+)
+from benchmarks.support.grpo_plan import GrpoPlan, GrpoStep, TrlJob, goal_reached, read_rows
+from benchmarks.support.trl_place import trl_environment
+from penstock.agent_loops.chat import chat_of
+from penstock.tools import ToolResult
+from penstock.tools.parsers import ToolCall
+from penstock.trainer import learning_rate
+
+Measure = Callable[..., Awaitable[dict[str, Any]]]
+TRL = ROOT / ".venv-trl"
+HAS_TRL = (TRL / "complete").exists()
+LEARNS = (0.3, 0.8, 0.9, 0.95, 0.9)
+
+
+def progress(pace_s: float, cpu_s: float, rewards: tuple[float, ...] = LEARNS) -> Progress:
+    """Each step takes `pace_s` and `cpu_s`, the first as long again."""
+    steps = tuple(GrpoStep(pace_s * (n + 2), reward, 64, 1000, 1e-4) for n, reward in enumerate(rewards))
+    total = cpu_s * (len(rewards) + 1)
+    return Progress(steps, total, 2 * cpu_s, total + 1, {})
+
+
+def test_the_goal_is_a_mean_of_three_steps() -> None:
+    assert not goal_reached([1.0, 1.0])
+    assert not goal_reached([1.0, 0.8, 0.8])
+    assert goal_reached([0.0, 1.0, 0.8, 0.9])
+
+
+def test_ratios_are_of_the_same_seed_and_start_included() -> None:
+    runs = {
+        FULLY_ASYNC: {0: progress(1.0, 2.0), 1: progress(2.0, 2.0), 2: progress(3.0, 2.0)},
+        TRL_BWRAP: {seed: progress(2.0, 4.0) for seed in range(3)},
+        TRL_IN_PROCESS: {0: progress(4.0, 1.0)},
+        SYNC: {0: progress(2.0, 2.0)},
+    }
+    ratios = ratios_of(runs)
+    assert ratios["wall_to_0.9_over_trl"] == 1.0
+    assert ratios["wall_to_0.9_over_trl_in_process"] == 0.25
+    assert ratios["cpu_per_step_over_trl"] == ratios["cpu_per_later_step_over_trl"] == 0.5
+    assert ratios["async_over_sync_wall_to_0.9"] == 0.5
+    assert ratios["sync_wall_to_0.9_over_trl"] == 1.0
+    found = figures_of(runs)[FULLY_ASYNC]
+    assert (found["reached"], found["wall_s"], found["cpu_s"]) == (3, 12.0, 12.0)
+    assert (found["cpu_per_step"], found["cpu_per_later_step"]) == (2.4, 2.0)
+    assert (found["episodes"], found["sampled_tokens"]) == (320, 5000)
+    assert list(found["seeds"]) == ["0", "1", "2"]
+
+
+def test_the_ideal_is_the_slower_of_rollouts_and_training_alone() -> None:
+    def run(pace_s: float, waited_s: float, trained_s: float) -> Progress:
+        walls = (10.0, 10.1, 10.2, 10.3, *(10.3 + pace_s * (n + 1) for n in range(4)))
+        steps = tuple(GrpoStep(wall, 0.5, 64, 1000, 1e-4, waited_s, trained_s) for wall in walls)
+        return Progress(steps, 1.0, 1.0, 1.0, {})
+
+    ratios = ratios_of({FULLY_ASYNC: {0: run(2.5, 0.0, 0.0)}, SYNC: {0: run(9.0, 2.0, 0.5)}})
+    assert ratios["samples_over_ideal"] == 0.8
+    ratios = ratios_of({FULLY_ASYNC: {0: run(2.5, 0.0, 0.0)}, SYNC: {0: run(9.0, 0.5, 2.25)}})
+    assert ratios["samples_over_ideal"] == 0.9
+
+
+def test_a_goal_that_ours_missed_has_no_ratio_and_one_that_trl_missed_no_part_in_it() -> None:
+    misses = progress(1.0, 1.0, (0.3,) * 5)
+    good = {0: progress(1.0, 1.0), 1: progress(1.0, 1.0)}
+    missed_by_trl = ratios_of({FULLY_ASYNC: good, TRL_BWRAP: {0: misses, 1: progress(2.0, 1.0)}})
+    assert missed_by_trl["wall_to_0.9_over_trl"] == 0.5
+    missed_by_ours = ratios_of({FULLY_ASYNC: {0: misses, 1: good[1]}, TRL_BWRAP: good})
+    assert missed_by_ours["wall_to_0.9_over_trl"] is None
+    assert missed_by_ours["cpu_per_step_over_trl"] == 1.0
+    assert set(ratios_of({}).values()) == {None}
+
+
+def test_the_picture_has_what_there_is(tmp_path: Path) -> None:
+    draw({FULLY_ASYNC: {0: progress(1.0, 1.0)}, SYNC: {}, TRL_BWRAP: {0: progress(2.0, 1.0)}}, tmp_path / "a" / "b.png")
+    assert (tmp_path / "a" / "b.png").read_bytes().startswith(b"\x89PNG")
+
+
+WRITER = """
+import json, sys, time
+log = open(sys.argv[1], "a")
+for reward in json.loads(sys.argv[2]):
+    end = time.process_time() + 0.2
+    while time.process_time() < end: pass
+    log.write(json.dumps({"reward": reward}) + "\\n"); log.flush()
+sys.exit(int(sys.argv[3]))
+"""
+
+
+def writer(folder: Path, rewards: list[float], status: int = 0) -> Program:
+    def step_of(row: Mapping[str, Any], wall_s: float) -> GrpoStep:
+        return GrpoStep(wall_s, row["reward"], 64, 100, 1e-4)
+
+    command = [sys.executable, "-c", WRITER, str(folder / "log"), json.dumps(rewards), str(status)]
+    return Program(command, {}, folder / "log", step_of, folder / "output")
+
+
+def test_a_program_is_followed_to_its_goal(tmp_path: Path) -> None:
+    found = follow(writer(tmp_path, [0.5, 0.9, 0.9, 0.9, 0.1]), 60.0)
+    assert [step.reward for step in found.steps] == [0.5, 0.9, 0.9, 0.9], "what comes after the goal does not count"
+    assert found.reached
+    assert 0 < found.cpu_first_s <= found.cpu_s <= found.cpu_end_s
+    assert found.cpu_end_s > 1.0
+
+
+def test_a_program_that_fails_is_no_measurement(tmp_path: Path) -> None:
+    with pytest.raises(ProgramFailed, match="exit status 3"):
+        follow(writer(tmp_path, [0.5], status=3), 60.0)
+
+
+def test_a_step_of_another_schedule_is_refused(tmp_path: Path) -> None:
+    config, _ = penstock_config([], 0, 50, tmp_path)
+    plan = plan_of(config, tmp_path / "rows")
+    rates = plan.learning_rates
+    assert rates == tuple(learning_rate(config.trainer, step) for step in range(50))
+    good = tuple(GrpoStep(1.0, 0.5, 64, 100, rate) for rate in rates[:3])
+    check_schedule("trl", 0, Progress(good, 1.0, 1.0, 1.0, {}), plan)
+    for wrong in (GrpoStep(1.0, 0.5, 32, 100, rates[3]), GrpoStep(1.0, 0.5, 64, 100, rates[4])):
+        with pytest.raises(OtherSchedule, match="step 3"):
+            check_schedule("trl", 0, Progress((*good, wrong), 1.0, 1.0, 1.0, {}), plan)
+
+
+@pytest.mark.torch
+def test_a_job_travels_with_the_prompts_of_our_runs(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    program = TrlProgram(TRL_BWRAP, str(TRL), boxed=True, steps=5, timeout_s=60.0)
+    job = program.job(0, tmp_path)
+    assert TrlJob.read(job.dump()) == job
+    assert GrpoPlan.read(job.plan.dump()) == job.plan
+    assert job.command is not None
+    assert job.command[0] == "bwrap"
+    rows = read_rows(job.plan.rows)
+    assert len(rows) == 4096
+    config, _ = penstock_config([], 0, 5, tmp_path)
+    ids = chat_of(config.model, config.agent).prompt_ids(rows[7]["prompt"], [tool_schema()])
+    assert rows[7]["prompt_ids"] == list(ids)
+
+
+TOKENS = """
+import json, sys
+from pathlib import Path
+from benchmarks.support.grpo_plan import TrlJob, read_rows
+from benchmarks.support.trl_grpo import StepLog, check_prompts, make_trainer
+job = TrlJob.read(sys.argv[1])
+rows = read_rows(job.plan.rows)
+trainer = make_trainer(job, rows, StepLog(Path(job.log)))
+check_prompts(trainer, rows[:256])
+print(json.dumps(trainer._get_tool_suffix_ids([{"role": "tool", "name": "python", "content": "1480047"}])))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.skipif(not HAS_TRL, reason="TRL is not there: scripts/setup-trl")
+def test_trl_reads_the_tokens_that_our_runs_read(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    job = TrlProgram(TRL_IN_PROCESS, str(TRL), boxed=False, steps=5, timeout_s=60.0).job(0, tmp_path)
+    environment = {**os.environ, **trl_environment(str(TRL)), **ONE_THREAD}
+    command = [sys.executable, "-c", TOKENS, job.dump()]
+    ended = subprocess.run(command, check=False, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    suffix = json.loads(ended.stdout.splitlines()[-1])
+    config, _ = penstock_config([], 0, 5, tmp_path)
+    call = ToolCall("python", {"code": "print(round(4821*307,4))"}, "call_0")
+    delta = list(chat_of(config.model, config.agent).render_tools([ToolResult("1480047")], [call]))
+    assert suffix == delta[1:], "after the end of turn that the model sampled"
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.deep
+@pytest.mark.redis
+@pytest.mark.bwrap
+@pytest.mark.skipif(not HAS_TRL, reason="TRL is not there: scripts/setup-trl")
+async def test_both_programs_train_three_steps(measure: Measure, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    measured = await measure(
+        "compare",
+        PENSTOCK_BENCH_SEEDS="0",
+        PENSTOCK_BENCH_SIDES="fully_async,trl_bwrap",
+        PENSTOCK_BENCH_STEPS="3",
+        PENSTOCK_BENCH_TRL=str(TRL),
+        PENSTOCK_BENCH_PLOT=str(tmp_path / "a.png"),
+    )
+    assert measured["setup"]["trl"].startswith("trl==")
+    ours, theirs = (measured["figures"][name] for name in (FULLY_ASYNC, TRL_BWRAP))
+    for side in (ours, theirs):
+        assert (side["steps"], side["episodes"], side["reached"]) == (3, 192, 0)
+        assert 0 < side["cpu_first_step_s"] < side["cpu_s"] <= side["cpu_end_s"] * 1.02
+        assert 3 * 64 < side["sampled_tokens"] < 3 * 64 * 80
+    ratio = ours["seeds"]["0"]["cpu_per_step"] / theirs["seeds"]["0"]["cpu_per_step"]
+    assert measured["ratio"]["cpu_per_step_over_trl"] == pytest.approx(ratio, rel=1e-2)
+    assert measured["ratio"]["wall_to_0.9_over_trl"] is None, "three steps do not reach the goal"
+    assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+async def test_without_trl_there_are_no_ratios_over_it(measure: Measure) -> None:
+    measured = await measure("compare", PENSTOCK_BENCH_SIDES="trl_bwrap", PENSTOCK_BENCH_TRL="")
+    assert "setup-trl" in measured["setup"]["trl"]
+    assert measured["figures"] == {}
+    assert set(measured["ratio"].values()) == {None}
