@@ -56,8 +56,8 @@ _FILES = (
 """Without the two remounts /dev and the root itself would be writable, unlimited memory file systems."""
 _ZYGOTE_WALLS = "--die-with-parent --new-session --cap-add ALL"
 _ZYGOTE_FILES = "--bind /proc /proc --dev /dev --dir /tmp --remount-ro /dev --remount-ro / --chdir /"
-"""The machine's /proc: the zygote shares the worker's pids, and the kernel allows a box its own only beside a whole one.
-Each box mounts its own /proc, /dev/shm, /dev/pts and /tmp over these."""
+"""The machine's /proc: the zygote shares the worker's pids, and the kernel allows a box a /proc only
+beside a whole one. Each box mounts its own /proc, /dev/shm, /dev/pts and /tmp over these."""
 
 
 class BwrapSandbox(DriverSandbox):
@@ -185,7 +185,7 @@ def _cgroups(owner: str, config: SandboxConfig) -> tuple[CgroupMaker | None, str
 
 
 def _uid(slot: int) -> int | None:
-    """One that no other box on this machine has at this time; None where this process is not root and has but its own."""
+    """One that no other box on this machine has at this time; None where this process is not root: all have its own."""
     return None if os.geteuid() != 0 else UID_BASE + os.getpid() % 16384 * _UIDS_PER_WORKER + slot % _UIDS_PER_WORKER
 
 

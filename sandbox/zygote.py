@@ -1,7 +1,7 @@
 """Boxes forked by a zygote (`inside.zygote`): a process of this worker that has the driver loaded, in prepared mounts.
 
-    start     ─► request with descriptors ─► zygote forks ─► its answers, in the order of the requests: a pidfd each
-    the zygote's end ─► every box of it ends, requests under way fail, the next request starts another one
+start     ─► request with descriptors ─► zygote forks ─► its answers, in the order of the requests: a pidfd each
+the zygote's end ─► every box of it ends, requests under way fail, the next request starts another one
 """
 
 from __future__ import annotations
@@ -243,9 +243,7 @@ def _first_box(
     return _tail(stderr) or data.decode("utf-8", "replace").strip() or "the zygote ended"
 
 
-def _spawn(
-    command: ZygoteCommand, stderr: IO[bytes] | None = None
-) -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _spawn(command: ZygoteCommand, stderr: IO[bytes] | None = None) -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with tempfile.TemporaryFile() if stderr is None else contextlib.nullcontext(stderr) as words:

@@ -25,7 +25,7 @@ NO_CORE = 1
 
 
 _LIBC = ctypes.CDLL(None)
-"""Loaded once: loading it again in each child would copy more of the driver's pages than all else before its program."""
+"""Loaded once: to load it again in each child would copy more of the driver's pages than the rest of its start."""
 
 
 class ForkedChild:
@@ -146,7 +146,7 @@ def become_command(argv: list[str], cwd: str | None = None) -> int:
         return 127 if isinstance(error, FileNotFoundError) else 126
 
 
-def _execute(argv: list[str]) -> None:
+def _execute(argv: list[str]) -> NoReturn:
     """As `os.execvp`, which imports and warns on its way: that would copy the driver's pages. Raises OSError."""
     folders = [""] if "/" in argv[0] else [f"{folder}/" for folder in os.environ.get("PATH", os.defpath).split(":")]
     missing: OSError | None = None

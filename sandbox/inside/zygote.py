@@ -14,7 +14,6 @@ zygote's death); with pid 1 the kernel ends the rest of a box.
 
 from __future__ import annotations
 
-import base64
 import ctypes
 import fcntl
 import gc
@@ -94,7 +93,7 @@ class Zygote:
             os.close(mapped[1])
             ready = os.read(mapped[0], 1)
             if ready:
-                take_stdio(*descriptors[:2], descriptors[2:])
+                take_stdio(descriptors[0], descriptors[1], descriptors[2:])
                 check(libc.unshare(CLONE_NEWCGROUP), "unshare(CLONE_NEWCGROUP)")
                 if uid is not None:
                     os.setresgid(uid, uid, uid)

@@ -108,7 +108,7 @@ async def test_zygote_boxes_share_no_namespace(sandbox: BwrapSandbox) -> None:
 
 
 async def test_zygote_is_out_of_a_boxes_sight(sandbox: BwrapSandbox) -> None:
-    """No process but the box's own, no capability, no privilege to be had by a program, nothing of the machine's /proc."""
+    """No process but the box's own, no capability, nothing of the machine's /proc."""
     session = await sandbox.start("looks")
     code = """
 import os
