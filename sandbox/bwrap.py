@@ -1,5 +1,9 @@
 """Boxes made by bubblewrap: own namespaces, no network, read-only root, private /tmp, a uid and cgroups of their own.
 
+    worker ─► bwrap ─► zygote ─clone─► driver (pid 1 in the box)
+
+Where a zygote cannot make boxes, each is started by itself, with the same walls:
+
     worker ─► sh (enters the cgroups) ─► setpriv (takes the box's uid) ─► bwrap ─► driver (pid 1 in the box)
 
 All four are one process that execs on, but for bwrap's monitor. The worker's death closes the driver's socket and

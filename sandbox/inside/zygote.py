@@ -80,9 +80,13 @@ class Zygote:
             pid = clone(self.clone_number, NEW_NAMESPACES)
             if pid == 0:
                 self.become_box(uid, mapped, descriptors)
-            map_ids(pid, *((uid, uid) if uid is not None else (os.geteuid(), os.getegid())))
             pidfd = os.pidfd_open(pid)
-            os.write(mapped[1], b"m")
+            try:
+                map_ids(pid, *((uid, uid) if uid is not None else (os.geteuid(), os.getegid())))
+                os.write(mapped[1], b"m")
+            except OSError:
+                os.close(pidfd)
+                raise
         finally:
             for fd in mapped:
                 os.close(fd)  # the driver ends where nothing was written
