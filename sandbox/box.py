@@ -124,10 +124,19 @@ class BoxCommand:
     cgroup: Cgroup | None = None
 
 
+class BoxProcess(Protocol):
+    """The process whose end is the box's: what of `subprocess.Popen` is needed."""
+
+    def poll(self) -> int | None:
+        """None while it lives."""
+
+    def kill(self) -> None: ...
+
+
 class ProcessBox(Box):
     _writer: asyncio.StreamWriter
 
-    def __init__(self, process: subprocess.Popen[bytes], stderr: IO[bytes], cgroup: Cgroup | None) -> None:
+    def __init__(self, process: BoxProcess, stderr: IO[bytes], cgroup: Cgroup | None) -> None:
         super().__init__()
         self._process = process
         self._stderr = stderr

@@ -14,6 +14,7 @@ from penstock.sandbox.protocol import SandboxError
 
 MODULES = ("capture", "children", "interpreter", "shell", "persistent", "memory", "calls", "driver")
 """In import order: each finds those before it in `sys.modules`."""
+ZYGOTE_MODULES = (*MODULES, "zygote")
 PACKAGE = "penstock.sandbox.inside"
 
 _COMPILE = """
@@ -55,11 +56,11 @@ module.main()
 """.replace("{package}", PACKAGE)
 
 
-def compile_driver(python: str) -> bytes:
-    """Raises `SandboxError` where `python` cannot be run."""
+def compile_driver(python: str, modules: tuple[str, ...] = MODULES) -> bytes:
+    """The last of `modules` has the `main` that is run. Raises `SandboxError` where `python` cannot be run."""
     try:
         command = [python, "-I", "-S", "-c", _COMPILE]
-        done = subprocess.run(command, input=_sources(), capture_output=True, timeout=30, check=False)
+        done = subprocess.run(command, input=_sources(modules), capture_output=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SandboxError(
             f"the boxes' interpreter {python} cannot be run: {error} (`apt-get install python3`)"
@@ -76,6 +77,11 @@ def driver_command(python: str, settings: dict[str, object], blob_fd: str) -> li
     return [python, "-I", "-S", "-c", _FROM_FILE + _BOOT, json.dumps(settings), blob_fd]
 
 
+def zygote_command(python: str, settings: dict[str, object]) -> list[str]:
+    """Argument vector of the zygote: ``{0}`` is a fresh `open_blob` of `ZYGOTE_MODULES`, ``{1}`` its socket."""
+    return [*driver_command(python, settings, "{0}"), "{1}"]
+
+
 def driver_command_from_stdin(python: str, settings: dict[str, object]) -> list[str]:
     """The same for another machine's interpreter: it reads `driver_sources` from its stdin first."""
     return [python, "-I", "-S", "-c", _FROM_STDIN + _BOOT, json.dumps(settings)]
@@ -83,13 +89,13 @@ def driver_command_from_stdin(python: str, settings: dict[str, object]) -> list[
 
 def driver_sources() -> bytes:
     """The driver as text, with its length in front."""
-    text = _sources()
+    text = _sources(MODULES)
     return len(text).to_bytes(4, "big") + text
 
 
-def _sources() -> bytes:
+def _sources(modules: tuple[str, ...]) -> bytes:
     folder = Path(__file__).parent / "inside"
-    return json.dumps([(name, (folder / f"{name}.py").read_text(encoding="utf-8")) for name in MODULES]).encode()
+    return json.dumps([(name, (folder / f"{name}.py").read_text(encoding="utf-8")) for name in modules]).encode()
 
 
 def open_blob(content: bytes) -> int:

@@ -1,5 +1,9 @@
 """Boxes made by bubblewrap: own namespaces, no network, read-only root, private /tmp, a uid and cgroups of their own.
 
+    worker ─► bwrap ─► zygote ─clone─► driver (pid 1 in the box)
+
+Where a zygote cannot make boxes, each is started by itself, with the same walls:
+
     worker ─► sh (enters the cgroups) ─► setpriv (takes the box's uid) ─► bwrap ─► driver (pid 1 in the box)
 
 All four are one process that execs on, but for bwrap's monitor. The worker's death closes the driver's socket and
@@ -8,6 +12,7 @@ reaches bwrap by ``--die-with-parent``: either ends the whole box.
 
 from __future__ import annotations
 
+import base64
 import logging
 import os
 import platform
@@ -16,13 +21,14 @@ import subprocess
 from pathlib import Path
 
 from penstock.sandbox.box import BoxCommand, ProcessBox
-from penstock.sandbox.bundle import compile_driver, driver_command, open_blob
+from penstock.sandbox.bundle import ZYGOTE_MODULES, compile_driver, driver_command, open_blob, zygote_command
 from penstock.sandbox.cgroups import CgroupMaker, open_cgroups
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.inside import memory
 from penstock.sandbox.limited import QUEUE_TIMEOUT_S, DriverSandbox, SessionSlot
 from penstock.sandbox.protocol import SandboxError
 from penstock.sandbox.seccomp import build_filter
+from penstock.sandbox.zygote import ForkedBox, Zygote, ZygoteCommand, why_no_zygote
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +58,10 @@ _FILES = (
     "--remount-ro /dev --remount-ro / --chdir /tmp"
 )
 """Without the two remounts /dev and the root itself would be writable, unlimited memory file systems."""
+_ZYGOTE_WALLS = "--die-with-parent --new-session --cap-add ALL"
+_ZYGOTE_FILES = "--bind /proc /proc --dev /dev --dir /tmp --remount-ro /dev --remount-ro / --chdir /"
+"""The machine's /proc: the zygote shares the worker's pids, and the kernel allows a box a /proc only
+beside a whole one. Each box mounts its own /proc, /dev/shm, /dev/pts and /tmp over these."""
 
 
 class BwrapSandbox(DriverSandbox):
@@ -74,11 +84,18 @@ class BwrapSandbox(DriverSandbox):
                 f"the memory of a box cannot be bounded here: no cgroup ({self._why_no_cgroups}), and"
                 f" {self._why_uncounted}; {DELEGATE}, or accept it with sandbox.memory_unbounded: true"
             )
+        command = self._zygote_command()
+        self._why_no_zygote = why_no_zygote(command, _uid(0))
+        self._zygote = None if self._why_no_zygote else Zygote(command)
         self.containment = self._describe()
+        if self._why_no_zygote:
+            logger.info("sandbox: bwrap starts each box by itself, which takes longer: %s", self._why_no_zygote)
         logger.log(logging.INFO if self._cgroups else logging.WARNING, "sandbox: %s", self.containment)
 
     async def close(self) -> None:
         await super().close()
+        if self._zygote is not None:
+            await self._zygote.close()
         if self._cgroups is not None:
             self._cgroups.close()
 
@@ -87,6 +104,8 @@ class BwrapSandbox(DriverSandbox):
             cgroup = self._cgroups.make(slot.slot) if self._cgroups else None
         except OSError as error:
             raise SandboxError(f"the box's cgroup cannot be made: {error}") from error
+        if self._zygote is not None:
+            return await ForkedBox.fork(self._zygote, _uid(slot.slot), cgroup)
         argv = [*self._bwrap(), "--", *driver_command(PYTHON, self._settings(), "{0}")]
         blobs = [self._driver]
         if self._filter is not None:
@@ -118,6 +137,18 @@ class BwrapSandbox(DriverSandbox):
         seccomp = ["--seccomp", "{1}"] if self._filter is not None else []
         options = [*_WALLS.split(), *self._features, *_ENVIRONMENT.split()]
         return ["bwrap", *options, *_system_folders(), *files.split(), *seccomp]
+
+    def _zygote_command(self) -> ZygoteCommand:
+        options = [*_ZYGOTE_WALLS.split(), *([] if os.geteuid() == 0 else ["--unshare-user"]), *_ENVIRONMENT.split()]
+        files = ["--perms", "0755", "--dir", "/etc", *_system_folders(), *_ZYGOTE_FILES.split()]
+        settings = {**self._settings(), "shm_bytes": _SHM_BYTES, "tmp_bytes": self.config.tmp_mb << 20}
+        settings["worker"] = os.getpid()  # names whose it is in a list of processes
+        if self._cgroups is None:
+            files += _UNMAPPED_ZERO.split()
+        if self._filter is not None:
+            settings["filter"] = base64.b64encode(self._filter).decode("ascii")
+        argv = ["bwrap", *options, *files, "--", *zygote_command(PYTHON, settings)]
+        return ZygoteCommand(tuple(argv), compile_driver(PYTHON, ZYGOTE_MODULES))
 
     def _settings(self) -> dict[str, object]:
         """Without cgroups: memory counted by the driver, and by rlimits per process; processes per user namespace."""
@@ -157,9 +188,14 @@ def _cgroups(owner: str, config: SandboxConfig) -> tuple[CgroupMaker | None, str
     return cgroups, reason
 
 
+def _uid(slot: int) -> int | None:
+    """One that no other box on this machine has at this time; None where this process is not root: all have its own."""
+    return None if os.geteuid() != 0 else UID_BASE + os.getpid() % 16384 * _UIDS_PER_WORKER + slot % _UIDS_PER_WORKER
+
+
 def _as_uid(slot: int) -> list[str]:
-    """A uid that no other box on this machine has at this time; bwrap as real root would only relabel root."""
-    uid = UID_BASE + os.getpid() % 16384 * _UIDS_PER_WORKER + slot % _UIDS_PER_WORKER
+    """bwrap as real root would only relabel root."""
+    uid = _uid(slot)
     return ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs"]
 
 

@@ -80,7 +80,8 @@ class CgroupMaker:
         directories = tuple(parent / f"{self.prefix}-{slot}" for parent in self.parents)
         for attempt in range(_ATTEMPTS):
             try:
-                self._prepare()
+                if self.version == 2 or attempt > 0:  # version 1 has nothing to hand down: parents that exist are ready
+                    self._prepare()
                 for directory in directories:
                     directory.mkdir(exist_ok=True)
                 break

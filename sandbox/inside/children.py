@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import resource
 import signal
@@ -21,6 +22,10 @@ LOCKED_BYTES = 64 << 10
 """Pages that sockets send without a copy count against it, and against nothing else."""
 NO_CORE = 1
 """Bytes: too few for a core file, and the one value that also keeps a core from the host's handler behind a pipe."""
+
+
+_LIBC = ctypes.CDLL(None)
+"""Loaded once: to load it again in each child would copy more of the driver's pages than the rest of its start."""
 
 
 class ForkedChild:
@@ -38,7 +43,7 @@ class ForkedChild:
 
 def set_dumpable(allowed: bool) -> None:
     """While False, no process of this uid may ptrace this one or open its /proc files (memory, descriptors)."""
-    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, int(allowed), 0, 0, 0)
+    _LIBC.prctl(PR_SET_DUMPABLE, int(allowed), 0, 0, 0)
 
 
 def spawn(body: Callable[[], int], limits: dict[str, Any], stdin: int, keep: tuple[int, ...] = ()) -> ForkedChild:
@@ -120,8 +125,9 @@ def _apply_limits(limits: dict[str, Any]) -> None:
 
 
 def _prefer_for_oom_kill() -> None:
-    with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-        file.write("1000")  # out of memory must end this process, never the driver
+    fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+    os.write(fd, b"1000")  # out of memory must end this process, never the driver
+    os.close(fd)
 
 
 def become_command(argv: list[str], cwd: str | None = None) -> int:
@@ -134,10 +140,25 @@ def become_command(argv: list[str], cwd: str | None = None) -> int:
             os.write(2, f"{cwd}: {error.strerror}\n".encode("utf-8", "replace"))
             return 126
     try:
-        os.execvp(argv[0], argv)  # noqa: S606 - no shell is the point
+        _execute(argv)
     except OSError as error:
         os.write(2, f"{argv[0]}: {error.strerror}\n".encode("utf-8", "replace"))
         return 127 if isinstance(error, FileNotFoundError) else 126
+
+
+def _execute(argv: list[str]) -> NoReturn:
+    """As `os.execvp`, which imports and warns on its way: that would copy the driver's pages. Raises OSError."""
+    folders = [""] if "/" in argv[0] else [f"{folder}/" for folder in os.environ.get("PATH", os.defpath).split(":")]
+    missing: OSError | None = None
+    refused: OSError | None = None
+    for folder in folders:
+        try:
+            os.execv(folder + argv[0], argv)  # noqa: S606 - no shell is the point
+        except (FileNotFoundError, NotADirectoryError) as error:
+            missing = error
+        except OSError as error:
+            refused = refused or error
+    raise refused or missing or FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
 
 KILL_ROUNDS = 500

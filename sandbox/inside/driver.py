@@ -196,12 +196,13 @@ class BoxDriver:
 
 
 def main() -> None:
-    """Argument 1: the settings. Descriptor 0: commands; answers go there too where it is a socket, else to 1.
+    """Argument 1: the settings."""
+    serve(json.loads(sys.argv[1]))
 
-    Ends when the worker does.
-    """
+
+def serve(settings: dict[str, Any]) -> None:
+    """Descriptor 0: commands; answers go there too where it is a socket, else to 1. Ends when the worker does."""
     children.set_dumpable(False)
-    settings = json.loads(sys.argv[1])
     if "filter" in settings:
         install_filter(base64.b64decode(settings["filter"]))
     control = os.dup(0)

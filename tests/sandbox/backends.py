@@ -21,7 +21,7 @@ BACKENDS = [*OWN_BOXES, pytest.param("remote", marks=pytest.mark.bwrap)]
 CONFIG = SandboxConfig(max_boxes=4, run_timeout_s=30.0, output_bytes=4096, image="penstock-box:base")
 
 
-DEEP_BACKENDS = frozenset({"remote", "docker"})
+DEEP_BACKENDS = frozenset({"remote", "docker", "bwrap without zygote"})
 """The same driver is inside: by default only tests marked `on_every_backend` are asked of them."""
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -44,6 +45,7 @@ def left_behind(makers: Iterable[Maker]) -> set[str]:
     makers = list(makers)
     return {
         *(f"process {process}" for process in box_processes(makers) + marked_processes()),
+        *(f"process {pid} of a zygote" for pid in zygote_processes(makers)),
         *unreaped_children(),
         *cgroups(makers),
         *engine_leftovers([maker.owner for maker in makers]),
@@ -87,6 +89,18 @@ def box_processes(makers: Iterable[Maker]) -> list[str]:
 def _belongs(folder: Path, uid: int, makers: list[Maker]) -> bool:
     groups = (folder / "cgroup").read_text()
     return any(maker.has_uid(uid) or f"/penstock/{maker.owner}/" in groups for maker in makers)
+
+
+def zygote_processes(makers: Iterable[Maker]) -> list[int]:
+    """Living zygotes of these makers, their bubblewraps and the drivers that they forked, by their command lines."""
+    wanted = [f'"worker": {maker.pid}'.encode() for maker in makers]
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            line = (folder / "cmdline").read_bytes()
+            if any(re.search(re.escape(words) + rb"\b", line) for words in wanted):
+                found.append(int(folder.name))
+    return sorted(found)
 
 
 def marked_processes() -> list[str]:

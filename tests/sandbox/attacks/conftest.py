@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import pytest_asyncio
 from tests.sandbox.attacks.plants import Host, planted_host
-from tests.sandbox.attacks.targets import Target, attacked_backend
+from tests.sandbox.attacks.targets import WITHOUT_ZYGOTE, Target, attacked_backend
 
 from penstock.sandbox import Session
 
@@ -22,7 +22,12 @@ def host() -> Iterator[Host]:
         yield planted
 
 
-BACKENDS = {"bwrap": pytest.mark.bwrap, "remote": pytest.mark.bwrap, "docker": pytest.mark.docker}
+BACKENDS = {
+    "bwrap": pytest.mark.bwrap,
+    WITHOUT_ZYGOTE: pytest.mark.bwrap,
+    "remote": pytest.mark.bwrap,
+    "docker": pytest.mark.docker,
+}
 
 
 @pytest_asyncio.fixture(

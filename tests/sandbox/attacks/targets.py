@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import os
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import pytest
 from tests.sandbox.containers import IMAGE
 from tests.sandbox.orphans import MAKERS, Maker
 
@@ -22,6 +23,8 @@ CONFIG = SandboxConfig(
 )
 """Small, so that every limit is reached soon."""
 SHM_MB = 16
+WITHOUT_ZYGOTE = "bwrap without zygote"
+"""Each box by a bubblewrap and an interpreter of its own, as on machines where boxes cannot be forked."""
 TOKEN = "correct horse battery"
 
 
@@ -61,13 +64,21 @@ async def _target(backend: str) -> AsyncIterator[Target]:
         async with _remote() as target:
             yield target
         return
-    owner = f"attacks-{backend}-{os.getpid()}"
+    owner = f"attacks-{backend.replace(' ', '-')}-{os.getpid()}"
     MAKERS.append(Maker(os.getpid(), owner))
-    sandbox = make_sandbox(CONFIG.model_copy(update={"backend": backend}), owner)
+    with _zygotes_refused() if backend == WITHOUT_ZYGOTE else contextlib.nullcontext():
+        sandbox = make_sandbox(CONFIG.model_copy(update={"backend": backend.split(maxsplit=1)[0]}), owner)
     try:
         yield Target(backend, sandbox, await sandbox.start("neighbour"))
     finally:
         await sandbox.close()
+
+
+@contextlib.contextmanager
+def _zygotes_refused() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.sandbox.bwrap.why_no_zygote", lambda *_: "a test says so")
+        yield
 
 
 @contextlib.asynccontextmanager

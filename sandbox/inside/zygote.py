@@ -1,0 +1,211 @@
+"""The zygote of a worker: forks the first process of each box, so that no box starts an interpreter anew.
+
+    worker ──request, descriptors──► zygote ──clone──► driver (pid 1 of the box)
+       ◄───────────────────its pidfd───┘
+
+bubblewrap starts the zygote in the file system of a box: read-only root, /usr and /dev. It executes no code of others,
+and takes from the worker no more than a uid and descriptors, so a box can inherit nothing of an earlier one. Every box
+gets namespaces of its own (user, mount, pid, network, ipc, uts, cgroup), its own /proc, /tmp, /dev/shm and /dev/pts,
+and the driver gives up its capabilities and takes the system-call filter before it answers.
+
+The worker's death ends the zygote (its socket, and the parent's death) and the drivers (each its own socket, and the
+zygote's death); with pid 1 the kernel ends the rest of a box.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import gc
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+from typing import Any, NoReturn
+
+from penstock.sandbox.inside import driver
+
+MAX_REQUEST_BYTES = 4096
+MAX_DESCRIPTORS = 8
+CLONE_NUMBERS = {"x86_64": 56, "aarch64": 220}
+NEW_NAMESPACES = 0x7C020000
+"""CLONE_NEW*: mount, uts, ipc, user, pid, network."""
+CLONE_NEWCGROUP = 0x02000000
+MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
+PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 1, 24, 47, 4
+CAPABILITY_VERSION_3 = 0x20080522
+LAST_CAPABILITY = "/proc/sys/kernel/cap_last_cap"
+MAX_USER_NAMESPACES = "/proc/sys/user/max_user_namespaces"
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
+libc = ctypes.CDLL(None, use_errno=True)
+with_lock = ctypes.PyDLL(None, use_errno=True)
+"""The same library; its calls keep the interpreter's lock, as a fork must."""
+
+
+class Zygote:
+    """One loop: receive, fork, answer."""
+
+    def __init__(self, settings: dict[str, Any], requests: socket.socket) -> None:
+        """`settings`: of every box."""
+        self.settings = settings
+        self.requests = requests
+        self.clone_number = CLONE_NUMBERS[os.uname().machine]
+        self.capabilities = read_int(LAST_CAPABILITY) + 1
+        """How many the kernel knows."""
+
+    def serve(self) -> None:
+        """Until the worker is gone."""
+        while request := receive(self.requests):
+            settings, descriptors = request
+            try:
+                answer, sent = b"forked", [self.fork(settings["uid"], descriptors)]
+            except OSError as error:
+                answer, sent = str(error).encode("utf-8", "replace"), []
+            for fd in descriptors:
+                os.close(fd)
+            socket.send_fds(self.requests, [answer], sent)
+            for fd in sent:
+                os.close(fd)
+
+    def fork(self, uid: int | None, descriptors: list[int]) -> int:
+        """A pidfd of the driver. Raises `OSError`.
+
+        `descriptors`: control socket, stderr, and ``cgroup.procs`` of the groups to enter; `uid`: one that no other box
+        has, or None where this is not root and has no other to give.
+        """
+        mapped = os.pipe()
+        try:
+            pid = clone(self.clone_number, NEW_NAMESPACES)
+            if pid == 0:
+                self.become_box(uid, mapped, descriptors)
+            pidfd = os.pidfd_open(pid)
+            try:
+                map_ids(pid, *((uid, uid) if uid is not None else (os.geteuid(), os.getegid())))
+                os.write(mapped[1], b"m")
+            except OSError:
+                os.close(pidfd)
+                raise
+        finally:
+            for fd in mapped:
+                os.close(fd)  # the driver ends where nothing was written
+        return pidfd
+
+    def become_box(self, uid: int | None, mapped: tuple[int, int], descriptors: list[int]) -> NoReturn:
+        try:
+            os.close(mapped[1])
+            ready = os.read(mapped[0], 1)
+            if ready:
+                take_stdio(descriptors[0], descriptors[1], descriptors[2:])
+                check(libc.unshare(CLONE_NEWCGROUP), "unshare(CLONE_NEWCGROUP)")
+                if uid is not None:
+                    os.setresgid(uid, uid, uid)
+                    os.setresuid(uid, uid, uid)
+                die_with_parent()  # after the change of uid, which clears it
+                furnish(self.settings)
+                drop_capabilities(self.capabilities)
+                driver.serve(self.settings)
+        except BaseException as error:  # noqa: BLE001 - its last words; it must never return into the zygote's loop
+            os.write(2, f"{type(error).__name__}: {error}\n".encode("utf-8", "replace"))
+        finally:
+            os._exit(1)
+
+
+def main() -> None:
+    """Argument 1: the settings of every box; argument 3: the socket of requests. Ends when the worker does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # drivers leave no zombies; the worker watches them by their pidfd
+    if os.geteuid() == 0:
+        os.setgroups([])  # a box may not change them any more
+    zygote = Zygote(json.loads(sys.argv[1]), socket.socket(fileno=int(sys.argv[3])))
+    gc.collect()
+    gc.freeze()
+    zygote.serve()
+
+
+def receive(requests: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """None where the worker is gone."""
+    data, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
+    return (json.loads(data), descriptors) if data else None
+
+
+def clone(number: int, namespaces: int) -> int:
+    """As `os.fork`, into new namespaces: 0 in the child, which is pid 1 there. Raises `OSError`."""
+    python = ctypes.pythonapi
+    python.PyOS_BeforeFork()
+    pid: int = with_lock.syscall(number, ctypes.c_ulong(namespaces | signal.SIGCHLD), 0, 0, 0, 0)
+    if pid == 0:
+        python.PyOS_AfterFork_Child()
+        return 0
+    python.PyOS_AfterFork_Parent()
+    check(pid < 0, "clone")
+    return pid
+
+
+def map_ids(pid: int, uid: int, gid: int) -> None:
+    """The one user and the one group that the namespace of `pid` knows."""
+    for file, text in (("setgroups", "deny"), ("gid_map", f"{gid} {gid} 1"), ("uid_map", f"{uid} {uid} 1")):
+        write_text(f"/proc/{pid}/{file}", text)
+
+
+def take_stdio(control: int, stderr: int, groups: list[int]) -> None:
+    """Enters the groups, each by its ``cgroup.procs``; afterwards 0 is the control socket and 2 stderr, 1 is null."""
+    for group in groups:
+        os.write(group, b"0")
+    null = os.open(os.devnull, os.O_RDWR)
+    for number, fd in enumerate((control, null, stderr)):
+        os.dup2(fd, number)
+    os.closerange(3, 1024)
+
+
+def die_with_parent() -> None:
+    check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
+
+
+def furnish(settings: dict[str, Any]) -> None:
+    """What no two boxes may share: file systems that can be written, the loopback, host name and session."""
+    os.setsid()
+    quiet = MS_NOSUID | MS_NODEV
+    mount("proc", "/proc", quiet | MS_NOEXEC, "")
+    mount("tmpfs", "/dev/shm", quiet, f"mode=0755,size={settings['shm_bytes']}")  # noqa: S108 - the box's own
+    mount("tmpfs", "/tmp", quiet, f"mode=0755,size={settings['tmp_bytes']}")  # noqa: S108 - the box's own
+    mount("devpts", "/dev/pts", MS_NOSUID | MS_NOEXEC, "newinstance,ptmxmode=0666,mode=620")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
+    socket.sethostname("sandbox")
+    write_text(MAX_USER_NAMESPACES, "0")  # none below this one; to raise it again takes a capability in it
+    os.chdir("/tmp")  # noqa: S108 - the box's own
+
+
+def drop_capabilities(count: int) -> None:
+    """All of them, for this process and everything that it will execute."""
+    for capability in range(count):
+        check(libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0), "prctl(PR_CAPBSET_DROP)")
+    check(libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0), "prctl(PR_CAP_AMBIENT)")
+    check(libc.capset(struct.pack("=Ii", CAPABILITY_VERSION_3, 0), bytes(24)), "capset")
+    check(libc.prctl(driver.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+
+
+def mount(kind: str, target: str, flags: int, options: str) -> None:
+    failed = libc.mount(kind.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
+    check(failed, f"mount {kind} on {target}")
+
+
+def check(failed: bool | int, what: str) -> None:
+    if failed:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+
+
+def write_text(path: str, text: str) -> None:
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        os.write(fd, text.encode("ascii"))
+    finally:
+        os.close(fd)
+
+
+def read_int(path: str) -> int:
+    with open(path, encoding="ascii") as file:
+        return int(file.read())
