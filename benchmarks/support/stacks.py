@@ -28,10 +28,10 @@ _EVERYWHERE = (
 PARTS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "engine": (
         ("weights", r"\(.*(weight_sync/|hf_batch.py.*swap)|^(swap|load_weights)\b"),
-        ("sampling", r"hf_sampling\.py|^_sample "),
+        ("sampling", r"hf_sampling\.py"),
         ("attention", r"hf_attention\.py|attention"),
         ("model", r"/models/.*/modeling_|/torch/nn/"),
-        ("batching", r"continuous_batching|hf_batch\.py"),
+        ("batching", r"hf_(batch|cache)\.py"),
     ),
     "sidecar": (("tokens", r"rollout_server/(stream|merge|tokens)"), ("weights", r"weight_sync/|updater")),
     "agent workers": (
