@@ -6,8 +6,11 @@ from .hf import HFEngine as HFEngine
 from .hf_attention import UnsupportedArguments as UnsupportedArguments
 from .hf_attention import attend_by_request as attend_by_request
 from .hf_attention import use_attention_by_request as use_attention_by_request
-from .hf_batch import PAGE_TOKENS as PAGE_TOKENS
 from .hf_batch import Batcher as Batcher
+from .hf_cache import PAGE_TOKENS as PAGE_TOKENS
+from .hf_cache import KVCache as KVCache
+from .hf_cache import Layout as Layout
+from .hf_cache import Row as Row
 from .hf_sampling import Record as Record
 from .hf_sampling import Sampler as Sampler
 from .http_engine import HttpEngine as HttpEngine

@@ -1,4 +1,4 @@
-"""The `hf` engine: transformers' continuous batching in a child process, no GPU needed.
+"""The `hf` engine: a transformers model under a batcher of ours, in a child process, no GPU needed.
 
 HFEngine.generate ── queue per request ◄── Link ◄── socket pair ◄── hf_server process
 

@@ -1,266 +1,367 @@
-"""transformers' continuous batching as an engine needs it: requests in, recorded tokens out, weights swapped inside.
+"""Continuous batching: requests in, recorded tokens out, weights swapped between two passes.
 
-    event loop      add, cancel ──► manager's queues;  collect ◄── Record
-    decoding thread schedule → forward → Sampler.draw → Record
-    loader thread   swap ── pause ──► decoding thread parks between two steps ──► copy, check, version ──► resume
+    event loop      add, cancel ──► arrived;  collect ◄── Record
+    decoding thread admit → choose → forward → Sampler.draw → Record → end
+    loader thread   swap ── asks for a pause ──► the decoding thread grants it between two passes
 
-Batches are never pipelined (`use_async_batching=False`): when a pause is granted no step is under way, so every token
-was sampled either wholly before or wholly after the swap.
+A pass computes one token of every request that decodes and is filled up with prompts, cut to fit. No pass is under way
+while weights are swapped, so every token was sampled either wholly before or wholly after.
 
-The functions on the KV cache, all but `Reused`, may be called only while decoding is paused.
+    waiting ──admit──► running: prompt ──► decodes ──► ended
+       ▲                  │
+       └── put back ──────┘  no room for its keys and values, or a swap that must not keep them
+
+The oldest running request is never put back for another's sake, and the cache holds at least one: there is always one
+that gets on.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import secrets
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines.hf_sampling import Live, LiveRequests, Record, Sampler
-from penstock.rollout_server.protocol import Chunk, Sampling
+from penstock.rollout_server.engines.hf_attention import USE_ANOTHER, Probe, Step, UnsupportedArguments
+from penstock.rollout_server.engines.hf_cache import PAGE_TOKENS, KVCache, Layout, Row
+from penstock.rollout_server.engines.hf_sampling import LiveRequests, Record, Sampler
+from penstock.rollout_server.protocol import Sampling
 
-logger = logging.getLogger(__name__)
-PAGE_TOKENS = 16
-"""Prefixes are found again by whole pages: half a page of every prompt is computed once more."""
-STEP_TOKENS = 256
-"""Tokens of one forward pass: all that decode, filled up with prompts cut to fit."""
-
-
-class Reused:
-    """Counts the prompt tokens whose KV was there already."""
-
-    def __init__(self, cache: Any) -> None:
-        self.tokens = 0
-        self._search = cache.search_prefix_match
-        cache.search_prefix_match = self._search_and_count
-
-    def _search_and_count(self, request_id: str, prompt_ids: list[int]) -> int:
-        found: int = self._search(request_id, prompt_ids)
-        self.tokens += found
-        return found
+STEP_TOKENS = 256, 2048
+"""Least and most tokens of one forward pass: all that decode, filled up with prompts cut to fit."""
+STEP_PRODUCTS = 2e9
+"""Tokens times values of the model, between those two: a longer pass keeps swaps and other answers waiting."""
+IDLE_S = 1.0
+STOP_S = 10.0
+CHECKED = (23, 9)
+"""Lengths of the contexts that are computed in one pass and alone, and compared, before the first request."""
+MOST_APART = {torch.float32: 1e-3}
+"""Difference of a logprob that is taken for rounding."""
+MOST_APART_ROUNDED = 0.25
+"""Where the arithmetic has fewer digits, times the deviation of the logits."""
+WITH_ATTENTION = ("full_attention", "sliding_attention")
+"""Kinds of layers that are computed."""
 
 
-def forget_prefixes(cache: Any) -> None:
-    """No request that starts from now on is given KV that was computed before now.
+class Batcher(LiveRequests[Row]):
+    """Owns the decoding thread. All methods but `swap` are for the event loop."""
 
-    Blocks that running requests hold stay theirs, under random 64-bit hashes: hashes chain, so whatever these requests
-    complete later matches no prompt either. Without it a new answer would mix old KV with new weights.
-    """
-    for allocator in cache.cache_allocators.values():
-        ledger = allocator.ledger
-        cache.pool.free_blocks(allocator.index, ledger.evict_cached_blocks())
-        ledger.hash_to_block.clear()
-        ledger.block_to_hash.clear()
-        for block in {block for table in allocator.block_table.values() for block in table}:
-            mark = secrets.randbits(64)
-            ledger.hash_to_block[mark] = block
-            ledger.block_to_hash[block] = mark
-
-
-def recompute_running(processor: Any) -> None:
-    """Running requests lose their KV and are prefilled again, what they sampled kept, before any that wait."""
-    scheduler, again = processor.scheduler, []
-    for state in list(scheduler.active_requests.values()):
-        processor.cache.free_blocks(state.request_id, no_cache=True)
-        again.append(state.create_equivalent_initial_request())
-        scheduler.finish_request(state.request_id)
-    for state in again:
-        scheduler.add_waiting_request(state)
-    scheduler.waiting_requests_order.rotate(len(again))
-
-
-def cancel_running(processor: Any, sampled: Callable[[str], bool]) -> list[str]:
-    """Names of the requests that hold KV or have `sampled`, cancelled before the next step. Others wait on."""
-    scheduler = processor.scheduler
-    names = [*scheduler.active_requests, *filter(sampled, scheduler.waiting_requests)]
-    for name in names:
-        scheduler.set_request_cancellation(name)
-    admit_again(scheduler)
-    return names
-
-
-def admit_again(scheduler: Any) -> None:
-    """The block is set when requests were put back for want of KV and lifted by one that finishes; none may be left."""
-    scheduler.block_new_requests = False
-
-
-class Batcher(LiveRequests[Live]):
-    """Owns the decoding thread. All methods but `swap` are for the event loop that made it."""
-
-    def __init__(self, model: Any, config: RolloutConfig, seed: int, on_finish: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        config: RolloutConfig,
+        seed: int,
+        on_finish: Callable[[], None],
+        step_tokens: int | None = None,
+    ) -> None:
+        """`step_tokens` of one pass; None: by the size of the model."""
         super().__init__(on_finish)
         self.sampler = Sampler(seed)
         self.steps = 0
-        self._computing: dict[tuple[int, ...], str] = {}
-        """Whole pages of a prompt → the request that computes them."""
-        self._waiting: dict[str, tuple[str, list[int], Sampling]] = {}
-        """Requests that start when another one, the first, has computed the pages of their common prompt."""
-        self._pause_mode = config.pause
-        self._manager = model.init_continuous_batching(
-            generation_config=GenerationConfig(do_sample=True, eos_token_id=-1),
-            continuous_batching_config=_batching_config(config, seed),
-        )
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._manager.warmup()
-        self._processor = self._manager.batch_processor
-        self.reused = Reused(self._processor.cache)
-        self._take_over_sampling()
-        self._manager.start()
+        self._model, self._config = model, config
+        self._step_tokens = max(step_tokens or tokens_of_a_step(model), 2 * config.max_concurrent)
+        self.cache = make_cache(model, config)
+        self._arrived: deque[Row] = deque()
+        self._waiting: deque[Row] = deque()
+        self._running: list[Row] = []
+        """Oldest first."""
+        self._full = False
+        """A request was put back for want of room: none is admitted before another has ended."""
+        self._turn = threading.Condition()
+        """Held for each pass; `swap` holds it while the weights are exchanged."""
+        self._swaps_waiting = 0
+        self._any_cancelled = False
+        self._news = threading.Event()
+        self._stopping = False
+        self._fatal: str | None = None
+        self._thread = threading.Thread(target=self._run, name="hf-decoding", daemon=True)
+        self._thread.start()
 
-    def _take_over_sampling(self) -> None:
-        runner = self._processor.model_runner
-        if not callable(getattr(runner, "_sample", None)):
-            raise RuntimeError("this transformers samples elsewhere: the hf engine is written for 5.19's ModelRunner")
-        runner._sample = self._sample
-
-    def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
-        """In the decoding thread: scores [1, rows, V] → output_ids[0, :R]; rows past R belong to no request."""
-        batch = self._processor.inputs_and_outputs.requests_in_batch
-        names = [future.state.request_id for future in batch if future.has_new_token]
-        self.steps += 1
-        if names:
-            records = [self._record_of(name) for name in names]
-            output_ids[0, : len(names)] = self.sampler.draw(scores[0, : len(names)], records)
-            if self._waiting and self._loop is not None:
-                self._loop.call_soon_threadsafe(self._start_waiting)
-
-    def _record_of(self, name: str) -> Record:
-        live = self._live.get(name)
-        return live.record if live else Record(Sampling(), 0)
-
+    # requests ------------------------------------------------------------------------------------------------------
     def add(self, name: str, token_ids: list[int], sampling: Sampling) -> None:
-        """Queue a request; its tokens come out of `collect`.
-
-        A prompt whose pages are being computed for another request waits for them: those of a group are computed once.
-        """
-        self._loop = asyncio.get_running_loop()
-        self._live[name] = Live(Record(sampling, len(token_ids)))
-        self._admit(name, token_ids, sampling)
-
-    def _admit(self, name: str, token_ids: list[int], sampling: Sampling) -> None:
-        pages = tuple(token_ids[: len(token_ids) // PAGE_TOKENS * PAGE_TOKENS])
-        first = self._computing.get(pages)
-        if first is not None and self._computes(first):
-            self._waiting[name] = (first, token_ids, sampling)
-            return
-        if pages:
-            self._computing[pages] = name
-        self._start(name, token_ids, sampling)
-
-    def _computes(self, name: str) -> bool:
-        """The request is not yet through its prompt."""
-        live = self._live.get(name)
-        return live is not None and not (live.record.samples or live.finish_reason or live.error)
-
-    def _start_waiting(self) -> None:
-        """Start those whose first request has sampled a token; where it ended before that, one of them is the first."""
-        self._computing = {pages: name for pages, name in self._computing.items() if self._computes(name)}
-        for name, (first, token_ids, sampling) in list(self._waiting.items()):
-            if self._computes(first):
-                continue
-            del self._waiting[name]
-            if self._record_of(first).samples:
-                self._start(name, token_ids, sampling)
-            else:
-                self._admit(name, token_ids, sampling)
-
-    def collect(self, *, only_ended: bool = False) -> list[tuple[str, Chunk | str]]:
-        """As `LiveRequests.collect`."""
-        self._start_waiting()  # before those that ended are forgotten
-        return super().collect(only_ended=only_ended)
-
-    def _start(self, name: str, token_ids: list[int], sampling: Sampling) -> None:
-        self._manager.register_result_handler(name, self._finished)
-        stops = list(sampling.stop_token_ids) or [-1]
-        self._manager.add_request(
-            token_ids, request_id=name, max_new_tokens=sampling.max_new_tokens, eos_token_id=stops
-        )
+        """Queue a request; its tokens come out of `collect`."""
+        row = self._live[name] = Row(Record(sampling, len(token_ids)), ids=list(token_ids))
+        self._arrived.append(row)
+        self._news.set()
 
     def cancel(self, name: str) -> None:
-        """Free the request's place and KV before the next step. Unknown names are fine."""
-        if self._live.pop(name, None) is None or self._waiting.pop(name, None) is not None:
-            return
-        self._start_waiting()
-        self._manager.output_router.result_handlers.pop(name, None)
-        self._manager.cancel_request(name)
-        admit_again(self._processor.scheduler)
-
-    def _finished(self, output: Any) -> None:
-        live = self._live.get(output.request_id)
-        if live is None:
-            return
-        recorded = [token for token, _ in live.record.samples]
-        live.error = output.error
-        if live.error is None and recorded != list(output.generated_tokens):
-            live.error = "the tokens recorded are not the tokens decoded"
-        stops = live.record.sampling.stop_token_ids
-        live.finish_reason = "stop" if recorded and recorded[-1] in stops else "length"
-        self._on_finish()
+        """Free the request's place and KV before the next pass. Unknown names are fine."""
+        if (row := self._live.pop(name, None)) is not None:
+            row.cancelled = self._any_cancelled = True
+            self._news.set()
 
     def stop(self) -> None:
         """End the decoding thread; what is in flight is dropped."""
-        self._manager.stop(block=True, timeout=10.0, hard_stop=True)
+        self._stopping = True
+        self._news.set()
+        self._thread.join(STOP_S)
 
     def fatal_error(self) -> str | None:
         """Why the decoding thread is gone; None while it runs."""
-        if self._manager.is_running():
-            return None
-        return str(self._manager.background_thread_status.fatal_error or "the decoding thread ended")
+        return self._fatal
+
+    @property
+    def reused_tokens(self) -> int:
+        """Prompt tokens whose KV was there already."""
+        return self.cache.reused_tokens
 
     @property
     def kv_blocks_in_use(self) -> int:
-        """Blocks that requests hold; those kept only for their prefixes do not count."""
-        tables = [a.block_table for a in self._processor.cache.cache_allocators.values()]
-        return sum(len(blocks) for table in tables for blocks in table.values())
+        """Pages that requests hold; those kept only for their prefixes do not count."""
+        return self.cache.pages_in_use
 
     def swap(self, load: Callable[[], None], version: int) -> tuple[float, float, int]:
-        """Between two steps: `load()`, then `version` names the weights. Returns (pause_s, load_s, in_flight).
+        """Between two passes: `load()`, then `version` names the weights. Returns (pause_s, load_s, in_flight).
 
-        To be called from another thread than the event loop's: it waits for the step under way.
+        To be called from another thread than the event loop's: it waits for the pass under way.
         """
-        with self._manager.pause():
+        self._swaps_waiting += 1
+        with self._turn:
+            self._swaps_waiting -= 1
             paused = time.perf_counter()
-            if self._pause_mode == "abort":
-                self._abort_running()
-            in_flight = 0 if self._pause_mode == "abort" else len(self._processor.scheduler.active_requests)
+            self._receive()
+            in_flight = 0 if self._config.pause == "abort" else len(self._running)
+            if self._config.pause == "abort":
+                self._abort()
             load()
             load_s = time.perf_counter() - paused
-            if self._pause_mode == "recompute":
-                recompute_running(self._processor)
-            forget_prefixes(self._processor.cache)
+            self._start_again()
+            self._full = False
             self.sampler.version = version
+            self._turn.notify_all()
         return time.perf_counter() - paused, load_s, in_flight
 
-    def _abort_running(self) -> None:
-        """Their answers end with what they have; `collect` hands it on."""
-        for name in cancel_running(self._processor, lambda name: bool(self._record_of(name).samples)):
-            self._manager.output_router.result_handlers.pop(name, None)
-            if live := self._live.get(name):
-                live.finish_reason = "abort"
+    @torch.inference_mode()
+    def _abort(self) -> None:
+        """Those that have begun end with what they have; `collect` hands it on."""
+        begun = [*self._running, *(row for row in self._waiting if row.record.samples)]
+        for row in begun:
+            self.cache.drop(row)
+            row.finish_reason = "abort"
+        self._running.clear()
+        self._waiting = deque(row for row in self._waiting if not row.finish_reason)
+        self._on_finish()
+
+    @torch.inference_mode()
+    def _start_again(self) -> None:
+        """No KV of the old weights is left, but of the requests that continue with theirs (`keep`)."""
+        self.cache.forget_prefixes()
+        every = self._config.pause == "recompute"
+        for row in reversed([row for row in self._running if every or not row.record.samples]):
+            self._put_back(row)
+
+    # the decoding thread -------------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._news.clear()
+                if not self._take_turn():
+                    self._news.wait(IDLE_S)
+        except BaseException as error:  # whatever it is, the owner ends this process with it
+            self._fatal = f"{type(error).__name__}: {error}"
+            self._on_finish()
+            raise
+
+    @torch.inference_mode()
+    def _take_turn(self) -> bool:
+        """Whether there was anything to compute."""
+        with self._turn:
+            self._turn.wait_for(lambda: not self._swaps_waiting, timeout=self._config.request_timeout_s)
+            self._receive()
+            self._admit()
+            self._choose()
+            step = Step(self.cache)
+            if not step.ids:
+                return False
+            sampling = [row for row in step.rows if row.new == row.left]
+            logits = forward(self._model, step, sampling)
+            self.steps += 1
+            self._fed(step)
+            if sampling:
+                self._sampled(sampling, self.sampler.draw(logits, [row.record for row in sampling]).tolist())
+            return True
+
+    @torch.inference_mode()
+    def _receive(self) -> None:
+        """What arrived waits; what was cancelled is gone."""
+        # Read before what arrived: a request is added before it is cancelled, so none is overlooked.
+        cancelled, self._any_cancelled = self._any_cancelled, False
+        while self._arrived:
+            self._waiting.append(self._arrived.popleft())
+        if cancelled:
+            self._waiting = deque(row for row in self._waiting if not row.cancelled)
+            for row in [row for row in self._running if row.cancelled]:
+                self._end(row)
+
+    def _admit(self) -> None:
+        """Start those that wait, in order, while there is room.
+
+        A prompt whose pages are being computed for another request waits for them: those of a group are computed once.
+        """
+        if not self._waiting or (self._full and self._running):
+            return
+        computing = {_pages(row.ids) for row in self._running if row.left > 1}
+        held_up: list[Row] = []
+        while self._waiting and len(self._running) < self._config.max_concurrent:
+            row = self._waiting.popleft()
+            pages = _pages(row.ids)
+            if pages and pages in computing:
+                held_up.append(row)
+            elif self.cache.start(row):
+                self._running.append(row)
+                computing.add(pages)
+            else:
+                self._waiting.appendleft(row)
+                break
+        self._waiting.extendleft(reversed(held_up))
+
+    def _choose(self) -> None:
+        """Set `new` of each running request: what the pass computes of it. Puts back those without room."""
+        room = self._step_tokens - sum(row.left == 1 for row in self._running)
+        for row in list(self._running):
+            if row.bucket is None:
+                continue  # put back for one before it
+            left = row.left
+            row.new = 1 if left == 1 else min(left, room)
+            if left > 1:
+                room -= row.new
+            if row.fed + row.new > row.bucket.capacity:
+                self._make_room(row)
+
+    def _make_room(self, row: Row) -> None:
+        """For its new tokens; others are put back for it, the newest first, and it where there is no newer one."""
+        if not self.cache.grow(row, row.fed + row.new, lambda: self._make_way(row)):
+            self._put_back(row)
+            self._full = True
+
+    def _make_way(self, row: Row) -> bool:
+        newest = self._running[-1]
+        if newest is row:
+            return False
+        self._put_back(newest)
+        self._full = True
+        return True
+
+    def _put_back(self, row: Row) -> None:
+        self.cache.drop(row)
+        row.new = 0
+        self._running.remove(row)
+        self._waiting.appendleft(row)
+
+    def _fed(self, step: Step) -> None:
+        for row in step.rows:
+            row.fed += row.new
+            if row.fed == row.record.context_len and row.reused < row.fed // PAGE_TOKENS * PAGE_TOKENS:
+                self.cache.keep_prefix(row)
+
+    def _sampled(self, rows: list[Row], tokens: list[int]) -> None:
+        ended = False
+        for row, token in zip(rows, tokens, strict=True):
+            row.ids.append(token)
+            sampling = row.record.sampling
+            if token in sampling.stop_token_ids:
+                row.finish_reason = "stop"
+            elif len(row.record.samples) >= sampling.max_new_tokens:
+                row.finish_reason = "length"
+            else:
+                continue
+            self.cache.keep_prefix(row)
+            self._end(row)
+            ended = True
+        if ended:
+            self._on_finish()
+
+    def _end(self, row: Row) -> None:
+        self.cache.drop(row)
+        self._running.remove(row)
+        self._full = False
 
 
-def _batching_config(config: RolloutConfig, seed: int) -> ContinuousBatchingConfig:
+def _pages(ids: list[int]) -> tuple[int, ...]:
+    return tuple(ids[: len(ids) // PAGE_TOKENS * PAGE_TOKENS])
+
+
+def tokens_of_a_step(model: Any) -> int:
+    """As many as keep a pass short."""
+    least, most = STEP_TOKENS
+    return max(least, min(most, int(STEP_PRODUCTS / model.num_parameters())))
+
+
+# the model -----------------------------------------------------------------------------------------------------------
+def forward(model: Any, step: Step, rows: list[Row]) -> torch.Tensor:
+    """Logits [rows, V] at the last of the new tokens of `rows`, some of the step's, in its order."""
+    return _pass(model, step.ids, step.positions, step, step.last_tokens(rows)).float()
+
+
+def _pass(model: Any, ids: list[int], positions: list[int], step: Step | Probe, keep: torch.Tensor) -> torch.Tensor:
+    # A mask of four dimensions is taken as it is: none is made, and attention reads the step instead.
+    inputs = {"input_ids": torch.tensor([ids]), "position_ids": torch.tensor([positions])}
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    logits: torch.Tensor = model(**inputs, attention_mask=mask, use_cache=False, logits_to_keep=keep, step=step).logits
+    return logits[0]
+
+
+@torch.inference_mode()
+def make_cache(model: Any, config: RolloutConfig) -> KVCache:
+    """The cache for a model that computes in a batch what it computes alone.
+
+    Raises `ValueError` where the cache is too small for one request, `UnsupportedArguments` for another model.
+    """
     if config.kv_cache_tokens < config.max_model_len + PAGE_TOKENS:
         raise ValueError(
             f"rollout.kv_cache_tokens is {config.kv_cache_tokens}: one request of rollout.max_model_len"
             f" {config.max_model_len} needs {config.max_model_len + PAGE_TOKENS}"
         )
-    return ContinuousBatchingConfig(
-        page_size=PAGE_TOKENS,
-        num_blocks=-(-config.kv_cache_tokens // PAGE_TOKENS),
-        max_batch_tokens=max(STEP_TOKENS, 2 * config.max_concurrent),
-        max_requests_per_batch=config.max_concurrent,
-        allow_block_sharing=True,
-        use_async_batching=False,
-        use_cuda_graph=False,
-        auto_switch_to_flash=False,
-        seed=seed,
-    )
+    return KVCache(layout_of(model), config.kv_cache_tokens, config.max_model_len)
+
+
+def layout_of(model: Any) -> Layout:
+    """Of its keys and values. Raises `UnsupportedArguments`."""
+    text, probe = model.config.get_text_config(), Probe()
+    kinds = list(getattr(text, "layer_types", None) or [])
+    _refuse_layers({layer: kind for layer, kind in enumerate(kinds) if kind not in WITH_ATTENTION})
+    vocab = model.get_input_embeddings().num_embeddings
+    contexts = [[(7 * i + 3 * length) % vocab for i in range(length)] for length in CHECKED]
+    try:
+        _pass(model, [0], [0], probe, torch.tensor([0]))
+        windows = {layer: probe.windows.get(layer) for layer, kind in enumerate(kinds) if kind == "sliding_attention"}
+        _refuse_layers({layer: f"window {one}" for layer, one in windows.items() if one != text.sliding_window})
+        _compare(model, probe, contexts)
+    except UnsupportedArguments:
+        raise
+    except Exception as error:  # of whatever kind: the model's own code does not take such a pass
+        raise UnsupportedArguments(
+            f"{type(model).__name__} fails on several requests: {error!r}: {USE_ANOTHER}"
+        ) from error
+    return probe.layout()
+
+
+def _refuse_layers(unknown: dict[int, str]) -> None:
+    if unknown:
+        raise UnsupportedArguments(f"layers {unknown} are unknown to the hf engine: {USE_ANOTHER}")
+
+
+def _compare(model: Any, probe: Probe, contexts: list[list[int]]) -> None:
+    """Prompts in one pass, then one token of each: as one plain pass each. Raises `UnsupportedArguments`."""
+    cache = KVCache(probe.layout(), 1024, 64)
+    rows = [Row(Record(Sampling(), len(ids)), ids=ids[:-1]) for ids in contexts]
+    for row in rows:
+        cache.start(row)
+        row.new = row.left
+    forward(model, Step(cache), rows)
+    for row, ids in zip(rows, contexts, strict=True):
+        row.fed, row.new, row.ids = len(ids) - 1, 1, ids
+    batched = forward(model, Step(cache), rows)
+    passes = [model(input_ids=torch.tensor([ids]), use_cache=False) for ids in contexts]
+    alone = torch.stack([one.logits[0, -1].float() for one in passes])
+    apart = (batched.log_softmax(-1) - alone.log_softmax(-1)).abs().max().item()
+    most = MOST_APART.get(probe.dtype, MOST_APART_ROUNDED * max(1.0, alone.std().item()))
+    if not apart <= most:
+        raise UnsupportedArguments(
+            f"{type(model).__name__} computes something else for requests in one pass than for each alone (logprobs are"
+            f" {apart:g} apart): {USE_ANOTHER}"
+        )

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import Generic, TypeVar
 
 import torch
 import xxhash
 
 from penstock.rollout_server.protocol import Chunk, FinishReason, Sampling, slice_spans
+
+BELOW_ONE = 1.0 - 2.0**-40
+"""Largest point of a draw: times a sum of weights it stays below the sum."""
 
 
 @dataclass(slots=True)
@@ -90,38 +94,46 @@ class Sampler:
 
     def __init__(self, seed: int, version: int = 0) -> None:
         self.version = version
-        self._generator = torch.Generator().manual_seed(seed)
+        self._random = Random(seed)
 
     def draw(self, logits: torch.Tensor, records: Sequence[Record]) -> torch.Tensor:
-        """Next ids [R], one per row and record; every record is extended."""
-        scores = torch.log_softmax(_shape_logits(logits, [record.sampling for record in records]), dim=-1)
-        # argmax(p / Exp(1)) is a draw from p.
-        noise = torch.empty_like(scores).exponential_(generator=self._generator)
-        for row, record in enumerate(records):
-            self._settle_noise(noise[row], record)
-        ids = (scores - noise.clamp_min(1e-30).log()).argmax(dim=-1)
-        logprobs = scores.gather(1, ids.unsqueeze(1)).squeeze(1)
-        for record, token, logprob in zip(records, ids.tolist(), logprobs.tolist(), strict=True):
-            record.append(token, logprob, self.version)
-        return ids
+        """Next ids [R], one per row and record; every record is extended.
 
-    def _settle_noise(self, noise: torch.Tensor, record: Record) -> None:
-        if record.sampling.temperature == 0.0:
-            noise.fill_(1.0)
-        elif record.sampling.seed is not None:
-            # By position, not by order of calls: an answer that continues elsewhere draws the same noise there.
-            position = record.context_len + len(record.samples)
-            seed = xxhash.xxh3_64_intdigest(f"{record.sampling.seed}:{position}".encode()) >> 1
-            noise.exponential_(generator=torch.Generator().manual_seed(seed))
+        The inverse of the cumulative distribution, in float64: one number per row decides, and an id of probability 0
+        is never drawn.
+        """
+        shaped = _shape_logits(logits, [record.sampling for record in records])
+        highest = shaped.amax(dim=-1, keepdim=True)
+        mass = (shaped - highest).exp_().cumsum(-1, dtype=torch.float64)
+        points = torch.tensor([self._point(record) for record in records], dtype=torch.float64).unsqueeze(1)
+        ids = torch.searchsorted(mass, points * mass[:, -1:], right=True)
+        ids.clamp_(max=logits.shape[1] - 1)  # a row of NaN has no place; its logprob says so
+        greedy = [record.sampling.temperature == 0.0 for record in records]
+        if any(greedy):
+            ids = torch.where(torch.tensor(greedy).unsqueeze(1), shaped.argmax(dim=-1, keepdim=True), ids)
+        logprobs = shaped.gather(1, ids) - highest - mass[:, -1:].log().to(shaped.dtype)
+        for record, token, logprob in zip(records, ids[:, 0].tolist(), logprobs[:, 0].tolist(), strict=True):
+            record.append(token, logprob, self.version)
+        return ids[:, 0]
+
+    def _point(self, record: Record) -> float:
+        """In [0, 1): where in the distribution the draw falls."""
+        if record.sampling.seed is None:
+            return self._random.random() * BELOW_ONE
+        # By position, not by order of calls: an answer that continues elsewhere draws the same there.
+        position = record.context_len + len(record.samples)
+        return xxhash.xxh3_64_intdigest(f"{record.sampling.seed}:{position}".encode()) / 2**64 * BELOW_ONE
 
 
 def _shape_logits(logits: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor:
     """Temperature and truncation per row. Greedy rows keep their logits: their logprobs are those at temperature 1."""
-    temperatures = torch.tensor([s.temperature or 1.0 for s in settings], dtype=logits.dtype).unsqueeze(1)
-    shaped = logits / temperatures
-    for row, sampling in enumerate(settings):
-        if sampling.top_k > 0 or sampling.top_p < 1.0:
-            shaped[row] = _truncate(shaped[row], sampling)
+    temperatures = [sampling.temperature or 1.0 for sampling in settings]
+    truncated = [row for row, sampling in enumerate(settings) if sampling.top_k > 0 or sampling.top_p < 1.0]
+    if not truncated and all(temperature == 1.0 for temperature in temperatures):
+        return logits
+    shaped = logits / torch.tensor(temperatures, dtype=logits.dtype).unsqueeze(1)
+    for row in truncated:
+        shaped[row] = _truncate(shaped[row], settings[row])
     return shaped
 
 

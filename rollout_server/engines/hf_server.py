@@ -111,15 +111,19 @@ class HFServer:
         kind = transformers.AutoModelForImageTextToText if self._sees else transformers.AutoModelForCausalLM
         dtype = getattr(torch, config.dtype)
         self.model = kind.from_pretrained(model_path, dtype=dtype, attn_implementation="sdpa").eval()
-        self._finished = asyncio.Event()
+        self._finished, self._loop = asyncio.Event(), asyncio.get_running_loop()
         self._weights = WeightReader()
         self.batcher = self._batcher(model_path, seed)
         self._loading: asyncio.Task[None] | None = None
 
     def _batcher(self, model_path: str, seed: int) -> Batcher | VisionBatcher:
         if self._sees:
-            return VisionBatcher(self.model, model_path, self.config, seed, self._finished.set)
-        return Batcher(self.model, self.config, seed, self._finished.set)
+            return VisionBatcher(self.model, model_path, self.config, seed, self._wake)
+        return Batcher(self.model, self.config, seed, self._wake)
+
+    def _wake(self) -> None:
+        """In whatever thread: what has ended is sent at once."""
+        self._loop.call_soon_threadsafe(self._finished.set)
 
     def info(self) -> EngineInfo:
         return EngineInfo(
@@ -166,7 +170,7 @@ class HFServer:
             "steps": self.batcher.steps,
             "in_flight": self.batcher.in_flight,
             "kv_blocks": self.batcher.kv_blocks_in_use,
-            "reused_tokens": self.batcher.reused.tokens,
+            "reused_tokens": self.batcher.reused_tokens,
             "version": self.batcher.sampler.version,
         }
 

@@ -4,7 +4,7 @@
     decoding thread  for each admitted request: (first) read images, prefill │ decode one token → Sampler.draw → Record
     loader thread    swap: asks for a pause; the decoding thread grants it between two tokens
 
-transformers' continuous batching takes no pixels. This is for small models and for tests: nothing is batched and no
+`hf_batch` takes no pixels. This is for small models and for tests: nothing is batched and no
 prefix is reused.
 """
 
@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,7 +49,7 @@ class VisionBatcher(LiveRequests[Seeing]):
     """Owns the decoding thread. All methods but `swap` are for the event loop that made it."""
 
     kv_blocks_in_use = 0
-    reused = SimpleNamespace(tokens=0)
+    reused_tokens = 0
 
     def __init__(
         self, model: Any, model_path: str, config: RolloutConfig, seed: int, on_finish: Callable[[], None]

@@ -26,7 +26,7 @@ class Bench:
     def __init__(self, model_path: str, pause: str) -> None:
         use_attention_by_request()
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa")
-        self.batcher = Batcher(self.model, small_config(pause=pause), 0, lambda: None)
+        self.batcher = Batcher(self.model, small_config(pause=pause), 0, lambda: None, step_tokens=256)
         self.chunks: defaultdict[str, list[Chunk]] = defaultdict(list)
 
     def swap(self, reference: Reference, seed: int) -> None:
@@ -92,7 +92,7 @@ async def test_a_prompt_of_many_requests_is_computed_once(bench: Bench, referenc
     bench.batcher.cancel("0")
     bench.batcher.cancel("4")
     answers = {name: await bench.answer(name) for name in names if name not in {"0", "4"}}
-    assert bench.batcher.reused.tokens >= 3 * 3 * PAGE_TOKENS
+    assert bench.batcher.reused_tokens >= 3 * 3 * PAGE_TOKENS
     for ids, logprobs in answers.values():
         assert len(ids) == 4
         assert logprobs == pytest.approx(reference.logprobs(prompt, ids), abs=2e-5)
