@@ -19,10 +19,12 @@ from penstock.rollout_server.protocol import (
     Engine,
     EngineError,
     EngineInfo,
+    FinishReason,
     GenerateRequest,
+    Span,
     VersionsDisproved,
+    extend_spans,
     fit_request,
-    join_chunks,
     refuse_truncation,
 )
 
@@ -163,32 +165,67 @@ class _Slot:
             self._queue.count(-1, -self._tokens)
 
 
+class _Merged:
+    """Tokens of several chunks that travel on as one; a chunk for each token would cost more than the token."""
+
+    def __init__(self) -> None:
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._spans: list[Span] = []
+        self._finish_reason: FinishReason | None = None
+        self._empty = True
+
+    def __bool__(self) -> bool:
+        return not self._empty
+
+    def add(self, chunk: Chunk) -> None:
+        self._empty = False
+        extend_spans(self._spans, chunk.version_spans, len(self._token_ids))
+        self._token_ids += chunk.token_ids
+        self._logprobs += chunk.logprobs
+        self._finish_reason = chunk.finish_reason
+
+    async def fill(self, chunks: AsyncGenerator[Chunk], due: float) -> bool:
+        """Adds chunks up to the first one after `due` (monotonic), or the last one; False: `chunks` has ended."""
+        async for chunk in chunks:
+            self.add(chunk)
+            if chunk.finish_reason or time.monotonic() > due:
+                return True
+        return False
+
+    def take(self) -> Chunk:
+        """One chunk of what was added; empties this."""
+        # Engines validated the parts; validating again would dominate the cost.
+        taken = Chunk.model_construct(
+            token_ids=self._token_ids,
+            logprobs=self._logprobs,
+            version_spans=self._spans,
+            finish_reason=self._finish_reason,
+        )
+        self._token_ids, self._logprobs, self._spans, self._finish_reason = [], [], [], None
+        self._empty = True
+        return taken
+
+
 async def _merge(chunks: AsyncGenerator[Chunk], deadline: float | None) -> AsyncGenerator[Chunk]:
     """Yields the first tokens at once, then those of `FLUSH_S` together: a line of HTTP costs more than a token.
 
     Raises `TimeoutError` at the deadline, which holds for each wait; the reader's own time is not cut off.
     """
-    held: Chunk | None = None
-    flushed = 0.0
+    held, due, more = _Merged(), 0.0, True
     try:
-        while (chunk := await _next(chunks, deadline)) is not None:
-            held = join_chunks(held, chunk) if held else chunk
-            if chunk.finish_reason or time.monotonic() - flushed > FLUSH_S:
-                yield held
-                held, flushed = None, time.monotonic()
+        while more:
+            async with _until(deadline):
+                more = await held.fill(chunks, due)
+            if held:
+                yield held.take()
+                due = time.monotonic() + FLUSH_S
     except VersionsDisproved:
         raise
     except EngineError:
         if held:
-            yield held
+            yield held.take()
         raise
-    if held:
-        yield held
-
-
-async def _next(chunks: AsyncGenerator[Chunk], deadline: float | None) -> Chunk | None:
-    async with _until(deadline):
-        return await anext(chunks, None)
 
 
 def _until(deadline: float | None) -> asyncio.Timeout:
