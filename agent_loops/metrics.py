@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.common import Metrics
 from penstock.transfer_queue import COMPLETED, Outcome, OutcomeKind
@@ -21,6 +22,8 @@ class WorkerMetrics(Metrics):
         self.episode_s = self.histogram("episode_seconds", "From lease to the queue", buckets=SECONDS)
         self.model_s = self.histogram("model_call_seconds", "Waiting for an answer", buckets=SECONDS)
         self.tool_s = self.histogram("tool_call_seconds", "Tool calls by tool", ["tool"], buckets=SECONDS)
+        self._tool_s: dict[str, Any] = {}
+        """`tool_s` by tool; looking a label up costs more than the observation."""
         self.reward_s = self.histogram("reward_seconds", "Computing the reward", buckets=SECONDS)
         self.waited = self.counter("waited_seconds", "Idle capacity, by its cause", ["cause"])
         self.in_flight = self.gauge("in_flight", "Episodes that run now")
@@ -32,7 +35,9 @@ class WorkerMetrics(Metrics):
         if kind == "model":
             self.model_s.observe(seconds)
         elif kind == "tool":
-            self.tool_s.labels(name).observe(seconds)
+            if name not in self._tool_s:
+                self._tool_s[name] = self.tool_s.labels(name)
+            self._tool_s[name].observe(seconds)
         elif kind == "reward":
             self.reward_s.observe(seconds)
 

@@ -9,6 +9,10 @@ from jsonschema import Draft202012Validator, SchemaError, ValidationError
 
 from penstock.common import nearest
 
+MOST_VALIDATORS = 1024
+_VALIDATORS: dict[int, Draft202012Validator] = {}
+"""id of a schema → its validator"""
+
 
 def check_schema(tool: str, schema: Mapping[str, Any]) -> None:
     """Raises `ValueError` naming the tool where `schema` is no JSON schema of an object."""
@@ -31,8 +35,20 @@ def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> 
         for name in arguments:
             if name not in known:
                 return f"unknown argument {name!r}{_nearest(name, known)}"
-    errors = sorted(Draft202012Validator(schema).iter_errors(arguments), key=lambda error: list(map(str, error.path)))
+    errors = sorted(_validator(schema).iter_errors(arguments), key=lambda error: list(map(str, error.path)))
     return _describe(errors[0]) if errors else None
+
+
+def _validator(schema: Mapping[str, Any]) -> Draft202012Validator:
+    """One per schema object: making one costs several times the check itself."""
+    known = _VALIDATORS.get(id(schema))
+    # The validator holds its schema, so that no other object gets this id.
+    if known is not None and known.schema is schema:
+        return known
+    if len(_VALIDATORS) >= MOST_VALIDATORS:
+        _VALIDATORS.clear()
+    made = _VALIDATORS[id(schema)] = Draft202012Validator(schema)
+    return made
 
 
 def _describe(error: ValidationError) -> str:

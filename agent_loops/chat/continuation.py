@@ -22,6 +22,7 @@ from penstock.agent_loops.errors import TemplateError
 from penstock.tools.parsers import ToolCall
 
 Tools = Sequence[Mapping[str, Any]]
+MOST_CLOSED = 64
 ASKS: Message = {"role": "user", "content": "x"}
 
 
@@ -31,6 +32,8 @@ class Continuation:
     def __init__(self, template: ChatTemplate, special: re.Pattern[str]) -> None:
         self.template = template
         self.special = special
+        self._closed_by: dict[str, str] = {}
+        """repr of (the marked call, tools) → see `_closed`"""
         self._last_token = re.compile(rf"(?:{special.pattern})\s*\Z")
 
     def delta(self, messages: Sequence[Message], calls: Sequence[ToolCall] = (), tools: Tools = ()) -> str:
@@ -102,13 +105,22 @@ class Continuation:
     def _after_calls(self, calls: Sequence[ToolCall], messages: Sequence[Message], tools: Tools) -> str:
         mark = unused_mark(messages, tools)
         asked = self.template.call_message([*calls[:-1], _marked(calls[-1], mark)])
-        closed = _behind(mark, self.template.render([ASKS, asked], tools, prompt=False))
+        closed = self._closed(asked, mark, tools)
         extended = _behind(mark, self.template.render([ASKS, asked, *messages], tools, prompt=True))
         if not extended.startswith(closed):
             raise TemplateError(
                 f"the chat template closes a call with {closed!r}, but writes {extended!r} before results"
             )
         return self.closing_of(closed) + extended[len(closed) :]
+
+    def _closed(self, asked: Message, mark: str, tools: Tools) -> str:
+        """What ends a conversation behind the marked call; the same in most turns of a run, so it is remembered."""
+        key = repr((asked, tools))
+        if key not in self._closed_by:
+            if len(self._closed_by) >= MOST_CLOSED:
+                self._closed_by.clear()
+            self._closed_by[key] = _behind(mark, self.template.render([ASKS, asked], tools, prompt=False))
+        return self._closed_by[key]
 
     def _after_text(self, messages: Sequence[Message], tools: Tools) -> str:
         mark = unused_mark(messages, tools)

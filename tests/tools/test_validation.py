@@ -55,3 +55,11 @@ def test_validation_truncation_keeps_both_ends_and_the_limit(max_chars: int) -> 
     if 60 < max_chars < 1000:
         assert "1000 characters in all" in cut
         assert (cut[0], cut[-1]) == ("a", "b")
+
+
+def test_a_schema_is_judged_by_itself_however_many_there_are() -> None:
+    for number in range(3000):
+        kind = "integer" if number % 2 else "string"
+        schema = {"type": "object", "properties": {"a": {"type": kind}}}
+        for _ in range(2):
+            assert (check_arguments(schema, {"a": number}) is None) == (kind == "integer")
