@@ -84,7 +84,7 @@ def test_mistakes_are_one_line_with_the_mend(root: Path, tmp_path: Path) -> None
     for words, said in (
         ((root, "--steps", "3-5"), "write A:B"),
         ((root, "--steps", "90:"), "there are steps 0 to 1"),
-        (("nothing", "--runs-dir", tmp_path), "no such folder"),
+        (("nothing", "--runs-dir", tmp_path), "no such run"),
         ((tmp_path,), "has no timeline.jsonl"),
     ):
         result = invoke(*words, "--out", tmp_path / "out.json")

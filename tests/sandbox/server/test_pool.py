@@ -185,7 +185,9 @@ async def test_pool_real_box_that_died_in_the_pool_is_replaced(sandbox: BwrapSan
     await full(pool, 1)
     session = pool._warm[None][0]
     session._box._process.kill()  # type: ignore[attr-defined]
-    await asyncio.to_thread(session._box._process.wait, 60)  # type: ignore[attr-defined]  # dead before it is probed
+    async with asyncio.timeout(60):
+        while session._box._process.poll() is None:  # type: ignore[attr-defined]  # dead before it is probed
+            await asyncio.sleep(0.01)
     taken = await pool.take("a", None, 5.0)
     assert taken is not session
     assert (await taken.run_python("1 + 1")).stdout == "2\n"
