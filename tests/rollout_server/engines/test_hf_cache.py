@@ -60,7 +60,7 @@ def hold_for_a_swap(batcher: Batcher, tokens: int) -> None:
     draw = batcher.sampler.draw
 
     def held(logits: torch.Tensor, records: list[Record]) -> torch.Tensor:
-        if len(records[0].samples) == tokens:
+        if len(records[0].samples) == tokens and batcher.sampler.version == 0:  # the swap has not been yet
             batcher.sampler.draw = draw  # type: ignore[method-assign]
             deadline = time.monotonic() + 60
             while not batcher._swaps_waiting and time.monotonic() < deadline:
