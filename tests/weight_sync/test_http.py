@@ -9,7 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.weight_sync.conftest import TOKEN, OpenRoute, altered, next_version, small_tensors
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from tests.weight_sync.conftest import TOKEN, OpenRoute, altered, next_version, reorder_header, small_tensors
 from tests.weight_sync.http_parts import cutting_proxy
 
 torch = pytest.importorskip("torch")
@@ -150,3 +152,35 @@ async def test_a_file_that_is_not_the_announced_one_is_not_kept(tmp_path: Path, 
     assert list((tmp_path / "s0").iterdir()) == []
     path.write_bytes(whole)
     read_verified(await asyncio.to_thread(downloader.localise, manifest))
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["full", "delta"])
+async def test_a_file_of_other_bytes_is_named_whatever_it_is(open_route: OpenRoute, which: int) -> None:
+    """They mean the same, so that no tensor is to blame."""
+    route = await open_route("http", full_every=4)
+    tensors = small_tensors()
+    manifests = [route.publish(1, tensors), route.publish(2, next_version(tensors, 2))]
+    assert manifests[1].base_version == 1
+    reorder_header(route.file(manifests[which]))
+    with pytest.raises(WeightsRefused, match=rf"version {which + 1}: .*weights-0000000{which + 1}.*: .*header"):
+        await asyncio.to_thread(route.receive, manifests[which])
+
+
+async def test_wrong_bytes_are_refused_after_their_file_has_gone(tmp_path: Path, server: FileServer) -> None:
+    """As after a `close` at that moment, which deletes what is there."""
+    manifest = publish(tmp_path, server.url)
+    folder, length = tmp_path / "s0", manifest.files[0].bytes
+
+    async def answer(_request: web.Request) -> web.Response:
+        for part in folder.iterdir():
+            part.unlink()
+        header = {"Content-Range": f"bytes 0-{length - 1}/{length}"}
+        return web.Response(status=206, headers=header, body=bytes(length))
+
+    app = web.Application()
+    app.router.add_get("/{name:.*}", answer)
+    async with TestServer(app) as lying:
+        url = str(lying.make_url("/" + manifest.files[0].name))
+        announced = altered(manifest, lambda plain: plain.update(url=url))
+        with pytest.raises(WeightsRefused, match=r"version 1: .*weights-00000001"):
+            await asyncio.to_thread(Downloader(folder, TOKEN, deadline_s=20).localise, announced)
