@@ -230,7 +230,7 @@ def test_a_link_that_is_gone_in_the_middle_does_not_matter_to_who_is_behind_it(t
 
 
 def test_files_stay_while_a_late_joiner_needs_them(tmp_path: Path) -> None:
-    publisher = WeightPublisher(tmp_path, "shm", keep=2, full_every=3)
+    publisher = WeightPublisher(tmp_path, "shm", full_every=3)
     present = []
     for version in range(1, 9):
         manifest = publisher.write(version, touched(tensors(), version).items())
