@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from tests.rollout_server.conftest import StubQueue
 
-from penstock.transfer_queue import ServerInfo
+from penstock.rollout_server import fake_manifest
+from penstock.transfer_queue import Announcement, QueueUnavailable, ServerInfo
 from penstock.weight_sync import LoadReport, Manifest, WeightsRefused, WeightsUnreachable, WeightUpdater
 
 Problem = WeightsRefused | WeightsUnreachable | None
@@ -96,6 +97,44 @@ async def test_updater_loads_what_is_announced_once() -> None:
     assert (server.metrics.lags, server.updater.pulls) == ([0, 0, 0], 3)
 
 
+async def test_updater_loads_a_number_again_with_other_weights() -> None:
+    """A queue that forgot a version gives its number out again; a trainer that restarts may move the files."""
+    server = Server()
+    await server.pull(3)
+    assert server.queue.announced is not None
+    manifest = server.queue.announced.manifest
+    server.queue.announced = Announcement(3, {**manifest, "path": "/elsewhere"})
+    assert await server.pull() is True
+    assert server.engine.asked == [3]
+    other = {**manifest["tensors"][0], "xxh3": "0" * 16}
+    server.queue.announced = Announcement(3, {**manifest, "tensors": [other]})
+    assert await server.pull() is True
+    assert server.engine.asked == [3, 3]
+    server.queue.announce(1)
+    assert await server.pull() is True
+    server.queue.announce(2, weights=f"{1:016x}")  # a step that changed nothing
+    assert await server.pull() is True
+    assert (server.engine.asked, server.updater.version) == ([3, 3, 1, 2], 2)
+
+
+async def test_updater_refuses_a_manifest_of_another_version() -> None:
+    server = Server()
+    server.queue.announced = Announcement(4, fake_manifest(3))
+    assert await server.pull() is False
+    assert (server.engine.asked, server.updater.status().refused) == ([], 4)
+
+
+async def test_updater_holds_weights_that_it_could_not_report() -> None:
+    server = Server()
+
+    async def fail(_update: object) -> None:
+        raise QueueUnavailable("down")
+
+    server.queue.report_update = fail  # type: ignore[method-assign]
+    assert await server.pull(2) is True
+    assert (server.updater.version, server.updater.cause) == (2, "")
+
+
 async def test_updater_says_what_it_refused_and_tries_it_once() -> None:
     server = Server(WeightsRefused("tensor 'w'"))
     for _ in range(2):
@@ -152,6 +191,8 @@ async def test_updater_that_others_outrun_is_a_straggler() -> None:
         await server.pull(version)
     server.queue.registered["s0"] = ServerInfo("s0", "http://127.0.0.1:9", 3)
     assert await server.updater.straggles() == "", "no other server has them: it is the trainer's fault"
+    server.queue.registered["s1"] = ServerInfo("s1", "http://127.0.0.1:9", 0)
+    assert await server.updater.straggles() == "", "others do no better"
     server.queue.registered["s1"] = ServerInfo("s1", "http://127.0.0.1:9", 3)
     assert "3 loads refused" in await server.updater.straggles()
     server.queue.down = True
