@@ -16,6 +16,7 @@ from tests.weight_sync.http_parts import cutting_proxy
 
 torch = pytest.importorskip("torch")
 
+from penstock.common import Backoff
 from penstock.weight_sync import (
     Downloader,
     FileServer,
@@ -78,6 +79,27 @@ async def test_a_cut_connection_goes_on_from_what_is_there(tmp_path: Path, serve
     assert proxy.ranges == [0, 50_000, 50_001, 50_001, 80_001]
     assert downloader.bytes_received["trainer"] == manifest.bytes
     assert torch.equal(read_verified(local)["embed"], small_tensors()["embed"])
+
+
+@pytest.mark.parametrize(
+    ("cuts", "comes"),
+    [([0] * 4, True), ([0] * 5, False), ([0] * 4 + [10] + [0] * 4, True)],
+    ids=["four", "five", "four-twice"],
+)
+async def test_five_connections_that_bring_nothing_are_given_up(
+    tmp_path: Path, server: FileServer, monkeypatch: pytest.MonkeyPatch, cuts: list[int], comes: bool
+) -> None:
+    """In a row: one that brings something is a new beginning."""
+    monkeypatch.setattr("penstock.weight_sync.http_client.RECONNECT", Backoff(0.001))
+    async with cutting_proxy(server.url, *cuts) as proxy:
+        manifest = publish(tmp_path, proxy.url)
+        downloader = Downloader(tmp_path / "s0", TOKEN, deadline_s=60)
+        if comes:
+            read_verified(await asyncio.to_thread(downloader.localise, manifest))
+        else:
+            with pytest.raises(WeightsUnreachable, match=r"weights-00000001.*: 0 of \d+ bytes"):
+                await asyncio.to_thread(downloader.localise, manifest)
+        assert len(proxy.ranges) == len(cuts) + comes
 
 
 async def test_a_server_that_was_killed_goes_on_from_what_its_disk_has(tmp_path: Path, server: FileServer) -> None:
