@@ -78,6 +78,13 @@ class Server:
         return await self.updater.pull(self.engine)
 
 
+async def test_updater_has_a_status_before_the_first_pull() -> None:
+    status = Server().updater.status()
+    assert (status.version, status.newest, status.behind_versions, status.behind_s) == (0, None, 0, 0.0)
+    assert (status.last, status.refused, status.history) == (None, None, [])
+    assert status.cause
+
+
 async def test_updater_loads_what_is_announced_once() -> None:
     server = Server()
     assert await server.pull() is True, "nothing is announced: the model's own weights are the newest"
