@@ -30,6 +30,7 @@ from penstock.weight_sync.manifest import (
     state_of,
 )
 
+KEPT_VERSIONS = 2
 Tensors = dict[str, torch.Tensor]
 
 
@@ -45,7 +46,7 @@ class WeightPublisher:
         self,
         directory: Path,
         transport: Transport,
-        keep: int = 2,
+        keep: int = KEPT_VERSIONS,
         *,
         full_every: int = 1,
         base_url: str | None = None,

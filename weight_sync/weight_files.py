@@ -15,8 +15,6 @@ from penstock.weight_sync.publisher import WeightPublisher
 if TYPE_CHECKING:
     from penstock.weight_sync.http_server import FileServer
 
-KEPT_VERSIONS = 2
-
 
 class WeightFiles:
     """`open` first, `close` last. The files outlive it: a trainer that restarts continues with them."""
@@ -52,7 +50,6 @@ class WeightFiles:
         self._publisher = WeightPublisher(
             self.directory,
             self._transport,
-            keep=KEPT_VERSIONS,
             full_every=self._full_every,
             base_url=self._server.url if self._server else None,
             model=self._model,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
+import re
 from typing import Any
 
 import pytest
@@ -206,8 +208,14 @@ def test_verify_refuses_turn_dependent_delta(chat_for):
     text = "{{ '<tool_call>' ~ tools | tojson if tools else '' }}{%- for m in messages %}"
     text += "{{ loop.index0 ~ m.role ~ ':' ~ m.content ~ '<|im_end|>' }}"
     text += "{%- endfor %}{%- if add_generation_prompt %}assistant:{%- endif %}"
-    with pytest.raises(TemplateError, match=r"the splice has .* the template"):
+    with pytest.raises(TemplateError, match=r"the splice has .* the template") as caught:
         verify_template(chat_for(text), TOOLS)
+    found = re.search(r"at character (\d+) the splice has (.+), the template (.+)$", str(caught.value))
+    assert found is not None
+    at, spliced, wanted = (ast.literal_eval(value) for value in found.groups())
+    before = min(at, 30)  # up to 30 characters that agree lead to the first that does not
+    assert spliced[:before] == wanted[:before]
+    assert spliced[before] != wanted[before]
 
 
 def test_a_template_without_an_end_of_turn_token_is_refused(chat_for):

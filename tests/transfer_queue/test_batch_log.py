@@ -175,6 +175,26 @@ def test_a_file_cut_after_its_table_was_read_is_noticed(log: BatchLog) -> None:
         log.read(5, [A])
 
 
+def test_a_file_deleted_before_it_is_opened_is_passed_over(log: BatchLog) -> None:
+    """Another process has committed its step meanwhile. A link to nothing is listed too, and cannot be opened."""
+    log.append(5, {A: b"alpha"}, "w")
+    (log.folder / "00000004-00000002-v.batch").symlink_to(log.folder / "gone")
+    for reader in (log, BatchLog(log.folder)):
+        assert reader.read(None, [A]) == {A: b"alpha"}
+        with pytest.raises(BadPayload, match=f"{B}: not in the batch log [^;]*$"):
+            reader.read(None, [B])
+
+
+def test_a_payload_deleted_before_it_is_read_is_named(log: BatchLog) -> None:
+    log.append(5, {A: b"alpha"}, "w")
+    log.read(5, [A])
+    path = only_file(log)
+    path.unlink()
+    path.symlink_to(log.folder / "gone")
+    with pytest.raises(BadPayload, match=f"{path.name} was deleted while it was read"):
+        log.read(5, [A])
+
+
 def test_a_full_disk_leaves_no_half_file_and_a_repeat_succeeds(log: BatchLog, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, parts: object) -> None:
         path.write_bytes(b"half")

@@ -139,6 +139,13 @@ async def test_tasks_may_ask_for_newer_weights(make_queue) -> None:
     assert [lease.episode_id for lease in leases] == ["train/0001#0", "train/0001#1"]
 
 
+async def test_many_tasks_that_ask_for_newer_weights_are_passed_over(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit([task(n, min_version=int(n not in (64, 200))) for n in range(201)], cursor=at(201))
+    leases = await queue.lease_episodes("worker", 5, 0)
+    assert [lease.task.task_id for lease in leases] == ["train/0064"] * 2 + ["train/0200"] * 2
+
+
 async def test_back_pressure_holds_admission_but_never_below_one_step(make_queue) -> None:
     queue = await make_queue(replace(LIMITS, max_staleness=3, max_bytes=1))
     await queue.submit(tasks(8), cursor=at(8))

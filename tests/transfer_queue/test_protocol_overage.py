@@ -43,6 +43,46 @@ async def test_wait_holds_a_batch_for_slow_groups_that_are_due(make_queue) -> No
     assert [group[0] for group in batch.groups] == ["train/0000#0", "train/0003#0"]
 
 
+async def test_wait_holds_a_batch_that_would_crowd_later_steps(make_queue) -> None:
+    """Staleness 2: four slow groups are due at step 2, where only two find a place after step 1 has shipped others."""
+    queue = await make_queue(replace(LIMITS, max_staleness=2))
+    await queue.submit(tasks(8), cursor=at(8))
+    leases = await queue.lease_episodes("worker", 12, 0)
+    slow = leases[4:]
+    for lease in leases[:4]:
+        await queue.complete(lease, trajectory(lease))
+    await train(queue, 0)
+    assert len(await finish_all(queue, version=1)) == 4  # two groups, due at step 3
+    names = ", ".join(f"train/{number:04d} by step 2" for number in range(2, 6))
+    assert await queue.lease_batch(1) == Waiting(f"slow groups are due: {names}")
+    for lease in slow[:4]:
+        await queue.complete(lease, trajectory(lease))
+    batch = await queue.lease_batch(1)
+    assert [group[0] for group in batch.groups] == ["train/0002#0", "train/0003#0"]
+
+
+@pytest.mark.parametrize(
+    ("sampled", "dropped"),
+    [([1, 1, 1], 0), ([2, 1, 2], 0), ([0, 1, 1], 1), ([1, 1, 0], 1), ([0, 1, None], 1), ([1, None, 1], 0)],
+    ids=str,
+)
+async def test_a_group_is_due_by_its_oldest_version(make_queue, sampled: list[int | None], dropped: int) -> None:
+    """Admitted at version 0 and sampled later: in time at step 2 from version 1 on, for a staleness of 1. A member
+    without a reward is not trained, so its version does not count."""
+    queue = await make_queue(replace(LIMITS, overage="drop", group_size=3, groups_per_step=1))
+    await queue.submit(tasks(4), cursor=at(4))
+    slow = await queue.lease_episodes("worker", 3, 0)
+    await finish_all(queue)
+    for step in range(2):
+        await train(queue, step)
+        await finish_all(queue, version=step + 1)
+    for lease, version in zip(slow, sampled, strict=True):
+        await queue.complete(lease, trajectory(lease, version or 0, reward=None if version is None else 1.0))
+    batch = await train(queue, 2)
+    assert (batch.groups[0][0] == "train/0000#0") == (dropped == 0)
+    assert (await queue.status()).groups["dropped_over_age"] == dropped
+
+
 async def test_drop_gives_up_groups_over_the_bound(make_queue) -> None:
     queue = await make_queue(replace(LIMITS, max_staleness=0, overage="drop", groups_per_step=1))
     await queue.submit(tasks(3), cursor=at(3))

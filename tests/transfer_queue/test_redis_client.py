@@ -129,6 +129,22 @@ async def test_a_full_redis_takes_no_functions(connection: Connection, server: R
     await hasty.close()
 
 
+async def test_a_server_that_hangs_up_is_asked_ever_more_rarely() -> None:
+    """Without pauses it would be hundreds of connections until the deadline."""
+    connections = 0
+
+    async def hang_up(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        writer.close()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(QueueUnavailable, match=f"127.0.0.1:{port} for"):
+            await open_to(f"redis://127.0.0.1:{port}", deadline_s=1.0)
+    assert 1 < connections < 20
+
+
 class StuckLoading:
     """`Routes` to a Redis that loads for ever without progress, and says so at every other question only."""
 

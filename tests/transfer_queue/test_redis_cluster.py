@@ -219,6 +219,25 @@ async def until_counted(cluster: RedisCluster, server: RedisServer, error: str) 
             await asyncio.sleep(0.01)
 
 
+async def test_a_cluster_without_one_of_its_nodes_does_not_start(tmp_path: Path) -> None:
+    """The second node's directory is taken. The first, which is up by then, is stopped; the taken one is not ours."""
+    cluster = RedisCluster(tmp_path, PASSWORD)
+    async with RedisServer(tmp_path / "node-1", PASSWORD) as other:
+        with pytest.raises(QueueError, match=r"node-1.*another redis-server of ours"):
+            await cluster.start()
+        assert [server.alive for server in cluster.servers] == [False] * 3
+        assert other.alive
+
+
+async def test_a_login_that_may_not_see_the_slots_is_refused(cluster: RedisCluster) -> None:
+    for server in cluster.servers:
+        await cluster.ask(server, "ACL", "SETUSER", "blind", "on", f">{PASSWORD}", "~*", "+@all", "-cluster")
+    with pytest.raises(QueueError, match=r"no permissions .*cluster\|slots"):
+        await Connection.connect(cluster.url, deadline_s=5, username="blind", password=PASSWORD)
+    for server in cluster.servers:
+        await cluster.ask(server, "ACL", "DELUSER", "blind")
+
+
 async def test_tls(tmp_path: Path) -> None:
     async with RedisCluster(tmp_path / "nodes", PASSWORD, **make_certificates(tmp_path)) as cluster:
         connection = await open_to(cluster.url)

@@ -64,8 +64,10 @@ async def test_memory_is_limited_and_nothing_evicted(tmp_path: Path) -> None:
 
 
 async def test_the_configuration_is_private_and_safe(tmp_path: Path) -> None:
-    async with RedisServer(tmp_path, PASSWORD, appendfsync="always"):
-        config = tmp_path / "redis.conf"
+    directory = tmp_path / "redis"
+    async with RedisServer(directory, PASSWORD, appendfsync="always"):
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        config = directory / "redis.conf"
         assert stat.S_IMODE(config.stat().st_mode) == 0o600
         lines = config.read_text().splitlines()
         assert {"bind 127.0.0.1", "protected-mode yes", "appendonly yes", "appendfsync always"} <= set(lines)

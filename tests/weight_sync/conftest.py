@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -85,6 +86,14 @@ def altered(manifest: Any, change: Callable[[dict[str, Any]], object]) -> Any:
 def other_checksum(plain: dict[str, Any]) -> None:
     """Of the first tensor."""
     plain["tensors"][0]["xxh3"] = "0" * 16
+
+
+def reorder_header(path: Path) -> None:
+    """Two fields of the first tensor in a published file change places: other bytes, the same meaning."""
+    before = path.read_bytes()
+    after = re.sub(rb'("dtype":"\w+"),("shape":\[[\d,]*\])', rb"\2,\1", before, count=1)
+    assert after != before
+    path.write_bytes(after)
 
 
 def small_tensors(seed: int = 0) -> dict[str, Any]:

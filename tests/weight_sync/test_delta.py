@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.weight_sync.conftest import reorder_header
 
 from penstock.weight_sync import (
     BadDelta,
@@ -229,7 +230,7 @@ def test_a_link_that_is_gone_in_the_middle_does_not_matter_to_who_is_behind_it(t
 
 
 def test_files_stay_while_a_late_joiner_needs_them(tmp_path: Path) -> None:
-    publisher = WeightPublisher(tmp_path, "shm", keep=2, full_every=3)
+    publisher = WeightPublisher(tmp_path, "shm", full_every=3)
     present = []
     for version in range(1, 9):
         manifest = publisher.write(version, touched(tensors(), version).items())
@@ -287,6 +288,22 @@ def other_target(_path: Path, plain: dict[str, Any]) -> str:
     return "tensor 'embed' has checksum"
 
 
+def other_order(path: Path, _plain: dict[str, Any]) -> str:
+    """Other bytes that mean the same."""
+    reorder_header(path)
+    return f"{path.name} has checksum"
+
+
+def unknown_tensor(_path: Path, plain: dict[str, Any]) -> str:
+    plain["tensors"].append(plain["tensors"][0] | {"name": "lm_head"})
+    return "tensor 'lm_head' is missing"
+
+
+def unannounced_tensor(_path: Path, plain: dict[str, Any]) -> str:
+    plain["tensors"].pop()
+    return "tensor 'empty' is not in the manifest"
+
+
 def no_chain(_path: Path, plain: dict[str, Any]) -> str:
     plain["chain"] = []
     return "the chain's file 2 is on 1"
@@ -294,7 +311,18 @@ def no_chain(_path: Path, plain: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(
     "damage",
-    [flip_last, truncate, later_format, cut_table, wrong_name, other_target, no_chain],
+    [
+        flip_last,
+        truncate,
+        later_format,
+        cut_table,
+        wrong_name,
+        other_order,
+        other_target,
+        unknown_tensor,
+        unannounced_tensor,
+        no_chain,
+    ],
     ids=lambda d: d.__name__,
 )
 def test_damage_is_refused_by_name_and_the_next_full_version_is_taken(
@@ -309,6 +337,15 @@ def test_damage_is_refused_by_name_and_the_next_full_version_is_taken(
     with pytest.raises(WeightsRefused, match=message):
         reader.read(Manifest.parse(plain))
     assert equal(reader.read(third), tensors(3))
+
+
+def test_other_bytes_of_the_full_file_are_refused_by_name(tmp_path: Path) -> None:
+    """They mean the same: the version would be right, and the file is not what was announced."""
+    full, delta = publish(tmp_path, {1: tensors(0), 2: touched(tensors(0), 3)})
+    reorder_header(Path(full.place))
+    for manifest in (full, delta):
+        with pytest.raises(WeightsRefused, match=f"{full.files[0].name} has checksum"):
+            read_verified(manifest)
 
 
 def test_what_is_held_is_not_taken_for_a_version_after_half_an_update(tmp_path: Path, caplog: Any) -> None:

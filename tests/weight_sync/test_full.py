@@ -50,8 +50,9 @@ def test_round_trip_is_bit_exact_and_ordinary_safetensors(tmp_path: Path, transp
 
 
 def test_only_the_newest_versions_stay_and_leftovers_go(tmp_path: Path) -> None:
+    """Two, as docs/weight_sync.md has it."""
     (tmp_path / "weights-00000009.safetensors.77.tmp").write_bytes(b"half")
-    publisher = WeightPublisher(tmp_path, "shm", keep=2)
+    publisher = WeightPublisher(tmp_path, "shm")
     for version in (1, 2, 3, 10):
         publisher.write(version, tensors(version).items())
     assert sorted(p.name for p in tmp_path.iterdir()) == [

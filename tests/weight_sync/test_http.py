@@ -9,11 +9,14 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.weight_sync.conftest import TOKEN, OpenRoute, altered, next_version, small_tensors
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from tests.weight_sync.conftest import TOKEN, OpenRoute, altered, next_version, reorder_header, small_tensors
 from tests.weight_sync.http_parts import cutting_proxy
 
 torch = pytest.importorskip("torch")
 
+from penstock.common import Backoff
 from penstock.weight_sync import (
     Downloader,
     FileServer,
@@ -76,6 +79,27 @@ async def test_a_cut_connection_goes_on_from_what_is_there(tmp_path: Path, serve
     assert proxy.ranges == [0, 50_000, 50_001, 50_001, 80_001]
     assert downloader.bytes_received["trainer"] == manifest.bytes
     assert torch.equal(read_verified(local)["embed"], small_tensors()["embed"])
+
+
+@pytest.mark.parametrize(
+    ("cuts", "comes"),
+    [([0] * 4, True), ([0] * 5, False), ([0] * 4 + [10] + [0] * 4, True)],
+    ids=["four", "five", "four-twice"],
+)
+async def test_five_connections_that_bring_nothing_are_given_up(
+    tmp_path: Path, server: FileServer, monkeypatch: pytest.MonkeyPatch, cuts: list[int], comes: bool
+) -> None:
+    """In a row: one that brings something is a new beginning."""
+    monkeypatch.setattr("penstock.weight_sync.http_client.RECONNECT", Backoff(0.001))
+    async with cutting_proxy(server.url, *cuts) as proxy:
+        manifest = publish(tmp_path, proxy.url)
+        downloader = Downloader(tmp_path / "s0", TOKEN, deadline_s=60)
+        if comes:
+            read_verified(await asyncio.to_thread(downloader.localise, manifest))
+        else:
+            with pytest.raises(WeightsUnreachable, match=r"weights-00000001.*: 0 of \d+ bytes"):
+                await asyncio.to_thread(downloader.localise, manifest)
+        assert len(proxy.ranges) == len(cuts) + comes
 
 
 async def test_a_server_that_was_killed_goes_on_from_what_its_disk_has(tmp_path: Path, server: FileServer) -> None:
@@ -150,3 +174,35 @@ async def test_a_file_that_is_not_the_announced_one_is_not_kept(tmp_path: Path, 
     assert list((tmp_path / "s0").iterdir()) == []
     path.write_bytes(whole)
     read_verified(await asyncio.to_thread(downloader.localise, manifest))
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["full", "delta"])
+async def test_a_file_of_other_bytes_is_named_whatever_it_is(open_route: OpenRoute, which: int) -> None:
+    """They mean the same, so that no tensor is to blame."""
+    route = await open_route("http", full_every=4)
+    tensors = small_tensors()
+    manifests = [route.publish(1, tensors), route.publish(2, next_version(tensors, 2))]
+    assert manifests[1].base_version == 1
+    reorder_header(route.file(manifests[which]))
+    with pytest.raises(WeightsRefused, match=rf"version {which + 1}: .*weights-0000000{which + 1}.*: .*header"):
+        await asyncio.to_thread(route.receive, manifests[which])
+
+
+async def test_wrong_bytes_are_refused_after_their_file_has_gone(tmp_path: Path, server: FileServer) -> None:
+    """As after a `close` at that moment, which deletes what is there."""
+    manifest = publish(tmp_path, server.url)
+    folder, length = tmp_path / "s0", manifest.files[0].bytes
+
+    async def answer(_request: web.Request) -> web.Response:
+        for part in folder.iterdir():
+            part.unlink()
+        header = {"Content-Range": f"bytes 0-{length - 1}/{length}"}
+        return web.Response(status=206, headers=header, body=bytes(length))
+
+    app = web.Application()
+    app.router.add_get("/{name:.*}", answer)
+    async with TestServer(app) as lying:
+        url = str(lying.make_url("/" + manifest.files[0].name))
+        announced = altered(manifest, lambda plain: plain.update(url=url))
+        with pytest.raises(WeightsRefused, match=r"version 1: .*weights-00000001"):
+            await asyncio.to_thread(Downloader(folder, TOKEN, deadline_s=20).localise, announced)

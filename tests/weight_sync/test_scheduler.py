@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from penstock.weight_sync import FAN_OUT, TRAINER, TURN_S, TransferScheduler
 
 FILE = "weights-00000001.safetensors"
@@ -46,6 +48,18 @@ def test_a_broken_upload_and_a_silent_server_give_up_their_turn() -> None:
     assert ask(turns, "s2") is None
     clock.now += TURN_S + 1  # s1 was killed
     assert ask(turns, "s2") == TRAINER
+
+
+@pytest.mark.parametrize(("size", "more_s"), [(0, 0.0), (10**9, 50.0)])
+def test_a_turn_ends_with_the_time_that_its_file_takes(size: int, more_s: float) -> None:
+    """At 20 MB/s, beside `TURN_S`."""
+    clock = Clock()
+    turns = TransferScheduler(clock)
+    assert turns.ask(FILE, size, "killed") == TRAINER
+    clock.now = TURN_S + more_s - 1
+    assert turns.ask(FILE, size, "s1") is None
+    clock.now = TURN_S + more_s
+    assert turns.ask(FILE, size, "s1") == TRAINER
 
 
 def test_who_asks_again_has_lost_nothing() -> None:
