@@ -17,7 +17,7 @@ TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {
 async def solve(client, task):
     messages = list(task.messages)
     while True:
-        answer = await client.chat.completions.create(model="any", messages=messages, tools=TOOLS)
+        answer = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
         message = answer.choices[0].message
         messages.append(message.model_dump())
         if not message.tool_calls:
