@@ -171,7 +171,7 @@ print(json.dumps(trainer._get_tool_suffix_ids([{"role": "tool", "name": "python"
 """
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.torch
 @pytest.mark.skipif(not HAS_TRL, reason="TRL is not there: scripts/setup-trl")
 def test_trl_reads_the_tokens_that_our_runs_read(tmp_path: Path) -> None:
