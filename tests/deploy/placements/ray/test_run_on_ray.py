@@ -32,8 +32,8 @@ START_S = 600.0
 SETTINGS = (
     f"trainer.steps={STEPS}",
     "trainer.checkpoint_every=3",
-    "groups_per_step=4",
-    "group_size=4",
+    "groups_per_step=32",  # steps of seconds: the run must outlast what the test does to it
+    "group_size=8",
     "data.eval_limit=8",
     "agent.workers=1",
 )
