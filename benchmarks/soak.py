@@ -86,7 +86,7 @@ class Soak:
             if time.monotonic() > deadline:
                 raise EndedEarly(f"no step within {UNTIL_FIRST_STEP_S:.0f} s: {self._run.tail()}")
             self._run.note()
-            time.sleep(LOOK_S)
+            time.sleep(LOOK_S)  # nothing else waits in this process
 
     def play(self, minutes: float) -> None:
         until = time.monotonic() + 60 * minutes
@@ -105,7 +105,7 @@ class Soak:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self.memory.add(self._run.note())
-            time.sleep(LOOK_S)
+            time.sleep(LOOK_S)  # nothing else waits in this process
 
     def _kill_one(self) -> None:
         """No kill where no process has the role now: a run that starts again begins with its supervisor alone."""

@@ -5,7 +5,7 @@
 One `penstock run` of recipes/calculator.yaml. The kernel's accounts of its processes are read while it lives: `start`
 is what was spent until the first step had ended, `cpu_per_step` what each step after it took, `end` what came after the
 last. From the first step to the end py-spy looks at the stack of every process a hundred times a second; what a process
-spent is shared out by what was found there. A box's processes count as `boxes`, whoever started them; other processes
+spent is shared out by what was found there. A box's processes count as `boxes`, whatever started them; other processes
 that one has started and waited for are its `helpers`. The first sampled token (`start_to_first_token_s`) is what the
 counters of the run's servers show, asked ten times a second.
 

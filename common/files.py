@@ -106,7 +106,7 @@ class NotPrivate(OSError):
 def private_folder(path: Path) -> Path:
     """Makes `path`, mode 0700, or accepts a folder there that this user alone may enter; returns it.
 
-    Missing parents are made likewise. Whoever could write into the folder could exchange what is read from it, so
+    Missing parents are made likewise. A user who could write into the folder could exchange what is read from it, so
     anything else under that name raises `NotPrivate`: another user's folder, a link, one that is open to others.
     """
     if not path.parent.exists():
@@ -135,7 +135,7 @@ def open_private(path: Path, mode: Literal["xb", "a+b"], *, buffering: int = -1)
 
 
 def _open_own(path: str, flags: int) -> int:
-    # Not blocking: the open of a pipe that nobody else opens would not return.
+    # Not blocking: the open of a pipe that no other process opens would not return.
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         found = os.fstat(descriptor)
@@ -152,7 +152,7 @@ def _not_private(path: Path, found: os.stat_result, wanted: str) -> NotPrivate:
     what = f"{stat.filemode(found.st_mode)}, owner uid {found.st_uid}, {found.st_nlink} links"
     return NotPrivate(
         errno.EPERM,
-        f"{path}: found {what}; needed is {wanted} (uid {os.geteuid()}). Whoever made it could read or exchange what"
+        f"{path}: found {what}; needed is {wanted} (uid {os.geteuid()}). Its owner could read or exchange what"
         " this run keeps there: look who it was, and remove it",
     )
 

@@ -1,7 +1,7 @@
 """Which parser reads the calls that a chat template writes: proven by the template itself, or the tools are refused.
 
     agent.parser: auto     the only one that reads them           several or none: `NoParser`, which refuses tools
-    agent.parser: NAME     checked by `check_calls_are_read`      code: no template writes it, whoever names it wants it
+    agent.parser: NAME     checked by `check_calls_are_read`      code: no template writes it, so its name is trusted
 
 A template that writes calls is asked to write one. One that writes none must show the model the mark that every call
 begins with, in the prompt that shows the tools: nothing else says how the model will write them.

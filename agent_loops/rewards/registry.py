@@ -1,7 +1,7 @@
 """The run's reward: rewards by name, by verl's `data_source` names, and the one that `agent.reward` names.
 
 `RewardFunction` applies the deadline and turns every exception into a failure: an error is never a low score. A score
-is kept in the episode's journal before the episode is completed: after a crash in between nobody is asked again.
+is kept in the episode's journal before the episode is completed: after a crash in between no judge is asked again.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -P reaper.py COMMAND …
 
-bubblewrap ends without waiting for the first process of its box: what the box has spent is charged to whoever inherits
-that process. Here this is the reaper, whose own account, as a child of the benchmark, then has all of it. SIGTERM and
+bubblewrap ends without waiting for the first process of its box: what the box has spent is charged to its new
+parent. Here this is the reaper, whose own account, as a child of the benchmark, then has all of it. SIGTERM and
 SIGINT are passed on. It ends with the command's status, when nothing is left or `LEFT_S` after the command.
 """
 
@@ -75,7 +75,7 @@ def _rest() -> None:
         except ChildProcessError:
             return
         if not ended:
-            time.sleep(LOOK_S)
+            time.sleep(LOOK_S)  # nothing else waits in this process
 
 
 if __name__ == "__main__":

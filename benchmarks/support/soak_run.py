@@ -132,7 +132,7 @@ class SoakRun:
             if time.monotonic() > deadline:
                 raise EndedEarly(f"it did not end within {timeout_s:.0f} s: {self.tail()}")
             self.note()
-            time.sleep(LOOK_S)
+            time.sleep(LOOK_S)  # nothing else waits in this process
         if (code := self._process.returncode) != 0:
             raise EndedEarly(f"exit status {code}: {self.tail()}")
         summary: dict[str, Any] = json.loads((self.root / "summary.json").read_text())
