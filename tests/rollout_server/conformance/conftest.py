@@ -45,8 +45,10 @@ async def subject(
 ) -> Subject:
     name: str = request.param
     await skip_without(name)
-    if name in subjects and not subjects[name].alive:
-        await subjects.pop(name).engine.stop()
+    if name in subjects and not await subjects[name].engine.healthy():  # its workers may end before its own process
+        ended = subjects.pop(name)
+        for one in (ended, *ended.others.values()):
+            await one.engine.stop()
     if name not in subjects:
         subjects[name] = await Subject.start(name, tiny_model, tmp_path_factory.mktemp("logs"))
     return subjects[name]

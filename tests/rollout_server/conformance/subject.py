@@ -80,11 +80,6 @@ class Subject:
         assert found is not None
         return int(found)
 
-    @property
-    def alive(self) -> bool:
-        """The engine's own process has not ended."""
-        return bool(self.engine.server.alive if isinstance(self.engine, HttpEngine) else self.engine.alive)
-
     def send(self, number: signal.Signals) -> None:
         """To every process of the engine."""
         for pid in members(self.process_group):
@@ -113,14 +108,19 @@ class Subject:
         return self.reports[-1].version if self.reports else 0
 
     async def under_load(self, count: int, length: int | None = None) -> list[asyncio.Task[Generation]]:
-        """Answers to `prompt(i)`, each of which has begun."""
+        """Answers to `prompt(i)`, each of which has begun. Raises what ended one before its first token."""
         begun = [asyncio.Event() for _ in range(count)]
         tasks = [
             asyncio.create_task(whole(self.engine, ask(prompt(i), length or self.long), _sets(event)))
             for i, event in enumerate(begun)
         ]
         async with asyncio.timeout(180):  # a first answer compiles and warms up, beside another engine's tests
-            await asyncio.gather(*[event.wait() for event in begun])
+            for task, event in zip(tasks, begun, strict=True):
+                first = asyncio.ensure_future(event.wait())
+                await asyncio.wait({task, first}, return_when=asyncio.FIRST_COMPLETED)
+                if not event.is_set():
+                    first.cancel()
+                    await task
         return tasks
 
     @asynccontextmanager
