@@ -34,6 +34,7 @@ from .sandbox import check_containment as check_containment
 from .sandbox import check_sandbox as check_sandbox
 from .sandbox import open_sandbox as open_sandbox
 from .settings import check_algorithm as check_algorithm
+from .settings import check_concurrency as check_concurrency
 from .settings import check_correction as check_correction
 from .settings import check_engine as check_engine
 from .settings import check_lengths as check_lengths

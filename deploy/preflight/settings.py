@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import math
 import platform
 from importlib import metadata
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from penstock.deploy.config import RunConfig
 from penstock.deploy.connection import limits_of
-from penstock.deploy.preflight.check import Check, skipped
+from penstock.deploy.preflight.check import Check, skipped, warning
 from penstock.deploy.preflight.data import data_sources
 from penstock.rollout_server import RolloutConfig
 
@@ -163,6 +164,22 @@ def check_capacity(config: RunConfig) -> Check:
     except QueueError as error:
         return Check("transfer_queue", False, "no step could be filled or held", str(error))
     return Check("transfer_queue", True, f"a step of {limits.groups_per_step} groups can be filled and held")
+
+
+def check_concurrency(config: RunConfig) -> Check:
+    """Places for episodes against those that may be under way: slow ones take their places from all others."""
+    if not config.agent.workers:
+        return skipped("agent.concurrency", "no agent worker on this machine")
+    step = config.groups_per_step * config.group_size
+    admitted = step * (config.max_staleness + 1)
+    at_once = config.agent.workers * config.agent.concurrency
+    found = f"{at_once} episodes at once of {admitted} that may be under way (max_staleness {config.max_staleness})"
+    advice = f"agent.concurrency={math.ceil(admitted / config.agent.workers)} runs all of them"
+    if at_once < step:
+        return warning("agent.concurrency", f"{found}; a step has {step}", f"{advice}: no step waits for places then")
+    if at_once < admitted:
+        return Check("agent.concurrency", True, f"{found}; where tools or rewards wait for seconds, {advice}")
+    return Check("agent.concurrency", True, found)
 
 
 def check_training_job(config: RunConfig) -> Check | None:

@@ -30,6 +30,7 @@ from penstock.deploy.preflight.sandbox import check_containment, check_sandbox
 from penstock.deploy.preflight.settings import (
     check_algorithm,
     check_capacity,
+    check_concurrency,
     check_correction,
     check_engine,
     check_lengths,
@@ -70,6 +71,7 @@ TRIALS: tuple[Asked, ...] = (
     check_versions,
     check_open_files,
     check_threads,
+    check_concurrency,
     check_advertised,
     check_memory,
     check_gpus,

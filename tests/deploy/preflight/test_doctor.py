@@ -14,7 +14,7 @@ from tests.deploy.preflight.planting import FAULTS, MODEL, RECIPE, Fault, Place
 from typer.testing import CliRunner, Result
 
 from penstock.deploy import app, load_config
-from penstock.deploy.preflight import FACTS, TRIALS, Check
+from penstock.deploy.preflight import FACTS, TRIALS, Check, check_concurrency
 
 pytestmark = [pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch]
 PLANTS = (faults_of_machines, faults_of_models, faults_of_recipes, faults_of_services)
@@ -55,6 +55,22 @@ def test_a_sound_recipe_has_no_failing_check(tmp_path: Path) -> None:
     assert len(names) == len(set(names))
     assert len(names) >= len(FACTS) + len(TRIALS) - 6, "each has something to say, but where nothing is asked of it"
     assert {"containment: network", "containment: processes", "containment: host files", "disk", "memory"} <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("concurrency", "verdict", "said"),
+    [
+        (96, "ok", r"192 episodes at once of 192"),
+        (32, "ok", r"64 episodes at once of 192 .*agent\.concurrency=96"),
+        (31, "warn", r"62 episodes at once of 192 .*a step has 64"),
+    ],
+)
+def test_fewer_places_than_staleness_admits(concurrency: int, verdict: str, said: str) -> None:
+    """A step of the recipe has 8 groups of 8, and two later ones may be under way beside it."""
+    check = check_concurrency(load_config(RECIPE, [f"agent.concurrency={concurrency}"]))
+    assert check.verdict == verdict
+    assert re.search(said, check.found)
+    assert (check.fix != "") == (verdict == "warn")
 
 
 def test_several_faults_are_told_together_and_in_words(tmp_path: Path) -> None:
