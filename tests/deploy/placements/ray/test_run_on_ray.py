@@ -32,11 +32,20 @@ START_S = 600.0
 SETTINGS = (
     f"trainer.steps={STEPS}",
     "trainer.checkpoint_every=3",
-    "groups_per_step=32",  # steps of seconds: the run must outlast what the test does to it
-    "group_size=8",
+    "groups_per_step=4",
+    "group_size=4",
     "data.eval_limit=8",
     "agent.workers=1",
 )
+
+SLOW_REWARD = """
+import asyncio
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    await asyncio.sleep(6)
+    return float(len(solution_str) % 2)
+"""
+"""Three steps in six seconds at most, and no work for the machine: the run outlasts what the test does to it."""
 
 
 def role_of(node: Node, *words: str) -> psutil.Process:
@@ -86,12 +95,15 @@ def test_ray_run_keeps_secrets_and_releases_all(
 
 @pytest.mark.deep
 def test_ray_actors_and_a_node_die_accounts_balance(
-    cluster: RayCluster, start_run, monkeypatch: pytest.MonkeyPatch
+    cluster: RayCluster, start_run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The cluster comes first: it must outlive the run, which stops in order when the test fails."""
     monkeypatch.setenv("PENSTOCK_TOKEN", TOKEN)
+    reward = tmp_path / "slow_reward.py"
+    reward.write_text(SLOW_REWARD)
     first = cluster.add(cpus=4)
-    run: LivingRun = start_run("on-ray", *SETTINGS, "--on", "ray", "--ray-address", cluster.address)
+    slow = (*SETTINGS, f"agent.reward={reward}:compute_score")
+    run: LivingRun = start_run("on-ray", *slow, "--on", "ray", "--ray-address", cluster.address)
     run.wait_for(lambda: run.steps() >= 1, START_S)
     second = cluster.add(cpus=4)
     assert_secrets_stay(run, cluster)
