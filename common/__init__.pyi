@@ -12,6 +12,7 @@ from .files import atomic_path as atomic_path
 from .files import end_last_line as end_last_line
 from .files import fsync_path as fsync_path
 from .files import fsync_tree as fsync_tree
+from .files import iter_jsonl as iter_jsonl
 from .files import last_by as last_by
 from .files import open_private as open_private
 from .files import private_folder as private_folder

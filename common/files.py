@@ -20,6 +20,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal
@@ -165,17 +166,23 @@ def read_jsonl(path: Path, *, broken: Literal["stop", "skip"] = "stop") -> list[
         broken: what a line that is no JSON does, left by a crash or being written: ``stop`` ends the reading with a
             warning, ``skip`` passes over it.
     """
-    lines: list[dict[str, Any]] = []
+    return list(iter_jsonl(path, broken=broken))
+
+
+def iter_jsonl(path: Path, *, broken: Literal["stop", "skip"] = "stop") -> Iterator[dict[str, Any]]:
+    """As `read_jsonl`, one line in memory at a time: files of a run grow with its steps."""
     if not path.exists():
-        return lines
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            if broken == "stop":
-                logger.warning("%s: line %d is cut short and left out", path, number)
-                break
-    return lines
+        return
+    with path.open("rb") as file:
+        for number, text in enumerate(file, start=1):
+            try:
+                line = json.loads(text)
+            except ValueError:
+                if broken == "stop":
+                    logger.warning("%s: line %d is cut short and left out", path, number)
+                    break
+            else:
+                yield line
 
 
 def append_jsonl(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -186,10 +193,14 @@ def append_jsonl(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
 
 
 def rewrite_jsonl(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Replaces the file atomically; without lines no file is created where there was none."""
-    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    if text or path.exists():
-        write_atomically(path, text)
+    """Replaces the file atomically; without lines no file is created where there was none.
+
+    `lines` may be read from the file itself, one at a time.
+    """
+    encoded = (f"{json.dumps(line, ensure_ascii=False)}\n".encode() for line in lines)
+    first = next(encoded, None)
+    if first is not None or path.exists():
+        write_atomically(path, chain([first or b""], encoded))
 
 
 def end_last_line(path: Path) -> None:
@@ -217,16 +228,22 @@ class JsonlTail:
 
     def read(self) -> list[dict[str, Any]]:
         """Complete lines since the last call; an unfinished line is returned by a later one."""
+        return list(self.lines())
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """As `read`, one line in memory at a time; what is not taken comes with the next call."""
         if not self._path.exists():
-            return []
+            return
         with self._path.open("rb") as file:
             found = os.fstat(file.fileno())
             if found.st_ino != self._inode or found.st_size < self._offset:
                 self._inode, self._offset = found.st_ino, 0
             file.seek(self._offset)
-            complete, newline, _ = file.read().rpartition(b"\n")
-        self._offset += len(complete) + len(newline)
-        return [json.loads(line) for line in complete.splitlines()]
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                yield json.loads(line)
 
 
 # locks -------------------------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ class Reporter:
         while True:
             await asyncio.sleep(1.0)
             status, servers = await self._ask()
-            self._show(self._metrics.read(), status)
+            self._show(self._metrics.lines(), status)
             self._roles.write()
             self._lives.write(restarts_of(self._members))
             if status is not None:
@@ -93,7 +93,7 @@ class Reporter:
             self._say(f"  queue: {error}")
             return None, []
 
-    def _show(self, rows: list[dict[str, Any]], status: Status | None) -> None:
+    def _show(self, rows: Iterable[dict[str, Any]], status: Status | None) -> None:
         for row in rows:
             if row["step"] >= self.steps_done:  # a replayed step was reported before
                 self._say_step(row)

@@ -111,7 +111,8 @@ def why_dropped(found: EnvCheck, wanted: Sequence[float]) -> Counter[str]:
         full = wanted[row_of(one)]
         if one.reward != full:
             ended = "" if one.outcome.kind is OutcomeKind.COMPLETED else f", {one.outcome.kind} ({one.outcome.reason})"
-            causes[f"with reward {one.reward:g}, not {full:g}{ended}"] += 1
+            reward = "none" if one.reward is None else f"{one.reward:g}"
+            causes[f"with reward {reward}, not {full:g}{ended}"] += 1
     return causes
 
 

@@ -31,6 +31,9 @@ _CLONE3 = 435
 _MAP_HUGETLB, _MAP_ANONYMOUS, _MAP_SHARED = 0x40000, 0x20, 0x01
 _SOCK_TYPE, _SOCK_DGRAM, _SOCK_RAW = 0xF, 2, 3
 _AF_UNIX, _AF_NETLINK = 1, 16
+_OPEN_FILE_LOCKS = (37, 38)
+"""F_OFD_SETLK and F_OFD_SETLKW of fcntl(): locks that belong to no process, so that no list says whose they are."""
+_CLONE_FILES, _CLONE_THREAD = 0x400, 0x10000
 _COUNTED_PROTOCOLS = (0, 6, 17)
 """The family's own choice, TCP, UDP: buffers of others (ping, MPTCP, UDP-Lite) are in no figure."""
 
@@ -43,6 +46,7 @@ class _Arch:
     prlimit: int
     mmap: int
     socketpair: int
+    fcntl: int
     uncountable: tuple[int, ...]
     """Calls that hold memory where no process and no file shows it."""
     denied: tuple[int, ...]
@@ -56,6 +60,7 @@ _ARCHES = {
         prlimit=302,
         mmap=9,
         socketpair=53,
+        fcntl=72,
         # memfd_create memfd_secret shmget msgget semget vmsplice inotify_init inotify_init1
         uncountable=(319, 447, 29, 68, 64, 278, 253, 294),
         # ptrace syslog pivot_root chroot acct settimeofday mount umount2 swapon swapoff reboot iopl ioperm init_module
@@ -74,6 +79,7 @@ _ARCHES = {
         prlimit=261,
         mmap=222,
         socketpair=199,
+        fcntl=25,
         uncountable=(279, 447, 194, 186, 190, 75, 26),
         # the same calls by their generic numbers; iopl and ioperm do not exist
         denied=(
@@ -101,6 +107,8 @@ def build_filter(machine: str | None = None, *, countable: bool = False) -> byte
         program += [_step(_JUMP_EQ, number, 0, 1), deny]
     if countable:
         program += _on_call(arch.mmap, _shared_memory(deny))
+        program += _on_call(arch.fcntl, _open_file_locks(deny))
+        program += _on_call(arch.clone, _shared_descriptors(deny))
         program += _on_call(arch.socketpair, _uncounted_sockets(deny))
         program += _on_call(arch.socket, _uncounted_sockets(deny))
     # of others it asks for nothing but their uid: code could starve the box's first process, and we would be blamed
@@ -124,6 +132,22 @@ def _shared_memory(deny: bytes) -> list[bytes]:
     return [
         *(_step(_LOAD, _argument(3)), _step(_JUMP_SET, _MAP_HUGETLB, 0, 1), deny),
         *(_step(_JUMP_SET, _MAP_ANONYMOUS, 0, 2), _step(_JUMP_SET, _MAP_SHARED, 0, 1), deny),
+    ]
+
+
+def _open_file_locks(deny: bytes) -> list[bytes]:
+    """Of fcntl()."""
+    steps = [_step(_LOAD, _argument(1))]
+    for command in _OPEN_FILE_LOCKS:
+        steps += [_step(_JUMP_EQ, command, 0, 1), deny]
+    return steps
+
+
+def _shared_descriptors(deny: bytes) -> list[bytes]:
+    """Of clone(): another process with the same table of files, which would keep the locks of one that is gone."""
+    return [
+        *(_step(_LOAD, _OFFSET_ARG0), _step(_JUMP_SET, _CLONE_FILES, 0, 2)),
+        *(_step(_JUMP_SET, _CLONE_THREAD, 1, 0), deny),
     ]
 
 

@@ -58,8 +58,11 @@ class Publisher:
         self._out = 0
         self._changed = asyncio.Condition()
 
-    async def start(self, version: int) -> None:
-        """`version` is that of the restored weights: publish it where the queue has not seen it yet."""
+    async def start(self, version: int, epoch: int = 0) -> None:
+        """`version` is that of the restored weights: publish it where the queue has not seen it yet.
+
+        `epoch`: this trainer's, of `TransferQueue.claim_training`.
+        """
         self.published = int(await self._in_torch(self._ranks.from_rank0, await self._queue_version()))
         self._out = self.published
         if version > self.published + 1:
@@ -68,7 +71,7 @@ class Publisher:
                 "Start a run with a new name, or bring back the queue's data"
             )
         if self._files is not None:
-            await self._files.open()
+            await self._files.open(epoch)
             await self._move_announcement(self._files)
         await self.announce(version)
         await self.settle()
@@ -140,7 +143,7 @@ class Publisher:
     async def _write(self, version: int, weights: list[tuple[str, Tensor]], renew: bool) -> None:
         assert self._files is not None
         began = time.monotonic()
-        # The file's name is the version's: a trainer that was replaced must not write over its successor's.
+        # A trainer that was replaced ends before it writes; one that is replaced meanwhile writes under another name.
         await self._queue.check_training()
         manifest = await self._written(self._files, version, weights)
         announcement = Announcement(

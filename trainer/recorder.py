@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from penstock.common import append_jsonl, read_jsonl, rewrite_jsonl
+from penstock.common import append_jsonl, iter_jsonl, rewrite_jsonl
 from penstock.trainer.batch import StepBatch
 from penstock.trainer.sinks import MetricSink
 from penstock.trainer.sinks.jsonl import JsonLines
@@ -54,8 +54,8 @@ class Recorder:
 
     def rewind(self, step: int) -> None:
         """Forget `step` and later: they are trained again. A line that a crash cut short goes too."""
-        rewrite_jsonl(self._steps, (line for line in read_jsonl(self._steps) if line["step"] < step))
-        rewrite_jsonl(self._evaluations, (line for line in read_jsonl(self._evaluations) if line["version"] <= step))
+        rewrite_jsonl(self._steps, (line for line in iter_jsonl(self._steps) if line["step"] < step))
+        rewrite_jsonl(self._evaluations, (line for line in iter_jsonl(self._evaluations) if line["version"] <= step))
         for sink in self._sinks:
             sink.rewind(step)
         self._ended.unlink(missing_ok=True)

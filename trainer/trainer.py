@@ -203,22 +203,24 @@ class Trainer:
         if self.recorder is not None:
             self.recorder.ended(self.step, self.over or f"all {self.step} steps are trained")
 
-    async def _claim(self) -> None:
-        """Fence off every earlier trainer of the run, also one that is alive because its lock lapsed."""
+    async def _claim(self) -> int:
+        """Fence off every earlier trainer of the run, also one that is alive because its lock lapsed. Our epoch."""
         queue = self.job.run.queue
         holder = f"the trainer on {socket.gethostname()}, process {os.getpid()}"
-        epoch = await queue.claim_training(holder) if self.ranks.is_rank0 else None
-        queue.join_training(int(await self.in_torch(self.ranks.from_rank0, epoch)))
+        claimed = await queue.claim_training(holder) if self.ranks.is_rank0 else None
+        epoch = int(await self.in_torch(self.ranks.from_rank0, claimed))
+        queue.join_training(epoch)
+        return epoch
 
     async def _resume(self) -> None:
-        await self._claim()
+        epoch = await self._claim()
         self.step = await self.saver.restore()
         if self.ranks.is_rank0:
             again = await self.job.run.queue.rewind(self.step)
             logger.info("step %d of %d, %d recorded batches to replay", self.step, self.job.config.steps, again)
         # No rank leases before the queue is rewound.
         await self.in_torch(self.ranks.any, False)
-        await self.publisher.start(self.step)
+        await self.publisher.start(self.step, epoch)
         if self.feeder is not None and self.recorder is not None:
             await self.job.run.queue.commit(self.step)
             await asyncio.to_thread(self.recorder.rewind, self.step)

@@ -14,7 +14,9 @@ class TransferQueueConfig(BaseModel):
         None,
         description="redis://, rediss:// or unix:// of a Redis or cluster; None lets `penstock run` start one.",
     )
-    appendfsync: Literal["everysec", "always"] = Field("everysec", description="AOF durability of the started Redis.")
+    appendfsync: Literal["everysec", "always"] = Field(
+        "everysec", description="When the started Redis's file is synced; it is written before each answer."
+    )
     start_timeout_s: float = Field(
         60.0, gt=0, description="A Redis that starts must answer, or load more of its file, within this time."
     )

@@ -32,8 +32,8 @@ import xxhash
 Transport = Literal["shm", "disk", "http", "collective"]
 SERVED = ("http", "collective")
 """Transports under which the trainer serves its files, and manifests have URLs."""
-FILE_NAME = re.compile(r"weights-(\d{8})(\.delta)?\.safetensors")
-"""A published version's file."""
+FILE_NAME = re.compile(r"weights-(\d{8})(?:-e(\d+))?(\.delta)?\.safetensors")
+"""A published version's file: version, epoch of the trainer that wrote it, whether it is a delta."""
 LOCAL_NAME = re.compile(r"[0-9a-f]{16}-" + FILE_NAME.pattern)
 """A complete, verified file in a server's folder; other servers may fetch it from there."""
 

@@ -40,6 +40,8 @@ class WeightPublisher:
     `full_every`: every this many versions one is full (1: all are); above 1 a copy of the newest stays in memory.
     The files of the newest `keep` versions stay, each with all of its chain. `base_url` is where servers find
     the folder's files (`file_server`). `model`, the folder of version 0, is needed for adapters only.
+    `epoch`: the trainer's (`TransferQueue.claim_training`), part of each file's name. A trainer that was replaced and
+    does not know it yet, for instance because it was suspended in mid-write, touches no file of a later epoch.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class WeightPublisher:
         full_every: int = 1,
         base_url: str | None = None,
         model: Path | None = None,
+        epoch: int = 0,
     ) -> None:
         if transport in SERVED and not base_url:
             raise ValueError(f"the {transport} transport needs the URL under which the files are served")
@@ -60,6 +63,7 @@ class WeightPublisher:
         self.full_every = max(1, full_every)
         self._base_url = base_url
         self._model = model
+        self._epoch = epoch
         self._base: ModelFolder | None = None
         self._chain: list[ChainFile] = []
         """The files of the version written last."""
@@ -71,7 +75,8 @@ class WeightPublisher:
         else:
             private_folder(self.directory)
         for leftover in self.directory.glob("*.tmp"):
-            leftover.unlink(missing_ok=True)
+            if _epoch_of(leftover.name) <= epoch:
+                leftover.unlink(missing_ok=True)
 
     def write(self, version: int, tensors: NamedTensors) -> Manifest:
         """Write `version` and return its manifest. Raises `NoSpace`; the versions before are as they were then.
@@ -158,35 +163,47 @@ class WeightPublisher:
             self._last[name].copy_(tensor)
 
     def _path(self, version: int, kind: str = "") -> Path:
-        return self.directory / f"weights-{version:08d}{kind}.safetensors"
+        epoch = f"-e{self._epoch}" if self._epoch else ""
+        return self.directory / f"weights-{version:08d}{epoch}{kind}.safetensors"
 
     @property
     def _durable(self) -> bool:
         return self.transport == "disk"
 
     def _delete_others(self, version: int) -> None:
-        """All but the newest `keep` up to `version` and what they build on.
+        """All but the newest `keep` up to `version` and what they build on, and but those of later epochs.
 
-        Later ones are of a life that the queue has forgotten: were they counted, the present version would go.
+        Later versions are of a life that the queue has forgotten: were they counted, the present version would go.
         """
-        needed = needed_files([path.name for path in self.directory.iterdir()], version, self.keep)
-        for path in self.directory.glob("weights-*.safetensors"):
+        ours = [path for path in self.directory.glob("weights-*.safetensors") if _epoch_of(path.name) <= self._epoch]
+        needed = needed_files([path.name for path in ours], version, self.keep)
+        for path in ours:
             if path.name not in needed:
                 path.unlink(missing_ok=True)
 
 
 def needed_files(names: Iterable[str], version: int, keep: int) -> set[str]:
-    """Of a folder's files, those of the newest `keep` versions up to `version`, with their chains."""
-    files = {
-        int(found[1]): found for name in names if (found := FILE_NAME.fullmatch(name)) and int(found[1]) <= version
-    }
+    """Of a folder's files, those of the newest `keep` versions up to `version`, with their chains.
+
+    Of one version in several epochs the last counts: those before were never announced. A chain is of one epoch.
+    """
+    found = [match for name in names if (match := FILE_NAME.fullmatch(name)) and int(match[1]) <= version]
+    files = {(int(match[2] or 0), int(match[1])): match for match in found}
+    last_epoch = {number: epoch for epoch, number in sorted(files)}
     needed: set[str] = set()
-    for newest in sorted(files)[-keep:]:
-        for number in sorted((n for n in files if n <= newest), reverse=True):
-            needed.add(files[number][0])
-            if not files[number][2]:
+    for newest in sorted(last_epoch)[-keep:]:
+        epoch = last_epoch[newest]
+        for number in sorted((n for e, n in files if e == epoch and n <= newest), reverse=True):
+            needed.add(files[epoch, number][0])
+            if not files[epoch, number][3]:
                 break
     return needed
+
+
+def _epoch_of(name: str) -> int:
+    """Of a version's file, or of one that is being written."""
+    found = FILE_NAME.search(name)
+    return int(found[2] or 0) if found else 0
 
 
 def _on_host(tensors: NamedTensors) -> Tensors:

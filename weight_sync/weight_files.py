@@ -43,8 +43,8 @@ class WeightFiles:
             self._server = FileServer(directory, token, host, port, broadcaster=self._broadcaster)
         self._publisher: WeightPublisher | None = None
 
-    async def open(self) -> None:
-        """Raises `OSError` where the address to serve on is taken."""
+    async def open(self, epoch: int = 0) -> None:
+        """`epoch`: the trainer's, see `WeightPublisher`. Raises `OSError` where the address to serve on is taken."""
         if self._server is not None:
             await self._server.start()
         self._publisher = WeightPublisher(
@@ -53,6 +53,7 @@ class WeightFiles:
             full_every=self._full_every,
             base_url=self._server.url if self._server else None,
             model=self._model,
+            epoch=epoch,
         )
 
     async def close(self) -> None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 from jinja2.exceptions import TemplateError as JinjaError
-from jinja2.exceptions import TemplateSyntaxError
+from jinja2.exceptions import TemplateSyntaxError, UndefinedError
 
 from penstock.agent_loops.errors import TemplateError
 from penstock.tools.parsers import ToolCall
 
 Message = Mapping[str, Any]
+JINJA_FILE = "<template>"
+"""What jinja calls a template that was compiled from text."""
 MARK = "REPLYMARKERQX"
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
@@ -62,6 +65,12 @@ class ChatTemplate:
             )
         except TemplateSyntaxError as error:
             raise TemplateError(f"the chat template has a mistake in line {error.lineno}: {error.message}") from error
+        except UndefinedError as error:
+            owner = self._tokenizer.name_or_path or "this model"
+            raise TemplateError(
+                f"the chat template of {owner} asks in line {_line_of(error)} for what its messages do not have: "
+                f"{error.message}; write a test (`is defined`) around it"
+            ) from error
         except (JinjaError, TypeError, KeyError, AttributeError, ValueError) as error:
             roles = [message.get("role") for message in messages]
             raise TemplateError(f"the chat template refuses messages with roles {roles}: {error}") from error
@@ -133,6 +142,12 @@ class ChatTemplate:
             if MARK in text:
                 return form
         return None
+
+
+def _line_of(error: UndefinedError) -> int:
+    """Of the template, where it arose; jinja puts the template's own lines into the traceback. 0 where it did not."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame.lineno or 0 for frame in reversed(frames) if frame.filename == JINJA_FILE), 0)
 
 
 def _shared(opening: str, closed: str) -> int:

@@ -111,6 +111,10 @@ def _figures(found: EnvCheck) -> dict[str, Any]:
     }
 
 
+def _number(reward: float | None) -> str:
+    return "none" if reward is None else f"{reward:g}"
+
+
 def _told(found: EnvCheck, unexpected: list[Any], wanted: list[float]) -> str:
     figures = _figures(found)
     reward = "".join(f"  {name} {value:.3f}" for name, value in figures["reward"].items())
@@ -123,7 +127,7 @@ def _told(found: EnvCheck, unexpected: list[Any], wanted: list[float]) -> str:
         f"{figures['latency_s']:.2f} s",
     ]
     lines += [
-        f"unexpected reward {one.reward:g} in row {row}, {wanted[row - 1]:g} was expected"
+        f"unexpected reward {_number(one.reward)} in row {row}, {wanted[row - 1]:g} was expected"
         for one in unexpected[:SHOWN]
         if (row := _row(one.task_id))
     ]

@@ -4,19 +4,23 @@
     files       used blocks of the box's tmpfs folders (deleted files that are still open too), and their inodes
     sockets     buffers of all sockets in the box's network namespace, as the kernel's socket diagnosis gives them
     terminals   a fixed amount each
+    file locks  no more than `MOST_LOCKS` of them
 
-Nothing else in a box can hold pages: the filter of such boxes (`seccomp.build_filter(countable=True)`) refuses files
-without a name, System V objects, shared anonymous maps, huge pages, vmsplice and sockets that no figure shows, and
-/dev/zero cannot be mapped there. Pipes are bounded by the kernel per user (``fs.pipe-user-pages-soft``).
+Nothing else in a box can hold pages: the filter of such boxes (`seccomp.build_filter(countable=True)`) refuses locks
+of open files, which are no process's, files without a name, System V objects, shared anonymous maps, huge pages,
+vmsplice and sockets that no figure shows, and /dev/zero cannot be mapped there. Pipes are bounded by the kernel per
+user (``fs.pipe-user-pages-soft``).
 
 Between two looks a box can grow as fast as it can write, up to its limit per process (RLIMIT_AS) times its processes.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterator
 
 FILL_BYTES_PER_S = 4 << 30
@@ -28,6 +32,10 @@ IDLE_LOOK_S = 0.25
 INODE_BYTES = 1024
 """An empty file of a tmpfs: inode, directory entry, name."""
 TERMINAL_BYTES = 128 << 10
+MOST_LOCKS = 1 << 14
+"""File locks of a box, some 4 MB of the kernel's memory. No program needs as many; a longer list is slow to read."""
+LOCKS_LOOK_S = 2.0
+"""Pause between two looks at them, and before the first: a look stops the machine's file locks for a moment."""
 FOLDERS = ("/tmp", "/dev/shm")  # noqa: S108 - the box's own
 TERMINALS = "/dev/pts"
 
@@ -45,6 +53,7 @@ class MemoryWatch:
         self.send_bytes = send_bytes
         self.pause_s = LOOK_S[0]
         """Until the next look."""
+        self._locks_due_s = time.monotonic() + LOCKS_LOOK_S
 
     def exceeded(self) -> bool:
         """Whether the box holds more than its limit. Cheap while it does not."""
@@ -54,9 +63,26 @@ class MemoryWatch:
         if rough > self.limit_bytes:
             # Twice: processes are read one after the other, and one that executes a program meanwhile may count double.
             rough = rest + min(processes_bytes(), processes_bytes())
-        free = self.limit_bytes - rough
+        free = -1 if self._too_many_locks() else self.limit_bytes - rough
         self.pause_s = min(max(free / FILL_BYTES_PER_S, LOOK_S[0]), LOOK_S[1])
         return free < 0
+
+    def _too_many_locks(self) -> bool:
+        """Looked at every `LOCKS_LOOK_S`: by many processes at once they grow by some 10 MB in that time."""
+        if time.monotonic() < self._locks_due_s:
+            return False
+        self._locks_due_s = time.monotonic() + LOCKS_LOOK_S
+        return has_many_locks()
+
+
+def has_many_locks() -> bool:
+    """Whether processes of this pid namespace hold more than `MOST_LOCKS`; those of open files are the machine's."""
+    try:
+        with open("/proc/locks", "rb") as file:
+            ours = (line for line in file if b"OFDLCK" not in line)
+            return next(itertools.islice(ours, MOST_LOCKS, None), None) is not None
+    except FileNotFoundError:  # a kernel without file locks
+        return False
 
 
 def require_countable() -> None:

@@ -226,3 +226,10 @@ def test_a_template_without_an_end_of_turn_token_is_refused(chat_for):
 def test_a_template_with_a_mistake_is_named_with_its_line(chat_for):
     with pytest.raises(TemplateError, match=r"chat template has a mistake in line 2: .*endfo"):
         chat_for("{%- for m in messages %}\n{{ m.role }}{%- endfo %}<|im_end|>")
+
+
+def test_a_template_that_asks_for_nothing_is_named_with_its_line(chat_for):
+    """The messages are as they should be."""
+    with pytest.raises(TemplateError, match=r"template of .* asks in line 2 for .*'foo'") as caught:
+        chat_for("{%- for m in messages %}\n{{ m.foo.bar }}{%- endfor %}<|im_end|>")
+    assert "roles" not in str(caught.value)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from penstock.common import (
     atomic_path,
     end_last_line,
     fsync_tree,
+    iter_jsonl,
     last_by,
     open_private,
     private_folder,
@@ -163,6 +165,40 @@ def test_rewrite_jsonl_creates_no_empty_file(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8") == '{"text": "é"}\n'
     rewrite_jsonl(path, [])
     assert path.read_text() == ""
+
+
+class CountedLine(dict[str, Any]):
+    """A parsed line; `most` of them were alive at once."""
+
+    alive = most = 0
+
+    def __init__(self, plain: dict[str, Any]) -> None:
+        super().__init__(plain)
+        CountedLine.alive += 1
+        CountedLine.most = max(CountedLine.most, CountedLine.alive)
+
+    def __del__(self) -> None:
+        CountedLine.alive -= 1
+
+
+def test_a_file_of_many_lines_is_never_whole_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's files grow with its steps; the trainer rewrites, and the supervisor reads again, at each evaluation."""
+    path = tmp_path / "lines.jsonl"
+    append_jsonl(path, [{"step": step} for step in range(1000)])
+    parse = json.loads
+    monkeypatch.setattr(json, "loads", lambda text: CountedLine(parse(text)))
+    monkeypatch.setattr(CountedLine, "most", 0)
+    rewrite_jsonl(path, (line for line in iter_jsonl(path) if line["step"] < 900))
+    assert sum(1 for _ in JsonlTail(path).lines()) == 900
+    assert 1 <= CountedLine.most <= 3
+
+
+def test_tail_gives_later_what_was_not_taken(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    append_jsonl(path, [{"step": step} for step in range(3)])
+    tail = JsonlTail(path)
+    assert next(tail.lines()) == {"step": 0}
+    assert tail.read() == [{"step": 1}, {"step": 2}]
 
 
 def test_last_by_keeps_the_last_in_order() -> None:

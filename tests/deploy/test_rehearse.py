@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from penstock.deploy import app
+from penstock.agent_loops import EnvCheck
+from penstock.deploy import app, rehearse_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE = str(RECIPES / "calculator.yaml")
@@ -66,6 +69,19 @@ def test_rehearse_shows_errors_and_expects_by_row(policies: str, tmp_path: Path)
     assert "unexpected reward 0 in row 2, 1 was expected" in found.stdout
     found = rehearse(given, "--policy", f"{policies}:wrong", "--expect", "much")
     assert (found.exit_code, found.stderr.strip()) == (2, "--expect much: give a number, or full")
+
+
+def test_an_episode_without_a_reward_is_shown(policies: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one has that a loop ended as cancelled."""
+
+    async def unrewarded(*words: Any) -> EnvCheck:
+        found = await rehearse_recipe(*words)
+        return replace(found, trajectories=[replace(one, reward=None) for one in found.trajectories])
+
+    monkeypatch.setattr("penstock.deploy.rehearsal.rehearse_recipe", unrewarded)
+    found = rehearse("--policy", f"{policies}:right", "--rows", "1", "--expect", "1")
+    assert (found.exit_code, found.exception.__class__) == (1, SystemExit), found.output
+    assert "unexpected reward none in row 1, 1 was expected" in found.stdout
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ pytest.importorskip("math_verify", reason="math-verify is not installed: pip ins
 from penstock.agent_loops import Budget
 from penstock.agent_loops.chat import chat_of, verify_template
 from penstock.deploy import load_config
+from penstock.transfer_queue import Outcome, OutcomeKind
 
 pytestmark = [pytest.mark.deep, pytest.mark.recipes, pytest.mark.bwrap, pytest.mark.torch]
 cold_start = script("cold_start.py")
@@ -122,3 +124,9 @@ def test_a_policy_that_solves_nothing_shows_nothing(arithmetic: str, tmp_path: P
     with pytest.raises(SystemExit, match="solved none of 2 rows: 2 with reward 0, not 1"):
         cold_start.main([*given, "--out", str(tmp_path / "m")])
     assert not (tmp_path / "m").exists()
+
+
+def test_an_episode_without_a_reward_is_counted() -> None:
+    cancelled = SimpleNamespace(task_id="rehearsal/0", reward=None, outcome=Outcome(OutcomeKind.CANCELLED, "stopped"))
+    found = SimpleNamespace(failures=[], trajectories=[cancelled])
+    assert cold_start.why_dropped(found, [1.0]) == {"with reward none, not 1, cancelled (stopped)": 1}

@@ -83,6 +83,11 @@ UNCOUNTABLE = [  # call, its arguments, whether a filter for counted memory allo
     ((41, 16, 3, 4), True),
     ((41, 40, 1, 0), False),
     ((56, 0x10000011), False),
+    ((56, 0x3D0F00), True),  # a thread
+    ((56, 0x4111), True),  # vfork()
+    ((56, 0x511), False),  # the files of another process
+    *(((72, 3, command), True) for command in (5, 6, 7, 36, 1031)),
+    *(((72, 3, command), False) for command in (37, 38)),
     ((302, 0), True),
     ((302, 1), False),
     ((0,), True),

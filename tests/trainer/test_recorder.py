@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ pytest.importorskip("torch")
 
 from trainer_support import make_trajectory
 
-from penstock.common import read_jsonl
+from penstock.common import append_jsonl, read_jsonl
 from penstock.trainer import Recorder, StopConfig, Stopping, kept_of, mask_runs, readable_trajectory
 
 pytestmark = pytest.mark.torch
@@ -29,6 +30,31 @@ def test_a_rewind_forgets_later_steps_and_cut_lines(tmp_path: Path, tiny_model: 
     recorder.evaluation(2, {"reward": 0.5}, wall_s=1.0)
     assert read_jsonl(metrics)[1] == {"step": 1, "version": 2, "eval/reward": 0.5}
     recorder.close()
+
+
+def test_an_evaluation_holds_no_list_of_steps(tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor a restart: both go through the file, which has a line for each step."""
+
+    class Alive(dict[str, Any]):
+        now = most = 0
+
+        def __init__(self, plain: dict[str, Any]) -> None:
+            super().__init__(plain)
+            Alive.now += 1
+            Alive.most = max(Alive.most, Alive.now)
+
+        def __del__(self) -> None:
+            Alive.now -= 1
+
+    recorder = Recorder(tmp_path, tiny_model, save_trajectories=1, stopping=Stopping(StopConfig()))
+    for name in ("metrics.jsonl", "steps.jsonl"):
+        append_jsonl(tmp_path / name, [{"step": step, "version": step + 1} for step in range(500)])
+    parse = json.loads
+    monkeypatch.setattr(json, "loads", lambda text: Alive(parse(text)))
+    recorder.evaluation(7, {"reward": 0.5}, wall_s=1.0)
+    recorder.rewind(400)
+    recorder.close()
+    assert 1 <= Alive.most <= 4
 
 
 def test_runs_of_a_mask() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import subprocess
 import sys
@@ -127,6 +128,43 @@ async def test_a_trainer_killed_while_it_writes_leaves_whole_versions_only(tmp_p
     assert left, "none of the kills was in mid-write"
     WeightPublisher(tmp_path, "shm")
     assert not any(path.exists() for path in left)
+
+
+@pytest.mark.parametrize("full_every", [1, 4])
+def test_a_writer_that_was_replaced_replaces_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_every: int
+) -> None:
+    """Suspended before its rename; its successor publishes the same version and the next; then it continues."""
+    older = WeightPublisher(tmp_path, "shm", full_every=full_every, epoch=1)
+    before = older.write(1, {"w": torch.ones(1000)}.items())
+    newer = WeightPublisher(tmp_path, "shm", full_every=full_every, epoch=2)
+    published: list[Any] = []
+    rename = os.replace
+
+    def suspended(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "replace", rename)
+        assert torch.equal(read_verified(before)["w"], torch.ones(1000))
+        published.extend(newer.write(version, {"w": torch.full((1000,), 20.0)}.items()) for version in (2, 3))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", suspended)
+    refused = older.write(2, {"w": torch.full((1000,), 10.0)}.items())
+    for manifest in published:
+        assert manifest.place != refused.place
+        assert torch.equal(read_verified(manifest)["w"], torch.full((1000,), 20.0))
+    newer.write(4, {"w": torch.zeros(1000)}.items())
+    assert not [path.name for path in tmp_path.iterdir() if "-e1" in path.name]
+
+
+def test_a_publisher_that_was_replaced_removes_nothing_of_the_next(tmp_path: Path) -> None:
+    """Neither a file that is being written, when it starts late, nor versions that are later than its own."""
+    WeightPublisher(tmp_path, "shm", epoch=12).write(5, {"w": torch.ones(9)}.items())
+    (half := tmp_path / ".weights-00000006-e12.safetensors.77-1.tmp").write_bytes(b"half")
+    WeightPublisher(tmp_path, "shm", epoch=3).write(4, {"w": torch.ones(9)}.items())
+    assert half.exists()
+    assert (tmp_path / "weights-00000005-e12.safetensors").exists()
+    WeightPublisher(tmp_path, "shm", epoch=13)
+    assert not half.exists()
 
 
 @pytest.mark.slow

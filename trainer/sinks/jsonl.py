@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.common import append_jsonl, read_jsonl, rewrite_jsonl
+from penstock.common import append_jsonl, iter_jsonl, rewrite_jsonl
 from penstock.trainer.sinks import SINKS, MetricSink, Record, SinkJob
 
 
@@ -26,7 +26,7 @@ class JsonLines:
 
     def evaluation(self, version: int, values: Mapping[str, float]) -> None:
         """Joins the line of the step that made the version; the file is replaced at once."""
-        lines = [{**line, **values} if line["version"] == version else line for line in self.lines()]
+        lines = ({**line, **values} if line["version"] == version else line for line in self.lines())
         rewrite_jsonl(self._metrics, lines)
 
     def trajectories(self, step: int, records: Sequence[Record]) -> None:
@@ -36,8 +36,9 @@ class JsonLines:
     def close(self) -> None:
         """Every line was flushed as it was written."""
 
-    def lines(self) -> list[dict[str, Any]]:
-        return read_jsonl(self._metrics)
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """One in memory at a time: there are as many as steps."""
+        return iter_jsonl(self._metrics)
 
 
 @SINKS.register("jsonl")

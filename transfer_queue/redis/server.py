@@ -7,10 +7,12 @@ nodes on this machine that share the 16384 slots, for tests and experiments.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,12 +24,15 @@ from redis.exceptions import AuthenticationError, RedisError
 from penstock.common import FileLock, environment_without_secrets
 from penstock.transfer_queue.errors import QueueError
 from penstock.transfer_queue.redis.server_config import (
+    FileSync,
     ServerOptions,
     check_free,
     find_redis_server,
     free_port,
     repair_append_only_file,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class RedisServer:
@@ -76,6 +81,7 @@ class RedisServer:
         """0 until it is started, and with a unix socket."""
         self._start_timeout_s = start_timeout_s
         self._process: asyncio.subprocess.Process | None = None
+        self._sync: FileSync | None = None
         self._lock = FileLock(
             self.directory / "lock", "another redis-server of ours is running there", error=QueueError, mode=0o600
         )
@@ -117,6 +123,7 @@ class RedisServer:
         try:
             await asyncio.to_thread(repair_append_only_file, binary.path, self.directory)
             await self._spawn(binary.path)
+            self._start_sync()
             await self._until_up()
         except BaseException:
             await self.stop()
@@ -125,9 +132,12 @@ class RedisServer:
     async def stop(self, timeout_s: float = 20.0) -> None:
         """Stop it: SIGTERM (it completes its file), SIGKILL after `timeout_s`. A second call does nothing."""
         process, self._process = self._process, None
+        sync, self._sync = self._sync, None
         try:
             if process is not None and process.returncode is None:
                 await _end(process, timeout_s)
+            if sync is not None:
+                await asyncio.to_thread(sync.stop)
         finally:
             self._lock.release()
 
@@ -181,6 +191,18 @@ class RedisServer:
                 start_new_session=True,
             )
 
+    def _start_sync(self) -> None:
+        """But where Redis syncs before it answers."""
+        process, loop = self._process, asyncio.get_running_loop()
+        if self._options.appendfsync == "always" or process is None:
+            return
+
+        def failed(error: OSError) -> None:
+            with suppress(RuntimeError):  # the loop is closed: its owner is gone, and the server with it
+                loop.call_soon_threadsafe(_end_unsynced, process, self.directory, error)
+
+        self._sync = FileSync(self.directory, failed)
+
     async def _until_up(self) -> None:
         client = aioredis.Redis.from_url(self.url, password=self._options.password, socket_timeout=None, protocol=2)
         clock, loaded = asyncio.get_running_loop().time, 0
@@ -228,6 +250,13 @@ class RedisServer:
 def _dies_with_parent() -> list[str]:
     setpriv = shutil.which("setpriv")
     return [setpriv, "--pdeathsig", "TERM"] if setpriv else []
+
+
+def _end_unsynced(process: asyncio.subprocess.Process, directory: Path, error: OSError) -> None:
+    """As Redis does under ``always``; its keeper starts it again from what the disk has."""
+    logger.error("%s: the append-only file cannot be synced (%s): redis-server is ended", directory, error.strerror)
+    if process.returncode is None:
+        process.kill()
 
 
 async def _end(process: asyncio.subprocess.Process, timeout_s: float) -> None:

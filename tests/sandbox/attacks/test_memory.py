@@ -162,6 +162,30 @@ async def test_attack_memory_that_belongs_to_no_process(session: Session) -> Non
     assert (headings.split()[:2], segments) == (["key", "shmid"], [])
 
 
+LOCKS = """
+import fcntl, struct, time
+files = [open(f'/tmp/locked-{number}', 'w') for number in range(200)]
+lock = lambda at: struct.pack('hhqqi4x', fcntl.F_WRLCK, 0, at, 1, 0)
+for at in range(1 << 30, 0, -2):
+    for file in files: fcntl.fcntl(file, COMMAND, lock(at))
+"""
+
+
+async def test_attack_memory_in_the_records_of_file_locks(session: Session, target: Target) -> None:
+    """Without a cgroup of its memory a box has few: its processes', since those of open files are refused."""
+    if not target.counts_memory:
+        pytest.skip("a cgroup counts them, where the kernel does")
+    result = await attack(session, LOCKS.replace("COMMAND", "fcntl.F_SETLK"), timeout_s=60.0)
+    assert result.limit == "memory"
+    result = await attack(session, LOCKS.replace("COMMAND", "38"), timeout_s=60.0)
+    assert result.stderr.endswith("PermissionError: [Errno 1] Operation not permitted\n")
+
+
+async def test_a_database_in_a_file_keeps_its_locks(session: Session) -> None:
+    code = "import sqlite3\nwith sqlite3.connect('/tmp/some.db') as db: db.execute('create table t (x)')"
+    assert (await session.run(["python3", "-c", code])).exit_code == 0
+
+
 DAEMON = """
 import ctypes, os, time
 libc = ctypes.CDLL(None)

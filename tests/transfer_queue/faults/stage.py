@@ -63,7 +63,7 @@ class Stage:
     ) -> None:
         self.chance = random.Random(seed)
         # Beside the tests' own folder: the path of a unix socket must be short.
-        self._folder = Path(tempfile.mkdtemp(prefix="faults-", dir=_memory() if fsync == "everysec" else None))
+        self._folder = Path(tempfile.mkdtemp(prefix="faults-"))
         self.server = SlowlyLoadedServer(
             self._folder / "redis", PASSWORD, appendfsync=fsync, unix_socket=self._folder / "redis.sock"
         )
@@ -155,12 +155,6 @@ class Stage:
         await self.queue.drop_run()
         await self.client.delete(self.queue._keys.index + STEP_KEY)
         return [key.decode() async for key in self.client.scan_iter(match=f"*{self.plan.run}*", count=1000)]
-
-
-def _memory() -> str | None:
-    """Where a sync takes no time. While a disk is busy with one, Redis under ``everysec`` holds back what it has
-    acknowledged, and a kill loses it: the one moment that is not promised (docs/transfer_queue.md)."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 MOST_PASSES = {"in_checkpoint": 2, "after_checkpoint": 2, "in_commit": 2, "after_commit": 2}
