@@ -69,7 +69,8 @@ def _ray_placement(address: str | None) -> Placement:
 
 def _refuse_doomed(config: RunConfig, *, here: bool) -> None:
     """`here`: the roles run on this machine."""
-    failed = [check for check in run_checks(config, here=here) if not check.ok]
+    with uncollected():  # some import what the run needs later
+        failed = [check for check in run_checks(config, here=here) if not check.ok]
     if failed:
         raise ConfigError("\n".join(f"{check.name}: {check.found}\n  fix: {check.fix}" for check in failed))
 
