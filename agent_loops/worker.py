@@ -39,7 +39,7 @@ from penstock.agent_loops.loop_watch import LoopWatch
 from penstock.agent_loops.metrics import WorkerMetrics, WorkerStats
 from penstock.agent_loops.rewards.registry import load_reward, may_need_sandbox
 from penstock.agent_loops.tracing import traced
-from penstock.common import Backoff, cancel_and_wait
+from penstock.common import Backoff, cancel_and_wait, uncollected
 from penstock.sandbox import Sandbox, SandboxConfig, SandboxError, make_sandbox
 from penstock.tools import ToolConfig, close_tools, configs_of, make_tools
 from penstock.transfer_queue import Lease, LeaseLost, Outcome, OutcomeKind, QueueError, RunContext
@@ -120,7 +120,8 @@ async def run_worker(job: WorkerJob) -> None:
     sandbox = _sandbox_of(job)
     services: WorkerServices | None = None
     try:
-        services = build_services(job, sandbox)
+        with uncollected():  # it imports transformers
+            services = build_services(job, sandbox)
         with frozen_start():
             await Worker(job, services).run()
     finally:

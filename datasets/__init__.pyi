@@ -15,6 +15,7 @@ from .generate import PREFIX as PREFIX
 from .generate import BadSpec as BadSpec
 from .generate import check_spec as check_spec
 from .generate import materialise as materialise
+from .generate import materialise_all as materialise_all
 from .gsm8k import BadInput as BadInput
 from .gsm8k import write_gsm8k_equations as write_gsm8k_equations
 from .hub import NoDataset as NoDataset

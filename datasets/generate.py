@@ -5,6 +5,7 @@ generate:calculator/train?train=4096&eval=128&seed=0
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import parse_qsl
 
@@ -23,11 +24,22 @@ def materialise(source: str, directory: Path) -> str:
 
     Train and eval are disjoint when their specs carry the same options. Raises `BadSpec`.
     """
-    if not source.startswith(PREFIX):
-        return source
+    (path,) = materialise_all([source], directory)
+    return path
+
+
+def materialise_all(sources: Sequence[str], directory: Path) -> list[str]:
+    """`materialise` of each; both splits of the same options are made once."""
+    made: set[Path] = set()
+    return [_made(source, directory, made) if source.startswith(PREFIX) else source for source in sources]
+
+
+def _made(source: str, directory: Path, made: set[Path]) -> str:
     name, options = _parsed(source)
     folder = directory / "calculator-{train}-{eval}-{seed}".format(**options)
-    calculator.write_calculator(folder, options["train"], options["eval"], options["seed"])
+    if folder not in made:
+        calculator.write_calculator(folder, options["train"], options["eval"], options["seed"])
+        made.add(folder)
     return str(folder / f"{name.partition('/')[2]}.parquet")
 
 

@@ -8,23 +8,26 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from penstock.common import uncollected
 
-from penstock.deploy.commands import compose, config, data, kubernetes, queue, ray, slurm
-from penstock.deploy.commands.bench import bench
-from penstock.deploy.commands.clean import clean
-from penstock.deploy.commands.dashboard import dashboard
-from penstock.deploy.commands.doctor import doctor
-from penstock.deploy.commands.export import export
-from penstock.deploy.commands.guard import guarded as _guarded
-from penstock.deploy.commands.redis_server import redis_server
-from penstock.deploy.commands.rehearse import rehearse
-from penstock.deploy.commands.replay import replay
-from penstock.deploy.commands.reward_server import reward_server
-from penstock.deploy.commands.search_server import search_server
-from penstock.deploy.commands.simulate import simulate
-from penstock.deploy.commands.status import status
-from penstock.deploy.commands.trace import trace
+with uncollected():
+    import typer
+
+    from penstock.deploy.commands import compose, config, data, kubernetes, queue, ray, slurm
+    from penstock.deploy.commands.bench import bench
+    from penstock.deploy.commands.clean import clean
+    from penstock.deploy.commands.dashboard import dashboard
+    from penstock.deploy.commands.doctor import doctor
+    from penstock.deploy.commands.export import export
+    from penstock.deploy.commands.guard import guarded as _guarded
+    from penstock.deploy.commands.redis_server import redis_server
+    from penstock.deploy.commands.rehearse import rehearse
+    from penstock.deploy.commands.replay import replay
+    from penstock.deploy.commands.reward_server import reward_server
+    from penstock.deploy.commands.search_server import search_server
+    from penstock.deploy.commands.simulate import simulate
+    from penstock.deploy.commands.status import status
+    from penstock.deploy.commands.trace import trace
 
 app = typer.Typer(
     help="Asynchronous, disaggregated reinforcement learning for agents that use tools.",
@@ -91,7 +94,8 @@ def run(
 
     penstock run recipes/calculator.yaml --on ray --ray-address 10.0.0.1:6379
     """
-    from penstock.deploy.commands.run import run_recipe
+    with uncollected():
+        from penstock.deploy.commands.run import run_recipe
 
     on_ray = on is Where.RAY
     status = run_recipe(recipe, overrides or [], resume=resume, dry_run=dry_run, on_ray=on_ray, ray_address=ray_address)

@@ -21,6 +21,7 @@ from penstock.deploy.run_dir import RunDir
 from penstock.deploy.stacks import answer_with_stacks
 from penstock.deploy.telemetry import MetricsTarget, metrics_served, with_spans
 from penstock.deploy.weights_folder import local_weights_dir, weights_dir, weights_entered
+from penstock.rollout_server import keep_scans
 from penstock.sandbox import SandboxConfig
 from penstock.transfer_queue import RunContext, TransferQueue
 
@@ -179,6 +180,7 @@ def leave_torchrun() -> None:
 
 async def train_rank(link: RunConnection) -> None:
     """One rank of the trainer: the only one, or one of those that torchrun starts."""
+    keep_scans()
     with uncollected():
         from penstock.common import UnknownName
         from penstock.trainer import (

@@ -6,6 +6,8 @@ from .fake_engine import FakeEngine as FakeEngine
 from .fake_engine import fake_manifest as fake_manifest
 from .fake_engine import next_token as next_token
 from .import_without_torch import no_torch as no_torch
+from .kept_scans import keep_scans as keep_scans
+from .kept_scans import kept as kept
 from .metrics import RolloutMetrics as RolloutMetrics
 from .protocol import BadRequest as BadRequest
 from .protocol import Chunk as Chunk

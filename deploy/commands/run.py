@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from penstock.common import uncollected
 from penstock.deploy.config import ConfigError, RunConfig, dump_config, load_config
 from penstock.deploy.preflight import run_checks
 from penstock.deploy.supervisor import Placement
@@ -26,9 +27,10 @@ def run_recipe(
     ray_address: str | None = None,
 ) -> int:
     """Returns the exit status: 0 done, 1 the run failed, 2 the recipe is wrong, 130 interrupted."""
-    from penstock.deploy.launcher import Interrupted, launch
-    from penstock.deploy.processes import RoleFailed
-    from penstock.deploy.report import StalledRun, VersionRefused, describe
+    with uncollected():
+        from penstock.deploy.launcher import Interrupted, launch
+        from penstock.deploy.processes import RoleFailed
+        from penstock.deploy.report import StalledRun, VersionRefused, describe
 
     try:
         config = load_config(recipe, overrides)
@@ -67,7 +69,8 @@ def _ray_placement(address: str | None) -> Placement:
 
 def _refuse_doomed(config: RunConfig, *, here: bool) -> None:
     """`here`: the roles run on this machine."""
-    failed = [check for check in run_checks(config, here=here) if not check.ok]
+    with uncollected():  # some import what the run needs later
+        failed = [check for check in run_checks(config, here=here) if not check.ok]
     if failed:
         raise ConfigError("\n".join(f"{check.name}: {check.found}\n  fix: {check.fix}" for check in failed))
 

@@ -29,15 +29,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
+from penstock.common import uncollected
+from penstock.rollout_server.kept_scans import keep_scans
 
-from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines.hf_attention import use_attention_by_request
-from penstock.rollout_server.engines.hf_batch import Batcher
-from penstock.rollout_server.engines.hf_vision import VisionBatcher
-from penstock.rollout_server.protocol import EngineInfo, ImageRef, Sampling
-from penstock.weight_sync import LoadReport, Manifest, WeightReader, WeightsRefused, checksum, dtype_name
+keep_scans()
+with uncollected():
+    import torch
+    import transformers
+
+    from penstock.rollout_server.config import RolloutConfig
+    from penstock.rollout_server.engines.hf_attention import use_attention_by_request
+    from penstock.rollout_server.engines.hf_batch import Batcher
+    from penstock.rollout_server.engines.hf_vision import VisionBatcher
+    from penstock.rollout_server.protocol import EngineInfo, ImageRef, Sampling
+    from penstock.weight_sync import LoadReport, Manifest, WeightReader, WeightsRefused, checksum, dtype_name
 
 logger = logging.getLogger("penstock.hf")
 TICK_S = 0.12
@@ -234,7 +239,8 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> None:
 
 async def _serve(arguments: argparse.Namespace) -> None:
     config = RolloutConfig.model_validate_json(arguments.config)
-    server = HFServer(config, arguments.model, arguments.seed)
+    with uncollected():
+        server = HFServer(config, arguments.model, arguments.seed)
     connection = socket.socket(fileno=arguments.fd)
     reader, writer = await asyncio.open_connection(sock=connection, limit=LINE_LIMIT_BYTES)
     await server.run(reader, writer)

@@ -3,7 +3,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from penstock.datasets import BadSpec, materialise
+from penstock.datasets import BadSpec, materialise, materialise_all, write_calculator
 
 
 def test_a_path_stays_itself(tmp_path: Path) -> None:
@@ -15,6 +15,23 @@ def test_makes_both_splits(tmp_path: Path) -> None:
     evaluation = materialise("generate:calculator/eval?train=12&eval=4&seed=5", tmp_path)
     assert pq.read_table(train).num_rows == 12
     assert pq.read_table(evaluation).num_rows == 4
+
+
+def test_makes_splits_of_the_same_options_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def write(folder: Path, *options: int) -> dict[str, int]:
+        made.append(folder)
+        return write_calculator(folder, *options)
+
+    monkeypatch.setattr("penstock.datasets.calculator.write_calculator", write)
+    options = [
+        f"generate:calculator/{split}?train=12&eval=4&seed={seed}" for seed in (5, 6) for split in ("train", "eval")
+    ]
+    paths = materialise_all([*options, "data/train.parquet"], tmp_path)
+    assert len(made) == 2
+    assert [pq.read_table(path).num_rows for path in paths[:4]] == [12, 4, 12, 4]
+    assert paths[4] == "data/train.parquet"
 
 
 @pytest.mark.parametrize(
