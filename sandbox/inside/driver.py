@@ -27,7 +27,6 @@ from typing import Any
 
 from penstock.sandbox.inside import children
 from penstock.sandbox.inside.calls import Calls
-from penstock.sandbox.inside.children import kill_session
 
 LENGTH = struct.Struct(">I")
 
@@ -215,5 +214,4 @@ def serve(settings: dict[str, Any]) -> None:
     try:
         driver.serve()
     except (Hangup, BrokenPipeError, ConnectionResetError):
-        for pid in driver.calls.processes.tracked:  # without a box nothing else ends them
-            kill_session(pid)
+        driver.calls.processes.end()

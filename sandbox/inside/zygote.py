@@ -10,15 +10,20 @@ and the driver gives up its capabilities and takes the system-call filter before
 
 The worker's death ends the zygote (its socket, and the parent's death) and the drivers (each its own socket, and the
 zygote's death); with pid 1 the kernel ends the rest of a box.
+
+The zygote waits for its drivers: the kernel then charges what a box has spent to the zygote, and through it to the
+worker. Children that a process ignores are charged to none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import gc
 import json
 import os
+import select
 import signal
 import socket
 import struct
@@ -45,7 +50,8 @@ with_lock = ctypes.PyDLL(None, use_errno=True)
 
 
 class Zygote:
-    """One loop: receive, fork, answer."""
+    """One loop: receive, fork, answer; reap. A driver is reaped between two requests alone: until `fork` has returned,
+    its process id is its own."""
 
     def __init__(self, settings: dict[str, Any], requests: socket.socket) -> None:
         """`settings`: of every box."""
@@ -54,20 +60,34 @@ class Zygote:
         self.clone_number = CLONE_NUMBERS[os.uname().machine]
         self.capabilities = read_int(LAST_CAPABILITY) + 1
         """How many the kernel knows."""
+        self.wakeup = readable_when_a_child_ends()
 
     def serve(self) -> None:
         """Until the worker is gone."""
-        while request := receive(self.requests):
-            settings, descriptors = request
-            try:
-                answer, sent = b"forked", [self.fork(settings["uid"], descriptors)]
-            except OSError as error:
-                answer, sent = str(error).encode("utf-8", "replace"), []
-            for fd in descriptors:
-                os.close(fd)
-            socket.send_fds(self.requests, [answer], sent)
-            for fd in sent:
-                os.close(fd)
+        poller = select.poll()
+        for fd in (self.requests.fileno(), self.wakeup):
+            poller.register(fd, select.POLLIN)
+        while True:
+            ready = [fd for fd, _ in poller.poll()]
+            if self.wakeup in ready:
+                reap(self.wakeup)
+            if self.requests.fileno() in ready:
+                request = receive(self.requests)
+                if request is None:
+                    return reap(self.wakeup)
+                self.answer(*request)
+
+    def answer(self, settings: dict[str, Any], descriptors: list[int]) -> None:
+        """Closes `descriptors`."""
+        try:
+            answer, sent = b"forked", [self.fork(settings["uid"], descriptors)]
+        except OSError as error:
+            answer, sent = str(error).encode("utf-8", "replace"), []
+        for fd in descriptors:
+            os.close(fd)
+        socket.send_fds(self.requests, [answer], sent)
+        for fd in sent:
+            os.close(fd)
 
     def fork(self, uid: int | None, descriptors: list[int]) -> int:
         """A pidfd of the driver. Raises `OSError`.
@@ -94,6 +114,7 @@ class Zygote:
 
     def become_box(self, uid: int | None, mapped: tuple[int, int], descriptors: list[int]) -> NoReturn:
         try:
+            forget_children()
             os.close(mapped[1])
             ready = os.read(mapped[0], 1)
             if ready:
@@ -115,13 +136,36 @@ class Zygote:
 def main() -> None:
     """Argument 1: the settings of every box; argument 3: the socket of requests. Ends when the worker does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # drivers leave no zombies; the worker watches them by their pidfd
     if os.geteuid() == 0:
         os.setgroups([])  # a box may not change them any more
     zygote = Zygote(json.loads(sys.argv[1]), socket.socket(fileno=int(sys.argv[3])))
     gc.collect()
     gc.freeze()
     zygote.serve()
+
+
+def readable_when_a_child_ends() -> int:
+    ended, signal_end = os.pipe()
+    os.set_blocking(ended, False)
+    os.set_blocking(signal_end, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(signal_end, warn_on_full_buffer=False)
+    return ended
+
+
+def forget_children() -> None:
+    """In a fork: the pipe that its signals would write to is the zygote's."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def reap(wakeup: int) -> None:
+    """All that have ended. The pipe is emptied first: what ends from here on writes to it again."""
+    with contextlib.suppress(BlockingIOError):
+        os.read(wakeup, 4096)
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            continue
 
 
 def receive(requests: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
