@@ -30,7 +30,7 @@ import struct
 import sys
 from typing import Any, NoReturn
 
-from penstock.sandbox.inside import driver
+from penstock.sandbox.inside import children, driver
 
 MAX_REQUEST_BYTES = 4096
 MAX_DESCRIPTORS = 8
@@ -45,8 +45,13 @@ LAST_CAPABILITY = "/proc/sys/kernel/cap_last_cap"
 MAX_USER_NAMESPACES = "/proc/sys/user/max_user_namespaces"
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 libc = ctypes.CDLL(None, use_errno=True)
-with_lock = ctypes.PyDLL(None, use_errno=True)
-"""The same library; its calls keep the interpreter's lock, as a fork must."""
+prctl, capset, unshare, mount_one = libc.prctl, libc.capset, libc.unshare, libc.mount
+"""Looked up here: a driver that did it itself would copy many pages of the zygote."""
+system_call = ctypes.PyDLL(None, use_errno=True).syscall
+"""Keeps the interpreter's lock, as a fork must."""
+python = ctypes.pythonapi
+before_fork, after_fork_in_parent = python.PyOS_BeforeFork, python.PyOS_AfterFork_Parent
+after_fork_in_child = python.PyOS_AfterFork_Child
 
 
 class Zygote:
@@ -56,6 +61,7 @@ class Zygote:
     def __init__(self, settings: dict[str, Any], requests: socket.socket) -> None:
         """`settings`: of every box."""
         self.settings = settings
+        self.filter = driver.filter_of(settings)
         self.requests = requests
         self.clone_number = CLONE_NUMBERS[os.uname().machine]
         self.capabilities = read_int(LAST_CAPABILITY) + 1
@@ -92,7 +98,7 @@ class Zygote:
     def fork(self, uid: int | None, descriptors: list[int]) -> int:
         """A pidfd of the driver. Raises `OSError`.
 
-        `descriptors`: control socket, stderr, and ``cgroup.procs`` of the groups to enter; `uid`: one that no other box
+        `descriptors`: control socket, stderr, and the file to enter each group by; `uid`: one that no other box
         has, or None where this is not root and has no other to give.
         """
         mapped = os.pipe()
@@ -119,14 +125,14 @@ class Zygote:
             ready = os.read(mapped[0], 1)
             if ready:
                 take_stdio(descriptors[0], descriptors[1], descriptors[2:])
-                check(libc.unshare(CLONE_NEWCGROUP), "unshare(CLONE_NEWCGROUP)")
+                check(unshare(CLONE_NEWCGROUP), "unshare(CLONE_NEWCGROUP)")
                 if uid is not None:
                     os.setresgid(uid, uid, uid)
                     os.setresuid(uid, uid, uid)
                 die_with_parent()  # after the change of uid, which clears it
                 furnish(self.settings)
                 drop_capabilities(self.capabilities)
-                driver.serve(self.settings)
+                driver.serve(self.settings, self.filter)
         except BaseException as error:  # noqa: BLE001 - its last words; it must never return into the zygote's loop
             os.write(2, f"{type(error).__name__}: {error}\n".encode("utf-8", "replace"))
         finally:
@@ -135,7 +141,7 @@ class Zygote:
 
 def main() -> None:
     """Argument 1: the settings of every box; argument 3: the socket of requests. Ends when the worker does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    children.set_handler(children.INTERRUPT, children.IGNORE)
     if os.geteuid() == 0:
         os.setgroups([])  # a box may not change them any more
     zygote = Zygote(json.loads(sys.argv[1]), socket.socket(fileno=int(sys.argv[3])))
@@ -148,7 +154,7 @@ def readable_when_a_child_ends() -> int:
     ended, signal_end = os.pipe()
     os.set_blocking(ended, False)
     os.set_blocking(signal_end, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
+    children.set_handler(children.CHILD_ENDED, lambda *_: None)
     signal.set_wakeup_fd(signal_end, warn_on_full_buffer=False)
     return ended
 
@@ -156,7 +162,7 @@ def readable_when_a_child_ends() -> int:
 def forget_children() -> None:
     """In a fork: the pipe that its signals would write to is the zygote's."""
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    children.set_handler(children.CHILD_ENDED, children.DEFAULT)
 
 
 def reap(wakeup: int) -> None:
@@ -176,13 +182,13 @@ def receive(requests: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 
 def clone(number: int, namespaces: int) -> int:
     """As `os.fork`, into new namespaces: 0 in the child, which is pid 1 there. Raises `OSError`."""
-    python = ctypes.pythonapi
-    python.PyOS_BeforeFork()
-    pid: int = with_lock.syscall(number, ctypes.c_ulong(namespaces | signal.SIGCHLD), 0, 0, 0, 0)
+    flags = ctypes.c_ulong(namespaces | children.CHILD_ENDED)
+    before_fork()
+    pid: int = system_call(number, flags, 0, 0, 0, 0)
     if pid == 0:
-        python.PyOS_AfterFork_Child()
+        after_fork_in_child()
         return 0
-    python.PyOS_AfterFork_Parent()
+    after_fork_in_parent()
     check(pid < 0, "clone")
     return pid
 
@@ -194,7 +200,7 @@ def map_ids(pid: int, uid: int, gid: int) -> None:
 
 
 def take_stdio(control: int, stderr: int, groups: list[int]) -> None:
-    """Enters the groups, each by its ``cgroup.procs``; afterwards 0 is the control socket and 2 stderr, 1 is null."""
+    """Enters the groups, each by its file; afterwards 0 is the control socket and 2 stderr, 1 is null."""
     for group in groups:
         os.write(group, b"0")
     null = os.open(os.devnull, os.O_RDWR)
@@ -204,7 +210,7 @@ def take_stdio(control: int, stderr: int, groups: list[int]) -> None:
 
 
 def die_with_parent() -> None:
-    check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
+    check(prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
 
 
 def furnish(settings: dict[str, Any]) -> None:
@@ -225,14 +231,14 @@ def furnish(settings: dict[str, Any]) -> None:
 def drop_capabilities(count: int) -> None:
     """All of them, for this process and everything that it will execute."""
     for capability in range(count):
-        check(libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0), "prctl(PR_CAPBSET_DROP)")
-    check(libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0), "prctl(PR_CAP_AMBIENT)")
-    check(libc.capset(struct.pack("=Ii", CAPABILITY_VERSION_3, 0), bytes(24)), "capset")
-    check(libc.prctl(driver.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+        check(prctl(PR_CAPBSET_DROP, capability, 0, 0, 0), "prctl(PR_CAPBSET_DROP)")
+    check(prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0), "prctl(PR_CAP_AMBIENT)")
+    check(capset(struct.pack("=Ii", CAPABILITY_VERSION_3, 0), bytes(24)), "capset")
+    check(prctl(driver.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
 
 
 def mount(kind: str, target: str, flags: int, options: str) -> None:
-    failed = libc.mount(kind.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
+    failed = mount_one(kind.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
     check(failed, f"mount {kind} on {target}")
 
 
