@@ -42,11 +42,18 @@ class Cgroup:
     directories: tuple[Path, ...]
     oom_file: Path
     """Holds the line ``oom_kill N``."""
+    version: int
 
     @property
     def join_files(self) -> list[str]:
-        """A process enters by writing its pid to each."""
-        return [str(directory / "cgroup.procs") for directory in self.directories]
+        """A process of one thread enters by writing 0, or its pid, to each.
+
+        In version 1 by ``tasks``: a whole process that enters by ``cgroup.procs`` holds up every fork and exit of the
+        machine until the kernel has seen all its processors idle, some milliseconds each time. Version 2 has no
+        other file for processes that share their group.
+        """
+        file = "tasks" if self.version == 1 else "cgroup.procs"
+        return [str(directory / file) for directory in self.directories]
 
     def oom_kills(self) -> int:
         """Processes of this box that the kernel ended for want of memory, so far."""
@@ -90,7 +97,7 @@ class CgroupMaker:
                     raise
         oom_file = directories[0] / ("memory.events" if self.version == 2 else "memory.oom_control")
         self._limit(directories)
-        return Cgroup(directories, oom_file)
+        return Cgroup(directories, oom_file, self.version)
 
     def _prepare(self) -> None:
         for parent in self.parents:
@@ -124,8 +131,8 @@ class CgroupMaker:
         """Clear away groups of this owner whose maker is gone; returns how many boxes that were."""
         left = {path.name for parent in self.parents for path in _subdirectories(parent) if not _maker_lives(path.name)}
         for name in left:
-            leftover = Cgroup(tuple(p / name for p in self.parents), self.parents[0] / name / "memory.events")
-            _end(leftover)
+            groups = tuple(parent / name for parent in self.parents)
+            _end(Cgroup(groups, groups[0] / "memory.events", self.version))
         return len(left)
 
     def close(self) -> None:
@@ -271,4 +278,8 @@ def _remove_directory(directory: Path) -> bool:
 def _write(path: Path, value: str, optional: bool = False) -> None:
     if optional and not path.exists():
         return
-    path.write_text(value, encoding="ascii")
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(fd, value.encode("ascii"))
+    finally:
+        os.close(fd)

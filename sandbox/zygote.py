@@ -146,7 +146,7 @@ class Zygote:
         self._starting = asyncio.Lock()
 
     async def fork(self, descriptors: list[int], uid: int | None) -> ForkedProcess:
-        """`descriptors`: the box's control socket, its stderr, and ``cgroup.procs`` of the groups to enter.
+        """`descriptors`: the box's control socket, its stderr, and the file to enter each group by.
 
         Raises `OSError`, and `TimeoutError` past START_DEADLINE_S; the box ends by itself when its socket closes.
         """

@@ -25,9 +25,12 @@ KINDS = (
 )
 """A word of the command line → the name in the figures; the first that is found counts."""
 REAPER = "reaper"
-MAKERS = ("agent workers", "sandbox server", REAPER)
-"""All other processes below them are boxes. Those whose own parent has ended before them fall to the reaper."""
 BOXES = "boxes"
+"""The zygote too, which forks the boxes of a worker and waits for each: while it lives it alone has their account."""
+MAKERS = ("agent workers", "sandbox server", REAPER, BOXES)
+"""All other processes below them are boxes. Those whose own parent has ended before them fall to the reaper."""
+SETTINGS, ZYGOTE_WORDS = 5, 8
+"""Of a zygote's command line: which word its settings are, and how many there are."""
 HELPERS = "{} helpers"
 """Other processes below a named one: they look something up, compile, inspect a model, and end."""
 Key = tuple[int, float]
@@ -82,14 +85,20 @@ class CpuAccount:
 
     def _ended_below(self, pid: int, look: int) -> float:
         """Seconds of named processes that had ended when the process `pid` was looked at: they count by themselves."""
-        return sum(one.own + one.ended_children for one in self._seen.values() if one.parent == pid and one.look < look)
+        below = [(key[0], one) for key, one in self._seen.items() if one.parent == pid and one.look < look]
+        return sum(one.own + one.ended_children + self._ended_with(child, one.look) for child, one in below)
+
+    def _ended_with(self, pid: int, look: int) -> float:
+        """Seconds of named processes that lived when the process `pid` was last seen: it has waited for them since."""
+        below = [(key[0], one) for key, one in self._seen.items() if one.parent == pid and one.look == look]
+        return sum(one.own + one.ended_children + self._ended_with(child, look) for child, one in below)
 
     def profiled(self) -> dict[int, str]:
         """Process id → name, of the living ones that run Python."""
         found = {}
         for process, name in self._named():
             try:
-                if name != REAPER and ("python" in process.cmdline()[0] or name == "engine"):
+                if name not in (REAPER, BOXES) and ("python" in process.cmdline()[0] or name == "engine"):
                     found[process.pid] = name
             except (psutil.NoSuchProcess, IndexError):
                 continue
@@ -101,9 +110,13 @@ class CpuAccount:
             family = [root, *root.children(recursive=True)]
         except psutil.NoSuchProcess:
             return
+        zygotes = set[int]()
         for process in family:
             try:
                 name = _kind(process.cmdline())
+                if name == BOXES:
+                    zygotes.add(process.pid)
+                    name = None if process.ppid() in zygotes else name  # a fork has its zygote's command line
             except psutil.NoSuchProcess:
                 continue
             if name is not None:
@@ -138,6 +151,8 @@ def _kind(words: Sequence[str]) -> str | None:
     """None of a box's process, and of a helper that lives for a moment."""
     if len(words) > 2 and Path(words[2]) == FILE:
         return REAPER
+    if _is_zygote(words):
+        return BOXES
     if words and "redis-server" in words[0]:  # it rewrites its command line into one word
         return "redis"
     if "penstock.deploy.cli" in words:
@@ -145,3 +160,8 @@ def _kind(words: Sequence[str]) -> str | None:
         return next((name for word, name in KINDS if words and words[0] == word), None)
     program = [word.rpartition(".")[2].rpartition(":")[2] for word in words[:4]]
     return next((name for word, name in KINDS if word in program and name in {"engine", "trainer"}), None)
+
+
+def _is_zygote(words: Sequence[str]) -> bool:
+    """By its settings, which name its worker (`penstock.sandbox.bundle.zygote_command`); its forks look alike."""
+    return len(words) == ZYGOTE_WORDS and words[1] == "-I" and '"worker": ' in words[SETTINGS]

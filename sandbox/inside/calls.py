@@ -146,14 +146,25 @@ def remove_orphan_segments() -> None:
     Only for the first process of a box, whose namespace is the box's alone.
     """
     try:
-        with open(TABLE, encoding="ascii") as file:
-            lines = file.read().splitlines()[1:]
+        table = _read_all(TABLE)
     except OSError:  # a kernel without System V memory
         return
-    for fields in map(str.split, lines):
+    for line in table.splitlines()[1:]:
+        fields = line.split()
         segment, maker, attached = int(fields[1]), int(fields[4]), int(fields[6])
         if attached == 0 and not os.path.exists(f"/proc/{maker}"):
             ctypes.CDLL(None).shmctl(segment, IPC_RMID, None)
+
+
+def _read_all(path: str) -> bytes:
+    """After every run, so without a file object, whose making alone would copy pages."""
+    fd, data = os.open(path, os.O_RDONLY | os.O_CLOEXEC), b""
+    try:
+        while chunk := os.read(fd, 65536):
+            data += chunk
+    finally:
+        os.close(fd)
+    return data
 
 
 OnOutput = Callable[[str, str], None]

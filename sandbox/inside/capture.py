@@ -22,7 +22,8 @@ class OutputCapture:
         self.stderr = bytearray()
         self.total_bytes = 0
         self._on_output = on_output
-        self._decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in ("stdout", "stderr")}
+        streamed = ("stdout", "stderr") if on_output is not None else ()
+        self._decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in streamed}
 
     def read_stdout(self, fd: int) -> bool:
         return self._read(fd, self.stdout, "stdout")

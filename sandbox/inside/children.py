@@ -11,6 +11,7 @@ import errno
 import os
 import resource
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -24,8 +25,15 @@ NO_CORE = 1
 """Bytes: too few for a core file, and the one value that also keeps a core from the host's handler behind a pipe."""
 
 
-_LIBC = ctypes.CDLL(None)
-"""Loaded once: to load it again in each child would copy more of the driver's pages than the rest of its start."""
+_PRCTL = ctypes.CDLL(None).prctl
+"""Looked up once: in each child that would copy more of the driver's pages than the rest of its start."""
+set_handler: Callable[[int, Any], Any] = getattr(sys.modules.get("_signal"), "signal", signal.signal)
+"""`signal.signal` without its search for the names of numbers, which copies pages too. Takes plain numbers alone."""
+FOLDERS = [f"{folder}/" for folder in os.environ.get("PATH", os.defpath).split(":")]
+"""Where programs are: looked up once, for the same reason."""
+DEFAULT, IGNORE = int(signal.SIG_DFL), int(signal.SIG_IGN)
+CHILD_ENDED, INTERRUPT = int(signal.SIGCHLD), int(signal.SIGINT)
+IGNORED_BY_PYTHON = (int(signal.SIGPIPE), int(signal.SIGXFSZ))
 
 
 class ForkedChild:
@@ -43,7 +51,7 @@ class ForkedChild:
 
 def set_dumpable(allowed: bool) -> None:
     """While False, no process of this uid may ptrace this one or open its /proc files (memory, descriptors)."""
-    _LIBC.prctl(PR_SET_DUMPABLE, int(allowed), 0, 0, 0)
+    _PRCTL(PR_SET_DUMPABLE, int(allowed), 0, 0, 0)
 
 
 def spawn(body: Callable[[], int], limits: dict[str, Any], stdin: int, keep: tuple[int, ...] = ()) -> ForkedChild:
@@ -97,14 +105,14 @@ def _close_all_but(keep: tuple[int, ...]) -> None:
 
 def _reset_signals() -> None:
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    set_handler(CHILD_ENDED, DEFAULT)
+    set_handler(INTERRUPT, signal.default_int_handler)
 
 
 def restore_signals() -> None:
     """Restores the signals that Python ignores, before another program is executed."""
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
+    for number in IGNORED_BY_PYTHON:
+        set_handler(number, DEFAULT)
 
 
 def _apply_limits(limits: dict[str, Any]) -> None:
@@ -148,7 +156,7 @@ def become_command(argv: list[str], cwd: str | None = None) -> int:
 
 def _execute(argv: list[str]) -> NoReturn:
     """As `os.execvp`, which imports and warns on its way: that would copy the driver's pages. Raises OSError."""
-    folders = [""] if "/" in argv[0] else [f"{folder}/" for folder in os.environ.get("PATH", os.defpath).split(":")]
+    folders = [""] if "/" in argv[0] else FOLDERS
     missing: OSError | None = None
     refused: OSError | None = None
     for folder in folders:
@@ -177,8 +185,8 @@ class ChildTable:
         """Readable after a child ended."""
         os.set_blocking(self.wakeup, False)
         os.set_blocking(signal_end, False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        set_handler(CHILD_ENDED, lambda *_: None)
+        set_handler(INTERRUPT, IGNORE)
         signal.set_wakeup_fd(signal_end, warn_on_full_buffer=False)
 
     @property
@@ -238,6 +246,19 @@ class ChildTable:
             self.reap()
             time.sleep(PAUSE_S)  # the kernel needs a moment to end them; the driver has one thread and no event loop
         self.reap()
+
+    def end(self) -> None:
+        """Ends all that run, when the driver ends. In a box it waits for them too: of those that the kernel ends with
+        pid 1, it charges what they have spent to none."""
+        if not self.boxed:
+            for child in self.tracked:  # without a box nothing else ends them
+                kill_session(child)
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, 0):
+                continue
 
     def kill_all_but(self, spared: Sequence[ForkedChild]) -> bool:
         """Every process that descends from none of `spared`; False where they fork faster than this can end them."""

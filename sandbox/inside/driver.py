@@ -27,7 +27,6 @@ from typing import Any
 
 from penstock.sandbox.inside import children
 from penstock.sandbox.inside.calls import Calls
-from penstock.sandbox.inside.children import kill_session
 
 LENGTH = struct.Struct(">I")
 
@@ -80,16 +79,25 @@ OOM_COUNTERS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oo
 """Of the container's own cgroup, version 2 and 1, as container engines show it inside."""
 
 
+_PRCTL = ctypes.CDLL(None, use_errno=True).prctl
+
+
 class _Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("steps", ctypes.c_char_p)]
 
 
-def install_filter(program: bytes) -> None:
+def filter_of(settings: dict[str, Any]) -> _Program | None:
+    """The system-call filter of `settings`, ready to be installed; None where they have none."""
+    if "filter" not in settings:
+        return None
+    program = base64.b64decode(settings["filter"])
+    return _Program(len(program) // 8, program)
+
+
+def install_filter(program: _Program) -> None:
     """For this process and all that descend from it, on top of the engine's own. Raises OSError."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    filled = _Program(len(program) // 8, program)
-    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(
-        PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(filled), 0, 0
+    if _PRCTL(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or _PRCTL(
+        PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0
     ):
         raise OSError(ctypes.get_errno(), "the kernel refuses the system-call filter")
 
@@ -197,14 +205,15 @@ class BoxDriver:
 
 def main() -> None:
     """Argument 1: the settings."""
-    serve(json.loads(sys.argv[1]))
+    settings = json.loads(sys.argv[1])
+    serve(settings, filter_of(settings))
 
 
-def serve(settings: dict[str, Any]) -> None:
+def serve(settings: dict[str, Any], system_calls: _Program | None) -> None:
     """Descriptor 0: commands; answers go there too where it is a socket, else to 1. Ends when the worker does."""
     children.set_dumpable(False)
-    if "filter" in settings:
-        install_filter(base64.b64decode(settings["filter"]))
+    if system_calls is not None:
+        install_filter(system_calls)
     control = os.dup(0)
     answers = os.dup(1) if settings.get("pipes") else control
     null = os.open(os.devnull, os.O_RDWR)
@@ -215,5 +224,4 @@ def serve(settings: dict[str, Any]) -> None:
     try:
         driver.serve()
     except (Hangup, BrokenPipeError, ConnectionResetError):
-        for pid in driver.calls.processes.tracked:  # without a box nothing else ends them
-            kill_session(pid)
+        driver.calls.processes.end()

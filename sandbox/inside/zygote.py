@@ -10,22 +10,27 @@ and the driver gives up its capabilities and takes the system-call filter before
 
 The worker's death ends the zygote (its socket, and the parent's death) and the drivers (each its own socket, and the
 zygote's death); with pid 1 the kernel ends the rest of a box.
+
+The zygote waits for its drivers: the kernel then charges what a box has spent to the zygote, and through it to the
+worker. Children that a process ignores are charged to none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import gc
 import json
 import os
+import select
 import signal
 import socket
 import struct
 import sys
 from typing import Any, NoReturn
 
-from penstock.sandbox.inside import driver
+from penstock.sandbox.inside import children, driver
 
 MAX_REQUEST_BYTES = 4096
 MAX_DESCRIPTORS = 8
@@ -40,39 +45,60 @@ LAST_CAPABILITY = "/proc/sys/kernel/cap_last_cap"
 MAX_USER_NAMESPACES = "/proc/sys/user/max_user_namespaces"
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 libc = ctypes.CDLL(None, use_errno=True)
-with_lock = ctypes.PyDLL(None, use_errno=True)
-"""The same library; its calls keep the interpreter's lock, as a fork must."""
+prctl, capset, unshare, mount_one = libc.prctl, libc.capset, libc.unshare, libc.mount
+"""Looked up here: a driver that did it itself would copy many pages of the zygote."""
+system_call = ctypes.PyDLL(None, use_errno=True).syscall
+"""Keeps the interpreter's lock, as a fork must."""
+python = ctypes.pythonapi
+before_fork, after_fork_in_parent = python.PyOS_BeforeFork, python.PyOS_AfterFork_Parent
+after_fork_in_child = python.PyOS_AfterFork_Child
 
 
 class Zygote:
-    """One loop: receive, fork, answer."""
+    """One loop: receive, fork, answer; reap. A driver is reaped between two requests alone: until `fork` has returned,
+    its process id is its own."""
 
     def __init__(self, settings: dict[str, Any], requests: socket.socket) -> None:
         """`settings`: of every box."""
         self.settings = settings
+        self.filter = driver.filter_of(settings)
         self.requests = requests
         self.clone_number = CLONE_NUMBERS[os.uname().machine]
         self.capabilities = read_int(LAST_CAPABILITY) + 1
         """How many the kernel knows."""
+        self.wakeup = readable_when_a_child_ends()
 
     def serve(self) -> None:
         """Until the worker is gone."""
-        while request := receive(self.requests):
-            settings, descriptors = request
-            try:
-                answer, sent = b"forked", [self.fork(settings["uid"], descriptors)]
-            except OSError as error:
-                answer, sent = str(error).encode("utf-8", "replace"), []
-            for fd in descriptors:
-                os.close(fd)
-            socket.send_fds(self.requests, [answer], sent)
-            for fd in sent:
-                os.close(fd)
+        poller = select.poll()
+        for fd in (self.requests.fileno(), self.wakeup):
+            poller.register(fd, select.POLLIN)
+        while True:
+            ready = [fd for fd, _ in poller.poll()]
+            if self.wakeup in ready:
+                reap(self.wakeup)
+            if self.requests.fileno() in ready:
+                request = receive(self.requests)
+                if request is None:
+                    return reap(self.wakeup)
+                self.answer(*request)
+
+    def answer(self, settings: dict[str, Any], descriptors: list[int]) -> None:
+        """Closes `descriptors`."""
+        try:
+            answer, sent = b"forked", [self.fork(settings["uid"], descriptors)]
+        except OSError as error:
+            answer, sent = str(error).encode("utf-8", "replace"), []
+        for fd in descriptors:
+            os.close(fd)
+        socket.send_fds(self.requests, [answer], sent)
+        for fd in sent:
+            os.close(fd)
 
     def fork(self, uid: int | None, descriptors: list[int]) -> int:
         """A pidfd of the driver. Raises `OSError`.
 
-        `descriptors`: control socket, stderr, and ``cgroup.procs`` of the groups to enter; `uid`: one that no other box
+        `descriptors`: control socket, stderr, and the file to enter each group by; `uid`: one that no other box
         has, or None where this is not root and has no other to give.
         """
         mapped = os.pipe()
@@ -94,18 +120,19 @@ class Zygote:
 
     def become_box(self, uid: int | None, mapped: tuple[int, int], descriptors: list[int]) -> NoReturn:
         try:
+            forget_children()
             os.close(mapped[1])
             ready = os.read(mapped[0], 1)
             if ready:
                 take_stdio(descriptors[0], descriptors[1], descriptors[2:])
-                check(libc.unshare(CLONE_NEWCGROUP), "unshare(CLONE_NEWCGROUP)")
+                check(unshare(CLONE_NEWCGROUP), "unshare(CLONE_NEWCGROUP)")
                 if uid is not None:
                     os.setresgid(uid, uid, uid)
                     os.setresuid(uid, uid, uid)
                 die_with_parent()  # after the change of uid, which clears it
                 furnish(self.settings)
                 drop_capabilities(self.capabilities)
-                driver.serve(self.settings)
+                driver.serve(self.settings, self.filter)
         except BaseException as error:  # noqa: BLE001 - its last words; it must never return into the zygote's loop
             os.write(2, f"{type(error).__name__}: {error}\n".encode("utf-8", "replace"))
         finally:
@@ -114,14 +141,37 @@ class Zygote:
 
 def main() -> None:
     """Argument 1: the settings of every box; argument 3: the socket of requests. Ends when the worker does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # drivers leave no zombies; the worker watches them by their pidfd
+    children.set_handler(children.INTERRUPT, children.IGNORE)
     if os.geteuid() == 0:
         os.setgroups([])  # a box may not change them any more
     zygote = Zygote(json.loads(sys.argv[1]), socket.socket(fileno=int(sys.argv[3])))
     gc.collect()
     gc.freeze()
     zygote.serve()
+
+
+def readable_when_a_child_ends() -> int:
+    ended, signal_end = os.pipe()
+    os.set_blocking(ended, False)
+    os.set_blocking(signal_end, False)
+    children.set_handler(children.CHILD_ENDED, lambda *_: None)
+    signal.set_wakeup_fd(signal_end, warn_on_full_buffer=False)
+    return ended
+
+
+def forget_children() -> None:
+    """In a fork: the pipe that its signals would write to is the zygote's."""
+    signal.set_wakeup_fd(-1)
+    children.set_handler(children.CHILD_ENDED, children.DEFAULT)
+
+
+def reap(wakeup: int) -> None:
+    """All that have ended. The pipe is emptied first: what ends from here on writes to it again."""
+    with contextlib.suppress(BlockingIOError):
+        os.read(wakeup, 4096)
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            continue
 
 
 def receive(requests: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
@@ -132,13 +182,13 @@ def receive(requests: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 
 def clone(number: int, namespaces: int) -> int:
     """As `os.fork`, into new namespaces: 0 in the child, which is pid 1 there. Raises `OSError`."""
-    python = ctypes.pythonapi
-    python.PyOS_BeforeFork()
-    pid: int = with_lock.syscall(number, ctypes.c_ulong(namespaces | signal.SIGCHLD), 0, 0, 0, 0)
+    flags = ctypes.c_ulong(namespaces | children.CHILD_ENDED)
+    before_fork()
+    pid: int = system_call(number, flags, 0, 0, 0, 0)
     if pid == 0:
-        python.PyOS_AfterFork_Child()
+        after_fork_in_child()
         return 0
-    python.PyOS_AfterFork_Parent()
+    after_fork_in_parent()
     check(pid < 0, "clone")
     return pid
 
@@ -150,7 +200,7 @@ def map_ids(pid: int, uid: int, gid: int) -> None:
 
 
 def take_stdio(control: int, stderr: int, groups: list[int]) -> None:
-    """Enters the groups, each by its ``cgroup.procs``; afterwards 0 is the control socket and 2 stderr, 1 is null."""
+    """Enters the groups, each by its file; afterwards 0 is the control socket and 2 stderr, 1 is null."""
     for group in groups:
         os.write(group, b"0")
     null = os.open(os.devnull, os.O_RDWR)
@@ -160,7 +210,7 @@ def take_stdio(control: int, stderr: int, groups: list[int]) -> None:
 
 
 def die_with_parent() -> None:
-    check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
+    check(prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
 
 
 def furnish(settings: dict[str, Any]) -> None:
@@ -181,14 +231,14 @@ def furnish(settings: dict[str, Any]) -> None:
 def drop_capabilities(count: int) -> None:
     """All of them, for this process and everything that it will execute."""
     for capability in range(count):
-        check(libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0), "prctl(PR_CAPBSET_DROP)")
-    check(libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0), "prctl(PR_CAP_AMBIENT)")
-    check(libc.capset(struct.pack("=Ii", CAPABILITY_VERSION_3, 0), bytes(24)), "capset")
-    check(libc.prctl(driver.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+        check(prctl(PR_CAPBSET_DROP, capability, 0, 0, 0), "prctl(PR_CAPBSET_DROP)")
+    check(prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0), "prctl(PR_CAP_AMBIENT)")
+    check(capset(struct.pack("=Ii", CAPABILITY_VERSION_3, 0), bytes(24)), "capset")
+    check(prctl(driver.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
 
 
 def mount(kind: str, target: str, flags: int, options: str) -> None:
-    failed = libc.mount(kind.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
+    failed = mount_one(kind.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
     check(failed, f"mount {kind} on {target}")
 
 

@@ -72,6 +72,64 @@ def test_a_command_ends_with_its_reaper() -> None:
             time.sleep(0.05)
 
 
+BOXES = """
+import asyncio, os
+from penstock.sandbox import BwrapSandbox, SandboxConfig
+
+BURN = "import time\\nwhile time.process_time() < 0.5: pass"
+
+async def use(sandbox, command):
+    session = await sandbox.start("burns")
+    result = await (session.run_python(BURN) if command is None else session.run(command))
+    assert result.exit_code == 0, result
+    await session.close()
+
+def wait_for_the_test():
+    print("ready", flush=True)
+    input()
+
+async def main():
+    sandbox = BwrapSandbox(SandboxConfig(run_timeout_s=120, memory_unbounded=True), "account-%d" % os.getpid())
+    await use(sandbox, ["true"])
+    wait_for_the_test()
+    for command in (None, ["python3", "-I", "-S", "-c", BURN]) * 3:
+        await use(sandbox, command)
+    wait_for_the_test()
+    await sandbox.close()
+    wait_for_the_test()
+
+asyncio.run(main())
+"""
+BURNT_S = 6 * 0.5
+
+
+@pytest.mark.bwrap
+def test_what_forked_boxes_spend_is_in_the_account() -> None:
+    """Of commands, which the box's first process waits for, and of an interpreter, which lives as long as its box."""
+    command = reaped([sys.executable, "-c", BOXES, "penstock.deploy.cli", "agent"])
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as run:
+        account = CpuAccount(run.pid)
+        before = _boxes_when_ready(run, account)
+        spent = _boxes_when_ready(run, account) - before
+        assert BURNT_S <= spent <= 1.15 * BURNT_S
+        at_last = _boxes_when_ready(run, account)
+        assert before + spent <= at_last <= before + spent + 0.15 * BURNT_S, "an ended zygote counts once"
+        assert set(account.by_process()) == {"reaper", "agent workers", "boxes"}
+    assert run.returncode == 0
+
+
+def _boxes_when_ready(run: subprocess.Popen[bytes], account: CpuAccount) -> float:
+    """CPU seconds of boxes, as the program waits for a line, which it then gets."""
+    assert run.stdout is not None
+    assert run.stdin is not None
+    assert run.stdout.readline() == b"ready\n"
+    account.look()
+    assert list(account.profiled().values()) == ["agent workers"]
+    run.stdin.write(b"\n")
+    run.stdin.flush()
+    return account.by_process()["boxes"]
+
+
 SERVER = """
 import subprocess, sys
 burn = "import time\\nwhile time.process_time() < %s: pass"

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.sandbox.conftest import CONFIG, OWNER, box_cgroups
 from tests.sandbox.orphans import Maker, zygote_processes
@@ -138,6 +139,19 @@ async def test_zygote_memory_of_one_box_is_not_charged_to_the_next(sandbox: Bwra
         assert await printed(session, f"kept = b'x' * {most}\nprint(len(kept))") == f"{most}\n"
         assert (await session.run_python("more = bytes([1]) * (1 << 30)")).exit_code != 0
         await session.close()
+
+
+async def test_zygote_waits_for_its_drivers_however_they_end(sandbox: BwrapSandbox) -> None:
+    """None stays a zombie, which would be a process of its user; an interpreter's CPU is in the zygote's account."""
+    first, *others = [await sandbox.start(str(number)) for number in range(3)]
+    before = psutil.Process(zygote()).cpu_times()
+    assert (await first.run_python("import time\nwhile time.process_time() < 0.3: pass")).exit_code == 0
+    await first.close()
+    os.kill(max(driver.pid for driver in psutil.Process(zygote()).children()), signal.SIGKILL)
+    await asyncio.gather(*(session.close() for session in others))
+    await until(lambda: not psutil.Process(zygote()).children())
+    after = psutil.Process(zygote()).cpu_times()
+    assert after.children_user + after.children_system - before.children_user - before.children_system >= 0.29
 
 
 async def test_zygote_killed_ends_every_box_and_the_next_starts(sandbox: BwrapSandbox) -> None:
