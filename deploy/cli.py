@@ -17,6 +17,9 @@ from penstock.deploy.commands.dashboard import dashboard
 from penstock.deploy.commands.doctor import doctor
 from penstock.deploy.commands.export import export
 from penstock.deploy.commands.guard import guarded as _guarded
+from penstock.deploy.commands.init import init
+from penstock.deploy.commands.quickstart import quickstart
+from penstock.deploy.commands.recipes import recipes
 from penstock.deploy.commands.redis_server import redis_server
 from penstock.deploy.commands.rehearse import rehearse
 from penstock.deploy.commands.replay import replay
@@ -28,7 +31,7 @@ from penstock.deploy.commands.trace import trace
 
 app = typer.Typer(
     help="Asynchronous, disaggregated reinforcement learning for agents that use tools.",
-    epilog="First run: penstock run recipes/calculator.yaml    Every key: docs/configuration.md",
+    epilog="First run: penstock quickstart    A project: penstock init FOLDER    What ships: penstock recipes",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -52,6 +55,9 @@ app.command()(rehearse)
 app.command()(reward_server)
 app.command()(simulate)
 app.command()(doctor)
+app.command()(init)
+app.command()(quickstart)
+app.command()(recipes)
 app.command()(status)
 app.command()(trace)
 
