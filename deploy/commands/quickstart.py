@@ -26,8 +26,8 @@ def quickstart(
     """Train the calculator, from nothing: makes its base model where there is none, trains it, shows page and result.
 
     A model of 1.2 million parameters learns from reward alone to call a Python sandbox, in some five minutes on two CPU
-    cores. From a wheel its base model is made first, once, in some five minutes of one core, and kept in
-    ~/.cache/penstock. The run is in runs/quickstart-…; its page is served meanwhile, later by `penstock dashboard`.
+    cores. From a wheel its base model is made first, once, in ten minutes or more of one core, and kept
+    in ~/.cache/penstock. The run is in runs/quickstart-…; its page is served meanwhile, later by `penstock dashboard`.
 
     Example: penstock quickstart trainer.steps=20 max_staleness=sync
     """
@@ -44,7 +44,7 @@ def _quickstart(overrides: Sequence[str]) -> None:
     if not any(one.startswith("model=") for one in overrides):
         model = find_base_model()
         if model is None:
-            typer.echo("making the base model, once: some five minutes", err=True)
+            typer.echo("making the base model, once: ten minutes of one core", err=True)
             model = make_base_model()
         given.append(f"model={model}")
     status = run_recipe(recipe, given, resume=False, dry_run=False)
