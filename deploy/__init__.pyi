@@ -46,6 +46,13 @@ from .roles import run_role as run_role
 from .roles import sole_trainer as sole_trainer
 from .run_dir import RunDir as RunDir
 from .run_dir import RunLock as RunLock
+from .shipped import Template as Template
+from .shipped import find_base_model as find_base_model
+from .shipped import make_base_model as make_base_model
+from .shipped import project_files as project_files
+from .shipped import shipped_recipes as shipped_recipes
+from .shipped import templates as templates
+from .shipped import write_project as write_project
 from .stacks import answer_with_stacks as answer_with_stacks
 from .stacks import ask_for_stacks as ask_for_stacks
 from .stacks import is_held as is_held

@@ -20,6 +20,9 @@ with uncollected():
     from penstock.deploy.commands.doctor import doctor
     from penstock.deploy.commands.export import export
     from penstock.deploy.commands.guard import guarded as _guarded
+    from penstock.deploy.commands.init import init
+    from penstock.deploy.commands.quickstart import quickstart
+    from penstock.deploy.commands.recipes import recipes
     from penstock.deploy.commands.redis_server import redis_server
     from penstock.deploy.commands.rehearse import rehearse
     from penstock.deploy.commands.replay import replay
@@ -31,7 +34,7 @@ with uncollected():
 
 app = typer.Typer(
     help="Asynchronous, disaggregated reinforcement learning for agents that use tools.",
-    epilog="First run: penstock run recipes/calculator.yaml    Every key: docs/configuration.md",
+    epilog="First run: penstock quickstart    A project: penstock init FOLDER    What ships: penstock recipes",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -55,6 +58,9 @@ app.command()(rehearse)
 app.command()(reward_server)
 app.command()(simulate)
 app.command()(doctor)
+app.command()(init)
+app.command()(quickstart)
+app.command()(recipes)
 app.command()(status)
 app.command()(trace)
 

@@ -170,7 +170,7 @@ def dump_config(config: RunConfig) -> str:
 
 def _read_yaml(recipe: Path) -> dict[str, Any]:
     if not recipe.is_file():
-        raise ConfigError(f"{recipe}: no such recipe file; Penstock's own are in recipes/*.yaml")
+        raise ConfigError(f"{recipe}: no such recipe file; `penstock recipes` lists Penstock's own")
     try:
         tree = yaml.safe_load(recipe.read_text())
     except yaml.YAMLError as error:

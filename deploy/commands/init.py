@@ -1,0 +1,45 @@
+"""`penstock init`: a small project that trains, made of what ships."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.deploy.commands.guard import guarded
+
+README = "README.md"
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(help="A new or empty folder.", metavar="FOLDER")],
+    template: Annotated[
+        str, typer.Option("--from", help="calculator, retool, search_r1 or openai; each is described above.")
+    ] = "calculator",
+) -> None:
+    """Make a small project that trains at once: recipe, reward, data or its script, a test, a README of ten lines.
+
+    calculator: a loop, a tool and a reward of your own; a small model learns to call the tool. Start here.
+
+    retool: arithmetic with a Python sandbox, scripted policies that prove the environment, a cold start.
+
+    search_r1: questions answered by searching a corpus with a search server of yours, after a cold start.
+
+    openai: any OpenAI client as the agent, recorded and trained; here one of the OpenAI Agents SDK.
+
+    Every file is yours to change; README.md has the commands in order. All four run on two CPU cores.
+
+    Example: penstock init mine --from calculator && cd mine
+    """
+    guarded(lambda: _init(folder, template))
+
+
+def _init(folder: Path, template: str) -> None:
+    from penstock.deploy.shipped import write_project
+
+    for name in write_project(folder, template):
+        typer.echo(f"  {folder / name}")
+    typer.echo(f"next: cd {shlex.quote(str(folder))}, then the commands of {README}:\n")
+    typer.echo((folder / README).read_text(encoding="utf-8"))

@@ -1,0 +1,19 @@
+"""Scripted policies that prove the environment: one that uses the tool earns everything, one that guesses nothing.
+
+penstock rehearse recipes/calculator.yaml --policy recipes/projects/calculator/policies.py:oracle --expect 1
+penstock rehearse recipes/calculator.yaml --policy recipes/projects/calculator/policies.py:null --expect 0
+"""
+
+from penstock.agent_loops import EpisodeState
+
+
+def oracle(scene: EpisodeState) -> str:
+    """Calls the tool, and answers what it said: right only where the tool really ran."""
+    if not scene.turn:
+        return scene.call("python", code=f"print(round({scene.task.extra_info['expression']},4))")
+    return scene.results[-1]
+
+
+def null(scene: EpisodeState) -> str:
+    """Never calls."""
+    return "I do not know."
