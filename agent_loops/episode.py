@@ -20,7 +20,7 @@ from typing import Any
 from penstock.agent_loops.base import AgentLoopBase, WorkerServices
 from penstock.agent_loops.chat.calls import name_of
 from penstock.agent_loops.chat.chat import new_budget
-from penstock.agent_loops.errors import EpisodeRestart, InfraFailure, LoadError, TokenMismatch, describe
+from penstock.agent_loops.errors import EpisodeRestart, InfraFailure, LoadError, TokenMismatch
 from penstock.agent_loops.journal import EpisodeJournal
 from penstock.agent_loops.llm import EpisodeLLM, usual_sampling
 from penstock.agent_loops.merge import as_outputs, check_output, to_trajectory
@@ -28,6 +28,7 @@ from penstock.agent_loops.mismatch import continuity
 from penstock.agent_loops.segment import TRUNCATED_DEADLINE, AgentLoopOutput, last_answer
 from penstock.agent_loops.tool_runner import ToolBox
 from penstock.agent_loops.tracing import EpisodeSpans, Trace, begin_trace, episode_spans, span, trajectory_facts
+from penstock.common import describe_error
 from penstock.tools import call_users
 from penstock.transfer_queue import BadPayload, Lease, Outcome, OutcomeKind, QueueError, Trajectory
 
@@ -177,7 +178,7 @@ class Episode:
             raise
         except Exception as error:
             if not deadline.expired():
-                raise InfraFailure("loop", describe(error)) from error
+                raise InfraFailure("loop", describe_error(error)) from error
         if not llm.segments:
             raise InfraFailure("rollout", f"nothing was sampled within {deadline_s:g} s")
         return [segment.output(outcome=TRUNCATED_DEADLINE) for segment in llm.segments]

@@ -27,10 +27,10 @@ from typing import Any, Literal, TypeVar
 
 import xxhash
 
-from penstock.agent_loops.errors import AgentError, EpisodeRestart, InfraFailure, describe
+from penstock.agent_loops.errors import AgentError, EpisodeRestart, InfraFailure
 from penstock.agent_loops.journal import SESSIONS, EpisodeJournal
 from penstock.agent_loops.tracing import span
-from penstock.common import gather_or_cancel, nearest
+from penstock.common import describe_error, gather_or_cancel, nearest
 from penstock.sandbox import SandboxError, SandboxLost, as_call
 from penstock.tools import (
     BaseTool,
@@ -423,7 +423,7 @@ async def as_infra(name: str, work: Awaitable[T]) -> T:
     except SandboxError as error:
         raise InfraFailure("sandbox", str(error)) from error
     except Exception as error:
-        raise InfraFailure(f"tool {name}", describe(error)) from error
+        raise InfraFailure(f"tool {name}", describe_error(error)) from error
 
 
 async def within(name: str, deadline_s: float, work: Awaitable[T]) -> T:

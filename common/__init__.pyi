@@ -3,6 +3,7 @@ from .backoff import Pauses as Pauses
 from .backoff import retry as retry
 from .concurrency import cancel_and_wait as cancel_and_wait
 from .concurrency import gather_or_cancel as gather_or_cancel
+from .errors import describe_error as describe_error
 from .files import FileLock as FileLock
 from .files import FileLocked as FileLocked
 from .files import JsonlTail as JsonlTail

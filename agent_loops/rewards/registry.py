@@ -18,11 +18,12 @@ from typing import Any, Protocol
 import xxhash
 
 from penstock.agent_loops.config import AgentConfig, RewardChoice
-from penstock.agent_loops.errors import InfraFailure, LoadError, describe
+from penstock.agent_loops.errors import InfraFailure, LoadError
 from penstock.agent_loops.journal import KeptScore
 from penstock.agent_loops.loader import load_object, nearest
 from penstock.agent_loops.rewards.base import Answer, BaseReward, FunctionReward, Value
 from penstock.agent_loops.segment import little_endian
+from penstock.common import describe_error
 from penstock.sandbox import Sandbox, SandboxError, Session
 from penstock.tools import ToolInfraError
 from penstock.transfer_queue import Segment, Task
@@ -110,7 +111,7 @@ class RewardFunction:
             if isinstance(error, TimeoutError) and deadline.expired():
                 reason = f"{self._name} took longer than {self._timeout_s:g} s"
             else:
-                reason = f"{self._name} raised {describe(error)}"
+                reason = f"{self._name} raised {describe_error(error)}"
             raise InfraFailure("reward", reason) from error
         return _to_score(value, self._name)
 

@@ -91,7 +91,7 @@ async def test_env_check_broken_tool_is_no_zero_reward(recipe_dir: Path) -> None
     assert found.rewards == [1.0, 1.0]
     (letter,) = found.failures
     assert letter.episode_id == f"{SPLIT}/00000001#0"
-    assert re.search(r"the machine is broken \(.*test_env_check\.py, line \d+\)", letter.outcome.reason)
+    assert re.search(r"the machine is broken \(.*doubling_for_rehearsal\.py, line 8\)", letter.outcome.reason)
 
 
 async def test_env_check_reports_policy_error(recipe_dir: Path) -> None:
