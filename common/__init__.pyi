@@ -44,6 +44,7 @@ from .process import command_line as command_line
 from .process import describe_exit as describe_exit
 from .process import die_with_parent as die_with_parent
 from .process import environment_without_secrets as environment_without_secrets
+from .process import frozen_start as frozen_start
 from .process import guard_command as guard_command
 from .process import handles_signal as handles_signal
 from .process import kill_group as kill_group
