@@ -67,5 +67,4 @@ from .tracing import traced as traced
 from .worker import Worker as Worker
 from .worker import WorkerJob as WorkerJob
 from .worker import build_services as build_services
-from .worker import frozen_start as frozen_start
 from .worker import run_worker as run_worker

@@ -17,12 +17,10 @@ resume from the journals. Either way nothing that was journaled is lost; an answ
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
@@ -39,7 +37,7 @@ from penstock.agent_loops.loop_watch import LoopWatch
 from penstock.agent_loops.metrics import WorkerMetrics, WorkerStats
 from penstock.agent_loops.rewards.registry import load_reward, may_need_sandbox
 from penstock.agent_loops.tracing import traced
-from penstock.common import Backoff, cancel_and_wait, uncollected
+from penstock.common import Backoff, cancel_and_wait, frozen_start, uncollected
 from penstock.sandbox import Sandbox, SandboxConfig, SandboxError, make_sandbox
 from penstock.tools import ToolConfig, close_tools, configs_of, make_tools
 from penstock.transfer_queue import Lease, LeaseLost, Outcome, OutcomeKind, QueueError, RunContext
@@ -53,8 +51,6 @@ NO_SERVER_DEADLINE_S = 900.0
 DRAIN_DEADLINE_S = 10.0
 CHUNK = 256
 """Leases per call: thousands at once would block the queue and this worker's event loop."""
-YOUNG = 50_000
-"""New objects before a collection of the youngest; Python's default 700 is less than one episode's turn."""
 log = logging.getLogger(__name__)
 
 
@@ -144,24 +140,6 @@ def _sandbox_of(job: WorkerJob) -> Sandbox | None:
             raise
         log.warning("no sandbox for rewards: %s", error)
         return None
-
-
-@contextlib.contextmanager
-def frozen_start() -> Iterator[None]:
-    """Freezes existing objects (modules, tokenizer, template) and makes garbage collections rarer inside the block.
-
-    An episode is some hundreds of objects that its end frees by reference count; collections find rare cycles only.
-    With Python's defaults they scan all live objects of ten thousand episodes again and again, and block the loop.
-    """
-    thresholds = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG, *thresholds[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()
 
 
 class Worker:

@@ -32,6 +32,7 @@ from .http import bearer_token as bearer_token
 from .http import complete_openapi as complete_openapi
 from .http import content_of as content_of
 from .http import error_response as error_response
+from .http import header as header
 from .http import opens as opens
 from .http import same_token as same_token
 from .http_server import HttpServer as HttpServer
@@ -45,6 +46,7 @@ from .process import command_line as command_line
 from .process import describe_exit as describe_exit
 from .process import die_with_parent as die_with_parent
 from .process import environment_without_secrets as environment_without_secrets
+from .process import frozen_start as frozen_start
 from .process import guard_command as guard_command
 from .process import handles_signal as handles_signal
 from .process import kill_group as kill_group

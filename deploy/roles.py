@@ -12,7 +12,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.common import FileLock, NotPrivate, die_with_parent, metrics_token, raise_open_files, uncollected
+from penstock.common import (
+    FileLock,
+    NotPrivate,
+    die_with_parent,
+    frozen_start,
+    metrics_token,
+    raise_open_files,
+    uncollected,
+)
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.connection import TOKEN_VARIABLE, RunConnection, limits_of
 from penstock.deploy.plan import TRAINER_STOP_S
@@ -137,7 +145,7 @@ async def rollout(
         mount=mount(recorded),
     )
     # The sidecar has restarted its engine as often as it may; `NotPrivate` is an `OSError`.
-    with fatal(EngineError, OSError), weights_entered(config, link.token):
+    with fatal(EngineError, OSError), weights_entered(config, link.token), frozen_start():
         await _closing(queue, with_spans("rollout", run.name, name, serve(job)))
 
 

@@ -70,7 +70,8 @@ class RolloutClient:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Returns the whole answer, over server failures. Raises as `stream` does."""
-        answer = AnswerBuilder(request)
+        # A hedge is decided by the first tokens.
+        answer = AnswerBuilder(request if self.hedge_after_s > 0 else request.model_copy(update={"whole": True}))
         async with aclosing(self._stream(answer)) as chunks:
             async for _ in chunks:
                 pass

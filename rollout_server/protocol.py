@@ -61,6 +61,8 @@ class GenerateRequest(BaseModel):
     """409 where the server's weights are older."""
     split: Label = Field("train", exclude=True)
     """The task's split: all but ``train`` go to the evaluation server, where there is one. Not sent."""
+    whole: bool = False
+    """The answer is read at its end: its first tokens may be held back for a moment, as all others are."""
     deadline_s: Number | None = Field(None, gt=0, le=86_400)
     """Seconds from now; then the server frees the engine and answers 504, or ends with an error line."""
 

@@ -112,11 +112,10 @@ class RequestQueue:
         deadline = None if request.deadline_s is None else time.monotonic() + request.deadline_s
         outcome = "broken"
         try:
-            async with _until(deadline):
-                await self._slots.acquire()
+            await self._take_slot(deadline)
             try:
                 async with aclosing(engine.generate(request)) as chunks:
-                    async for chunk in _merge(chunks, deadline):
+                    async for chunk in _merge(chunks, deadline, whole=request.whole):
                         outcome = chunk.finish_reason or outcome
                         self._count_chunk(chunk, slot)
                         yield chunk
@@ -130,6 +129,14 @@ class RequestQueue:
         finally:
             slot.release()
             self._metrics.requests.labels(outcome).inc()
+
+    async def _take_slot(self, deadline: float | None) -> None:
+        """Raises `TimeoutError`."""
+        if not self._slots.locked():
+            await self._slots.acquire()  # at once
+            return
+        async with _until(deadline):
+            await self._slots.acquire()
 
     def _count_chunk(self, chunk: Chunk, slot: _Slot) -> None:
         slot.received(len(chunk.token_ids))
@@ -207,12 +214,13 @@ class _Merged:
         return taken
 
 
-async def _merge(chunks: AsyncGenerator[Chunk], deadline: float | None) -> AsyncGenerator[Chunk]:
+async def _merge(chunks: AsyncGenerator[Chunk], deadline: float | None, *, whole: bool) -> AsyncGenerator[Chunk]:
     """Yields the first tokens at once, then those of `FLUSH_S` together: a line of HTTP costs more than a token.
 
-    Raises `TimeoutError` at the deadline, which holds for each wait; the reader's own time is not cut off.
+    `whole`: the first tokens wait like the others. Raises `TimeoutError` at the deadline, which holds for each wait;
+    the reader's own time is not cut off.
     """
-    held, due, more = _Merged(), 0.0, True
+    held, due, more = _Merged(), time.monotonic() + FLUSH_S if whole else 0.0, True
     try:
         while more:
             async with _until(deadline):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import Any, Literal, Protocol
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from pydantic import BaseModel, ConfigDict
-from starlette.types import ASGIApp, Receive, Scope, Send
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.common import (
     LimitBody,
@@ -27,6 +29,7 @@ from penstock.common import (
     content_of,
     context_of,
     error_response,
+    header,
     opens,
     spans_on,
     start_span,
@@ -59,6 +62,7 @@ REFUSALS = {
 }
 """Of every route but those of episodes, which declare their own, in OpenAI's shape."""
 EPISODES = "/episodes"
+GENERATE = "/generate"
 GENERATE_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
         "description": 'One `Chunk` per line; the last has `finish_reason`, or is `{"error": …}`.',
@@ -116,14 +120,15 @@ def make_app(
     if mounted is not None:
         app.include_router(mounted.router)
     authorize = opens(token, {METRICS_PATH: metrics_token}, further=mounted.allows if mounted else None)
-    guarded = RequireToken(LimitBody(app), authorize, message="a bearer token of this run is needed")
+    quick = QuickGenerate(app, sidecar)
+    guarded = RequireToken(LimitBody(quick), authorize, message="a bearer token of this run is needed")
     return guarded if mounted is None else mounted.wrap(guarded)
 
 
 def make_routes(sidecar: Sidecar, model: str, on_drain: Callable[[], None]) -> FastAPI:
     """The routes without access control."""
     app = FastAPI(title="Penstock rollout server", docs_url=None, redoc_url=None)
-    add_error_handlers(app, dict.fromkeys((NotServing, QueueFull, TooOld, BadRequest, EngineError), refusal))
+    add_error_handlers(app, dict.fromkeys(REFUSED, refusal))
     complete_openapi(app, lambda path: {} if path.startswith(EPISODES) else REFUSALS, (Chunk,))
     _add_generate(app, sidecar)
     _add_weights(app, sidecar)
@@ -139,13 +144,10 @@ def make_routes(sidecar: Sidecar, model: str, on_drain: Callable[[], None]) -> F
 
 
 def _add_generate(app: FastAPI, sidecar: Sidecar) -> None:
-    @app.post("/generate", status_code=200, response_class=GenerateResponse, responses=GENERATE_RESPONSES)
+    @app.post(GENERATE, status_code=200, response_class=GenerateResponse, responses=GENERATE_RESPONSES)
     async def generate(request: GenerateRequest, http: Request) -> Response:
         """Token ids in; sampled ids, their logprobs and their policy versions out, as they are sampled."""
-        chunks = sidecar.generate(sidecar.admit(request))
-        if spans_on():
-            chunks = traced(chunks, request, http.headers.get(TRACEPARENT), sidecar.name)
-        return GenerateResponse(chunks)
+        return respond(sidecar, request, http.headers.get(TRACEPARENT))
 
 
 def _add_weights(app: FastAPI, sidecar: Sidecar) -> None:
@@ -204,6 +206,82 @@ def refusal(error: Exception) -> JSONResponse:
             raise error
 
 
+REFUSED = (NotServing, QueueFull, TooOld, BadRequest, EngineError)
+
+
+def respond(sidecar: Sidecar, request: GenerateRequest, traceparent: str | None) -> GenerateResponse:
+    """The answer to one request. Raises each of `REFUSED`."""
+    chunks = sidecar.generate(sidecar.admit(request))
+    if spans_on():
+        chunks = traced(chunks, request, traceparent, sidecar.name)
+    return GenerateResponse(chunks)
+
+
+class QuickGenerate:
+    """ASGI layer: answers a sound POST /generate itself. The app's router and middleware cost more than the answer.
+
+    A body that is not sound goes to the app, whose route says what is wrong with it.
+    """
+
+    def __init__(self, app: ASGIApp, sidecar: Sidecar) -> None:
+        self.app = app
+        self._sidecar = sidecar
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != GENERATE or scope["method"] != "POST":
+            await self.app(scope, receive, send)
+            return
+        body, rest = await _body_of(receive)
+        request = _sound_request(header(scope, b"content-type"), body) if rest is None else None
+        if request is None:
+            await self.app(scope, _replayed(body, rest, receive), send)
+            return
+        try:
+            response: Response = respond(self._sidecar, request, header(scope, TRACEPARENT.encode()).decode() or None)
+        except REFUSED as error:
+            response = refusal(error)
+        await response(scope, receive, send)
+
+
+async def _body_of(receive: Receive) -> tuple[bytes, Message | HTTPException | None]:
+    """(the whole body, None), or what came of it and the message or refusal that ended it."""
+    parts: list[bytes] = []
+    while True:
+        try:
+            message = await receive()
+        except HTTPException as error:
+            return b"".join(parts), error
+        if message["type"] != "http.request":
+            return b"".join(parts), message
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts), None
+
+
+def _sound_request(content_type: bytes, body: bytes) -> GenerateRequest | None:
+    if content_type != b"application/json":
+        return None
+    try:
+        return GenerateRequest.model_validate_json(body)
+    except ValidationError:
+        return None
+
+
+def _replayed(body: bytes, rest: Message | HTTPException | None, receive: Receive) -> Receive:
+    """`receive` as it was before its body was read."""
+    read: list[Message | HTTPException] = [{"type": "http.request", "body": body, "more_body": rest is not None}]
+    if rest is not None:
+        read.append(rest)
+
+    async def again() -> Message:
+        message = read.pop(0) if read else await receive()
+        if isinstance(message, HTTPException):
+            raise message
+        return message
+
+    return again
+
+
 # the answer --------------------------------------------------------------------------------------------------------
 class GenerateResponse(Response):
     """Streams `chunks`; closes them when it ends or the client disconnects, so that the engine stops as well."""
@@ -214,46 +292,82 @@ class GenerateResponse(Response):
         super().__init__()
         del self.headers["content-length"]
         self._chunks = chunks
-        self._started = False
+        self._started = self._ended = False
+        self._sending = asyncio.Lock()
+        self._sent_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._beating: list[asyncio.Task[None]] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        disconnected = asyncio.ensure_future(_disconnected(receive))
+        self._sent_at = time.monotonic()
+        self._keep_alive(send)
         try:
-            await self._send_all(send, disconnected)
+            async with _UntilGone(receive), aclosing(self._chunks):
+                await self._send_all(send)
         except (DeadlineExceeded, EngineError) as error:
             if self._started:
                 await self._send(send, error_line(error), last=True)
             else:
+                self._ended = True  # by another response
                 await refusal(error)(scope, receive, send)
         finally:
-            await cancel_and_wait([disconnected])
+            self._ended = True
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._beating:
+                await cancel_and_wait(self._beating)
 
-    async def _send_all(self, send: Send, disconnected: asyncio.Future[None]) -> None:
-        following = asyncio.ensure_future(anext(self._chunks, None))
-        try:
-            while True:
-                waiting: set[asyncio.Future[Any]] = {following, disconnected}
-                await asyncio.wait(waiting, timeout=KEEPALIVE_S, return_when=asyncio.FIRST_COMPLETED)
-                if disconnected.done():
-                    return
-                if not following.done():
-                    await self._send(send, b"\n")
-                    continue
-                chunk = following.result()
-                last = chunk is None or chunk.finish_reason is not None
-                await self._send(send, chunk_line(chunk) if chunk else b"", last=last)
-                if last:
-                    return
-                following = asyncio.ensure_future(anext(self._chunks, None))
-        finally:
-            await cancel_and_wait([following])
-            await self._chunks.aclose()
+    async def _send_all(self, send: Send) -> None:
+        last = False
+        while not last:
+            chunk = await anext(self._chunks, None)
+            last = chunk is None or chunk.finish_reason is not None
+            await self._send(send, chunk_line(chunk) if chunk else b"", last=last)
 
     async def _send(self, send: Send, line: bytes, *, last: bool = False) -> None:
-        if not self._started:
-            self._started = True
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": line, "more_body": not last})
+        async with self._sending:  # the sign of life waits for a line under way, and the other way round
+            if self._ended:
+                return
+            self._ended, self._sent_at = last, time.monotonic()
+            if not self._started:
+                self._started = True
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": line, "more_body": not last})
+
+    def _keep_alive(self, send: Send) -> None:
+        """Sends a sign of life when nothing was sent for `KEEPALIVE_S`. One timer per answer: most end before it."""
+        silence_left_s = self._sent_at + KEEPALIVE_S - time.monotonic()
+        if silence_left_s <= 0:
+            if not self._ended and all(beat.done() for beat in self._beating):
+                self._beating = [asyncio.ensure_future(self._send(send, b"\n"))]
+            silence_left_s = KEEPALIVE_S
+        self._timer = asyncio.get_running_loop().call_later(max(silence_left_s, 0.0), self._keep_alive, send)
+
+
+class _UntilGone:
+    """Ends its block when the client disconnects, as `asyncio.timeout` does when time is up, but without an error."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._gone = self._left = False
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._cancelling = task, task.cancelling()
+        self._watch = asyncio.ensure_future(_disconnected(self._receive))
+        self._watch.add_done_callback(self._on_gone)
+
+    def _on_gone(self, watch: asyncio.Future[None]) -> None:
+        if not self._left and not watch.cancelled():
+            self._gone = True
+            self._task.cancel()
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        self._left = True
+        await cancel_and_wait([self._watch])
+        ours = self._gone and self._task.uncancel() <= self._cancelling
+        return ours and kind is not None and issubclass(kind, asyncio.CancelledError)
 
 
 async def _disconnected(receive: Receive) -> None:

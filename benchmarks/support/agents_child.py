@@ -34,9 +34,9 @@ from penstock.agent_loops import (
     WorkerJob,
     WorkerServices,
     build_services,
-    frozen_start,
 )
 from penstock.agent_loops.rewards import RewardFunction
+from penstock.common import frozen_start
 from penstock.tools import ToolConfig
 from penstock.transfer_queue import Limits, RedisTransferQueue, RunContext, Task, TransferQueueConfig
 

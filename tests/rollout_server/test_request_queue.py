@@ -81,3 +81,16 @@ async def test_a_stream_never_started_is_uncounted() -> None:
     del chunks
     gc.collect()
     assert (queue.in_flight, queue.in_flight_tokens, queue.idle.is_set()) == (0, 0, True)
+
+
+async def test_the_first_tokens_of_a_whole_answer_wait_for_the_others() -> None:
+    engine = ScriptedEngine(chunk(5), chunk(6), chunk(7, "length"))
+    whole = GenerateRequest(token_ids=[1], whole=True)
+    assert [one.token_ids for one in [c async for c in make_queue().generate(engine, whole)]] == [[5, 6, 7]]
+
+
+async def test_tokens_of_a_whole_answer_are_not_held_back_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.rollout_server.request_queue.FLUSH_S", 0.0)
+    chunks = make_queue().generate(ScriptedEngine(chunk(5), 3600.0), GenerateRequest(token_ids=[1], whole=True))
+    assert (await anext(chunks)).token_ids == [5]
+    await chunks.aclose()

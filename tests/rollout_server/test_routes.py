@@ -18,6 +18,7 @@ from tests.rollout_server.scripted import Script
 
 from penstock.rollout_server import BadRequest, Chunk, DeadlineExceeded, EngineError, GenerateResponse
 
+MAX_BODY_BYTES = 64 << 20
 ONE = Chunk(token_ids=[1], logprobs=[-0.5], version_spans=[(0, 0, 1)])
 LAST = Chunk(token_ids=[2], logprobs=[-0.25], version_spans=[(0, 0, 1)], finish_reason="stop")
 
@@ -120,3 +121,47 @@ async def test_the_token_for_metrics_opens_them_alone(tmp_path: Path) -> None:
         assert (found.status_code, "penstock_rollout_in_flight" in found.text) == (200, True)
         for method, path in (("get", "/health"), ("post", "/generate"), ("post", "/drain"), ("get", "/metrics/")):
             assert (await http.request(method, running.url + path, json={})).status_code == 401, path
+
+
+async def test_an_unsound_request_is_explained_by_the_schema(server: RunningServer) -> None:
+    """The quick way past the router answers sound requests alone."""
+    sound = {"token_ids": [1], "sampling": {"max_new_tokens": 1}}
+    json_type = {"Content-Type": "application/json"}
+    long = json.dumps({**sound, "request_id": "x" * (MAX_BODY_BYTES + 1)})
+    cases: list[tuple[dict[str, str], str, int, str]] = [
+        (json_type, json.dumps(sound), 200, ""),
+        ({"Content-Type": "application/json; charset=utf-8"}, json.dumps(sound), 200, ""),
+        (json_type, json.dumps({**sound, "token_ids": [1.5]}), 422, "token_ids.0"),
+        (json_type, json.dumps({**sound, "token_ids": [True]}), 422, "token_ids.0"),
+        (json_type, json.dumps({**sound, "unknown": 1}), 422, "unknown"),
+        (json_type, '{"token_ids": [1], "deadline_s": NaN}', 422, "deadline_s"),
+        (json_type, json.dumps({**sound, "token_ids": [1 << 20]}), 422, "token_ids.0"),
+        (json_type, json.dumps({**sound, "min_version": 99}), 409, "min_version"),
+        (json_type, '{"token_ids": [1]', 422, ""),
+        ({"Content-Type": "text/plain"}, json.dumps(sound), 422, ""),
+        (json_type, long, 413, ""),
+    ]
+    async with httpx.AsyncClient(timeout=60, headers=HEADERS) as http:
+        for headers, body, status, field in cases:
+            response = await http.post(f"{server.url}/generate", headers=headers, content=body)
+            assert response.status_code == status, body[:80]
+            if status != 200:
+                assert response.json()["error"]["field"] == field, body[:80]
+
+        async def endless() -> AsyncIterator[bytes]:
+            for _ in range(MAX_BODY_BYTES // (1 << 20) + 2):
+                yield b" " * (1 << 20)
+
+        response = await http.post(f"{server.url}/generate", headers=json_type, content=endless())
+        assert response.status_code == 413
+
+
+async def test_a_cancelled_response_closes_the_answer_and_is_cancelled() -> None:
+    exchange = Exchange(ONE, 3600.0)
+    running = asyncio.create_task(exchange.run())
+    while len(exchange.sent) < 2:
+        await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert exchange.closed
