@@ -57,7 +57,7 @@ class ScanLoader(SourceFileLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         look_up = importlib.metadata.packages_distributions
-        importlib.metadata.packages_distributions = lambda: kept("packages", installed(), look_up)
+        importlib.metadata.packages_distributions = lambda: kept("packages", installed, look_up)
         try:
             super().exec_module(module)
         finally:
@@ -73,7 +73,7 @@ def _kept_scan(scan: Callable[[Any], Any], models: Path) -> Callable[[Any], Any]
     def create_import_structure_from_path(module_path: Any) -> Any:
         if Path(module_path) not in (models, models / "__init__.py"):
             return scan(module_path)
-        return kept("structure", {str(models): files_below(models)}, lambda: scan(module_path))
+        return kept("structure", lambda: {str(models): files_below(models)}, lambda: scan(module_path))
 
     return create_import_structure_from_path
 
@@ -82,11 +82,15 @@ SeenFile = tuple[str, int, int]
 """Path, size, time of change in nanoseconds."""
 
 
-def kept(name: str, looked_at: Mapping[str, Iterable[SeenFile]], look_up: Callable[[], Any]) -> Any:
-    """The result of `look_up()`, from an earlier process where `looked_at` (folder → its files) is the same."""
-    # Before the look-up: what changes during it makes the result invalid, never the other way round.
-    key = [_FORMAT, [[folder, sorted(files)] for folder, files in looked_at.items()]]
-    file = _folder() / f"{name}-{hashlib.sha256(repr(list(looked_at)).encode()).hexdigest()[:16]}.marshal"
+def kept(name: str, looked_at: Callable[[], Mapping[str, Iterable[SeenFile]]], look_up: Callable[[], Any]) -> Any:
+    """The result of `look_up()`, from an earlier process where `looked_at()` (folder → its files) is the same."""
+    try:
+        # Before the look-up: what changes during it makes the result invalid, never the other way round.
+        seen = [[folder, sorted(files)] for folder, files in looked_at().items()]
+    except OSError:  # a file that is being exchanged, or a link to nothing
+        return look_up()
+    key, folders = [_FORMAT, seen], [folder for folder, _ in seen]
+    file = _folder() / f"{name}-{hashlib.sha256(repr(folders).encode()).hexdigest()[:16]}.marshal"
     with contextlib.suppress(OSError, ValueError, EOFError, TypeError):
         found, result = marshal.loads(_read_own(file))  # noqa: S302 - a file that only this user can write
         if found == key:
@@ -113,21 +117,26 @@ def _read_own(path: Path) -> bytes:
 
 
 def installed() -> dict[str, list[SeenFile]]:
-    """Of each folder in which Python finds distributions, in its order, the files that describe them."""
+    """Of each folder in which Python finds distributions, in its order, the files that describe them. Raises
+    `OSError`."""
     found: dict[str, list[SeenFile]] = {}
     for folder in dict.fromkeys(sys.path):
-        with contextlib.suppress(OSError):  # not there
-            files = [_seen(folder, os.stat(folder))] if os.path.isfile(folder) else list(_metadata_in(folder or "."))
-            if files:
-                found[folder] = files
+        files = [_seen(folder, os.stat(folder))] if os.path.isfile(folder) else list(_metadata_in(folder or "."))
+        if files:
+            found[folder] = files
     return found
 
 
 def _metadata_in(folder: str) -> Iterator[SeenFile]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.endswith(METADATA):
-                yield from files_below(entry.path) if entry.is_dir() else [_seen(entry.path, entry.stat())]
+    """None where the folder cannot be listed: Python finds nothing there either. Raises `OSError`."""
+    try:
+        with os.scandir(folder) as listed:
+            entries = list(listed)
+    except OSError:
+        return
+    for entry in entries:
+        if entry.name.endswith(METADATA):
+            yield from files_below(entry.path) if entry.is_dir() else [_seen(entry.path, entry.stat())]
 
 
 def files_below(folder: Path | str) -> Iterator[SeenFile]:

@@ -60,9 +60,11 @@ class Scan:
         self.file, self.times = file, 0
 
     def __call__(self) -> str:
+        return str(kept("test", self._looked_at, self._look_up))
+
+    def _looked_at(self) -> dict[str, list[tuple[str, int, int]]]:
         found = self.file.stat()
-        looked_at = {str(self.file.parent): [(str(self.file), found.st_size, found.st_mtime_ns)]}
-        return str(kept("test", looked_at, self._look_up))
+        return {str(self.file.parent): [(str(self.file), found.st_size, found.st_mtime_ns)]}
 
     def _look_up(self) -> str:
         self.times += 1
@@ -132,3 +134,11 @@ def test_no_home_keeps_nothing(scan: Scan, tmp_path: Path, monkeypatch: pytest.M
     assert [scan(), scan()] == ["one", "one"]
     assert scan.times == 2
     assert not (tmp_path / "~nobody").exists()
+
+
+def test_files_that_cannot_be_looked_at_keep_nothing(scan: Scan, tmp_path: Path) -> None:
+    def none() -> dict[str, list[tuple[str, int, int]]]:
+        raise FileNotFoundError(str(scan.file))
+
+    assert [kept("test", none, lambda: "anew"), kept("test", none, lambda: "again")] == ["anew", "again"]
+    assert not (tmp_path / "cache").exists()
