@@ -30,6 +30,7 @@ from .http import bearer_token as bearer_token
 from .http import complete_openapi as complete_openapi
 from .http import content_of as content_of
 from .http import error_response as error_response
+from .http import header as header
 from .http import opens as opens
 from .http import same_token as same_token
 from .http_server import HttpServer as HttpServer

@@ -17,6 +17,7 @@ Messages are compared in a normal form (`normal`), which is never rendered: clie
 from __future__ import annotations
 
 import json
+import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -251,6 +252,7 @@ def hash_of(ids: Sequence[int]) -> int:
 
 Message = Mapping[str, Any]
 ROLES = {"developer": "system"}
+MAX_DOUBLE = int(sys.float_info.max)
 
 
 def digest(text: str) -> str:
@@ -300,8 +302,19 @@ def _call(call: Mapping[str, Any]) -> list[Any]:
 
 def _arguments(arguments: Any) -> Any:
     if not isinstance(arguments, str):
-        return arguments if arguments is not None else {}
+        return _numbers(arguments) if arguments is not None else {}
     try:
-        return json.loads(arguments or "{}")
+        return _numbers(json.loads(arguments or "{}"))
     except ValueError:
         return arguments
+
+
+def _numbers(value: Any) -> Any:
+    """Each number as the nearest double: JavaScript sends 5.0 back as 5, and no integer above 2**53 exactly."""
+    if isinstance(value, Mapping):
+        return {name: _numbers(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_numbers(one) for one in value]
+    if isinstance(value, int) and not isinstance(value, bool):
+        return float(value) if abs(value) <= MAX_DOUBLE else value
+    return value + 0.0 if isinstance(value, float) else value  # -0.0 is 0
