@@ -124,9 +124,13 @@ def back(choice: Choice) -> dict[str, Any]:
 
 
 def blocks_back(head: AnswerHead, choice: Choice) -> dict[str, Any]:
-    """The answer as a client of Anthropic's in JavaScript sends it back: 5.0 is 5 there."""
+    """The answer as a client of Anthropic's in JavaScript sends it back: 5.0 is 5 there, and defaults are filled in."""
     body = message_body(CompletionRequest("messages", "tiny"), head, [choice])
-    return {"role": "assistant", "content": [_in_javascript(block) for block in body["content"]]}
+    content = [_in_javascript(block) for block in body["content"]]
+    for block in content:
+        if block["type"] == "tool_use":
+            block["input"]["by_default"] = False
+    return {"role": "assistant", "content": content}
 
 
 def _in_javascript(value: Any) -> Any:

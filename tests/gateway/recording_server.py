@@ -74,20 +74,26 @@ class Server:
 
 
 @asynccontextmanager
-async def recording_server(tmp_path: Path, tokenizer_for: Callable[[str], Any]) -> AsyncIterator[Server]:
+async def recording_server(
+    tmp_path: Path,
+    tokenizer_for: Callable[[str], Any],
+    engine: Callable[..., TalkingEngine] = TalkingEngine,
+    *,
+    max_response_tokens: int = 20_000,
+) -> AsyncIterator[Server]:
     tokenizer_for("qwen2_5").save_pretrained(tmp_path / MODEL)
     queue = MemoryTransferQueue(registry_ttl_s=60.0)
     await queue.create_run(Limits(group_size=4, groups_per_step=2, max_staleness=8, lease_ttl_s=30.0), "config: 1")
     rows = [Task(f"train/{i}", "train", [USER], "sums", "46", extra_info={"level": 3}) for i in range(2)]
     await queue.submit(rows, cursor=DataCursor(0, 2))
     capture = CaptureConfig(model_aliases=["gpt-4o"])
-    config = AgentConfig(max_turns=50, max_response_tokens=20_000, max_new_tokens=400, capture=capture)
+    config = AgentConfig(max_turns=50, max_response_tokens=max_response_tokens, max_new_tokens=400, capture=capture)
     run = RunContext(queue, str(tmp_path / MODEL), TOKEN, lease_ttl_s=30.0)
     recorded = GatewayJob(run, config, request_timeout_s=20.0)
     engines: list[TalkingEngine] = []
 
     def new_engine(*given: Any) -> TalkingEngine:
-        engines.append(TalkingEngine(*given, token_s=0.001))
+        engines.append(engine(*given, token_s=0.001))
         return engines[-1]
 
     job = ServerJob("s0", run, RolloutConfig(), tmp_path, mount=mount(recorded), drain_s=2.0)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 from tests.agent_loops.families import THINKS_FIRST
-from tests.gateway.conftest import CUSTOM_TOOLS, USER, MakeBench, asked, blocks_back, call_text, say, whole
+from tests.gateway.conftest import CUSTOM_TOOLS, TOOLS, USER, MakeBench, asked, blocks_back, call_text, say, whole
 
 
 async def test_arguments_that_javascript_rewrote_continue_the_turn(make_bench: MakeBench) -> None:
@@ -22,6 +27,49 @@ async def test_arguments_that_javascript_rewrote_continue_the_turn(make_bench: M
     (segment,) = (await bench.trajectory(episode)).segments
     assert segment.num_turns == 2
     assert sampled_call in bench.parts.chat.decode(whole(segment))
+
+
+CALL = call_text("1+2").replace('"expression"', '"options": [{"deep": 1}], "expression"')
+
+
+@pytest.mark.parametrize(
+    ("change", "segments"),
+    [
+        (lambda given: given, [2]),
+        (lambda given: {**given, "replace_all": False}, [2]),
+        (lambda given: {**given, "options": [{"deep": 1.0, "more": None}]}, [2]),
+        (lambda given: {**given, "expression": "1+3"}, [1, 1]),
+        (lambda given: {"expression": "1+2"}, [1, 1]),
+        (lambda given: {**given, "options": [{"deep": 1}, {}]}, [1, 1]),
+        (lambda given: {**given, "options": [{"deep": True}]}, [1, 1]),
+        (lambda given: {**given, "options": []}, [1, 1]),
+    ],
+)
+@pytest.mark.parametrize("api", ["chat", "messages"])
+async def test_arguments_may_be_added_and_not_changed(
+    make_bench: MakeBench, api: str, change: Callable[[Any], Any], segments: list[int]
+) -> None:
+    """Claude Code fills in its tools' defaults. What was sampled is what the model reads again."""
+    bench = await make_bench(CALL, "Done.")
+    episode = await bench.open()
+    tools = CUSTOM_TOOLS if api == "messages" else TOOLS
+    (choice,) = await (await episode.answer(asked([USER], api, tools=tools))).whole()
+    (call,) = choice.calls
+    given = change(dict(call.arguments))
+    if api == "messages":
+        said: Any = {"role": "assistant", "content": [tool_use(call.call_id, given)]}
+        result: Any = {"type": "tool_result", "tool_use_id": call.call_id, "content": "3"}
+        messages = [USER, said, {"role": "user", "content": [result]}]
+    else:
+        function = {"name": call.name, "arguments": json.dumps(given)}
+        said = {"role": "assistant", "tool_calls": [{"id": call.call_id, "type": "function", "function": function}]}
+        messages = [USER, said, {"role": "tool", "tool_call_id": call.call_id, "content": "3"}]
+    await say(episode, messages, api=api, tools=tools)
+    assert [segment.num_turns for segment in (await bench.trajectory(episode)).segments] == segments
+
+
+def tool_use(call_id: str, given: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call_id, "name": "calculator", "input": given}
 
 
 async def test_an_answer_by_messages_is_restored_from_the_journal(make_bench: MakeBench) -> None:
