@@ -1,4 +1,4 @@
-"""Any OpenAI client, recorded token for token."""
+"""Any OpenAI or Anthropic client, recorded token for token."""
 
 import lazy_loader
 

@@ -16,9 +16,9 @@ from penstock.agent_loops.chat import chat_of, tools_problem, verify_template
 from penstock.agent_loops.rewards import RewardFunction, load_reward
 from penstock.common import LimitBody
 from penstock.gateway.context import GatewayContext, detokenizer, longest_token
-from penstock.gateway.errors import NotRecordable, OpenAIErrors
+from penstock.gateway.errors import ClientErrors, NotRecordable
 from penstock.gateway.routes import make_router
-from penstock.gateway.sessions import SessionManager, opens
+from penstock.gateway.sessions import ApiKeyHeader, SessionManager, opens
 from penstock.rollout_server import RolloutClient, Sidecar
 from penstock.transfer_queue import RunContext
 
@@ -58,8 +58,9 @@ class Gateway:
         return opens(self._job.run.token, path, token)
 
     def wrap(self, app: ASGIApp) -> ASGIApp:
-        """Limits bodies, and gives errors of the server around these routes (401, 404 …) OpenAI's shape."""
-        return OpenAIErrors(app, LimitBody(app, MAX_BODY_BYTES))
+        """Limits bodies, takes keys in ``x-api-key``, and gives errors of the server around these routes (401, 404 …)
+        the shape that the client reads."""
+        return ClientErrors(app, ApiKeyHeader(LimitBody(app, MAX_BODY_BYTES)))
 
     async def manager(self) -> SessionManager:
         """The session manager, made on first use. Raises `NotRecordable` where tokenizer or reward cannot be used."""

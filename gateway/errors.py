@@ -1,4 +1,4 @@
-"""Errors of recorded episodes, one HTTP status each, and their bodies in the shape that OpenAI clients read.
+"""Errors of recorded episodes, one HTTP status each, and their bodies in the shape that the client reads.
 
 GatewayError
 ├── Gone            410  the episode has ended, or another lease of it was given
@@ -24,7 +24,8 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.gateway.wire import InvalidRequest, error_body, invalid_request_body
+from penstock.common import header
+from penstock.gateway.wire import ANTHROPIC_ERRORS, OPENAI_ERRORS, WIRES, ErrorFormat, InvalidRequest, wire_at
 from penstock.gateway.wire.types import Api
 from penstock.rollout_server import BadRequest, EngineError
 from penstock.transfer_queue import QueueError
@@ -85,22 +86,32 @@ class Refusal:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-def refusal_of(error: InvalidRequest | GatewayError) -> Refusal:
+def refusal_of(error: InvalidRequest | GatewayError, errors: ErrorFormat = OPENAI_ERRORS) -> Refusal:
     """Maps an error to its HTTP response."""
     if isinstance(error, InvalidRequest):
-        return Refusal(400, invalid_request_body(error))
+        return Refusal(400, errors.body(400, str(error), error.field or None, error.code))
     if isinstance(error, UnknownModel):
-        return Refusal(error.status, error_body(error.status, str(error), "model", "model_not_found"))
+        return Refusal(error.status, errors.body(error.status, str(error), "model", "model_not_found"))
     code = "context_length_exceeded" if isinstance(error, TooLong) else None
     headers = {"Retry-After": "1"} if isinstance(error, NotNow) else {}
-    return Refusal(error.status, error_body(error.status, str(error), code=code), headers)
+    return Refusal(error.status, errors.body(error.status, str(error), code=code), headers)
 
 
 PREFIX = "/episodes/"
+ANTHROPIC_VERSION = b"anthropic-version"
+"""A header that all clients of Anthropic's API send."""
 
 
-class OpenAIErrors:
-    """ASGI layer: errors of the server around the gateway's routes in OpenAI's shape.
+def errors_for(scope: Scope) -> ErrorFormat:
+    """The format that the client of this request reads: by its route, where it is one of all APIs by its headers."""
+    wire = wire_at(scope["path"].removeprefix(PREFIX).partition("/v1/")[2])
+    if wire is not None:
+        return wire.errors
+    return ANTHROPIC_ERRORS if header(scope, ANTHROPIC_VERSION) else OPENAI_ERRORS
+
+
+class ClientErrors:
+    """ASGI layer: errors of the server around the gateway's routes in the shape that their client reads.
 
     Requests for other paths go to `app` as they are, those for episodes to `episodes`.
     """
@@ -112,14 +123,14 @@ class OpenAIErrors:
         if scope["type"] != "http" or not f"{scope['path']}/".startswith(PREFIX):
             await self.app(scope, receive, send)
             return
-        await self._episodes(scope, receive, _ErrorRewriter(send))
+        await self._episodes(scope, receive, _ErrorRewriter(send, errors_for(scope)))
 
 
 class _ErrorRewriter:
-    """`send` that holds an error until it is whole, and sends it in OpenAI's shape."""
+    """`send` that holds an error until it is whole, and sends it in the client's shape."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, errors: ErrorFormat) -> None:
+        self._send, self._errors = send, errors
         self._start: Message | None = None
         self._body = b""
 
@@ -135,36 +146,29 @@ class _ErrorRewriter:
             await self._flush(self._start)
 
     async def _flush(self, start: Message) -> None:
-        body = json.dumps(_openai_body(start["status"], self._body)).encode()
+        body = json.dumps(_body_as(self._errors, start["status"], self._body)).encode()
         kept = [(name, value) for name, value in start["headers"] if name not in (b"content-length", b"content-type")]
         new = [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
         await self._send({**start, "headers": [*kept, *new]})
         await self._send({"type": "http.response.body", "body": body})
 
 
-def _openai_body(status: int, body: bytes) -> Mapping[str, Any]:
+def _body_as(errors: ErrorFormat, status: int, body: bytes) -> Mapping[str, Any]:
     try:
         whole = json.loads(body)
         error = whole["error"]
-        return whole if "type" in error else error_body(status, error["message"], error.get("field") or None)
+        return whole if "type" in error else errors.body(status, error["message"], error.get("field") or None)
     except (ValueError, KeyError, TypeError):
-        return error_body(status, body.decode(errors="replace") or f"the request failed with status {status}")
+        return errors.body(status, body.decode(errors="replace") or f"the request failed with status {status}")
 
 
 log = logging.getLogger(__name__)
 
 
-CLIENT_FIELDS: Mapping[Api, Mapping[str, str]] = {
-    "chat": {"token_ids": "messages", "max_new_tokens": "max_tokens"},
-    "completions": {"token_ids": "prompt", "max_new_tokens": "max_tokens"},
-    "responses": {"token_ids": "input", "max_new_tokens": "max_output_tokens"},
-}
-
-
 def _client_field(field: str, api: Api) -> str:
     """A field of `GenerateRequest` or `Sampling` as the client's API calls it."""
     name = field.removeprefix("sampling.").partition(".")[0]
-    return CLIENT_FIELDS[api].get(name, name)
+    return WIRES[api].client_fields.get(name, name)
 
 
 def to_client_error(error: Exception, api: Api = "chat") -> Exception:

@@ -18,9 +18,10 @@ from penstock.agent_loops import (
 )
 from penstock.agent_loops.chat import name_of
 from penstock.gateway.errors import Conflict, Gone, NotNow
-from penstock.gateway.journal import own_limit
+from penstock.gateway.journal import api_of, own_limit
 from penstock.gateway.prefix_tree import Turn
 from penstock.gateway.session import GatewaySession
+from penstock.gateway.wire import WIRES
 from penstock.transfer_queue import (
     COMPLETED,
     BadPayload,
@@ -221,9 +222,15 @@ def _numbers(episode: GatewaySession, outputs: Sequence[AgentLoopOutput]) -> dic
     }
 
 
+def _client_of(episode: GatewaySession) -> str:
+    """By the API of the last answer."""
+    last = last_turn(episode)
+    return WIRES[api_of(last) if last is not None else "chat"].client
+
+
 def _notes(episode: GatewaySession) -> dict[str, Any]:
     return {
-        "agent": "openai client",
+        "agent": _client_of(episode),
         "parser": name_of(episode.context.chat.parser),
         "worker": episode.context.worker,
         "attempt": episode.lease.attempt,

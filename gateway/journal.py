@@ -153,6 +153,11 @@ def own_limit(turn: Turn) -> int | None:
     return limit
 
 
+def api_of(turn: Turn) -> Api:
+    """The API of the request that this turn answered."""
+    return _ask_of(turn.asked, turn.match).api
+
+
 def _dump(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 

@@ -19,21 +19,13 @@ from penstock.agent_loops import InfraFailure
 from penstock.gateway.errors import GatewayError, Gone, NoEpisode, NotNow, refusal_of
 from penstock.gateway.requests import PendingAnswer
 from penstock.gateway.session import GatewaySession
-from penstock.gateway.streaming import BODIES, stream
-from penstock.gateway.wire import (
-    CompletionRequest,
-    InvalidRequest,
-    model_body,
-    model_list_body,
-    parse_chat,
-    parse_completion,
-    parse_response,
-)
+from penstock.gateway.streaming import stream
+from penstock.gateway.wire import OPENAI_ERRORS, WIRES, InvalidRequest, model_body, model_list_body
 
 BASE_URL = "http://penstock.invalid/v1"
 """Never resolved: the transport answers. `.invalid` cannot exist (RFC 2606), so nothing can leak to a host."""
 RETRY_HEADER = "x-stainless-retry-count"
-PARSERS = {"/v1/chat/completions": parse_chat, "/v1/completions": parse_completion, "/v1/responses": parse_response}
+ROUTES = {f"/v1/{wire.path}": wire for wire in WIRES.values() if wire.errors is OPENAI_ERRORS}
 
 
 class RecordingTransport(httpx2.AsyncBaseTransport):
@@ -56,13 +48,13 @@ class RecordingTransport(httpx2.AsyncBaseTransport):
         path = request.url.path
         if request.method == "GET" and path.startswith("/v1/models"):
             return httpx2.Response(200, json=self._models(path))
-        if request.method != "POST" or path not in PARSERS:
+        if request.method != "POST" or path not in ROUTES:
             raise NoEpisode(f"{request.method} {path} is not available to agents")
-        asked: CompletionRequest = PARSERS[path](_json(body))
+        asked = ROUTES[path].parse(_json(body))
         retried = request.headers.get(RETRY_HEADER, "0") not in ("", "0")
         call = await self._episode.answer(asked, retried=retried)
         if not asked.stream:
-            return httpx2.Response(200, json=BODIES[asked.api](asked, call.head, await call.whole()))
+            return httpx2.Response(200, json=ROUTES[path].answer(asked, call.head, await call.whole()))
         events = await stream(asked, call)
         return httpx2.Response(
             200, headers={"content-type": "text/event-stream"}, content=self._watched(events.body_iterator, call)

@@ -11,12 +11,14 @@ with that context as its prompt: each sampled id is in one segment, and no answe
 
 
 Messages are compared in a normal form (`normal`), which is never rendered: clients send answers back with further keys
-(`refusal`, `annotations`, `audio`), null for absent keys, arguments serialised anew, or text in parts.
+(`refusal`, `annotations`, `audio`), null for absent keys, arguments serialised anew, or text in parts. A call that has
+the id and all the arguments of a sampled one is that call: clients fill in defaults of their tools.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -111,11 +113,14 @@ class PrefixTree:
         """In the order of their first answer."""
         self._after: dict[str, list[Turn]] = {}
         """Key of a conversation that ends with a recorded answer → turns with that answer."""
+        self._calls: dict[str, Mapping[str, Any]] = {}
+        """Id of a sampled call → the call, as `message_of` has it."""
         self._answers: dict[tuple[tuple[int, int], str], list[Turn]] = {}
 
     # where a request belongs ---------------------------------------------------------------------------------------
     def resolve_prefix(self, messages: Sequence[Message], tools: Tools, *, instructed: bool = False) -> PrefixMatch:
         """Raises `NotRenderable`."""
+        messages = [self._as_sampled(message) for message in messages]
         keys = [first_key(tools)]
         for message in messages:
             keys.append(next_key(keys[-1], message))
@@ -148,6 +153,19 @@ class PrefixTree:
         if match is None:
             raise NotRenderable("the chat template no longer continues this conversation")
         return match
+
+    def _as_sampled(self, message: Message) -> Message:
+        """The message with its calls as the model wrote them, where the client only added arguments to them."""
+        if message.get("role") != "assistant" or not message.get("tool_calls"):
+            return message
+        return {**message, "tool_calls": [self._call_as_sampled(call) for call in message["tool_calls"]]}
+
+    def _call_as_sampled(self, call: Mapping[str, Any]) -> Mapping[str, Any]:
+        sampled = self._calls.get(str(call.get("id")))
+        if sampled is None:
+            return call
+        (_, name, sent), (_, own_name, own) = _call(call), _call(sampled)
+        return sampled if name == own_name and _holds(sent, own) else call
 
     def _answered(self, key: str) -> Turn | None:
         """Of turns with equal conversations, one that was not continued yet."""
@@ -216,6 +234,7 @@ class PrefixTree:
         if parent is not None:
             parent.continued = True
         self.turns[turn.turn_id] = turn
+        self._calls |= {call["id"]: call for call in message_of(turn.choice).get("tool_calls", ())}
         self._answers.setdefault((match.asked, turn.asked), []).append(turn)
         if match.prompt is None:
             self._after.setdefault(self._key_after(turn), []).append(turn)
@@ -251,6 +270,7 @@ def hash_of(ids: Sequence[int]) -> int:
 
 Message = Mapping[str, Any]
 ROLES = {"developer": "system"}
+MAX_DOUBLE = int(sys.float_info.max)
 
 
 def digest(text: str) -> str:
@@ -300,8 +320,28 @@ def _call(call: Mapping[str, Any]) -> list[Any]:
 
 def _arguments(arguments: Any) -> Any:
     if not isinstance(arguments, str):
-        return arguments if arguments is not None else {}
+        return _numbers(arguments) if arguments is not None else {}
     try:
-        return json.loads(arguments or "{}")
+        return _numbers(json.loads(arguments or "{}"))
     except ValueError:
         return arguments
+
+
+def _holds(sent: Any, own: Any) -> bool:
+    """Whether `sent` is `own` with nothing but keys added to its objects. Both are of `_arguments`."""
+    if isinstance(sent, Mapping) and isinstance(own, Mapping):
+        return all(name in sent and _holds(sent[name], one) for name, one in own.items())
+    if isinstance(sent, list) and isinstance(own, list):
+        return len(sent) == len(own) and all(map(_holds, sent, own))
+    return type(sent) is type(own) and bool(sent == own)
+
+
+def _numbers(value: Any) -> Any:
+    """Each number as the nearest double: JavaScript sends 5.0 back as 5, and no integer above 2**53 exactly."""
+    if isinstance(value, Mapping):
+        return {name: _numbers(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_numbers(one) for one in value]
+    if isinstance(value, int) and not isinstance(value, bool):
+        return float(value) if abs(value) <= MAX_DOUBLE else value
+    return value + 0.0 if isinstance(value, float) else value  # -0.0 is 0

@@ -13,33 +13,37 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from penstock.gateway.errors import GatewayError, refusal_of
+from penstock.gateway.errors import GatewayError, errors_for, refusal_of
 from penstock.gateway.session import GatewaySession
 from penstock.gateway.sessions import SessionManager, episode_key
 from penstock.gateway.streaming import respond
 from penstock.gateway.wire import (
-    ChatBody,
-    CompletionBody,
+    ANTHROPIC_ERRORS,
+    OPENAI_ERRORS,
+    WIRES,
     CompletionRequest,
+    CountAnswer,
+    CountBody,
+    ErrorFormat,
     InvalidRequest,
-    OpenAIErrorBody,
-    ResponseBody,
+    Wire,
+    anthropic_model_body,
+    anthropic_models_body,
+    count_body,
     model_body,
     model_list_body,
-    parse_chat,
-    parse_completion,
-    parse_response,
+    parse_count_tokens,
 )
 from penstock.transfer_queue import Outcome, OutcomeKind
 
 MAX_WAIT_S = 600.0
 REFUSALS = (400, 401, 404, 409, 410, 413, 501, 503)
 WHOLE_OR_STREAM: dict[int | str, dict[str, Any]] = {
-    200: {"description": "OpenAI's answer, whole or as events", "content": {"text/event-stream": {}}}
+    200: {"description": "The API's answer, whole or as events", "content": {"text/event-stream": {}}}
 }
 LONG_BODY = 100_000
 RETRY_HEADER = "x-stainless-retry-count"
-"""Sent by the `openai` packages: how often this request was retried."""
+"""Sent by the `openai` and `anthropic` packages: how often this request was retried."""
 
 
 class OpenBody(BaseModel):
@@ -69,10 +73,17 @@ def make_router(manager: FindManager, url: str, token: str, version: Callable[[]
     url: URL of this server for agents.
     version: returns the loaded policy version.
     """
-    router = APIRouter(responses={status: {"model": OpenAIErrorBody} for status in REFUSALS})
+    router = APIRouter(responses=_refusals_in(OPENAI_ERRORS))
     _add_episode_routes(router, manager, url, token)
-    _add_openai_routes(router, manager, version)
+    for wire in WIRES.values():
+        _add_wire(router, manager, wire)
+    _add_count_tokens(router, manager)
+    _add_models(router, manager, version)
     return router
+
+
+def _refusals_in(errors: ErrorFormat) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": errors.schema} for status in REFUSALS}
 
 
 def _add_episode_routes(router: APIRouter, manager: FindManager, url: str, token: str) -> None:
@@ -108,20 +119,40 @@ def _add_episode_routes(router: APIRouter, manager: FindManager, url: str, token
         return JSONResponse((await (await manager()).finish(handle, _outcome(given))).body())
 
 
-def _add_openai_routes(router: APIRouter, manager: FindManager, version: Callable[[], int]) -> None:
-    routes: list[tuple[str, type[BaseModel], Callable[[Any], CompletionRequest]]] = [
-        ("chat/completions", ChatBody, parse_chat),
-        ("completions", CompletionBody, parse_completion),
-        ("responses", ResponseBody, parse_response),
-    ]
-    for path, body, parse in routes:
-        route = router.post(f"/episodes/{{handle}}/v1/{path}", openapi_extra=_takes(body), responses=WHOLE_OR_STREAM)
-        route(_with_refusals(_asking(manager, parse)))
+def _add_wire(router: APIRouter, manager: FindManager, wire: Wire) -> None:
+    responses = _refusals_in(wire.errors) | WHOLE_OR_STREAM
+
+    @router.post(f"/episodes/{{handle}}/v1/{wire.path}", openapi_extra=_takes(wire.body), responses=responses)
+    @_with_refusals
+    async def ask(request: Request, handle: str) -> Response:
+        """As the API's own route; the answer is recorded before it ends."""
+        asked = await _parsed(wire.parse, await request.body())
+        episode = await (await manager()).find(handle)
+        retried = request.headers.get(RETRY_HEADER, "0") not in ("", "0")
+        return await respond(request, asked, await episode.answer(asked, retried=retried))
+
+
+def _add_count_tokens(router: APIRouter, manager: FindManager) -> None:
+    responses = _refusals_in(ANTHROPIC_ERRORS) | {200: {"model": CountAnswer}}
+
+    @router.post("/episodes/{handle}/v1/messages/count_tokens", openapi_extra=_takes(CountBody), responses=responses)
+    @_with_refusals
+    async def count_tokens(request: Request, handle: str) -> Response:
+        """Tokens that the model would be fed for these messages; nothing is sampled."""
+        asked = await _parsed(parse_count_tokens, await request.body())
+        episode = await (await manager()).find(handle)
+        return JSONResponse(count_body(await episode.count(asked)))
+
+
+def _add_models(router: APIRouter, manager: FindManager, version: Callable[[], int]) -> None:
+    """OpenAI's format, or Anthropic's for its clients."""
 
     @router.get("/episodes/{handle}/v1/models")
     @_with_refusals
     async def models(request: Request, handle: str) -> Response:
         episode = await (await manager()).find(handle)
+        if errors_for(request.scope) is ANTHROPIC_ERRORS:
+            return JSONResponse(anthropic_models_body(episode.context.models))
         return JSONResponse(model_list_body([_model(episode, name, version()) for name in episode.context.models]))
 
     @router.get("/episodes/{handle}/v1/models/{model:path}")
@@ -129,18 +160,9 @@ def _add_openai_routes(router: APIRouter, manager: FindManager, version: Callabl
     async def model(request: Request, handle: str, model: str) -> Response:
         episode = await (await manager()).find(handle)
         episode.context.check_model(model)
+        if errors_for(request.scope) is ANTHROPIC_ERRORS:
+            return JSONResponse(anthropic_model_body(model))
         return JSONResponse(_model(episode, model, version()))
-
-
-def _asking(manager: FindManager, parse: Callable[[Any], CompletionRequest]) -> Route:
-    async def ask(request: Request, handle: str) -> Response:
-        """As OpenAI's route; the answer is recorded before it ends."""
-        asked = await _parsed(parse, await request.body())
-        episode = await (await manager()).find(handle)
-        retried = request.headers.get(RETRY_HEADER, "0") not in ("", "0")
-        return await respond(request, asked, await episode.answer(asked, retried=retried))
-
-    return ask
 
 
 # answers -----------------------------------------------------------------------------------------------------------
@@ -150,6 +172,7 @@ def _opened(episode: GatewaySession, url: str, token: str) -> dict[str, Any]:
         "episode_id": lease.episode_id,
         "handle": episode.handle,
         "base_url": f"{url}/episodes/{episode.handle}/v1",
+        "anthropic_base_url": f"{url}/episodes/{episode.handle}",
         "api_key": episode_key(token, episode.handle),
         "model": episode.context.model,
         "task": {
@@ -211,14 +234,14 @@ def _json(body: bytes) -> Any:
 
 
 def _with_refusals(route: Route) -> Route:
-    """Converts errors to HTTP responses in OpenAI's shape."""
+    """Converts errors to HTTP responses in the shape that the client reads."""
 
     @functools.wraps(route)
-    async def answered(*args: Any, **named: Any) -> Response:
+    async def answered(request: Request, **named: Any) -> Response:
         try:
-            return await route(*args, **named)
+            return await route(request, **named)
         except (InvalidRequest, GatewayError) as error:
-            refusal = refusal_of(error)
+            refusal = refusal_of(error, errors_for(request.scope))
             return JSONResponse(refusal.body, refusal.status, refusal.headers)
 
     return answered

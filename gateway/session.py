@@ -40,6 +40,8 @@ from penstock.gateway.wire.types import Api
 from penstock.rollout_server import Chunk
 from penstock.transfer_queue import Lease, LeaseLost, Outcome, OutcomeKind, QueueError
 
+THINKING, END_IDS = "<think>", 16
+"""The mark that opens thinking, and the ids at the end of a prompt that hold it and the space after it."""
 LONG = 20_000
 """Characters from which a request is tokenized in a thread; shorter ones take some 50 ms at most."""
 
@@ -76,13 +78,7 @@ class GatewaySession:
         Args:
             retried: the client marks this request as a retry.
         """
-        self.check_open()
-        self.context.check_model(request.model)
-        _check_template_settings(request, self.context.config.template_settings)
-        if request.reads_calls and (problem := tools_problem(self.context.chat)):
-            raise InvalidRequest("tools", problem)
-        self.active_at = time.monotonic()
-        match = await self._resolve(request)
+        match = await self._admit(request)
         key = (match.asked, sampling_key(request))
         if running := await self.in_flight.to_join(key, request, retried=retried):
             return running
@@ -96,6 +92,19 @@ class GatewaySession:
             await self.note(truncated=reservation.reason)
             return self._recorded(request, match, known)
         return self._start(request, match, known, reservation)
+
+    async def count(self, request: CompletionRequest) -> int:
+        """Tokens that the model would be fed for `request`. Samples and records nothing. Raises as `answer` does."""
+        return len((await self._admit(request)).context)
+
+    async def _admit(self, request: CompletionRequest) -> PrefixMatch:
+        self.check_open()
+        self.context.check_model(request.model)
+        _check_template_settings(request, self.context.config.template_settings)
+        if request.reads_calls and (problem := tools_problem(self.context.chat)):
+            raise InvalidRequest("tools", problem)
+        self.active_at = time.monotonic()
+        return await self._resolve(request)
 
     def check_open(self) -> None:
         """Raises `Gone`, with the cause, where the session has ended."""
@@ -143,7 +152,12 @@ class GatewaySession:
             head = head_of(known[0].answer_id, known[0].created_s, request.model, match)
         else:
             head = head_of(answer_id(request.api, secrets.token_hex(16)), int(time.time()), request.model, match)
-        return replace(head, echoed=self._echoed(request))
+        inside = request.api == "messages" and self._opens_thinking(match.context)
+        return replace(head, echoed=self._echoed(request), inside_thinking=inside)
+
+    def _opens_thinking(self, context: Sequence[int]) -> bool:
+        """Some templates open the thinking of each answer themselves."""
+        return self.context.chat.decode(context[-END_IDS:]).rstrip().endswith(THINKING)
 
     def _echoed(self, request: CompletionRequest) -> str:
         if not request.echo_prompt or request.prompt is None:
@@ -156,7 +170,9 @@ class GatewaySession:
             raise TooLong(f"this model's context is {limit} tokens; the messages are {len(match.context)} tokens")
 
     def _wanted(self, request: CompletionRequest) -> int:
-        return int(request.sampling.get("max_new_tokens", self.llm.sampling.max_new_tokens))
+        of_run = self.llm.sampling.max_new_tokens
+        wanted = int(request.sampling.get("max_new_tokens", of_run))
+        return min(wanted, of_run) if request.limit_is_bound else wanted
 
     def _fed(self, match: PrefixMatch) -> int:
         """New ids that a segment continues with; the prompt of a new segment costs nothing, as in agent loops."""

@@ -26,8 +26,10 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from penstock.agent_loops import EpisodeJournal, TokenMismatch
-from penstock.common import Backoff, cancel_and_wait, same_token
+from penstock.common import Backoff, bearer_headers, bearer_token, cancel_and_wait, header, same_token
 from penstock.gateway.context import GatewayContext
 from penstock.gateway.errors import PREFIX, GatewayError, Gone, NoEpisode, NotNow
 from penstock.gateway.finish import FinishResult, fail, finish, finished_earlier
@@ -301,3 +303,23 @@ def opens(token: str, path: str, given: str) -> bool:
         return False
     handle, _, route = path[len(PREFIX) :].partition("/")
     return bool(handle) and route.startswith("v1/") and same_token(given, episode_key(token, handle))
+
+
+API_KEY = b"x-api-key"
+"""Where Anthropic's clients put their key."""
+
+
+class ApiKeyHeader:
+    """ASGI layer: a key in ``x-api-key`` of a request for episodes is a bearer token, where there is no other one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        key = header(scope, API_KEY)
+        if key and not bearer_token(header(scope, b"authorization")):
+            (sent,) = bearer_headers(key.decode("utf-8", "surrogateescape")).values()
+            others = [one for one in scope["headers"] if one[0] != b"authorization"]
+            given = (b"authorization", sent.encode("utf-8", "surrogateescape"))
+            scope = {**scope, "headers": [*others, given]}
+        await self.app(scope, receive, send)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -13,44 +12,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from penstock.common import cancel_and_wait
 from penstock.gateway.errors import GatewayError
 from penstock.gateway.requests import PendingAnswer, Update
-from penstock.gateway.wire import (
-    KEEP_ALIVE,
-    AnswerHead,
-    ChatStream,
-    Choice,
-    CompletionRequest,
-    CompletionStream,
-    InvalidRequest,
-    ResponseStream,
-    TextDelta,
-    chat_body,
-    completion_body,
-    response_body,
-)
-from penstock.gateway.wire.types import Api
+from penstock.gateway.wire import WIRES, Choice, CompletionRequest, EventStream, InvalidRequest
 
 QUIET_S = 5.0
-"""A stream silent for this long sends a comment; before the first one, errors are still HTTP statuses."""
-
-
-class Stream(Protocol):
-    def start(self) -> bytes: ...
-    def feed(self, index: int, delta: TextDelta) -> bytes: ...
-    def finish(self, choice: Choice) -> bytes: ...
-    def end(self) -> bytes: ...
-    def fail(self, status: int, message: str) -> bytes: ...
-
-
-BODIES: Mapping[Api, Callable[[CompletionRequest, AnswerHead, Sequence[Choice]], dict[str, Any]]] = {
-    "chat": chat_body,
-    "completions": completion_body,
-    "responses": response_body,
-}
-STREAMS: Mapping[Api, Callable[[CompletionRequest, AnswerHead], Stream]] = {
-    "chat": ChatStream,
-    "completions": CompletionStream,
-    "responses": ResponseStream,
-}
+"""A stream silent for this long sends `Wire.keep_alive`; before the first one, errors are still HTTP statuses."""
 
 
 async def respond(http: Request, request: CompletionRequest, call: PendingAnswer) -> Response:
@@ -60,7 +25,7 @@ async def respond(http: Request, request: CompletionRequest, call: PendingAnswer
     choices = await _whole(http, call)
     if choices is None:
         return Response(status_code=499)  # the client has disconnected
-    return JSONResponse(BODIES[request.api](request, call.head, choices))
+    return JSONResponse(WIRES[request.api].answer(request, call.head, choices))
 
 
 async def _whole(http: Request, call: PendingAnswer) -> list[Choice] | None:
@@ -86,16 +51,19 @@ async def stream(request: CompletionRequest, call: PendingAnswer) -> StreamingRe
     except BaseException:
         await updates.aclose()
         raise
-    events = _events(STREAMS[request.api](request, call.head), first, updates)
+    wire = WIRES[request.api]
+    events = _events(wire.stream(request, call.head), first, updates, wire.keep_alive)
     return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-async def _events(stream: Stream, first: Update | None, updates: AsyncGenerator[Update | None]) -> AsyncIterator[bytes]:
+async def _events(
+    stream: EventStream, first: Update | None, updates: AsyncGenerator[Update | None], keep_alive: bytes
+) -> AsyncIterator[bytes]:
     async with aclosing(updates):
-        yield stream.start() + _event(stream, first)
+        yield stream.start() + _event(stream, first, keep_alive)
         try:
             async for update in updates:
-                if event := _event(stream, update):
+                if event := _event(stream, update, keep_alive):
                     yield event
             yield stream.end()
         except GatewayError as error:
@@ -104,9 +72,9 @@ async def _events(stream: Stream, first: Update | None, updates: AsyncGenerator[
             yield stream.fail(400, str(error))
 
 
-def _event(stream: Stream, update: Update | None) -> bytes:
+def _event(stream: EventStream, update: Update | None, keep_alive: bytes) -> bytes:
     if update is None:
-        return KEEP_ALIVE
+        return keep_alive
     index, what = update
     return stream.finish(what) if isinstance(what, Choice) else stream.feed(index, what)
 

@@ -1,8 +1,10 @@
-"""OpenAI's wire formats: requests parsed to `CompletionRequest`, answers and streams built from `Choice`. No I/O.
+"""OpenAI's and Anthropic's wire formats: requests → `CompletionRequest`; `Choice` → answers and streams. No I/O.
+
+`WIRES` has one `Wire` per API: its route, `parse`, `answer`, `stream` and the shape of its errors.
 
 What a route does (names as they are exported here):
 
-    request = parse_chat(body)                # or parse_completion, parse_response; InvalidRequest → error_body(400, …)
+    request = parse_chat(body)                # or another `Wire.parse`; InvalidRequest → `Wire.errors.body(400, …)`
     head = AnswerHead(answer_id("chat", f"{episode_id}/{turn}"), now, model, prompt_tokens)
     readers = [AnswerReader(request, head, i, detokenizer) for i in range(request.n)]       # choice i: seed + i
 
@@ -10,8 +12,8 @@ What a route does (names as they are exported here):
     if reader.stopped: close the engine's stream                                 # stop string, or first of one call
     choice = reader.finish("stop" | "length")                                    # choice.token_ids is what to record
 
-    chat_body(request, head, choices)         # or completion_body, response_body
-    stream = ChatStream(request, head)        # or CompletionStream, ResponseStream
+    chat_body(request, head, choices)         # or completion_body, response_body, message_body
+    stream = ChatStream(request, head)        # or CompletionStream, ResponseStream, MessageStream
     yield stream.start(); yield stream.feed(i, delta); yield stream.finish(choice); yield stream.end()   # bytes of SSE
     yield stream.fail(status, message)        # instead of end(), where the answer broke off
 
@@ -21,6 +23,7 @@ Exact signatures:
 
     parse_chat(body: Any, *, images=False) -> CompletionRequest          parse_completion(body) -> CompletionRequest
     parse_response(body: Any, *, images=False) -> CompletionRequest      all: `body` is parsed JSON, whatever it is
+    parse_messages(body: Any, *, images=False), parse_count_tokens(…) -> CompletionRequest
     answer_id(api, key) -> str                             the same id for the same key: key = episode and turn
     AnswerHead(answer_id, created_s, model, prompt_tokens, cached_tokens=0)
     Detokenizer(decode, token_bytes, end_ids: frozenset[int], syntax: CallSyntax)
@@ -38,9 +41,10 @@ Exact signatures:
     ChatBody, CompletionBody, ResponseBody                 pydantic models of requests, for OpenAPI
     ChatAnswer, CompletionAnswer, ResponseAnswer, ModelAnswer, ModelListAnswer, OpenAIErrorBody      and of answers
 
-An answer that broke off is `fail`, not a `Choice`. A stream sends `KEEP_ALIVE` (a comment) after seconds of silence.
+An answer that broke off is `fail`, not a `Choice`. A stream sends `Wire.keep_alive` after seconds of silence.
 
 Thinking stays in `content`, character for character: what a client sends back is then the text of the sampled ids.
+/v1/messages alone shows it as a block, which comes back as that text.
 An answer with a malformed call is text as a whole; `parallel_tool_calls: false` ends it after its first call.
 """
 

@@ -69,6 +69,7 @@ class AnswerReader:
         self._held = ""
         """Final text that was not released. A stop string or a call may begin in it."""
         self._tokens: list[SampledToken] = []
+        self._stop_string: str | None = None
         self._one_call = request.reads_calls and not request.parallel_tool_calls
 
     def feed(self, ids: Sequence[int], logprobs: Sequence[float]) -> TextDelta:
@@ -98,6 +99,7 @@ class AnswerReader:
             content=content,
             calls=calls,
             finish_reason="tool_calls" if calls else finish,
+            stop_string=self._stop_string,
             tokens=tuple(self._tokens),
         )
 
@@ -117,7 +119,8 @@ class AnswerReader:
         self._held += piece
         found = _first_of(self._request.stop, self._held, before)
         if found is not None:
-            self._held = self._held[:found]
+            at, self._stop_string = found
+            self._held = self._held[:at]
             self.stopped = True
         elif self._one_call and self._of.syntax.one_is_whole(self._held):
             self.stopped = True
@@ -163,10 +166,10 @@ def read_answer(
     return reader.finish(answer[2])
 
 
-def _first_of(words: Sequence[str], text: str, before: int) -> int | None:
-    """Start of the first of `words` that ends after `before`; None: there is none."""
-    found = [text.find(word, max(0, before - len(word) + 1)) for word in words]
-    return min((at for at in found if at >= 0), default=None)
+def _first_of(words: Sequence[str], text: str, before: int) -> tuple[int, str] | None:
+    """(start, word) of the first of `words` that ends after `before`; None: there is none."""
+    found = [(text.find(word, max(0, before - len(word) + 1)), word) for word in words]
+    return min((one for one in found if one[0] >= 0), key=lambda one: one[0], default=None)
 
 
 def _longest_beginning(words: Sequence[str], text: str) -> int:

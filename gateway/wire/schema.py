@@ -1,8 +1,8 @@
 """Validation of JSON bodies: each field is used, ignored because it is harmless, or refused by name.
 
 used       the pydantic model of the route; null is the same as absent
-harmless   OpenAI's fields that cannot change the sampled tokens: ignored
-refused    OpenAI's fields that would, or that ask for what an answer cannot hold, unless they hold a neutral value
+harmless   the API's fields that cannot change the sampled tokens: ignored
+refused    the API's fields that would, or that ask for what an answer cannot hold, unless they hold a neutral value
 unknown    everything else: refused
 
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -38,7 +38,7 @@ class WireModel(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A field of OpenAI's that is not supported."""
+    """A field of the API's that is not supported."""
 
     reason: str
     """Of the error: "is not supported here: …"."""
@@ -190,16 +190,20 @@ class StreamOptions(WireModel):
     """Ignored: no padding is ever sent."""
 
 
-def _with_harmless(schema: dict[str, Any]) -> None:
-    """For OpenAPI: harmless fields are accepted with any value."""
-    for name in sorted(HARMLESS):
-        schema["properties"].setdefault(name, {"title": name, "description": "Ignored."})
+def ignored_fields(names: Iterable[str]) -> Callable[[dict[str, Any]], None]:
+    """For OpenAPI: these fields are accepted with any value."""
+
+    def add(schema: dict[str, Any]) -> None:
+        for name in sorted(names):
+            schema["properties"].setdefault(name, {"title": name, "description": "Ignored."})
+
+    return add
 
 
 class SamplingBody(WireModel):
     """Fields of every route."""
 
-    model_config = ConfigDict(json_schema_extra=_with_harmless)
+    model_config = ConfigDict(json_schema_extra=ignored_fields(HARMLESS))
 
     model: Name
     temperature: float | None = Field(None, ge=0, le=2)

@@ -1,6 +1,6 @@
-"""Requests and answers, independent of HTTP and of the three APIs' formats, and their ids.
+"""Requests and answers, independent of HTTP and of the APIs' formats, and their ids.
 
-    body ──parse_chat | parse_completion | parse_response──► CompletionRequest ──(sampling)──► Choice ──► body, events
+    body ──parse (`wires.py`)──► CompletionRequest ──(sampling)──► Choice ──► body, events
 
 Ids are derived, so that an answer restored from the journal has the same ones.
 """
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from penstock.tools.parsers import ToolCall
 
-Api = Literal["chat", "completions", "responses"]
+Api = Literal["chat", "completions", "responses", "messages"]
 Finish = Literal["stop", "length", "tool_calls"]
 EngineFinish = Literal["stop", "length"]
 
@@ -53,6 +53,8 @@ class CompletionRequest:
     """Choices, independent answers to the same context."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Sampling` that the client set: temperature, top_p, top_k, max_new_tokens, seed."""
+    limit_is_bound: bool = False
+    """/v1/messages only, where a client must name a limit: a lower one of the run holds."""
     stop: tuple[str, ...] = ()
     """The text of the answer ends before the first of these; the ids that spell it are kept as sampled."""
     logprobs: bool = False
@@ -101,6 +103,8 @@ class Choice:
     calls: tuple[ToolCall, ...] = ()
     """Well-formed ones, with ids that are stable for this answer."""
     finish_reason: Finish = "stop"
+    stop_string: str | None = None
+    """Of the request's stop strings the one that ended the answer."""
     tokens: tuple[SampledToken, ...] = ()
     """[N] where log-probabilities were requested, otherwise empty."""
 
@@ -110,18 +114,20 @@ class AnswerHead:
     """Fields of an answer that are known before its first token."""
 
     answer_id: str
-    """``chatcmpl-…``, ``cmpl-…`` or ``resp_…``; ids of calls and items are derived from it."""
+    """``chatcmpl-…``, ``cmpl-…``, ``resp_…`` or ``msg_…``; ids of calls and items are derived from it."""
     created_s: int
     """Unix time."""
     model: str
     prompt_tokens: int
     cached_tokens: int = 0
     """Prompt tokens that continue an earlier answer of this episode."""
+    inside_thinking: bool = False
+    """/v1/messages only: the prompt ends inside thinking that it opened, and the answer begins there."""
     echoed: str = ""
     """/v1/completions only: the prompt's text, where the answer repeats it."""
 
 
-_PREFIX = {"chat": "chatcmpl-", "completions": "cmpl-", "responses": "resp_"}
+_PREFIX = {"chat": "chatcmpl-", "completions": "cmpl-", "responses": "resp_", "messages": "msg_"}
 
 
 def answer_id(api: Api, key: str) -> str:

@@ -13,12 +13,13 @@ from tests.agent_loops.conftest import calling_policy, chat_for, parts_of, queue
 
 from penstock.agent_loops import AgentConfig, ChatTokens, FakeClient
 from penstock.gateway import GatewayContext, GatewaySession, SessionManager, detokenizer
-from penstock.gateway.wire import Choice, parse_chat, parse_completion, parse_response
+from penstock.gateway.wire import WIRES, AnswerHead, Choice, CompletionRequest, message_body
 from penstock.transfer_queue import DataCursor, Limits, MemoryTransferQueue, Task, Trajectory
 
 USER = {"role": "user", "content": "What is 12+34?"}
 TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}}}]
-PARSERS = {"chat": parse_chat, "completions": parse_completion, "responses": parse_response}
+CUSTOM_TOOLS = [{"name": "calculator", "input_schema": {"type": "object", "properties": {}}}]
+"""`TOOLS` in Anthropic's format."""
 
 
 def call_text(expression: str) -> str:
@@ -92,9 +93,11 @@ class Bench:
 
 def asked(messages: Sequence[Any] = (USER,), api: str = "chat", **fields: Any) -> Any:
     body = {"model": "tiny", **fields}
-    if api == "chat":
+    if api in ("chat", "messages"):
         body["messages"] = list(messages)
-    return PARSERS[api](body)
+    if api == "messages":
+        body.setdefault("max_tokens", 400)
+    return WIRES[api].parse(body)
 
 
 async def say(episode: GatewaySession, messages: Sequence[Any] = (USER,), **fields: Any) -> Choice:
@@ -118,6 +121,24 @@ def back(choice: Choice) -> dict[str, Any]:
             for call in choice.calls
         ]
     return message
+
+
+def blocks_back(head: AnswerHead, choice: Choice) -> dict[str, Any]:
+    """The answer as a client of Anthropic's in JavaScript sends it back: 5.0 is 5 there, and defaults are filled in."""
+    body = message_body(CompletionRequest("messages", "tiny"), head, [choice])
+    content = [_in_javascript(block) for block in body["content"]]
+    for block in content:
+        if block["type"] == "tool_use":
+            block["input"]["by_default"] = False
+    return {"role": "assistant", "content": content}
+
+
+def _in_javascript(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _in_javascript(one) for name, one in reversed(value.items())}
+    if isinstance(value, list):
+        return [_in_javascript(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def whole(segment: Any) -> list[int]:

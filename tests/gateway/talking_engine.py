@@ -1,4 +1,4 @@
-"""An engine in this process that answers in words: it calls the calculator where it is told to, else it repeats.
+"""An engine in this process that answers in words: it calls a tool or thinks where it is told to, else it repeats.
 
 What it says depends on its context alone, in tokens that no tokenizer would choose: three characters at a time.
 """
@@ -33,6 +33,8 @@ def say(text: str) -> str:
     if results:
         return "The answer is " + " and ".join(results) + "."
     content = last.removeprefix("user\n").removesuffix("<|im_end|>\n")
+    if content.startswith("Think"):
+        return f"<think>\n{content}\n</think>\n\nDone. \n"
     calls = re.findall(r"\d+\+\d+", content) if content.startswith("Call") else []
     written = '<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{}"}}}}\n</tool_call>'
     return "\n".join(["Let me see.", *map(written.format, calls)]) if calls else f"You said: {content} 数🙂"

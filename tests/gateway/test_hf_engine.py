@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
-from tests.gateway.conftest import TOOLS, USER, whole
+from tests.gateway.conftest import CUSTOM_TOOLS, TOOLS, USER, whole
 
 from penstock.agent_loops import AgentConfig
 from penstock.gateway import GatewayJob, mount
@@ -65,11 +66,15 @@ async def test_what_a_real_model_said_is_what_is_recorded(queue: MemoryTransferQ
         episode = (await http.post(f"{url}/episodes", json={})).json()
         async with openai.AsyncOpenAI(base_url=episode["base_url"], api_key=episode["api_key"]) as client:
             await converse(client)
+        async with anthropic.AsyncAnthropic(
+            base_url=episode["anthropic_base_url"], api_key=episode["api_key"]
+        ) as claude:
+            await converse_in_blocks(claude)
         path = f"{url}/episodes/{episode['handle']}"
         await http.post(f"{path}/reward", json={"reward": 1.0})
         assert (await http.post(f"{path}/finish", json={})).status_code == 200
     (trajectory,) = await queue.read([episode["episode_id"]])
-    assert [segment.num_turns for segment in trajectory.segments] == [3, 1, 1]
+    assert [segment.num_turns for segment in trajectory.segments] == [3, 1, 1, 3]
     for segment in trajectory.segments:
         check_logprobs(segment, model)
 
@@ -89,6 +94,19 @@ async def converse(client: openai.AsyncOpenAI) -> None:
             assert spelled.decode(errors="replace").startswith(choice.message.content or "")
             said = choice.message.to_dict()
         messages += [said, {"role": "user", "content": f"And {turn}?"}]
+
+
+async def converse_in_blocks(client: anthropic.AsyncAnthropic) -> None:
+    """Three turns, of which the second is streamed."""
+    turns: list[Any] = [{"role": "user", "content": "How are you?"}]
+    for turn in range(3):
+        asked: Any = {"model": "model", "max_tokens": 30, "messages": turns, "tools": CUSTOM_TOOLS}
+        if turn == 1:
+            async with client.messages.stream(**asked) as stream:
+                answer: Any = await stream.get_final_message()
+        else:
+            answer = await client.messages.create(**asked)
+        turns += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": f"And {turn}?"}]
 
 
 async def streamed(client: openai.AsyncOpenAI, messages: list[Any]) -> str:

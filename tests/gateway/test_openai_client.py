@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,86 +13,14 @@ import httpx
 import openai
 import pytest
 from tests.gateway.conftest import TOOLS, USER, sampled, whole
-from tests.gateway.talking_engine import TalkingEngine, tool_result
-
-from penstock.agent_loops import AgentConfig, CaptureConfig
-from penstock.gateway import GatewayJob, mount
-from penstock.rollout_server import RolloutConfig, ServerJob, serve
-from penstock.transfer_queue import DataCursor, Limits, MemoryTransferQueue, RunContext, Task, Trajectory
-
-MODEL = "tiny-qwen"
-TOKEN = "a-token-of-this-run"
-RUN = {"Authorization": f"Bearer {TOKEN}"}
-CALL = {"role": "user", "content": "Call 1+2 and 30+4"}
-
-
-@dataclass
-class Server:
-    """A rollout server in this process."""
-
-    queue: MemoryTransferQueue
-    task: asyncio.Task[None]
-    engines: list[TalkingEngine]
-    url: str = ""
-    clients: list[Any] = field(default_factory=list)
-
-    @property
-    def engine(self) -> TalkingEngine:
-        return self.engines[-1]
-
-    async def open(self) -> dict[str, Any]:
-        response = await self.post("/episodes", {})
-        assert response.status_code == 200, response.text
-        return response.json()
-
-    def client(self, episode: dict[str, Any], **fields: Any) -> openai.AsyncOpenAI:
-        client = openai.AsyncOpenAI(
-            base_url=episode["base_url"], api_key=episode["api_key"], timeout=20, **{"max_retries": 0, **fields}
-        )
-        self.clients.append(client)
-        return client
-
-    async def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> httpx.Response:
-        async with httpx.AsyncClient(timeout=60, headers=RUN if headers is None else headers) as http:
-            return await http.post(self.url + path, json=body)
-
-    async def finish(self, episode: dict[str, Any], reward: float = 1.0) -> Trajectory:
-        path = f"/episodes/{episode['handle']}"
-        assert (await self.post(f"{path}/reward", {"reward": reward})).status_code == 200
-        ended = await self.post(f"{path}/finish", {})
-        assert ended.status_code == 200, ended.text
-        (trajectory,) = await self.queue.read([episode["episode_id"]])
-        return trajectory
+from tests.gateway.recording_server import CALL, MODEL, RUN, Server, recording_server
+from tests.gateway.talking_engine import tool_result
 
 
 @pytest.fixture
 async def server(tmp_path: Path, tokenizer_for: Callable[[str], Any]) -> AsyncIterator[Server]:
-    tokenizer_for("qwen2_5").save_pretrained(tmp_path / MODEL)
-    queue = MemoryTransferQueue(registry_ttl_s=60.0)
-    await queue.create_run(Limits(group_size=4, groups_per_step=2, max_staleness=8, lease_ttl_s=30.0), "config: 1")
-    rows = [Task(f"train/{i}", "train", [USER], "sums", "46", extra_info={"level": 3}) for i in range(2)]
-    await queue.submit(rows, cursor=DataCursor(0, 2))
-    capture = CaptureConfig(model_aliases=["gpt-4o"])
-    config = AgentConfig(max_turns=50, max_response_tokens=20_000, max_new_tokens=400, capture=capture)
-    run = RunContext(queue, str(tmp_path / MODEL), TOKEN, lease_ttl_s=30.0)
-    recorded = GatewayJob(run, config, request_timeout_s=20.0)
-    engines: list[TalkingEngine] = []
-
-    def new_engine(*given: Any) -> TalkingEngine:
-        engines.append(TalkingEngine(*given, token_s=0.001))
-        return engines[-1]
-
-    job = ServerJob("s0", run, RolloutConfig(), tmp_path, mount=mount(recorded), drain_s=2.0)
-    running = Server(queue, asyncio.create_task(serve(job, new_engine)), engines)
-    async with asyncio.timeout(60):
-        while not (registered := await queue.servers()):
-            await asyncio.sleep(0.01)
-    running.url = registered[0].url
-    yield running
-    for client in running.clients:
-        await client.close()
-    running.task.cancel()
-    await asyncio.gather(running.task, return_exceptions=True)
+    async with recording_server(tmp_path, tokenizer_for) as running:
+        yield running
 
 
 def results_of(message: Any) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.gateway.conftest import TOOLS, USER, Bench, asked, back, call_text, sampled, whole
+from tests.gateway.conftest import CUSTOM_TOOLS, TOOLS, USER, Bench, asked, back, blocks_back, call_text, sampled, whole
 
 from penstock.agent_loops import AgentConfig, ChatTokens
 from penstock.gateway import first_key, next_key
@@ -45,6 +45,7 @@ def call(**changes):
         },
         call(function={"name": "f", "arguments": '{"b":[2.5,"\\u00fc"],"a":1}'}),
         call(index=0),
+        call(function={"name": "f", "arguments": {"b": [2.5, "ü"], "a": 1.0}}),
         {**SAID, "content": [{"type": "text", "text": ""}]},
         {**SAID, "content": " \n"},
     ],
@@ -87,7 +88,10 @@ def test_the_key_is_of_everything_said_and_of_the_tools():
 
 
 words = st.text(alphabet="ab c.\n🙂<|>é", max_size=8)
-texts = st.one_of(words, st.just(call_text("1+2")), st.just("<think>\nhm\n</think>\n\nSo."), st.just("<tool_call>{"))
+FLOATS = '<tool_call>\n{"name": "calculator", "arguments": {"a": 5.0, "b": [-0.0, 9007199254740993]}}\n</tool_call>'
+texts = st.one_of(
+    words, st.just(call_text("1+2")), st.just(FLOATS), st.just("<think>\nhm\n</think>\n\nSo."), st.just("<tool_call>{")
+)
 systems = st.sampled_from(["", "Sub-agent one.", "Sub-agent two."])
 steps = st.one_of(
     st.tuples(st.just("begin"), systems, st.booleans(), st.integers(1, 3)),
@@ -102,16 +106,20 @@ steps = st.one_of(
 class Agent:
     """Knows what it was told; does what a step says."""
 
-    def __init__(self, bench: Bench, episode: Any) -> None:
-        self.bench, self.episode = bench, episode
+    def __init__(self, bench: Bench, episode: Any, api: str) -> None:
+        self.bench, self.episode, self.api = bench, episode, api
         self.asked: list[tuple[list[Any], dict[str, Any]]] = []
         self.told: list[tuple[list[Any], dict[str, Any], Any]] = []
         """(messages before, fields, choice)"""
+        self.back: dict[int, Any] = {}
+        """id of a choice → the answer as this client sends it back."""
         self.answers: Counter[tuple[int, ...]] = Counter()
 
     async def ask(self, messages: list[Any], fields: dict[str, Any], retried: bool = False) -> None:
-        call = await self.episode.answer(asked(messages, **fields), retried=retried)
+        call = await self.episode.answer(asked(messages, self.api, **fields), retried=retried)
         choices = await call.whole()
+        chat = self.api == "chat"
+        self.back |= {id(choice): back(choice) if chat else blocks_back(call.head, choice) for choice in choices}
         if (messages, fields) not in self.asked:
             self.asked.append((messages, fields))
         self.told += [(messages, fields, choice) for choice in choices if choice.token_ids]
@@ -122,7 +130,8 @@ class Agent:
             self.episode = await self.bench.restart().find(self.episode.handle)
         elif kind == "begin" or not self.told:
             system = [{"role": "system", "content": which}] if which and isinstance(which, str) else []
-            await self.ask([*system, USER], {"n": n, **({"tools": TOOLS} if what is True else {})})
+            tools = TOOLS if self.api == "chat" else CUSTOM_TOOLS
+            await self.ask([*system, USER], {**self._choices(n), **({"tools": tools} if what is True else {})})
         elif kind == "retry":
             messages, fields = self.asked[which % len(self.asked)]
             await self.ask(messages, fields, retried=what)
@@ -131,7 +140,7 @@ class Agent:
 
     async def _go_on(self, kind: str, which: int, what: str, n: int) -> None:
         messages, fields, choice = self.told[which % len(self.told)]
-        said = [*messages, back(choice), *_reply(choice, what)]
+        said = [*messages, self.back[id(choice)], *self._reply(choice, what)]
         if kind == "rewrite":
             said[-2 if len(said) > 2 else -1] = {"role": "user", "content": f"summary {what}"}
         rest = {name: value for name, value in fields.items() if name != "n"}
@@ -139,12 +148,23 @@ class Agent:
             other = [*said[:-1], {**said[-1], "content": what + "!"}]
             await asyncio.gather(self.ask(said, rest), self.ask(other, rest))
         else:
-            await self.ask(said, {**rest, "n": n})
+            await self.ask(said, {**rest, **self._choices(n)})
 
+    def _choices(self, n: int) -> dict[str, int]:
+        return {"n": n} if self.api == "chat" else {}
 
-def _reply(choice: Any, what: str) -> list[Any]:
-    results = [{"role": "tool", "tool_call_id": call.call_id, "content": what} for call in choice.calls]
-    return results or [{"role": "user", "content": what}]
+    def _reply(self, choice: Any, what: str) -> list[Any]:
+        ids = [call.call_id for call in choice.calls]
+        if not ids:
+            return [{"role": "user", "content": what}]
+        if self.api == "chat":
+            return [{"role": "tool", "tool_call_id": call_id, "content": what} for call_id in ids]
+        return [
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": call_id, "content": what} for call_id in ids],
+            }
+        ]
 
 
 def record(bench: Bench) -> Counter[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -168,13 +188,14 @@ def turns_of(segment: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plan=st.lists(steps, min_size=1, max_size=12), says=st.lists(texts, max_size=40))
+@pytest.mark.parametrize("api", ["chat", "messages"])
 async def test_every_sampled_id_is_in_one_place_after_exactly_what_was_fed(
-    chat_for: Callable[..., ChatTokens], plan: list[Any], says: list[str]
+    chat_for: Callable[..., ChatTokens], api: str, plan: list[Any], says: list[str]
 ) -> None:
     bench = Bench(chat_for("qwen2_5"), AgentConfig(max_turns=100, max_response_tokens=100_000))
     bench.says.texts += says
     await bench.start()
-    agent = Agent(bench, await bench.open())
+    agent = Agent(bench, await bench.open(), api)
     for step in plan:
         await agent.do(step)
     if not agent.told:

@@ -9,16 +9,11 @@ from typing import Any
 
 import httpx2
 import pytest
+from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from penstock.agent_loops import ChatTokens
 from penstock.gateway import wire
-
-PARSERS: dict[str, Any] = {
-    "/v1/chat/completions": ("chat", wire.parse_chat, wire.chat_body, wire.ChatStream),
-    "/v1/completions": ("completions", wire.parse_completion, wire.completion_body, wire.CompletionStream),
-    "/v1/responses": ("responses", wire.parse_response, wire.response_body, wire.ResponseStream),
-}
 
 
 def text_of_chat(chat: ChatTokens) -> wire.Detokenizer:
@@ -43,26 +38,29 @@ class Scripted:
     answers: Iterator[str]
     chunk_ids: int = 1
     limit_ids: int = 10_000
+    inside_thinking: bool = False
     asks: list[wire.CompletionRequest] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     choices: list[list[wire.Choice]] = field(default_factory=list)
 
     def __call__(self, request: httpx2.Request) -> httpx2.Response:
         self.bodies.append(json.loads(request.content))
+        found = wire.wire_at(request.url.path.removeprefix("/v1/"))
+        assert found
         try:
-            return self.answered(request.url.path, self.bodies[-1])
+            return self.answered(found, self.bodies[-1])
         except wire.InvalidRequest as error:
-            return httpx2.Response(400, json=wire.invalid_request_body(error))
+            return httpx2.Response(400, json=found.errors.body(400, str(error), error.field or None, error.code))
 
-    def answered(self, path: str, body: dict[str, Any]) -> httpx2.Response:
-        api, parse, build, stream = PARSERS[path]
-        ask = parse(body)
+    def answered(self, api: wire.Wire, body: dict[str, Any]) -> httpx2.Response:
+        ask = api.parse(body)
         self.asks.append(ask)
-        head = wire.AnswerHead(wire.answer_id(api, str(len(self.asks))), 1_700_000_000, "tiny", 11)
-        content = b"".join(self.events(ask, head, stream(ask, head)))
+        answer_id = wire.answer_id(ask.api, str(len(self.asks)))
+        head = wire.AnswerHead(answer_id, 1_700_000_000, "tiny", 11, inside_thinking=self.inside_thinking)
+        content = b"".join(self.events(ask, head, api.stream(ask, head)))
         if ask.stream:
             return httpx2.Response(200, content=content, headers={"content-type": "text/event-stream"})
-        return httpx2.Response(200, json=build(ask, head, self.choices[-1]))
+        return httpx2.Response(200, json=api.answer(ask, head, self.choices[-1]))
 
     def events(self, ask: wire.CompletionRequest, head: wire.AnswerHead, stream: Any) -> Iterator[bytes]:
         """The choices take turns, a few ids each."""
@@ -85,6 +83,10 @@ class Scripted:
         transport = httpx2.MockTransport(self)
         http = httpx2.AsyncClient(transport=transport)
         return AsyncOpenAI(base_url="http://episode/v1", api_key="key", http_client=http, max_retries=0)
+
+    def anthropic(self) -> AsyncAnthropic:
+        http = httpx2.AsyncClient(transport=httpx2.MockTransport(self))
+        return AsyncAnthropic(base_url="http://episode", api_key="key", http_client=http, max_retries=0)
 
 
 @pytest.fixture

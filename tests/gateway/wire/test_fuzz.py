@@ -14,11 +14,16 @@ from penstock.gateway.wire import (
     ChatBody,
     CompletionBody,
     CompletionRequest,
+    CountBody,
     InvalidRequest,
+    MessagesBody,
     ResponseBody,
+    anthropic_error_body,
     invalid_request_body,
     parse_chat,
     parse_completion,
+    parse_count_tokens,
+    parse_messages,
     parse_response,
 )
 
@@ -36,16 +41,36 @@ ITEMS = [
     {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
     {"type": "function_call_output", "call_id": "c", "output": "x"},
 ]
+TURNS = [
+    {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "h", "signature": "penstock.WyJhIiwgImIiXQ=="},
+            {"type": "tool_use", "id": "c", "name": "f", "input": {"a": [1]}},
+        ],
+    },
+    {"role": "system", "content": "s"},
+    {
+        "role": "user",
+        "content": [{"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "x"}]}],
+    },
+]
+TOOLS_OF_TURNS = [{"name": "f", "input_schema": {"type": "object"}}]
+TURNS_BODY = {"model": "m", "system": [{"type": "text", "text": "s"}], "messages": TURNS, "tools": TOOLS_OF_TURNS}
 ROUTES = [
     (parse_chat, ChatBody, {"model": "m", "messages": MESSAGES}),
     (parse_completion, CompletionBody, {"model": "m", "prompt": [[1, 2]]}),
     (parse_response, ResponseBody, {"model": "m", "input": ITEMS}),
+    (parse_messages, MessagesBody, {**TURNS_BODY, "max_tokens": 5, "tool_choice": {"type": "auto"}}),
+    (parse_count_tokens, CountBody, TURNS_BODY),
 ]
+NAMES = ["chat", "completions", "responses", "messages", "count_tokens"]
 OTHER_FIELDS = [
     *("audio", "background", "context_management", "conversation", "echo", "function_call", "functions", "image"),
     *("logit_bias", "max_tool_calls", "metadata", "modalities", "prediction", "presence_penalty", "prompt"),
     *("reasoning", "reasoning_effort", "response_format", "store", "suffix", "text", "top_logprobs", "truncation"),
-    *("user", "verbosity", "web_search_options"),
+    *("user", "verbosity", "web_search_options", "container", "mcp_servers", "output_format", "thinking"),
 ]
 """Read by no route, and known to some of them as harmless or as refused."""
 
@@ -59,7 +84,9 @@ def words_in(value: Any) -> set[str]:
     return {value} if isinstance(value, str) else set()
 
 
-WORDS = sorted(words_in([good for _, _, good in ROUTES]) | {"image_url", "input_image", "url", "system", "auto"})
+WORDS = sorted(
+    words_in([good for _, _, good in ROUTES]) | {"image_url", "input_image", "url", "system", "auto", "image", "none"}
+)
 SCALARS = (
     st.none()
     | st.booleans()
@@ -77,7 +104,7 @@ ANY_JSON = st.recursive(
 )
 
 
-@pytest.mark.parametrize(("parse", "fields", "good"), ROUTES, ids=["chat", "completions", "responses"])
+@pytest.mark.parametrize(("parse", "fields", "good"), ROUTES, ids=NAMES)
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_any_body(parse: Parse, fields: Any, good: dict[str, Any], data: st.DataObject) -> None:
@@ -86,7 +113,7 @@ def test_any_body(parse: Parse, fields: Any, good: dict[str, Any], data: st.Data
     check(parse, data.draw(st.sampled_from([{**good, **more}, more, *more.values(), None])))
 
 
-@pytest.mark.parametrize(("parse", "fields", "good"), ROUTES, ids=["chat", "completions", "responses"])
+@pytest.mark.parametrize(("parse", "fields", "good"), ROUTES, ids=NAMES)
 @settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_a_good_body_with_one_place_changed(
@@ -116,3 +143,4 @@ def check(parse: Parse, body: Any) -> None:
         assert refusal.message
         assert refusal.field or not isinstance(body, dict)
         json.dumps(invalid_request_body(refusal), ensure_ascii=False).encode()
+        json.dumps(anthropic_error_body(400, str(refusal)), ensure_ascii=False).encode()

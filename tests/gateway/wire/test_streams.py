@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.agent_loops import ChatTokens
-from penstock.gateway import wire
+from penstock.gateway import next_key, wire
 
 HEAD = wire.AnswerHead("id_1", 1_700_000_000, "tiny", 5, cached_tokens=3)
 TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {}}},)
@@ -97,6 +98,53 @@ def test_responses(
         one for event in events if event["type"] == "response.output_text.delta" for one in event["logprobs"]
     ]
     assert told_tokens == [one for item in done if item["type"] == "message" for one in item["content"][0]["logprobs"]]
+
+
+THOUGHTS = st.lists(
+    st.sampled_from(["<think>", "</think>", "<thi", "</", "hm", " ", "\n", CALL, "STOP", "日"]) | st.text(max_size=2),
+    max_size=9,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(answer=THOUGHTS.map("".join), size=st.integers(1, 7), inside=st.booleans(), cut=st.integers(1, 60))
+def test_messages(
+    detokenizer: wire.Detokenizer, chat_for: Callable[..., Any], answer: str, size: int, inside: bool, cut: int
+) -> None:
+    """Blocks are opened, filled and closed one after the other, and are then those of the whole answer."""
+    ask, readers, ids = made(detokenizer, chat_for(), "messages", [answer], tools=TOOLS)
+    head = replace(HEAD, inside_thinking=inside)
+    events, choices = events_of(wire.MessageStream(ask, head), readers, ids, size, cut)
+    whole = wire.message_body(ask, head, choices)
+    wire.MessageAnswer.model_validate(whole)
+    assert summed(events) == whole
+    sent_back = {"role": "assistant", "content": whole["content"]}
+    body = {"model": "tiny", "max_tokens": 1, "messages": [sent_back, {"role": "user", "content": "x"}]}
+    (message, _) = wire.parse_messages(body).messages
+    assert next_key("", message) == next_key("", wire.message_of(choices[0]))
+
+
+def summed(events: list[Any]) -> Any:
+    """The message that a client puts together."""
+    first, *blocks, delta, stop = events
+    assert [first["type"], delta["type"], stop["type"]] == ["message_start", "message_delta", "message_stop"]
+    content: list[Any] = []
+    for event in blocks:
+        kind = event["type"].removeprefix("content_block_")
+        if kind == "start":
+            content.append(dict(event["content_block"]))
+        assert event["index"] == len(content) - 1
+        if kind == "delta":
+            ((field, piece),) = ((name, one) for name, one in event["delta"].items() if name != "type")
+            assert piece
+            assert event["delta"]["type"] == ("input_json_delta" if field == "partial_json" else f"{field}_delta")
+            if field == "partial_json":
+                content[-1]["input"] = json.loads(piece)
+            else:
+                content[-1][field] += piece
+    order = [event["type"].removeprefix("content_block_") for event in blocks if not event["type"].endswith("delta")]
+    assert order == ["start", "stop"] * len(content)
+    return {**first["message"], "content": content, **delta["delta"], "usage": delta["usage"]}
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,0 +1,351 @@
+"""/v1/messages and /v1/messages/count_tokens of Anthropic: the body → `CompletionRequest`.
+
+Content blocks become messages for the chat template, in their order; answers are in `messages_answers.py`:
+
+    system                                      ──► a system message before all others
+    user: tool_result · tool_result · text      ──► a tool message each, then a user message
+    assistant: thinking · text · tool_use       ──► one assistant message; our thinking is part of its text
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from penstock.gateway.wire.schema import (
+    NOT_HERE,
+    UNCONSTRAINED,
+    BodyFields,
+    ContentPart,
+    Count,
+    Function,
+    Name,
+    Refused,
+    SamplingBody,
+    Stop,
+    WireModel,
+    check_names,
+    ignored_fields,
+    image_part,
+    plain_content,
+    sampling_of,
+    text_part,
+    tool_schema,
+)
+from penstock.gateway.wire.thinking_blocks import text_before
+from penstock.gateway.wire.types import CompletionRequest, InvalidRequest
+
+MAX_STOPS = 64
+ACCOUNTING = "x-anthropic-billing-header:"
+"""Begins a system block of Claude Code's that differs from call to call and is not for the model: ignored."""
+
+
+class TextBlock(ContentPart):
+    type: Literal["text"]
+    text: str
+    cache_control: Any = None
+    """Ignored, as the next one."""
+    citations: Any = None
+
+    @property
+    def plain(self) -> dict[str, str]:
+        return text_part(self.text)
+
+
+class InlineImage(WireModel):
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+    @property
+    def url(self) -> str:
+        return f"data:{self.media_type};base64,{self.data}"
+
+
+class LinkedImage(WireModel):
+    type: Literal["url"]
+    url: str
+
+
+class ImageBlock(ContentPart):
+    type: Literal["image"]
+    source: Annotated[InlineImage | LinkedImage, Field(discriminator="type")]
+    cache_control: Any = None
+    """Ignored."""
+
+    @property
+    def plain(self) -> dict[str, str]:
+        return image_part(self.source.url)
+
+
+class ThinkingBlock(WireModel):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+    """Of our own answers: see `thinking_blocks`. Others' thinking is given to templates that know it."""
+
+
+class RedactedThinkingBlock(WireModel):
+    """Ignored: only the model that wrote it could read it."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class ToolUseBlock(WireModel):
+    type: Literal["tool_use"]
+    id: Name
+    name: Name
+    input: dict[str, Any]
+    cache_control: Any = None
+    """Ignored, as the next one."""
+    caller: Any = None
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """For a chat template."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.input}}
+
+
+ResultPart = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
+
+
+class ToolResultBlock(WireModel):
+    type: Literal["tool_result"]
+    tool_use_id: Name
+    content: str | list[ResultPart] | None = None
+    is_error: bool | None = None
+    """Ignored: chat templates have no place for it, and the content says what went wrong."""
+    cache_control: Any = None
+    """Ignored."""
+
+
+UserBlock = Annotated[TextBlock | ImageBlock | ToolResultBlock, Field(discriminator="type")]
+AssistantBlock = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock, Field(discriminator="type")
+]
+
+
+class UserTurn(WireModel):
+    role: Literal["user"]
+    content: str | Annotated[list[UserBlock], Field(min_length=1)]
+
+
+class AssistantTurn(WireModel):
+    role: Literal["assistant"]
+    content: str | list[AssistantBlock]
+
+
+class SystemTurn(WireModel):
+    """Stands anywhere between the others."""
+
+    role: Literal["system"]
+    content: str | list[TextBlock]
+
+
+Turns = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="role")]
+
+
+def plain_turns(system: str | Sequence[TextBlock] | None, turns: Sequence[Turns], *, images: bool) -> tuple[Any, ...]:
+    """Messages as a chat template takes them. Raises `InvalidRequest`."""
+    messages = [] if not system else [{"role": "system", "content": _system_text(system)}]
+    for i, turn in enumerate(turns):
+        where = f"messages.{i}.content"
+        if isinstance(turn, AssistantTurn):
+            messages.append(_assistant(turn.content, where))
+        elif isinstance(turn, SystemTurn):
+            messages.append({"role": "system", "content": plain_content(turn.content, where, images)})
+        elif isinstance(turn.content, str):
+            messages.append({"role": "user", "content": turn.content})
+        else:
+            messages += _user(turn.content, where, images)
+    if isinstance(turns[-1], AssistantTurn):
+        problem = "is the assistant's: an answer that the client began cannot be continued; ask in a user message"
+        raise InvalidRequest(f"messages.{len(turns) - 1}", problem, "unsupported_parameter")
+    return tuple(messages)
+
+
+def _system_text(system: str | Sequence[TextBlock]) -> str:
+    if isinstance(system, str):
+        return system
+    return "".join(block.text for block in system if not block.text.startswith(ACCOUNTING))
+
+
+def _user(blocks: Sequence[Any], where: str, images: bool) -> list[dict[str, Any]]:
+    """Results and the texts between them, one message each."""
+    messages: list[dict[str, Any]] = []
+    parts: list[ContentPart] = []
+    for i, block in enumerate(blocks):
+        if isinstance(block, ToolResultBlock):
+            messages += _text_message(parts)
+            parts = []
+            content = plain_content(block.content, f"{where}.{i}.content", images)
+            messages.append({"role": "tool", "content": content, "tool_call_id": block.tool_use_id})
+            continue
+        if isinstance(block, ImageBlock) and not images:
+            raise InvalidRequest(f"{where}.{i}", "this model takes no images", "unsupported_parameter")
+        parts.append(block)
+    return messages + _text_message(parts)
+
+
+def _text_message(parts: Sequence[ContentPart]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": plain_content(parts, "", True)}] if parts else []
+
+
+def _assistant(content: str | Sequence[Any], where: str) -> dict[str, Any]:
+    if isinstance(content, str):
+        return {"role": "assistant", "content": content}
+    texts: list[str] = []
+    foreign: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for i, block in enumerate(content):
+        if isinstance(block, ToolUseBlock):
+            calls.append(block.call)
+        elif calls and not isinstance(block, RedactedThinkingBlock):
+            problem = "stands after a tool_use block: calls are the end of an answer for a chat template"
+            raise InvalidRequest(f"{where}.{i}", problem, "unsupported_parameter")
+        elif isinstance(block, TextBlock):
+            texts.append(block.text)
+        elif isinstance(block, ThinkingBlock):
+            ours = text_before(block.thinking, block.signature)
+            (foreign if ours is None else texts).append(block.thinking if ours is None else ours)
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    return (
+        message
+        | ({"reasoning_content": "".join(foreign)} if foreign else {})
+        | ({"tool_calls": calls} if calls else {})
+    )
+
+
+# tools -------------------------------------------------------------------------------------------------------------
+class CustomTool(WireModel):
+    """Tools that Anthropic runs or defines itself (search, shells, editors, computers) are refused."""
+
+    type: Literal["custom"] | None = None
+    name: Name
+    description: str | None = None
+    input_schema: dict[str, Any]
+    cache_control: Any = None
+    """Ignored, as the next two."""
+    strict: bool | None = None
+    eager_input_streaming: bool | None = None
+    defer_loading: Literal[False] | None = Field(None, description="All tools are in the prompt.")
+    allowed_callers: list[Literal["direct"]] | None = None
+    input_examples: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @property
+    def function(self) -> Function:
+        return Function(name=self.name, description=self.description, parameters=self.input_schema)
+
+
+class ChoiceOfTools(WireModel):
+    type: str = Field(json_schema_extra={"enum": ["auto", "none"]})
+    name: str | None = Field(None, json_schema_extra={"not": {}})
+    disable_parallel_tool_use: bool | None = Field(None, description="True: the answer ends after its first call.")
+
+    def check(self) -> None:
+        """Raises `InvalidRequest` for a choice that would force the model."""
+        if self.type not in ("auto", "none") or self.name is not None:
+            raise InvalidRequest(
+                "tool_choice",
+                f"{self.type!r} is not supported here: sampling is not constrained, so no call can be forced; "
+                "use 'auto' or 'none', and ask for the call in the prompt",
+                "unsupported_parameter",
+            )
+
+
+class OutputConfig(WireModel):
+    effort: str | None = None
+    """Ignored: the served model has no such setting, and Claude Code always sends one."""
+    format: Any = Field(None, json_schema_extra={"not": {}})
+
+
+# bodies ------------------------------------------------------------------------------------------------------------
+UNREAD = frozenset(
+    [
+        *("cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed", "thinking"),
+        *("user_profile_id", "workspace_id"),
+    ]
+)
+"""Ignored: bookkeeping of Anthropic's, and `thinking`: whether the model thinks is in its chat template."""
+CLEARS_NOTHING: tuple[Any, ...] = ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
+NOT_MESSAGES = {
+    "container": Refused(NOT_HERE),
+    "context_management": Refused("contexts only grow", CLEARS_NOTHING),
+    "mcp_servers": Refused(NOT_HERE, ([],)),
+    "output_format": Refused(UNCONSTRAINED),
+}
+
+
+class MessagesPrompt(WireModel):
+    """Fields that make the prompt."""
+
+    model_config = ConfigDict(json_schema_extra=ignored_fields(UNREAD))
+
+    model: Name
+    messages: list[Turns] = Field(min_length=1)
+    system: str | list[TextBlock] | None = None
+    tools: list[CustomTool] | None = None
+    tool_choice: ChoiceOfTools | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesBody(SamplingBody, MessagesPrompt):
+    """Fields of a request that are used; also its OpenAPI schema."""
+
+    model_config = ConfigDict(json_schema_extra=ignored_fields(UNREAD))
+
+    max_tokens: Count = Field(description="A bound: where agent.max_new_tokens is lower, that one holds.")
+    stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+
+
+FIELDS = BodyFields(MessagesBody, harmless=UNREAD, refused=NOT_MESSAGES)
+OF_SAMPLING = frozenset(MessagesBody.model_fields) - frozenset(MessagesPrompt.model_fields)
+
+
+class CountBody(MessagesPrompt):
+    """Fields of /v1/messages/count_tokens; those of sampling are ignored, they do not change the count."""
+
+    model_config = ConfigDict(json_schema_extra=ignored_fields(UNREAD | OF_SAMPLING))
+
+
+COUNT_FIELDS = BodyFields(CountBody, harmless=UNREAD | OF_SAMPLING, refused=NOT_MESSAGES)
+
+
+def parse_messages(body: Any, *, images: bool = False) -> CompletionRequest:
+    """Raises `InvalidRequest` naming the field. `images`: the model takes image blocks."""
+    asked = FIELDS.read(body)
+    return _request(
+        asked,
+        images,
+        sampling=sampling_of(asked, asked.max_tokens),
+        limit_is_bound=True,
+        stop=tuple(asked.stop_sequences or ()),
+        stream=bool(asked.stream),
+    )
+
+
+def parse_count_tokens(body: Any, *, images: bool = False) -> CompletionRequest:
+    """The request whose prompt is to be counted. Raises `InvalidRequest` naming the field."""
+    return _request(COUNT_FIELDS.read(body), images)
+
+
+def _request(asked: MessagesPrompt, images: bool, **sampling: Any) -> CompletionRequest:
+    functions = [tool.function for tool in asked.tools or []]
+    check_names(functions)
+    choice = asked.tool_choice or ChoiceOfTools(type="auto")
+    choice.check()
+    if asked.output_config is not None and asked.output_config.format is not None:
+        raise InvalidRequest("output_config.format", f"is not supported here: {UNCONSTRAINED}", "unsupported_parameter")
+    return CompletionRequest(
+        api="messages",
+        model=asked.model,
+        messages=plain_turns(asked.system, asked.messages, images=images),
+        tools=tuple(tool_schema(function) for function in functions),
+        tool_choice="none" if choice.type == "none" else "auto",
+        parallel_tool_calls=choice.disable_parallel_tool_use is not True,
+        include_usage=True,
+        **sampling,
+    )
