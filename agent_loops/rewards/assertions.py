@@ -45,7 +45,7 @@ class BadAssertion(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ProgramStep:
     """One piece of source that the box runs, in order."""
 
     kind: Literal["exec", "eval"]
@@ -56,7 +56,7 @@ class Step:
 class Assertion:
     """The statements of one test case."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[ProgramStep, ...]
     """What the box runs: statements, and expressions whose values come back."""
     tests: tuple[CodeType, ...]
     """What must be true here, of the names that `_value_name` gives those values."""
@@ -105,7 +105,7 @@ class _Split(ast.NodeTransformer):
     """Collects what the box runs, and leaves names for its values."""
 
     def __init__(self) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[ProgramStep] = []
         self.values = 0
 
     def is_test(self, statement: ast.stmt) -> TypeGuard[ast.Assert]:
@@ -115,7 +115,7 @@ class _Split(ast.NodeTransformer):
         if not isinstance(statement, _SETUP):
             raise _refused(statement, f"a {type(statement).__name__} could judge inside the box")
         _check_no_comparison(statement)
-        self.steps.append(Step("exec", ast.unparse(statement)))
+        self.steps.append(ProgramStep("exec", ast.unparse(statement)))
         return False
 
     def split(self, statement: ast.Assert) -> CodeType:
@@ -145,7 +145,7 @@ class _Split(ast.NodeTransformer):
 
     def _take(self, node: ast.AST) -> ast.Name:
         _check_no_comparison(node)
-        self.steps.append(Step("eval", ast.unparse(node)))
+        self.steps.append(ProgramStep("eval", ast.unparse(node)))
         self.values += 1
         return ast.Name(_value_name(self.values - 1), ast.Load())
 

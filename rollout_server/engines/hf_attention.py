@@ -1,12 +1,12 @@
 """Attention of the hf engine: the rows of a bucket as one padded batch, and no argument left out.
 
 All tokens of a pass go through the model as one sequence [1, Q]; only attention knows which request each belongs to.
-`Step.attend` writes the new keys and values into the cache and lets runs of neighbouring rows with equally many new
-tokens attend together, to the columns of their bucket: one call per layer where all requests decode.
+`ForwardStep.attend` writes the new keys and values into the cache and lets runs of neighbouring rows with equally many
+new tokens attend together, to the columns of their bucket: one call per layer where all requests decode.
 
 Capped scores (Gemma 2) are computed here, because transformers' ``sdpa`` ignores the cap. Any other argument that could
-change a score is refused: if it were ignored, every logprob would differ from the trainer's. Calls without a `Step`
-(vision-language models, plain passes) are transformers' own.
+change a score is refused: if it were ignored, every logprob would differ from the trainer's. Calls without a
+`ForwardStep` (vision-language models, plain passes) are transformers' own.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Run:
         return torch.zeros(unseen.shape, dtype=dtype).masked_fill_(unseen, -torch.inf).repeat(1, 1, groups, 1)
 
 
-class Step:
+class ForwardStep:
     """One forward pass over the rows that have `new` tokens."""
 
     def __init__(self, cache: KVCache) -> None:
@@ -149,7 +149,7 @@ class Step:
 
 
 class Probe:
-    """Stands for a `Step` in a pass that finds out which layers attend, and with which shapes. Sees no mask."""
+    """Stands for a `ForwardStep` in a pass that finds out which layers attend, and with which shapes. Sees no mask."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[torch.Size, torch.Size]] = {}
@@ -198,7 +198,7 @@ def attend_by_request(  # noqa: PLR0917 (the signature is transformers')
     position_bias: torch.Tensor | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    step: Step | Probe | None = None,
+    step: ForwardStep | Probe | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [1, H, Q, D]; key, value [1, KV, Q, D]: the tokens of `step`, end to end. Returns [1, Q, H, D].

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines.hf_attention import USE_ANOTHER, Probe, Step, UnsupportedArguments
+from penstock.rollout_server.engines.hf_attention import USE_ANOTHER, ForwardStep, Probe, UnsupportedArguments
 from penstock.rollout_server.engines.hf_cache import PAGE_TOKENS, KVCache, Layout, Row
 from penstock.rollout_server.engines.hf_sampling import LiveRequests, Record, Sampler
 from penstock.rollout_server.protocol import Sampling
@@ -174,7 +174,7 @@ class Batcher(LiveRequests[Row]):
             self._receive()
             self._admit()
             self._choose()
-            step = Step(self.cache)
+            step = ForwardStep(self.cache)
             if not step.ids:
                 return False
             sampling = [row for row in step.rows if row.new == row.left]
@@ -252,7 +252,7 @@ class Batcher(LiveRequests[Row]):
         self._running.remove(row)
         self._waiting.appendleft(row)
 
-    def _fed(self, step: Step) -> None:
+    def _fed(self, step: ForwardStep) -> None:
         for row in step.rows:
             row.fed += row.new
             if row.fed == row.record.context_len and row.reused < row.fed // PAGE_TOKENS * PAGE_TOKENS:
@@ -292,12 +292,14 @@ def tokens_of_a_step(model: Any) -> int:
 
 
 # the model -----------------------------------------------------------------------------------------------------------
-def forward(model: Any, step: Step, rows: list[Row]) -> torch.Tensor:
+def forward(model: Any, step: ForwardStep, rows: list[Row]) -> torch.Tensor:
     """Logits [rows, V] at the last of the new tokens of `rows`, some of the step's, in its order."""
     return _pass(model, step.ids, step.positions, step, step.last_tokens(rows)).float()
 
 
-def _pass(model: Any, ids: list[int], positions: list[int], step: Step | Probe, keep: torch.Tensor) -> torch.Tensor:
+def _pass(
+    model: Any, ids: list[int], positions: list[int], step: ForwardStep | Probe, keep: torch.Tensor
+) -> torch.Tensor:
     # A mask of four dimensions is taken as it is: none is made, and attention reads the step instead.
     inputs = {"input_ids": torch.tensor([ids]), "position_ids": torch.tensor([positions])}
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
@@ -352,10 +354,10 @@ def _compare(model: Any, probe: Probe, contexts: list[list[int]]) -> None:
     for row in rows:
         cache.start(row)
         row.new = row.left
-    forward(model, Step(cache), rows)
+    forward(model, ForwardStep(cache), rows)
     for row, ids in zip(rows, contexts, strict=True):
         row.fed, row.new, row.ids = len(ids) - 1, 1, ids
-    batched = forward(model, Step(cache), rows)
+    batched = forward(model, ForwardStep(cache), rows)
     passes = [model(input_ids=torch.tensor([ids]), use_cache=False) for ids in contexts]
     alone = torch.stack([one.logits[0, -1].float() for one in passes])
     apart = (batched.log_softmax(-1) - alone.log_softmax(-1)).abs().max().item()
