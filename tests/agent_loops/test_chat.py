@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.agent_loops import AgentConfig, Budget, TemplateError
-from penstock.agent_loops.chat import chat_of, verify_template
+from penstock.agent_loops.chat import chat_of, tools_problem, verify_template
 from penstock.tools import ToolResult
 
 TOOLS = [
@@ -226,3 +226,54 @@ def test_a_template_without_an_end_of_turn_token_is_refused(chat_for):
 def test_a_template_with_a_mistake_is_named_with_its_line(chat_for):
     with pytest.raises(TemplateError, match=r"chat template has a mistake in line 2: .*endfo"):
         chat_for("{%- for m in messages %}\n{{ m.role }}{%- endfo %}<|im_end|>")
+
+
+def test_chat_prompt_ids_and_counts_are_those_of_the_text(chat_for):
+    chat = chat_for("qwen2_5")
+    text = chat.template.render([USER], TOOLS, prompt=True)
+    assert chat.decode(chat.prompt_ids([USER], TOOLS)) == text
+    assert chat.count_tokens("12+34") == len(chat.encode("12+34")) > 1
+
+
+def test_chat_names_a_text_on_which_the_tokenizer_panics(chat_for, monkeypatch):
+    """The library's panic is a `BaseException`; an interrupt is one too, and passes."""
+    chat, panic = chat_for("qwen2_5"), type("PanicException", (BaseException,), {})
+
+    def raises(error):
+        def encode(*_arguments, **_settings):
+            raise error
+
+        monkeypatch.setattr(chat.tokenizer, "encode", encode)
+
+    raises(panic("index out of bounds"))
+    with pytest.raises(TemplateError, match="these 5 characters: index out of bounds"):
+        chat.encode("12+34")
+    raises(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        chat.encode("12+34")
+
+
+@pytest.mark.parametrize(("text", "problem"), [("{", "is no JSON: "), ("[2]", "is no JSON object")])
+def test_chat_names_a_model_file_that_cannot_be_read(tokenizer_for, tmp_path, text, problem):
+    tokenizer_for("qwen2_5").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(TemplateError, match=f"generation_config.json.*{problem}"):
+        chat_of(str(tmp_path), AgentConfig())
+
+
+def test_chat_says_why_a_model_takes_no_tools(chat_for):
+    assert tools_problem(chat_for("qwen2_5")) == ""
+    assert "ignores tools" in tools_problem(chat_for("chatml"))
+
+
+SHOWS_TOOLS_ANEW = (
+    "{%- for m in messages %}{{ m.role ~ ':' ~ m.content }}{%- for c in m.tool_calls or [] %}"
+    "{{ '<tool_call>\\n' ~ c.function | tojson ~ '\\n</tool_call>' }}{%- endfor %}{{ '<|im_end|>' }}"
+    "{%- if m.role == 'tool' and tools %}{{ tools | tojson }}{%- endif %}{%- endfor %}"
+    "{{- tools | tojson if tools else '' }}{%- if add_generation_prompt %}assistant:{%- endif %}"
+)
+
+
+def test_chat_refuses_a_template_that_shows_tools_after_results(chat_for):
+    with pytest.raises(TemplateError, match="shows tools again after a call"):
+        verify_template(chat_for(SHOWS_TOOLS_ANEW), TOOLS)

@@ -126,6 +126,24 @@ async def test_a_dead_letters_journal_counts_until_it_goes(make_queue, split: st
         assert await queue.dead_letter(lease.episode_id) is None
 
 
+async def test_dead_letters_come_in_pages_oldest_first(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, max_attempts=1))
+    await queue.submit([task(number, "eval/1") for number in range(3)])
+    for lease in await queue.lease_episodes("worker", 3, 0):
+        assert await queue.fail(lease, INFRA) is False
+
+    async def page(limit: int, start: int = 0) -> list[str]:
+        return [letter.episode_id for letter in await queue.dead_letters(limit, start)]
+
+    first, second, third = await page(3)
+    assert [await page(2), await page(1, 1), await page(2, 2), await page(2, 3)] == [
+        [first, second],
+        [second],
+        [third],
+        [],
+    ]
+
+
 async def test_bytes_of_many_dead_letters_end_at_zero(make_queue) -> None:
     """The newest letters alone keep their journals; whether kept or not, each is subtracted once."""
     queue = await make_queue(replace(LIMITS, max_attempts=1))

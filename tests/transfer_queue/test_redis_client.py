@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import pytest
-from redis.exceptions import BusyLoadingError
-from redis_parts import PASSWORD, Proxy, make_certificates, open_to, small_scripts  # noqa: F401 - a fixture
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import BusyLoadingError, DataError
+from redis_parts import (
+    PASSWORD,
+    Proxy,
+    make_certificates,
+    nothing_left_open,
+    open_to,
+    small_scripts,  # noqa: F401 - a fixture
+)
 
 from penstock.transfer_queue import BadPayload, LeaseLost, QueueError, QueueUnavailable, RedisServer, StepError
 from penstock.transfer_queue.redis import Connection, RedisCall
@@ -172,6 +181,24 @@ async def test_a_redis_that_loads_without_progress_is_given_up() -> None:
             await connection.command("GET", "a")
 
 
+async def test_a_redis_that_falls_silent_is_given_up(server: RedisServer) -> None:
+    """The connection stands and replies do not come: no call may take that for an answer."""
+    async with Proxy(server.port) as proxy, asyncio.timeout(60):
+        connection = await open_to(proxy.url, deadline_s=0.5)
+        proxy.hold_for = b"never sent"
+        for call in (connection.command("GET", "a"), connection.script("echo", "k")):
+            with pytest.raises(QueueUnavailable, match="no reply in time"):
+                await call
+        await connection.close()
+
+
+async def test_an_argument_that_cannot_be_sent_is_not_repeated(connection: Connection) -> None:
+    async with asyncio.timeout(10):  # half of the deadline
+        with pytest.raises(DataError):
+            await connection.command("SET", "a", {"not": "bytes"})
+    assert await connection.command("GET", "a") is None
+
+
 async def test_a_payload_that_does_not_come_is_named(server: RedisServer) -> None:
     connection = await open_to(server.url, deadline_s=0.4)
     with pytest.raises(QueueUnavailable, match=r"weigh: no answer from redis://.* for \d+\.\d s: RETRY no payload"):
@@ -197,7 +224,13 @@ async def test_a_wrong_command_is_not_repeated(connection: Connection, server: R
     assert await connection.command("GET", "n") == b"1"
 
 
-async def test_a_cancelled_call_leaves_no_reply_to_the_next(connection: Connection) -> None:
+@pytest.mark.parametrize("library_hangs_up", [True, False])
+async def test_a_cancelled_call_leaves_no_reply_to_the_next(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch, library_hangs_up: bool
+) -> None:
+    """Whether redis-py ends the connection of a cancelled read, or leaves that to us."""
+    read = partialmethod(AbstractConnection.read_response, disconnect_on_error=library_hangs_up)
+    monkeypatch.setattr(AbstractConnection, "read_response", read)
     waiting = asyncio.create_task(connection.command("BLPOP", "list", 0))
     while (await connection.info())["blocked_clients"] == 0:
         await asyncio.sleep(0.005)
@@ -208,6 +241,20 @@ async def test_a_cancelled_call_leaves_no_reply_to_the_next(connection: Connecti
     assert await asyncio.gather(*(connection.command("ECHO", str(n)) for n in range(100))) == [
         str(n).encode() for n in range(100)
     ]
+
+
+async def test_a_call_that_outlives_close_takes_its_connection_along(
+    server: RedisServer, connection: Connection
+) -> None:
+    closed = await open_to(server.url)
+    with nothing_left_open():
+        waiting = asyncio.create_task(closed.command("BLPOP", "list", 0))
+        while (await connection.info())["blocked_clients"] == 0:
+            await asyncio.sleep(0.005)
+        await closed.close()
+        await connection.command("RPUSH", "list", "x")
+        assert await waiting == (b"list", b"x")
+        del waiting, closed
 
 
 async def test_more_calls_than_connections(connection: Connection) -> None:
