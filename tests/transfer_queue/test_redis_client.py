@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Sequence
 from functools import partialmethod
 from pathlib import Path
@@ -187,8 +188,11 @@ async def test_a_redis_that_falls_silent_is_given_up(server: RedisServer) -> Non
         connection = await open_to(proxy.url, deadline_s=0.5)
         proxy.hold_for = b"never sent"
         for call in (connection.command("GET", "a"), connection.script("echo", "k")):
-            with pytest.raises(QueueUnavailable, match="no reply in time"):
+            with pytest.raises(QueueUnavailable, match="no reply in time") as caught:
                 await call
+            waited_s = re.search(r"for (\d+\.\d) s", str(caught.value))
+            assert waited_s is not None
+            assert 0.1 <= float(waited_s[1]) <= 60
         await connection.close()
 
 
