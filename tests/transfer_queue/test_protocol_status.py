@@ -87,6 +87,30 @@ async def test_waits_add_up(make_queue) -> None:
     assert (await queue.status()).waits_s == {"trainer:batch: slow": 0.75, "agent:admission": 1.0}
 
 
+async def test_ages_are_of_the_state_that_a_group_is_in(make_queue) -> None:
+    """A stall's diagnosis names where groups stand still: an age begins again with each state."""
+    queue, clock = await make_queue(replace(LIMITS, group_size=1)), asyncio.get_running_loop().time
+
+    async def ages() -> dict[str, float]:
+        return dict((await queue.status()).ages_s)
+
+    assert await ages() == {}
+    await queue.submit(tasks(2), cursor=at(2))
+    await asyncio.sleep(1)
+    leased = clock()
+    (lease,) = await queue.lease_episodes("worker", 1, 0)
+    found = await ages()
+    assert found["admitted"] <= clock() - leased + 0.1
+    assert found["queued"] > 0.9, "the second group, which still is"
+    await asyncio.sleep(1)
+    assert (await ages())["admitted"] > 0.9
+    completed = clock()
+    await queue.complete(lease, trajectory(lease))
+    found = await ages()
+    assert found["ready"] <= clock() - completed + 0.1
+    assert found.keys() == {"queued", "ready"}
+
+
 async def test_bytes_follow_tasks_journals_and_payloads(make_queue) -> None:
     queue = await make_queue(LIMITS)
 
