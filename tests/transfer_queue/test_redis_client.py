@@ -185,7 +185,8 @@ async def test_a_redis_that_loads_without_progress_is_given_up() -> None:
 async def test_a_redis_that_falls_silent_is_given_up(server: RedisServer) -> None:
     """The connection stands and replies do not come: no call may take that for an answer."""
     async with Proxy(server.port) as proxy, asyncio.timeout(60):
-        connection = await open_to(proxy.url, deadline_s=0.5)
+        connection = await open_to(proxy.url)
+        connection._deadline_s = 0.5
         proxy.hold_for = b"never sent"
         for call in (connection.command("GET", "a"), connection.script("echo", "k")):
             with pytest.raises(QueueUnavailable, match="no reply in time") as caught:
