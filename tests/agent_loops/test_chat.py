@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.agent_loops import AgentConfig, Budget, TemplateError
-from penstock.agent_loops.chat import chat_of, tools_problem, verify_template
+from penstock.agent_loops.chat import chat_of, name_of, tools_problem, verify_template
 from penstock.tools import ToolResult
 
 TOOLS = [
@@ -277,3 +277,29 @@ SHOWS_TOOLS_ANEW = (
 def test_chat_refuses_a_template_that_shows_tools_after_results(chat_for):
     with pytest.raises(TemplateError, match="shows tools again after a call"):
         verify_template(chat_for(SHOWS_TOOLS_ANEW), TOOLS)
+
+
+def test_chat_does_not_repeat_an_end_that_was_sampled(chat_for):
+    chat = chat_for("qwen2_5")
+    delta = [*chat.render_tools([ToolResult("46")])]
+    assert delta[0] == chat.turn_end_id
+    assert [*chat.without_repeated_end(chat.turn_end_id, delta)] == delta[1:]
+    assert [*chat.without_repeated_end(chat.encode("6")[0], delta)] == delta
+    assert [*chat.without_repeated_end(chat.turn_end_id, [])] == []
+
+
+def test_chat_takes_the_parser_that_is_named_or_the_one_that_fits(tokenizer_for, tmp_path):
+    tokenizer_for("qwen2_5").save_pretrained(tmp_path)
+    chosen = [chat_of(str(tmp_path), AgentConfig(parser=name)).parser for name in ("auto", "hermes", "glm")]
+    assert [name_of(parser) for parser in chosen] == ["hermes", "hermes", "glm"]
+
+
+def test_chat_without_a_parser_reads_text_and_shows_no_tools(tokenizer_for, tmp_path):
+    from penstock.agent_loops import Reply
+
+    tokenizer_for("chatml").save_pretrained(tmp_path)
+    chat = chat_of(str(tmp_path), AgentConfig()).for_episode(Budget(5, 1000))
+    assert chat.tool_calls(Reply([], f"{CALL}<|im_end|>", [], "stop")) == []
+    assert chat.start([USER]).context_len > 1
+    with pytest.raises(TemplateError, match="calls"):
+        chat.start([USER], TOOLS)
