@@ -388,3 +388,15 @@ async def test_round_whose_members_do_not_come_ends(tmp_path: Path) -> None:
     assert rounds.last == (1, 0)
     assert rounds.offer(path), "the next round may begin"
     await server.stop()
+
+
+async def test_round_that_is_closed_holds_no_file(tmp_path: Path) -> None:
+    """A trainer that stops within a round's window: `close` returns when nothing of the round is left."""
+    rounds, path = Broadcaster(window_s=60), tmp_path / "weights"
+    path.write_bytes(b"bytes")
+    assert rounds.offer(path)
+    current = rounds._round
+    assert current is not None
+    async with asyncio.timeout(30):
+        await rounds.close()
+    assert current.file.closed
