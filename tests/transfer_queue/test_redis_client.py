@@ -174,6 +174,34 @@ class StuckLoading:
                 call.reply, call.error = b"loading_loaded_bytes:4096\r\n", None
 
 
+class Loading:
+    """`Routes` to a Redis that loads for a second and a half, reads on all the time, and then answers."""
+
+    spreads = False
+    masters = (None,)
+
+    def __init__(self) -> None:
+        self._clock = asyncio.get_running_loop().time
+        self._began, self._loaded = self._clock(), 0
+
+    async def run(self, calls: Sequence[RedisCall]) -> None:
+        for call in calls:
+            if call.args[0] == "INFO":
+                self._loaded += 4096
+                call.reply, call.error = b"loading_loaded_bytes:%d\r\n" % self._loaded, None
+            elif self._clock() - self._began < 1.5:
+                call.error = BusyLoadingError()
+            else:
+                call.reply, call.error = b"1", None
+
+
+async def test_a_redis_that_reads_on_is_waited_for() -> None:
+    loading: Any = Loading()
+    connection = Connection(loading, "redis://loading", deadline_s=0.5, loading_timeout_s=60)
+    async with asyncio.timeout(60):
+        assert await connection.command("GET", "a") == b"1"
+
+
 async def test_a_redis_that_loads_without_progress_is_given_up() -> None:
     stuck: Any = StuckLoading()
     connection = Connection(stuck, "redis://stuck", deadline_s=0.5, loading_timeout_s=2.5)
