@@ -31,6 +31,7 @@ from penstock.transfer_queue import (
     RedisTransferQueue,
     TransferQueue,
     TransferQueueConfig,
+    encode_trajectory,
 )
 from penstock.transfer_queue.redis import newest_append_only_file
 
@@ -421,3 +422,21 @@ async def test_payloads_come_in_round_trips_of_bounded_size(
         monkeypatch.setattr("penstock.transfer_queue.redis.payloads.PIPELINE_BYTES", limit)
         assert [found.episode_id for found in await queue.read(names)] == names
         assert [len(trip) for trip in trips] == expected
+
+
+async def test_a_payload_that_lacks_a_byte_is_not_acknowledged(queue: RedisTransferQueue) -> None:
+    """What is stored under an acknowledged name is whole: else the trainer finds out, and the episode has ended."""
+    await queue.submit(tasks(1), cursor=at(1))
+    (lease,) = await queue.lease_episodes("worker", 1, 0)
+    sent = trajectory(lease)
+    whole = encode_trajectory(sent)
+    key = queue._keys.payload(f"{lease.episode_id}@{lease.fence}")
+    await queue._connection.command("SET", key, whole[:-1])
+    queue._connection._deadline_s = 0.3
+    with pytest.raises(QueueUnavailable, match=f"{len(whole) - 1} of {len(whole)} payload bytes"):
+        await queue.complete(lease, sent)
+    queue._connection._deadline_s = CONFIG.deadline_s
+    assert (await queue.status()).episodes["completed"] == 0
+    await queue._connection.command("DEL", key)
+    await queue.complete(lease, sent)
+    assert (await queue.status()).episodes["completed"] == 1
