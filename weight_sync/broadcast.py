@@ -166,8 +166,12 @@ class Broadcaster:
 
 def _listen(host: str, count: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.bind((host, 0))
-    listener.listen(count + 1)
+    try:
+        listener.bind((host, 0))
+        listener.listen(count + 1)
+    except BaseException:
+        listener.close()
+        raise
     return listener
 
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.agent_loops import AgentConfig, Budget, TemplateError
-from penstock.agent_loops.chat import chat_of, verify_template
+from penstock.agent_loops.chat import chat_of, name_of, tools_problem, verify_template
 from penstock.tools import ToolResult
 
 TOOLS = [
@@ -233,3 +233,80 @@ def test_a_template_that_asks_for_nothing_is_named_with_its_line(chat_for):
     with pytest.raises(TemplateError, match=r"template of .* asks in line 2 for .*'foo'") as caught:
         chat_for("{%- for m in messages %}\n{{ m.foo.bar }}{%- endfor %}<|im_end|>")
     assert "roles" not in str(caught.value)
+
+
+def test_chat_prompt_ids_and_counts_are_those_of_the_text(chat_for):
+    chat = chat_for("qwen2_5")
+    text = chat.template.render([USER], TOOLS, prompt=True)
+    assert chat.decode(chat.prompt_ids([USER], TOOLS)) == text
+    assert chat.count_tokens("12+34") == len(chat.encode("12+34")) > 1
+
+
+def test_chat_names_a_text_on_which_the_tokenizer_panics(chat_for, monkeypatch):
+    """The library's panic is a `BaseException`; an interrupt is one too, and passes."""
+    chat, panic = chat_for("qwen2_5"), type("PanicException", (BaseException,), {})
+
+    def raises(error):
+        def encode(*_arguments, **_settings):
+            raise error
+
+        monkeypatch.setattr(chat.tokenizer, "encode", encode)
+
+    raises(panic("index out of bounds"))
+    with pytest.raises(TemplateError, match="these 5 characters: index out of bounds"):
+        chat.encode("12+34")
+    raises(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        chat.encode("12+34")
+
+
+@pytest.mark.parametrize(("text", "problem"), [("{", "is no JSON: "), ("[2]", "is no JSON object")])
+def test_chat_names_a_model_file_that_cannot_be_read(tokenizer_for, tmp_path, text, problem):
+    tokenizer_for("qwen2_5").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(TemplateError, match=f"generation_config.json.*{problem}"):
+        chat_of(str(tmp_path), AgentConfig())
+
+
+def test_chat_says_why_a_model_takes_no_tools(chat_for):
+    assert tools_problem(chat_for("qwen2_5")) == ""
+    assert "ignores tools" in tools_problem(chat_for("chatml"))
+
+
+SHOWS_TOOLS_ANEW = (
+    "{%- for m in messages %}{{ m.role ~ ':' ~ m.content }}{%- for c in m.tool_calls or [] %}"
+    "{{ '<tool_call>\\n' ~ c.function | tojson ~ '\\n</tool_call>' }}{%- endfor %}{{ '<|im_end|>' }}"
+    "{%- if m.role == 'tool' and tools %}{{ tools | tojson }}{%- endif %}{%- endfor %}"
+    "{{- tools | tojson if tools else '' }}{%- if add_generation_prompt %}assistant:{%- endif %}"
+)
+
+
+def test_chat_refuses_a_template_that_shows_tools_after_results(chat_for):
+    with pytest.raises(TemplateError, match="shows tools again after a call"):
+        verify_template(chat_for(SHOWS_TOOLS_ANEW), TOOLS)
+
+
+def test_chat_does_not_repeat_an_end_that_was_sampled(chat_for):
+    chat = chat_for("qwen2_5")
+    delta = [*chat.render_tools([ToolResult("46")])]
+    assert delta[0] == chat.turn_end_id
+    assert [*chat.without_repeated_end(chat.turn_end_id, delta)] == delta[1:]
+    assert [*chat.without_repeated_end(chat.encode("6")[0], delta)] == delta
+    assert [*chat.without_repeated_end(chat.turn_end_id, [])] == []
+
+
+def test_chat_takes_the_parser_that_is_named_or_the_one_that_fits(tokenizer_for, tmp_path):
+    tokenizer_for("qwen2_5").save_pretrained(tmp_path)
+    chosen = [chat_of(str(tmp_path), AgentConfig(parser=name)).parser for name in ("auto", "hermes", "glm")]
+    assert [name_of(parser) for parser in chosen] == ["hermes", "hermes", "glm"]
+
+
+def test_chat_without_a_parser_reads_text_and_shows_no_tools(tokenizer_for, tmp_path):
+    from penstock.agent_loops import Reply
+
+    tokenizer_for("chatml").save_pretrained(tmp_path)
+    chat = chat_of(str(tmp_path), AgentConfig()).for_episode(Budget(5, 1000))
+    assert chat.tool_calls(Reply([], f"{CALL}<|im_end|>", [], "stop")) == []
+    assert chat.start([USER]).context_len > 1
+    with pytest.raises(TemplateError, match="calls"):
+        chat.start([USER], TOOLS)

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.agent_loops import SESSIONS, CallNames, EpisodeJournal, ToolBox, hash_of
+from penstock.agent_loops import SESSIONS, CallNames, EpisodeJournal, EpisodeRestart, ToolBox, hash_of
 from penstock.tools import ToolConfig
 from penstock.tools.parsers import ToolCall
-from penstock.transfer_queue import JournalEntry, JournalKind, QueueUnavailable
+from penstock.transfer_queue import JournalEntry, JournalKind, JournalMismatch, QueueError, QueueUnavailable
 
 SAMPLED = JournalEntry(kind=JournalKind.SAMPLED, context_hash=7)
 
@@ -139,3 +139,48 @@ async def test_journal_answers_tool_rewards(queue_of, tasks_of, calculator, monk
     for one in (dead, resumed, last):
         await one.release()
     assert calculator.open == 0
+
+
+async def test_journal_hands_the_entries_of_another_reader_over(next_owner):
+    first = next_owner()
+    for data in ({"request": 1}, {"results": []}, {"request": 2, "results": []}, {}):
+        kind = JournalKind.TOOLS if "results" in data else JournalKind.SAMPLED
+        await first.append(JournalEntry(kind=kind, context_hash=7, data=data))
+    second = next_owner()
+    theirs = second.hand_over({"request", "answer"})
+    assert [dict(entry.data) for entry in theirs] == [{"request": 1}, {"request": 2, "results": []}]
+    assert second.replayed.sampled == 1, "what the other reader replays was not sampled again"
+    assert [second.take(kind, 7).data for kind in (JournalKind.TOOLS, JournalKind.SAMPLED)] == [{"results": []}, {}]
+    assert second.hand_over({"request"}) == ()
+
+
+async def test_journal_whose_branches_left_entries_starts_anew(next_owner):
+    """Branches take entries in any order; by the end all must be taken, else two runs would be mixed."""
+    first = next_owner()
+    for number in (1, 2):
+        await first.append(JournalEntry(kind=JournalKind.TOOLS, context_hash=number, data={"results": [number]}))
+    followed, diverged = next_owner(), next_owner()
+    with followed.branching():
+        assert followed.take(JournalKind.TOOLS, 3) is None
+        assert followed.take(JournalKind.TOOLS, 2) is not None
+    followed.take(JournalKind.TOOLS, 1)
+    followed.check_followed()
+    with diverged.branching():
+        assert diverged.take(JournalKind.TOOLS, 3) is None
+    with pytest.raises(EpisodeRestart, match="left 2 journal entries"):
+        diverged.check_followed()
+    with pytest.raises(EpisodeRestart, match="does not hold"):
+        diverged.take(JournalKind.TOOLS, 3)
+
+
+async def test_journal_gives_up_an_append_that_others_always_precede(queue_of, tasks_of):
+    (task,) = tasks_of()
+    queue = queue_of([task])
+    journal = EpisodeJournal(queue, queue.lease(task))
+
+    async def always_behind(lease, _entry, position):
+        raise JournalMismatch(lease.episode_id, position, position + 1)
+
+    queue.journal = always_behind
+    with pytest.raises(QueueError, match=f"{task.task_id}: its journal changed"):
+        await journal.append(SAMPLED)

@@ -103,6 +103,16 @@ async def test_a_client_that_fails_is_the_rollouts_failure(make):
         await llm.generate(SegmentBuilder([1], Budget(4, 20)))
 
 
+async def test_llm_passes_a_failure_on_by_its_own_component(make):
+    def broken(context):
+        raise InfraFailure("reward_model", "gone")
+
+    llm, _ = make(FakeClient(broken))
+    with pytest.raises(InfraFailure, match=r"^reward_model: gone$") as caught:
+        await llm.generate(SegmentBuilder([1], Budget(4, 20)))
+    assert llm.failure is caught.value, "it ends the episode, whatever the loop makes of it"
+
+
 async def test_generating_on_a_finished_segment_is_a_bug_of_the_loop(make):
     llm, _ = make(FakeClient(echo))
     with pytest.raises(AgentError, match="done"):

@@ -105,3 +105,10 @@ def test_segments_of_one_episode_share_its_budget():
 def test_an_empty_prompt_is_refused():
     with pytest.raises(AgentError, match="at least one prompt token"):
         SegmentBuilder([], Budget(1, 1))
+
+
+@pytest.mark.parametrize("token", [2**20, 2**31 - 1, -1])
+def test_segment_keeps_ids_of_no_vocabulary(token):
+    """Ids are shared up to a million; beyond that they are as exact."""
+    segment = SegmentBuilder([1, token], Budget(2, 100))
+    assert segment.context() == [1, token]

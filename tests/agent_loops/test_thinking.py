@@ -103,3 +103,13 @@ def test_the_policy_is_a_key_of_the_agent_config():
     assert AgentConfig(thinking_history="strip").thinking_history == "strip"
     with pytest.raises(ValueError, match="thinking_history"):
         AgentConfig(thinking_history="drop")
+
+
+@pytest.mark.parametrize(
+    ("policy", "text", "expected"), [("strip", THINKING, True), ("strip", "46", False), ("keep", THINKING, False)]
+)
+def test_strip_begins_anew_where_thinking_is_dropped(policy: str, text: str, expected: bool):
+    chat = chat_with(policy)
+    segment = chat.start([USER])
+    answer(chat, segment, text)
+    assert chat.begins_anew(segment.context(), [AGAIN]) is expected

@@ -12,6 +12,8 @@ torch = pytest.importorskip("torch")
 from benchmarks.support.meter import peak_bytes
 from penstock.trainer import (
     Head,
+    entropies,
+    target_logprobs,
     token_logprobs,
 )
 
@@ -117,3 +119,14 @@ def test_peak_memory_is_near_that_of_the_body_alone(monkeypatch: pytest.MonkeyPa
     all_logits = len(pack.targets) * sizes["vocab_size"] * 4 / peak_bytes(body, policy)
     assert ratio <= 1.2, f"{ratio:.3f}; one copy of all logits would be {all_logits:.2f}"
     assert all_logits > 0.5, "the measurement would not see logits that are materialised"
+
+
+def test_logprobs_and_entropies_of_all_logits_are_the_plain_formula() -> None:
+    """For an engine that has the logits: z / T, in float32 whatever they came in."""
+    torch.manual_seed(1)
+    logits, targets = torch.randn(TOKENS, VOCAB).bfloat16(), torch.randint(0, VOCAB, (TOKENS,))
+    logs = torch.log_softmax(logits.double() / 0.7, -1)
+    found, entropy = target_logprobs(logits, targets, 0.7), entropies(logits, 0.7)
+    assert found.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(found.double(), logs[torch.arange(TOKENS), targets], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy.double(), -(logs.exp() * logs).sum(-1), atol=1e-5, rtol=1e-5)

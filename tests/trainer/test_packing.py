@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from penstock.trainer import ModelLimits, Pack, Row, join_rows, make_row, pack_rows, split_by_budget
+from penstock.trainer import ModelLimits, Pack, Row, empty_pack, join_rows, make_row, pack_rows, split_by_budget
 
 pytestmark = pytest.mark.torch
 
@@ -40,6 +42,13 @@ def test_the_layout_of_a_pack() -> None:
     assert pack.episode.tolist() == [5] * 5 + [6] * 5
     assert pack.staleness.tolist() == [1] * 10
     assert len(pack_rows(rows, budget=10)) == 2
+
+
+def test_an_empty_pack_has_a_token_to_run_and_none_to_train() -> None:
+    pack = empty_pack()
+    lengths = {part.name: len(value) for part in fields(pack) if (value := getattr(pack, part.name)) is not None}
+    of_the_run = {"ids": 1, "positions": 1, "row_bounds": 2}
+    assert lengths == dict.fromkeys(lengths, 0) | of_the_run
 
 
 def row(episode: int, prompt: list[int], sampled: list[int]) -> Row:

@@ -13,6 +13,7 @@ from penstock.transfer_queue import (
     Limits,
     QueueError,
     Status,
+    check_limits,
     check_quotas,
     check_step_bytes,
     enough_members,
@@ -100,6 +101,47 @@ def test_quotas_that_cannot_fill_a_step_are_refused_with_the_sum() -> None:
     limits = replace(LIMITS, quotas={"sums": 2, "code": 3, "absent": 50})
     with pytest.raises(QueueError, match=r"^quotas: code 3 \+ sums 2 = 5 < groups_per_step = 6: .* Raise them to 6 in"):
         check_quotas(limits, ["sums", "code", "sums"])
+
+
+LEAST = {
+    "group_size": 1,
+    "groups_per_step": 1,
+    "min_group": 1,
+    "max_attempts": 1,
+    "max_lost_leases": 1,
+    "max_bytes": 1,
+    "max_staleness": 0,
+    "max_groups": 0,
+    "max_filtered_steps": 0,
+    "lease_ttl_s": 0.001,
+}
+
+
+@pytest.mark.parametrize(("name", "least"), LEAST.items())
+def test_limits_are_refused_below_their_least(name: str, least: float) -> None:
+    check_limits(replace(LIMITS, **{name: least}))
+    with pytest.raises(QueueError, match=f"limits: {name} is .* at least {least}"):
+        check_limits(replace(LIMITS, **{name: least - (1 if least == int(least) else 0.0005)}))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "named"),
+    [
+        ({"quotas": {"sums": 0}}, {"quotas": {"sums": 1}}, "quota of 'sums' is 0"),
+        ({"overage": "keep"}, {"overage": "mask"}, "overage is 'keep'; one of wait, mask, drop"),
+        ({"filter_groups": "all"}, {"filter_groups": "zero_variance"}, "filter_groups is 'all'"),
+        ({"max_groups": 5}, {"max_groups": 6}, "max_groups = 5 < groups_per_step = 6"),
+        (
+            {"filter_groups": "zero_variance", "group_size": 1},
+            {"filter_groups": "zero_variance", "group_size": 2},
+            "group_size = 1 would filter every group",
+        ),
+    ],
+)
+def test_limits_that_can_fill_no_step_are_refused(wrong: dict, right: dict, named: str) -> None:
+    check_limits(replace(LIMITS, **right))
+    with pytest.raises(QueueError, match=f"limits: .*{named}"):
+        check_limits(replace(LIMITS, **wrong))
 
 
 def test_a_step_fits_to_the_byte() -> None:

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
+from penstock.common import fsync_path
 from penstock.transfer_queue import BadPayload, BatchLog
 
 HEAD_BYTES = 40
@@ -111,6 +112,25 @@ def test_only_the_owner_may_read(log: BatchLog) -> None:
     log.append(0, {A: b"secret"}, "w")
     assert stat.S_IMODE(log.folder.stat().st_mode) == 0o700
     assert stat.S_IMODE(only_file(log).stat().st_mode) == 0o600
+
+
+def test_what_was_appended_outlives_the_machine(log: BatchLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name is durable once its folder is synced: the log's after the rename, and its parent's after the log's."""
+    synced: list[tuple[Path, list[str]]] = []
+
+    def counted(path: Path) -> None:
+        fsync_path(path)
+        synced.append((path, sorted(one.name for one in path.iterdir())))
+
+    monkeypatch.setattr("penstock.transfer_queue.batch_log.fsync_path", counted)
+    for step in (1, 2):
+        log.append(step, {A: b"first"}, "w")
+    first, second = "00000001-00000001-w.batch", "00000002-00000002-w.batch"
+    assert synced == [
+        (log.folder.parent, [log.folder.name]),
+        (log.folder, [first]),
+        (log.folder, [first, second]),
+    ]
 
 
 @pytest.mark.parametrize("writer", ["", "a/b", "../x", "w" * 65, "a b", "ä"])

@@ -237,8 +237,9 @@ def test_tasks_come_back_equal(extra: dict, truth: object, priority: int) -> Non
 
 
 def test_task_takes_any_mapping_and_names_bad_fields() -> None:
-    sent = replace(task(1), extra_info=MappingProxyType({"nested": MappingProxyType({"a": np.float32(0.5)})}))
-    assert decode_task(encode_task(sent)).extra_info == {"nested": {"a": 0.5}}
+    nested = MappingProxyType({"a": np.float32(0.5), "b": np.arange(2)})
+    sent = replace(task(1), extra_info=MappingProxyType({"nested": nested}))
+    assert decode_task(encode_task(sent)).extra_info == {"nested": {"a": 0.5, "b": [0, 1]}}
     with pytest.raises(BadPayload, match="task train/0001: ground_truth: set"):
         encode_task(replace(task(1), ground_truth={1, 2}))
 

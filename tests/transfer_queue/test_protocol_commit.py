@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ from queue_samples import LIMITS, at, finish_all, tasks, train, trajectory
 
 from penstock.transfer_queue import (
     Announcement,
+    Batch,
     Limits,
     RedisTransferQueue,
     Status,
@@ -169,3 +171,17 @@ async def test_one_script_forgets_a_bounded_share(make_queue, monkeypatch: pytes
     await queue.commit(2)
     assert left[0] - left[-1] == 12
     assert max(before - after for before, after in pairwise(left)) == CHUNK // LIMITS.group_size
+
+
+async def test_a_queue_that_caught_up_waits_for_no_group_that_has_ended(make_queue) -> None:
+    """Two groups are due at step 1, which has one place: the other step that they were admitted for is in the
+    checkpoint already, with groups that this queue has lost. Nothing runs, so nothing is worth a wait."""
+    queue = await make_queue(replace(LIMITS, group_size=1, groups_per_step=1, max_staleness=1))
+    await queue.submit(tasks(2), cursor=at(2))
+    first, second = await finish_all(queue)
+    await queue.commit(1, {0: [["train/0009#0"]]})
+    assert await queue.lease_batch(1) == Batch(1, [[first]])
+    assert await queue.publish_version(Announcement(2, {}))
+    assert isinstance(await queue.lease_batch(2), Waiting)
+    assert (await queue.status()).groups["dropped_over_age"] == 1
+    assert await queue.held() == {first}, f"{second} is over age"

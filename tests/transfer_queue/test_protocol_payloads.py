@@ -12,6 +12,7 @@ from penstock.transfer_queue import (
     Announcement,
     BadPayload,
     Batch,
+    MemoryTransferQueue,
     QueueError,
     StepError,
 )
@@ -101,6 +102,16 @@ async def test_spilled_payloads_leave_the_store_and_are_still_read(make_queue) -
     await queue.commit(1)
     with pytest.raises(BadPayload, match="committed"):
         await queue.read(episodes)
+
+
+async def test_a_queue_in_memory_without_a_batch_log_says_so() -> None:
+    queue = MemoryTransferQueue()
+    await queue.create_run(LIMITS, "config: 1")
+    await queue.submit(tasks(8), cursor=at(8))
+    finished = await finish_all(queue)
+    await train(queue, 0)
+    with pytest.raises(QueueError, match="batch log"):
+        await queue.spill(0, finished)
 
 
 async def test_only_the_step_s_own_episodes_are_spilled(make_queue) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
-from queue_samples import LIMITS
+from queue_samples import LIMITS, tasks
 
-from penstock.transfer_queue import QueueError, RunIdentity, RunTaken, TransferQueue
+from penstock.transfer_queue import Announcement, NoSuchRun, QueueError, RunIdentity, RunTaken, TransferQueue
 
 MINE = RunIdentity("a1b2", "hash-of-mine", "Qwen3-0.6B")
 THEIRS = RunIdentity("c3d4", "hash-of-theirs", "Llama-3.2-1B")
@@ -109,3 +110,27 @@ async def test_a_head_may_come_before_its_run(make_queue) -> None:
     await queue.drop_run()
     assert await queue.claim_head("first", 30.0) is None
     assert await queue.claim_head("second", 30.0) is not None
+
+
+CALLS: dict[str, Callable[[TransferQueue], Awaitable[object]]] = {
+    "config": lambda queue: queue.config(),
+    "submit": lambda queue: queue.submit(tasks(1)),
+    "lease_episodes": lambda queue: queue.lease_episodes("worker", 1, 0),
+    "claim_training": lambda queue: queue.claim_training("trainer"),
+    "check_training": lambda queue: queue.check_training(),
+    "lease_batch": lambda queue: queue.lease_batch(0),
+    "spill": lambda queue: queue.spill(0, ["train/0000#0"]),
+    "drop_lost": lambda queue: queue.drop_lost(0, ["train/0000#0"]),
+    "publish_version": lambda queue: queue.publish_version(Announcement(1, {})),
+    "renew_manifest": lambda queue: queue.renew_manifest(Announcement(0, {})),
+    "commit": lambda queue: queue.commit(1),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_a_run_that_was_dropped_is_not_begun_again(make_queue, call: str) -> None:
+    """Processes that still work for it end; what they wrote would be of a run without limits."""
+    queue = await make_queue(LIMITS)
+    await queue.drop_run()
+    with pytest.raises(NoSuchRun):
+        await CALLS[call](queue)

@@ -87,6 +87,30 @@ async def test_waits_add_up(make_queue) -> None:
     assert (await queue.status()).waits_s == {"trainer:batch: slow": 0.75, "agent:admission": 1.0}
 
 
+async def test_ages_are_of_the_state_that_a_group_is_in(make_queue) -> None:
+    """A stall's diagnosis names where groups stand still: an age begins again with each state."""
+    queue, clock = await make_queue(replace(LIMITS, group_size=1)), asyncio.get_running_loop().time
+
+    async def ages() -> dict[str, float]:
+        return dict((await queue.status()).ages_s)
+
+    assert await ages() == {}
+    await queue.submit(tasks(2), cursor=at(2))
+    await asyncio.sleep(1)
+    leased = clock()
+    (lease,) = await queue.lease_episodes("worker", 1, 0)
+    found = await ages()
+    assert found["admitted"] <= clock() - leased + 0.1
+    assert found["queued"] > 0.9, "the second group, which still is"
+    await asyncio.sleep(1)
+    assert (await ages())["admitted"] > 0.9
+    completed = clock()
+    await queue.complete(lease, trajectory(lease))
+    found = await ages()
+    assert found["ready"] <= clock() - completed + 0.1
+    assert found.keys() == {"queued", "ready"}
+
+
 async def test_bytes_follow_tasks_journals_and_payloads(make_queue) -> None:
     queue = await make_queue(LIMITS)
 
@@ -124,6 +148,24 @@ async def test_a_dead_letters_journal_counts_until_it_goes(make_queue, split: st
         again = await queue.status()
         assert (again.bytes, again.unconsumed_bytes, again.groups["dead"]) == (submitted, 0, 0)
         assert await queue.dead_letter(lease.episode_id) is None
+
+
+async def test_dead_letters_come_in_pages_oldest_first(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, max_attempts=1))
+    await queue.submit([task(number, "eval/1") for number in range(3)])
+    for lease in await queue.lease_episodes("worker", 3, 0):
+        assert await queue.fail(lease, INFRA) is False
+
+    async def page(limit: int, start: int = 0) -> list[str]:
+        return [letter.episode_id for letter in await queue.dead_letters(limit, start)]
+
+    first, second, third = await page(3)
+    assert [await page(2), await page(1, 1), await page(2, 2), await page(2, 3)] == [
+        [first, second],
+        [second],
+        [third],
+        [],
+    ]
 
 
 async def test_bytes_of_many_dead_letters_end_at_zero(make_queue) -> None:

@@ -18,6 +18,7 @@ STEP_CALLS: dict[str, Callable[[TransferQueue], Awaitable[object]]] = {
     "publish_again": lambda queue: queue.publish_version(Announcement(1, {"path": "other"})),
     "renew": lambda queue: queue.renew_manifest(Announcement(1, {"path": "other"})),
     "spill": lambda queue: queue.spill(0, ["train/0000#0"]),
+    "lose": lambda queue: queue.drop_lost(0, ["train/0000#0"]),
     "commit": lambda queue: queue.commit(1),
 }
 

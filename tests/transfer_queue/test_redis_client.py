@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Sequence
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import pytest
-from redis.exceptions import BusyLoadingError
-from redis_parts import PASSWORD, Proxy, make_certificates, open_to, small_scripts  # noqa: F401 - a fixture
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import BusyLoadingError, DataError
+from redis_parts import (
+    PASSWORD,
+    Proxy,
+    make_certificates,
+    nothing_left_open,
+    open_to,
+    small_scripts,  # noqa: F401 - a fixture
+)
 
 from penstock.transfer_queue import BadPayload, LeaseLost, QueueError, QueueUnavailable, RedisServer, StepError
 from penstock.transfer_queue.redis import Connection, RedisCall
@@ -164,12 +174,62 @@ class StuckLoading:
                 call.reply, call.error = b"loading_loaded_bytes:4096\r\n", None
 
 
+class Loading:
+    """`Routes` to a Redis that loads for a second and a half, reads on all the time, and then answers."""
+
+    spreads = False
+    masters = (None,)
+
+    def __init__(self) -> None:
+        self._clock = asyncio.get_running_loop().time
+        self._began, self._loaded = self._clock(), 0
+
+    async def run(self, calls: Sequence[RedisCall]) -> None:
+        for call in calls:
+            if call.args[0] == "INFO":
+                self._loaded += 4096
+                call.reply, call.error = b"loading_loaded_bytes:%d\r\n" % self._loaded, None
+            elif self._clock() - self._began < 1.5:
+                call.error = BusyLoadingError()
+            else:
+                call.reply, call.error = b"1", None
+
+
+async def test_a_redis_that_reads_on_is_waited_for() -> None:
+    loading: Any = Loading()
+    connection = Connection(loading, "redis://loading", deadline_s=0.5, loading_timeout_s=60)
+    async with asyncio.timeout(60):
+        assert await connection.command("GET", "a") == b"1"
+
+
 async def test_a_redis_that_loads_without_progress_is_given_up() -> None:
     stuck: Any = StuckLoading()
     connection = Connection(stuck, "redis://stuck", deadline_s=0.5, loading_timeout_s=2.5)
     async with asyncio.timeout(60):
         with pytest.raises(QueueUnavailable, match="GET"):
             await connection.command("GET", "a")
+
+
+async def test_a_redis_that_falls_silent_is_given_up(server: RedisServer) -> None:
+    """The connection stands and replies do not come: no call may take that for an answer."""
+    async with Proxy(server.port) as proxy, asyncio.timeout(60):
+        connection = await open_to(proxy.url)
+        connection._deadline_s = 0.5
+        proxy.hold_for = b"never sent"
+        for call in (connection.command("GET", "a"), connection.script("echo", "k")):
+            with pytest.raises(QueueUnavailable, match="no reply in time") as caught:
+                await call
+            waited_s = re.search(r"for (\d+\.\d) s", str(caught.value))
+            assert waited_s is not None
+            assert 0.1 <= float(waited_s[1]) <= 60
+        await connection.close()
+
+
+async def test_an_argument_that_cannot_be_sent_is_not_repeated(connection: Connection) -> None:
+    async with asyncio.timeout(10):  # half of the deadline
+        with pytest.raises(DataError):
+            await connection.command("SET", "a", {"not": "bytes"})
+    assert await connection.command("GET", "a") is None
 
 
 async def test_a_payload_that_does_not_come_is_named(server: RedisServer) -> None:
@@ -197,7 +257,13 @@ async def test_a_wrong_command_is_not_repeated(connection: Connection, server: R
     assert await connection.command("GET", "n") == b"1"
 
 
-async def test_a_cancelled_call_leaves_no_reply_to_the_next(connection: Connection) -> None:
+@pytest.mark.parametrize("library_hangs_up", [True, False])
+async def test_a_cancelled_call_leaves_no_reply_to_the_next(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch, library_hangs_up: bool
+) -> None:
+    """Whether redis-py ends the connection of a cancelled read, or leaves that to us."""
+    read = partialmethod(AbstractConnection.read_response, disconnect_on_error=library_hangs_up)
+    monkeypatch.setattr(AbstractConnection, "read_response", read)
     waiting = asyncio.create_task(connection.command("BLPOP", "list", 0))
     while (await connection.info())["blocked_clients"] == 0:
         await asyncio.sleep(0.005)
@@ -208,6 +274,20 @@ async def test_a_cancelled_call_leaves_no_reply_to_the_next(connection: Connecti
     assert await asyncio.gather(*(connection.command("ECHO", str(n)) for n in range(100))) == [
         str(n).encode() for n in range(100)
     ]
+
+
+async def test_a_call_that_outlives_close_takes_its_connection_along(
+    server: RedisServer, connection: Connection
+) -> None:
+    closed = await open_to(server.url)
+    with nothing_left_open():
+        waiting = asyncio.create_task(closed.command("BLPOP", "list", 0))
+        while (await connection.info())["blocked_clients"] == 0:
+            await asyncio.sleep(0.005)
+        await closed.close()
+        await connection.command("RPUSH", "list", "x")
+        assert await waiting == (b"list", b"x")
+        del waiting, closed
 
 
 async def test_more_calls_than_connections(connection: Connection) -> None:

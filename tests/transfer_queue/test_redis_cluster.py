@@ -12,7 +12,7 @@ import psutil
 import pytest
 import pytest_asyncio
 from redis.crc import key_slot
-from redis_parts import PASSWORD, make_certificates, open_to, small_scripts  # noqa: F401 - a fixture
+from redis_parts import PASSWORD, make_certificates, nothing_left_open, open_to, small_scripts  # noqa: F401 - a fixture
 
 from penstock.transfer_queue import QueueError, QueueUnavailable, RedisServer
 from penstock.transfer_queue.redis import Connection, RedisCluster
@@ -72,6 +72,28 @@ async def test_close_leaves_no_connection_to_any_node(cluster: RedisCluster, run
     async with asyncio.timeout(60):
         while any(open_ports()[port] > before[port] for port in ports):
             await asyncio.sleep(0.05)
+
+
+async def test_the_connection_that_finds_the_cluster_is_closed(cluster: RedisCluster) -> None:
+    with nothing_left_open():
+        connection = await open_to(cluster.url)
+        assert await connection.command("PING")
+        await connection.close()
+
+
+async def test_a_slot_without_a_node_is_named(tmp_path: Path) -> None:
+    """A node that no slot was given to yet."""
+    cluster = RedisCluster(tmp_path, PASSWORD, nodes=1)
+    (node,) = cluster.servers
+    async with node:
+        connection = await open_to(node.url)
+        connection._deadline_s = 0.5
+        with pytest.raises(QueueUnavailable, match="CLUSTERDOWN no node holds the slot"):
+            await connection.command("GET", "a")
+        await connection.close()
+        cluster._start_timeout_s = 3.0
+        with pytest.raises(QueueError, match=rf"{node.url}: its cluster is not whole.*cluster_state:fail"):
+            await cluster.until_ok()
 
 
 async def test_a_script_runs_where_its_key_is(connection: Connection, run: str) -> None:

@@ -13,6 +13,7 @@ import stat
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from penstock.transfer_queue import QueueError, RedisServer
 from penstock.transfer_queue.redis import (
     Connection,
     RedisBinary,
+    RedisCluster,
     ServerOptions,
     check_free,
     find_redis_server,
@@ -120,11 +122,56 @@ async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     assert not server.alive
 
 
+def silent_redis(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A redis-server on PATH that says its version, starts and never answers."""
+    binary = folder / "bin/redis-server"
+    binary.parent.mkdir()
+    real = find_redis_server().path
+    binary.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec {real} --version\nexec sleep 600\n')
+    binary.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{binary.parent}:{os.environ['PATH']}")
+
+
+async def test_a_server_that_never_answers_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent_redis(tmp_path, monkeypatch)
+    server = RedisServer(tmp_path / "redis", PASSWORD, start_timeout_s=0.3)
+    with pytest.raises(QueueError, match=r"did not answer.*transfer_queue\.start_timeout_s.*redis\.log"):
+        await server.start()
+    assert (server.alive, server.pid) == (False, None)
+
+
+async def test_another_redis_at_the_port_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took the port after ours was found free."""
+    async with RedisServer(tmp_path / "other", "another-password") as other:
+        silent_redis(tmp_path, monkeypatch)
+        monkeypatch.setattr("penstock.transfer_queue.redis.server.check_free", lambda *_, **__: None)
+        with pytest.raises(QueueError, match=f"port {other.port} is in use: another Redis answers there"):
+            await RedisServer(tmp_path / "redis", PASSWORD, port=other.port).start()
+
+
+async def test_a_server_that_does_not_end_is_killed(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path, PASSWORD)
+    await server.start()
+    pid = server.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(20):
+            await server.stop(timeout_s=0.2)
+        assert not _runs(pid)
+        await server.start()  # its directory is free again
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        await server.stop()
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
         ({"users": ["trainer on"]}, "users: 'trainer on' is not one line that starts with 'user '"),
         ({"users": ["user a on\nport 1"]}, "users: "),
+        ({"host": "localhost"}, "host 'localhost' is no IPv4 address"),
         ({"tls_cert": Path("c")}, "TLS needs all three"),
         ({"unix_socket": Path("/s"), "cluster": True}, "unix_socket: "),
         ({"unix_socket": Path("/" + "s" * 107)}, "longer than 107 bytes"),
@@ -151,6 +198,17 @@ def test_a_node_of_a_cluster_needs_two_ports() -> None:
             check_free(port, cluster=True)
     with pytest.raises(QueueError, match="bus port 65536 is over 65535"):
         check_free(55_536, cluster=True)
+
+
+def test_a_cluster_of_no_node_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(QueueError, match="nodes: 0"):
+        RedisCluster(tmp_path, PASSWORD, nodes=0)
+
+
+def test_a_machine_without_two_ports_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.transfer_queue.redis.server_config._is_free", lambda _port: False)
+    with pytest.raises(QueueError, match="no two free ports"):
+        free_port(cluster=True)
 
 
 def test_a_missing_binary_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -42,3 +42,16 @@ def test_good_manifest_is_read() -> None:
 def test_malformed_manifest_is_refused(announced: Any) -> None:
     with pytest.raises(WeightsRefused):
         Manifest.parse(announced)
+
+
+@pytest.mark.parametrize("name", ["version", "transport", "path", "bytes", "tensors"])
+def test_manifest_without_a_field_is_refused_by_it(name: str) -> None:
+    with pytest.raises(WeightsRefused, match=f"no field '{name}'"):
+        Manifest.parse({key: value for key, value in GOOD.items() if key != name})
+
+
+@pytest.mark.parametrize("name", list(TENSOR))
+def test_entry_without_a_field_is_refused_by_it(name: str) -> None:
+    tensor = {key: value for key, value in TENSOR.items() if key != name}
+    with pytest.raises(WeightsRefused, match=f"entry .* has no field '{name}'"):
+        Manifest.parse(GOOD | {"tensors": [tensor]})

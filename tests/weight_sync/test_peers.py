@@ -159,6 +159,18 @@ async def test_peers_ask_for_the_token_and_serve_whole_files_only(
             assert (await client.get(f"{server._files.url}/{name}")).status_code == 404
 
 
+async def test_a_server_that_stops_is_gone_at_once(trainer: Route, tmp_path: Path) -> None:
+    """Its port is closed: peers that it was named to look elsewhere, and do not wait for it."""
+    server = PeerServer(tmp_path / "s0", TOKEN, "127.0.0.1")
+    url = await asyncio.to_thread(server.start)
+    async with httpx.AsyncClient(timeout=60) as client:
+        assert (await client.get(f"{url}/x")).status_code == 401
+        await asyncio.to_thread(server.stop)
+        with pytest.raises(httpx.ConnectError):
+            await client.get(f"{url}/x")
+    assert not server._thread.is_alive()
+
+
 def _stop_files(server: PeerServer) -> None:
     """As if its process had been killed: nobody listens any more, and nobody was told."""
     assert server._files is not None

@@ -85,6 +85,12 @@ async def test_updater_has_a_status_before_the_first_pull() -> None:
     assert status.cause
 
 
+def test_updater_has_a_status_while_its_first_engine_starts() -> None:
+    counted: Any = Counted()
+    status = WeightUpdater("s0", Connected(StubQueue()), here, counted).status()
+    assert (status.version, status.newest, status.last, status.refused, status.history) == (0, None, None, None, [])
+
+
 async def test_updater_loads_what_is_announced_once() -> None:
     server = Server()
     assert await server.pull() is True, "nothing is announced: the model's own weights are the newest"

@@ -8,6 +8,7 @@ a small command. Wire format, TLS, login and parsing are redis-py's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import re
 from collections.abc import Sequence
@@ -304,11 +305,9 @@ class Cluster:
             error: Exception | None = None
             for node in [*known, self._seed]:
                 call = RedisCall(("CLUSTER", "SLOTS"))
-                try:
+                with contextlib.suppress(TimeoutError):  # its error says that no reply came
                     async with asyncio.timeout(ASK_TIMEOUT_S):
                         await node.run([call])
-                except TimeoutError as late:
-                    call.error = late
                 if call.error is None:
                     await self._learn(call.reply, node)
                     return None

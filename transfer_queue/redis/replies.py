@@ -31,7 +31,15 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from penstock.transfer_queue.admission import check_limits
 from penstock.transfer_queue.codec.packing import pack_plain, unpack_plain
 from penstock.transfer_queue.codec.trajectories import decode_journal, decode_task, outcome_from_plain
-from penstock.transfer_queue.errors import BadPayload, LeaseLost, QueueError, StepError, TooManyFiltered, TrainerFenced
+from penstock.transfer_queue.errors import (
+    BadPayload,
+    LeaseLost,
+    NoSuchRun,
+    QueueError,
+    StepError,
+    TooManyFiltered,
+    TrainerFenced,
+)
 from penstock.transfer_queue.metrics import deciles
 from penstock.transfer_queue.redis.keys import LAYOUT
 from penstock.transfer_queue.status import EPISODE_TOTALS, Status
@@ -144,7 +152,7 @@ _REFUSALS = {
     "LEASELOST": LeaseLost,
     "BADPAYLOAD": BadPayload,
     "STEP": StepError,
-    "NORUN": QueueError,
+    "NORUN": NoSuchRun,
     "FILTERED": TooManyFiltered,
     "FENCED": TrainerFenced,
 }

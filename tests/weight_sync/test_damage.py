@@ -1,0 +1,402 @@
+"""Files and answers of another form than expected: each is refused by name, and none ends the process that reads it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import xxhash
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from tests.weight_sync.conftest import TOKEN, OpenRoute, small_tensors
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file, save_file
+
+from penstock.common import Backoff
+from penstock.weight_sync import (
+    TURN_S,
+    AdapterConfig,
+    BadAdapter,
+    BadDelta,
+    Broadcaster,
+    Downloader,
+    FileServer,
+    Manifest,
+    Merger,
+    NoSpace,
+    WeightPublisher,
+    WeightReader,
+    WeightsRefused,
+    WeightsUnreachable,
+    apply_change,
+    open_published,
+    read_verified,
+    words_of,
+    write_tensors,
+)
+
+pytestmark = pytest.mark.torch
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+Header = dict[str, Any]
+
+
+def parts_of(path: Path) -> tuple[Header, bytes]:
+    """Header and tensors of a safetensors file."""
+    raw = path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
+def file_of(header: object, data: bytes) -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def announced(manifest: Manifest, content: bytes) -> Manifest:
+    """The version, had the trainer written `content` and announced it: no checksum of the file tells them apart."""
+    path = Path(manifest.place)
+    path.unlink()
+    path.write_bytes(content)
+    own = replace(manifest.files[-1], bytes=len(content), xxh3="")
+    return replace(manifest, files=(*manifest.files[:-1], own))
+
+
+# the file ------------------------------------------------------------------------------------------------------------
+def entry(**changes: object) -> Callable[[Header, bytes], bytes]:
+    def damage(header: Header, data: bytes) -> bytes:
+        header["m"].update(changes)
+        return file_of(header, data)
+
+    return damage
+
+
+DAMAGE: dict[str, tuple[Callable[[Header, bytes], bytes], str]] = {
+    "no length": (lambda _header, _data: b"1234567", "is no safetensors file"),
+    "a length that no memory has": (lambda _header, data: struct.pack("<Q", 1 << 62) + data, "is no safetensors file"),
+    "a length of one too many": (lambda _header, data: struct.pack("<Q", len(data) + 1) + data, "no safetensors file"),
+    "no header": (lambda _header, data: file_of(3, data), "damaged header"),
+    "no JSON": (lambda _header, data: struct.pack("<Q", 4) + b"{{{{" + data, "damaged header"),
+    "an unknown dtype": (entry(dtype="F4"), "damaged header.*F4"),
+    "negative sizes": (entry(shape=[-2, -3]), r"damaged header.*'m' has shape \[-2, -3\]"),
+    "sizes that are no integers": (entry(shape=[2.0, 3.0]), "damaged header.*'m' has shape"),
+    "too short for its shape": (entry(shape=[2, 2]), "damaged header.*'m' is at 0 to 24"),
+    "a gap": (entry(data_offsets=[4, 28]), "damaged header.*'m' is at 4 to 28"),
+    "bytes of no tensor": (lambda header, data: file_of(header, data + b"12345678"), "describes 24 of 32 bytes"),
+}
+
+
+@pytest.mark.parametrize(("damage", "problem"), DAMAGE.values(), ids=DAMAGE)
+def test_damaged_file_is_refused_by_what_is_wrong(
+    tmp_path: Path, damage: Callable[[Header, bytes], bytes], problem: str
+) -> None:
+    manifest = WeightPublisher(tmp_path, "shm").write(1, {"m": torch.rand(2, 3)}.items())
+    with pytest.raises(WeightsRefused, match=f"version 1: .*{Path(manifest.place).name}.*{problem}"):
+        read_verified(announced(manifest, damage(*parts_of(Path(manifest.place)))))
+
+
+def test_damaged_file_cut_after_it_was_opened_is_refused(tmp_path: Path) -> None:
+    manifest = WeightPublisher(tmp_path, "shm").write(1, {"m": torch.rand(2, 3)}.items())
+    descriptor = open_published(manifest.files[-1])
+    try:
+        os.truncate(manifest.place, manifest.bytes - 4)
+        with pytest.raises(WeightsRefused, match="was cut while it was read"):
+            WeightReader().read(manifest, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def test_damaged_file_is_refused_without_staying_open(tmp_path: Path) -> None:
+    """A server meets the same one at every pull, for as long as it is announced."""
+    manifest = WeightPublisher(tmp_path, "shm").write(1, {"m": torch.rand(2, 3)}.items())
+    own = manifest.files[-1]
+    others = [replace(own, bytes=own.bytes + 1), replace(own, place=str(tmp_path)), replace(own, xxh3="0" * 16)]
+    before = len(os.listdir("/proc/self/fd"))
+    for file in others:
+        with pytest.raises(WeightsRefused):
+            read_verified(replace(manifest, files=(file,)))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_file_data_begins_at_a_multiple_of_eight(tmp_path: Path) -> None:
+    """Readers map the file and look at it as numbers of up to eight bytes."""
+    publisher = WeightPublisher(tmp_path, "shm")
+    for length in range(1, 9):
+        raw = Path(publisher.write(length, {"n" * length: torch.rand(2)}.items()).place).read_bytes()
+        assert struct.unpack("<Q", raw[:8])[0] % 8 == 0
+
+
+def test_file_without_a_reader_is_ordinary_safetensors(tmp_path: Path) -> None:
+    with (tmp_path / "weights").open("wb") as file:
+        write_tensors(file, small_tensors())
+    found = load_file(tmp_path / "weights")
+    assert found.keys() == small_tensors().keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in small_tensors().items())
+
+
+# the delta -----------------------------------------------------------------------------------------------------------
+def table_of(header: Header) -> list[list[Any]]:
+    return json.loads(header["__metadata__"]["changes"])
+
+
+DELTA_DAMAGE: dict[str, tuple[Callable[[list[list[Any]]], object], str]] = {
+    "more bytes than there are": (lambda table: table[0].__setitem__(3, table[0][3] + 8), r"its table is about"),
+    "another encoding": (lambda table: table[0].__setitem__(1, "whole"), "the change of tensor 'w': 2 values"),
+    "half a value": (
+        lambda table: table.__setitem__(slice(None), halved(table[0])),
+        r"the change of tensor 'w': .*no whole number of values",
+    ),
+    "a negative length": (lambda table: table[0].__setitem__(2, -1), "a negative length"),
+}
+
+
+def halved(whole: list[Any]) -> list[list[Any]]:
+    """One change as two, of which the first ends in the middle of a value."""
+    name, encoding, index, values, _ = whole
+    return [[name, encoding, index, values - 2, ""], [name, "whole", 0, 2, ""]]
+
+
+@pytest.mark.parametrize(("damage", "problem"), DELTA_DAMAGE.values(), ids=DELTA_DAMAGE)
+def test_damaged_delta_is_refused_by_what_is_wrong(
+    tmp_path: Path, damage: Callable[[list[list[Any]]], object], problem: str
+) -> None:
+    publisher, weights = WeightPublisher(tmp_path, "shm", full_every=4), torch.zeros(1000)
+    reader = WeightReader()
+    reader.read(publisher.write(1, {"w": weights}.items()))
+    weights[3], weights[700] = 1, 2
+    manifest = publisher.write(2, {"w": weights}.items())
+    header, data = parts_of(Path(manifest.place))
+    table = table_of(header)
+    damage(table)
+    seal(table, data, header["index"]["data_offsets"][1])
+    header["__metadata__"]["changes"] = json.dumps(table)
+    with pytest.raises(WeightsRefused, match=problem):
+        reader.read(announced(manifest, file_of(header, data)))
+
+
+def seal(table: list[list[Any]], data: bytes, values_at: int) -> None:
+    """Right checksums, so that nothing but the damage is wrong."""
+    index_at = 0
+    for row in table:
+        index, values = data[index_at : index_at + row[2]], data[values_at : values_at + row[3]]
+        row[4] = xxhash.xxh3_64_hexdigest(index + values)
+        index_at, values_at = index_at + row[2], values_at + row[3]
+
+
+def test_damaged_values_change_nothing() -> None:
+    weights = words_of(torch.zeros(4))
+    with pytest.raises(BadDelta, match="7 bytes are no whole number of values"):
+        apply_change(weights, "whole", memoryview(b""), memoryview(b"\x01" * 7))
+    assert not weights.any()
+
+
+# the trainer's side --------------------------------------------------------------------------------------------------
+TWICE = {"twice": ["a", "a"], "as metadata": ["__metadata__"]}
+
+
+@pytest.mark.parametrize("names", TWICE.values(), ids=TWICE)
+def test_publisher_refuses_a_name_that_is_taken(tmp_path: Path, names: list[str]) -> None:
+    publisher = WeightPublisher(tmp_path, "shm")
+    with pytest.raises(ValueError, match=f"'{names[-1]}' is given twice"):
+        publisher.write(1, [(name, torch.rand(2)) for name in names])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_publisher_refuses_what_it_is_not_made_for(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="http transport needs the URL"):
+        WeightPublisher(tmp_path, "http")
+    with pytest.raises(ValueError, match="model folder of version 0"):
+        WeightPublisher(tmp_path, "shm").write_adapter(1, [], {"r": 1, "lora_alpha": 1})
+
+
+def test_publisher_calls_no_other_failure_a_lack_of_room(tmp_path: Path) -> None:
+    (tmp_path / "weights-00000001.safetensors").mkdir()
+    with pytest.raises(OSError, match="weights-00000001") as caught:
+        WeightPublisher(tmp_path, "shm").write(1, small_tensors().items())
+    assert not isinstance(caught.value, NoSpace)
+
+
+# adapters ------------------------------------------------------------------------------------------------------------
+def low(**others: Any) -> dict[str, Any]:
+    return {
+        "base_model.model.a.lora_A.weight": torch.ones(2, 4),
+        "base_model.model.a.lora_B.weight": torch.ones(3, 2),
+        **others,
+    }
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"a.weight": torch.zeros(3, 4)}, folder / "model.safetensors")
+    return folder
+
+
+def test_adapter_files_stay_as_long_as_others(model: Path, tmp_path: Path) -> None:
+    publisher = WeightPublisher(tmp_path / "published", "shm", keep=2, model=model)
+    for version in (1, 2, 3):
+        publisher.write_adapter(version, low().items(), {"r": 2, "lora_alpha": 2})
+    names = sorted(path.name for path in publisher.directory.iterdir())
+    assert names == ["weights-00000002.safetensors", "weights-00000003.safetensors"]
+
+
+def test_adapter_settings_left_out_are_those_of_peft(model: Path, tmp_path: Path) -> None:
+    publisher = WeightPublisher(tmp_path / "published", "shm", model=model)
+    manifest = publisher.write_adapter(1, low().items(), {"r": 2, "lora_alpha": 6})
+    held = read_verified(Merger(model, tmp_path / "merged", "float32").merge(manifest))
+    assert torch.equal(held["a.weight"], torch.full((3, 4), 2 * 6 / 2.0))
+
+
+def test_adapter_without_tensors_or_settings_is_refused(model: Path, tmp_path: Path) -> None:
+    publisher = WeightPublisher(tmp_path / "published", "shm", model=model)
+    with pytest.raises(BadAdapter, match="has no tensors"):
+        publisher.write_adapter(1, [], {"r": 2, "lora_alpha": 2})
+    settings: Any = ["r", "lora_alpha"]
+    with pytest.raises(BadAdapter, match="settings are a list"):
+        AdapterConfig.from_peft(settings)
+
+
+def test_adapter_is_merged_into_floats_only(tmp_path: Path) -> None:
+    save_file({"a.weight": torch.zeros(3, 4, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    publisher = WeightPublisher(tmp_path / "published", "shm", model=tmp_path)
+    with pytest.raises(BadAdapter, match=r"'a\.weight' of the model is int8"):
+        publisher.write_adapter(1, low().items(), {"r": 2, "lora_alpha": 2})
+
+
+def test_adapter_of_a_model_that_cannot_be_read_is_refused(model: Path, tmp_path: Path) -> None:
+    publisher = WeightPublisher(tmp_path / "published", "shm", model=model)
+    manifest = publisher.write_adapter(1, low().items(), {"r": 2, "lora_alpha": 2})
+    (model / "more.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(WeightsRefused, match=r"more\.safetensors cannot be read"):
+        Merger(model, tmp_path / "merged", "float32").merge(manifest)
+
+
+# over HTTP -----------------------------------------------------------------------------------------------------------
+async def test_answer_that_says_to_try_again_is_tried_again(
+    tmp_path: Path, open_route: OpenRoute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy answers for a trainer that restarts: four times, and then for good."""
+    monkeypatch.setattr("penstock.weight_sync.http_client.RECONNECT", Backoff(0.001))
+    route = await open_route("http")
+    manifest, refusals = route.publish(1, small_tensors()), 4
+
+    async def answer(_request: web.Request) -> web.StreamResponse:
+        nonlocal refusals
+        refusals -= 1
+        return web.Response(status=502) if refusals >= 0 else web.FileResponse(route.file(manifest))
+
+    app = web.Application()
+    app.router.add_get("/{name}", answer)
+    async with TestServer(app) as proxy:
+        own = replace(manifest.files[-1], place=str(proxy.make_url(f"/{manifest.files[-1].name}")))
+        manifest = replace(manifest, files=(own,))
+        local = await asyncio.to_thread(Downloader(tmp_path / "s0", TOKEN, deadline_s=60).localise, manifest)
+        assert torch.equal(read_verified(local)["last"], small_tensors()["last"])
+        refusals = 100
+        with pytest.raises(WeightsUnreachable, match=r"502.*given up after 5"):
+            await asyncio.to_thread(Downloader(tmp_path / "s1", TOKEN, deadline_s=60).localise, manifest)
+
+
+async def test_file_whose_header_lacks_its_checksums_is_refused(tmp_path: Path, open_route: OpenRoute) -> None:
+    route = await open_route("http")
+    manifest = route.publish(1, small_tensors())
+    header, data = parts_of(route.file(manifest))
+    del header["__metadata__"]["xxh3"]
+    other = file_of(header, data)
+    route.file(manifest).write_bytes(other)
+    manifest = replace(manifest, files=(replace(manifest.files[-1], bytes=len(other)),))
+    with pytest.raises(WeightsRefused, match="its header is damaged: KeyError"):
+        await asyncio.to_thread(Downloader(tmp_path / "s0", TOKEN).localise, manifest)
+
+
+async def test_answer_that_broke_off_gives_its_turn_to_the_next(tmp_path: Path) -> None:
+    """A server dies while it fetches: the next one does not wait until the turn would have ended."""
+    server = FileServer(tmp_path / "published", TOKEN, share_from_bytes=0)
+    await server.start()
+    tensors = {"w": torch.zeros(16 << 20)}  # more than the sockets between them hold
+    manifest = WeightPublisher(tmp_path / "published", "http", base_url=server.url).write(1, tensors.items())
+    name, port = manifest.files[-1].name, int(server.url.rpartition(":")[2])
+    dying = socket.create_connection(("127.0.0.1", port))
+    peer = "Penstock-Serves: http://10.0.0.1:1"
+    dying.sendall(f"GET /{name} HTTP/1.1\r\nHost: t\r\nAuthorization: Bearer {TOKEN}\r\n{peer}\r\n\r\n".encode())
+    assert await asyncio.to_thread(dying.recv, 12) == b"HTTP/1.1 200"
+    async with httpx.AsyncClient(headers={**BEARER, "Penstock-Serves": "http://10.0.0.2:1"}, timeout=60) as client:
+        assert (await client.get(manifest.place)).status_code == 503
+        dying.close()
+        async with asyncio.timeout(TURN_S):  # the turn of so large a file lasts longer
+            while (await client.get(manifest.place, headers={"Range": "bytes=0-9"})).status_code == 503:
+                await asyncio.sleep(0.05)
+    await server.stop()
+
+
+# broadcasts ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("seat", [{"port": 1}, [], 3, {"port": 1, "colour": "red"}, None], ids=repr)
+async def test_seat_that_is_none_costs_the_round_and_no_more(
+    tmp_path: Path, open_route: OpenRoute, seat: object
+) -> None:
+    route = await open_route("http")
+    manifest = route.publish(1, small_tensors())
+
+    async def answer(_request: web.Request) -> web.Response:
+        return web.Response(text="no JSON") if seat is None else web.json_response(seat)
+
+    app = web.Application()
+    app.router.add_post("/rounds/1", answer)
+    async with TestServer(app) as other:
+        downloader = Downloader(tmp_path / "s0", TOKEN)
+        offered = replace(manifest, broadcast=str(other.make_url("/rounds/1")))
+        local = await asyncio.to_thread(downloader.localise, offered)
+    assert torch.equal(read_verified(local)["last"], small_tensors()["last"])
+    assert downloader.bytes_received == {"trainer": manifest.bytes, "peers": 0, "rounds": 0}
+
+
+async def test_round_that_cannot_listen_refuses_its_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = Broadcaster(window_s=60)
+    server = FileServer(tmp_path / "published", TOKEN, broadcaster=rounds)
+    await server.start()
+    publisher = WeightPublisher(tmp_path / "published", "collective", base_url=server.url)
+    name = rounds.offer(Path(server._directory) / publisher.write(1, small_tensors().items()).files[-1].name, 1)
+    rounds._host = "203.0.113.9"  # of no machine
+    async with httpx.AsyncClient(headers=BEARER, timeout=20) as client:
+        answer = await client.post(f"{server.url}/rounds/{name}")
+    assert (answer.status_code, "203.0.113.9" in answer.text) == (409, True)
+    await server.stop()
+
+
+async def test_round_whose_members_do_not_come_ends(tmp_path: Path) -> None:
+    rounds = Broadcaster(window_s=60, silence_s=0.5)
+    server = FileServer(tmp_path / "published", TOKEN, broadcaster=rounds)
+    await server.start()
+    publisher = WeightPublisher(tmp_path / "published", "collective", base_url=server.url)
+    path = tmp_path / "published" / publisher.write(1, small_tensors().items()).files[-1].name
+    name = rounds.offer(path, 1)
+    async with httpx.AsyncClient(headers=BEARER, timeout=20) as client:
+        assert (await client.post(f"{server.url}/rounds/{name}")).status_code == 200
+    async with asyncio.timeout(60):
+        await rounds.settle()
+    assert rounds.last == (1, 0)
+    assert rounds.offer(path), "the next round may begin"
+    await server.stop()
+
+
+async def test_round_that_is_closed_holds_no_file(tmp_path: Path) -> None:
+    """A trainer that stops within a round's window: `close` returns when nothing of the round is left."""
+    rounds, path = Broadcaster(window_s=60), tmp_path / "weights"
+    path.write_bytes(b"bytes")
+    assert rounds.offer(path)
+    current = rounds._round
+    assert current is not None
+    async with asyncio.timeout(30):
+        await rounds.close()
+    assert current.file.closed
