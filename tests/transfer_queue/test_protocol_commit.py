@@ -173,7 +173,7 @@ async def test_one_script_forgets_a_bounded_share(make_queue, monkeypatch: pytes
     assert max(before - after for before, after in pairwise(left)) == CHUNK // LIMITS.group_size
 
 
-async def test_a_queue_that_caught_up_waits_for_no_group_that_has_ended(make_queue) -> None:
+async def test_a_queue_that_caught_up_waits_for_no_ended_group(make_queue) -> None:
     """Two groups are due at step 1, which has one place: the other step that they were admitted for is in the
     checkpoint already, with groups that this queue has lost. Nothing runs, so nothing is worth a wait."""
     queue = await make_queue(replace(LIMITS, group_size=1, groups_per_step=1, max_staleness=1))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -94,6 +96,18 @@ def reorder_header(path: Path) -> None:
     after = re.sub(rb'("dtype":"\w+"),("shape":\[[\d,]*\])', rb"\2,\1", before, count=1)
     assert after != before
     path.write_bytes(after)
+
+
+def parts_of(path: Path) -> tuple[dict[str, Any], bytes]:
+    """Header and tensors of a safetensors file."""
+    raw = path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
+def file_of(header: object, data: bytes) -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
 
 
 def small_tensors(seed: int = 0) -> dict[str, Any]:

@@ -1,0 +1,117 @@
+"""Payloads in Redis: whole when they are acknowledged, named when they are damaged, moved in bounded round trips."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+from queue_samples import LIMITS, at, tasks, trajectory
+from redis_parts import CONFIG, PASSWORD
+
+from penstock.transfer_queue import (
+    Announcement,
+    BadPayload,
+    Batch,
+    BatchLog,
+    QueueError,
+    QueueUnavailable,
+    RedisServer,
+    RedisTransferQueue,
+    encode_trajectory,
+)
+
+pytestmark = pytest.mark.redis
+
+
+@pytest.fixture
+async def queue(redis_server: RedisServer) -> AsyncIterator[RedisTransferQueue]:
+    made = await RedisTransferQueue.connect(redis_server.url, f"p-{secrets.token_hex(4)}", CONFIG, PASSWORD)
+    await made.create_run(LIMITS, "x")
+    yield made
+    await made.drop_run()
+    await made.close()
+
+
+async def spilled(queue: RedisTransferQueue) -> str:
+    """An episode of a step that is trained and in the batch log."""
+    await queue.submit(tasks(2), cursor=at(2))
+    for lease in await queue.lease_episodes("worker", 4, 0):
+        await queue.complete(lease, trajectory(lease))
+    batch = await queue.lease_batch(0)
+    assert isinstance(batch, Batch)
+    await queue.publish_version(Announcement(1, {}))
+    (episode, *_), *_ = batch.groups
+    assert await queue.spill(0, [episode]) == 1
+    return episode
+
+
+async def test_a_client_without_the_batch_log_says_so(
+    redis_server: RedisServer, queue: RedisTransferQueue, tmp_path: Path
+) -> None:
+    connect = RedisTransferQueue.connect
+    trainer = await connect(redis_server.url, queue._run, CONFIG, PASSWORD, batch_log=BatchLog(tmp_path))
+    episode = await spilled(trainer)
+    for call in (queue.read([episode]), queue.get([episode], ["reward"]), queue.spill(0, [episode])):
+        with pytest.raises(QueueError, match="batch log"):
+            await call
+    assert [found.episode_id for found in await trainer.read([episode])] == [episode]
+    await trainer.close()
+
+
+@pytest.mark.parametrize("damaged", [b"", b"x" * 40, None], ids=["empty", "other", "cut"])
+async def test_a_damaged_payload_is_named_by_its_episode(queue: RedisTransferQueue, damaged: bytes | None) -> None:
+    await queue.submit(tasks(1), cursor=at(1))
+    (lease,) = await queue.lease_episodes("worker", 1, 0)
+    await queue.complete(lease, trajectory(lease))
+    key = queue._keys.payload(f"{lease.episode_id}@{lease.fence}")
+    whole = await queue._connection.command("GET", key)
+    await queue._connection.command("SET", key, whole[:-1] if damaged is None else damaged.ljust(len(whole), b"x"))
+    for call in (queue.read([lease.episode_id]), queue.get([lease.episode_id], ["response_mask"])):
+        with pytest.raises(BadPayload, match=lease.episode_id):
+            await call
+
+
+async def test_payloads_come_in_round_trips_of_bounded_size(
+    queue: RedisTransferQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of a hundred megabytes is not one reply that Redis must build in memory."""
+    await queue.submit(tasks(3), cursor=at(3))
+    leases = await queue.lease_episodes("worker", 5, 0)
+    for lease in leases:
+        await queue.complete(lease, trajectory(lease, tokens=500))
+    many, trips = queue._connection.many, []
+
+    async def counted(commands: Sequence[Sequence[object]]) -> list[object]:
+        replies = await many(commands)
+        trips.append([len(reply) for reply in replies])
+        return replies
+
+    monkeypatch.setattr(queue._connection, "many", counted)
+    names = [lease.episode_id for lease in leases]
+    await queue.read(names[:1])
+    ((size,),) = trips
+    for limit, expected in ((2 * size + 9, [2, 2, 1]), (size - 1, [1, 1, 1, 1, 1])):
+        trips.clear()
+        monkeypatch.setattr("penstock.transfer_queue.redis.payloads.PIPELINE_BYTES", limit)
+        assert [found.episode_id for found in await queue.read(names)] == names
+        assert [len(trip) for trip in trips] == expected
+
+
+async def test_a_payload_that_lacks_a_byte_is_not_acknowledged(queue: RedisTransferQueue) -> None:
+    """What is stored under an acknowledged name is whole: else the trainer finds out, and the episode has ended."""
+    await queue.submit(tasks(1), cursor=at(1))
+    (lease,) = await queue.lease_episodes("worker", 1, 0)
+    sent = trajectory(lease)
+    whole = encode_trajectory(sent)
+    key = queue._keys.payload(f"{lease.episode_id}@{lease.fence}")
+    await queue._connection.command("SET", key, whole[:-1])
+    queue._connection._deadline_s = 0.3
+    with pytest.raises(QueueUnavailable, match=f"{len(whole) - 1} of {len(whole)} payload bytes"):
+        await queue.complete(lease, sent)
+    queue._connection._deadline_s = CONFIG.deadline_s
+    assert (await queue.status()).episodes["completed"] == 0
+    await queue._connection.command("DEL", key)
+    await queue.complete(lease, sent)
+    assert (await queue.status()).episodes["completed"] == 1
