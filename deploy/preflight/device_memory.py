@@ -100,12 +100,15 @@ def _rank_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
 
 
 def _claim(config: RunConfig) -> float:
-    """Share of a device that an engine takes; 0 for one that computes on CPUs."""
+    """Share of a device that an engine takes; 0 for one that computes on CPUs. Raises `ConfigError` for no number."""
     if config.rollout.engine not in CLAIMS:
         return 0.0
     name, usual = CLAIMS[config.rollout.engine]
     given = {key.replace("-", "_"): value for key, value in _engine_arguments(config).items()}
-    return float(given.get(name) or usual)
+    try:
+        return float(given.get(name) or usual)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{_claim_key(config)}: {given[name]!r} is no share of a device, such as {usual}") from None
 
 
 def _claim_key(config: RunConfig) -> str:
@@ -290,12 +293,16 @@ def _is_recipe(file: Path) -> bool:
 
 
 def _checked(file: Path, name: str, given: tuple[ModelShape, str] | None) -> RecipeMemory:
+    """A recipe that cannot be read, or is no UTF-8, is one finding among the others'."""
     try:
-        config = load_config(file)
-        shape, sizes = given or find_shape(config)
-    except ConfigError as error:
+        return _summed(file, name, load_config(file), given)
+    except (ConfigError, UnicodeDecodeError) as error:
         problem = " ".join(str(error).split())
         return RecipeMemory(name, Check(name, False, problem, "correct the key or file that is named"))
+
+
+def _summed(file: Path, name: str, config: RunConfig, given: tuple[ModelShape, str] | None) -> RecipeMemory:
+    shape, sizes = given or find_shape(config)
     gpus = declared_gpus(file)
     if gpus is None:
         why = "its first comment declares no GPU (`one GPU of 80 GB`); `penstock doctor RECIPE` asks this machine"

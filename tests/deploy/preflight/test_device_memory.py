@@ -154,6 +154,8 @@ def test_every_recipe_below_a_folder_has_its_line(tmp_path: Path) -> None:
     write(tmp_path, "deep/large.yml", RECIPE.replace("MODEL", "Qwen/Qwen2.5-7B-Instruct"))
     write(tmp_path, "mistyped.yaml", RECIPE.replace("recompute", "recompte"))
     write(tmp_path, "broken.yaml", "model: [\n")
+    write(tmp_path, "share.yaml", RECIPE.replace("MODEL", "Qwen/Qwen2.5-1.5B-Instruct").replace("0.3", "much"))
+    (tmp_path / "latin.yaml").write_bytes("model: für\n".encode("latin-1"))
     write(tmp_path, "unknown.yaml", RECIPE.replace("MODEL", "nobody/has-this-model"))
     write(tmp_path, "plain.yaml", RECIPE.partition("\n")[2])
     write(tmp_path, "sandbox.yaml", "sandbox: {}\n")
@@ -163,7 +165,7 @@ def test_every_recipe_below_a_folder_has_its_line(tmp_path: Path) -> None:
     found = {one["name"]: one for one in told["recipes"]}
     assert {name: one["verdict"] for name, one in found.items()} == {
         **{"good.yaml": "ok", "deep/large.yml": "fail", "mistyped.yaml": "fail", "broken.yaml": "fail"},
-        **{"unknown.yaml": "skip", "plain.yaml": "skip"},
+        **{"unknown.yaml": "skip", "plain.yaml": "skip", "share.yaml": "fail", "latin.yaml": "fail"},
     }
     large = found["deep/large.yml"]
     assert large["total_bytes"] == pytest.approx(sum(large["parts"].values()), abs=10)
@@ -171,6 +173,7 @@ def test_every_recipe_below_a_folder_has_its_line(tmp_path: Path) -> None:
     assert (large["sizes"], large["gpus"]) == ("shipped", {"count": 1, "bytes": 80 << 30})
     assert "trainer.offload=true" in large["fix"]
     assert "trainer.recompte" in found["mistyped.yaml"]["found"]
+    assert "rollout.vllm_args.gpu_memory_utilization" in found["share.yaml"]["found"]
     assert "--config" in found["unknown.yaml"]["found"]
     table = invoke("--recipes", tmp_path).stdout
     assert [name for name in found if name not in table] == []
