@@ -51,6 +51,7 @@ from .shipped import find_base_model as find_base_model
 from .shipped import make_base_model as make_base_model
 from .shipped import project_files as project_files
 from .shipped import shipped_recipes as shipped_recipes
+from .shipped import shipped_sizes as shipped_sizes
 from .shipped import templates as templates
 from .shipped import write_project as write_project
 from .stacks import answer_with_stacks as answer_with_stacks

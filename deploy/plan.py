@@ -181,13 +181,18 @@ def gpus_of(role: Role, config: RunConfig, gpus: Sequence[str]) -> tuple[str, ..
 
     Where there are too few, servers begin again with the first: they share devices (`penstock doctor` warns of it).
     """
-    ranks, each = config.trainer.ranks, gpus_of_server(config.rollout)
-    if not gpus or (role.kind == "rollout" and not each):
+    if not gpus or (role.kind == "rollout" and not gpus_of_server(config.rollout)):
         return None
     if role.kind == "trainer":
-        return tuple(gpus[:ranks])
+        return tuple(gpus[: config.trainer.ranks])
     if role.kind != "rollout":
         return None
     number = config.rollout.servers if role.number is None else role.number  # the evaluation server has none
-    start = ranks + number * each
-    return tuple(gpus[(start + i) % len(gpus)] for i in range(min(each, len(gpus))))
+    return tuple(gpus[index] for index in places_of_server(config, number, len(gpus)))
+
+
+def places_of_server(config: RunConfig, number: int, count: int) -> list[int]:
+    """Which of `count` GPUs rollout server `number` computes on."""
+    each = gpus_of_server(config.rollout)
+    start = config.trainer.ranks + number * each
+    return [(start + i) % count for i in range(min(each, count))]

@@ -1,6 +1,7 @@
 """What ships with Penstock, in a checkout and in the wheel alike: `recipes/`, and what `recipes/index.toml` says of it.
 
 shipped_recipes()                           one line each, for `penstock recipes`
+shipped_sizes("Qwen/Qwen3-30B-A3B")         sizes of the hub's models that the recipes name, for `penstock doctor`
 write_project(Path("mine"), "calculator")   a template's files under a project's names, for `penstock init`
 find_base_model(), make_base_model()        the calculator's model, which is in a checkout and not in the wheel
 """
@@ -64,6 +65,11 @@ class Template:
 
 def shipped_recipes() -> list[ShippedRecipe]:
     return [ShippedRecipe(**entry) for entry in _index()["recipe"]]
+
+
+def shipped_sizes(model: str) -> Mapping[str, Any] | None:
+    """What config.json of a model that the shipped recipes name says of its sizes; None for any other model."""
+    return next((entry["config"] for entry in _index()["model"] if model in entry["names"]), None)
 
 
 def templates() -> dict[str, Template]:

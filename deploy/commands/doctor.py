@@ -14,7 +14,7 @@ import typer
 from penstock.deploy.config import ConfigError, load_config
 
 if TYPE_CHECKING:
-    from penstock.deploy.preflight import Check
+    from penstock.deploy.preflight import Check, RecipeMemory
 
 STYLES = {"ok": "green", "warn": "yellow", "skip": "dim", "FAIL": "red"}
 
@@ -29,6 +29,22 @@ def doctor(
     join: Annotated[
         bool, typer.Option("--join", help="Check whether this machine can join the running run that connect.env names.")
     ] = False,
+    recipes: Annotated[
+        Path | None,
+        typer.Option(
+            "--recipes",
+            metavar="FOLDER",
+            help="Check the memory of every recipe below a folder for the GPUs that its first comment declares.",
+        ),
+    ] = None,
+    described: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="With --recipes: the config.json, or its folder, whose sizes count for every model.",
+        ),
+    ] = None,
 ) -> None:
     """Check that this machine can run a recipe, and report how to fix what fails.
 
@@ -37,8 +53,11 @@ def doctor(
 
     Examples: penstock doctor recipes/calculator.yaml trainer.ranks=2
     . runs/mine/connect.env; penstock doctor --join
+    penstock doctor --recipes recipes
     """
     try:
+        if recipes is not None or described is not None:
+            raise typer.Exit(0 if _of_folder(recipes, described, as_json, alone=recipe is None and not join) else 1)
         checks = _joining(recipe, overrides or []) if join else _running(recipe, overrides or [])
         ok = _as_json(checks) if as_json else _as_lines(checks)
     except ConfigError as error:
@@ -102,3 +121,55 @@ def _as_lines(checks: Iterable[Check]) -> bool:
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
     console.print(summary, markup=False)
     return not counts["FAIL"]
+
+
+# memory of recipes --------------------------------------------------------------------------------------------------
+def _of_folder(folder: Path | None, described: Path | None, as_json: bool, *, alone: bool) -> bool:
+    """Whether none fails. Raises `ConfigError`."""
+    from penstock.deploy.preflight import check_recipes
+
+    if folder is None:
+        raise ConfigError("--config goes with --recipes FOLDER: the sizes of one recipe's model are those of its files")
+    if not alone:
+        raise ConfigError("--recipes FOLDER goes without RECIPE, KEY=VALUE and --join: it reads every recipe as it is")
+    if not folder.is_dir():
+        raise ConfigError(f"--recipes {folder}: no such folder; name one with recipes below it, such as recipes")
+    found = list(check_recipes(folder, described))
+    ok = all(one.check.ok for one in found)
+    if as_json:
+        print(json.dumps({"recipes": [_figures(one) for one in found], "ok": ok}))
+    else:
+        _as_table(found)
+    return ok
+
+
+def _figures(one: RecipeMemory) -> dict[str, object]:
+    gpus = {"count": one.gpus.count, "bytes": one.gpus.bytes} if one.gpus else None
+    sums = {"total_bytes": round(sum(one.parts.values())), "limit_bytes": round(one.limit)}
+    parts = {name: round(size) for name, size in one.parts.items()}
+    return {**_plain(one.check), "model": one.model, "sizes": one.sizes, "gpus": gpus, "parts": parts, **sums}
+
+
+def _as_table(found: list[RecipeMemory]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    rows = [("", "recipe", "model", "GPUs", "sum", "limit"), *map(_row, found)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row, one in zip(rows, [None, *found], strict=True):
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        console.print(line.rstrip(), style=STYLES[one.check.verdict] if one else "bold", markup=False, soft_wrap=True)
+        if one and not one.check.ok:
+            console.print(f"      {one.check.found}", markup=False, soft_wrap=True)
+            console.print(f"      fix: {one.check.fix}", markup=False, soft_wrap=True)
+    for one in found:
+        if one.check.skipped:
+            console.print(f"{one.recipe}: {one.check.found}", markup=False, soft_wrap=True)
+
+
+def _row(one: RecipeMemory) -> tuple[str, ...]:
+    from penstock.deploy.preflight import human
+
+    gpus = f"{one.gpus.count} x {one.gpus.bytes >> 30} GB" if one.gpus else ""
+    sums = (human(sum(one.parts.values())), human(one.limit)) if one.parts else ("", "")
+    return (one.check.verdict, one.recipe, one.model, gpus, *sums)

@@ -5,7 +5,14 @@ from .agent import check_search as check_search
 from .agent import check_template as check_template
 from .agent import opened_tools as opened_tools
 from .check import Check as Check
+from .check import human as human
 from .data import check_data as check_data
+from .device_memory import Gpus as Gpus
+from .device_memory import RecipeMemory as RecipeMemory
+from .device_memory import check_device as check_device
+from .device_memory import check_recipes as check_recipes
+from .device_memory import declared_gpus as declared_gpus
+from .device_memory import shape_from_config as shape_from_config
 from .disk import check_disk as check_disk
 from .disk import check_room as check_room
 from .machine import check_open_files as check_open_files

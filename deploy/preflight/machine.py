@@ -10,8 +10,9 @@ from typing import Any
 
 from penstock.deploy.config import RunConfig
 from penstock.deploy.plan import gpus_of_server, has_gpu
-from penstock.deploy.preflight.check import Check, cores, human, skipped, warning
-from penstock.deploy.preflight.memory import ModelShape, model_shape, needs_critic, server_bytes, trainer_bytes
+from penstock.deploy.preflight.check import Check, cores, skipped, warning
+from penstock.deploy.preflight.device_memory import Gpus, check_device
+from penstock.deploy.preflight.memory import model_shape
 
 BASE_FILES = 256
 """Libraries, logs, the queue's connections (64 at most), the model's files."""
@@ -56,10 +57,6 @@ def check_threads(config: RunConfig) -> Check | None:
     return Check("threads", True, found)
 
 
-USABLE = 0.9
-"""Of a device's memory: the rest is the driver's, fragments, and NCCL's buffers."""
-
-
 def check_gpus(config: RunConfig) -> Iterator[Check]:
     if not has_gpu():
         yield skipped("gpus", "no NVIDIA driver on this machine: everything runs on CPUs")
@@ -79,7 +76,8 @@ def check_gpus(config: RunConfig) -> Iterator[Check]:
         yield _together(torch, min(config.trainer.ranks, count))
     shape = model_shape(config)
     if shape is not None:
-        yield _memory(config, shape, min(torch.cuda.get_device_properties(i).total_memory for i in range(count)))
+        smallest = min(torch.cuda.get_device_properties(i).total_memory for i in range(count))
+        yield check_device("gpu memory", config, shape, Gpus(count, smallest))
 
 
 def _enough(config: RunConfig, count: int, names: list[str]) -> Check:
@@ -107,20 +105,3 @@ def _together(torch: Any, ranks: int) -> Check:
             "nccl", found, "collectives go through the host there: choose devices under one switch or NVLink"
         )
     return Check("nccl", True, f"NCCL {version}; all {ranks} devices reach each other")
-
-
-def _memory(config: RunConfig, shape: ModelShape, have: int) -> Check:
-    rank = trainer_bytes(shape, config.trainer, config.rollout.max_model_len, critic=needs_critic(config))
-    if config.trainer.offload:
-        rank = {name: size for name, size in rank.items() if name in ("gathered layers", "activations")}
-    each = gpus_of_server(config.rollout)
-    server = sum(server_bytes(shape, config, config.rollout.max_model_len).values()) / each if each else 0.0
-    training = sum(rank.values())
-    found = f"a rank takes about {human(training)}, an engine {human(server)} at least, a device has {human(have)}"
-    if training > USABLE * have:
-        fix = "more ranks, trainer.recompute=true, trainer.offload=true, a smaller trainer.micro_batch_tokens, or LoRA"
-        return Check("gpu memory", False, found, fix)
-    if server > USABLE * have:
-        fix = "raise tensor_parallel_size (vllm_args) or tp_size (sglang_args), or lower rollout.max_model_len"
-        return Check("gpu memory", False, found, fix)
-    return Check("gpu memory", True, found)

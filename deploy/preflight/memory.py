@@ -4,10 +4,12 @@ With P parameters, R ranks, L layers, hidden width h, query and key-value widths
 times the experts of a token), T tokens of a packed row, b bytes of the arithmetic:
 
     trainer, per rank  =  weights 4P/R + gradients 4P/R + moments 8P/R          fully sharded, masters in float32
-                          + one gathered layer b·P/L  (twice if it is prefetched)
+                          + gathered: two layers, embedding and head in b; on one shard the whole model, b·P
                           + activations T·b·L·(6h + 2q + 2kv + 3i); with recompute T·b·(L·h + one layer)
-    with LoRA            gradients and moments of its matrices only
-    reference, critic    weights again; all of it again
+    with LoRA            gradients and moments of its matrices only; a base in bfloat16 has no float32 masters
+    reference, critic    weights again (with LoRA the reference is the base itself); all of it again
+    megatron             weights b and gradients 4 of what the rank's tensor, pipeline and expert groups leave it,
+                         masters and moments 12, spread over the ranks that hold the same
 
     server             =  weights b·P + KV cache 2·L·kv·b·tokens
     in flight          =  (max_staleness + 1) · groups · members · tokens · 9 bytes in the queue
@@ -20,6 +22,7 @@ Models", arXiv:2205.05198, section 4, without dropout and attention matrices).
 from __future__ import annotations
 
 import importlib.util
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -51,6 +54,12 @@ class ModelShape:
     mlp: int
     lora: int
     """Parameters of LoRA's matrices per rank of theirs: Σ (rows + columns) of the layers' matrices."""
+    outer: int = 0
+    """Parameters outside of the layers: embedding and head."""
+    experts: int = 0
+    """Parameters of all experts of a mixture."""
+    dtype: str = "float32"
+    """That the model's config names for its weights."""
 
 
 def shape_of(declared: Mapping[str, Any], weights: WeightFiles) -> ModelShape | None:
@@ -63,29 +72,71 @@ def shape_of(declared: Mapping[str, Any], weights: WeightFiles) -> ModelShape | 
         layers, key_value = int(declared["num_hidden_layers"]), int(declared.get("num_key_value_heads") or heads) * head
     except (KeyError, TypeError, ValueError):
         return None
-    matrices = (shape for name, shape in weights.shapes.items() if len(shape) == 2 and ".layers." in f".{name}")
-    return ModelShape(weights.parameters, layers, hidden, heads * head, key_value, mlp, sum(map(sum, matrices)))
+    matrices = (shape for name, shape in weights.shapes.items() if len(shape) == 2 and _in_layer(name))
+    return ModelShape(
+        *(weights.parameters, layers, hidden, heads * head, key_value, mlp, sum(map(sum, matrices))),
+        outer=sum(math.prod(shape) for name, shape in weights.shapes.items() if not _in_layer(name)),
+        experts=sum(math.prod(shape) for name, shape in weights.shapes.items() if ".experts." in name),
+        dtype=str(declared.get("dtype") or declared.get("torch_dtype") or "float32"),
+    )
+
+
+def _in_layer(name: str) -> bool:
+    return ".layers." in f".{name}"
 
 
 def trainer_bytes(shape: ModelShape, trainer: TrainerConfig, longest: int, *, critic: bool) -> dict[str, float]:
     """Of one rank, by part. `longest`: tokens of the longest sequence."""
+    states = _split(shape, trainer) if trainer.engine == "megatron" else _sharded(shape, trainer, 1 + bool(critic))
+    return {**states, "activations": _activations(shape, trainer, max(trainer.micro_batch_tokens, longest))}
+
+
+def _sharded(shape: ModelShape, trainer: TrainerConfig, trained: int) -> dict[str, float]:
+    """Of the engine fsdp. `trained`: models that learn."""
     learning = shape.lora * trainer.lora.rank or shape.parameters
-    width = BYTES[trainer.dtype]
-    copies = 1 + bool(critic) + trainer.kl.needs_reference
+    copies = trained + (trainer.kl.needs_reference and not trainer.lora.rank)
     return {
-        "weights": copies * MASTER * shape.parameters / trainer.ranks,
-        "gradients": (1 + bool(critic)) * MASTER * learning / trainer.ranks,
-        "moments": (1 + bool(critic)) * 2 * MASTER * learning / trainer.ranks,
-        "gathered layers": 2 * width * shape.parameters / shape.layers if trainer.ranks > 1 else 0,
-        "activations": _activations(shape, trainer, max(trainer.micro_batch_tokens, longest)),
+        "weights": copies * _kept_width(shape, trainer) * shape.parameters / trainer.ranks,
+        "gradients": trained * MASTER * learning / trainer.ranks,
+        "moments": trained * 2 * MASTER * learning / trainer.ranks,
+        "gathered layers": _gathered(shape, trainer),
+    }
+
+
+def _kept_width(shape: ModelShape, trainer: TrainerConfig) -> int:
+    low = trainer.lora.rank and trainer.dtype == shape.dtype == "bfloat16"
+    return BYTES["bfloat16"] if low else MASTER
+
+
+def _gathered(shape: ModelShape, trainer: TrainerConfig) -> float:
+    """Weights as the arithmetic takes them. One shard is not given back between forward and backward."""
+    width, tensor = BYTES[trainer.dtype], trainer.parallel.tensor
+    if trainer.ranks > tensor:
+        return width * (2 * (shape.parameters - shape.outer) / shape.layers + shape.outer) / tensor
+    as_kept = width == _kept_width(shape, trainer) and not trainer.offload
+    return 0 if as_kept else width * shape.parameters / tensor
+
+
+def _split(shape: ModelShape, trainer: TrainerConfig) -> dict[str, float]:
+    """Of the engine megatron, which keeps a rank's part of the weights whole and spreads the optimizer's states."""
+    width, layout = BYTES[trainer.dtype], trainer.parallel
+    dense_ranks, expert_ranks = layout.tensor * layout.pipeline, layout.expert * layout.pipeline
+    local = (shape.parameters - shape.experts) / dense_ranks + shape.experts / expert_ranks
+    masters = MASTER if width < MASTER else 0
+    return {
+        "weights": (1 + trainer.kl.needs_reference) * width * local,
+        "gradients": MASTER * local,
+        "moments": (masters + 2 * MASTER) * shape.parameters / trainer.ranks,
     }
 
 
 def _activations(shape: ModelShape, trainer: TrainerConfig, tokens: int) -> float:
-    layer = 6 * shape.hidden + 2 * shape.query + 2 * shape.key_value + 3 * shape.mlp
+    """Of the residual stream every rank of a tensor group has all, of the products between its matrices a part."""
+    products = 2 * shape.query + 2 * shape.key_value + 3 * shape.mlp
+    layer = 6 * shape.hidden + products / trainer.parallel.tensor
     kept = shape.layers * shape.hidden + layer if trainer.recompute else shape.layers * layer
     row = tokens / trainer.parallel.context
-    return BYTES[trainer.dtype] * row * kept / (trainer.parallel.tensor * trainer.parallel.pipeline)
+    return BYTES[trainer.dtype] * row * kept / trainer.parallel.pipeline
 
 
 def server_bytes(shape: ModelShape, config: RunConfig, cached_tokens: int) -> dict[str, float]:

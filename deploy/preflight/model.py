@@ -140,10 +140,13 @@ def _check_weights(folder: Path) -> Check:
     return Check("model", True, f"{folder}: {size}")
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """``config.json``, of a model with several parts that of its text. Raises `BadModelFiles`."""
+def read_config(model: Path) -> dict[str, Any]:
+    """``config.json``, by its folder or itself; of a model with several parts that of its text.
+
+    Raises `BadModelFiles`.
+    """
     try:
-        declared = json.loads((folder / "config.json").read_text())
+        declared = json.loads((model / "config.json" if model.is_dir() else model).read_text())
         found: dict[str, Any] = declared.get("text_config", declared)
     except (OSError, ValueError, AttributeError) as error:
         raise BadModelFiles(f"config.json cannot be read: {error}") from error

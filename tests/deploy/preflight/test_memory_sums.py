@@ -65,6 +65,29 @@ def test_lora_learns_its_own_matrices_alone_and_a_critic_doubles() -> None:
     assert trainer_bytes(BIG, reference, 1, critic=False)["weights"] == 2 * plain["weights"]
 
 
+def test_one_shard_computes_with_a_second_copy_in_low_precision() -> None:
+    low = TrainerConfig(dtype="bfloat16")
+    assert trainer_bytes(BIG, low, 1, critic=False)["gathered layers"] == 2 * 8 * GIGA
+    assert trainer_bytes(BIG, TrainerConfig(), 1, critic=False)["gathered layers"] == 0
+    assert trainer_bytes(BIG, TrainerConfig(offload=True), 1, critic=False)["gathered layers"] == 4 * 8 * GIGA
+    sharded = TrainerConfig(ranks=8, dtype="bfloat16")
+    found = trainer_bytes(replace(BIG, outer=GIGA), sharded, 1, critic=False)
+    assert found["gathered layers"] == 2 * (2 * 7 * GIGA / 32 + GIGA), "embedding and head beside two layers"
+
+
+def test_the_base_under_lora_is_its_own_reference_and_keeps_its_dtype() -> None:
+    lora = TrainerConfig.model_validate({"dtype": "bfloat16", "lora": {"rank": 16}, "kl": {"in_loss": 0.1}})
+    assert trainer_bytes(BIG, lora, 1, critic=False)["weights"] == 4 * 8 * GIGA
+    low = trainer_bytes(replace(BIG, dtype="bfloat16"), lora, 1, critic=False)
+    assert (low["weights"], low["gathered layers"]) == (2 * 8 * GIGA, 0)
+
+
+def test_a_tensor_group_shares_out_products_and_not_the_residual_stream() -> None:
+    config = TrainerConfig.model_validate({"ranks": 4, "recompute": True, "parallel": {"tensor": 4}})
+    found = trainer_bytes(BIG, config, 4096, critic=False)["activations"]
+    assert found == 4 * 4096 * (32 * 4096 + 6 * 4096 + (LAYER - 6 * 4096) / 4)
+
+
 def test_servers_the_queue_and_shared_memory() -> None:
     config = load_config(RECIPE, ["rollout.dtype=bfloat16"])
     assert server_bytes(BIG, config, 1000) == {"weights": 16 * GIGA, "KV cache": 2 * 32 * 1024 * 2 * 1000}

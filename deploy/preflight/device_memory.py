@@ -1,0 +1,315 @@
+"""The memory of one device that trainer and engines share, and of every recipe below a folder.
+
+    one device  =  what a trainer's rank keeps on it  +  the share that each engine on it claims
+
+An engine claims a share of the whole device (vLLM's ``gpu_memory_utilization``, SGLang's ``mem_fraction_static``), and
+its weights and the KV cache of one request must fit into that. Which device has what is as in `plan`: ranks get the
+first, servers the ones that follow, from the first again where there are too few.
+
+A recipe declares its GPUs in the comment that it begins with: ``8 GPUs of 80 GB``, or ``one GPU of 80 GB``. The sizes
+of its model are those of the files that it names, else of the config.json in the hub's cache, or of one that ships.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from penstock.deploy.config import ConfigError, RunConfig, load_config
+from penstock.deploy.plan import gpus_of_server, places_of_server
+from penstock.deploy.preflight.check import Check, human, skipped
+from penstock.deploy.preflight.memory import (
+    ModelShape,
+    model_shape,
+    needs_critic,
+    server_bytes,
+    shape_of,
+    trainer_bytes,
+)
+from penstock.deploy.preflight.model import BadModelFiles, WeightFiles, read_config
+from penstock.deploy.shipped import shipped_sizes
+from penstock.trainer import TrainerConfig
+
+USABLE = 0.9
+"""Of a device's memory where a trainer is: the rest is the driver's, fragments, and NCCL's buffers."""
+CLAIMS = {"vllm": ("gpu_memory_utilization", 0.9), "sglang": ("mem_fraction_static", 0.9)}
+"""What each engine calls its share of a device, and about what it takes where the recipe does not say."""
+ENGINES = "engines"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """Of one machine."""
+
+    count: int
+    bytes: int
+    """Of each."""
+
+
+# one device ---------------------------------------------------------------------------------------------------------
+def check_device(name: str, config: RunConfig, shape: ModelShape, gpus: Gpus) -> Check:
+    """The device that holds most; what a single engine needs of its share first."""
+    each = gpus_of_server(config.rollout)
+    needed = sum(server_bytes(shape, config, config.rollout.max_model_len).values()) / each if each else 0.0
+    claimed = _claim(config) * gpus.bytes if each else 0.0
+    if needed > claimed:
+        key, found = _claim_key(config), f"an engine needs {human(needed)} of each device"
+        fix = f"raise {key}, split it over more GPUs (tensor_parallel_size, tp_size), or lower rollout.max_model_len"
+        return Check(name, False, f"{found}, {key} leaves it {human(claimed)} of {human(gpus.bytes)}", fix)
+    parts = busiest(config, shape, gpus)
+    total, limit = sum(parts.values()), limit_of(parts, gpus)
+    listed = ", ".join(f"{part} {human(size)}" for part, size in parts.items() if size >= 1 << 20)
+    found = f"a device holds about {human(total)} of {human(limit)} that can be used ({listed or 'nothing'})"
+    return Check(name, total <= limit, found, "" if total <= limit else _fix(config, shape, gpus, parts))
+
+
+def busiest(config: RunConfig, shape: ModelShape, gpus: Gpus) -> dict[str, float]:
+    """Bytes by part of the device that is over its limit, else of the fullest that a rank is on."""
+    rank = _rank_parts(config, shape)
+    servers = config.rollout.servers + config.rollout.evaluation_server
+    placed = [place for number in range(servers) for place in places_of_server(config, number, gpus.count)]
+    # Further ranks are on further machines of as many GPUs.
+    devices = [
+        {**(rank if index < config.trainer.ranks else {}), ENGINES: placed.count(index) * _claim(config) * gpus.bytes}
+        for index in range(gpus.count)
+    ]
+    return max(devices, key=lambda parts: _fullness(parts, gpus))
+
+
+def _fullness(parts: Mapping[str, float], gpus: Gpus) -> float:
+    """Sorts devices. That an engine fills its share of a device of its own says little."""
+    share = sum(parts.values()) / limit_of(parts, gpus)
+    return share if share > 1 or parts.keys() != {ENGINES} else 0.0
+
+
+def limit_of(parts: Mapping[str, float], gpus: Gpus) -> float:
+    """An engine alone on a device leaves by its own share what others need."""
+    return gpus.bytes if parts.keys() == {ENGINES} else USABLE * gpus.bytes
+
+
+def _rank_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
+    parts = trainer_bytes(shape, config.trainer, config.rollout.max_model_len, critic=needs_critic(config))
+    kept = ("gathered layers", "activations") if config.trainer.offload else tuple(parts)
+    return {name: size for name, size in parts.items() if name in kept}
+
+
+def _claim(config: RunConfig) -> float:
+    """Share of a device that an engine takes; 0 for one that computes on CPUs. Raises `ConfigError` for no number."""
+    if config.rollout.engine not in CLAIMS:
+        return 0.0
+    name, usual = CLAIMS[config.rollout.engine]
+    given = {key.replace("-", "_"): value for key, value in _engine_arguments(config).items()}
+    try:
+        return float(given.get(name) or usual)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{_claim_key(config)}: {given[name]!r} is no share of a device, such as {usual}") from None
+
+
+def _claim_key(config: RunConfig) -> str:
+    return f"rollout.{config.rollout.engine}_args.{CLAIMS[config.rollout.engine][0]}"
+
+
+def _engine_arguments(config: RunConfig) -> Mapping[str, Any]:
+    return config.rollout.vllm_args if config.rollout.engine == "vllm" else config.rollout.sglang_args
+
+
+CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "trainer.recompute=true": {"recompute": True},
+    "trainer.offload=true": {"offload": True},
+    "trainer.recompute=true trainer.offload=true": {"recompute": True, "offload": True},
+}
+"""Of the trainer's settings, what changes nothing that is learned; first the ones that cost least."""
+
+
+def _fix(config: RunConfig, shape: ModelShape, gpus: Gpus, parts: Mapping[str, float]) -> str:
+    """The first change with which the sum holds, else the keys of the largest part."""
+    changes = {} if config.trainer.engine == "megatron" else CHANGES
+    for words, update in changes.items():
+        changed = config.model_copy(update={"trainer": config.trainer.model_copy(update=update)})
+        there = busiest(changed, shape, gpus)
+        if sum(there.values()) <= limit_of(there, gpus):
+            return f"set {words}: a device then holds about {human(sum(there.values()))}"
+    largest = max(parts, key=parts.__getitem__)
+    if largest == ENGINES:
+        return f"lower {_claim_key(config)}, or start servers on other machines"
+    return _keys_of(largest, config.trainer)
+
+
+def _keys_of(part: str, trainer: TrainerConfig) -> str:
+    if part == "activations":
+        return "lower trainer.micro_batch_tokens and rollout.max_model_len, or raise trainer.parallel.context"
+    if trainer.engine == "megatron":
+        return "raise trainer.ranks, trainer.parallel.tensor or trainer.parallel.expert"
+    return "raise trainer.ranks, set trainer.lora.rank, or take a smaller model"
+
+
+# sizes of a model ---------------------------------------------------------------------------------------------------
+def shape_from_config(declared: Mapping[str, Any]) -> ModelShape | None:
+    """Without weights: their matrices as a config.json describes them; biases and norms are less than a thousandth.
+
+    None for a model whose config names its sizes otherwise.
+    """
+    if "kv_lora_rank" in declared:  # keys and values from a narrow projection: other matrices, another cache
+        return None
+    try:
+        return shape_of(declared, WeightFiles(dict(_matrices(declared)), 0))
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _matrices(declared: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, int]]]:
+    hidden, heads = int(declared["hidden_size"]), int(declared["num_attention_heads"])
+    head = int(declared.get("head_dim") or hidden // heads)
+    key_value = int(declared.get("num_key_value_heads") or heads) * head
+    vocabulary = (int(declared["vocab_size"]), hidden)
+    yield from ((name, vocabulary) for name in ("embed_tokens", "lm_head")[: 1 if _is_tied(declared) else 2])
+    for layer in range(int(declared["num_hidden_layers"])):
+        at = f"layers.{layer}"
+        yield from ((f"{at}.{name}_proj", (heads * head, hidden)) for name in "qo")
+        yield from ((f"{at}.{name}_proj", (key_value, hidden)) for name in "kv")
+        yield from ((f"{at}.{name}", (width, hidden)) for name, width in _mlps(declared, layer))
+
+
+def _is_tied(declared: Mapping[str, Any]) -> bool:
+    return bool(declared.get("tie_word_embeddings", False))
+
+
+def _mlps(declared: Mapping[str, Any], layer: int) -> Iterator[tuple[str, int]]:
+    """(name, width) of the three matrices of each gated MLP of a layer, and of its router."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((int(declared[name]) for name in names if declared.get(name)), 0)
+    if not experts or layer < int(declared.get("first_k_dense_replace") or 0):
+        yield from ((f"mlp.{part}_proj", int(declared["intermediate_size"])) for part in ("gate", "up", "down"))
+        return
+    width = int(declared.get("moe_intermediate_size") or declared["intermediate_size"])
+    shared = int(declared.get("shared_expert_intermediate_size") or 0)
+    shared += int(declared.get("n_shared_experts") or 0) * width
+    yield "router", experts
+    for part in ("gate", "up", "down"):
+        yield from ((f"mlp.experts.{expert}.{part}_proj", width) for expert in range(experts))
+        if shared:
+            yield f"mlp.shared_expert.{part}_proj", shared
+
+
+def find_shape(config: RunConfig) -> tuple[ModelShape | None, str]:
+    """(sizes, where from). Raises `ConfigError` for a config.json that cannot be read."""
+    if (shape := model_shape(config)) is not None:
+        return shape, "weights"
+    if (Path(config.model) / "config.json").is_file():
+        return _described(Path(config.model)), "config.json"
+    if (cached := _cached_config(config.model)) is not None:
+        return _described(cached), "hub cache"
+    shipped = shipped_sizes(config.model)
+    return (shape_from_config(shipped), "shipped") if shipped else (None, "")
+
+
+def _described(path: Path) -> ModelShape | None:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        return shape_from_config(read_config(file))
+    except BadModelFiles as error:
+        raise ConfigError(f"{file}: {error}; name a model's config.json, or the folder that has it") from None
+
+
+def _cached_config(model: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:  # a path
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+# recipes below a folder ---------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class RecipeMemory:
+    """One recipe's sum beside the limit of the GPUs that its header declares."""
+
+    recipe: str
+    """Relative to the folder."""
+    check: Check
+    model: str = ""
+    sizes: str = ""
+    """Where the model's sizes are from."""
+    gpus: Gpus | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Bytes of the fullest device."""
+
+    @property
+    def limit(self) -> float:
+        """Bytes of a device that can be used; 0 where none is declared."""
+        return limit_of(self.parts, self.gpus) if self.gpus else 0.0
+
+
+HEADER = re.compile(r"\b(one|\d+) GPUs? of (\d+) GB\b", re.IGNORECASE)
+
+
+def declared_gpus(recipe: Path) -> Gpus | None:
+    """Of the comment that the file begins with; a card of 80 GB reports nearly as many GiB."""
+    lines = itertools.takewhile(lambda line: line.startswith("#"), recipe.read_text(encoding="utf-8").splitlines())
+    found = HEADER.search(" ".join(line.lstrip("# ") for line in lines))
+    if found is None:
+        return None
+    count = found[1].lower()
+    return Gpus(1 if count == "one" else int(count), int(found[2]) << 30)
+
+
+def check_recipes(folder: Path, described: Path | None = None) -> Iterator[RecipeMemory]:
+    """Every YAML below `folder` that names a model.
+
+    `described`: a config.json, or its folder, whose sizes count for every model. Raises `ConfigError` where there is no
+    recipe, and where `described` names no sizes.
+    """
+    files = sorted([*folder.rglob("*.yaml"), *folder.rglob("*.yml")])
+    recipes = [file for file in files if _is_recipe(file)]
+    if not recipes:
+        raise ConfigError(f"--recipes {folder}: no recipe below it; a recipe is a YAML file with the key `model`")
+    given = _given(described) if described is not None else None
+    yield from (_checked(file, str(file.relative_to(folder)), given) for file in recipes)
+
+
+def _given(described: Path) -> tuple[ModelShape, str]:
+    shape = _described(described)
+    if shape is None:
+        raise ConfigError(f"--config {described}: it names its sizes otherwise than hidden_size, num_hidden_layers …")
+    return shape, str(described)
+
+
+def _is_recipe(file: Path) -> bool:
+    """What is no YAML may be one: reading it says what is wrong."""
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return re.search(rb"^model:", file.read_bytes(), re.MULTILINE) is not None
+    return isinstance(tree, dict) and "model" in tree
+
+
+def _checked(file: Path, name: str, given: tuple[ModelShape, str] | None) -> RecipeMemory:
+    """A recipe that cannot be read, or is no UTF-8, is one finding among the others'."""
+    try:
+        return _summed(file, name, load_config(file), given)
+    except (ConfigError, UnicodeDecodeError) as error:
+        problem = " ".join(str(error).split())
+        return RecipeMemory(name, Check(name, False, problem, "correct the key or file that is named"))
+
+
+def _summed(file: Path, name: str, config: RunConfig, given: tuple[ModelShape, str] | None) -> RecipeMemory:
+    shape, sizes = given or find_shape(config)
+    gpus = declared_gpus(file)
+    if gpus is None:
+        why = "its first comment declares no GPU (`one GPU of 80 GB`); `penstock doctor RECIPE` asks this machine"
+        return RecipeMemory(name, skipped(name, why), config.model, sizes)
+    if shape is None:
+        why = f"the sizes of {config.model} are not known here: name its config.json with --config"
+        return RecipeMemory(name, skipped(name, why), config.model, sizes, gpus)
+    return RecipeMemory(
+        name, check_device(name, config, shape, gpus), config.model, sizes, gpus, busiest(config, shape, gpus)
+    )
