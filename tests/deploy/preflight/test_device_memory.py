@@ -156,13 +156,13 @@ def test_every_recipe_below_a_folder_has_its_line(tmp_path: Path) -> None:
     write(tmp_path, "broken.yaml", "model: [\n")
     write(tmp_path, "share.yaml", RECIPE.replace("MODEL", "Qwen/Qwen2.5-1.5B-Instruct").replace("0.3", "much"))
     (tmp_path / "latin.yaml").write_bytes("model: für\n".encode("latin-1"))
-    write(tmp_path, "unknown.yaml", RECIPE.replace("MODEL", "nobody/has-this-model"))
+    write(tmp_path, "unknown.yaml", RECIPE.replace("MODEL", "example/has-this-model"))
     write(tmp_path, "plain.yaml", RECIPE.partition("\n")[2])
     write(tmp_path, "sandbox.yaml", "sandbox: {}\n")
     result = invoke("--recipes", tmp_path, "--json")
-    told = json.loads(result.stdout)
-    assert (told["ok"], result.exit_code) == (False, 1)
-    found = {one["name"]: one for one in told["recipes"]}
+    report = json.loads(result.stdout)
+    assert (report["ok"], result.exit_code) == (False, 1)
+    found = {one["name"]: one for one in report["recipes"]}
     assert {name: one["verdict"] for name, one in found.items()} == {
         **{"good.yaml": "ok", "deep/large.yml": "fail", "mistyped.yaml": "fail", "broken.yaml": "fail"},
         **{"unknown.yaml": "skip", "plain.yaml": "skip", "share.yaml": "fail", "latin.yaml": "fail"},
@@ -182,17 +182,17 @@ def test_every_recipe_below_a_folder_has_its_line(tmp_path: Path) -> None:
 
 def test_sizes_come_from_the_hubs_cache_or_from_a_named_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {**read_config(MODEL), "num_hidden_layers": 4000}
-    cached = tmp_path / "hub" / "models--nobody--has-this-model"
+    cached = tmp_path / "hub" / "models--example--has-this-model"
     write(cached, "refs/main", "abc")
     write(cached, "snapshots/abc/config.json", json.dumps(sizes))
-    write(tmp_path, "recipes/one.yaml", RECIPE.replace("MODEL", "nobody/has-this-model"))
+    write(tmp_path, "recipes/one.yaml", RECIPE.replace("MODEL", "example/has-this-model"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     (found,) = check_recipes(tmp_path / "recipes")
     assert (found.sizes, found.check.ok) == ("hub cache", True)
     for named in (MODEL, MODEL / "config.json"):
-        told = json.loads(invoke("--recipes", tmp_path / "recipes", "--config", named, "--json").stdout)
-        assert told["recipes"][0]["sizes"] == str(named)
-        assert told["recipes"][0]["total_bytes"] < sum(found.parts.values())
+        report = json.loads(invoke("--recipes", tmp_path / "recipes", "--config", named, "--json").stdout)
+        assert report["recipes"][0]["sizes"] == str(named)
+        assert report["recipes"][0]["total_bytes"] < sum(found.parts.values())
 
 
 def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
