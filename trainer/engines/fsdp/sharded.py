@@ -29,6 +29,7 @@ from penstock.trainer.distributed import Ranks
 from penstock.trainer.engine import Update
 from penstock.trainer.engines.fsdp import attention
 from penstock.trainer.engines.fsdp.context import ContextGroup
+from penstock.trainer.engines.fsdp.shell import ModelShell
 from penstock.trainer.engines.fsdp.tensor_parallel import CannotSplitModel, split_over
 from penstock.trainer.packing import Pack, empty_pack
 
@@ -107,9 +108,11 @@ class TrainableModule(ShardedModule):
 
 
 def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
-    """In place, in this order: split over the tensor group, compiled, computed again in the backward, sharded."""
+    """In place, in this order: split over the tensor group, sharded, filled where the weights are still in files,
+    compiled, computed again in the backward."""
     mesh = ranks.own(mesh_of)
-    if not config.offload:
+    shell: ModelShell | None = module.shell
+    if not config.offload and shell is None:
         module.to(ranks.device)
     if mesh.tensor is not None:
         split_over(module, mesh.tensor)
@@ -121,10 +124,14 @@ def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
         "reshard_after_forward": mesh.size > 1,
         **_policies(config, ranks),
     }
-    for block in _blocks(module):
-        _prepare(block, config)
+    blocks = _blocks(module)
+    for block in blocks:
         fully_shard(block, **arguments)
     fully_shard(module, **arguments)
+    if shell is not None:
+        shell.fill(module, ranks, torch.device("cpu") if config.offload else ranks.device)
+    for block in blocks:
+        _prepare(block, config)
     return module
 
 
