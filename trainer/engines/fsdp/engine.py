@@ -18,10 +18,12 @@ from penstock.trainer.checkpoint import CheckpointInfo
 from penstock.trainer.config import TrainerConfig, learning_rate
 from penstock.trainer.distributed import Ranks
 from penstock.trainer.engine import Flops, PackLoss, Update, ValueLoss
+from penstock.trainer.engines.fsdp.hashing_writer import HashingWriter
 from penstock.trainer.engines.fsdp.lora import gathered, merged, named_weights
 from penstock.trainer.engines.fsdp.models import Policy, load_critic, load_policy
 from penstock.trainer.engines.fsdp.saved_model import save_settings, save_tensors
 from penstock.trainer.engines.fsdp.sharded import ShardedModule, TrainableModule
+from penstock.trainer.engines.fsdp.shell import local_part
 from penstock.trainer.packing import Pack
 
 
@@ -96,9 +98,16 @@ class FSDPEngine:
             if self._ranks.is_rank0:
                 yield name, full.detach().to("cpu", torch.float32, copy=True)
 
+    @property
+    def state_bytes(self) -> int:
+        trained = [self.policy, *([self.critic.module] if self.critic else [])]
+        learning = [one for module in trained for one in module.parameters() if one.requires_grad]
+        return sum(3 * local_part(one)[0].nbytes for one in learning)
+
     def begin_save(self, path: Path) -> Future[Any]:
         state = {**_model_state(self), f"rng_{self._ranks.rank}": torch.get_rng_state()}
-        future = dcp.async_save(state, checkpoint_id=path, process_group=self._ranks.background)
+        writer = HashingWriter(path, self._ranks.rank)
+        future = dcp.async_save(state, storage_writer=writer, process_group=self._ranks.background)
         assert isinstance(future, Future)
         return future
 
