@@ -20,7 +20,7 @@ from penstock.trainer.distributed import Ranks
 from penstock.trainer.engine import Flops, PackLoss, Update, ValueLoss
 from penstock.trainer.engines.fsdp.hashing_writer import HashingWriter
 from penstock.trainer.engines.fsdp.lora import gathered, merged, named_weights
-from penstock.trainer.engines.fsdp.models import Policy, load_critic, load_policy
+from penstock.trainer.engines.fsdp.models import Policy, load_critic, load_policy, load_reference
 from penstock.trainer.engines.fsdp.saved_model import save_settings, save_tensors
 from penstock.trainer.engines.fsdp.sharded import ShardedModule, TrainableModule
 from penstock.trainer.engines.fsdp.shell import local_part
@@ -40,7 +40,7 @@ class FSDPEngine:
         self._actor = TrainableModule(self.policy, config, ranks)
         self.reference: ShardedModule | None = None
         if config.kl.needs_reference and self.policy.adapter is None:
-            self.reference = ShardedModule(load_policy(model, temperature, in_slices=True), config, ranks).freeze()
+            self.reference = ShardedModule(load_reference(model, temperature, config), config, ranks).freeze()
         self.critic: TrainableModule | None = None
         if "values" in needs_of(ADVANTAGES.get(config.advantage)):
             self.critic = TrainableModule(load_critic(model, config, in_slices=True), config, ranks)

@@ -109,8 +109,7 @@ def load_policy(
 ) -> Policy:
     """float32 master weights of what learns. No dropout in training either: the engine that sampled had none.
 
-    `config`: with what the algorithm and trainer.lora ask for; None: the model as it is, for a reference. `in_slices`:
-    as `load_model`.
+    `config`: with what the algorithm and trainer.lora ask for; None: the model as it is. `in_slices`: as `load_model`.
     """
     loaded = load_model(model, in_slices=in_slices)
     policy = Policy(loaded, temperature, with_entropy=config is not None and config.entropy_bonus != 0)
@@ -123,6 +122,20 @@ def load_policy(
         use_liger(loaded.model)
     logger.info("%s: attention %s, head %s", model, loaded.traits.attention, "in tiles" if policy.chunked else "whole")
     return policy
+
+
+def load_reference(model: str, temperature: float, config: TrainerConfig) -> Policy:
+    """The model as it is, in the dtype of its arithmetic unless `config` says otherwise: a rounding that each forward
+    would make."""
+    policy = load_policy(model, temperature, in_slices=True)
+    keep_in(policy, getattr(torch, config.kl.reference_dtype or config.dtype))
+    return policy
+
+
+def keep_in(module: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters alone, in place: what a model computes its positions from stays exact."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def load_model(model: str, *, in_slices: bool = False) -> LoadedModel:
@@ -184,8 +197,11 @@ class Critic(nn.Module):
 
 
 def load_critic(model: str, config: TrainerConfig, *, in_slices: bool = False) -> Critic:
-    """float32 master weights, the body's from `model`, without dropout. The whole critic learns, also beside LoRA."""
+    """Master weights in float32 unless trainer.critic.dtype says otherwise, the body's from `model`, without dropout.
+    The whole critic learns, also beside LoRA."""
     loaded = load_model(model, in_slices=in_slices)
     if config.liger:
         use_liger(loaded.model)
-    return Critic(loaded)
+    critic = Critic(loaded)
+    keep_in(critic, getattr(torch, config.critic.dtype))
+    return critic

@@ -122,7 +122,7 @@ def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
     arguments: dict[str, Any] = {
         "mesh": mesh.shards,
         "reshard_after_forward": mesh.size > 1,
-        **_policies(config, ranks),
+        **_policies(module, config, ranks),
     }
     blocks = _blocks(module)
     for block in blocks:
@@ -148,9 +148,13 @@ def _check_context(model: Any, layout: Layout) -> None:
         )
 
 
-def _policies(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
-    low = torch.bfloat16 if config.dtype == "bfloat16" else None
-    policies: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)}
+def _policies(module: nn.Module, config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
+    kept = {parameter.dtype for parameter in module.parameters()}
+    computed = getattr(torch, config.dtype)
+    as_kept = kept == {computed}
+    policies: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=None if as_kept else computed, reduce_dtype=torch.float32)
+    }
     if config.offload:
         policies["offload_policy"] = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
     return policies

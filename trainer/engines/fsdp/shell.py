@@ -51,7 +51,9 @@ class ModelShell:
         """A collective. `owner`: the sharded module that has `model`, or its body. Raises `BadJob` on all ranks where
         any of them reads a value that is not finite."""
         owner._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
-        embedding = self.model.get_input_embeddings().weight
+        embedding, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings()
+        # Rows of words that no text has may hold anything, unless they are the head's too.
+        exempt = None if head is not None and head.weight is embedding else embedding
         bad: list[str] = []
         with TensorFiles(self.files) as files:
             for key, parameter in self.model.named_parameters():
@@ -61,8 +63,7 @@ class ModelShell:
                 local, where = local_part(parameter)
                 if local.numel():
                     self._read(files, name, where, local)
-                    # Rows of words that no text has may hold anything.
-                    if parameter is not embedding and not _finite(local):
+                    if parameter is not exempt and not _finite(local):
                         bad.append(name)
         self._refuse(ranks.gather(bad))
 
@@ -80,7 +81,7 @@ class ModelShell:
     def _refuse(self, bad: list[list[str]]) -> None:
         found = {name for of_rank in bad for name in of_rank}
         if found:
-            first = next(name for name in self.names.parts if name in found)
+            first = next((name for name in self.names.parts if name in found), min(found))
             rest = f" and {len(found) - 1} more parameters" if len(found) > 1 else ""
             raise BadJob(
                 f"{type(self.model).__name__} cannot be trained: its weights hold NaN or infinite values, first in "
