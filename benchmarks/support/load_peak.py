@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.support.model import SIZES, save_model
-from penstock.trainer import Ranks, TrainerConfig
-from penstock.trainer.config import RANKS_FILE_VARIABLE
+from penstock.trainer import RANKS_FILE_VARIABLE, Ranks, TrainerConfig
 from penstock.trainer.engines.fsdp import FSDPEngine, local_part
 
 TIMEOUT_S = 300.0

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from parallel_ranks import become_ranks
@@ -18,9 +19,7 @@ from torch.distributed.tensor import DTensor
 from trainer_support import one_pack
 
 from penstock.trainer import BadJob, Ranks, TrainerConfig
-from penstock.trainer.engines.fsdp import FSDPEngine, NeedsWholeModel, mesh_of, models
-
-OPEN = models.open_shell
+from penstock.trainer.engines.fsdp import FSDPEngine, NeedsWholeModel, mesh_of, open_shell
 
 
 def whole_only(model: str) -> Any:
@@ -29,14 +28,14 @@ def whole_only(model: str) -> Any:
 
 def in_slices_only(model: str) -> Any:
     try:
-        return OPEN(model)
+        return open_shell(model)
     except NeedsWholeModel as error:
         raise AssertionError(str(error)) from error
 
 
 def engine_of(case: Mapping[str, Any], ranks: Ranks, opening: Any) -> FSDPEngine:
-    models.open_shell = opening
-    return FSDPEngine(case["model"], TrainerConfig(**case["config"]), ranks)
+    with patch("penstock.trainer.engines.fsdp.models.open_shell", opening):
+        return FSDPEngine(case["model"], TrainerConfig(**case["config"]), ranks)
 
 
 def tensors(engine: FSDPEngine) -> Iterator[tuple[str, torch.Tensor]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,7 @@ torch = pytest.importorskip("torch")
 
 from trainer_support import make_trajectory
 
-from penstock.trainer import CheckpointStore, Learner, Ranks, TrainerConfig, checkpoint, make_step_batch, save_timeout_s
+from penstock.trainer import CheckpointStore, Learner, Ranks, TrainerConfig, make_step_batch, save_timeout_s
 from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.transfer_queue import Batch, DataCursor
 
@@ -105,13 +106,17 @@ def test_a_seal_reads_no_file_that_a_rank_has_written(
     engine = FSDPEngine(tiny_model, WITH_CRITIC, ranks)
     train_one(engine, ranks, 0)
     read: list[str] = []
-    take = checkpoint.fingerprint
+
+    def taken(path: Path) -> dict[str, Any]:
+        read.append(path.name)
+        return {"bytes": path.stat().st_size, "xxh3": xxhash.xxh3_64_hexdigest(path.read_bytes())}
+
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "fingerprint", lambda path: read.append(path.name) or take(path))
+        patch.setattr("penstock.trainer.checkpoint.fingerprint", taken)
         path = save(engine, ranks, store, 1)
     assert read == [".metadata"]
     files = json.loads((path / "complete").read_text())["files"]
-    assert {name: take(path / name) for name in files} == files
+    assert {name: taken(path / name) for name in files} == files
     assert files["__0_0.distcp"]["bytes"] > engine.state_bytes
 
 
