@@ -49,7 +49,7 @@ def test_a_saved_mixture_has_the_tensors_of_its_files(mixture: str, tmp_path: Pa
     assert torch.equal(found, expected)
 
 
-def test_a_mixture_goes_on_from_its_checkpoint(mixture: str, tmp_path: Path, ranks: Ranks) -> None:
+def test_a_mixture_resumes_from_its_checkpoint(mixture: str, tmp_path: Path, ranks: Ranks) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     store.open()
     engine = FSDPEngine(mixture, CONFIG, ranks)
