@@ -6,6 +6,7 @@ packed             pack, advantages, loss, update: `trainer.learner` with the en
 padded             a plain loop over the transformers model: micro-batches in the order of the batch, padded, all logits
 padded_by_length   the same with rows of like length together
 trl                TRL's GRPOTrainer, from `scripts/setup-trl`; its answers are given to it, so it generates nothing
+start              ranks that load a larger model: the most memory that one needs, over the bytes of its shard
 
 One model, one batch of log-normal lengths, one update per step, on every side the same gradient (figure `grad_norm`).
 Each side is a separate process; they train in turn, in changing order. A token counts once, padding never.
@@ -13,7 +14,8 @@ Each side is a separate process; they train in turn, in changing order. A token 
 Environment: PENSTOCK_BENCH_ROUNDS (3), PENSTOCK_BENCH_MODEL (9m; a name of `support.model.SIZES`),
 PENSTOCK_BENCH_DTYPE (float32), PENSTOCK_BENCH_THREADS (1), PENSTOCK_BENCH_ROWS (32), PENSTOCK_BENCH_MEAN_TOKENS (128),
 PENSTOCK_BENCH_SIGMA (1.0), PENSTOCK_BENCH_MICRO_ROWS (8), PENSTOCK_BENCH_MICRO_TOKENS (2048), PENSTOCK_BENCH_LENGTHS
-(128,512,2048), PENSTOCK_BENCH_SEGMENTS (1,2,4,8), PENSTOCK_BENCH_TRL (.venv-trl; empty leaves TRL out).
+(128,512,2048), PENSTOCK_BENCH_SEGMENTS (1,2,4,8), PENSTOCK_BENCH_TRL (.venv-trl; empty leaves TRL out),
+PENSTOCK_BENCH_LOAD_MODEL (100m).
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -32,12 +36,14 @@ from typing import Any
 from benchmarks.support.child import ROOT, Child
 from benchmarks.support.comparison import in_turn, say
 from benchmarks.support.measure import peaks_mb, processor
-from benchmarks.support.model import SIZES, save_model
+from benchmarks.support.model import SIZES, Size, save_model
 from benchmarks.support.trl_place import trl_environment, trl_version
 from benchmarks.support.work import Work, log_normal_lengths
 
 PROMPT_TOKENS = 32
 STEP_TIMEOUT_S = 3600.0
+LOAD_RANKS = 4
+LOAD_TIMEOUT_S = 900.0
 SHAPE_ROWS = 32
 """Rows of a batch whose segments are counted."""
 SHAPE_TOKENS = 128
@@ -60,6 +66,7 @@ class TrainerExtent:
     lengths: list[int]
     segments: list[int]
     trl: str
+    load_model: str
 
     @classmethod
     def read(cls) -> TrainerExtent:
@@ -76,6 +83,7 @@ class TrainerExtent:
             lengths=[int(one) for one in _read("LENGTHS", "128,512,2048").split(",")],
             segments=[int(one) for one in _read("SEGMENTS", "1,2,4,8").split(",")],
             trl=_read("TRL", str(ROOT / ".venv-trl")),
+            load_model=_read("LOAD_MODEL", "100m"),
         )
 
     @property
@@ -119,7 +127,24 @@ async def _measure(extent: TrainerExtent) -> dict[str, Any]:
             figures["logprob_peak_mb"] = await _logprob_peaks(packed)
             figures["by_length"] = await _shapes(packed, extent, {n: extent.of_length(n) for n in extent.lengths})
             figures["by_segments"] = await _shapes(packed, extent, {n: extent.of_segments(n) for n in extent.segments})
+    figures["start"] = await asyncio.to_thread(starts, SIZES[extent.load_model])
     return {"bench": "trainer", "ratio": _ratios(figures), "figures": figures, "setup": setup}
+
+
+def starts(size: Size) -> dict[str, Any]:
+    """What each of `LOAD_RANKS` ranks needs to start with a model of this size in float32, in bytes."""
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
+        folder = Path(name)
+        save_model(size, folder / "model", "float32")
+        paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        command = [sys.executable, "-m", "benchmarks.support.load_peak", str(folder / "model"), str(LOAD_RANKS), name]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, env=env, check=True, timeout=LOAD_TIMEOUT_S)
+        ranks = [json.loads((folder / f"peak_{rank}.json").read_text()) for rank in range(LOAD_RANKS)]
+    return {
+        "ranks": ranks,
+        "load_peak_over_shard": round(max(one["peak_bytes"] / one["shard_bytes"] for one in ranks), 3),
+    }
 
 
 @dataclass
@@ -220,6 +245,7 @@ def _ratios(figures: Mapping[str, Any]) -> dict[str, float | None]:
         **_over(cells, "trl", "trl"),
         "logprob_peak_over_activations": round(peaks["in_tiles"] / peaks["layers"], 3),
         "all_logits_peak_over_activations": round(peaks["all_logits"] / peaks["layers"], 3),
+        "load_peak_over_shard": figures["start"]["load_peak_over_shard"],
         "peak_over_padded_loop": round(cells["packed"]["step_peak_mb"] / cells["padded"]["step_peak_mb"], 3),
     }
     return {**ratios, **_growth(figures["by_length"], "length"), **_growth(figures["by_segments"], "segments")}

@@ -85,6 +85,7 @@ from .replay import Replayed as Replayed
 from .replay import replay_dump as replay_dump
 from .replay import same as same
 from .saver import Spiller as Spiller
+from .saver import save_timeout_s as save_timeout_s
 from .sinks.async_sink import AsyncSink as AsyncSink
 from .sinks.prometheus import TrainerMetrics as TrainerMetrics
 from .source import BatchTimeout as BatchTimeout

@@ -1,7 +1,8 @@
 """Checkpoints: written in the background, whole or not at all, checked before they are used.
 
     save(step) ──► copy the state (torch thread) ──► step_00000010.tmp/  DCP shards of all ranks
-               ──► rank 0: checksums into ``complete``, fsync, rename to step_00000010/, delete the oldest
+               ──► every rank: checksums of what it writes, taken while it writes
+               ──► rank 0: these into ``complete``, fsync, rename to step_00000010/, delete the oldest
 
 A folder without ``complete``, or with a file that differs from it, is not a checkpoint. The folder is readable by its
 owner only: DCP's metadata is a pickle.
@@ -18,16 +19,21 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from penstock.common import fsync_path, fsync_tree
+from penstock.common import fsync_path, fsync_tree, write_atomically
 from penstock.transfer_queue import DataCursor
 
 COMPLETE = "complete"
+WRITTEN = "written_{rank}.json"
+"""A rank's fingerprints, until the checkpoint is sealed."""
+READERS = 4
+"""Threads that compare the files of a checkpoint with their checksums."""
 logger = logging.getLogger(__name__)
 
 
@@ -67,10 +73,13 @@ class CheckpointStore:
         return self.folder / f"step_{step:08d}.tmp"
 
     def seal(self, step: int, data_cursor: DataCursor, ranks: int, batches: Mapping[int, Groups]) -> CheckpointInfo:
-        """Make the unfinished folder a checkpoint. When this returns it survives a power cut."""
+        """Make the unfinished folder a checkpoint. When this returns it survives a power cut.
+
+        Raises `OSError` where a file is not as long as the rank that wrote it says.
+        """
         temporary, final = self.unfinished(step), self.unfinished(step).with_suffix("")
         found = CheckpointInfo(final, step, data_cursor, ranks, batches)
-        files = fingerprints(temporary)
+        files = _taken_fingerprints(temporary)
         (temporary / COMPLETE).write_text(json.dumps(_marker(found, files), indent=1))
         fsync_tree(temporary)
         if final.exists():  # of an earlier life of the run that went back behind this step
@@ -111,9 +120,12 @@ def read_marker(path: Path) -> CheckpointInfo:
     marker = json.loads((path / COMPLETE).read_text())
     if _digest({key: value for key, value in marker.items() if key != "xxh3"}) != marker["xxh3"]:
         raise ValueError(f"{COMPLETE} differs from its checksum")
-    for name, expected in marker["files"].items():
-        if fingerprint(path / name) != expected:
-            raise ValueError(f"{name} differs from its checksum")
+    expected = marker["files"]
+    with ThreadPoolExecutor(READERS, "checksum") as pool:  # hashing and reading leave the interpreter to others
+        found = pool.map(lambda name: fingerprint(path / name), expected)
+        for name, one in zip(expected, found, strict=True):
+            if one != expected[name]:
+                raise ValueError(f"{name} differs from its checksum")
     batches = {int(step): groups for step, groups in marker["batches"].items()}
     return CheckpointInfo(path, int(marker["step"]), DataCursor(**marker["data_cursor"]), int(marker["ranks"]), batches)
 
@@ -147,6 +159,26 @@ def fingerprints(folder: Path) -> dict[str, dict[str, Any]]:
     """Of all files below `folder`, by their path in it."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): fingerprint(path) for path in sorted(files)}
+
+
+def leave_fingerprints(folder: Path, rank: int, written: Mapping[str, Mapping[str, Any]]) -> None:
+    """Of the files that `rank` wrote into the unfinished checkpoint `folder`, by their path in it; for `seal`."""
+    write_atomically(folder / WRITTEN.format(rank=rank), json.dumps(written))
+
+
+def _taken_fingerprints(folder: Path) -> dict[str, dict[str, Any]]:
+    """Of all files below `folder`: those that ranks left, which go; a file of which none was left is read."""
+    left: dict[str, dict[str, Any]] = {}
+    for path in folder.glob(WRITTEN.format(rank="*")):
+        left |= json.loads(path.read_text())
+        path.unlink()
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    if lost := left.keys() - set(names):
+        raise FileNotFoundError(f"{folder} lacks {min(lost)}, which a rank has written")
+    for name in left:
+        if (size := (folder / name).stat().st_size) != left[name]["bytes"]:
+            raise OSError(f"{folder / name} has {size} bytes, its writer wrote {left[name]['bytes']}")
+    return {name: left.get(name) or fingerprint(folder / name) for name in names}
 
 
 def _blocks(file: Any, size: int = 1 << 22) -> Iterator[bytes]:

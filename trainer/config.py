@@ -30,6 +30,11 @@ class KLConfig(BaseModel):
         None, gt=0, description="in_reward is steered towards this KL per episode; None: it stays."
     )
     horizon: int = Field(10_000, gt=0, description="Episodes over which in_reward is steered; more is slower.")
+    reference_dtype: Literal["float32", "bfloat16"] | None = Field(
+        None,
+        description="Of the reference policy's weights; None: trainer.dtype, which changes no number. Beside "
+        "trainer.dtype float32, bfloat16 halves them and rounds what they say.",
+    )
 
     @property
     def needs_reference(self) -> bool:
@@ -45,6 +50,10 @@ class CriticConfig(BaseModel):
     warmup_steps: int = Field(0, ge=0, description="First steps in which the critic alone learns (value pre-training).")
     clip: float = Field(
         0.5, gt=0, description="A value moves at most this far from the step's start before its loss stops."
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Of its weights and moments; bfloat16 takes half the memory, and loses updates below its spacing.",
     )
 
 

@@ -87,6 +87,10 @@ class Engine(Protocol):
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Like `weights`, of the adapter alone, float32, under peft's names."""
 
+    @property
+    def state_bytes(self) -> int:
+        """About what this rank writes into a checkpoint: weights that learn, and their two moments."""
+
     def begin_save(self, path: Path) -> Future[Any]:
         """Copy weights and moments, and write them into the folder `path` in a thread. The future is done when all
         ranks wrote."""

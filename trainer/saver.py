@@ -26,8 +26,10 @@ from penstock.trainer.publish import Publisher
 from penstock.trainer.timeline import Timeline, Track
 from penstock.transfer_queue import DataCursor, Status
 
-SAVE_TIMEOUT_S = 1800.0
-"""A checkpoint that is not durable and committed by then stops the run."""
+SAVE_BASE_S = 900.0
+"""Time to write, seal and commit a checkpoint, beside that for its bytes and for the version that it waits for."""
+SLOWEST_BYTES_PER_S = 20e6
+"""Of one rank's disk; a slower one stops the run."""
 logger = logging.getLogger(__name__)
 
 
@@ -44,6 +46,7 @@ class Saver:
         self._in_torch = in_torch
         self._store = CheckpointStore(job.run_dir / "checkpoints", job.config.keep_checkpoints)
         self._recent = RecentBatches()
+        self._publish_timeout_s = job.config.publish_timeout_s
         self._task: asyncio.Task[None] | None = None
         self._saved = -1
 
@@ -154,7 +157,7 @@ class Saver:
             await self._until_committed(found, future, publisher)
 
     async def _until_committed(self, found: CheckpointInfo, future: Future[Any], publisher: Publisher) -> None:
-        async with asyncio.timeout(SAVE_TIMEOUT_S):
+        async with asyncio.timeout(save_timeout_s(self._publish_timeout_s, self._engine.state_bytes)):
             await asyncio.wrap_future(future)
             if not self._ranks.is_rank0:
                 return
@@ -165,6 +168,11 @@ class Saver:
             await publisher.until_published(found.step)
             await self._queue.commit(found.step, found.batches)
             self._recent.committed(found.step)
+
+
+def save_timeout_s(publish_timeout_s: float, state_bytes: int) -> float:
+    """A checkpoint of which a rank writes `state_bytes` that is not durable and committed by then stops the run."""
+    return publish_timeout_s + SAVE_BASE_S + state_bytes / SLOWEST_BYTES_PER_S
 
 
 SPILL_TIMEOUT_S = 600.0

@@ -19,6 +19,9 @@ from .file_reader import open_published as open_published
 from .http_client import Downloader as Downloader
 from .http_server import FileServer as FileServer
 from .http_server import PeerServer as PeerServer
+from .hub_names import HubNames as HubNames
+from .hub_names import StoredParts as StoredParts
+from .hub_names import UnmappedTensors as UnmappedTensors
 from .lora import AdapterConfig as AdapterConfig
 from .lora import BadAdapter as BadAdapter
 from .lora import Merger as Merger

@@ -7,7 +7,8 @@ times the experts of a token), T tokens of a packed row, b bytes of the arithmet
                           + gathered: two layers, embedding and head in b; on one shard the whole model, b·P
                           + activations T·b·L·(6h + 2q + 2kv + 3i); with recompute T·b·(L·h + one layer)
     with LoRA            gradients and moments of its matrices only; a base in bfloat16 has no float32 masters
-    reference, critic    weights again (with LoRA the reference is the base itself); all of it again
+    reference            weights again, in trainer.dtype or trainer.kl.reference_dtype; with LoRA it is the base itself
+    critic               weights, gradients and moments of all P, in trainer.critic.dtype
     megatron             weights b and gradients 4 of what the rank's tensor, pipeline and expert groups leave it,
                          masters and moments 12, spread over the ranks that hold the same
 
@@ -87,18 +88,20 @@ def _in_layer(name: str) -> bool:
 
 def trainer_bytes(shape: ModelShape, trainer: TrainerConfig, longest: int, *, critic: bool) -> dict[str, float]:
     """Of one rank, by part. `longest`: tokens of the longest sequence."""
-    states = _split(shape, trainer) if trainer.engine == "megatron" else _sharded(shape, trainer, 1 + bool(critic))
+    states = _split(shape, trainer) if trainer.engine == "megatron" else _sharded(shape, trainer, critic=critic)
     return {**states, "activations": _activations(shape, trainer, max(trainer.micro_batch_tokens, longest))}
 
 
-def _sharded(shape: ModelShape, trainer: TrainerConfig, trained: int) -> dict[str, float]:
-    """Of the engine fsdp. `trained`: models that learn."""
-    learning = shape.lora * trainer.lora.rank or shape.parameters
-    copies = trained + (trainer.kl.needs_reference and not trainer.lora.rank)
+def _sharded(shape: ModelShape, trainer: TrainerConfig, *, critic: bool) -> dict[str, float]:
+    """Of the engine fsdp."""
+    learning = MASTER * (shape.lora * trainer.lora.rank or shape.parameters)
+    has_reference = trainer.kl.needs_reference and not trainer.lora.rank
+    reference = BYTES[trainer.kl.reference_dtype or trainer.dtype] * shape.parameters if has_reference else 0
+    value = BYTES[trainer.critic.dtype] * shape.parameters if critic else 0
     return {
-        "weights": copies * _kept_width(shape, trainer) * shape.parameters / trainer.ranks,
-        "gradients": trained * MASTER * learning / trainer.ranks,
-        "moments": trained * 2 * MASTER * learning / trainer.ranks,
+        "weights": (_kept_width(shape, trainer) * shape.parameters + reference + value) / trainer.ranks,
+        "gradients": (learning + value) / trainer.ranks,
+        "moments": 2 * (learning + value) / trainer.ranks,
         "gathered layers": _gathered(shape, trainer),
     }
 
@@ -199,7 +202,9 @@ def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     on_gpu = has_gpu()
     rank = trainer_bytes(shape, trainer, rollout.max_model_len, critic=needs_critic(config))
     states = rank["weights"] + rank["gradients"] + rank["moments"]
-    rank_bytes = max(MASTER * shape.parameters, states if trainer.offload else 0) if on_gpu else sum(rank.values())
+    # megatron loads the model whole on every rank; fsdp reads slices.
+    loaded = MASTER * shape.parameters if trainer.engine == "megatron" else 0
+    rank_bytes = max(loaded, states if trainer.offload else 0) if on_gpu else sum(rank.values())
     served_here = rollout.engine == "hf" or not on_gpu
     server = sum(server_bytes(shape, config, cached_tokens(config)).values()) if served_here else 0
     torch_processes = rollout.servers + trainer.ranks

@@ -38,11 +38,21 @@ with uncollected():
     import transformers
 
     from penstock.rollout_server.config import RolloutConfig
+    from penstock.rollout_server.engines.checkpoint import tensor_shapes
     from penstock.rollout_server.engines.hf_attention import use_attention_by_request
     from penstock.rollout_server.engines.hf_batch import Batcher
     from penstock.rollout_server.engines.hf_vision import VisionBatcher
     from penstock.rollout_server.protocol import EngineInfo, ImageRef, Sampling
-    from penstock.weight_sync import LoadReport, Manifest, WeightReader, WeightsRefused, checksum, dtype_name
+    from penstock.weight_sync import (
+        HubNames,
+        LoadReport,
+        Manifest,
+        UnmappedTensors,
+        WeightReader,
+        WeightsRefused,
+        checksum,
+        dtype_name,
+    )
 
 logger = logging.getLogger("penstock.hf")
 TICK_S = 0.12
@@ -82,7 +92,8 @@ def plan_copies(model: torch.nn.Module, manifest: Manifest, host: Mapping[str, t
     for name, source in host.items():
         if name not in targets:
             raise WeightsRefused(f"version {version}: the model has no tensor {name!r}")
-        copy = _plan_one(version, name, targets[name], source, wanted[name].xxh3)
+        xxh3 = wanted[name].xxh3 if name in wanted else checksum(source)  # joined from several that were verified
+        copy = _plan_one(version, name, targets[name], source, xxh3)
         twin = copies.setdefault(targets[name].data_ptr(), copy)
         if twin.xxh3 != copy.xxh3:
             raise WeightsRefused(f"version {version}: tensors {twin.name!r} and {name!r} are tied but differ")
@@ -117,6 +128,7 @@ class HFServer:
         dtype = getattr(torch, config.dtype)
         self.model = kind.from_pretrained(model_path, dtype=dtype, attn_implementation="sdpa").eval()
         self._finished, self._loop = asyncio.Event(), asyncio.get_running_loop()
+        self._names = _names_of(self.model, model_path)
         self._weights = WeightReader()
         self.batcher = self._batcher(model_path, seed)
         self._loading: asyncio.Task[None] | None = None
@@ -208,7 +220,8 @@ class HFServer:
     def _load_blocking(self, manifest: Manifest) -> LoadReport:
         """fetch and verify (decoding continues) → pause → copy, verify what the model holds, version → resume."""
         started = time.perf_counter()
-        copies = plan_copies(self.model, manifest, self._weights.read(manifest))
+        host = self._weights.read(manifest)
+        copies = plan_copies(self.model, manifest, self._names.joined(host) if self._names else host)
         fetch_s = time.perf_counter() - started
         pause_s, load_s, in_flight = self.batcher.swap(lambda: _run(copies), manifest.version)
         return LoadReport(
@@ -217,6 +230,15 @@ class HFServer:
 
     def _send(self, message: dict[str, Any]) -> None:
         self._writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+
+
+def _names_of(model: Any, folder: str) -> HubNames | None:
+    """None for a model whose files transformers takes in another way; versions then have its own names."""
+    try:
+        return HubNames.of(model, tensor_shapes(folder) or None)
+    except UnmappedTensors as error:
+        logger.warning("%s: versions are loaded under the model's own names: %s", folder, error)
+        return None
 
 
 def _run(copies: list[Copy]) -> None:

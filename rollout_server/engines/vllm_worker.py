@@ -35,6 +35,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.logger import init_logger
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
 from penstock.common import write_atomically
 from penstock.rollout_server.engines.verify_loaded import compare_held
@@ -137,6 +138,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         self.model.load_weights(self._without_tied_head(tensors))
         finalize_layerwise_reload(self.model, self.model_config)
         repack_tied_heads(self.model)
+        repack_experts(self.model)
         # After the fetch, before the next one: nobody changes `tensors` or the parameters meanwhile.
         self._reader.submit(say_what_differs, self.model, version, tensors, report)
 
@@ -189,3 +191,18 @@ def repack_tied_heads(model: torch.nn.Module) -> None:
         packed = isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear")
         if packed and module.weight.data_ptr() in shared:
             module.quant_method.process_weights_after_loading(module)
+
+
+def repack_experts(model: torch.nn.Module) -> None:
+    """On CPUs a layer's experts are multiplied in a packed form, which vLLM makes at the first load only.
+
+    Layer-wise reload copies the new values, unpacked, over the packed ones: without this the layer would compute with
+    values in the wrong places, and nothing says so. GPUs keep the form that reload makes.
+    """
+    if not current_platform.is_cpu():
+        return
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and hasattr(module, "w13_weight"):
+            kernel.fused_experts.process_weights_after_loading(module)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,7 @@ torch = pytest.importorskip("torch")
 
 from trainer_support import make_trajectory
 
-from penstock.trainer import CheckpointStore, Learner, Ranks, TrainerConfig, make_step_batch
+from penstock.trainer import CheckpointStore, Learner, Ranks, TrainerConfig, make_step_batch, save_timeout_s
 from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.transfer_queue import Batch, DataCursor
 
@@ -94,6 +95,52 @@ def test_the_newest_are_kept_private_and_leftovers_go(tmp_path: Path, tiny_model
     assert store.folder.stat().st_mode & 0o077 == 0
     marker = json.loads((store.folder / "step_00000003" / "complete").read_text())
     assert set(marker["files"]) == {".metadata", "__0_0.distcp"}
+
+
+def test_a_seal_reads_no_file_that_a_rank_has_written(
+    tmp_path: Path, tiny_model: str, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checksums were taken while the files were written; they are those of the files."""
+    store = CheckpointStore(tmp_path, keep=2)
+    store.open()
+    engine = FSDPEngine(tiny_model, WITH_CRITIC, ranks)
+    train_one(engine, ranks, 0)
+    read: list[str] = []
+
+    def taken(path: Path) -> dict[str, Any]:
+        read.append(path.name)
+        return {"bytes": path.stat().st_size, "xxh3": xxhash.xxh3_64_hexdigest(path.read_bytes())}
+
+    with monkeypatch.context() as patch:
+        patch.setattr("penstock.trainer.checkpoint.fingerprint", taken)
+        path = save(engine, ranks, store, 1)
+    assert read == [".metadata"]
+    files = json.loads((path / "complete").read_text())["files"]
+    assert {name: taken(path / name) for name in files} == files
+    assert files["__0_0.distcp"]["bytes"] > engine.state_bytes
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_a_file_that_is_not_as_its_writer_left_it_is_not_sealed(
+    damage: str, tmp_path: Path, tiny_model: str, ranks: Ranks
+) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    store.open()
+    engine = FSDPEngine(tiny_model, CONFIG, ranks)
+    engine.begin_save(store.unfinished(1)).result(timeout=60)
+    file = store.unfinished(1) / "__0_0.distcp"
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
+    else:
+        file.unlink()
+    with pytest.raises(OSError, match=r"__0_0\.distcp"):
+        store.seal(1, DataCursor(), 1, {})
+    assert store.newest() is None
+
+
+def test_a_save_has_time_for_its_bytes_and_for_its_version() -> None:
+    assert save_timeout_s(900.0, 0) == 1800.0
+    assert save_timeout_s(900.0, 48 * 10**9) == 1800.0 + 2400.0
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "marker", "no marker", "batches"])

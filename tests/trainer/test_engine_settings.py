@@ -84,6 +84,34 @@ def test_a_small_change_is_not_lost_in_bfloat16(tiny_model: str, ranks: Ranks) -
     assert float((change > 0).float().mean()) > 0.9
 
 
+def test_a_reference_is_kept_as_its_arithmetic_has_it(tiny_model: str, ranks: Ranks) -> None:
+    """Under bfloat16 the default takes half the memory and says the same to the bit; else bfloat16 is asked for."""
+    pack, said = one_pack(60, vocab=64), {}
+    for dtype in ("float32", "bfloat16"):
+        for kept in (None, "float32", "bfloat16"):
+            kl = {"in_loss": 0.01, "reference_dtype": kept}
+            engine = FSDPEngine(tiny_model, TrainerConfig(dtype=dtype, kl=kl), ranks)
+            assert {one.dtype for one in engine.reference.module.parameters()} == {getattr(torch, kept or dtype)}
+            (said[dtype, kept],) = engine.score_reference([pack])
+    for dtype in ("float32", "bfloat16"):
+        assert torch.equal(said[dtype, None], said[dtype, "float32"])
+    assert torch.equal(said["bfloat16", None], said["bfloat16", "bfloat16"])
+    rounded = (said["float32", "bfloat16"] - said["float32", None]).abs().max()
+    assert 0 < float(rounded) < 0.2
+
+
+def test_a_critic_in_bfloat16_learns_without_masters(tiny_model: str, ranks: Ranks) -> None:
+    config = TrainerConfig(advantage="gae", critic={"dtype": "bfloat16", "lr": 1e-2}, eps=1e-4)
+    engine, pack = FSDPEngine(tiny_model, config, ranks), one_pack(60, vocab=64)
+    losses = [engine.update_critic([pack], lambda pack, values: (values - 1).square().sum(), 52.0).loss for _ in "1234"]
+    critic = engine.critic
+    assert critic is not None
+    assert {one.dtype for one in critic.module.parameters()} == {torch.bfloat16}
+    assert {state["exp_avg"].dtype for state in critic.optimizer.state.values()} == {torch.bfloat16}
+    assert {one.dtype for one in engine.policy.parameters()} == {torch.float32}
+    assert losses[-1] < losses[0]
+
+
 def test_recomputed_activations_need_less_memory(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 6, "max_position_embeddings": 2048}
     model, pack = save_tiny_model(tmp_path, **sizes), one_pack(1024, vocab=64)

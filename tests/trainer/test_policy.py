@@ -132,7 +132,7 @@ def test_heads_that_cap_or_scale_their_logits_are_exact_in_tiles(
 
 def test_a_head_that_is_not_understood_is_called_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny_model(tmp_path, "Granite", logits_scaling=3.0)
-    monkeypatch.setattr("penstock.trainer.engines.fsdp.models._head_settings", lambda model: Head())
+    monkeypatch.setattr("penstock.trainer.engines.fsdp.traits._head_settings", lambda model: Head())
     assert_exact(tmp_path, in_tiles=False)
 
 

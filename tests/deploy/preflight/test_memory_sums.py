@@ -65,6 +65,19 @@ def test_lora_learns_its_own_matrices_alone_and_a_critic_doubles() -> None:
     assert trainer_bytes(BIG, reference, 1, critic=False)["weights"] == 2 * plain["weights"]
 
 
+def test_reference_and_critic_take_what_their_dtypes_take() -> None:
+    low = TrainerConfig.model_validate({"dtype": "bfloat16", "kl": {"in_loss": 0.1}, "ranks": 8})
+    assert trainer_bytes(BIG, low, 1, critic=False)["weights"] == (4 + 2) * GIGA, "as the arithmetic has it"
+    exact = TrainerConfig.model_validate({**low.model_dump(), "kl": {"in_loss": 0.1, "reference_dtype": "float32"}})
+    assert trainer_bytes(BIG, exact, 1, critic=False)["weights"] == (4 + 4) * GIGA
+    asked = TrainerConfig.model_validate({"ranks": 8, "critic": {"dtype": "bfloat16"}})
+    found = trainer_bytes(BIG, asked, 1, critic=True)
+    assert (found["weights"], found["gradients"], found["moments"]) == (6 * GIGA, 6 * GIGA, 12 * GIGA)
+    lora = TrainerConfig.model_validate({"ranks": 8, "lora": {"rank": 16}})
+    beside = trainer_bytes(BIG, lora, 1, critic=True)
+    assert beside["gradients"] == 4 * GIGA + 4 * 16 * 2_000_000 / 8, "the critic learns whole"
+
+
 def test_one_shard_computes_with_a_second_copy_in_low_precision() -> None:
     low = TrainerConfig(dtype="bfloat16")
     assert trainer_bytes(BIG, low, 1, critic=False)["gathered layers"] == 2 * 8 * GIGA

@@ -11,8 +11,12 @@ from .lora import Adapter as Adapter
 from .models import Policy as Policy
 from .models import load_policy as load_policy
 from .models import model_inputs as model_inputs
+from .saved_model import save_tensors as save_tensors
 from .sharded import Mesh as Mesh
 from .sharded import mesh_of as mesh_of
+from .shell import NeedsWholeModel as NeedsWholeModel
+from .shell import local_part as local_part
+from .shell import open_shell as open_shell
 from .tensor_parallel import CannotSplitModel as CannotSplitModel
 from .tensor_parallel import plan_of as plan_of
 from .tensor_parallel import split_over as split_over

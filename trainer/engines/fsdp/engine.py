@@ -18,9 +18,12 @@ from penstock.trainer.checkpoint import CheckpointInfo
 from penstock.trainer.config import TrainerConfig, learning_rate
 from penstock.trainer.distributed import Ranks
 from penstock.trainer.engine import Flops, PackLoss, Update, ValueLoss
+from penstock.trainer.engines.fsdp.hashing_writer import HashingWriter
 from penstock.trainer.engines.fsdp.lora import gathered, merged, named_weights
-from penstock.trainer.engines.fsdp.models import Policy, load_critic, load_policy
+from penstock.trainer.engines.fsdp.models import Policy, load_critic, load_policy, load_reference
+from penstock.trainer.engines.fsdp.saved_model import save_settings, save_tensors
 from penstock.trainer.engines.fsdp.sharded import ShardedModule, TrainableModule
+from penstock.trainer.engines.fsdp.shell import local_part
 from penstock.trainer.packing import Pack
 
 
@@ -31,16 +34,16 @@ class FSDPEngine:
         self.config = config
         self.temperature = temperature
         self._ranks = ranks
-        self.policy: Policy = load_policy(model, temperature, config)
+        self.policy: Policy = load_policy(model, temperature, config, in_slices=True)
         self.limits = _model_limits(self.policy)
         self.flops = Flops.of(self.policy.model, learns_all=self.policy.adapter is None)
         self._actor = TrainableModule(self.policy, config, ranks)
         self.reference: ShardedModule | None = None
         if config.kl.needs_reference and self.policy.adapter is None:
-            self.reference = ShardedModule(load_policy(model, temperature), config, ranks).freeze()
+            self.reference = ShardedModule(load_reference(model, temperature, config), config, ranks).freeze()
         self.critic: TrainableModule | None = None
         if "values" in needs_of(ADVANTAGES.get(config.advantage)):
-            self.critic = TrainableModule(load_critic(model, config), config, ranks)
+            self.critic = TrainableModule(load_critic(model, config, in_slices=True), config, ranks)
         self.kl_coefficient = config.kl.in_reward
 
     @property
@@ -81,7 +84,8 @@ class FSDPEngine:
         for name, tensor, change in named_weights(self.policy.model, self.policy.adapter):
             full = merged(tensor, change if with_adapter else None)
             if self._ranks.is_rank0:
-                yield name, full.detach().to("cpu", dtype if full.is_floating_point() else None, copy=True)
+                whole = full.detach().to("cpu", dtype if full.is_floating_point() else None, copy=True)
+                yield from self.policy.names.split(name, whole)
 
     @property
     def adapter_settings(self) -> dict[str, Any] | None:
@@ -94,9 +98,16 @@ class FSDPEngine:
             if self._ranks.is_rank0:
                 yield name, full.detach().to("cpu", torch.float32, copy=True)
 
+    @property
+    def state_bytes(self) -> int:
+        trained = [self.policy, *([self.critic.module] if self.critic else [])]
+        learning = [one for module in trained for one in module.parameters() if one.requires_grad]
+        return sum(3 * local_part(one)[0].nbytes for one in learning)
+
     def begin_save(self, path: Path) -> Future[Any]:
         state = {**_model_state(self), f"rng_{self._ranks.rank}": torch.get_rng_state()}
-        future = dcp.async_save(state, checkpoint_id=path, process_group=self._ranks.background)
+        writer = HashingWriter(path, self._ranks.rank)
+        future = dcp.async_save(state, storage_writer=writer, process_group=self._ranks.background)
         assert isinstance(future, Future)
         return future
 
@@ -111,9 +122,13 @@ class FSDPEngine:
             torch.set_rng_state(state[rng])
 
     def save_model(self, folder: Path, *, with_adapter: bool = True) -> None:
-        weights = dict(self.weights(torch.float32, with_adapter=with_adapter))
-        if self._ranks.is_rank0:
-            self.policy.model.save_pretrained(folder, state_dict=weights)
+        tensors = self.weights(torch.float32, with_adapter=with_adapter)
+        if not self._ranks.is_rank0:
+            for _ in tensors:  # each is a collective
+                pass
+            return
+        save_tensors(tensors, folder)
+        save_settings(self.policy.model, folder)
 
     def save_adapter(self, folder: Path) -> None:
         tensors = dict(self.adapter_weights())

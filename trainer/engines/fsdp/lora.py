@@ -40,19 +40,24 @@ class Adapter:
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig) -> None:
         """Puts them into `model`, in place. Raises `ValueError` where no module has one of the target names, or where
-        embedding or head has one, and `ImportError` where peft is not installed."""
+        embedding, head or stacked experts have one, and `ImportError` where peft is not installed."""
         from peft import LoraConfig as PeftConfig
         from peft import inject_adapter_in_model
         from peft.tuners.lora import LoraLayer
 
         alpha: Any = config.alpha  # an int to peft's types, any number to its arithmetic
-        targets: Any = config.targets if isinstance(config.targets, str) else list(config.targets)
+        targets: Any = _targets(model, config)
         self._settings = PeftConfig(
             r=config.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM"
         )
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), weightless(model):
             torch.manual_seed(SEED)
             inject_adapter_in_model(self._settings, model, NAME)
+        if self._settings.target_parameters:
+            raise ValueError(
+                f"trainer.lora.targets reaches {', '.join(sorted(self._settings.target_parameters))} of the experts or "
+                "their router, which get no low-rank matrices here: name modules of attention alone"
+            )
         model.requires_grad_(False)
         self._layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, LoraLayer)}
         self._refuse_vocabulary(model)
@@ -122,10 +127,35 @@ class Adapter:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
 
 
-def named_weights(model: nn.Module, adapter: Adapter | None) -> Iterator[tuple[str, Tensor, LowRank | None]]:
-    """(Hugging Face name, tensor as it lies on this rank, what is to be added to it), without the adapter's own.
+def _targets(model: PreTrainedModel, config: LoraConfig) -> str | list[str]:
+    """For peft, whose all-linear would also reach experts that are one parameter."""
+    stacked = any(parameter.dim() == 3 for parameter in model.parameters())
+    if config.targets == "all-linear" and stacked:
+        head = model.get_output_embeddings()
+        linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head]
+        return sorted({name.rpartition(".")[2] for name in linear})
+    return config.targets if isinstance(config.targets, str) else list(config.targets)
 
-    A tied embedding comes once, under its first name, as in the model's own safetensors.
+
+@contextmanager
+def weightless(model: nn.Module) -> Iterator[None]:
+    """Parameters on meta are zeros on the host meanwhile, which take no memory: peft puts its matrices where those of
+    the model are, and on meta their first values would be lost."""
+    places = [(module._parameters, name) for module in model.modules() for name in module._parameters]
+    held = [(owner, name, found) for owner, name in places if (found := owner[name]) is not None and found.is_meta]
+    for owner, name, found in held:
+        owner[name] = nn.Parameter(torch.zeros((), dtype=found.dtype).expand(found.shape), requires_grad=False)
+    try:
+        yield
+    finally:
+        for owner, name, found in held:
+            owner[name] = found
+
+
+def named_weights(model: nn.Module, adapter: Adapter | None) -> Iterator[tuple[str, Tensor, LowRank | None]]:
+    """(the model's name, tensor as it lies on this rank, what is to be added to it), without the adapter's own.
+
+    A tied embedding comes once, under its first name.
     """
     for name, parameter in model.named_parameters():
         if not _is_adapters(name):

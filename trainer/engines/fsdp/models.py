@@ -20,7 +20,7 @@ on value function clipping).
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,18 +30,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.engine import Outputs
-from penstock.trainer.engines.fsdp.attention import (
-    PROBE,
-    first_sentence,
-    keeps_shared_prompts,
-    row_bounds_arguments,
-    use_packed_attention,
-)
+from penstock.trainer.engines.fsdp.attention import first_sentence, row_bounds_arguments
 from penstock.trainer.engines.fsdp.context import ContextGroup, PackPart, whole_part
 from penstock.trainer.engines.fsdp.lora import Adapter
+from penstock.trainer.engines.fsdp.shell import ModelShell, NeedsWholeModel, names_of, open_shell
+from penstock.trainer.engines.fsdp.traits import Traits, find_traits
 from penstock.trainer.job import BadJob
 from penstock.trainer.logprobs import Head, entropies, target_logprobs, token_logprobs
 from penstock.trainer.packing import Pack
+from penstock.weight_sync import HubNames
 
 logger = logging.getLogger(__name__)
 
@@ -49,18 +46,20 @@ logger = logging.getLogger(__name__)
 class Policy(nn.Module):
     """The module that is sharded as a whole: the head runs inside its forward, where its weights are gathered."""
 
-    def __init__(self, model: PreTrainedModel, temperature: float, *, with_entropy: bool = False) -> None:
+    def __init__(self, loaded: LoadedModel, temperature: float, *, with_entropy: bool = False) -> None:
         super().__init__()
-        self.model = model
+        self.model = loaded.model
+        self.names = loaded.names
+        self.shell = loaded.shell
         self.temperature = temperature
         self.with_entropy = with_entropy
         self.adapter: Adapter | None = None
         self.context: ContextGroup | None = None
         """Set where other ranks have a part of each pack's tokens."""
-        self.head = _head_of(model, temperature)
-        """None where the model changes its logits in a way that `Head` does not know: it is then called whole."""
-        self.shares_prompts = keeps_shared_prompts(model)
-        """Whether it takes packs whose rows share their prompts."""
+        head = loaded.traits.head
+        self.head = replace(head, temperature=temperature) if head else None
+        """As `Traits.head`."""
+        self.shares_prompts = loaded.traits.shares_prompts
 
     @property
     def chunked(self) -> bool:
@@ -94,34 +93,66 @@ def model_inputs(part: PackPart, context: ContextGroup | None) -> dict[str, Any]
     return {"input_ids": part.ids[None], "position_ids": part.positions[None], "use_cache": False, **arguments}
 
 
-def load_policy(model: str, temperature: float, config: TrainerConfig | None = None) -> Policy:
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A causal language model with an attention that keeps packed rows apart, in float32, before it is sharded."""
+
+    model: PreTrainedModel
+    traits: Traits
+    names: HubNames
+    shell: ModelShell | None = None
+    """Where its weights come from once it is sharded; None: it has them, on the host."""
+
+
+def load_policy(
+    model: str, temperature: float, config: TrainerConfig | None = None, *, in_slices: bool = False
+) -> Policy:
     """float32 master weights of what learns. No dropout in training either: the engine that sampled had none.
 
-    `config`: with what the algorithm and trainer.lora ask for; None: the model as it is, for a reference.
+    `config`: with what the algorithm and trainer.lora ask for; None: the model as it is. `in_slices`: as `load_model`.
     """
-    loaded = load_model(model)
+    loaded = load_model(model, in_slices=in_slices)
     policy = Policy(loaded, temperature, with_entropy=config is not None and config.entropy_bonus != 0)
     if config is not None and config.lora.rank:
-        policy.adapter = Adapter(loaded, config.lora)
+        policy.adapter = Adapter(loaded.model, config.lora)
         # No master is needed of what does not learn; where the folder has no more bits, none are lost.
         if config.dtype == "bfloat16" and AutoConfig.from_pretrained(model).dtype == torch.bfloat16:
-            policy.adapter.lower_base(loaded, torch.bfloat16)
+            policy.adapter.lower_base(loaded.model, torch.bfloat16)
     if config is not None and config.liger:
-        use_liger(loaded)
-    implementation = loaded.config._attn_implementation
-    logger.info("%s: attention %s, head %s", model, implementation, "in tiles" if policy.chunked else "whole")
+        use_liger(loaded.model)
+    logger.info("%s: attention %s, head %s", model, loaded.traits.attention, "in tiles" if policy.chunked else "whole")
     return policy
 
 
-def load_model(model: str) -> PreTrainedModel:
-    """In float32, on the host, with an attention that keeps packed rows apart. Raises `BadJob`."""
+def load_reference(model: str, temperature: float, config: TrainerConfig) -> Policy:
+    """The model as it is, in the dtype of its arithmetic unless `config` says otherwise: a rounding that each forward
+    would make."""
+    policy = load_policy(model, temperature, in_slices=True)
+    keep_in(policy, getattr(torch, config.kl.reference_dtype or config.dtype))
+    return policy
+
+
+def keep_in(module: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters alone, in place: what a model computes its positions from stays exact."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def load_model(model: str, *, in_slices: bool = False) -> LoadedModel:
+    """`in_slices`: without weights where that can be, for each rank to read its own slices. Raises `BadJob`."""
+    if in_slices:
+        try:
+            shell = open_shell(model)
+        except NeedsWholeModel as error:
+            logger.warning("%s is loaded whole on every rank: %s", model, error)
+        else:
+            return LoadedModel(shell.model, shell.traits, shell.names, shell)
     try:
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     except (ValueError, KeyError) as error:  # of a kind that transformers does not know, or knows no causal model of
         raise BadJob(f"{model} cannot be loaded for training: {first_sentence(error)}") from error
     loaded.eval()
-    use_packed_attention(loaded)
-    return loaded
+    return LoadedModel(loaded, find_traits(loaded), names_of(loaded, model))
 
 
 def use_liger(model: PreTrainedModel) -> None:
@@ -144,38 +175,16 @@ def _local_head(head: Any, settings: Head) -> tuple[Tensor, Tensor | None, Head]
     return local, bias.to_local() if isinstance(bias, DTensor) else bias, settings
 
 
-@torch.no_grad()
-def _head_of(model: PreTrainedModel, temperature: float) -> Head | None:
-    """How this model makes logits, by trying what its settings suggest."""
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        return None
-    ids = torch.tensor([PROBE[0]])
-    bounds = torch.tensor([0, ids.shape[1]], dtype=torch.int32)
-    inputs = {"input_ids": ids, "use_cache": False, **row_bounds_arguments(bounds)}
-    hidden = model.base_model(**inputs).last_hidden_state[0]
-    expected = model(**inputs).logits[0].float()
-    settings = _head_settings(model)
-    found = settings.logits(hidden, head.weight, head.bias)
-    return replace(settings, temperature=temperature) if torch.allclose(found, expected, atol=1e-5, rtol=1e-4) else None
-
-
-def _head_settings(model: PreTrainedModel) -> Head:
-    """Gemma caps its logits, Cohere multiplies and Granite divides them."""
-    config = model.config.get_text_config()
-    scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
-    return Head(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
-
-
 class Critic(nn.Module):
     """Sharded as a whole, like the policy."""
 
-    def __init__(self, body: nn.Module, hidden_size: int) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         super().__init__()
-        self.model = body
+        self.model: nn.Module = loaded.model.base_model
+        self.shell = loaded.shell
         self.context: ContextGroup | None = None
         """As `Policy.context`."""
-        self.head = nn.Linear(hidden_size, 1, bias=False)
+        self.head = nn.Linear(loaded.model.config.get_text_config().hidden_size, 1, bias=False)
         nn.init.zeros_(self.head.weight)
 
     def forward(self, pack: Pack) -> Tensor:
@@ -187,9 +196,12 @@ class Critic(nn.Module):
         return self.context.join(values, part.counts) if self.context else values
 
 
-def load_critic(model: str, config: TrainerConfig) -> Critic:
-    """float32 master weights, the body's from `model`, without dropout. The whole critic learns, also beside LoRA."""
-    loaded = load_model(model)
+def load_critic(model: str, config: TrainerConfig, *, in_slices: bool = False) -> Critic:
+    """Master weights in float32 unless trainer.critic.dtype says otherwise, the body's from `model`, without dropout.
+    The whole critic learns, also beside LoRA."""
+    loaded = load_model(model, in_slices=in_slices)
     if config.liger:
-        use_liger(loaded)
-    return Critic(loaded.base_model, loaded.config.get_text_config().hidden_size)
+        use_liger(loaded.model)
+    critic = Critic(loaded)
+    keep_in(critic, getattr(torch, config.critic.dtype))
+    return critic

@@ -29,6 +29,7 @@ from penstock.trainer.distributed import Ranks
 from penstock.trainer.engine import Update
 from penstock.trainer.engines.fsdp import attention
 from penstock.trainer.engines.fsdp.context import ContextGroup
+from penstock.trainer.engines.fsdp.shell import ModelShell
 from penstock.trainer.engines.fsdp.tensor_parallel import CannotSplitModel, split_over
 from penstock.trainer.packing import Pack, empty_pack
 
@@ -107,9 +108,11 @@ class TrainableModule(ShardedModule):
 
 
 def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
-    """In place, in this order: split over the tensor group, compiled, computed again in the backward, sharded."""
+    """In place, in this order: split over the tensor group, sharded, filled where the weights are still in files,
+    compiled, computed again in the backward."""
     mesh = ranks.own(mesh_of)
-    if not config.offload:
+    shell: ModelShell | None = module.shell
+    if not config.offload and shell is None:
         module.to(ranks.device)
     if mesh.tensor is not None:
         split_over(module, mesh.tensor)
@@ -119,12 +122,16 @@ def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
     arguments: dict[str, Any] = {
         "mesh": mesh.shards,
         "reshard_after_forward": mesh.size > 1,
-        **_policies(config, ranks),
+        **_policies(module, config, ranks),
     }
-    for block in _blocks(module):
-        _prepare(block, config)
+    blocks = _blocks(module)
+    for block in blocks:
         fully_shard(block, **arguments)
     fully_shard(module, **arguments)
+    if shell is not None:
+        shell.fill(module, ranks, torch.device("cpu") if config.offload else ranks.device)
+    for block in blocks:
+        _prepare(block, config)
     return module
 
 
@@ -141,9 +148,13 @@ def _check_context(model: Any, layout: Layout) -> None:
         )
 
 
-def _policies(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
-    low = torch.bfloat16 if config.dtype == "bfloat16" else None
-    policies: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)}
+def _policies(module: nn.Module, config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
+    kept = {parameter.dtype for parameter in module.parameters()}
+    computed = getattr(torch, config.dtype)
+    as_kept = kept == {computed}
+    policies: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=None if as_kept else computed, reduce_dtype=torch.float32)
+    }
     if config.offload:
         policies["offload_policy"] = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
     return policies

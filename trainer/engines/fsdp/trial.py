@@ -14,15 +14,10 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 WHOLE_BYTES = 2 << 30
 """A model whose files are larger is tried as a copy."""
-MOST_PARAMETERS = 1 << 29
-"""Of a copy."""
 TIMEOUT_S = 300.0
-SMALL = {"vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,50 +68,20 @@ def _try_whole(model: str) -> Trial:
 
 def try_copy(model: str) -> Trial:
     """Raises `BadJob`. What fails by itself proves nothing about the model: the copy may be at fault."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    from penstock.trainer.engines.fsdp.attention import PROBE, first_sentence, refuse_unpackable, use_packed_attention
+    from penstock.trainer.engines.fsdp.attention import first_sentence, use_packed_attention
+    from penstock.trainer.engines.fsdp.small_copy import NoCopy, small_copy
 
     try:
         config = AutoConfig.from_pretrained(model)
-        _make_small(config.get_text_config())
-        with torch.device("meta"):
-            shape = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # noqa: BLE001 - a model's own code may raise anything
         return Trial(skipped=f"no small copy of it can be made: {first_sentence(error)}", copied=True)
-    refuse_unpackable(shape)
-    parameters = sum(parameter.numel() for parameter in shape.parameters())
-    if parameters > MOST_PARAMETERS:
-        return Trial(skipped=f"a copy would have {parameters / 1e6:.0f} M parameters", copied=True)
     try:
-        copy = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-        copy(input_ids=torch.tensor([PROBE[0]]), use_cache=False)
-    except Exception as error:  # noqa: BLE001
-        return Trial(skipped=f"a small copy of it does not run: {first_sentence(error)}", copied=True)
-    use_packed_attention(copy)
+        use_packed_attention(small_copy(config))
+    except NoCopy as error:
+        return Trial(skipped=str(error), copied=True)
     return Trial(copied=True)
-
-
-def _make_small(config: Any) -> None:
-    """In place."""
-    layers = config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None) or ["first", *["others"] * (layers - 1)]
-    kept = sorted({kinds.index(kind) for kind in kinds})
-    for name, value in config.to_dict().items():
-        if isinstance(value, list) and len(value) == layers:
-            setattr(config, name, [value[index] for index in kept])
-    config.num_hidden_layers = len(kept)
-    for name, value in SMALL.items():
-        if isinstance(getattr(config, name, None), int | float):
-            setattr(config, name, value)
-    # Smaller weights would hide a difference in the logits, larger ones would show float32's rounding.
-    config.initializer_range = config.hidden_size**-0.5
-    chosen = max(getattr(config, "num_experts_per_tok", None) or 1, getattr(config, "n_group", None) or 1)
-    for name in EXPERTS:
-        if isinstance(having := getattr(config, name, None), int):
-            setattr(config, name, min(having, 4 * chosen))
-    config.pad_token_id = None  # it may lie beyond the copy's words
 
 
 if __name__ == "__main__":

@@ -88,6 +88,10 @@ class MegatronEngine:
             if self._ranks.is_rank0:
                 yield name, tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None, copy=True)
 
+    @property
+    def state_bytes(self) -> int:
+        return 3 * sum(4 * one.numel() for model in self._policy.models for one in model.parameters())
+
     def begin_save(self, path: Path) -> Future[Any]:
         return self._state.begin_save(path, self.kl_coefficient)
 

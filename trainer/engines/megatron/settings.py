@@ -26,6 +26,7 @@ def check(config: TrainerConfig) -> None:
         "compile": config.compile,
         "liger": config.liger,
         "offload": config.offload,
+        "kl.reference_dtype": config.kl.reference_dtype not in (None, config.dtype),
     }
     for name, is_set in foreign.items():
         if is_set:

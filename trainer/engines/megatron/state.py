@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from penstock.trainer.checkpoint import CheckpointInfo
+from penstock.trainer.checkpoint import CheckpointInfo, fingerprint, leave_fingerprints
 from penstock.trainer.distributed import Ranks
 from penstock.trainer.engines.megatron.bridge import ModelBridge, standing_in
 from penstock.trainer.engines.megatron.optimizer import (
@@ -123,7 +123,10 @@ class State:
         try:
             for name, share in shares.items():
                 self._write_share(path / name, share)
+            own = f"rank_{self._ranks.rank:02d}.safetensors"
             save_file({"cpu": random}, path / f"rng_{self._ranks.rank:02d}.safetensors")
+            written = [f"rng_{self._ranks.rank:02d}.safetensors", *(f"{name}/{own}" for name in shares)]
+            leave_fingerprints(path, self._ranks.rank, {name: fingerprint(path / name) for name in written})
             if self._ranks.is_rank0:
                 (path / ABOUT).write_text(json.dumps(about))
         except (OSError, SafetensorError) as error:  # the latter where the disk is full

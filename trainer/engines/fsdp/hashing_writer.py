@@ -1,0 +1,92 @@
+"""DCP's writer of checkpoint files, which takes the checksum of what a rank writes while it writes it.
+
+Each rank leaves its files' fingerprints beside them (`checkpoint.leave_fingerprints`) before it says that it is done;
+rank 0, which seals the checkpoint, reads those and no file again.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from penstock.trainer.checkpoint import leave_fingerprints
+
+
+class HashingWriter(FileSystemWriter):
+    """One checkpoint of one rank. Files are on disk when they are closed."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        super().__init__(folder)
+        self._files = HashingFiles()
+        self.fs = self._files
+        self._rank = rank
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """DCP waits for all ranks' results: when the checkpoint is written, every rank's fingerprints are there."""
+        results = super().write_data(plan, planner)
+        leave_fingerprints(Path(self.path), self._rank, self._files.written)
+        return results
+
+
+class HashingFiles(FileSystem):
+    def __init__(self) -> None:
+        self.written: dict[str, dict[str, Any]] = {}
+        """Fingerprint of every file that was closed, by name."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
+        with super().create_stream(path, mode) as stream:
+            if mode != "wb":
+                yield stream
+                return
+            hashing = HashingStream(stream)
+            yield hashing
+        self.written[Path(path).name] = hashing.fingerprint
+
+
+class HashingStream(io.RawIOBase):
+    """Written from beginning to end; `fingerprint` is of what was written."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._digest = xxhash.xxh3_64()
+        self._bytes = 0
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        return {"bytes": self._bytes, "xxh3": self._digest.hexdigest()}
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        left = view
+        while left:
+            left = left[self._stream.write(left) :]
+        self._digest.update(view)
+        self._bytes += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        return self._bytes
+
+    def fileno(self) -> int:
+        """What was written before is with the kernel then, for `os.fsync`."""
+        self._stream.flush()
+        return int(self._stream.fileno())
+
+    def flush(self) -> None:
+        if not self._stream.closed:
+            self._stream.flush()
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()

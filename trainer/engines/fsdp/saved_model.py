@@ -1,0 +1,59 @@
+"""A Hugging Face folder written a file at a time: no more than one file's tensors are on the host."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from penstock.trainer.engines.fsdp.tensor_files import INDEX, WEIGHTS
+
+FILE_BYTES = 4 << 30
+
+
+def save_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path, file_bytes: int = FILE_BYTES) -> None:
+    """As transformers names the files: one, or numbered ones of about `file_bytes` with an index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written: list[tuple[Path, list[str]]] = []
+    total = size = 0
+    held: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if held and size + tensor.nbytes > file_bytes:
+            written.append(_write(folder, len(written), held))
+            held, size = {}, 0
+        held[name] = tensor.contiguous()
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    written.append(_write(folder, len(written), held))
+    if len(written) == 1:
+        written[0][0].rename(folder / WEIGHTS)
+        return
+    files: dict[str, str] = {}
+    for number, (path, names) in enumerate(written, start=1):
+        final = path.with_name(f"model-{number:05d}-of-{len(written):05d}.safetensors")
+        path.rename(final)
+        files |= dict.fromkeys(names, final.name)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def _write(folder: Path, number: int, held: dict[str, Tensor]) -> tuple[Path, list[str]]:
+    from safetensors.torch import save_file
+
+    path = folder / f"unnumbered-{number:05d}.safetensors"
+    save_file(held, path, metadata={"format": "pt"})
+    return path, list(held)
+
+
+def save_settings(model: PreTrainedModel, folder: Path) -> None:
+    """What a Hugging Face folder has beside weights and tokenizer."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = torch.float32
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
