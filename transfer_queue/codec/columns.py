@@ -117,7 +117,7 @@ def store(column: Column, compression: str = "none") -> StoredColumn:
         raise BadPayload(f"{name}: {error}") from error
     if not 1 <= array.ndim <= 2:
         raise BadPayload(f"{name}: has {array.ndim} dimensions; 1 or 2 can be stored")
-    raw, codec = memoryview(array).cast("B") if array.size else b"", "none"
+    raw, codec = array.data.cast("B") if array.size else b"", "none"
     packed = compress(raw, array.nbytes) if compression == "zstd" else None
     if packed is not None:
         raw, codec = packed, "zstd"

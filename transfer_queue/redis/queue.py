@@ -67,8 +67,9 @@ from penstock.transfer_queue.validation import check_leases, check_tasks, finish
 SWEEP_CHUNK = 500
 FORGET_CHUNK = 500
 """Episodes that one script of a commit forgets, some milliseconds."""
-SHARE_BYTES = 1 << 20
-"""Payloads of one round trip of `complete_many`, of at least one episode."""
+SHARE_BYTES = 512 << 10
+"""Payloads of one round trip of `complete_many`, of at least one episode. With more, what is under way leaves the
+caches of both sides."""
 SHARES_AT_ONCE = 2
 """Round trips of it under way at once: one is packed and sent while Redis works on the other."""
 SUBMIT_CHUNK = 1000

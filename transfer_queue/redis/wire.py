@@ -62,12 +62,16 @@ class Wire(asyncio.BufferedProtocol):
     def __init__(self, connection: AbstractConnection, buffer: bytearray) -> None:
         """`connection` is logged in and has no reply outstanding. `buffer` may serve several wires of one event loop:
         what it holds is parsed before it is filled again."""
+        assert connection._writer is not None  # it is connected
         parse_error = connection._parser.parse_error
-        self._parser = hiredis.Reader(protocolError=InvalidResponse, replyError=parse_error, notEnoughData=_NOTHING)
+        self._parser: Any = hiredis.Reader(
+            protocolError=InvalidResponse, replyError=parse_error, notEnoughData=_NOTHING
+        )
         self._buffer = buffer
+        self._view = memoryview(buffer)
         self._arrived: asyncio.Future[None] | None = None
         self._lost: Exception | None = None
-        self._transport: Any = connection._writer.transport
+        self._transport = connection._writer.transport
         self._transport.set_protocol(self)
 
     def send(self, chunks: Sequence[Any]) -> None:
@@ -86,8 +90,8 @@ class Wire(asyncio.BufferedProtocol):
         return found
 
     # called by the transport ---------------------------------------------------------------------------------------
-    def get_buffer(self, sizehint: int) -> bytearray:
-        return self._buffer
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._view  # TLS fills slices of it: those of a bytearray would be copies
 
     def buffer_updated(self, nbytes: int) -> None:
         self._parser.feed(self._buffer, 0, nbytes)
