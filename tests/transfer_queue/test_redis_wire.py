@@ -19,9 +19,10 @@ SIZES = [0, 1, 100, 16_384, 65_535, 65_536, 65_537, 300_000, 3_000_000]
 
 
 def options_of(kind: str, folder: Path) -> dict[str, Any]:
-    return {"tcp": dict, "unix": lambda: {"unix_socket": folder / "s"}, "tls": lambda: make_certificates(folder)}[
-        kind
-    ]()
+    """Of `RedisServer`."""
+    if kind == "tls":
+        return dict(make_certificates(folder))
+    return {"unix_socket": folder / "s"} if kind == "unix" else {}
 
 
 @pytest.mark.parametrize("loop", LOOPS)
