@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from penstock.common import gather_or_cancel
 from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.codec.packing import check_compression, pack_plain, unpack_plain
 from penstock.transfer_queue.codec.trajectories import encode_journal, encode_task, outcome_to_plain
 from penstock.transfer_queue.config import TransferQueueConfig
 from penstock.transfer_queue.errors import (
-    BadPayload,
     JournalMismatch,
     NoSuchRun,
     QueueError,
@@ -27,8 +24,9 @@ from penstock.transfer_queue.errors import (
     RunTaken,
     StepError,
 )
-from penstock.transfer_queue.metrics import MEMBER_COST, journal_cost, payload_cost, task_cost
-from penstock.transfer_queue.redis.client import Connection, WriteAndRun
+from penstock.transfer_queue.metrics import MEMBER_COST, journal_cost, task_cost
+from penstock.transfer_queue.redis.client import Connection
+from penstock.transfer_queue.redis.completions import Completions
 from penstock.transfer_queue.redis.keys import LAYOUT, Keys
 from penstock.transfer_queue.redis.payloads import PayloadReader, Payloads, StoredPayload
 from penstock.transfer_queue.redis.replies import (
@@ -62,26 +60,13 @@ from penstock.transfer_queue.types import (
     Waiting,
     WeightUpdate,
 )
-from penstock.transfer_queue.validation import check_leases, check_tasks, finish
+from penstock.transfer_queue.validation import check_tasks
 
 SWEEP_CHUNK = 500
 FORGET_CHUNK = 500
 """Episodes that one script of a commit forgets, some milliseconds."""
-SHARE_BYTES = 512 << 10
-"""Payloads of one round trip of `complete_many`, of at least one episode. With more, what is under way leaves the
-caches of both sides."""
-SHARES_AT_ONCE = 2
-"""Round trips of it under way at once: one is packed and sent while Redis works on the other."""
 SUBMIT_CHUNK = 1000
 """Tasks per script unless a cursor requires all at once: Redis blocks other clients meanwhile."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Completion:
-    """A trajectory, packed, and the calls that store and acknowledge it."""
-
-    stored: StoredPayload
-    job: WriteAndRun
 
 
 class RedisTransferQueue:
@@ -96,8 +81,8 @@ class RedisTransferQueue:
         self._registry_ttl_ms = round(config.registry_ttl_s * 1000)
         self._repeat_ms = round(2 * config.deadline_s * 1000)
         """For how long the answer to a call is kept: longer than it is repeated."""
-        self._compression = config.compression
         self._payloads = Payloads(connection, self._keys)
+        self._completions = Completions(connection, self._keys, self._payloads, config.compression)
         self._batch_log = batch_log
         self._epoch = 0
         """The trainer's, which every script that needs ``fenced`` takes as its last argument."""
@@ -207,74 +192,10 @@ class RedisTransferQueue:
             raise JournalMismatch(lease.episode_id, position, kept)
 
     async def complete(self, lease: Lease, trajectory: Trajectory) -> None:
-        refusal = (await self._acknowledge([self._completion(lease, trajectory)]))[0]
-        if refusal is not None:
-            raise refusal
+        await self._completions.complete(lease, trajectory)
 
     async def complete_many(self, finished: Sequence[tuple[Lease, Trajectory]]) -> list[Refusal | None]:
-        check_leases([lease for lease, _ in finished])
-        refusals: list[Refusal | None] = [None] * len(finished)
-        shares = self._shares(finished, refusals)
-
-        async def send() -> None:
-            for places, completions in shares:
-                for place, refusal in zip(places, await self._acknowledge(completions), strict=True):
-                    refusals[place] = refusal
-
-        await gather_or_cancel([send() for _ in range(SHARES_AT_ONCE)])
-        return refusals
-
-    def _shares(
-        self, finished: Sequence[tuple[Lease, Trajectory]], refusals: list[Refusal | None]
-    ) -> Iterator[tuple[list[int], list[_Completion]]]:
-        """Places in `finished` and what is sent for them in one round trip: packed when it is asked for, about
-        `SHARE_BYTES` of payloads or one. A trajectory that cannot be packed is entered in `refusals`."""
-        places: list[int] = []
-        completions: list[_Completion] = []
-        for place, (lease, trajectory) in enumerate(finished):
-            try:
-                completions.append(self._completion(lease, trajectory))
-            except BadPayload as refusal:
-                refusals[place] = refusal
-                continue
-            places.append(place)
-            if sum(one.stored.size for one in completions) >= SHARE_BYTES:
-                yield places, completions
-                places, completions = [], []
-        if places:
-            yield places, completions
-
-    def _completion(self, lease: Lease, trajectory: Trajectory) -> _Completion:
-        result = finish(lease, trajectory, compression=self._compression)
-        stored = StoredPayload(f"{lease.episode_id}@{lease.fence}", result.packed.size)
-        numbers = (
-            stored.size,
-            payload_cost(stored.size),
-            "" if result.reward is None else repr(result.reward),
-            "" if result.lowest_version is None else result.lowest_version,
-            result.highest_version,
-            result.tokens,
-        )
-        outcome = pack_plain(outcome_to_plain(trajectory.outcome), "outcome")
-        job = self._connection.write_and_run_job(
-            self._payloads.writes(stored, result.packed),
-            *("complete", self._keys.index, lease.episode_id, lease.fence, *numbers, outcome),
-            keys=[] if self._connection.spreads else self._payloads.keys(stored),
-        )
-        return _Completion(stored, job)
-
-    async def _acknowledge(self, completions: Sequence[_Completion]) -> list[Refusal | None]:
-        """Store and acknowledge in one round trip; the payloads of refused ones are deleted."""
-        await self._connection.run_jobs([one.job for one in completions])
-        refusals: list[Refusal | None] = []
-        for one in completions:
-            if one.job.refusal is not None and not isinstance(one.job.refusal, Refusal):
-                raise one.job.refusal
-            refusals.append(one.job.refusal)
-        gone = [one.stored for one in completions if one.job.refusal is not None]
-        if gone:
-            await self._payloads.delete(gone)
-        return refusals
+        return await self._completions.complete_many(finished)
 
     async def fail(self, lease: Lease, outcome: Outcome) -> bool:
         packed = pack_plain(outcome_to_plain(outcome), "outcome")
