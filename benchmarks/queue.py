@@ -3,7 +3,8 @@
     penstock bench queue --json
 
     raw_redis              SET each payload; GET each payload
-    queue                 complete each; lease_batch, read, publish_version, commit
+    ledger                complete each; lease_batch, read, publish_version, commit
+    ledger_batched        the same with one complete_many per producer
     transferqueue          kv_put each; kv_batch_get, kv_clear            (where scripts/setup-bench has been run)
     transferqueue_batched  the same with one kv_batch_put per producer
 
@@ -46,6 +47,7 @@ from penstock.transfer_queue import RedisServer
 
 COUNTS = {"32kb": 512, "1mb": 128, "8mb": 32}
 """Payloads per round, all producers together."""
+OURS = {"ledger", "ledger_batched"}
 INDEX_ROUNDS = 5
 MISSING = "missing: TransferQueue is not installed; scripts/setup-bench makes an environment for it"
 
@@ -110,7 +112,7 @@ async def _redis() -> AsyncIterator[Host]:
 
 async def _stores(stack: AsyncExitStack, host: Host) -> list[QueueSide]:
     sides: list[QueueSide] = []
-    for name, kind in (("raw_redis", "raw"), ("ledger", "ledger")):
+    for name, kind in (("raw_redis", "raw"), ("ledger", "ledger"), ("ledger_batched", "ledger_batched")):
         side = StoreSide(name, kind, host.server, host.password)
         stack.push_async_callback(side.stop)
         sides.append(side)
@@ -159,13 +161,14 @@ def _figures(cells: Cells) -> dict[str, Any]:
 
 
 def _ratios(cells: Cells) -> dict[str, float]:
-    """``ledger_over_STORE_SIZE`` with one producer, ``…_8_producers`` with more; only of stores that ran."""
+    """``ledger_over_STORE_SIZE`` and ``ledger_batched_over_STORE_SIZE`` with one producer, ``…_8_producers`` with more;
+    only of stores that ran."""
     ratios: dict[str, float] = {}
     for (size, producers), by_side in cells.items():
         suffix = "" if producers == 1 else f"_{producers}_producers"
-        for name in by_side:
-            if name != "ledger":
-                ratios[f"ledger_over_{name}_{size}{suffix}"] = ratio(by_side, "ledger", name)
+        for ours in OURS:
+            for name in by_side.keys() - OURS:
+                ratios[f"{ours}_over_{name}_{size}{suffix}"] = ratio(by_side, ours, name)
     return ratios
 
 

@@ -18,6 +18,7 @@ from .errors import LeaseLost as LeaseLost
 from .errors import NoSuchRun as NoSuchRun
 from .errors import QueueError as QueueError
 from .errors import QueueUnavailable as QueueUnavailable
+from .errors import Refusal as Refusal
 from .errors import RunTaken as RunTaken
 from .errors import StepError as StepError
 from .errors import TooManyFiltered as TooManyFiltered

@@ -24,6 +24,7 @@ from penstock.transfer_queue.errors import (
     JournalMismatch,
     LeaseLost,
     QueueError,
+    Refusal,
     StepError,
 )
 from penstock.transfer_queue.memory_groups import TRAIN, MemoryGroup, split_episode
@@ -39,7 +40,7 @@ from penstock.transfer_queue.types import (
     Task,
     Trajectory,
 )
-from penstock.transfer_queue.validation import check_tasks, finish
+from penstock.transfer_queue.validation import check_leases, check_tasks, finish
 
 
 class MemoryTransferQueue(MemorySteps):
@@ -165,6 +166,19 @@ class MemoryTransferQueue(MemorySteps):
             self._state.lengths[bucket_of(result.tokens)] += 1
         if group.ended:
             self._state.end_group(group)
+
+    async def complete_many(self, finished: Sequence[tuple[Lease, Trajectory]]) -> list[Refusal | None]:
+        check_leases([lease for lease, _ in finished])
+        if finished:
+            await self.config()
+        refusals: list[Refusal | None] = []
+        for lease, trajectory in finished:
+            try:
+                await self.complete(lease, trajectory)
+                refusals.append(None)
+            except (LeaseLost, BadPayload) as refusal:
+                refusals.append(refusal)
+        return refusals
 
     def _is_repeat(self, lease: Lease) -> bool:
         task_id, index = split_episode(lease.episode_id)

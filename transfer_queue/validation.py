@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -78,6 +79,14 @@ def check_trajectory(lease: Lease, trajectory: Trajectory) -> None:
         expect(trajectory.outcome.may_carry_reward, "reward", f"{trajectory.outcome.kind} may not carry one")
     for index, segment in enumerate(trajectory.segments):
         check_segment(segment, lease.min_version, f"segments[{index}]")
+
+
+def check_leases(leases: Sequence[Lease]) -> None:
+    """Raise `QueueError` naming a lease that stands there twice."""
+    counted = Counter((lease.episode_id, lease.fence) for lease in leases)
+    for (episode_id, fence), count in counted.items():
+        if count > 1:
+            raise QueueError(f"{episode_id}: its lease {fence} stands {count} times in one call")
 
 
 def check_tasks(tasks: Sequence[Task]) -> None:

@@ -1,6 +1,6 @@
 """One producer or the consumer of raw Redis or of the queue, as a process. Started by `sides.StoreSide`.
 
-python -m benchmarks.support.store_child {raw|queue} REDIS_URL    (password in PENSTOCK_BENCH_PASSWORD)
+python -m benchmarks.support.store_child {raw|ledger|ledger_batched} REDIS_URL    (password in PENSTOCK_BENCH_PASSWORD)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from redis.backoff import NoBackoff
 from benchmarks.support.arrays import payload_arrays
 from benchmarks.support.child import answer_questions, own_stdout
 from benchmarks.support.queue_calls import GROUP_SIZE, consume_step, leased_work, open_queue, start_run
-from penstock.transfer_queue import COMPLETED, Lease, RedisTransferQueue, Segment, Trajectory, encode_trajectory
+from penstock.transfer_queue import COMPLETED, RedisTransferQueue, Segment, Trajectory, encode_trajectory
 
 Answer = dict[str, Any]
 
@@ -99,11 +99,13 @@ class Raw:
 
 
 class Queues:
-    """`complete` of each trajectory; `lease_batch`, `read`, `publish_version`, `commit` of the step they make."""
+    """`complete` of each trajectory, or `complete_many` of all; then `lease_batch`, `read`, `publish_version` and
+    `commit` of the step they make."""
 
-    def __init__(self, url: str, password: str) -> None:
+    def __init__(self, url: str, password: str, *, batched: bool = False) -> None:
         self._url = url
         self._password = password
+        self._batched = batched
         self._queue: RedisTransferQueue | None = None
 
     async def start_round(self, run: str, size: str, count: int) -> Answer:
@@ -116,11 +118,20 @@ class Queues:
             await self._queue.close()
         self._queue = queue = await open_queue(self._url, self._password, run)
         leases = await leased_work(queue, f"producer-{worker}", count)
-        self._completions = [self._completion(lease, size) for lease in leases]
+        self._finished = [(lease, trajectory(size, lease.episode_id, lease.task.task_id)) for lease in leases]
         return {}
 
     async def produce(self) -> Answer:
-        return await timed(self._completions)
+        assert self._queue is not None
+        if self._batched:
+            took = await timed([partial(self._complete_all, self._queue)])
+            return {**took, "each_s": [took["each_s"][0] / len(self._finished)] * len(self._finished)}
+        return await timed([partial(self._queue.complete, lease, work) for lease, work in self._finished])
+
+    async def _complete_all(self, queue: RedisTransferQueue) -> None:
+        refused = [refusal for refusal in await queue.complete_many(self._finished) if refusal is not None]
+        if refused:
+            raise refused[0]
 
     async def consume(self, size: str, workers: int, count: int) -> Answer:
         assert self._queue is not None
@@ -139,16 +150,16 @@ class Queues:
         self._queue = None
         return {}
 
-    def _completion(self, lease: Lease, size: str) -> Callable[[], Awaitable[Any]]:
-        assert self._queue is not None
-        queue, work = self._queue, trajectory(size, lease.episode_id, lease.task.task_id)
-        return partial(queue.complete, lease, work)
-
 
 def main() -> None:
     replies = own_stdout()
     kind, url = sys.argv[1:]
-    store = {"raw": Raw, "ledger": Queues}[kind](url, os.environ["PENSTOCK_BENCH_PASSWORD"])
+    stores: dict[str, Callable[[str, str], Any]] = {
+        "raw": Raw,
+        "ledger": Queues,
+        "ledger_batched": partial(Queues, batched=True),
+    }
+    store = stores[kind](url, os.environ["PENSTOCK_BENCH_PASSWORD"])
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         answer_questions(replies, lambda question: runner.run(getattr(store, question.pop("do"))(**question)))
 

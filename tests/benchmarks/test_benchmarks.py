@@ -25,10 +25,11 @@ async def test_the_queue_without_the_queue_compared_with(measure: Measure) -> No
     measured = await measure("queue", **SHORT, PENSTOCK_BENCH_PYTHON="")
     ratios, figures = measured["ratio"], measured["figures"]
     assert {"ledger_over_raw_redis_1mb", "ledger_over_raw_redis_1mb_2_producers", "index_p99_1m_over_1k"} <= set(ratios)
+    assert {"ledger_batched_over_raw_redis_1mb", "ledger_batched_over_raw_redis_1mb_2_producers"} <= set(ratios)
     assert all(value > 0 for value in ratios.values())
     assert not any("transferqueue" in name for name in [*ratios, *figures])
     assert "setup-bench" in measured["setup"]["transferqueue"]
-    for side in ("raw_redis", "ledger"):
+    for side in ("raw_redis", "ledger", "ledger_batched"):
         cell = figures[side]["1mb"]["2_producers"]
         assert cell["mb_per_s"] > 0
         assert cell["put_p50_us"] <= cell["put_p99_us"]
@@ -48,6 +49,7 @@ async def test_the_queue_beside_transferqueue(measure: Measure) -> None:
     ratios = measured["ratio"]
     assert ratios["ledger_over_transferqueue_1mb"] > 0
     assert ratios["ledger_over_transferqueue_batched_1mb"] > 0
+    assert ratios["ledger_batched_over_transferqueue_batched_1mb"] > 0
     peaks = measured["figures"]["transferqueue"]["1mb"]["2_producers"]["peak_rss_mb"]
     actors = {"ray::TransferQueueController", "ray::SimpleStorageUnit 2", "ray::Producer 2"}
     assert {"transferqueue_child", "raylet", "gcs_server"} | actors <= set(peaks)

@@ -183,6 +183,26 @@ class QueueMachine(RuleBasedStateMachine):
             self.oldest[lease.episode_id] = self.versions[worker]
         self.lost.append(lease)
 
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), count=st.integers(1, 9), rewards=st.lists(st.sampled_from([1.0, 0.5, None]), min_size=1))
+    def complete_together(self, data: st.DataObject, count: int, rewards: list[float | None]) -> None:
+        """With a lost lease and versions that are not published among them."""
+        chosen = data.draw(st.permutations(self.held))[:count]
+        lost = [("late", lease) for lease in self.lost[-2:]]
+        works = [
+            (lease, trajectory(lease, self.versions.get(worker, 0) + number // 5, rewards[number % len(rewards)]))
+            for number, (worker, lease) in enumerate([*chosen, *lost])
+        ]
+        refused = self.ask(lambda queue: kinds_of(queue.complete_many(works)))
+        for held, (lease, work), refusal in zip(chosen, works, refused, strict=False):
+            event(f"ended together, refused: {refusal}")
+            if refusal == "BadPayload":
+                continue  # it stays leased
+            self.held.remove(held)
+            self.lost.append(lease)
+            if refusal is None and work.min_version is not None:
+                self.oldest[lease.episode_id] = work.min_version
+
     @rule(worker=st.sampled_from(WORKERS), leave=st.integers(0, 2))
     def work(self, worker: str, leave: int) -> None:
         """A worker pulls, fills itself and finishes all but a few."""
@@ -354,6 +374,10 @@ def trainable(group: Any) -> list[str]:
     """Episodes that a lost step may have held."""
     ended = [m.state == "failed" or (m.state == "done" and not m.rewarded) for m in group.members]
     return [group.episode(index) for index, gone in enumerate(ended) if not gone]
+
+
+async def kinds_of(refusals: Awaitable[list[QueueError | None]]) -> list[str | None]:
+    return [None if refusal is None else type(refusal).__name__ for refusal in await refusals]
 
 
 def comparable(answer: Any) -> Any:

@@ -6,6 +6,7 @@ What one second lost with Redis's machine must not do: give a fence twice, free 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import secrets
@@ -148,6 +149,46 @@ async def test_every_call_may_lose_its_reply(cut: tuple[RedisTransferQueue, Prox
     assert status.workers == {}
 
 
+@pytest.mark.parametrize("let_through", [0, 3, 5, 9, 12, 20, 40])
+async def test_complete_many_may_lose_any_reply(cut: tuple[RedisTransferQueue, Proxy], let_through: int) -> None:
+    """Of one round trip Redis has executed everything, and the client has read some replies, or half of one."""
+    queue, proxy = cut
+    await queue.submit(tasks(3), cursor=at(3))
+    leases = await queue.lease_episodes("worker", 6, 0)
+    await queue.release(leases[2])
+    (newer,) = await queue.lease_episodes("newer", 1, 0)
+    finished = [(lease, trajectory(lease, reward=float(place))) for place, lease in enumerate(leases)]
+    proxy.let_through = let_through
+    refusals = await queue.complete_many(finished)
+    assert proxy.let_through is None, "no reply was cut"
+    assert [type(refusal) for refusal in refusals if refusal is not None] == [LeaseLost]
+    assert isinstance(refusals[2], LeaseLost)
+    assert [await queue.complete_many([one]) for one in finished if one[0] is not leases[2]] == [[None]] * 5
+    assert (await queue.status()).episodes["completed"] == 5
+    assert (await queue.status()).workers == {"newer": 1}
+    taken = [lease.episode_id for lease in leases if lease is not leases[2]]
+    assert [one.reward for one in await queue.read(taken)] == [0.0, 1.0, 3.0, 4.0, 5.0]
+    payloads = [key for key in await keys_of(queue) if key.startswith("penstock:payload")]
+    assert len(payloads) == 5, "a refused payload was left behind"
+    await queue.complete(newer, trajectory(newer))
+
+
+async def test_complete_many_that_was_cut_off_is_made_again_by_another(queue: RedisTransferQueue) -> None:
+    """A worker dies with some of its episodes acknowledged: who has the same leases ends the others."""
+    await queue.submit(tasks(2), cursor=at(2))
+    leases = await queue.lease_episodes("worker", 4, 0)
+    finished = [(lease, trajectory(lease, reward=0.25, tokens=200_000)) for lease in leases]
+    for pause_s in (0.0, 0.001, 0.004):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await queue.complete_many(finished)
+    again = [(lease, trajectory(lease, reward=0.75, tokens=200_000)) for lease in leases]
+    assert await queue.complete_many(again) == [None] * 4
+    assert (await queue.status()).episodes["completed"] == 4
+    found = await queue.read([lease.episode_id for lease in leases])
+    assert {one.reward for one in found} <= {0.25, 0.75}
+
+
 async def test_a_late_writer_leaves_no_payload_behind(queue: RedisTransferQueue) -> None:
     await queue.submit(tasks(1), cursor=at(1))
     (old,) = await queue.lease_episodes("old", 1, 0)
@@ -221,6 +262,25 @@ async def test_a_cancelled_call_ends(queue: RedisTransferQueue) -> None:
 async def test_scripts_are_sent_again_to_a_redis_that_forgot_them(queue: RedisTransferQueue) -> None:
     await queue._connection.command("FUNCTION", "FLUSH")
     assert await queue.submit(tasks(1)) == 1
+
+
+async def test_scripts_of_a_redis_without_functions_run_a_whole_step(queue: RedisTransferQueue) -> None:
+    """Redis 6.2 gets each script with the parts that it needs, instead of a library."""
+    queue._connection._functions = False
+    await queue.submit(tasks(4), cursor=at(4))
+    leases = await queue.lease_episodes("worker", 8, 0)
+    await queue.journal(leases[0], turn(1), 0)
+    assert await queue.renew(leases) == []
+    await queue.release(leases[7])
+    leases[7:] = await queue.lease_episodes("worker", 1, 0)
+    await queue.complete(leases[0], trajectory(leases[0]))
+    assert await queue.complete_many([(lease, trajectory(lease)) for lease in leases]) == [None] * 8
+    for step in (0, 1):
+        assert isinstance(await queue.lease_batch(step), Batch)
+        assert await queue.publish_version(Announcement(step + 1, {}))
+    await queue.commit(2)
+    status = await queue.status()
+    assert (status.episodes["committed"], status.bytes) == (8, 0)
 
 
 async def test_two_runs_do_not_see_each_other(queue: RedisTransferQueue, redis_server: RedisServer) -> None:

@@ -7,8 +7,6 @@ field (zstd, by the package `zstandard`) is one block. Rows have no offset: fiel
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,8 +46,7 @@ class StoredColumn(NamedTuple):
     """Its length is a multiple of 4. These come first, so that every 4-byte array can be used in place."""
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
+class Field(NamedTuple):
     """Position and encoding of an array. Rows are slices ``start:stop`` of the first axis."""
 
     name: str
@@ -63,10 +60,8 @@ class Field:
     block: int
     checksums: bytes
     """[blocks · 8] xxh3-64 of each block, most significant byte first."""
-
-    @property
-    def row_bytes(self) -> int:
-        return math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
+    row_bytes: int
+    """Bytes of one row unpacked."""
 
     @property
     def raw_bytes(self) -> int:
@@ -84,15 +79,23 @@ class Field:
         """Rows from the bytes of `byte_range`: read-only, without a copy unless compressed. Raises `BadPayload`."""
         first, last = self._blocks(start, stop)
         expected = min(last * self.block, self.size) - first * self.block
-        if len(raw) != expected:
-            raise BadPayload(f"{self.name}: {len(raw)} bytes, {expected} by the head; the payload is truncated")
-        if _checksums(raw, self.block) != self.checksums[first * _DIGEST_BYTES : last * _DIGEST_BYTES]:
-            raise BadPayload(f"{self.name}: wrong checksum; the payload was damaged")
-        if self.codec != "none":
-            raw = decompress(raw, self.raw_bytes, self.name)
+        raw = self._verified(raw, expected, self.checksums[first * _DIGEST_BYTES : last * _DIGEST_BYTES])
         top, bottom = self._rows(start, stop)
         offset = top * self.row_bytes - first * self.block
         return np.ndarray((bottom - top, *self.shape[1:]), DTYPES[self.dtype], raw, offset)
+
+    def decode_whole(self, payload: memoryview) -> NDArray[Any]:
+        """All rows from the whole payload, as `decode`."""
+        raw = payload[self.start : self.start + self.size]
+        return np.ndarray(self.shape, DTYPES[self.dtype], self._verified(raw, self.size, self.checksums))
+
+    def _verified(self, raw: Any, expected: int, checksums: bytes) -> Any:
+        """The bytes of `raw`, unpacked."""
+        if len(raw) != expected:
+            raise BadPayload(f"{self.name}: {len(raw)} bytes, {expected} by the head; the payload is truncated")
+        if _checksums(raw, self.block) != checksums:
+            raise BadPayload(f"{self.name}: wrong checksum; the payload was damaged")
+        return raw if self.codec == "none" else decompress(raw, self.raw_bytes, self.name)
 
     def _rows(self, start: int, stop: int | None) -> tuple[int, int]:
         top, bottom, _ = slice(start, stop).indices(self.shape[0])
@@ -114,7 +117,7 @@ def store(column: Column, compression: str = "none") -> StoredColumn:
         raise BadPayload(f"{name}: {error}") from error
     if not 1 <= array.ndim <= 2:
         raise BadPayload(f"{name}: has {array.ndim} dimensions; 1 or 2 can be stored")
-    raw, codec = _bytes_of(array), "none"
+    raw, codec = array.data.cast("B") if array.size else b"", "none"
     packed = compress(raw, array.nbytes) if compression == "zstd" else None
     if packed is not None:
         raw, codec = packed, "zstd"
@@ -132,23 +135,29 @@ def field_from_row(row: Any, start: int) -> Field:
         raise BadPayload(f"{name}: dtype {dtype!r} is unknown")
     if codec not in COMPRESSIONS:
         raise BadPayload(f"{name}: codec {codec!r} is unknown")
-    if not (1 <= len(shape) <= 2 and all(type(n) is int and 0 <= n <= MAX_RAW_BYTES for n in shape)):
+    rows, columns = shape if len(shape) == 2 else (*shape, 1) if len(shape) == 1 else (-1, -1)
+    if not (_is_length(rows) and _is_length(columns)):
         raise BadPayload(f"{name}: shape {shape!r:.80} is none of ours")
-    field = Field(name, dtype, tuple(shape), start, size, codec, block, checksums)
-    _check_sizes(field)
+    row_bytes = columns * DTYPES[dtype].itemsize
+    field = Field(name, dtype, tuple(shape), start, size, codec, block, checksums, row_bytes)
+    _check_sizes(field, rows * row_bytes)
     return field
 
 
 _ROW_TYPES = (str, str, list, int, str, int, bytes)
 
 
-def _check_sizes(field: Field) -> None:
-    if field.size < 0 or (field.codec == "none" and field.size != field.raw_bytes):
-        raise BadPayload(f"{field.name}: {field.size} stored bytes do not hold shape {field.shape}")
-    whole = field.block == field.size
-    blocks = -(-field.size // max(field.block, 1))
-    if not whole and not (0 < field.block < field.size and field.codec == "none"):
-        raise BadPayload(f"{field.name}: blocks of {field.block} bytes do not fit {field.size}")
+def _is_length(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_RAW_BYTES
+
+
+def _check_sizes(field: Field, raw_bytes: int) -> None:
+    size, block, is_plain = field.size, field.block, field.codec == "none"
+    if size < 0 or (is_plain and size != raw_bytes):
+        raise BadPayload(f"{field.name}: {size} stored bytes do not hold shape {field.shape}")
+    if block != size and not (0 < block < size and is_plain):
+        raise BadPayload(f"{field.name}: blocks of {block} bytes do not fit {size}")
+    blocks = -(-size // max(block, 1))
     if len(field.checksums) != blocks * _DIGEST_BYTES:
         raise BadPayload(f"{field.name}: {len(field.checksums)} bytes of checksums for {blocks} blocks")
 
@@ -159,10 +168,6 @@ def _checksums(raw: Any, block: int) -> bytes:
         return xxh3_64_digest(raw)
     view = memoryview(raw)
     return b"".join([xxh3_64_digest(view[at : at + block]) for at in range(0, len(view), max(block, 1))])
-
-
-def _bytes_of(array: NDArray[Any]) -> Any:
-    return array.reshape(-1).view(np.uint8).data
 
 
 COMPRESSIONS = ("none", "zstd")

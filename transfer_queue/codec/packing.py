@@ -85,7 +85,7 @@ def pack(kind: int, columns: Iterable[Column], plain: Mapping[str, Any], compres
     head = pack_plain({"fields": [one.row for one in stored], "plain": plain}, "plain data")
     preamble = PREAMBLE.pack(MAGIC, FORMAT, kind, len(head), 0, body_len, xxh3_64_intdigest(head))
     start = b"".join([preamble, head, bytes(-len(head) % 8)])
-    return Packed([start, *(memoryview(one.raw).cast("B") for one in stored if one.row[3])], len(start) + body_len)
+    return Packed([start, *(one.raw for one in stored if one.row[3])], len(start) + body_len)
 
 
 def whole_head(blob: bytes, kind: int) -> PayloadHead:
@@ -99,7 +99,7 @@ def whole_head(blob: bytes, kind: int) -> PayloadHead:
 def read_arrays(head: PayloadHead, blob: bytes) -> Arrays:
     """All fields of a whole payload: read-only, views of `blob` unless compressed. Raises `BadPayload`."""
     view = memoryview(blob)
-    return {name: field.decode(view[slice(*field.byte_range())]) for name, field in head.fields.items()}
+    return {name: field.decode_whole(view) for name, field in head.fields.items()}
 
 
 def blob_length(preamble: bytes) -> int:
@@ -167,17 +167,18 @@ def _read_preamble(prefix: bytes) -> tuple[int, int, int, int, int]:
 def _head_from_plain(found: Any, body_at: int, body_len: int) -> PayloadHead:
     if not isinstance(found, dict) or found.keys() != {"fields", "plain"} or not isinstance(found["plain"], dict):
         raise BadPayload("head: not a map of fields and plain data")
-    rows, at = found["fields"], body_at
+    rows, at, raw_bytes = found["fields"], body_at, 0
     fields: dict[str, Field] = {}
     for row in rows if isinstance(rows, list) else [rows]:
         field = field_from_row(row, at)
         fields[field.name] = field
         at += field.size
+        raw_bytes += field.raw_bytes
     if len(fields) != len(rows):
         raise BadPayload("head: two fields have one name")
     if at != body_at + body_len:
         raise BadPayload(f"length: a body of {body_len} bytes, its fields have {at - body_at}; damaged")
-    _check_raw_bytes(sum(field.raw_bytes for field in fields.values()))
+    _check_raw_bytes(raw_bytes)
     return PayloadHead(found["plain"], fields, at)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields as dataclass_fields
+from functools import lru_cache
 from typing import Any
 
 from penstock.transfer_queue.codec.packing import (
@@ -181,8 +182,13 @@ def _count(head: PayloadHead) -> int:
     count = head.plain.get("segments")
     if not isinstance(count, int) or len(head.fields) != count * len(SEGMENT_FIELDS):
         raise BadPayload(f"head: {len(head.fields)} fields for {count!r:.80} segments")
-    _check_table(head, {f"{index}.{name}": dtype for index in range(count) for name, dtype in SEGMENT_DTYPES.items()})
+    _check_table(head, _segment_table(count))
     return count
+
+
+@lru_cache(maxsize=8)
+def _segment_table(count: int) -> dict[str, str]:
+    return {f"{index}.{name}": dtype for index in range(count) for name, dtype in SEGMENT_DTYPES.items()}
 
 
 def _check_table(head: PayloadHead, dtypes: Mapping[str, str]) -> None:

@@ -34,7 +34,7 @@ local function take_back(episode)
     give_up(episode, member, worker_died(lost_by, losses))
     return
   end
-  unhold(episode, member.split, member.worker)
+  unhold(episode, member.split, member.worker, lost_by)
   call('HSET', member.group, 's' .. member.m, 'q')
   open_episode(episode, member.split, member.floor, member.seq)
 end
@@ -160,8 +160,7 @@ local member = owned(episode, fence, now_ms())
 if not member then return lease_lost(episode, fence) end
 local journal = key('journal:' .. episode)
 local value, kept = struct.pack('>I4', position) .. ARGV[4], call('HLEN', journal)
-if call('HGET', journal, position) == value then return -1 end
-if kept ~= position then return kept end
+if kept ~= position then return call('HGET', journal, position) == value and -1 or kept end
 call('HSET', journal, position, value)
 call('HINCRBY', member.group, 'n' .. member.m, held)
 call('HINCRBY', member.group, 't' .. member.m, ARGV[6])
@@ -172,44 +171,63 @@ return -1
 -- needs: run, full, clock, server, episode, queue, group, lengths
 -- ARGV: episode, fence, payload bytes, bytes it counts for, reward ('' for none), lowest version ('' for none), highest
 -- version, response tokens, outcome. KEYS[2…]: the payload's keys, where this server holds them.
+-- Whatever changes of the group is written at once: this is the script that runs most often beside `journal`.
 local episode, fence, bytes, held, reward = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
 local lowest, highest, tokens = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
 local task_id, m = split_episode(episode)
-local before = call('HMGET', group_key(task_id), 's' .. m, 'f' .. m)
-if before[1] == 'd' and before[2] == fence then return 0 end
+local group = group_key(task_id)
+local state, known_fence, split, worker, size, journal_bytes, lost_by, ended, rewarded, group_lowest, rmin, rmax =
+  unpack(call('HMGET', group, 's' .. m, 'f' .. m, 'split', 'w' .. m, 'size', 'n' .. m, 'l' .. m, 'ended', 'rewarded',
+    'lowest', 'rmin', 'rmax'))
+if known_fence == fence and state == 'd' then return 0 end
+if known_fence ~= fence or (state ~= 'l' and state ~= 'q') then return lease_lost(episode, fence) end
 
-local member = owned(episode, fence, now_ms())
-if not member then return lease_lost(episode, fence) end
+-- The episode stays with its owner.
+local function refuse_it(code, text)
+  owned(episode, fence, now_ms())
+  return refuse(code, text)
+end
+
 if highest > run.version then
-  return refuse('BADPAYLOAD', 'version_spans: version ' .. highest .. ' is newer than ' .. run.version)
+  return refuse_it('BADPAYLOAD', 'version_spans: version ' .. highest .. ' is newer than ' .. run.version)
 end
 local stored = 0
 for i = 2, #KEYS do stored = stored + call('STRLEN', KEYS[i]) end
 if #KEYS > 1 and stored < bytes then
-  return refuse('RETRY', episode .. ': ' .. stored .. ' of ' .. bytes .. ' payload bytes are stored')
+  return refuse_it('RETRY', episode .. ': ' .. stored .. ' of ' .. bytes .. ' payload bytes are stored')
 end
-unhold(episode, member.split, member.worker)
-call('DEL', key('journal:' .. episode))
-call('HDEL', member.group, 'n' .. m)
-add_split_bytes(member.split, held - member.journal_bytes)
-call('HSET', member.group, 's' .. m, 'd', 'b' .. m, bytes, 'h' .. m, held, 't' .. m, tokens)
-if lowest then call('HSET', member.group, 'v' .. m, lowest) end
+
+-- A lease that ran out and was not given on is in the queue.
+if state == 'l' then unhold(episode, split, worker, lost_by or '') else close_episode(episode, split) end
+if journal_bytes then
+  call('DEL', key('journal:' .. episode))
+  call('HDEL', group, 'n' .. m)
+end
+add_split_bytes(split, held - tonumber(journal_bytes or 0))
+
+ended = tonumber(ended or 0) + 1
+local changed = {'s' .. m, 'd', 'b' .. m, bytes, 'h' .. m, held, 't' .. m, tokens, 'ended', ended}
+local function change(field, value)
+  changed[#changed + 1] = field
+  changed[#changed + 1] = value
+end
+if lowest then change('v' .. m, lowest) end
 if reward ~= '' then
-  call('HSET', member.group, 'r' .. m, 1)
-  call('HINCRBY', member.group, 'rewarded', 1)
-  local known = call('HMGET', member.group, 'lowest', 'rmin', 'rmax')
-  if lowest and (not known[1] or lowest < tonumber(known[1])) then call('HSET', member.group, 'lowest', lowest) end
-  if not known[2] or tonumber(reward) < tonumber(known[2]) then call('HSET', member.group, 'rmin', reward) end
-  if not known[3] or tonumber(reward) > tonumber(known[3]) then call('HSET', member.group, 'rmax', reward) end
+  change('r' .. m, 1)
+  change('rewarded', tonumber(rewarded or 0) + 1)
+  if lowest and (not group_lowest or lowest < tonumber(group_lowest)) then change('lowest', lowest) end
+  if not rmin or tonumber(reward) < tonumber(rmin) then change('rmin', reward) end
+  if not rmax or tonumber(reward) > tonumber(rmax) then change('rmax', reward) end
 else
-  call('HSET', member.group, 'o' .. m, ARGV[9])
+  change('o' .. m, ARGV[9])
 end
-if member.split == 'train' then
+call('HSET', group, unpack(changed))
+if split == 'train' then
   count('completed', 1)
   count_length(tokens, false)
 end
-count_split(member.split, 'done', 1)
-member_ended(member)
+count_split(split, 'done', 1)
+if ended == tonumber(size) then end_group(group, task_id) end
 return 1
 
 -- script: fail

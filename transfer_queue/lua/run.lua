@@ -129,12 +129,16 @@ return rows
 -- flags: allow-oom
 -- KEYS: the run, then keys of payloads. ARGV: row of `garbage`, how many of the keys are its payload's, …
 -- Deletes what is still garbage: a Redis that lost its newest writes with its machine may need it again.
-local at = 2
-for i = 1, #ARGV, 2 do
-  local count = tonumber(ARGV[i + 1])
-  if call('SREM', key('garbage'), ARGV[i]) == 1 then
-    for k = at, at + count - 1 do call('UNLINK', KEYS[k]) end
+local asked, rows, keys, at = {}, {}, {}, 2
+for i = 1, #ARGV, 2 do asked[#asked + 1] = ARGV[i] end
+for i, is_garbage in ipairs(call('SMISMEMBER', key('garbage'), unpack(asked))) do
+  local count = tonumber(ARGV[2 * i])
+  if is_garbage == 1 then
+    rows[#rows + 1] = asked[i]
+    for k = at, at + count - 1 do keys[#keys + 1] = KEYS[k] end
   end
   at = at + count
 end
+in_pieces(rows, function(...) call('SREM', key('garbage'), ...) end)
+in_pieces(keys, function(...) call('UNLINK', ...) end)
 return 1

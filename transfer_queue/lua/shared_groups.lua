@@ -66,9 +66,10 @@ local function hold(episode, split, worker, now)
   if split == 'train' then count('leased', 1) end
 end
 
-local function unhold(episode, split, worker)
+-- `lost_by`: field lM; an episode that lost no lease is no suspect.
+local function unhold(episode, split, worker, lost_by)
   call('ZREM', key('leases'), episode)
-  call('HDEL', key('suspects'), episode)
+  if lost_by ~= '' then call('HDEL', key('suspects'), episode) end
   if call('HINCRBY', key('workers'), worker, -1) <= 0 then
     call('HDEL', key('workers'), worker)
   end
@@ -108,10 +109,9 @@ end
 -- whose owners live on. It continues at a number that no start before it can have reached: ten for each millisecond of its
 -- clock. Nothing may be added to the known ones: two starts that forgot the same would come to the same sum. Only where
 -- the clock went back that must do, by a step of this start's own. (Numbers of 14 digits are the same in Lua's text.)
-local FENCES_PER_MS, LONGEST_STEP, this_server = 10, 1000000, nil
+local FENCES_PER_MS, LONGEST_STEP = 10, 1000000
 local function new_fence()
-  local counters = key('counters')
-  this_server = this_server or server_start()
+  local counters, this_server = key('counters'), server_start()
   local v = call('HMGET', counters, 'server', 'fence')
   if tonumber(v[1]) ~= this_server then
     local floor, known = server_ms() * FENCES_PER_MS, tonumber(v[2] or 0)
@@ -123,7 +123,7 @@ end
 
 -- Back to the queue under a new fence: the old owner is refused from now on.
 local function hand_back(episode, member)
-  unhold(episode, member.split, member.worker)
+  unhold(episode, member.split, member.worker, member.lost_by)
   call('HSET', member.group, 's' .. member.m, 'q', 'f' .. member.m, new_fence())
   open_episode(episode, member.split, member.floor, member.seq)
 end
@@ -203,19 +203,28 @@ end
 local function forget_group(task_id, consumed)
   local group = group_key(task_id)
   local v = fields_of(group)
+  local held, waiting = tonumber(v.cost) + (v.floor and tonumber(v.members_cost) or 0), 0
+  local payloads, gone = {}, {group, key('task:' .. task_id)}
   for m = 0, tonumber(v.size) - 1 do
     local episode, state = task_id .. '#' .. m, v['s' .. m]
-    if state == 'l' then unhold(episode, v.split, v['w' .. m]) end
+    if state == 'l' then unhold(episode, v.split, v['w' .. m], v['l' .. m] or '') end
     if state == 'q' then close_episode(episode, v.split) end
-    if v['b' .. m] then free_payload(v, group, episode, m, consumed) end
-    if v['n' .. m] then
-      add_split_bytes(v.split, -tonumber(v['n' .. m]))
-      call('DEL', key('journal:' .. episode))
+    if v['b' .. m] then
+      payloads[#payloads + 1] = payload_name(episode, v['f' .. m]) .. ' ' .. v['b' .. m]
+      held = held + tonumber(v['h' .. m])
+      if not consumed then waiting = waiting + tonumber(v['h' .. m]) end
     end
-    for fence in string.gmatch(v['z' .. m] or '', '%d+') do discard_payload(episode, fence, 0) end
+    if v['n' .. m] then
+      gone[#gone + 1] = key('journal:' .. episode)
+      held, waiting = held + tonumber(v['n' .. m]), waiting + tonumber(v['n' .. m])
+    end
+    for fence in string.gmatch(v['z' .. m] or '', '%d+') do
+      payloads[#payloads + 1] = payload_name(episode, fence) .. ' 0'
+    end
   end
-  add_bytes(-tonumber(v.cost) - (v.floor and tonumber(v.members_cost) or 0), 0)
-  call('DEL', group, key('task:' .. task_id))
+  in_pieces(payloads, function(...) call('SADD', key('garbage'), ...) end)
+  add_bytes(-held, v.split == 'train' and -waiting or 0)
+  in_pieces(gone, function(...) call('DEL', ...) end)
   return v
 end
 
@@ -240,31 +249,30 @@ local function free_unrewarded(v, group, task_id)
   end
 end
 
-local function make_ready(v, group, task_id)
-  local due = tonumber(v.lowest or v.floor) + run.max_staleness
+local function make_ready(group, task_id, lowest, seq)
+  local due = tonumber(lowest) + run.max_staleness
   call('HSET', group, 'state', 'ready', 'due', due, 'at', now_ms())
-  call('ZADD', key('ready'), score(due, tonumber(v.seq)), task_id)
+  call('ZADD', key('ready'), score(due, tonumber(seq)), task_id)
 end
 
+-- Reads all members only where one of them has no reward: most groups need a few fields.
 local function end_group(group, task_id)
-  local v = fields_of(group)
-  if v.split ~= 'train' then
+  local v = call('HMGET', group, 'split', 'size', 'rewarded', 'rmin', 'rmax', 'source', 'lowest', 'floor', 'seq')
+  if v[1] ~= 'train' then
     call('HSET', group, 'state', 'done')
     return
   end
   call('ZREM', key('admitted'), task_id)
-  local enough = tonumber(v.rewarded or 0) >= math.min(run.min_group, tonumber(v.size))
-  if enough and run.filter_groups == 'zero_variance' and v.rmin == v.rmax then
-    count_source(v.source, -1)
-    filter_group(v, task_id)
-    return
-  end
-  if enough then
-    free_unrewarded(v, group, task_id)
-    make_ready(v, group, task_id)
+  local size, rewarded, source = tonumber(v[2]), tonumber(v[3] or 0), v[6]
+  if rewarded < math.min(run.min_group, size) then
+    count_source(source, -1)
+    fail_group(fields_of(group), group, task_id)
+  elseif run.filter_groups == 'zero_variance' and v[4] == v[5] then
+    count_source(source, -1)
+    filter_group(fields_of(group), task_id)
   else
-    count_source(v.source, -1)
-    fail_group(v, group, task_id)
+    if rewarded < size then free_unrewarded(fields_of(group), group, task_id) end
+    make_ready(group, task_id, v[7] or v[8], v[9])
   end
 end
 
@@ -277,7 +285,7 @@ end
 -- The episode becomes a dead letter, and its journal moves there: it no longer counts for back-pressure, but still for
 -- memory.
 local function give_up(episode, member, outcome)
-  unhold(episode, member.split, member.worker)
+  unhold(episode, member.split, member.worker, member.lost_by)
   if member.journal_bytes > 0 then
     call('RENAME', key('journal:' .. episode), key('letter_journal:' .. episode))
     call('HSET', key('letter:' .. episode), 'bytes', member.journal_bytes)
@@ -301,10 +309,11 @@ end
 local function weigh(groups)
   local episodes, bytes = 0, 0
   for _, group in ipairs(groups) do
-    for _, episode in ipairs(group) do
-      local task_id, m = split_episode(episode)
+    local fields = {}
+    for i, episode in ipairs(group) do fields[i] = 'h' .. select(2, split_episode(episode)) end
+    for _, held in ipairs(call('HMGET', group_key((split_episode(group[1]))), unpack(fields))) do
       episodes = episodes + 1
-      bytes = bytes + tonumber(call('HGET', group_key(task_id), 'h' .. m) or 0)
+      bytes = bytes + tonumber(held or 0)
     end
   end
   return episodes, bytes

@@ -1,11 +1,12 @@
 -- Pieces that scripts put in front of themselves: the run, its limits and its clock; what may be written when Redis is full; queued groups.
+--
+-- A part first defines names, once for all calls of a library of functions; what stands under `each call:` runs at the
+-- start of every call of a script that needs it, and must set whatever a call before it may have left.
 
 -- part: base
 -- Names of keys, errors and the queue's clock. KEYS[1] is the run's prefix, penstock:{RUN}:, a key that never exists:
 -- Redis treats KEYS as written, and only the owner may write the run's own hash.
-local PREFIX = KEYS[1]
-local RUN = PREFIX .. 'run'
-local call = redis.call
+local PREFIX, RUN, call, clock_at, clock_seen, server_now
 
 local function key(name)
   return PREFIX .. name
@@ -15,47 +16,38 @@ local function refuse(code, text)
   return redis.error_reply(code .. ' ' .. text)
 end
 
--- Redis's own clock: it may step, by hours, when it is set or when a replica takes over.
+-- `apply` with the values of a list as arguments, in pieces: Lua's stack takes some thousand.
+local function in_pieces(list, apply)
+  for first = 1, #list, 1000 do apply(unpack(list, first, math.min(first + 999, #list))) end
+end
+
+-- Redis's own clock, one moment for all of a call: it may step, by hours, when it is set or when a replica takes over.
 local function server_ms()
-  local time = call('TIME')
-  return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+  if not server_now then
+    local time = call('TIME')
+    server_now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+  end
+  return server_now
 end
 
 -- Leases and heartbeats are measured by the queue's clock alone; a client's may jump as well. It never goes back, and
 -- whatever Redis's clock did since the queue's was last kept counts for LONGEST_TICK_MS at most: less than a lease or an
 -- entry of the registry has left between two renewals. So it stands still while no client calls, as leases should.
 local LONGEST_TICK_MS = 3000
-local clock_at, clock_seen = unpack(call('HMGET', key('clock'), 'at', 'seen'))
 local function now_ms()
   if not clock_at then return server_ms() end
   return tonumber(clock_at) + math.max(0, math.min(server_ms() - tonumber(clock_seen), LONGEST_TICK_MS))
 end
 
+-- each call:
+PREFIX, call, server_now = KEYS[1], redis.call, nil
+RUN = PREFIX .. 'run'
+clock_at, clock_seen = unpack(call('HMGET', key('clock'), 'at', 'seen'))
+
 -- part: run
 -- needs: base
 -- The run: its limits and its steps.
-local raw = call('HMGET', RUN, 'group_size', 'groups_per_step', 'max_staleness', 'min_group', 'max_attempts',
-  'lease_ttl_ms', 'max_bytes', 'max_groups', 'max_filtered_steps', 'overage', 'filter_groups', 'quotas', 'layout',
-  'max_lost_leases')
-if not raw[1] then
-  return refuse('NORUN', 'no such run; create_run comes first')
-end
-if raw[13] ~= LAYOUT then return refuse('LAYOUT', raw[13] or '1') end
-local run = {
-  group_size = tonumber(raw[1]), groups_per_step = tonumber(raw[2]), max_staleness = tonumber(raw[3]),
-  min_group = tonumber(raw[4]), max_attempts = tonumber(raw[5]), lease_ttl_ms = tonumber(raw[6]),
-  max_bytes = tonumber(raw[7]), max_groups = tonumber(raw[8]), max_filtered_steps = tonumber(raw[9]),
-  overage = raw[10], filter_groups = raw[11], max_lost_leases = tonumber(raw[14]),
-}
-
--- Steps are a hash of their own, so that Redis can refuse it to everybody but the trainer.
-local STEPS = key('steps')
-do
-  local names = {'version', 'next_step', 'committed_step', 'committing', 'trained_below'}
-  for i, value in ipairs(call('HMGET', STEPS, unpack(names))) do run[names[i]] = tonumber(value or 0) end
-  -- Steps below `committing` are committed; those below `committed_step` are also forgotten.
-  run.committing = math.max(run.committing, run.committed_step)
-end
+local run, raw, STEPS
 
 -- data_source → groups; read only where it matters.
 local function quota_of()
@@ -84,21 +76,51 @@ local function is_new(nonce)
   return call('EXISTS', key('once:' .. nonce)) == 0
 end
 
+-- each call:
+raw = call('HMGET', RUN, 'group_size', 'groups_per_step', 'max_staleness', 'min_group', 'max_attempts',
+  'lease_ttl_ms', 'max_bytes', 'max_groups', 'max_filtered_steps', 'overage', 'filter_groups', 'quotas', 'layout',
+  'max_lost_leases')
+if not raw[1] then
+  return refuse('NORUN', 'no such run; create_run comes first')
+end
+if raw[13] ~= LAYOUT then return refuse('LAYOUT', raw[13] or '1') end
+run = {
+  group_size = tonumber(raw[1]), groups_per_step = tonumber(raw[2]), max_staleness = tonumber(raw[3]),
+  min_group = tonumber(raw[4]), max_attempts = tonumber(raw[5]), lease_ttl_ms = tonumber(raw[6]),
+  max_bytes = tonumber(raw[7]), max_groups = tonumber(raw[8]), max_filtered_steps = tonumber(raw[9]),
+  overage = raw[10], filter_groups = raw[11], max_lost_leases = tonumber(raw[14]),
+}
+
+-- Steps are a hash of their own, so that Redis can refuse it to everybody but the trainer.
+STEPS = key('steps')
+do
+  local names = {'version', 'next_step', 'committed_step', 'committing', 'trained_below'}
+  for i, value in ipairs(call('HMGET', STEPS, unpack(names))) do run[names[i]] = tonumber(value or 0) end
+  -- Steps below `committing` are committed; those below `committed_step` are also forgotten.
+  run.committing = math.max(run.committing, run.committed_step)
+end
+
 -- part: server
--- This start of this server, as a number: another one after a restart, and on a replica that takes over.
+-- This start of this server, as a number: another one after a restart, and on a replica that takes over. A library lives
+-- in one process, so it asks once.
+local known_start
 local function server_start()
-  return tonumber(string.sub(string.match(redis.call('INFO', 'server'), 'run_id:(%x+)'), 1, 12), 16)
+  known_start = known_start or tonumber(string.sub(string.match(call('INFO', 'server'), 'run_id:(%x+)'), 1, 12), 16)
+  return known_start
 end
 
 -- part: full
 -- A Redis that has reached maxmemory refuses writes that may need memory, unless the script has written before. What
 -- ends episodes and steps makes room, so it must always go through; a deletion is never refused and opens the door.
+-- each call:
 call('DEL', key('nothing'))
 
 -- part: clock
 -- Keeps the queue's clock: not at every call, so that it may stand still for a quarter of a second where Redis's went
 -- back; nor where this caller may not write it or Redis is full, as the next one will.
 local KEPT_EVERY_MS = 250
+
+-- each call:
 do
   local passed = server_ms() - tonumber(clock_seen or 0)
   if passed < 0 or passed >= KEPT_EVERY_MS then
@@ -112,11 +134,13 @@ end
 -- Only the trainer may write the run's steps. Asking for that first refuses everybody else before anything has changed:
 -- Redis takes back nothing of a script that it stops half-way. It is also what `full` is for the others: a first write
 -- that a full Redis allows.
+-- each call:
 call('HDEL', STEPS, 'nothing')
 
 -- part: fenced
 -- The last argument is the caller's epoch, taken off here. A later one belongs to another trainer; an earlier one than
 -- the caller's is left of a Redis that has forgotten the caller's claim with its machine.
+-- each call:
 do
   local epoch, known = tonumber(table.remove(ARGV)), tonumber(call('HGET', STEPS, 'epoch') or 0)
   if epoch < known then

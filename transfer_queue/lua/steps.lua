@@ -70,20 +70,25 @@ local function slow_names()
   return table.concat(names, ', ')
 end
 
-local function ship(task_id)
-  local v, episodes = fields_of(group_key(task_id)), {}
-  for m = 0, tonumber(v.size) - 1 do
-    if v['r' .. m] then
-      episodes[#episodes + 1] = task_id .. '#' .. m
-      if tonumber(v['v' .. m] or step) + run.max_staleness < step then
+local function ship(one)
+  local fields, episodes = {}, {}
+  for m = 0, one.size - 1 do
+    for _, name in ipairs({'r', 'v', 't'}) do fields[#fields + 1] = name .. m end
+  end
+  local v = call('HMGET', group_key(one.task_id), unpack(fields))
+  for m = 0, one.size - 1 do
+    local rewarded, lowest, tokens = unpack(v, 3 * m + 1, 3 * m + 3)
+    if rewarded then
+      episodes[#episodes + 1] = one.task_id .. '#' .. m
+      if tonumber(lowest or step) + run.max_staleness < step then
         count('masked', 1)
-        count_length(tonumber(v['t' .. m]), true)
+        count_length(tonumber(tokens), true)
       end
     end
   end
-  call('ZREM', key('ready'), task_id)
-  call('HSET', group_key(task_id), 'state', 'shipped', 'step', step)
-  count_source(v.source, -1)
+  call('ZREM', key('ready'), one.task_id)
+  call('HSET', group_key(one.task_id), 'state', 'shipped', 'step', step)
+  count_source(one.source, -1)
   return episodes
 end
 
@@ -97,8 +102,10 @@ if run.max_filtered_steps > 0 and filtered > run.max_filtered_steps * run.groups
 end
 local batch = {}
 for _, task_id in ipairs(call('ZRANGE', key('ready'), 0, run.groups_per_step - 1)) do
-  local v = call('HMGET', group_key(task_id), 'due', 'seq')
-  batch[#batch + 1] = {task_id = task_id, due = tonumber(v[1]), seq = tonumber(v[2])}
+  local v = call('HMGET', group_key(task_id), 'due', 'seq', 'size', 'source')
+  batch[#batch + 1] = {
+    task_id = task_id, due = tonumber(v[1]), seq = tonumber(v[2]), size = tonumber(v[3]), source = v[4],
+  }
 end
 if #batch < run.groups_per_step then
   return {0, #batch .. ' of ' .. run.groups_per_step .. ' groups ready; ' .. call('ZCARD', key('admitted'))
@@ -110,7 +117,7 @@ end
 
 table.sort(batch, function(a, b) return a.seq < b.seq end)
 local groups = {}
-for i, one in ipairs(batch) do groups[i] = ship(one.task_id) end
+for i, one in ipairs(batch) do groups[i] = ship(one) end
 local packed = cmsgpack.pack(groups)
 call('HSET', STEPS, 'batch:' .. step, packed, 'next_step', step + 1)
 call('HDEL', key('counters'), 'filtered_since')

@@ -10,8 +10,9 @@ newest writes, gets them from the first client that may load functions: the run'
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -20,7 +21,7 @@ from redis.exceptions import BusyLoadingError, NoPermissionError, NoScriptError,
 
 from penstock.common import Backoff
 from penstock.transfer_queue.codec.packing import Packed
-from penstock.transfer_queue.errors import QueueUnavailable
+from penstock.transfer_queue.errors import QueueError, QueueUnavailable
 from penstock.transfer_queue.redis.cluster import Cluster, Node, OneServer, RedisCall, Routes, redact
 from penstock.transfer_queue.redis.replies import FunctionsMissing, check_passing, check_server, knows_functions
 from penstock.transfer_queue.redis.scripts import library, script
@@ -36,6 +37,34 @@ _UNJITTERED = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
 _BACKOFF = replace(_UNJITTERED, jitter=(0.5, 1.0))
 SCAN_COUNT = 1000
 """Keys per SCAN: Redis blocks other clients meanwhile."""
+
+
+@dataclass(slots=True, eq=False)
+class WriteAndRun:
+    """Writes, then a script that must see them. They are repeated together until all of them have succeeded, or the
+    script is refused."""
+
+    writes: Sequence[RedisCall]
+    script: RedisCall
+    refusal: QueueError | None = None
+
+    @property
+    def calls(self) -> list[RedisCall]:
+        return [*self.writes, self.script]
+
+    @property
+    def written(self) -> bool:
+        return all(write.error is None for write in self.writes)
+
+    def end(self, refusal: QueueError) -> None:
+        self.refusal = refusal
+        for call in self.calls:
+            call.error = None
+
+    def forget_unfinished(self) -> None:
+        if any(call.error is not None for call in self.calls):
+            for call in self.calls:
+                call.forget()
 
 
 class Connection:
@@ -122,11 +151,26 @@ class Connection:
         The whole is repeated until all of it succeeds. On one server the script runs even if a write before it failed:
         it must check for what it needs and refuse with ``RETRY …``.
         """
-        call = self._script_call(name, key, args, keys)
-        before = [RedisCall(write) for write in writes]
-        phases = [before, [call]] if self.spreads and before else [[*before, call]]
-        await self._finish(name, phases, whole=True)
-        return call.reply
+        job = self.write_and_run_job(writes, name, key, *args, keys=keys)
+        await self.run_jobs([job])
+        if job.refusal is not None:
+            raise job.refusal
+        return job.script.reply
+
+    def write_and_run_job(
+        self, writes: Sequence[Sequence[Any]], name: str, key: str, *args: Any, keys: Sequence[str] = ()
+    ) -> WriteAndRun:
+        """A `write_and_run` to be made beside others by `run_jobs`."""
+        return WriteAndRun([RedisCall(write) for write in writes], self._script_call(name, key, args, keys))
+
+    async def run_jobs(self, jobs: Sequence[WriteAndRun]) -> None:
+        """Several `write_and_run` in one round trip (two on a cluster). Each ends for itself: with its script's reply,
+        or with its refusal. Raises `QueueUnavailable` where the deadline leaves some unfinished; others have ended."""
+        if self.spreads:
+            phases = [[write for job in jobs for write in job.writes], [job.script for job in jobs]]
+        else:
+            phases = [[call for job in jobs for call in job.calls]]
+        await self._finish(jobs[0].script.script, phases, jobs)
 
     async def scan(self, pattern: str) -> AsyncIterator[list[bytes]]:
         """All keys of a glob pattern, in chunks; a key may come twice. Waits for servers that are down."""
@@ -160,17 +204,16 @@ class Connection:
         await self._finish("PING", [[RedisCall(("PING",))]])  # a cluster's map of slots is known then
         return self._routes.masters
 
-    async def _finish(self, what: str, phases: Sequence[Sequence[RedisCall]], *, whole: bool = False) -> None:
-        """Run the calls phase by phase until all have succeeded. With `whole`, a failure repeats all of them."""
+    async def _finish(self, what: str, phases: Sequence[Sequence[RedisCall]], jobs: Sequence[WriteAndRun] = ()) -> None:
+        """Run the calls phase by phase until all have succeeded. `jobs`: those whose calls are repeated together, and
+        which are refused without an end for the others."""
         loop = asyncio.get_running_loop()
         started, pauses, loaded = loop.time(), _BACKOFF.pauses(), 0
         deadline = started + self._deadline_s
         calls = [call for phase in phases for call in phase]
-        for call in calls:
-            call.forget()
         limit_s = ATTEMPT_S + sum(map(_bytes_of, calls)) / SLOWEST_BYTES_PER_S
         while True:
-            cause = await self._attempt(phases, min(limit_s, max(deadline - loop.time(), FIRST_PAUSE_S)))
+            cause = await self._attempt(phases, jobs, min(limit_s, max(deadline - loop.time(), FIRST_PAUSE_S)))
             if cause is None:
                 return
             if isinstance(cause, BusyLoadingError):
@@ -180,8 +223,8 @@ class Connection:
             if loop.time() + _UNJITTERED.pause_s(pauses.failures + 1) > deadline:
                 waited_s = loop.time() - started
                 raise QueueUnavailable(f"{what}: no answer from {self._where} for {waited_s:.1f} s: {cause}") from cause
-            for call in calls if whole else ():
-                call.forget()
+            for job in jobs:
+                job.forget_unfinished()
             await pauses.sleep()
 
     async def _loaded_bytes(self, before: int) -> int:
@@ -195,31 +238,37 @@ class Connection:
         infos = [_in_python(call) for call in calls if call.error is None]
         return sum(int(info.get("loading_loaded_bytes", 0)) for info in infos) if infos else before
 
-    async def _attempt(self, phases: Sequence[Sequence[RedisCall]], limit_s: float) -> Exception | None:
-        """The reason why calls are unfinished, or None. Raises errors that a retry cannot fix."""
-        failed: list[RedisCall] = []
-        try:
+    async def _attempt(
+        self, phases: Sequence[Sequence[RedisCall]], jobs: Sequence[WriteAndRun], limit_s: float
+    ) -> Exception | None:
+        """The reason why calls are unfinished, or None. Raises errors that a retry cannot fix, but those of a job."""
+        with contextlib.suppress(TimeoutError):  # what got no reply says so
             async with asyncio.timeout(limit_s):
                 for phase in phases:
-                    failed = await self._run_missing(phase)
-                    if failed:
-                        break
-        except TimeoutError:
-            failed = [call for phase in phases for call in phase if call.error is not None]
-        for call in failed:
-            assert call.error is not None
-            check_passing(call.error, self._where)
-        return failed[0].error if failed else None
+                    waiting = {job.script for job in jobs if not job.written} if self.spreads else ()
+                    await self._run_missing([call for call in phase if call not in waiting])
+        job_of = {call: job for job in jobs for call in job.calls if call.error is not None}
+        cause: Exception | None = None
+        for call in [call for phase in phases for call in phase if call.error is not None]:
+            if call.error is None:  # its job has ended
+                continue
+            try:
+                check_passing(call.error, self._where)
+                cause = cause or call.error
+            except QueueError as refusal:
+                if call not in job_of:
+                    raise
+                job_of[call].end(refusal)
+        return cause
 
-    async def _run_missing(self, phase: Sequence[RedisCall]) -> list[RedisCall]:
-        """Send the calls without a reply; Redis is taught scripts that it does not know. Returns failed calls."""
+    async def _run_missing(self, phase: Sequence[RedisCall]) -> None:
+        """Send the calls without a reply; Redis is taught scripts that it does not know."""
         missing = [call for call in phase if call.error is not None]
         if missing:
             await self._routes.run(missing)
         unknown = [call for call in missing if _is_unknown(call)]
         if unknown and await self._teach(unknown):
             await self._routes.run(unknown)
-        return [call for call in missing if call.error is not None]
 
     def _script_call(self, name: str, key: str, args: Sequence[Any], keys: Sequence[str]) -> RedisCall:
         command = ("FCALL", library().function(name)) if self._functions else ("EVALSHA", script(name).sha)
@@ -255,8 +304,13 @@ def _is_unknown(call: RedisCall) -> bool:
 
 
 def _bytes_of(call: RedisCall) -> int:
-    plain = sum(len(arg) for arg in call.args if isinstance(arg, bytes | bytearray | memoryview))
-    return plain + sum(arg.size for arg in call.args if isinstance(arg, Packed))
+    total = 0
+    for arg in call.args:
+        if type(arg) is Packed:
+            total += arg.size
+        elif type(arg) is bytes or type(arg) is memoryview:
+            total += len(arg)
+    return total
 
 
 def _in_python(call: RedisCall) -> Any:

@@ -2,7 +2,7 @@
 
 A `Node` holds the connections to one server and sends many commands in one round trip. It does not use redis-py's
 pools: they may lose a connection when a call is cancelled while it waits for the pool's lock, and they cost a fifth of
-a small command. Wire format, TLS, login and parsing are redis-py's.
+a small command. TLS and login are redis-py's, the wire format is in `wire`.
 """
 
 from __future__ import annotations
@@ -31,19 +31,18 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from penstock.transfer_queue.codec.packing import Packed
 from penstock.transfer_queue.errors import QueueError
+from penstock.transfer_queue.redis.wire import READ_BYTES, Wire, pack_commands
 
 MAX_CONNECTIONS = 64
 """To one server at once; further calls wait for one."""
-_READ_BYTES = 1 << 16
 
 
 class NotSent(RedisTimeoutError):
     """No reply yet: the command was not sent, or its reply did not come in time."""
 
-    def __init__(self) -> None:
-        super().__init__("no reply in time")
+
+_NOT_SENT = NotSent("no reply in time")
 
 
 @dataclass(slots=True, eq=False)
@@ -56,10 +55,10 @@ class RedisCall:
     script: str = ""
     """Name of the script that an FCALL or EVALSHA means."""
     reply: Any = None
-    error: Exception | None = None
+    error: Exception | None = _NOT_SENT
 
     def forget(self) -> None:
-        self.reply, self.error = None, NotSent()
+        self.reply, self.error = None, _NOT_SENT
 
 
 class Node:
@@ -73,7 +72,6 @@ class Node:
                 # Callers bound every attempt. A read timeout of redis-py 8 swallows cancellations.
                 socket_timeout=None,
                 socket_connect_timeout=None,
-                socket_read_size=_READ_BYTES,
                 protocol=2,
                 retry=Retry(NoBackoff(), 0),
                 **login,
@@ -85,7 +83,8 @@ class Node:
     def _take(self, kind: Any, settings: dict[str, Any]) -> None:
         self._kind = kind
         self._settings = settings
-        self._idle: list[AbstractConnection] = []
+        self._idle: list[_Link] = []
+        self._buffer = bytearray(READ_BYTES)
         self._free = asyncio.Semaphore(MAX_CONNECTIONS)
         self._closed = False
         self.host = str(settings.get("host", "localhost"))
@@ -105,81 +104,77 @@ class Node:
         for call in calls:
             call.forget()
         async with self._free:
-            connection = self._idle.pop() if self._idle else self._kind(**self._settings)
+            link = self._idle.pop() if self._idle else _Link(self._kind(**self._settings), self._buffer)
             try:
-                await _exchange(connection, calls, asking)
+                await link.exchange(calls, asking)
             except (RedisError, OSError) as error:
-                await self._lost(connection, calls, error)
+                await self._lost(link, calls, error)
             except BaseException:
-                await connection.disconnect(nowait=True)  # unread replies must not reach the next caller
+                await link.disconnect()  # unread replies must not reach the next caller
                 raise
             finally:
-                await self._put_back(connection)
+                await self._put_back(link)
 
     async def close(self) -> None:
         """Running calls fail or end; then their connections are closed."""
         self._closed = True
         await self._drop_idle()
 
-    async def _lost(self, connection: AbstractConnection, calls: Sequence[RedisCall], error: Exception) -> None:
-        await connection.disconnect(nowait=True)
+    async def _lost(self, link: _Link, calls: Sequence[RedisCall], error: Exception) -> None:
+        await link.disconnect()
         if isinstance(error, RedisConnectionError | OSError):
             await self._drop_idle()  # what ended this connection has ended the idle ones too
         for call in calls:
             if isinstance(call.error, NotSent):
                 call.error = error
 
-    async def _put_back(self, connection: AbstractConnection) -> None:
+    async def _put_back(self, link: _Link) -> None:
         if self._closed:
-            await connection.disconnect(nowait=True)
+            await link.disconnect()
         else:
-            self._idle.append(connection)
+            self._idle.append(link)
 
     async def _drop_idle(self) -> None:
         while self._idle:
-            await self._idle.pop().disconnect(nowait=True)
+            await self._idle.pop().disconnect()
+
+
+class _Link:
+    """A connection of redis-py and, while it is open, its wire."""
+
+    def __init__(self, connection: AbstractConnection, buffer: bytearray) -> None:
+        self._connection = connection
+        self._buffer = buffer
+        self._wire: Wire | None = None
+
+    async def exchange(self, calls: Sequence[RedisCall], asking: bool) -> None:
+        """Connects where it is not. Raises what ends the connection; refusals stay in the calls."""
+        if self._wire is None:
+            await self._connection.connect()
+            self._wire = Wire(self._connection, self._buffer)
+        commands = [call.args for call in calls]
+        if asking:
+            commands = [command for args in commands for command in (("ASKING",), args)]
+        self._wire.send(pack_commands(commands))
+        for call in calls:
+            if asking:
+                await self._wire.reply()
+            found = await self._wire.reply()
+            if isinstance(found, ResponseError):
+                call.error = found
+            elif isinstance(found, RedisError):  # such as LOADING: it ends the connection
+                raise found
+            else:
+                call.reply, call.error = found, None
+
+    async def disconnect(self) -> None:
+        self._wire = None
+        await self._connection.disconnect(nowait=True)
 
 
 def redact(url: str) -> str:
     """The URL without its password."""
     return re.sub(r"//[^@/]*@", "//", url)
-
-
-def _wire(connection: AbstractConnection, commands: Sequence[Sequence[Any]]) -> list[Any]:
-    """The commands in Redis's protocol; buffers of a packed payload are not copied."""
-    chunks: list[Any] = []
-    for command in commands:
-        if any(isinstance(arg, Packed) for arg in command):
-            chunks += _gathered(connection, command)
-        else:
-            chunks += connection.pack_command(*command)
-    return chunks
-
-
-def _gathered(connection: AbstractConnection, command: Sequence[Any]) -> list[Any]:
-    chunks: list[Any] = [b"*%d\r\n" % len(command)]
-    for arg in command:
-        if isinstance(arg, Packed):
-            chunks += [b"$%d\r\n" % arg.size, *arg.buffers, b"\r\n"]
-        else:
-            plain = connection.encoder.encode(arg)
-            chunks.append(b"$%d\r\n%b\r\n" % (len(plain), plain))
-    return chunks
-
-
-async def _exchange(connection: AbstractConnection, calls: Sequence[RedisCall], asking: bool) -> None:
-    commands = [call.args for call in calls]
-    if asking:
-        commands = [command for args in commands for command in (("ASKING",), args)]
-    await connection.send_packed_command(_wire(connection, commands), check_health=False)
-    for call in calls:
-        if asking:
-            await connection.read_response()
-        try:
-            call.reply = await connection.read_response()
-            call.error = None
-        except ResponseError as error:
-            call.error = error
 
 
 _KEYLESS = {"ACL", "BGREWRITEAOF", "CLIENT", "CLUSTER", "COMMAND", "CONFIG", "DBSIZE", "INFO", "KEYS", "PING", "SCAN"}

@@ -17,16 +17,16 @@ from penstock.transfer_queue.codec.packing import check_compression, pack_plain,
 from penstock.transfer_queue.codec.trajectories import encode_journal, encode_task, outcome_to_plain
 from penstock.transfer_queue.config import TransferQueueConfig
 from penstock.transfer_queue.errors import (
-    BadPayload,
     JournalMismatch,
-    LeaseLost,
     NoSuchRun,
     QueueError,
+    Refusal,
     RunTaken,
     StepError,
 )
-from penstock.transfer_queue.metrics import MEMBER_COST, journal_cost, payload_cost, task_cost
+from penstock.transfer_queue.metrics import MEMBER_COST, journal_cost, task_cost
 from penstock.transfer_queue.redis.client import Connection
+from penstock.transfer_queue.redis.completions import Completions
 from penstock.transfer_queue.redis.keys import LAYOUT, Keys
 from penstock.transfer_queue.redis.payloads import PayloadReader, Payloads, StoredPayload
 from penstock.transfer_queue.redis.replies import (
@@ -60,7 +60,7 @@ from penstock.transfer_queue.types import (
     Waiting,
     WeightUpdate,
 )
-from penstock.transfer_queue.validation import check_tasks, finish
+from penstock.transfer_queue.validation import check_tasks
 
 SWEEP_CHUNK = 500
 FORGET_CHUNK = 500
@@ -81,8 +81,8 @@ class RedisTransferQueue:
         self._registry_ttl_ms = round(config.registry_ttl_s * 1000)
         self._repeat_ms = round(2 * config.deadline_s * 1000)
         """For how long the answer to a call is kept: longer than it is repeated."""
-        self._compression = config.compression
         self._payloads = Payloads(connection, self._keys)
+        self._completions = Completions(connection, self._keys, self._payloads, config.compression)
         self._batch_log = batch_log
         self._epoch = 0
         """The trainer's, which every script that needs ``fenced`` takes as its last argument."""
@@ -192,26 +192,10 @@ class RedisTransferQueue:
             raise JournalMismatch(lease.episode_id, position, kept)
 
     async def complete(self, lease: Lease, trajectory: Trajectory) -> None:
-        result = finish(lease, trajectory, compression=self._compression)
-        stored = StoredPayload(f"{lease.episode_id}@{lease.fence}", result.packed.size)
-        numbers = (
-            stored.size,
-            payload_cost(stored.size),
-            "" if result.reward is None else repr(result.reward),
-            "" if result.lowest_version is None else result.lowest_version,
-            result.highest_version,
-            result.tokens,
-        )
-        outcome = pack_plain(outcome_to_plain(trajectory.outcome), "outcome")
-        try:
-            await self._connection.write_and_run(
-                self._payloads.writes(stored, result.packed),
-                *("complete", self._keys.index, lease.episode_id, lease.fence, *numbers, outcome),
-                keys=[] if self._connection.spreads else self._payloads.keys(stored),
-            )
-        except (LeaseLost, BadPayload):
-            await self._payloads.delete([stored])
-            raise
+        await self._completions.complete(lease, trajectory)
+
+    async def complete_many(self, finished: Sequence[tuple[Lease, Trajectory]]) -> list[Refusal | None]:
+        return await self._completions.complete_many(finished)
 
     async def fail(self, lease: Lease, outcome: Outcome) -> bool:
         packed = pack_plain(outcome_to_plain(outcome), "outcome")

@@ -6,6 +6,10 @@ A script is a section ``-- script: NAME`` of a file in ``lua/``. Its first lines
                               (a part may itself need parts that need none)
     -- flags: no-writes       of its Redis function; parts ``full`` and ``trainer`` bring allow-oom along
 
+A part has two halves, the second behind ``-- each call:``. The first only defines names: a library of functions runs it
+once, when it is loaded, since to make some sixty Lua functions anew costs more than many a call of Redis. The second
+runs at the start of every call.
+
 Redis 7.0 or newer gets all of them as one library of functions, which the run's owner loads. They are stored in Redis's
 append-only file and on its replicas, and a role needs no right but FCALL: it can run what the owner loaded and nothing
 else, so that a stolen password cannot stop Redis by a script that never ends. The library is named after its contents:
@@ -24,8 +28,12 @@ from importlib.resources import files
 from penstock.transfer_queue.redis.keys import LAYOUT
 
 _SECTION = re.compile(r"^-- (script|part): (\w+)\n", re.M)
+_EACH_CALL = "-- each call:\n"
+_PART_FILES = ("shared_run.lua", "shared_groups.lua")
+"""What stands later uses what stands earlier."""
 _MAKES_ROOM = {"full", "trainer"}
 """Parts of scripts that must also run at maxmemory."""
+_LAYOUT = f"local LAYOUT = '{LAYOUT}'"
 _HEADER = re.compile(r"-- (needs|flags): (.*)\n")
 
 
@@ -33,8 +41,11 @@ _HEADER = re.compile(r"-- (needs|flags): (.*)\n")
 class Script:
     name: str
     source: str
+    """All of it, as EVAL takes it."""
     flags: tuple[str, ...] = ()
     """``allow-oom``: it makes room, so it also runs at maxmemory. ``no-writes``: it only reads."""
+    body: str = ""
+    """What its function runs in a library that begins with the definitions of all parts; empty: `source`."""
 
     @property
     def sha(self) -> str:
@@ -64,10 +75,11 @@ def script(name: str) -> Script:
         for part in header.get("needs", [])
         for each in (*_header(_sections()["part", part]).get("needs", []), part)
     ]
-    parts = [_sections()["part", part] for part in dict.fromkeys(needed)]
-    source = "\n".join([f"local LAYOUT = '{LAYOUT}'", *parts, body])
+    halves = [_sections()["part", part].partition(_EACH_CALL) for part in dict.fromkeys(needed)]
+    each_call = "\n".join([*(after for _, _, after in halves), body])
+    source = "\n".join([_LAYOUT, *(definitions for definitions, _, _ in halves), each_call])
     flags = header.get("flags", []) + (["allow-oom"] if _MAKES_ROOM & set(header.get("needs", [])) else [])
-    return Script(name, source, tuple(flags))
+    return Script(name, source, tuple(flags), each_call)
 
 
 def _header(section: str) -> dict[str, list[str]]:
@@ -83,31 +95,34 @@ def _header(section: str) -> dict[str, list[str]]:
 @cache
 def library() -> Library:
     """All scripts of this version."""
-    return make_library([script(name) for kind, name in _sections() if kind == "script"])
+    parts = [text.partition(_EACH_CALL)[0] for (kind, _), text in _sections().items() if kind == "part"]
+    scripts = [script(name) for kind, name in _sections() if kind == "script"]
+    return make_library(scripts, "\n".join([_LAYOUT, *parts]))
 
 
-def make_library(scripts: Iterable[Script]) -> Library:
-    """Scripts as functions of one library; its name ends in a hash of them."""
+def make_library(scripts: Iterable[Script], definitions: str = "") -> Library:
+    """Scripts as functions of one library that begins with `definitions`; its name ends in a hash of all."""
     ordered = sorted(scripts, key=lambda one: one.name)
     contents = "".join(f"{one.name} {one.flags}\n{one.source}\n" for one in ordered)
-    name = f"penstock_{hashlib.sha256(contents.encode()).hexdigest()[:16]}"
+    name = f"penstock_{hashlib.sha256((definitions + contents).encode()).hexdigest()[:16]}"
     made = Library(name, "")
     functions = [_function(made.function(one.name), one) for one in ordered]
-    return Library(name, "\n".join([f"#!lua name={name}", *functions]))
+    return Library(name, "\n".join([f"#!lua name={name}", definitions, *functions]))
 
 
 def _function(name: str, one: Script) -> str:
     flags = ", ".join(f"'{flag}'" for flag in one.flags)
     called = f"redis.register_function{{function_name='{name}', flags={{{flags}}}, callback=function(KEYS, ARGV)"
-    return f"{called}\n{one.source}\nend}}"
+    return f"{called}\n{one.body or one.source}\nend}}"
 
 
 @cache
 def _sections() -> dict[tuple[str, str], str]:
-    """(``script`` or ``part``, name) → source, of all files in ``lua/``."""
+    """(``script`` or ``part``, name) → source, of all files in ``lua/``; parts in the order of their use."""
+    folder = files("penstock.transfer_queue").joinpath("lua")
+    others = sorted(file.name for file in folder.iterdir() if file.name.endswith(".lua"))
     found: dict[tuple[str, str], str] = {}
-    for file in files("penstock.transfer_queue").joinpath("lua").iterdir():
-        if file.name.endswith(".lua"):
-            _, *pieces = _SECTION.split(file.read_text(encoding="utf-8"))
-            found |= dict(zip(zip(pieces[::3], pieces[1::3], strict=True), pieces[2::3], strict=True))
+    for name in dict.fromkeys([*_PART_FILES, *others]):
+        _, *pieces = _SECTION.split(folder.joinpath(name).read_text(encoding="utf-8"))
+        found |= dict(zip(zip(pieces[::3], pieces[1::3], strict=True), pieces[2::3], strict=True))
     return found

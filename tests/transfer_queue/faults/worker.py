@@ -12,6 +12,7 @@ import random
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from faults.episodes import (
     JournalBook,
@@ -35,10 +36,15 @@ from penstock.transfer_queue import (
     OutcomeKind,
     QueueUnavailable,
     RedisTransferQueue,
+    Trajectory,
 )
 
+Ended = tuple[Lease, Trajectory, dict[str, Any]]
+"""A completed episode that waits for others, with the facts that are written down about it."""
 COROUTINES = 4
 LEASES = 2
+TOGETHER = 0.3
+"""Share of rounds whose completed episodes are ended by one call."""
 INFRA = Outcome(OutcomeKind.INFRA_ERROR, "the box died", "sandbox")
 ENDINGS = {"complete": 0.86, "fail": 0.09, "release": 0.05}
 SHORT_PAUSE_S, IDLE_S = 0.004, 0.02
@@ -76,13 +82,16 @@ class Worker:
         # Who dies of a poison row is the process: the queue must see that all its leases were lost together.
         worker = self._name if self._plan.poison else owner
         leases = await self._queue.lease_episodes(worker, LEASES, version)
+        ended: list[Ended] | None = [] if self._chance.random() < TOGETHER else None
         for lease in leases:
             self._told.write("leased", episode=lease.episode_id, fence=lease.fence, owner=owner)
-            await self._attempt(lease, version)
+            await self._attempt(lease, version, ended)
+        if ended:
+            await self._complete_many(ended)
         if not leases:
             await asyncio.sleep(IDLE_S)
 
-    async def _attempt(self, lease: Lease, version: int) -> None:
+    async def _attempt(self, lease: Lease, version: int, ended: list[Ended] | None) -> None:
         try:
             if self._stopping.is_set():
                 return await self._queue.release(lease)
@@ -90,15 +99,19 @@ class Worker:
             if self._plan.poison and is_poison(lease.episode_id):
                 self._told.write("poisoned", episode=lease.episode_id, fence=lease.fence)
                 os.kill(os.getpid(), signal.SIGKILL)
-            await self._run_episode(lease, version)
-        except LeaseLost:
+            await self._run_episode(lease, version, ended)
+        except (LeaseLost, BadPayload) as refusal:
+            await self._refused(lease, refusal)
+
+    async def _refused(self, lease: Lease, refusal: LeaseLost | BadPayload) -> None:
+        if isinstance(refusal, LeaseLost):
             self._told.write("lease_lost", episode=lease.episode_id, fence=lease.fence)
-        except BadPayload:
-            # Its journal names a version that the queue forgot; once the trainer published that again, it is good.
-            if not self._plan.may_lose_tail:
-                raise
-            await self._queue.release(lease)
-            await asyncio.sleep(IDLE_S)
+            return
+        # Its journal names a version that the queue forgot; once the trainer published that again, it is good.
+        if not self._plan.may_lose_tail:
+            raise refusal
+        await self._queue.release(lease)
+        await asyncio.sleep(IDLE_S)
 
     async def _check_journal(self, lease: Lease) -> None:
         """A lease that ran out before its turn came may be of an episode that a later owner ended and closed."""
@@ -109,7 +122,7 @@ class Worker:
                 raise LeaseLost(str(error)) from error
             raise
 
-    async def _run_episode(self, lease: Lease, version: int) -> None:
+    async def _run_episode(self, lease: Lease, version: int, ended: list[Ended] | None) -> None:
         entries = list(lease.journal)
         while entry := next_entry(lease.episode_id, entries, max(version, lease.min_version), self._chance):
             await self._think()
@@ -119,7 +132,7 @@ class Worker:
             self._journals.write(lease, "told", entry)
         (ending,) = self._chance.choices([*ENDINGS], [*ENDINGS.values()])
         if ending == "complete":
-            await self._complete(lease, entries)
+            await self._complete(lease, entries, ended)
         elif ending == "fail":
             again = await self._queue.fail(lease, INFRA)
             self._told.write("failed", episode=lease.episode_id, fence=lease.fence, again=again)
@@ -143,15 +156,30 @@ class Worker:
         slow = self._chance.random() < 0.004
         await asyncio.sleep(1.5 * self._plan.limits.lease_ttl_s if slow else self._chance.uniform(0, SHORT_PAUSE_S))
 
-    async def _complete(self, lease: Lease, entries: list[JournalEntry]) -> None:
+    async def _complete(self, lease: Lease, entries: list[JournalEntry], ended: list[Ended] | None) -> None:
+        """At once, or with others of this round that go to `ended`."""
         reward = None if self._chance.random() < 0.02 else float(self._chance.random() < 0.5)
         trajectory = trajectory_of(lease, entries, reward)
-        facts = {"episode": lease.episode_id, "fence": lease.fence, "reward": reward}
+        facts: dict[str, Any] = {"episode": lease.episode_id, "fence": lease.fence, "reward": reward}
         facts["print"] = trajectory_print(trajectory)
         self._told.write("about", **facts)
+        if ended is not None:
+            ended.append((lease, trajectory, facts))
+            return
         await self._queue.complete(lease, trajectory)
+        self._acknowledged(facts)
+
+    async def _complete_many(self, ended: list[Ended]) -> None:
+        refusals = await self._queue.complete_many([(lease, trajectory) for lease, trajectory, _ in ended])
+        for (lease, _, facts), refusal in zip(ended, refusals, strict=True):
+            if refusal is None:
+                self._acknowledged(facts)
+            else:
+                await self._refused(lease, refusal)
+
+    def _acknowledged(self, facts: dict[str, Any]) -> None:
         self._told.write("acknowledged", **facts)
-        self._journals.close(lease.episode_id)
+        self._journals.close(facts["episode"])
 
 
 async def main() -> None:

@@ -1,0 +1,106 @@
+"""Commands and replies of one connection, as Redis's protocol has them.
+
+redis-py connects, encrypts and logs in; then a `Wire` takes its socket over. What arrives is parsed by hiredis from
+one buffer of the `Node`: a StreamReader between them would copy every byte twice more, and each reply would cost the
+calls of redis-py's connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import hiredis
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import DataError, InvalidResponse
+
+from penstock.transfer_queue.codec.packing import Packed
+
+READ_BYTES = 1 << 16
+_NOTHING = object()
+_NOT_COPIED = frozenset({Packed, memoryview})
+
+
+def pack_commands(commands: Sequence[Sequence[Any]]) -> list[Any]:
+    """The commands as buffers in order; those of a packed payload, and memoryviews, are not copied.
+
+    Raises `DataError` for an argument that is no text, number or bytes.
+    """
+    chunks: list[Any] = []
+    for command in commands:
+        try:
+            if _NOT_COPIED.isdisjoint(map(type, command)):
+                chunks.append(hiredis.pack_command(tuple(command)))
+            else:
+                chunks += _gathered(command)
+        except TypeError as error:
+            raise DataError(f"{command[0]}: {error}") from error
+    return chunks
+
+
+def _gathered(command: Sequence[Any]) -> list[Any]:
+    chunks: list[Any] = [b"*%d\r\n" % len(command)]
+    for arg in command:
+        if type(arg) is Packed:
+            chunks += [b"$%d\r\n" % arg.size, *arg.buffers, b"\r\n"]
+        elif type(arg) is memoryview:
+            chunks += [b"$%d\r\n" % arg.nbytes, arg, b"\r\n"]
+        elif isinstance(arg, str):
+            plain = arg.encode()
+            chunks.append(b"$%d\r\n%b\r\n" % (len(plain), plain))
+        else:
+            raise TypeError(f"{type(arg).__name__} beside a payload")
+    return chunks
+
+
+class Wire(asyncio.BufferedProtocol):
+    """One caller at a time, which reads a reply for each command that it sent. `connection` stays the owner of the
+    socket: it closes it."""
+
+    def __init__(self, connection: AbstractConnection, buffer: bytearray) -> None:
+        """`connection` is logged in and has no reply outstanding. `buffer` may serve several wires of one event loop:
+        what it holds is parsed before it is filled again."""
+        assert connection._writer is not None  # it is connected
+        parse_error = connection._parser.parse_error
+        self._parser: Any = hiredis.Reader(
+            protocolError=InvalidResponse, replyError=parse_error, notEnoughData=_NOTHING
+        )
+        self._buffer = buffer
+        self._view = memoryview(buffer)
+        self._arrived: asyncio.Future[None] | None = None
+        self._lost: Exception | None = None
+        self._transport = connection._writer.transport
+        self._transport.set_protocol(self)
+
+    def send(self, chunks: Sequence[Any]) -> None:
+        """Raises what ended the connection."""
+        if self._lost is not None:
+            raise self._lost
+        self._transport.writelines(chunks)
+
+    async def reply(self) -> Any:
+        """The next reply; Redis's refusal is returned, not raised. Raises what ended the connection."""
+        while (found := self._parser.gets()) is _NOTHING:
+            if self._lost is not None:
+                raise self._lost
+            self._arrived = asyncio.get_running_loop().create_future()
+            await self._arrived
+        return found
+
+    # called by the transport ---------------------------------------------------------------------------------------
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._view  # TLS fills slices of it: those of a bytearray would be copies
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._parser.feed(self._buffer, 0, nbytes)
+        self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = exc if isinstance(exc, OSError) else RedisConnectionError("Connection closed by server.")
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
