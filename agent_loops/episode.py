@@ -250,6 +250,7 @@ class FinishedAttempt:
             "tool_calls": self.tools.counts.calls,
             "final_answer": self.tools.counts.final_answer,
             "tool_rewards": dict(self.tool_rewards),
+            "loop_extra": {key: value for output in self.outputs for key, value in output.extra.items()},
         }
 
     def _numbers(self) -> dict[str, float]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 
 from penstock.sandbox import Sandbox, SandboxError, SandboxLost, Session
@@ -23,6 +24,8 @@ class EpisodeBox:
     """Where relative paths of the editor begin; empty: where the session begins."""
     begin = ""
     """Shell text that the box's first shell runs before its first command."""
+    variables: Mapping[str, str] = MappingProxyType({})
+    """What programs see beside the box's own environment."""
 
     def __init__(self, sandbox: Sandbox, label: str, image: str | None = None) -> None:
         self._sandbox = sandbox
