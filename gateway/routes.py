@@ -78,7 +78,6 @@ def make_router(manager: FindManager, url: str, token: str, version: Callable[[]
     version: returns the loaded policy version.
     """
 
-
     async def find(handle: str) -> GatewaySession:
         return await (await manager()).find(handle)
 

@@ -261,7 +261,7 @@ class DriverSession(OneBoxSession[Box]):
             raise OSError(answer["errno"], answer["error"], command["path"])
         return answer
 
-    async def _request(  # noqa: PLR0917 - called here alone
+    async def _request(
         self,
         box: Box,
         command: dict[str, Any],

@@ -73,7 +73,7 @@ class ProgramBox:
             except OSError as error:
                 raise InfraFailure("task", f"files {', '.join(group)} cannot be written to {base}: {error}") from error
 
-    async def run(  # noqa: PLR0917 - called in one place
+    async def run(
         self,
         argv: Sequence[str],
         environment: Mapping[str, str],

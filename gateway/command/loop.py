@@ -9,7 +9,6 @@ sandbox's driver carries to this process. docs/agent_loops.md has the outcomes.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -83,9 +82,7 @@ class CommandLoop(RecordedLoop):
             folder, variables = "", {}
         return await ProgramBox.open(_served(session), settings.folder or folder, variables)
 
-    async def _run_program(
-        self, box: ProgramBox, task: Task, settings: CommandSettings, ends_at: float
-    ) -> ProgramEnd:
+    async def _run_program(self, box: ProgramBox, task: Task, settings: CommandSettings, ends_at: float) -> ProgramEnd:
         recorded = self.recorded
         endpoint = EpisodeEndpoint(recorded, self._handle, settings.limits)
         try:

@@ -106,10 +106,8 @@ def pump(
         for fd, _ in poller.poll(min(remaining_s, LONGEST_WAIT_S) * 1000 + 1):
             if not handlers[fd]():
                 poller.unregister(fd)
-        if run.capture.flooded:
-            return "output"
-        if run.stop_asked():
-            return "stopped"
+        if run.capture.flooded or run.stop_asked():
+            return "output" if run.capture.flooded else "stopped"
     return None
 
 

@@ -47,7 +47,7 @@ class ForwardedStream:
         self.closing = False
         """The worker has closed it: it ends once `pending` is written and the program has read that."""
         self.discarded = 0
-        """Bytes that came from the program after that. Closed with unread bytes, a socket would take back the answer."""
+        """Bytes from the program after that. Closed with unread bytes, a socket would take back the answer."""
 
     @property
     def wanted(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from penstock.agent_loops import AgentConfig, Episode, FakeClient
 from penstock.sandbox import Sandbox, SandboxConfig, make_sandbox
 from penstock.transfer_queue import Outcome, Trajectory
 
-CLIENT = '''
+CLIENT = """
 import json, os, sys, time, urllib.error, urllib.request
 
 TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}}}]
@@ -47,7 +47,7 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-'''
+"""
 """Begins every agent of these tests: a client of a few lines, on what each box's Python has."""
 ROOMY = {"max_turns": 20, "max_response_tokens": 5000, "episode_deadline_s": 300.0}
 BOXES = SandboxConfig(max_boxes=8, memory_mb=256, cpu_s=60, run_timeout_s=60.0, image="penstock-box:base")
@@ -93,7 +93,7 @@ RunAgent = Callable[..., Awaitable[Ended]]
 
 
 @pytest.fixture
-def run(queue_of, tasks_of, parts_of, calling_policy, sandbox) -> RunAgent:  # noqa: F811
+def run(queue_of, tasks_of, parts_of, calling_policy, sandbox) -> RunAgent:
     """Runs one lease of one task with `code` as its agent; hand in `queue` again for the next worker's lease."""
 
     async def go(

@@ -32,7 +32,7 @@ def connect(address):
 @pytest.mark.parametrize("sandbox", BACKENDS, indirect=True)
 async def test_attack_nothing_but_the_own_endpoint_is_reachable(run):
     host = socket.gethostbyname(socket.gethostname())
-    with socket.create_server(("0.0.0.0", 0)) as listener:  # noqa: S104 - to be found, if anything of it is
+    with socket.create_server(("0.0.0.0", 0)) as listener:
         port = listener.getsockname()[1]
         addresses = [("127.0.0.1", port), (host, port), ("169.254.169.254", 80), ("8.8.8.8", 53), ("172.17.0.1", 80)]
         code = f"""{FIRST}{REACH}
@@ -126,7 +126,8 @@ print(one.recv(12) == b"HTTP/1.1 400")
 one = socket.create_connection((OWN.hostname, OWN.port))
 path = OWN.path + "/chat/completions"
 key = os.environ["OPENAI_API_KEY"]
-one.sendall(f"POST {path} HTTP/1.1\\r\\nHost: x\\r\\nAuthorization: Bearer {key}\\r\\nTransfer-Encoding: chunked\\r\\n\\r\\n".encode())
+head = f"POST {path} HTTP/1.1\\r\\nHost: x\\r\\nAuthorization: Bearer {key}\\r\\n"
+one.sendall((head + "Transfer-Encoding: chunked\\r\\n\\r\\n").encode())
 one.settimeout(60)
 sent = 0
 try:
@@ -140,11 +141,12 @@ print(sent < 100 << 20)
     "answers that nobody reads": """
 path, key = OWN.path + "/models", os.environ["OPENAI_API_KEY"]
 deaf = [socket.create_connection((OWN.hostname, OWN.port)) for _ in range(4)]
+many = f"GET {path} HTTP/1.1\\r\\nHost: x\\r\\nAuthorization: Bearer {key}\\r\\n\\r\\n" * 100
 for one in deaf:
     one.settimeout(1)
     try:
         while True:
-            one.sendall((f"GET {path} HTTP/1.1\\r\\nHost: x\\r\\nAuthorization: Bearer {key}\\r\\n\\r\\n" * 100).encode())
+            one.sendall(many.encode())
     except OSError:
         pass
 print(True)
@@ -169,7 +171,12 @@ async def test_attack_the_worker_is_not_held_up(run, calling_policy, name):
 
 async def test_attack_after_its_end_a_program_asks_nothing_more(run, calling_policy):
     """What it left running meets a port that nothing serves, and goes with the box."""
-    code = FIRST + "if os.fork() == 0:\n    while True:\n        try: ask([user(str(time.time()))])\n        except OSError: pass"
+    code = f"""{FIRST}
+if os.fork() == 0:
+    while True:
+        try: ask([user(str(time.time()))])
+        except OSError: pass
+"""
     client = FakeClient(calling_policy(turns=0))
     ended = await run(code, client=client)
     asked = len(client.requests)

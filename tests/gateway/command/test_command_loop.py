@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+from pathlib import Path
 
 import pytest
-from tests.gateway.command.conftest import BACKENDS
+import yaml
+from tests.gateway.command.conftest import BACKENDS, CLIENT
 
 from penstock.agent_loops import AgentConfig, Episode, FakeClient, LoadError, find_loop
 from penstock.agent_loops.rewards import RewardFunction
 from penstock.transfer_queue import Outcome, OutcomeKind
 
 pytestmark = pytest.mark.bwrap
+ROOT = Path(__file__).parents[3]
 WITH_TOOLS = """
 messages = [user(open(sys.argv[1]).read() if len(sys.argv) > 1 else "What is 12+34?")]
 while True:
@@ -87,13 +91,8 @@ print(json.dumps([sys.argv[1:], sys.stdin.read(), os.environ["WHERE"], "ANTHROPI
         "environment": {"WHERE": "{folder} of {task_id}", "ANTHROPIC_API_KEY": ""},
         "stdin": "{prompt}!",
     }
-    settings["files"] = {"~/agent.py": code, "notes/plan.txt": "for {model}"}
-    from tests.gateway.command.conftest import CLIENT
-
-    settings["files"]["~/agent.py"] = CLIENT + code
+    settings["files"] = {"~/agent.py": CLIENT + code, "notes/plan.txt": "for {model}"}
     ended = await run(settings=settings, row={"instance_id": "a'b; exit 3", "files": {"given.txt": "of the row"}})
-    import json
-
     argv, stdin, where, has_key, plan, given, at_home = json.loads(ended.program["stdout"])
     assert argv == ["What is 12+34?", "a'b; exit 3", "set", '{"a": 1}']
     assert stdin == "What is 12+34?!"
@@ -245,9 +244,7 @@ async def killed(run, code, client, queue):
     client.left = 100
 
 
-async def test_another_worker_goes_on_from_the_journal_without_sampling_again(
-    run, calling_policy, queue_of, tasks_of
-):
+async def test_another_worker_goes_on_from_the_journal_without_sampling_again(run, calling_policy, queue_of, tasks_of):
     client, queue = Stops(calling_policy(turns=2), answers=2), queue_of(tasks_of())
     await killed(run, WITH_TOOLS, client, queue)
     assert len(client.requests) == 2
@@ -268,6 +265,14 @@ async def test_a_program_that_asks_otherwise_the_second_time_starts_afresh_at_on
     assert segment.response_ids[segment.response_mask == 1].tolist() == [7, 2, 8, 2, 9, 2]
     assert ended.trajectory.metrics["restarts"] == 1
     assert ended.queue.failed == []
+
+
+async def test_the_example_of_the_page(run, calling_policy):
+    page = (ROOT / "docs/agent_loops.md").read_text().partition("## Any program as the agent")[2]
+    example = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
+    settings = example["agent"]["settings"]
+    ended = await run(client=FakeClient(calling_policy(turns=0)), settings=settings)
+    assert (ended.outcome.kind, ended.program["stdout"]) == ("completed", "The answer is 46.\n")
 
 
 def test_the_loop_is_registered_and_needs_a_sandbox(tmp_path):
