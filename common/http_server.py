@@ -139,8 +139,16 @@ class HttpConnections:
     """uvicorn on connections that others have accepted: nothing listens. `close` ends them all."""
 
     def __init__(self, app: ASGIApp) -> None:
-        settings = {"log_level": "warning", "access_log": False, "server_header": False, "lifespan": "off"}
-        self._config = uvicorn.Config(app, http="h11", ws="none", timeout_keep_alive=KEEP_ALIVE_S, **settings)
+        self._config = uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            timeout_keep_alive=KEEP_ALIVE_S,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+        )
         self._config.load()
         self._state = uvicorn.server.ServerState()
         self._starting: set[asyncio.Task[Any]] = set()

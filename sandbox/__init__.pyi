@@ -13,6 +13,8 @@ from .idempotency import IdempotencyCache as IdempotencyCache
 from .idempotency import as_call as as_call
 from .idempotency import current_call as current_call
 from .idempotency import request_key as request_key
+from .inside.forward import MAX_CONNECTIONS as MAX_CONNECTIONS
+from .inside.forward import WINDOW_BYTES as WINDOW_BYTES
 from .limited import SessionSlot as SessionSlot
 from .make import make_sandbox as make_sandbox
 from .protocol import Accept as Accept

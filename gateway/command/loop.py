@@ -145,7 +145,6 @@ class CommandLoop(RecordedLoop):
         program = {
             "exit_code": result.exit_code,
             "limit": result.limit,
-            "seconds": round(end.seconds, 3),
             "cause": self.recorded.cause,
             "stdout": result.stdout[-TAIL:],
             "stderr": result.stderr[-TAIL:],
@@ -201,7 +200,7 @@ def _served(session: Session) -> ServedSession:
             "with images that have python3",
         )
     served: Any = session
-    return served  # type: ignore[no-any-return]
+    return served
 
 
 def _environment(settings: CommandSettings, places: Placeholders) -> Mapping[str, str]:

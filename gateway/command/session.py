@@ -12,7 +12,6 @@ import asyncio
 import json
 import secrets
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +91,7 @@ class CommandSession(GatewaySession):
         self.last_refusal = cause
         self.refusals = [*self.refusals, cause][-KEPT_REFUSALS:]
 
-    def _known(self, match: PrefixMatch, key: str, retried: bool) -> Sequence[Turn]:
+    def _known(self, match: PrefixMatch, key: str, retried: bool) -> list[Turn]:
         """A program that takes another way than before the crash is run afresh at once, not after its end."""
         known = super()._known(match, key, retried)
         if not known and self.replay.left and not self.in_flight:
@@ -112,6 +111,7 @@ class EndpointLimits:
     """Of one episode; beyond one of them its program is ended."""
 
     requests: int
+    """Also of connections."""
     request_bytes: int
 
 
@@ -123,9 +123,13 @@ class EpisodeEndpoint:
         """Opens this endpoint and nothing else, for as long as it is served."""
         self._session, self._handle, self._limits = session, handle, limits
         self._bytes_left = limits.request_bytes
+        self._connections = 0
         self._http = HttpConnections(self._app())
 
     def accept(self, connection: socket.socket) -> None:
+        self._connections += 1
+        if self._connections > self._limits.requests:
+            self._session.end_program(f"it made more than {self._limits.requests} connections")
         self._http.accept(connection)
 
     async def close(self) -> None:

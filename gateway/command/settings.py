@@ -46,7 +46,7 @@ class CommandSettings(BaseModel):
     max_seconds: float | None = Field(
         None, gt=0, description="It is ended after so long. Unset: nine tenths of `agent.episode_deadline_s`."
     )
-    max_requests: int = Field(1000, gt=0, description="HTTP requests of any kind; the next one ends it.")
+    max_requests: int = Field(1000, gt=0, description="HTTP requests of any kind, and connections; one more ends it.")
     max_request_mb: int = Field(512, gt=0, description="Bodies of its requests together, in MiB; more ends it.")
     max_file_bytes: int = Field(1 << 20, gt=0, le=32 << 20, description="Of one collected file; the rest is cut.")
     on_failure: Literal["policy_error", "infra_error"] = Field(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +18,14 @@ LOOK = "cat /agents/say; cat /data/deep/say; touch /agents/new; rm -f /agents/sa
 
 
 @pytest.fixture
-def shared(tmp_path: Path) -> Path:
-    folder = tmp_path / "shared"
-    folder.mkdir()
+def shared() -> Iterator[Path]:
+    """Where each user may go, and write: what keeps boxes from writing is the mount, not the mode."""
+    folder = Path(tempfile.mkdtemp(dir="/var/tmp"))
     (folder / "say").write_text("hello\n")
     for path in (folder, folder / "say"):
-        path.chmod(0o777)  # what keeps boxes from writing is the mount, not the mode
-    return folder
+        path.chmod(0o777)
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ import pytest
 import pytest_asyncio
 from tests.sandbox.backends import OWN_BOXES, sandbox_of
 
-from penstock.sandbox import SandboxError, SandboxLost, ServedSession
-from penstock.sandbox.inside.forward import MAX_CONNECTIONS, WINDOW_BYTES
+from penstock.sandbox import MAX_CONNECTIONS, WINDOW_BYTES, SandboxError, SandboxLost, ServedSession
 
 BEGIN = """
 import socket, sys, threading, time

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from tests.gateway.conftest import sampled, whole
 from tests.recipes.swe.conftest import Data, data
 
 from penstock.agent_loops import AgentConfig, FakeClient, WorkerJob, run_worker
-from penstock.agent_loops.chat import chat_of
+from penstock.agent_loops.chat import chat_of, load_tokenizer
 from penstock.rollout_server import GenerateRequest, Generation
 from penstock.sandbox import SandboxConfig
 from penstock.tools import ToolConfig
@@ -140,6 +140,19 @@ class Script(FakeClient):
         return Generation(ids, [-0.5] * len(ids), [(0, 0, len(ids))], "stop")
 
 
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Random weights with room for an agent's prompt, and the tokenizer of `MODEL`."""
+    pytest.importorskip("torch")
+    from tests.tiny_model import save_tiny_model
+
+    folder = tmp_path_factory.mktemp("long-model")
+    tokenizer = load_tokenizer(MODEL)
+    save_tiny_model(folder, vocab_size=len(tokenizer), max_position_embeddings=65_536)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 @dataclass(frozen=True)
 class World:
     """What the episodes of a test run in."""
@@ -211,9 +224,8 @@ async def test_an_agent_repairs_a_package_and_is_recorded_token_for_token(
 
 @asked_of(MINI, CLAUDE, CODEX)
 @pytest.mark.torch
-async def test_an_agent_is_trained_for_two_steps(data: Data, tmp_path: Path, agent: Agent) -> None:
+async def test_an_agent_is_trained_for_two_steps(data: Data, tmp_path: Path, long_model: str, agent: Agent) -> None:
     """One of each two episodes repairs its package, the other one does nothing."""
-    pytest.importorskip("torch")
     from penstock.trainer import TrainerConfig, TrainJob, train
 
     tasks = tasks_of(data, 2)
@@ -222,7 +234,7 @@ async def test_an_agent_is_trained_for_two_steps(data: Data, tmp_path: Path, age
     await world.queue.create_run(limits, "")
     trainer = {"steps": 2, "lr": 1e-4, "checkpoint_every": 1, "batch_timeout_s": 500.0, "micro_batch_tokens": 65_536}
     job = TrainJob(
-        run=world.job.run,
+        run=replace(world.job.run, model=long_model),
         config=TrainerConfig(**trainer),
         limits=limits,
         run_dir=tmp_path / "run",

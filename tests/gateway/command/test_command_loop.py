@@ -104,8 +104,8 @@ async def test_the_reward_function_sees_what_the_program_left(run):
     seen = {}
 
     def score(data_source, solution_str, ground_truth, extra_info):
-        seen.update(extra_info["loop_extra"]["program"])
-        return float(extra_info["loop_extra"]["program"]["files"]["answer.txt"] == "46")
+        seen.update(extra_info["program"])
+        return float(extra_info["program"]["files"]["answer.txt"] == "46")
 
     code = 'ask([user("Hi")]); open("answer.txt", "w").write("46")'
     ended = await run(code, settings={"collect": ["answer.txt"]}, reward=RewardFunction(score))
@@ -155,7 +155,12 @@ BADLY = {
     ),
     "floods its endpoint": (
         'while True: ask([user("Hi")])',
-        {"max_requests": 6}, "policy_error", "", "more than 6 requests",
+        {"max_requests": 6}, "policy_error", "", "more than 6 ",
+    ),
+    "floods its endpoint with what is no request": (
+        'import socket\nask([user("Hi")])\nhost, port = os.environ["OPENAI_BASE_URL"].split("/")[2].split(":")\n'
+        'while True: socket.create_connection((host, int(port))).sendall(b"no request")',
+        {"max_requests": 6}, "policy_error", "", "more than 6 connections",
     ),
     "sends too much": (
         'while True: ask([user("Hi")], user="x" * 500_000)',
