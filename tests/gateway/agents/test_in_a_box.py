@@ -240,6 +240,7 @@ async def test_an_agent_is_trained_for_two_steps(data: Data, tmp_path: Path, lon
         run_dir=tmp_path / "run",
         weights_dir=tmp_path / "weights",
         train_data=str(data.tasks),
+        shuffle=False,
     )
     worker = asyncio.create_task(run_worker(world.job))
     try:
