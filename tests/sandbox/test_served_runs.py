@@ -14,6 +14,7 @@ from penstock.sandbox import MAX_CONNECTIONS, WINDOW_BYTES, SandboxError, Sandbo
 
 BEGIN = """
 import socket, sys, threading, time
+threading.stack_size(1 << 18)  # boxes without a cgroup limit the address space
 def connect(): return socket.create_connection(("127.0.0.1", PORT))
 """
 

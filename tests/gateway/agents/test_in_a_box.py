@@ -257,7 +257,7 @@ async def test_an_agent_is_trained_for_two_steps(data: Data, tmp_path: Path, lon
     assert [line["reward"] for line in metrics] == [0.5, 0.5]
 
 
-@asked_of(MINI, CLAUDE)
+@asked_of(MINI, CLAUDE, CODEX)
 @pytest.mark.redis
 @pytest.mark.crash
 async def test_killed_in_mid_episode_it_is_finished_by_another_worker_once(
