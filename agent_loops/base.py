@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 from penstock.agent_loops.chat.chat import ChatTokens
 from penstock.agent_loops.config import AgentConfig
@@ -40,6 +40,7 @@ LOOPS: Registry[type[AgentLoopBase]] = Registry(
         "code_act": f"{PACKAGE}.code_act:CodeActLoop",
         "stepwise": f"{PACKAGE}.stepwise:StepwiseLoop",
         "multi_agent": f"{PACKAGE}.multi_agent:MultiAgentLoop",
+        "command": "penstock.gateway.command:CommandLoop",
     },
     unique=True,
     error=LoadError,
@@ -91,6 +92,8 @@ class AgentLoopBase(ABC):
     tools: ToolBox
     sandbox: Sandbox | None
     config: Mapping[str, Any]
+    needs_sandbox: ClassVar[bool] = False
+    """Whether `sandbox` must be there without any tool in the recipe."""
 
     @classmethod
     def require(cls) -> None:

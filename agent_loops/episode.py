@@ -34,6 +34,8 @@ from penstock.transfer_queue import BadPayload, Lease, Outcome, OutcomeKind, Que
 
 TEARDOWN_DEADLINE_S = 10.0
 MAX_RESTARTS = 2
+PROGRAM = "program"
+"""Key in an output's extra that the reward sees too: how the program of a loop `command` ended, and what it left."""
 log = logging.getLogger(__name__)
 
 
@@ -250,6 +252,7 @@ class FinishedAttempt:
             "tool_calls": self.tools.counts.calls,
             "final_answer": self.tools.counts.final_answer,
             "tool_rewards": dict(self.tool_rewards),
+            **{name: value for name, value in self.outputs[-1].extra.items() if name == PROGRAM},
         }
 
     def _numbers(self) -> dict[str, float]:

@@ -34,7 +34,9 @@ from penstock.common import describe_error, gather_or_cancel, nearest
 from penstock.sandbox import SandboxError, SandboxLost, as_call
 from penstock.tools import (
     BaseTool,
+    BoxTool,
     CountTokens,
+    EpisodeBox,
     ToolConfig,
     ToolInfraError,
     ToolResult,
@@ -186,6 +188,21 @@ class ToolBox:
                 return {}
             await self._journal.keep_rewards(rewards)
         return self._journal.tool_rewards or {}
+
+    async def episode_box(self) -> EpisodeBox | None:
+        """The box that the recipe's tools work in, opened; its tools then count as used, and reward what is in it.
+
+        None: no tool works in one. Raises `InfraFailure`.
+        """
+        name = next((name for name, tool in self._tools.items() if isinstance(tool, BoxTool)), None)
+        if name is None:
+            return None
+        try:
+            async with self._states.using(name) as state:
+                box: EpisodeBox = state
+                return box
+        except SandboxLost as error:
+            raise InfraFailure("sandbox", str(error)) from error
 
     async def release(self, *, leave: bool = False) -> None:
         """Releases every state; never raises. `leave`: keep sessions open for the next owner where possible."""

@@ -34,7 +34,9 @@ _CURRENT: ContextVar[Trace | None] = ContextVar("trace of the episode", default=
 NAMES = {"model": "generate", "tool": "tool", "reward": "reward", "sandbox": "sandbox"}
 OPERATIONS = {"model": "text_completion", "tool": "execute_tool"}
 _TURN: ContextVar[_Turn | None] = ContextVar("turn of the episode", default=None)
-WORK = frozenset({"run", "run_python", "run_shell", "write_file", "read_file", "close", "leave"})
+WORK = frozenset(
+    {"run", "run_python", "run_shell", "run_served", "open_port", "write_file", "read_file", "close", "leave"}
+)
 """Verbs of a session that are awaited; a stream is its reader's own time."""
 
 

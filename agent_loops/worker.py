@@ -130,13 +130,15 @@ async def run_worker(job: WorkerJob) -> None:
 
 
 def _sandbox_of(job: WorkerJob) -> Sandbox | None:
-    """Required by tools; rewards by verl's names may work without, and fail when they must run a program."""
-    if not job.tools and not may_need_sandbox(job.config):
+    """Required by tools and some loops; rewards by verl's names may work without, and fail when they must run a
+    program."""
+    required = bool(job.tools) or find_loop(job.config.loop, job.run.recipe_dir).needs_sandbox
+    if not required and not may_need_sandbox(job.config):
         return None
     try:
         return traced(make_sandbox(job.sandbox, job.name, job.run.token, job.config.episode_deadline_s))
     except SandboxError as error:
-        if job.tools:
+        if required:
             raise
         log.warning("no sandbox for rewards: %s", error)
         return None

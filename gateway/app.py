@@ -17,15 +17,12 @@ from penstock.agent_loops.rewards import RewardFunction, load_reward
 from penstock.common import LimitBody
 from penstock.gateway.context import GatewayContext, detokenizer, longest_token
 from penstock.gateway.errors import ClientErrors, NotRecordable
-from penstock.gateway.routes import make_router
+from penstock.gateway.routes import MAX_BODY_BYTES, make_router
 from penstock.gateway.sessions import ApiKeyHeader, SessionManager, opens
 from penstock.rollout_server import RolloutClient, Sidecar
 from penstock.transfer_queue import RunContext
 
 log = logging.getLogger(__name__)
-
-MAX_BODY_BYTES = 16 << 20
-"""A context of a million tokens, escaped, is some 6 MB; a body is read whole before it is looked at."""
 
 
 @dataclass(frozen=True)

@@ -12,26 +12,12 @@ import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from penstock.agent_loops import (
-    AgentLoopBase,
-    AgentLoopOutput,
-    ChatTokens,
-    EpisodeJournal,
-    EpisodeRestart,
-    InfraFailure,
-    LoadError,
-    WorkerServices,
-)
-from penstock.gateway.context import GatewayContext, detokenizer
-from penstock.gateway.finish import last_turn, outcome_of, tool_calls_of
-from penstock.gateway.journal import ANSWER, NOTED
-from penstock.gateway.session import GatewaySession
-from penstock.gateway.wire import Detokenizer
-from penstock.transfer_queue import Lease, Task
+from penstock.agent_loops import AgentLoopOutput, InfraFailure, LoadError
+from penstock.gateway.finish import last_turn, outcome_of
+from penstock.gateway.recorded_loop import RecordedLoop
+from penstock.transfer_queue import Task
 
 if TYPE_CHECKING:
     import openai
@@ -39,18 +25,15 @@ if TYPE_CHECKING:
     from penstock.gateway.openai_client import RecordingTransport
 
 Agent = Callable[["openai.AsyncOpenAI", Task], Awaitable[float | None]]
-MODEL = "policy"
-"""Name of the model for agents inside a worker, besides `agent.capture.model_aliases`."""
 
 
-class OpenAIAgentLoop(AgentLoopBase):
+class OpenAIAgentLoop(RecordedLoop):
     """Runs `agent` inside the worker. A function by its path does the same: ``agent.loop=my_agent.py:solve``.
 
     On a resumed episode the agent runs from its start, and its requests are answered from the journal; its own tools
     run again.
     """
 
-    recorded: GatewaySession
     _transport: RecordingTransport
 
     @abstractmethod
@@ -66,15 +49,6 @@ class OpenAIAgentLoop(AgentLoopBase):
                 "installed: pip install 'penstock[openai]'"
             )
 
-    def equip(self, services: WorkerServices, lease: Lease, journal: EpisodeJournal) -> None:
-        """The session counts calls, ids and budget; the rest of the episode reads them there."""
-        super().equip(services, lease, journal)
-        entries = journal.hand_over((ANSWER, NOTED))
-        lease = replace(lease, journal=entries)
-        self.recorded = GatewaySession(_context_of(services), lease, "", own_journal=journal)
-        self.llm, self.chat = self.recorded.llm, self.recorded.history.chat
-        self.llm.segments = self.recorded.history.segments
-
     async def run(self, task: Task) -> list[AgentLoopOutput]:
         from penstock.gateway.openai_client import RecordingTransport, make_client
 
@@ -86,35 +60,20 @@ class OpenAIAgentLoop(AgentLoopBase):
             self._raise_ours(error)
             raise
         finally:
-            await self._close()
+            await self.close_recording()
         self._raise_ours(None)
-        self._check_replayed()
+        self.check_replayed()
         return self._outputs(_number(reward))
-
-    async def _close(self) -> None:
-        """Cancels answers that the agent left in progress, before segments are read."""
-        self.recorded.end("the agent has returned")
-        await self.recorded.in_flight.ended()
 
     def _raise_ours(self, error: Exception | None) -> None:
         """An agent sees infrastructure failures as `openai` errors; they end the episode even if it handles them."""
         if self._transport.failure is not None:
             raise self._transport.failure from error
 
-    def _check_replayed(self) -> None:
-        if self.recorded.replay.left:
-            raise EpisodeRestart(f"the agent did not ask again for {self.recorded.replay.left} recorded answers")
-
     def _outputs(self, reward: float | None) -> list[AgentLoopOutput]:
-        """The segment of the last answer comes last: its end is the episode's."""
-        last = last_turn(self.recorded)
-        if last is None:
+        if last_turn(self.recorded) is None:
             raise InfraFailure("loop", "the agent returned without asking the model anything")
-        self.tools.counts.calls += tool_calls_of(self.recorded)
-        outcome = outcome_of(self.recorded, None)
-        others = [segment for segment in self.recorded.history.segments if segment is not last.segment]
-        outputs = [segment.output(outcome=outcome) for segment in others]
-        return [*outputs, last.segment.output(outcome=outcome, reward=reward)]
+        return self.recorded_outputs(outcome_of(self.recorded, None), reward=reward)
 
 
 def loop_of(function: Agent, name: str) -> type[OpenAIAgentLoop]:
@@ -129,26 +88,6 @@ def loop_of(function: Agent, name: str) -> type[OpenAIAgentLoop]:
 
     title = getattr(function, "__name__", name)
     return type(title, (OpenAIAgentLoop,), {"agent": agent, "__doc__": function.__doc__})
-
-
-def _context_of(services: WorkerServices) -> GatewayContext:
-    return GatewayContext(
-        worker=services.worker,
-        config=services.config,
-        queue=services.queue,
-        client=services.client,
-        chat=services.chat,
-        detokenizer=_text_of(services.chat),
-        model=MODEL,
-        reward=services.reward,
-        mismatches=services.mismatches,
-    )
-
-
-@lru_cache(maxsize=4)
-def _text_of(chat: ChatTokens) -> Detokenizer:
-    """Cached per worker, because it reads the whole vocabulary."""
-    return detokenizer(chat)
 
 
 def _number(reward: Any) -> float | None:

@@ -17,6 +17,7 @@ import openai
 
 from penstock.agent_loops import InfraFailure
 from penstock.gateway.errors import GatewayError, Gone, NoEpisode, NotNow, refusal_of
+from penstock.gateway.recorded_loop import infra_failure_of
 from penstock.gateway.requests import PendingAnswer
 from penstock.gateway.session import GatewaySession
 from penstock.gateway.streaming import stream
@@ -78,21 +79,13 @@ class RecordingTransport(httpx2.AsyncBaseTransport):
 
     def _note(self, error: InvalidRequest | GatewayError) -> None:
         if self.failure is None and isinstance(error, NotNow | Gone):
-            self.failure = _ours(error, self._episode)
+            self.failure = infra_failure_of(error, self._episode)
 
 
 def make_client(transport: RecordingTransport) -> openai.AsyncOpenAI:
     """Without retries: the rollout client has already tried every server within its deadline."""
     http = httpx2.AsyncClient(transport=transport, trust_env=False)
     return openai.AsyncOpenAI(base_url=BASE_URL, api_key="of-this-process", http_client=http, max_retries=0)
-
-
-def _ours(error: GatewayError, episode: GatewaySession) -> InfraFailure:
-    """Messages of infrastructure failures are "component: reason"."""
-    if episode.broken is not None:
-        return InfraFailure(episode.broken.component, episode.broken.reason)
-    component, _, reason = str(error).removeprefix("the ").partition(": ")
-    return InfraFailure(component, reason) if reason else InfraFailure("rollout", str(error))
 
 
 def _json(body: bytes) -> Any:

@@ -294,13 +294,29 @@ def next_key(key: str, message: Message) -> str:
 
 
 def normal(message: Message) -> list[Any]:
-    """[role, text, other parts, calls, tool_call_id, name], without what does not change the meaning."""
+    """[role, text, other parts, calls, tool_call_id, name], without what does not change the meaning.
+
+    Of an assistant: [role, text, other parts, calls], and its thinking where there is some.
+    """
     role = ROLES.get(str(message.get("role")), message.get("role"))
     text, parts = _text_of(message.get("content"))
     calls = [_call(call) for call in message.get("tool_calls") or ()]
     if role == "assistant":
-        return [role, text.strip(), parts, calls]
+        thinking, text = _thinking(text, message)
+        return [role, text, parts, calls, *([thinking] if thinking else [])]
     return [role, text, parts, calls, message.get("tool_call_id") or "", message.get("name") or ""]
+
+
+def _thinking(text: str, message: Message) -> tuple[str, str]:
+    """(thinking, text), without the space around them.
+
+    Some clients cut ``<think>`` out of an answer's text and send it back as `reasoning_content`.
+    """
+    before, _, rest = text.partition("<think>")
+    inner, closing, after = rest.partition("</think>")
+    if closing and not before.strip():
+        return inner.strip(), after.strip()
+    return str(message.get("reasoning_content") or "").strip(), text.strip()
 
 
 def _text_of(content: Any) -> tuple[str, list[Any]]:

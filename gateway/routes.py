@@ -42,6 +42,8 @@ WHOLE_OR_STREAM: dict[int | str, dict[str, Any]] = {
     200: {"description": "The API's answer, whole or as events", "content": {"text/event-stream": {}}}
 }
 LONG_BODY = 100_000
+MAX_BODY_BYTES = 16 << 20
+"""A context of a million tokens, escaped, is some 6 MB; a body is read whole before it is looked at."""
 RETRY_HEADER = "x-stainless-retry-count"
 """Sent by the `openai` and `anthropic` packages: how often this request was retried."""
 
@@ -66,6 +68,8 @@ class FinishBody(BaseModel):
 Route = Callable[..., Awaitable[Response]]
 FindManager = Callable[[], Awaitable[SessionManager]]
 """Returns the session manager, once the tokenizer is loaded."""
+FindSession = Callable[[str], Awaitable[GatewaySession]]
+"""By handle. Raises `GatewayError`."""
 
 
 def make_router(manager: FindManager, url: str, token: str, version: Callable[[], int]) -> APIRouter:
@@ -73,13 +77,28 @@ def make_router(manager: FindManager, url: str, token: str, version: Callable[[]
     url: URL of this server for agents.
     version: returns the loaded policy version.
     """
+
+    async def find(handle: str) -> GatewaySession:
+        return await (await manager()).find(handle)
+
     router = APIRouter(responses=_refusals_in(OPENAI_ERRORS))
     _add_episode_routes(router, manager, url, token)
-    for wire in WIRES.values():
-        _add_wire(router, manager, wire)
-    _add_count_tokens(router, manager)
-    _add_models(router, manager, version)
+    _add_client_routes(router, find, version)
     return router
+
+
+def make_client_router(find: FindSession, version: Callable[[], int]) -> APIRouter:
+    """The routes of agents alone, ``/episodes/{handle}/v1/…``."""
+    router = APIRouter(responses=_refusals_in(OPENAI_ERRORS))
+    _add_client_routes(router, find, version)
+    return router
+
+
+def _add_client_routes(router: APIRouter, find: FindSession, version: Callable[[], int]) -> None:
+    for wire in WIRES.values():
+        _add_wire(router, find, wire)
+    _add_count_tokens(router, find)
+    _add_models(router, find, version)
 
 
 def _refusals_in(errors: ErrorFormat) -> dict[int | str, dict[str, Any]]:
@@ -119,7 +138,7 @@ def _add_episode_routes(router: APIRouter, manager: FindManager, url: str, token
         return JSONResponse((await (await manager()).finish(handle, _outcome(given))).body())
 
 
-def _add_wire(router: APIRouter, manager: FindManager, wire: Wire) -> None:
+def _add_wire(router: APIRouter, find: FindSession, wire: Wire) -> None:
     responses = _refusals_in(wire.errors) | WHOLE_OR_STREAM
 
     @router.post(f"/episodes/{{handle}}/v1/{wire.path}", openapi_extra=_takes(wire.body), responses=responses)
@@ -127,12 +146,12 @@ def _add_wire(router: APIRouter, manager: FindManager, wire: Wire) -> None:
     async def ask(request: Request, handle: str) -> Response:
         """As the API's own route; the answer is recorded before it ends."""
         asked = await _parsed(wire.parse, await request.body())
-        episode = await (await manager()).find(handle)
+        episode = await find(handle)
         retried = request.headers.get(RETRY_HEADER, "0") not in ("", "0")
         return await respond(request, asked, await episode.answer(asked, retried=retried))
 
 
-def _add_count_tokens(router: APIRouter, manager: FindManager) -> None:
+def _add_count_tokens(router: APIRouter, find: FindSession) -> None:
     responses = _refusals_in(ANTHROPIC_ERRORS) | {200: {"model": CountAnswer}}
 
     @router.post("/episodes/{handle}/v1/messages/count_tokens", openapi_extra=_takes(CountBody), responses=responses)
@@ -140,17 +159,17 @@ def _add_count_tokens(router: APIRouter, manager: FindManager) -> None:
     async def count_tokens(request: Request, handle: str) -> Response:
         """Tokens that the model would be fed for these messages; nothing is sampled."""
         asked = await _parsed(parse_count_tokens, await request.body())
-        episode = await (await manager()).find(handle)
+        episode = await find(handle)
         return JSONResponse(count_body(await episode.count(asked)))
 
 
-def _add_models(router: APIRouter, manager: FindManager, version: Callable[[], int]) -> None:
+def _add_models(router: APIRouter, find: FindSession, version: Callable[[], int]) -> None:
     """OpenAI's format, or Anthropic's for its clients."""
 
     @router.get("/episodes/{handle}/v1/models")
     @_with_refusals
     async def models(request: Request, handle: str) -> Response:
-        episode = await (await manager()).find(handle)
+        episode = await find(handle)
         if errors_for(request.scope) is ANTHROPIC_ERRORS:
             return JSONResponse(anthropic_models_body(episode.context.models))
         return JSONResponse(model_list_body([_model(episode, name, version()) for name in episode.context.models]))
@@ -158,7 +177,7 @@ def _add_models(router: APIRouter, manager: FindManager, version: Callable[[], i
     @router.get("/episodes/{handle}/v1/models/{model:path}")
     @_with_refusals
     async def model(request: Request, handle: str, model: str) -> Response:
-        episode = await (await manager()).find(handle)
+        episode = await find(handle)
         episode.context.check_model(model)
         if errors_for(request.scope) is ANTHROPIC_ERRORS:
             return JSONResponse(anthropic_model_body(model))

@@ -13,8 +13,11 @@ from .idempotency import IdempotencyCache as IdempotencyCache
 from .idempotency import as_call as as_call
 from .idempotency import current_call as current_call
 from .idempotency import request_key as request_key
+from .inside.forward import MAX_CONNECTIONS as MAX_CONNECTIONS
+from .inside.forward import WINDOW_BYTES as WINDOW_BYTES
 from .limited import SessionSlot as SessionSlot
 from .make import make_sandbox as make_sandbox
+from .protocol import Accept as Accept
 from .protocol import NoSuchImage as NoSuchImage
 from .protocol import Output as Output
 from .protocol import RunResult as RunResult
@@ -22,6 +25,7 @@ from .protocol import Sandbox as Sandbox
 from .protocol import SandboxBusy as SandboxBusy
 from .protocol import SandboxError as SandboxError
 from .protocol import SandboxLost as SandboxLost
+from .protocol import ServedSession as ServedSession
 from .protocol import Session as Session
 from .remote import TTL_HEADROOM_S as TTL_HEADROOM_S
 from .remote import RemoteSandbox as RemoteSandbox

@@ -18,10 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import IO, Any, Protocol
 
-from penstock.common import Backoff
+from penstock.common import Backoff, cancel_and_wait
 from penstock.sandbox.bundle import open_blob
 from penstock.sandbox.cgroups import Cgroup
-from penstock.sandbox.protocol import SandboxError
+from penstock.sandbox.connections import BoxConnections
+from penstock.sandbox.protocol import Accept, SandboxError
 
 MAX_FRAME_BYTES = 64 << 20
 OnOutput = Callable[[str, str], None]
@@ -50,6 +51,8 @@ class Box(ABC):
 
     def __init__(self) -> None:
         self._requests = 0
+        self.port: int | None = None
+        """Of its loopback, where one was opened for served runs."""
 
     @property
     @abstractmethod
@@ -76,23 +79,50 @@ class Box(ABC):
         Raises `BoxEnded`, or `TimeoutError` past the deadline: end the box then.
         """
         self._requests += 1
-        body = json.dumps({**command, "id": self._requests}).encode("ascii")
         async with asyncio.timeout(deadline_s):
-            try:
-                self._writer.write(_LENGTH.pack(len(body)) + body)
-                await self._writer.drain()
-            except ConnectionError as error:
-                raise BoxEnded("the box closed its socket") from error
+            await self._send({**command, "id": self._requests})
             while "out" in (answer := await self._receive_answer()):
                 if on_output is not None:
                     on_output(answer["out"], answer["data"])
         return answer
 
+    async def request_served(
+        self, command: dict[str, Any], deadline_s: float, accept: Accept, stop: asyncio.Event | None
+    ) -> dict[str, Any]:
+        """The same for a served run: its connections go to `accept`, and are closed when the answer is here."""
+        self._requests += 1
+        connections = BoxConnections(self._send, accept)
+        stopping = asyncio.create_task(self._stop_after(stop))
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._send({**command, "id": self._requests})
+                while "conn" in (frame := await self._receive()):
+                    connections.take(frame)
+        finally:
+            await cancel_and_wait([stopping])
+            await connections.close()
+        return self._answer(frame)
+
+    async def _stop_after(self, stop: asyncio.Event | None) -> None:
+        if stop is not None:
+            await stop.wait()
+            await self._send({"stop": True})
+
+    async def _send(self, frame: dict[str, Any]) -> None:
+        body = json.dumps(frame).encode("ascii")
+        try:
+            self._writer.write(_LENGTH.pack(len(body)) + body)
+            await self._writer.drain()
+        except ConnectionError as error:
+            raise BoxEnded("the box closed its socket") from error
+
     async def _receive_answer(self) -> dict[str, Any]:
-        answer = await self._receive()
-        if answer.get("id") != self._requests:
+        return self._answer(await self._receive())
+
+    def _answer(self, frame: dict[str, Any]) -> dict[str, Any]:
+        if frame.get("id") != self._requests:
             raise BoxEnded("the box broke its protocol")
-        return answer
+        return frame
 
     async def _receive(self) -> dict[str, Any]:
         try:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from penstock.sandbox.protocol import SandboxError
 
-MODULES = ("capture", "children", "interpreter", "shell", "persistent", "memory", "calls", "driver")
+MODULES = ("capture", "children", "interpreter", "shell", "persistent", "memory", "forward", "calls", "driver")
 """In import order: each finds those before it in `sys.modules`."""
 ZYGOTE_MODULES = (*MODULES, "zygote")
 PACKAGE = "penstock.sandbox.inside"

@@ -18,14 +18,14 @@ import os
 import platform
 import shutil
 import subprocess
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from penstock.sandbox.box import BoxCommand, ProcessBox
 from penstock.sandbox.bundle import ZYGOTE_MODULES, compile_driver, driver_command, open_blob, zygote_command
 from penstock.sandbox.cgroups import CgroupMaker, open_cgroups
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.inside import memory
-from penstock.sandbox.limited import QUEUE_TIMEOUT_S, DriverSandbox, SessionSlot
+from penstock.sandbox.limited import QUEUE_TIMEOUT_S, DriverSandbox, SessionSlot, shared_folders
 from penstock.sandbox.protocol import SandboxError
 from penstock.sandbox.seccomp import build_filter
 from penstock.sandbox.zygote import ForkedBox, Zygote, ZygoteCommand, why_no_zygote
@@ -75,6 +75,7 @@ class BwrapSandbox(DriverSandbox):
         """
         super().__init__(config, queue_timeout_s)
         self._features = probe()
+        self._folders = _shared_folders(config)
         self._cgroups, self._why_no_cgroups = _cgroups(owner, config)
         self._filter = build_filter(countable=self._cgroups is None)
         self._driver = compile_driver(PYTHON)
@@ -136,11 +137,11 @@ class BwrapSandbox(DriverSandbox):
             files += _UNMAPPED_ZERO
         seccomp = ["--seccomp", "{1}"] if self._filter is not None else []
         options = [*_WALLS.split(), *self._features, *_ENVIRONMENT.split()]
-        return ["bwrap", *options, *_system_folders(), *files.split(), *seccomp]
+        return ["bwrap", *options, *_system_folders(), *self._folders, *files.split(), *seccomp]
 
     def _zygote_command(self) -> ZygoteCommand:
         options = [*_ZYGOTE_WALLS.split(), *([] if os.geteuid() == 0 else ["--unshare-user"]), *_ENVIRONMENT.split()]
-        files = ["--perms", "0755", "--dir", "/etc", *_system_folders(), *_ZYGOTE_FILES.split()]
+        files = ["--perms", "0755", "--dir", "/etc", *_system_folders(), *self._folders, *_ZYGOTE_FILES.split()]
         settings = {**self._settings(), "shm_bytes": _SHM_BYTES, "tmp_bytes": self.config.tmp_mb << 20}
         settings["worker"] = os.getpid()  # names whose it is in a list of processes
         if self._cgroups is None:
@@ -209,6 +210,16 @@ def _system_folders() -> list[str]:
             arguments += ["--ro-bind", str(path), str(path)]
     for path in map(Path, ("/etc/alternatives", "/etc/ld.so.cache")):
         arguments += ["--ro-bind-try", str(path), str(path)]
+    return arguments
+
+
+def _shared_folders(config: SandboxConfig) -> list[str]:
+    """`sandbox.folders`, read-only. Raises `SandboxError` where one is not there."""
+    arguments: list[str] = []
+    for inside, here in shared_folders(config).items():
+        for parent in reversed(PurePosixPath(inside).parents[:-1]):
+            arguments += ["--perms", "0755", "--dir", str(parent)]
+        arguments += ["--ro-bind", here, inside]
     return arguments
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import posixpath
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator
 
 DEFAULT_IMAGE = "default"
 """In `warm`: the backend's own default image."""
+SYSTEM_FOLDERS = frozenset({"bin", "dev", "etc", "lib", "lib64", "proc", "root", "run", "sbin", "sys", "tmp", "usr"})
+"""First parts of paths in a box that are its system's, or its own to write."""
 
 
 class CallerConfig(BaseModel):
@@ -60,8 +63,22 @@ class SandboxConfig(BaseModel):
     run_timeout_s: float = Field(5.0, gt=0, description="Wall-clock limit of one run.")
     output_bytes: int = Field(65536, gt=0, description="Output of one run; more is cut and said so.")
     tmp_mb: int = Field(64, gt=0, description="Size of the private /tmp.")
+    folders: dict[str, str] = Field(
+        default_factory=dict,
+        description="Folders of this machine that every box sees, read-only: path in the box, as /agents → path here.",
+    )
     max_boxes: int = Field(64, gt=0, description="Boxes open at once; further sessions wait.")
     on_lost: Literal["replay", "restart"] = Field(
         "replay", description="A resumed episode whose box is gone: run its tool calls again, or the whole episode."
     )
     server: SandboxServerConfig = SandboxServerConfig()
+
+    @field_validator("folders")
+    @classmethod
+    def _check_folders(cls, folders: dict[str, str]) -> dict[str, str]:
+        for inside in folders:
+            if posixpath.normpath(inside) != inside or not inside.startswith("/") or inside.startswith("//"):
+                raise ValueError(f"{inside!r} is no absolute, normal path: choose one such as /agents")
+            if inside.split("/")[1] in {"", *SYSTEM_FOLDERS}:
+                raise ValueError(f"{inside!r} is a box's own: choose another path, such as /agents")
+        return folders

@@ -9,11 +9,12 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from penstock.sandbox.box import Box
 from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.protocol import NoSuchImage, SandboxBusy, SandboxLost, Session
+from penstock.sandbox.protocol import NoSuchImage, SandboxBusy, SandboxError, SandboxLost, Session
 from penstock.sandbox.session import DriverSession
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,15 @@ class SessionSlot:
     image: str | None
     slot: int
     """No box of another living session of this maker has it."""
+
+
+def shared_folders(config: SandboxConfig) -> dict[str, str]:
+    """Path in a box → absolute path here, of `config.folders`. Raises `SandboxError` where one is no folder."""
+    folders = {inside: Path(here).expanduser().resolve() for inside, here in config.folders.items()}
+    for inside, here in folders.items():
+        if not here.is_dir():
+            raise SandboxError(f"sandbox.folders.{inside}: {here} is no folder of this machine")
+    return {inside: str(here) for inside, here in folders.items()}
 
 
 class LimitedSandbox(ABC):

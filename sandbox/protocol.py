@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -37,7 +39,7 @@ class RunResult:
     exit_code: int | None
     """None where it was killed by a limit."""
     limit: str | None = None
-    """``wall``, ``cpu``, ``memory`` or ``output`` where a limit ended or cut it."""
+    """``wall``, ``cpu``, ``memory`` or ``output`` where a limit ended or cut it; ``stopped`` where its caller did."""
     duration_s: float = 0.0
     state_lost: bool = False
     """State that earlier calls had built up is gone: of `run_python` its interpreter's names, of `run_shell` its
@@ -93,6 +95,36 @@ class Session(Protocol):
 
     async def close(self) -> None:
         """End everything in the box; safe to call twice."""
+
+
+Accept = Callable[[socket.socket], None]
+"""Takes one connection and owns it: a stream socket of this process whose other end is a program in the box."""
+
+
+class ServedSession(Session, Protocol):
+    """A session whose runs may reach what its caller serves, though the box has no network.
+
+    Those of boxes on this machine with a driver in them: bwrap, and docker with images that have python3.
+    """
+
+    async def open_port(self) -> int:
+        """A port of the box's own loopback, the same one for the life of the box. Raises `SandboxError`."""
+
+    async def run_served(
+        self,
+        argv: list[str],
+        accept: Accept,
+        *,
+        stop: asyncio.Event | None = None,
+        stdin: str = "",
+        timeout_s: float | None = None,
+        cwd: str | None = None,
+    ) -> RunResult:
+        """`run`, during which `accept` takes each connection that is made to the port; all of them close with the run.
+
+        Of the output the end is kept, not the beginning. `stop` ends the run (``limit`` is ``stopped``) and leaves the
+        box as it is. Raises `SandboxError`, also where the port was not opened in this box.
+        """
 
 
 class Sandbox(Protocol):

@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from penstock.common import cancel_and_wait
 from penstock.sandbox.box import Box, BoxEnded, OnOutput
 from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.protocol import Output, RunResult, SandboxError, SandboxLost, Session
+from penstock.sandbox.protocol import Accept, Output, RunResult, SandboxError, SandboxLost, Session
 
 STATEFUL = frozenset({"python", "shell"})
 
@@ -156,6 +156,8 @@ GRACE_S = 30.0
 """How much longer than a run's limit the driver may take; then the box is ended from outside."""
 FILE_DEADLINE_S = 20.0
 MAX_FILE_BYTES = 32 << 20
+Served = tuple[Accept, asyncio.Event | None]
+"""What takes the connections of a served run, and what stops it."""
 
 
 class DriverSession(OneBoxSession[Box]):
@@ -180,6 +182,31 @@ class DriverSession(OneBoxSession[Box]):
             return RunResult("", "the command holds a NUL character\n", 1)
         return await self._run({"do": "shell", "command": command}, timeout_s)
 
+    async def open_port(self) -> int:
+        async with self._turn:
+            box = await self._living_box()
+            try:
+                answer = await self._request(box, {"do": "listen"}, FILE_DEADLINE_S)
+            except TimeoutError as error:
+                raise SandboxError(f"the box opened no port in {FILE_DEADLINE_S:.0f} s") from error
+            if "errno" in answer:
+                raise SandboxError(f"the box can open no port: {answer['error']}")
+            box.port = int(answer["port"])
+            return box.port
+
+    async def run_served(
+        self,
+        argv: list[str],
+        accept: Accept,
+        *,
+        stop: asyncio.Event | None = None,
+        stdin: str = "",
+        timeout_s: float | None = None,
+        cwd: str | None = None,
+    ) -> RunResult:
+        command = {"do": "run", "argv": argv, "stdin": stdin, "cwd": cwd, "serve": True}
+        return await self._run(command, timeout_s, served=(accept, stop))
+
     async def write_file(self, path: str, data: bytes) -> None:
         if len(data) > MAX_FILE_BYTES:
             raise OSError(27, f"more than {MAX_FILE_BYTES} bytes in one file", path)
@@ -190,18 +217,27 @@ class DriverSession(OneBoxSession[Box]):
         return base64.b64decode(answer["data"])
 
     async def _run(
-        self, command: dict[str, Any], timeout_s: float | None, on_output: OnOutput | None = None
+        self,
+        command: dict[str, Any],
+        timeout_s: float | None,
+        on_output: OnOutput | None = None,
+        served: Served | None = None,
     ) -> RunResult:
         limit_s = self._config.run_timeout_s if timeout_s is None else timeout_s
         async with self._turn:
             box = await self._living_box()
+            if served is not None and box.port is None:
+                raise SandboxError("no port is open in this box: `open_port` opens one, and a new box needs another")
             self._state_loss.record_start(command["do"])
-            result = await self._result(box, {**command, "timeout_s": limit_s}, limit_s, on_output)
+            result = await self._result(box, {**command, "timeout_s": limit_s}, on_output, served)
             return self._state_loss.report(command["do"], result)
 
-    async def _result(self, box: Box, command: dict[str, Any], limit_s: float, on_output: OnOutput | None) -> RunResult:
+    async def _result(
+        self, box: Box, command: dict[str, Any], on_output: OnOutput | None, served: Served | None
+    ) -> RunResult:
+        limit_s = command["timeout_s"]
         try:
-            answer = await self._request(box, command, limit_s + GRACE_S, on_output)
+            answer = await self._request(box, command, limit_s + GRACE_S, on_output, served)
         except TimeoutError:
             return RunResult("", "", None, limit="wall", duration_s=limit_s)
         except BoxEnded as error:
@@ -226,10 +262,17 @@ class DriverSession(OneBoxSession[Box]):
         return answer
 
     async def _request(
-        self, box: Box, command: dict[str, Any], deadline_s: float, on_output: OnOutput | None = None
+        self,
+        box: Box,
+        command: dict[str, Any],
+        deadline_s: float,
+        on_output: OnOutput | None = None,
+        served: Served | None = None,
     ) -> dict[str, Any]:
         """Any ending but an answer ends the box: its next answer could be the one to this request."""
         try:
+            if served is not None:
+                return await box.request_served(command, deadline_s, *served)
             return await box.request(command, deadline_s, on_output)
         except BaseException:
             await self._end_box()

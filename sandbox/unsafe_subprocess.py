@@ -16,6 +16,7 @@ from penstock.sandbox.box import BoxCommand, ProcessBox
 from penstock.sandbox.bundle import compile_driver, driver_command
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.limited import QUEUE_TIMEOUT_S, DriverSandbox, SessionSlot
+from penstock.sandbox.protocol import SandboxError
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ class UnsafeSubprocessSandbox(DriverSandbox):
 
     def __init__(self, config: SandboxConfig, queue_timeout_s: float = QUEUE_TIMEOUT_S) -> None:
         super().__init__(config, queue_timeout_s)
+        if config.folders:
+            raise SandboxError("sandbox.folders: unsafe_subprocess has no boxes; name the folders of this machine")
         self._driver = compile_driver(sys.executable)
         self._folder = tempfile.mkdtemp(prefix=f"penstock-unsafe-{os.getpid()}-")
         logger.warning("sandbox: %s", self.containment)

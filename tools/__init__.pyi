@@ -4,6 +4,7 @@ from .base import ToolInfraError as ToolInfraError
 from .base import ToolResult as ToolResult
 from .base import ToolUnavailable as ToolUnavailable
 from .config import ToolConfig as ToolConfig
+from .episode_box import BoxTool as BoxTool
 from .episode_box import EpisodeBox as EpisodeBox
 from .episode_state import sharing as sharing
 from .functions import FunctionTool as FunctionTool

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from penstock.sandbox import Sandbox, SandboxError, SandboxLost, Session
@@ -21,6 +23,8 @@ class EpisodeBox:
     """Where relative paths of the editor begin; empty: where the session begins."""
     begin = ""
     """Shell text that the box's first shell runs before its first command."""
+    variables: Mapping[str, str] = MappingProxyType({})
+    """What programs see beside the box's own environment."""
 
     def __init__(self, sandbox: Sandbox, label: str, image: str | None = None) -> None:
         self._sandbox = sandbox

@@ -82,6 +82,7 @@ class SweBox(EpisodeBox):
 
     def _settle(self, environment: SweEnvironment) -> None:
         self._environment, self.folder = environment, environment.folder
+        self.variables = environment.variables
         exports = [f"export {name}={shlex.quote(value)}" for name, value in environment.variables.items()]
         self.begin = "; ".join([*exports, f"cd -- {shlex.quote(environment.folder)}"])
 

@@ -182,7 +182,7 @@ class ResponseBody(SamplingBody):
 
 FIELDS = BodyFields(
     ResponseBody,
-    harmless=HARMLESS | {"max_tool_calls"},
+    harmless=HARMLESS | {"client_metadata", "max_tool_calls"},
     refused={
         "background": Refused("no answer is kept running for a later request", (False,)),
         "context_management": Refused("contexts only grow", ([],)),

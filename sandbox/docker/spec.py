@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.docker.engine import DockerEngine, DockerImage
+from penstock.sandbox.limited import shared_folders
 
 UID_BASE = 1_895_825_408
 """Right above the range of bubblewrap's boxes."""
@@ -64,6 +65,8 @@ def _host_config(config: SandboxConfig, image: DockerImage, uid: int) -> dict[st
         "Ulimits": [_limit("core", NO_CORE), _limit("nofile", OPEN_FILES), _limit("memlock", 64 << 10)],
         "LogConfig": {"Type": "none", "Config": {}},
     }
+    if config.folders:
+        host["Binds"] = [f"{here}:{inside}:ro" for inside, here in shared_folders(config).items()]
     if config.runtime is not None:
         host["Runtime"] = config.runtime
     return host

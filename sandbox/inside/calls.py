@@ -1,4 +1,4 @@
-"""The commands that run code: a program, a call of the interpreter, a call of the shell.
+"""The commands that run code: a program, served by the worker or not, a call of the interpreter, a call of the shell.
 
 `pump` moves bytes in and out until the run ends, by itself or by a limit.
 """
@@ -16,8 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.sandbox.inside import interpreter, shell
-from penstock.sandbox.inside.capture import OutputCapture
+from penstock.sandbox.inside.capture import OutputCapture, TailCapture
 from penstock.sandbox.inside.children import ChildTable, ForkedChild, become_command, kill_session
+from penstock.sandbox.inside.forward import ForwardedPort
 from penstock.sandbox.inside.interpreter import OUTCOME_BYTES
 from penstock.sandbox.inside.memory import IDLE_LOOK_S, MemoryWatch
 from penstock.sandbox.inside.persistent import PersistentChild, PersistentChildren
@@ -42,6 +43,8 @@ class WatchedRun:
         """Where the resident says that a call ended."""
         self.exit_code: int | None = None
         """Set once the resident said so; for all else the kernel's word counts."""
+        self.stop_asked: Callable[[], bool] = lambda: False
+        """Whether the worker wants the run to end now."""
 
     def expect_outcome(self, number: int, outcomes: int) -> None:
         """Of a resident's call `number`; drops what earlier calls left in the pipe."""
@@ -103,8 +106,8 @@ def pump(
         for fd, _ in poller.poll(min(remaining_s, LONGEST_WAIT_S) * 1000 + 1):
             if not handlers[fd]():
                 poller.unregister(fd)
-        if run.capture.flooded:
-            return "output"
+        if run.capture.flooded or run.stop_asked():
+            return "output" if run.capture.flooded else "stopped"
     return None
 
 
@@ -171,10 +174,20 @@ OnOutput = Callable[[str, str], None]
 
 
 class Calls:
-    def __init__(
-        self, settings: dict[str, Any], control: int, hang_up: Callable[[], bool], on_output: OnOutput
+    def __init__(  # noqa: PLR0917 - made in one place
+        self,
+        settings: dict[str, Any],
+        control: int,
+        hang_up: Callable[[], bool],
+        on_output: OnOutput,
+        port: ForwardedPort,
+        read_frame: Callable[[], dict[str, Any]],
     ) -> None:
+        """`port`: what a served run may reach; `read_frame`: the worker's next frame, during such a run alone."""
         self.settings = settings
+        self.port = port
+        self._control = control
+        self._read_frame = read_frame
         self.processes = ChildTable(settings)
         self.persistent = PersistentChildren(self.processes)
         self._interrupts = {self.processes.wakeup: self.processes.reap, control: hang_up}
@@ -193,6 +206,7 @@ class Calls:
 
     def run(self, command: dict[str, Any]) -> dict[str, Any]:
         lost_before = set(self.persistent.unreported)
+        served = self._serve() if command.get("serve") else {}
         stdin_read, stdin_write = os.pipe()
         body = lambda: become_command(command["argv"], command.get("cwd"))  # noqa: E731
         try:
@@ -203,10 +217,21 @@ class Calls:
         finally:
             os.close(stdin_read)
         run = WatchedRun(child, self._capture(command), stdin_write, command["stdin"].encode("utf-8", "replace"))
-        answer = self._watch(run, command["timeout_s"], self.persistent.kill_strangers)
+        if served:
+            run.stop_asked = lambda: self.port.stopped
+        answer = self._watch(run, command["timeout_s"], self.persistent.kill_strangers, served)
+        if served:
+            self.port.end()
         run.end_feed()
         self.processes.forget(child)
         return {**answer, "state_lost": bool(self.persistent.unreported - lost_before)}
+
+    def _serve(self) -> Handlers:
+        """What a served run watches beside its own pipes. The worker's frames are then no hang-up."""
+        return {
+            self._control: lambda: self.port.take(self._read_frame()),
+            self.port.begin(): self.port.ready,
+        }
 
     def python(self, command: dict[str, Any]) -> dict[str, Any]:
         def feed(number: int, _: PersistentChild) -> bytes:
@@ -232,12 +257,17 @@ class Calls:
         return {**answer, "state_lost": self.persistent.report_loss(kind)}
 
     def _capture(self, command: dict[str, Any]) -> OutputCapture:
+        if command.get("serve"):
+            return TailCapture(self.settings["output_bytes"])
         return OutputCapture(self.settings["output_bytes"], self._on_output if command.get("stream") else None)
 
-    def _watch(self, run: WatchedRun, timeout_s: float, kill: Callable[[], None]) -> dict[str, Any]:
+    def _watch(
+        self, run: WatchedRun, timeout_s: float, kill: Callable[[], None], served: Handlers | None = None
+    ) -> dict[str, Any]:
         """The result of the run; what a limit ended is gone afterwards, with all that it had started."""
         started = time.monotonic()
-        broken = pump(run, started + timeout_s, self.processes, self._interrupts, self._memory)
+        interrupts = {**self._interrupts, **(served or {})}
+        broken = pump(run, started + timeout_s, self.processes, interrupts, self._memory)
         if broken is not None:
             kill_session(run.child.pid)
             kill()

@@ -71,3 +71,19 @@ class OutputCapture:
         stderr = bytes(self.stderr[:for_stderr])
         stdout = bytes(self.stdout[: self.limit_bytes - len(stderr)])
         return stdout.decode("utf-8", "replace"), stderr.decode("utf-8", "replace")
+
+
+class TailCapture(OutputCapture):
+    """The last `limit_bytes` instead of the first: what a long run ended with."""
+
+    def keep(self, kept: bytearray, data: bytes, name: str) -> None:
+        self.total_bytes += len(data)
+        kept += data
+        if len(kept) > 2 * self.limit_bytes:
+            del kept[: -self.limit_bytes]
+
+    def texts(self) -> tuple[str, str]:
+        for_stderr = max(self.limit_bytes // 4, self.limit_bytes - len(self.stdout))
+        stderr = bytes(self.stderr[-for_stderr:])
+        stdout = bytes(self.stdout[-(self.limit_bytes - len(stderr)) :]) if len(stderr) < self.limit_bytes else b""
+        return stdout.decode("utf-8", "replace"), stderr.decode("utf-8", "replace")

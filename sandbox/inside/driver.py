@@ -3,7 +3,7 @@
     worker ──frames over a socket──► driver (pid 1 of the box) ──pipes──► interpreter, shell, commands
 
 A frame is 4 bytes of length (big endian), then JSON. Before its result, a streamed run sends frames with ``out`` (the
-stream's name) and ``data``.
+stream's name) and ``data``; during a served run both sides send those of `forward.py`.
 
 What keeps untrusted code from answering in its place: the control descriptor is a socket (it cannot be reopened by
 way of /proc), children close it before their first own instruction, and the driver is not dumpable, so that no process
@@ -27,6 +27,7 @@ from typing import Any
 
 from penstock.sandbox.inside import children
 from penstock.sandbox.inside.calls import Calls
+from penstock.sandbox.inside.forward import ForwardedPort
 
 LENGTH = struct.Struct(">I")
 
@@ -48,9 +49,13 @@ class Control:
         poller.register(wakeup, select.POLLIN)
         while self.fd not in [fd for fd, _ in poller.poll(None if look_s is None else look_s * 1000)]:
             look()
+        return self.read_frame()
+
+    def read_frame(self) -> dict[str, Any]:
+        """The worker's next frame, waited for."""
         (size,) = LENGTH.unpack(self._read_exactly(LENGTH.size))
-        command: dict[str, Any] = json.loads(self._read_exactly(size))
-        return command
+        frame: dict[str, Any] = json.loads(self._read_exactly(size))
+        return frame
 
     def _read_exactly(self, size: int) -> bytes:
         data = bytearray()
@@ -164,7 +169,8 @@ class BoxDriver:
         self.control = control
         self.root = settings.get("root")
         self.counts_oom_kills = settings.get("counts_oom_kills", False)
-        self.calls = Calls(settings, control.fd, control.hang_up, self.send_output)
+        port = ForwardedPort(control.send)
+        self.calls = Calls(settings, control.fd, control.hang_up, self.send_output, port, control.read_frame)
         self._id = 0
 
     def serve(self) -> None:
@@ -172,12 +178,15 @@ class BoxDriver:
             "run": self.calls.run,
             "python": self.calls.python,
             "shell": self.calls.shell,
+            "listen": self.listen,
             "write": self.write,
             "read": self.read,
         }
         self.control.send({"ready": True})
         while True:
             command = self.control.receive(self.calls.processes.wakeup, self.calls.look_idle, self.calls.idle_look_s)
+            if "do" not in command:  # for a connection of a run that has ended
+                continue
             self._id = command["id"]
             try:
                 answer = commands[command["do"]](command)
@@ -193,6 +202,9 @@ class BoxDriver:
     def memory(self) -> dict[str, int]:
         """A container's cgroup is shown inside; of other boxes the worker reads it."""
         return {"oom_kills": oom_kills()} if self.counts_oom_kills else {}
+
+    def listen(self, _: dict[str, Any]) -> dict[str, Any]:
+        return {"port": self.calls.port.open()}
 
     def write(self, command: dict[str, Any]) -> dict[str, Any]:
         write_file(command["path"], base64.b64decode(command["data"]), self.root)

@@ -55,6 +55,21 @@ def test_a_call_however_it_is_spelled(same):
 
 
 @pytest.mark.parametrize(
+    "same",
+    [
+        {**SAID, "content": "\n\n", "reasoning_content": "\nI add.\n"},
+        {**SAID, "content": None, "reasoning_content": "I add."},
+        {**SAID, "content": "<think>\nI add.\n</think>\n\n", "reasoning_content": "I add."},
+    ],
+)
+def test_thinking_that_a_client_has_moved_is_the_same(same):
+    thought = {**SAID, "content": "<think>\nI add.\n</think>\n\n"}
+    assert key(same) == key(thought)
+    assert key(SAID) != key(thought)
+    assert key({**same, "content": "", "reasoning_content": "I subtract."}) != key(thought)
+
+
+@pytest.mark.parametrize(
     "other",
     [
         {**SAID, "content": "x"},

@@ -61,9 +61,11 @@ async def main(given: dict[str, Any]) -> None:
     config = AgentConfig(
         loop=given["loop"],
         concurrency=given["episodes"],
-        max_response_tokens=4000,
+        max_response_tokens=given.get("max_response_tokens", 4000),
         max_turns=8,
+        max_new_tokens=given.get("max_new_tokens", 256),
         episode_deadline_s=300.0,
+        settings=given.get("settings", {}),
         reward=given.get("reward", "judge.py:compute_score"),
         rewards={"settings": given.get("reward_settings", {})},
     )
@@ -77,8 +79,10 @@ async def main(given: dict[str, Any]) -> None:
         max_boxes=given["episodes"] + 16,
         run_timeout_s=240.0,
         on_lost=given.get("on_lost", "replay"),
+        **given.get("sandbox", {}),
     )
     tools = [ToolConfig(name="python", timeout_s=300.0)] if given.get("sandbox_url") else []
+    tools += [ToolConfig(**one) for one in given.get("tools", ())]
     run = RunContext(
         queue, given["model"], TOKEN, recipe_dir=Path(given["recipe_dir"]), lease_ttl_s=given["lease_ttl_s"]
     )

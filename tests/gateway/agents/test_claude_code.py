@@ -18,7 +18,7 @@ from tests.gateway.talking_engine import TalkingEngine
 from penstock.rollout_server import EngineInfo, GenerateRequest
 
 pytestmark = [pytest.mark.agents, pytest.mark.deep]
-INSTALLED = Path(__file__).parents[3] / ".agents/node_modules/.bin/claude"
+INSTALLED = Path(__file__).parents[3] / ".agents/claude/node_modules/.bin/claude"
 CLAUDE = os.environ.get("PENSTOCK_CLAUDE") or (str(INSTALLED) if INSTALLED.exists() else shutil.which("claude"))
 needs_claude = pytest.mark.skipif(CLAUDE is None, reason="Claude Code is missing: scripts/setup-agents installs it")
 DEADLINE_S = 240.0

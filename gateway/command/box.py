@@ -1,0 +1,130 @@
+"""The box of a program: where it works, what is put into it, how it runs, what is read out of it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import posixpath
+import tarfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.agent_loops import InfraFailure
+from penstock.sandbox import Accept, RunResult, ServedSession, put_folder
+
+STATE = ".penstock_program"
+SET_UP_S = 60.0
+_HOME = 'mkdir -p -- "$1/home" && cd -- "$1" && pwd -P'
+_FOLDER = 'mkdir -p -- "$1" && cd -- "$1" && pwd -P'
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the program may reach."""
+
+    accept: Accept
+    stop: asyncio.Event
+    """Set to end the program."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramEnd:
+    """How a program ended, and what it left."""
+
+    result: RunResult
+    seconds: float
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Collected ones, by the paths of the settings."""
+
+    def describe(self) -> str:
+        """For causes: how it ended, and its last words."""
+        result = self.result
+        how = f"it ended with {result.exit_code}" if result.limit is None else f"limit {result.limit}"
+        words = (result.stderr.strip() or result.stdout.strip())[-400:]
+        return f"{how} after {self.seconds:.1f} s: {words}" if words else f"{how} after {self.seconds:.1f} s"
+
+
+class ProgramBox:
+    """One episode's. Made by `open`; its session is closed by who started it."""
+
+    def __init__(self, session: ServedSession, folder: str, state: str, variables: Mapping[str, str]) -> None:
+        self.session = session
+        self.folder = folder
+        """Where the program starts, absolute."""
+        self.home = posixpath.join(state, "home")
+        self._variables = variables
+
+    @classmethod
+    async def open(cls, session: ServedSession, folder: str, variables: Mapping[str, str]) -> ProgramBox:
+        """`folder`: where the program starts, made where it is missing. Raises `SandboxError`, `InfraFailure`."""
+        state = await _made(session, _HOME, STATE)
+        return cls(session, await _made(session, _FOLDER, folder or posixpath.join(state, "work")), state, variables)
+
+    async def put(self, files: Mapping[str, bytes]) -> None:
+        """By path: ``~/…`` in its home, absolute, or in its folder. Raises `SandboxError`, `InfraFailure`."""
+        groups: dict[str, dict[str, bytes]] = {}
+        for path, content in files.items():
+            base, name = self._place(path)
+            groups.setdefault(base, {})[name] = content
+        for base, group in groups.items():
+            try:
+                await put_folder(self.session, base, _tar_of(group))
+            except OSError as error:
+                raise InfraFailure("task", f"files {', '.join(group)} cannot be written to {base}: {error}") from error
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        stdin: str,
+        limit_s: float,
+        served: Served,
+    ) -> ProgramEnd:
+        """The program, to its end. Raises `SandboxError`."""
+        variables = {**self._variables, "HOME": self.home, **environment}
+        started = time.monotonic()
+        result = await self.session.run_served(
+            ["env", *(f"{name}={value}" for name, value in variables.items()), *argv],
+            served.accept,
+            stop=served.stop,
+            stdin=stdin,
+            timeout_s=limit_s,
+            cwd=self.folder,
+        )
+        return ProgramEnd(result, time.monotonic() - started)
+
+    async def collect(self, paths: Sequence[str], max_bytes: int) -> dict[str, str]:
+        """Those that are there, as text. Raises `SandboxError`."""
+        found = {}
+        for path in paths:
+            try:
+                data = await self.session.read_file(posixpath.join(*self._place(path)), max_bytes)
+            except OSError:
+                continue
+            found[path] = data.decode("utf-8", "replace")
+        return found
+
+    def _place(self, path: str) -> tuple[str, str]:
+        """(folder, path in it)"""
+        if path.startswith("~/"):
+            return self.home, path[2:]
+        return ("/", path.lstrip("/")) if path.startswith("/") else (self.folder, path)
+
+
+async def _made(session: ServedSession, script: str, folder: str) -> str:
+    result = await session.run(["sh", "-c", script, "program", folder], timeout_s=SET_UP_S)
+    if result.exit_code != 0:
+        words = result.stderr.strip() or f"limit {result.limit}"
+        raise InfraFailure("sandbox", f"folder {folder!r} cannot be made in the box: {words[-400:]}")
+    return result.stdout.rstrip("\n")
+
+
+def _tar_of(files: Mapping[str, bytes]) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for path, content in files.items():
+            member = tarfile.TarInfo(path)
+            member.size, member.mode = len(content), 0o755 if content.startswith(b"#!") else 0o644
+            archive.addfile(member, io.BytesIO(content))
+    return packed.getvalue()

@@ -1,0 +1,220 @@
+"""`agent.loop: command`: any program, run once per episode in a box, whose requests to its model are recorded.
+
+    box ─► files, endpoint ─► program ──API──► CommandSession ─► journal, segments
+                                  └─► end: status, output, files ─► outcome ─► the task's reward
+
+The box has no network: the program reaches the API of its own episode by a port of the box's loopback, which the
+sandbox's driver carries to this process. docs/agent_loops.md has the outcomes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from penstock.agent_loops import (
+    TRUNCATED_DEADLINE,
+    TRUNCATED_LENGTH,
+    AgentLoopOutput,
+    EpisodeJournal,
+    EpisodeRestart,
+    InfraFailure,
+    WorkerServices,
+    span,
+)
+from penstock.agent_loops.loops import read_settings
+from penstock.gateway.command.box import ProgramBox, ProgramEnd, Served
+from penstock.gateway.command.session import CommandSession, EpisodeEndpoint
+from penstock.gateway.command.settings import CommandSettings, Placeholders, files_of
+from penstock.gateway.finish import last_turn, outcome_of
+from penstock.gateway.recorded_loop import MODEL, RecordedLoop
+from penstock.gateway.session import GatewaySession
+from penstock.gateway.sessions import handle_of
+from penstock.sandbox import SandboxError, ServedSession, Session
+from penstock.transfer_queue import COMPLETED, Lease, Outcome, OutcomeKind, Task
+
+SHARE_OF_DEADLINE = 0.9
+"""Of the episode's deadline; what is left is for reading files: past the deadline the box is gone with its files."""
+TAIL = 4000
+"""Characters of each output that a trajectory keeps."""
+PROMPT = "~/prompt.txt"
+
+
+class CommandLoop(RecordedLoop):
+    """Runs `agent.settings.command` (`CommandSettings`)."""
+
+    needs_sandbox: ClassVar[bool] = True
+    session_kind: ClassVar[type[GatewaySession]] = CommandSession
+    recorded: CommandSession
+
+    def equip(self, services: WorkerServices, lease: Lease, journal: EpisodeJournal) -> None:
+        super().equip(services, lease, journal)
+        self._deadline_s = services.config.episode_deadline_s
+        self._handle = handle_of(lease.episode_id, lease.fence)
+        self._own_session: Session | None = None
+
+    async def run(self, task: Task) -> list[AgentLoopOutput]:
+        settings = read_settings(CommandSettings, self)
+        ends_at = time.monotonic() + self._deadline_s * SHARE_OF_DEADLINE
+        try:
+            box = await self._open_box(task, settings)
+            end = await self._run_program(box, task, settings, ends_at)
+        except SandboxError as error:
+            raise InfraFailure("sandbox", str(error)) from error
+        return self._outputs(end, settings)
+
+    async def teardown(self) -> None:
+        if self._own_session is not None:
+            await self._own_session.close()
+
+    # the box -------------------------------------------------------------------------------------------------------
+    async def _open_box(self, task: Task, settings: CommandSettings) -> ProgramBox:
+        """That of the recipe's tools, so that they grade what the program left in it; else one of its own."""
+        shared = await self.tools.episode_box()
+        if shared is not None:
+            session, folder, variables = await shared.session(), shared.folder, shared.variables
+        else:
+            if self.sandbox is None:
+                raise InfraFailure("sandbox", "the loop `command` runs its program in a box, and there is no sandbox")
+            image = settings.image or task.extra_info.get("sandbox_image") or None
+            session = self._own_session = await self.sandbox.start(task.task_id, image=image)
+            folder, variables = "", {}
+        return await ProgramBox.open(_served(session), settings.folder or folder, variables)
+
+    async def _run_program(self, box: ProgramBox, task: Task, settings: CommandSettings, ends_at: float) -> ProgramEnd:
+        recorded = self.recorded
+        endpoint = EpisodeEndpoint(recorded, self._handle, settings.limits)
+        try:
+            port = await box.session.open_port()
+            places = Placeholders(task, self._facts(endpoint, port, box))
+            await box.put(self._files(task, settings, places))
+            limit_s = min(settings.max_seconds or self._deadline_s, ends_at - time.monotonic())
+            if limit_s <= 0:
+                raise InfraFailure("sandbox", f"no box was ready within {self._deadline_s * SHARE_OF_DEADLINE:g} s")
+            argv, stdin = places.argv(settings.command), places.fill(settings.stdin, "stdin")
+            with span("tool", "program"):
+                end = await box.run(
+                    argv,
+                    _environment(settings, places),
+                    stdin,
+                    limit_s,
+                    Served(endpoint.accept, recorded.stop),
+                )
+        finally:
+            recorded.closing = True
+            await endpoint.close()
+            await self.close_recording()
+        self._raise_failure()
+        files = await box.collect(settings.collect, settings.max_file_bytes)
+        return ProgramEnd(end.result, end.seconds, files)
+
+    def _facts(self, endpoint: EpisodeEndpoint, port: int, box: ProgramBox) -> dict[str, str]:
+        base_url, anthropic_base_url = endpoint.urls(port)
+        return {
+            "base_url": base_url,
+            "anthropic_base_url": anthropic_base_url,
+            "api_key": endpoint.key,
+            "model": MODEL,
+            "folder": box.folder,
+            "home": box.home,
+            "prompt_file": f"{box.home}/{PROMPT.removeprefix('~/')}",
+        }
+
+    def _files(self, task: Task, settings: CommandSettings, places: Placeholders) -> dict[str, bytes]:
+        """The row's, the settings', and the prompt."""
+        of_settings = {
+            path: places.fill(text, f"files.{path}", code=True).encode() for path, text in settings.files.items()
+        }
+        return {PROMPT: places.fill("{prompt}", "prompt").encode(), **files_of(task), **of_settings}
+
+    # the end -------------------------------------------------------------------------------------------------------
+    def _raise_failure(self) -> None:
+        """What ends the episode whatever the program made of it."""
+        if self.recorded.diverged:
+            raise EpisodeRestart(self.recorded.cause)
+        if self.recorded.failure is not None:
+            raise self.recorded.failure
+
+    def _outputs(self, end: ProgramEnd, settings: CommandSettings) -> list[AgentLoopOutput]:
+        if last_turn(self.recorded) is None:
+            raise InfraFailure("agent", self._why_nothing(end))
+        outcome = self._outcome(end, settings)
+        self.check_replayed()
+        result = end.result
+        program = {
+            "exit_code": result.exit_code,
+            "limit": result.limit,
+            "cause": self.recorded.cause,
+            "stdout": result.stdout[-TAIL:],
+            "stderr": result.stderr[-TAIL:],
+            "files": dict(end.files),
+            "refused": list(self.recorded.refusals),
+        }
+        metrics = {
+            "program_seconds": end.seconds,
+            "program_requests": float(self.recorded.requests),
+            "program_refusals": float(len(self.recorded.refusals)),
+        }
+        return self.recorded_outputs(outcome, metrics=metrics, extra={"program": program})
+
+    def _why_nothing(self, end: ProgramEnd) -> str:
+        """The cause of an episode in which the model was never asked with success."""
+        refused = f"; its last request was refused: {self.recorded.last_refusal}" if self.recorded.last_refusal else ""
+        asked = "every request of the program failed" if self.recorded.requests else "the program never asked the model"
+        return f"{asked}{refused}; {self.recorded.cause or end.describe()}"
+
+    def _outcome(self, end: ProgramEnd, settings: CommandSettings) -> Outcome:
+        """By the budget, by what ended the program, by its status. Raises `InfraFailure`."""
+        budget = outcome_of(self.recorded, None)
+        if self.recorded.facts.get("truncated"):
+            return budget
+        if self.recorded.cause:
+            return Outcome(OutcomeKind.POLICY_ERROR, f"the program was ended: {self.recorded.cause}")
+        if end.result.limit == "wall":
+            return TRUNCATED_DEADLINE
+        if end.result.limit is not None and end.result.exit_code is None:
+            return Outcome(OutcomeKind.POLICY_ERROR, f"the program was ended: {end.describe()}")
+        if end.result.exit_code == 0:
+            return budget
+        return self._of_failed(end, settings, budget)
+
+    def _of_failed(self, end: ProgramEnd, settings: CommandSettings, budget: Outcome) -> Outcome:
+        """Of a status other than 0: a mistake in the settings is no fault of the model's."""
+        if self.recorded.too_long:
+            return TRUNCATED_LENGTH
+        if self.recorded.last_refusal:
+            raise InfraFailure("agent", f"its last request was refused: {self.recorded.last_refusal}; {end.describe()}")
+        if budget != COMPLETED:
+            return budget
+        if settings.on_failure == "infra_error":
+            raise InfraFailure("agent", end.describe())
+        return Outcome(OutcomeKind.POLICY_ERROR, end.describe())
+
+
+def _served(session: Session) -> ServedSession:
+    if getattr(session, "run_served", None) is None:
+        raise InfraFailure(
+            "sandbox",
+            "boxes of this backend cannot reach the gateway: the loop `command` needs sandbox.backend bwrap, or docker "
+            "with images that have python3",
+        )
+    served: Any = session
+    return served
+
+
+def _environment(settings: CommandSettings, places: Placeholders) -> Mapping[str, str]:
+    """The endpoint under the names that clients of both APIs read, and the recipe's own."""
+    usual = {
+        "OPENAI_BASE_URL": "{base_url}",
+        "OPENAI_API_BASE": "{base_url}",
+        "OPENAI_API_KEY": "{api_key}",
+        "OPENAI_MODEL": "{model}",
+        "ANTHROPIC_BASE_URL": "{anthropic_base_url}",
+        "ANTHROPIC_API_KEY": "{api_key}",
+        "ANTHROPIC_MODEL": "{model}",
+    }
+    filled = {
+        name: places.fill(text, f"environment.{name}") for name, text in {**usual, **settings.environment}.items()
+    }
+    return {name: value for name, value in filled.items() if value}

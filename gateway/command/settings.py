@@ -1,0 +1,126 @@
+"""`agent.settings` of the loop `command`, and the placeholders in them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from penstock.agent_loops import InfraFailure
+from penstock.common import nearest
+from penstock.gateway.command.session import EndpointLimits
+from penstock.transfer_queue import Task
+
+PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
+"""``{name}``; the shell's ``${name}`` and JSON's braces are left alone."""
+FILES = "files"
+"""Column of a row: path → text of files that lie in the program's folder when it starts."""
+
+
+class CommandSettings(BaseModel):
+    """`agent.settings` of `command`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    command: str | list[str] = Field(
+        description="The program: a list of arguments, or a line for `sh`, in which placeholders are quoted."
+    )
+    environment: dict[str, str] = Field(
+        default_factory=dict, description="Variables beside the endpoint's own; an empty one takes such a one away."
+    )
+    files: dict[str, str] = Field(
+        default_factory=dict, description="Files written before the start: path (`~/…`, or in its folder) → text."
+    )
+    stdin: str = Field("", description="Text on its standard input.")
+    folder: str = Field(
+        "", description="Where it starts. Empty: the repository of the recipe's `swe` tools, else an empty folder."
+    )
+    image: str | None = Field(None, description="Image of the box. Unset: the row's `sandbox_image`, else the default.")
+    collect: list[str] = Field(
+        default_factory=list, description="Files read after its end, for the reward and `extra.program.files`."
+    )
+    max_seconds: float | None = Field(
+        None, gt=0, description="It is ended after so long. Unset: nine tenths of `agent.episode_deadline_s`."
+    )
+    max_requests: int = Field(1000, gt=0, description="HTTP requests of any kind, and connections; one more ends it.")
+    max_request_mb: int = Field(512, gt=0, description="Bodies of its requests together, in MiB; more ends it.")
+    max_file_bytes: int = Field(1 << 20, gt=0, le=32 << 20, description="Of one collected file; the rest is cut.")
+    on_failure: Literal["policy_error", "infra_error"] = Field(
+        "policy_error",
+        description="An exit status other than 0 after answers: graded, or tried again without a reward.",
+    )
+
+    @property
+    def limits(self) -> EndpointLimits:
+        return EndpointLimits(self.max_requests, self.max_request_mb << 20)
+
+
+class Placeholders:
+    """Values by name: those of the endpoint, the task's messages, and the plain columns of its row."""
+
+    def __init__(self, task: Task, given: Mapping[str, str]) -> None:
+        columns = {name: str(value) for name, value in task.extra_info.items() if isinstance(value, str | int | float)}
+        self._values = {
+            **columns,
+            "task_id": task.task_id,
+            "prompt": "\n\n".join(texts_of(task.messages, "user")),
+            "system": "\n\n".join(texts_of(task.messages, "system")),
+            "messages": json.dumps(list(task.messages), ensure_ascii=False, default=str),
+            **given,
+        }
+
+    def fill(self, text: str, where: str, *, quoted: bool = False, code: bool = False) -> str:
+        """`text` with its placeholders. Raises `InfraFailure`.
+
+        Args:
+            quoted: each as one word of a shell.
+            code: `text` may have other names in braces, which stay.
+        """
+
+        def value(found: re.Match[str]) -> str:
+            name = found[1]
+            if name not in self._values:
+                if code:
+                    return found[0]
+                raise InfraFailure(
+                    "loop", f"agent.settings.{where}: {{{name}}} is no placeholder{nearest(name, self._values)}"
+                )
+            return shlex.quote(self._values[name]) if quoted else self._values[name]
+
+        return PLACEHOLDER.sub(value, text)
+
+    def argv(self, command: str | Sequence[str]) -> list[str]:
+        if isinstance(command, str):
+            return ["sh", "-c", self.fill(command, "command", quoted=True)]
+        return [self.fill(part, "command") for part in command]
+
+
+def texts_of(messages: Sequence[Mapping[str, Any]], role: str) -> list[str]:
+    """The text of each message of `role`."""
+    contents = [message.get("content") for message in messages if message.get("role") == role]
+    return [content if isinstance(content, str) else _text_parts(content) for content in contents if content]
+
+
+def _text_parts(content: Any) -> str:
+    return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+
+
+def files_of(task: Task) -> dict[str, bytes]:
+    """The row's own files. Raises `InfraFailure` naming what is wrong."""
+    given = task.extra_info.get(FILES) or {}
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise InfraFailure("task", f"column {FILES} of {task.task_id} is no JSON: {error}") from error
+    if not isinstance(given, Mapping):
+        raise InfraFailure("task", f"column {FILES} of {task.task_id} must map paths to texts")
+    files = {str(path): content for path, content in given.items() if content is not None}
+    for path, content in files.items():
+        if not isinstance(content, str | bytes):
+            raise InfraFailure("task", f"column {FILES} of {task.task_id}: {path} is no text")
+    return {path: content if isinstance(content, bytes) else content.encode() for path, content in files.items()}

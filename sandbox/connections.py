@@ -1,0 +1,116 @@
+"""Connections that programs in a box make to its forwarded port, as sockets of this process.
+
+    box's program ──► driver ──frames──► BoxConnections ──socket pair──► whoever accepts it
+
+The frames are those of `inside/forward.py`. Each connection has a window of its own in both directions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from penstock.common import cancel_and_wait
+from penstock.sandbox.inside.forward import CHUNK_BYTES, WINDOW_BYTES
+from penstock.sandbox.protocol import Accept
+
+SendFrame = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class BoxConnection:
+    """One connection; `run` is its task."""
+
+    def __init__(self, number: int, send: SendFrame) -> None:
+        self.number = number
+        self._send = send
+        self._incoming: asyncio.Queue[bytes | None] = asyncio.Queue()
+        """From the program; None: nothing follows."""
+        self._room = WINDOW_BYTES
+        """Bytes that may be sent to the program now."""
+        self._more_room = asyncio.Event()
+
+    def take(self, frame: Mapping[str, Any]) -> None:
+        if data := base64.b64decode(frame.get("data", "")):
+            self._incoming.put_nowait(data)
+        if frame.get("end"):
+            self._incoming.put_nowait(None)
+        self._room += frame.get("ack", 0)
+        self._more_room.set()
+
+    async def run(self, ours: socket.socket) -> None:
+        """Until one side has closed it."""
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        passing_on = asyncio.create_task(self._pass_on(writer))
+        try:
+            with contextlib.suppress(ConnectionError):
+                while data := await self._read(reader):
+                    self._room -= len(data)
+                    await self._send({"conn": self.number, "data": base64.b64encode(data).decode("ascii")})
+        finally:
+            await cancel_and_wait([passing_on])
+            writer.close()
+        await self._send({"conn": self.number, "gone": True})
+
+    async def _read(self, reader: asyncio.StreamReader) -> bytes:
+        while self._room <= 0:
+            self._more_room.clear()
+            await self._more_room.wait()
+        return await reader.read(min(CHUNK_BYTES, self._room))
+
+    async def _pass_on(self, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while (data := await self._incoming.get()) is not None:
+                writer.write(data)
+                await writer.drain()
+                await self._send({"conn": self.number, "ack": len(data)})
+            writer.write_eof()
+
+
+class BoxConnections:
+    """Those of one run; `close` ends them with it."""
+
+    def __init__(self, send: SendFrame, accept: Accept) -> None:
+        self._send, self._accept = send, accept
+        self._open: dict[int, tuple[BoxConnection, asyncio.Task[None]]] = {}
+        self._newest = 0
+
+    def take(self, frame: Mapping[str, Any]) -> None:
+        """A frame of the driver's."""
+        number = int(frame["conn"])
+        if frame.get("gone"):
+            self._forget(number)
+            return
+        if number > self._newest:
+            self._newest = number
+            self._open[number] = self._begin(number)
+        if number in self._open:  # else it was closed here, which the driver did not know yet
+            self._open[number][0].take(frame)
+
+    async def close(self) -> None:
+        await cancel_and_wait([task for _, task in self._open.values()])
+        self._open.clear()
+
+    def _begin(self, number: int) -> tuple[BoxConnection, asyncio.Task[None]]:
+        ours, theirs = socket.socketpair()
+        for end in (ours, theirs):
+            end.setblocking(False)
+        connection = BoxConnection(number, self._send)
+        task = asyncio.create_task(connection.run(ours), name=f"connection {number} of a box")
+        task.add_done_callback(lambda ended: self._ended(number, ended, ours))
+        self._accept(theirs)
+        return connection, task
+
+    def _ended(self, number: int, task: asyncio.Task[None], ours: socket.socket) -> None:
+        ours.close()
+        self._open.pop(number, None)
+        if not task.cancelled():
+            task.exception()  # the box is gone: its request says so
+
+    def _forget(self, number: int) -> None:
+        """The program has closed it: what it was sent is not wanted any more."""
+        if number in self._open:
+            self._open[number][1].cancel()

@@ -1,0 +1,77 @@
+"""`sandbox.folders`: folders of this machine that every box sees and none can write."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from tests.sandbox.backends import CONFIG
+
+from penstock.sandbox import SandboxConfig, SandboxError, make_sandbox
+
+LOOK = "cat /agents/say; cat /data/deep/say; touch /agents/new; rm -f /agents/say; echo x > /data/deep/say; ls /data"
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """Where each user may go, and write: what keeps boxes from writing is the mount, not the mode."""
+    folder = Path(tempfile.mkdtemp(dir="/var/tmp"))
+    (folder / "say").write_text("hello\n")
+    for path in (folder, folder / "say"):
+        path.chmod(0o777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param("bwrap", marks=pytest.mark.bwrap), pytest.param("docker", marks=pytest.mark.docker)],
+)
+async def test_every_box_sees_them_and_none_writes_them(backend: str, shared: Path) -> None:
+    folders = {"/agents": str(shared), "/data/deep": str(shared)}
+    sandbox = make_sandbox(CONFIG.model_copy(update={"backend": backend, "folders": folders}), f"tests-{os.getpid()}")
+    try:
+        for label in ("one", "two"):
+            session = await sandbox.start(label)
+            result = await session.run(["sh", "-c", LOOK])
+            assert result.stdout == "hello\nhello\ndeep\n", result.stderr
+            assert result.stderr.count("Read-only file system") == 3
+    finally:
+        await sandbox.close()
+    assert [path.name for path in shared.iterdir()] == ["say"]
+    assert (shared / "say").read_text() == "hello\n"
+
+
+@pytest.mark.bwrap
+async def test_boxes_without_a_zygote_see_them_too(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.sandbox.bwrap.why_no_zygote", lambda *_: "a test says so")
+    folders = {"/agents": str(shared), "/data/deep": str(shared)}
+    sandbox = make_sandbox(CONFIG.model_copy(update={"folders": folders}), f"tests-{os.getpid()}")
+    try:
+        result = await (await sandbox.start("one")).run(["sh", "-c", LOOK])
+        assert result.stdout == "hello\nhello\ndeep\n", result.stderr
+    finally:
+        await sandbox.close()
+
+
+@pytest.mark.parametrize("inside", ["agents", "/", "/usr/agents", "/tmp/agents", "/proc/1", "/a/../usr", "/a/", "//a"])
+def test_paths_that_are_a_boxs_own_are_refused(inside: str) -> None:
+    with pytest.raises(ValidationError, match="folders"):
+        SandboxConfig(folders={inside: "/opt"})
+
+
+@pytest.mark.bwrap
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SandboxError, match=r"sandbox\.folders\./agents: .*nothing is no folder"):
+        make_sandbox(CONFIG.model_copy(update={"folders": {"/agents": str(tmp_path / "nothing")}}), "tests")
+
+
+def test_without_boxes_there_is_nothing_to_show(tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"backend": "unsafe_subprocess", "folders": {"/agents": str(tmp_path)}})
+    with pytest.raises(SandboxError, match="no boxes"):
+        make_sandbox(config, "tests")
