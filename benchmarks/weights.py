@@ -6,6 +6,7 @@ Deltas are of real updates: AdamW on float32 master weights of a small Qwen3, pu
 A fetch is what a server does while it decodes: bring the files here, read them, check every tensor. It is compared with
 a plain copy of the same tensors in memory, taken in the same round. Pauses are of two running servers under load,
 updated in turn: each against its engine's own load of the same bytes, and with what the other one decodes meanwhile.
+Besides: what an idle server reads of the queue (`support.idle_poll`).
 
 PENSTOCK_BENCH_ROUNDS sets the rounds (5), PENSTOCK_BENCH_WEIGHTS_MB the size of the fetched version (1024),
 PENSTOCK_BENCH_UPDATES the updates per learning rate (40); of the pauses: PENSTOCK_BENCH_ENGINE (vllm; empty leaves them
@@ -32,7 +33,9 @@ import torch
 import uvloop
 
 from benchmarks.support.comparison import say
+from benchmarks.support.idle_poll import measure_idle
 from benchmarks.support.measure import processor
+from benchmarks.support.rollout_run import redis_host
 from benchmarks.support.swaps import SwapExtent, measure_swaps, swap_ratios
 from penstock.weight_sync import Broadcaster, Downloader, FileServer, Manifest, Transport, WeightPublisher, WeightReader
 
@@ -54,13 +57,15 @@ def measure() -> dict[str, Any]:
     fetches = _fetches(rounds, size_mb)
     swaps = SwapExtent.read()
     pauses = uvloop.run(measure_swaps(swaps)) if swaps.engine else {}
+    idle = uvloop.run(_idle())
     return {
         "bench": "weights",
-        "ratio": _ratios(deltas, fetches) | swap_ratios(pauses),
+        "ratio": _ratios(deltas, fetches) | swap_ratios(pauses) | _idle_ratios(idle),
         "figures": {
             "delta": deltas,
             "fetch_s": {name: round(seconds, 4) for name, seconds in fetches.items()},
             "pause": pauses,
+            "idle": idle,
         },
         "setup": {
             **processor(),
@@ -72,6 +77,15 @@ def measure() -> dict[str, Any]:
             "torch_threads": 1,
         },
     }
+
+
+async def _idle() -> dict[str, Any]:
+    async with redis_host() as redis:
+        return await measure_idle(redis)
+
+
+def _idle_ratios(idle: dict[str, Any]) -> dict[str, float]:
+    return {"manifest_bytes_per_idle_second": idle["bytes_per_s"]}
 
 
 def _ratios(deltas: dict[str, dict[str, float]], fetches: Seconds) -> dict[str, float]:

@@ -204,7 +204,11 @@ class TransferQueue(Protocol):
         """A trainer restarts at `step`: recorded batches from there on are returned again. Returns their number."""
 
     # versions and servers ------------------------------------------------------------------------------------------
-    async def latest_version(self) -> Announcement | None: ...
+    async def latest_version(self) -> Announcement | None:
+        """The current announcement. A manifest of a large model has megabytes: ask for it where `latest_mark` changed."""
+
+    async def latest_mark(self) -> AnnouncementMark | None:
+        """Which announcement `latest_version` would return, in a few bytes, for callers that ask again and again."""
 
     async def heartbeat(self, server: ServerInfo) -> None:
         """Register or refresh a server; it is removed after `registry_ttl_s` without heartbeat."""
