@@ -31,6 +31,9 @@ from .manifest import Transport as Transport
 from .manifest import WeightsRefused as WeightsRefused
 from .manifest import WeightsUnreachable as WeightsUnreachable
 from .manifest import state_of as state_of
+from .node_copy import VersionLease as VersionLease
+from .node_copy import NodeReader as NodeReader
+from .node_copy import lease_name as lease_name
 from .publisher import WeightPublisher as WeightPublisher
 from .reader import WeightReader as WeightReader
 from .reader import read_verified as read_verified

@@ -3,13 +3,15 @@
 One update is one session of vLLM's weight-transfer routes, driven by `VLLMWeights`:
 
     /start_weight_update                             nothing is touched
-    /update_weights {manifest…, "phase": "fetch"}    a thread reads and verifies; the call returns, decoding continues
+    /update_weights {manifest…, "phase": "fetch"}    a thread maps the machine's verified copy of the version, which the
+                                                     first worker that asks for it reads and verifies (`node_copy`);
+                                                     the call returns, decoding continues
                                                      how it ended is a file in the folder `report`
     /pause
     /update_weights {manifest…, "phase": "load"}     takes the thread's result: loads it, or raises WeightsRefused
     /finish_weight_update {"weight_version": …}      the label
-    /resume                                          the thread compares what the layers hold with what it had read;
-                                                     the verdict is a file in the folder `report` of that call
+    /resume                                          the thread compares what the layers hold with that copy; the
+                                                     verdict is a file in the folder `report` of that call
 
 vLLM's layer-wise reload replaces parameters by placeholders as soon as it begins, so it begins only after every byte
 was verified: a refused version leaves the old weights as they were. Each worker loads full tensors through the model's
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +41,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from penstock.common import write_atomically
 from penstock.rollout_server.engines.verify_loaded import compare_held
 from penstock.rollout_server.engines.vllm_plugin import REFUSED
-from penstock.weight_sync import Manifest, WeightReader, WeightsRefused
+from penstock.weight_sync import Manifest, NodeReader, WeightsRefused
 
-Tensors = dict[str, torch.Tensor]
+Tensors = Mapping[str, torch.Tensor]
 _OUTPUT_HEAD = "lm_head.weight"
 logger = init_logger(f"vllm.{__name__}")
 """vLLM shows its own loggers only."""
@@ -75,7 +77,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="weights")
-        self._weights = WeightReader()
+        self._weights = NodeReader()
         self._fetched: tuple[Manifest, Future[Tensors]] | None = None
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
@@ -105,6 +107,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     def shutdown(self) -> None:
         """vLLM ends the worker."""
         self._reader.shutdown(wait=False, cancel_futures=True)
+        self._weights.close()
 
     def _fetch(self, manifest: Manifest, report: str = "") -> Future[Tensors]:
         future = self._reader.submit(self._read, manifest, report)
@@ -126,7 +129,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         fetched, future = self._fetched or (None, None)
         if future is None or fetched != manifest:
             future = self._fetch(manifest)
-        self._fetched = None  # where no deltas follow, the host copy goes with the load
+        self._fetched = None  # where no deltas follow, the mapped copy goes with the comparison
         try:
             return future.result()
         except WeightsRefused as error:
@@ -138,7 +141,13 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         finalize_layerwise_reload(self.model, self.model_config)
         repack_tied_heads(self.model)
         # After the fetch, before the next one: nobody changes `tensors` or the parameters meanwhile.
-        self._reader.submit(say_what_differs, self.model, version, tensors, report)
+        self._reader.submit(self._compare, version, tensors, report)
+
+    def _compare(self, version: int, tensors: Tensors, report: str) -> None:
+        try:
+            say_what_differs(self.model, version, tensors, report)
+        finally:
+            self._weights.done()
 
     def _without_tied_head(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         # One parameter under two names: loaded twice it would count twice, and its layer would be complete too early.
@@ -171,8 +180,8 @@ def say_what_differs(model: torch.nn.Module, version: int, tensors: Tensors, rep
             logger.critical("version %d: parameter %s holds other values", version, found.different)
             verdict = f"holds other values in parameter {found.different}"
         else:
-            counts = version, found.equal, found.incomparable
-            logger.info("version %d: %d parameters hold it, %d cannot be compared", *counts)
+            counts = version, found.equal, found.incomparable, found.reasons_text
+            logger.info("version %d: %d parameters hold it, %d cannot be compared%s", *counts)
     finally:
         _say(Path(report), verdict)
 
