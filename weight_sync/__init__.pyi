@@ -34,6 +34,7 @@ from .manifest import state_of as state_of
 from .node_copy import VersionLease as VersionLease
 from .node_copy import NodeReader as NodeReader
 from .node_copy import lease_name as lease_name
+from .progress import FetchProgress as FetchProgress
 from .publisher import WeightPublisher as WeightPublisher
 from .reader import WeightReader as WeightReader
 from .reader import read_verified as read_verified
