@@ -6,8 +6,8 @@ Deltas are of real updates: AdamW on float32 master weights of a small Qwen3, pu
 A fetch is what a server does while it decodes: bring the files here, read them, check every tensor. It is compared with
 a plain copy of the same tensors in memory, taken in the same round. Pauses are of two running servers under load,
 updated in turn: each against its engine's own load of the same bytes, and with what the other one decodes meanwhile.
-Besides: what an idle server reads of the queue (`support.idle_poll`), and the private memory of vLLM's workers during an
-update (`support.worker_memory`).
+Besides: what an idle server reads of the queue (`support.idle_poll`), and the private memory of vLLM's workers during
+an update (`support.worker_memory`).
 
 PENSTOCK_BENCH_ROUNDS sets the rounds (5), PENSTOCK_BENCH_WEIGHTS_MB the size of the fetched version (1024),
 PENSTOCK_BENCH_UPDATES the updates per learning rate (40); of the pauses: PENSTOCK_BENCH_ENGINE (vllm; empty leaves them

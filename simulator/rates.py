@@ -32,5 +32,9 @@ RATES = {
     "http": _fetched(2.74, "http_full"),
     "shm": _fetched(0.46, "shm_full"),
     "disk": _fetched(0.14, "disk_full"),
-    "nccl": Rate(8.25e9, measured=False, source="verl's NCCL checkpoint engine, by its own documentation; verification not included"),
+    "nccl": Rate(
+        8.25e9,
+        measured=False,
+        source="verl's NCCL checkpoint engine, by its own documentation; verification not included",
+    ),
 }

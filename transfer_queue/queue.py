@@ -36,6 +36,7 @@ from typing import Protocol
 from penstock.transfer_queue.status import Status
 from penstock.transfer_queue.types import (
     Announcement,
+    AnnouncementMark,
     Batch,
     DataCursor,
     DeadLetter,
@@ -205,7 +206,7 @@ class TransferQueue(Protocol):
 
     # versions and servers ------------------------------------------------------------------------------------------
     async def latest_version(self) -> Announcement | None:
-        """The current announcement. A manifest of a large model has megabytes: ask for it where `latest_mark` changed."""
+        """The current announcement. Its manifest may have megabytes: ask for it where `latest_mark` has changed."""
 
     async def latest_mark(self) -> AnnouncementMark | None:
         """Which announcement `latest_version` would return, in a few bytes, for callers that ask again and again."""

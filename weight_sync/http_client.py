@@ -10,7 +10,8 @@
 
 A file arrives in a ``.part`` named after its checksum. After a cut, also after this process was killed, the fetch
 continues from the bytes that are there, at the next source. A complete file with the right checksum is renamed. One
-that an earlier life has renamed is compared again: a name is no proof. A fetch lasts as long as it advances (`FetchProgress`).
+that an earlier life has renamed is compared again: a name is no proof. A fetch may last as long as it advances
+(`progress`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One verified copy of a version per machine: one process reads and checks the files, all readers map the result.
 
-    reader a   takes the version's lease ── reads the files, checks every byte ──► sealed memory ── hands out its descriptor
-    reader b   asks the holder of the lease ── waits ─────────────────────────────────────────────► maps it
+    reader a   takes the version's lease ── reads the files, checks every byte ──► sealed memory ── hands it out
+    reader b   asks the holder of the lease ── waits ──────────────────────────────────────────────► maps it
     reader c   the holder was killed ── takes the lease itself ── reads, checks, hands out
 
 What was checked is the memory that is used: an anonymous file (memfd), sealed once it is verified, so that no process
@@ -237,7 +237,9 @@ class NodeReader:
                 return draft.sealed()
         except OSError as error:
             size = f"{total_bytes(manifest) >> 20} MiB"
-            raise WeightsRefused(f"version {manifest.version}: no copy of {size} can be kept in memory: {error}") from error
+            raise WeightsRefused(
+                f"version {manifest.version}: no copy of {size} can be kept in memory: {error}"
+            ) from error
 
     def _end_lease(self) -> None:
         if self._lease is not None:

@@ -1,6 +1,6 @@
 """All tensors of a version in one anonymous file of memory: written once, verified, sealed, then mapped by its readers.
 
-    MemoryDraft   filled from files, piece by piece, each piece counted in the checksums; changed by deltas; verified; sealed
+    MemoryDraft     filled from files piece by piece, each counted in the checksums; changed by deltas; verified; sealed
     VersionMemory   read by name: a tensor is a view of a mapping, which goes when no tensor of it is left
 
 Tensors lie in the order of their names, each at a multiple of `ALIGN`: both sides find them by the manifest alone. A
@@ -9,6 +9,7 @@ reader's mapping is private (copy on write): code that changes a tensor that it 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -38,6 +39,8 @@ ALIGN = 64
 LEAST_WINDOW = 1 << 20
 WINDOWS = 256
 """About: mappings of one version, each of which costs a descriptor while it is used."""
+MADV_POPULATE_READ = 22
+"""Linux 5.14; Python has no name for it."""
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _DTYPES = {dtype_name(dtype): dtype for dtype in CODES}
 
@@ -139,6 +142,7 @@ class VersionMemory(TensorViews):
     def __init__(self, manifest: Manifest, descriptor: int, layout: MemoryLayout) -> None:
         super().__init__(descriptor, layout, [entry.name for entry in manifest.tensors], writable=False)
         self.version, self.state, self.descriptor = manifest.version, manifest.state, descriptor
+        self._mapped: list[_Window] = []
         weakref.finalize(self, os.close, descriptor)
 
     @classmethod
@@ -158,6 +162,17 @@ class VersionMemory(TensorViews):
         if size != max(layout.bytes, 1):
             raise ValueError(f"{size} bytes, the version has {layout.bytes}")
         return cls(manifest, descriptor, layout)
+
+    def map_all(self) -> None:
+        """Map every page now and until `unmap`: what is left of it would be page faults in the pause of the load."""
+        self._mapped = [self._window(number) for number, (_, size) in enumerate(self._layout.windows) if size]
+        for window in self._mapped:
+            with contextlib.suppress(OSError):  # an older kernel: pages are mapped when they are read
+                window.madvise(MADV_POPULATE_READ)
+
+    def unmap(self) -> None:
+        """Tensors that are still used keep their part."""
+        self._mapped = []
 
     def renamed(self, manifest: Manifest) -> VersionMemory:
         """The same memory under another manifest of the same content."""

@@ -1,7 +1,7 @@
 """What an idle rollout server reads of the queue while no version is published: bytes per second.
 
-The announcement is of a mixture of experts, Qwen3-30B-A3B, whose manifest has some megabytes; the queue is a real Redis,
-whose own count of the bytes that it sent is taken; the reader is the server's own updater at the server's own pace.
+The announcement is of a mixture of experts, Qwen3-30B-A3B, whose manifest has some megabytes. The queue is a real
+Redis, whose own count of the bytes that it sent is taken. The reader is the server's own updater at the server's pace.
 """
 
 from __future__ import annotations
@@ -133,7 +133,9 @@ def experts_manifest() -> Manifest:
     entries = tuple(
         TensorEntry(name, shape, "bfloat16", f"{number:016x}") for number, (name, shape) in enumerate(_shapes())
     )
-    file = ChainFile(1, None, "http://10.0.0.1:8000/weights-00000001.safetensors", 61_000_000_000, "0" * 16, state_of(entries))
+    file = ChainFile(
+        1, None, "http://10.0.0.1:8000/weights-00000001.safetensors", 61_000_000_000, "0" * 16, state_of(entries)
+    )
     return Manifest("http", (file,), entries)
 
 

@@ -1,8 +1,10 @@
 """Private memory of vLLM's workers during updates, beyond what they had before the first, over the model's bytes.
 
-A real vLLM of two tensor-parallel ranks loads full versions over ``shm``. Private_Dirty of each worker, from the kernel's
-smaps_rollup, is read every few milliseconds from the announcement until the comparison has ended. The workers' allocator
-gives back at once what is freed, so that only memory in use counts, vLLM's own while it reloads a layer included.
+A real vLLM of two tensor-parallel ranks loads full versions over ``shm``. Anonymous memory of each worker, from the
+kernel's smaps_rollup, is read every few milliseconds from the announcement until the comparison has ended. The workers'
+allocator gives back at once what is freed, so that only memory in use counts, vLLM's own while it reloads a layer
+included. Private_Dirty is read too: it is the same, but that pages of the machine's one copy count while only one
+worker has mapped them yet.
 """
 
 from __future__ import annotations
@@ -25,11 +27,14 @@ from penstock.weight_sync import WeightPublisher
 
 RANKS = 2
 SIZE = "77m"
-"""Of `benchmarks.support.model`: heads that can be split in two, and as in large models no tensor that outweighs the others."""
+"""Of `benchmarks.support.model`: its heads can be split in two, its largest tensor is 3 % of it, as in large models."""
 SAMPLE_S = 0.005
 UPDATES = 3
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - a folder of its own, removed at the end
 PROC = Path("/proc")
+FIELDS = ("Anonymous", "Private_Dirty")
+Memory = dict[str, int]
+"""Bytes by field."""
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """glibc's settings, in bytes; by default it keeps freed blocks of up to 32 MB for itself."""
 
@@ -47,28 +52,29 @@ async def measure_worker_copy(dtype: str, size: str = SIZE) -> dict[str, Any]:
         finally:
             await engine.stop()
     size_bytes = sum(tensor.nbytes for tensor in first.values())
+    over_model = {field: [round(copy[field] / size_bytes, 4) for copy in copies] for field in FIELDS}
     return {
         "model_mb": round(size_bytes / 1e6, 1),
         "ranks": RANKS,
-        "private_over_model_by_update": [round(copy / size_bytes, 4) for copy in copies],
-        "private_over_model": round(max(copies) / size_bytes, 4),
+        "over_model_by_update": over_model,
+        "private_over_model": max(over_model["Anonymous"]),
     }
 
 
-async def _updates(engine: Any, first: dict[str, Any], folder: Path) -> list[int]:
-    """Of each update the most private bytes of all workers together, beyond those before the first one."""
+async def _updates(engine: Any, first: dict[str, Any], folder: Path) -> list[Memory]:
+    """Of each update the most bytes of all workers together, beyond those before the first one."""
     publisher, copies = WeightPublisher(folder, "shm"), []
     workers = worker_pids(engine.server.pid)
     if len(workers) != RANKS:
         raise RuntimeError(f"vLLM has workers {workers}, not {RANKS}")
-    before = sum(private_bytes(pid) for pid in workers)
+    before = memory_of(workers)
     for version in range(1, UPDATES + 1):
         manifest = publisher.write(version, {name: t * (1 + version / 8) for name, t in first.items()}.items())
         with PrivateMemory(workers) as private:
             report = await engine.load_weights(manifest)
             await engine.weights.until_verified()
-        copies.append(private.most - before)
-        say(f"weights: {RANKS} ranks v{version}: {copies[-1] / 1e6:.1f} MB private, load {report.load_s:.3f} s")
+        copies.append({field: private.most[field] - before[field] for field in FIELDS})
+        say(f"weights: {RANKS} ranks v{version}: {copies[-1]} bytes, load {report.load_s:.3f} s")
     publisher.close()
     return copies
 
@@ -92,10 +98,9 @@ class PrivateMemory:
         self._pids = pids
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
-        self.most = 0
+        self.most = dict.fromkeys(FIELDS, 0)
 
     def __enter__(self) -> PrivateMemory:
-        self.most = self._now()
         self._thread.start()
         return self
 
@@ -107,18 +112,19 @@ class PrivateMemory:
 
     def _sample(self) -> None:
         while not self._over.wait(SAMPLE_S):
-            self.most = max(self.most, self._now())
-
-    def _now(self) -> int:
-        return sum(private_bytes(pid) for pid in self._pids)
+            now = memory_of(self._pids)
+            self.most = {field: max(self.most[field], now[field]) for field in FIELDS}
 
 
-def private_bytes(pid: int) -> int:
-    """Private_Dirty: pages that this process alone has and that are on no disk."""
-    for line in (PROC / str(pid) / "smaps_rollup").read_text().splitlines():
-        if line.startswith("Private_Dirty:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"process {pid}: smaps_rollup has no Private_Dirty")
+def memory_of(pids: list[int]) -> Memory:
+    """Bytes of all of them together, by field of the kernel's smaps_rollup."""
+    total = dict.fromkeys(FIELDS, 0)
+    for pid in pids:
+        for line in (PROC / str(pid) / "smaps_rollup").read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if name in total:
+                total[name] += int(rest.split()[0]) * 1024
+    return total
 
 
 def worker_pids(group: int) -> list[int]:

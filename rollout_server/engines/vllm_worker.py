@@ -41,7 +41,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from penstock.common import write_atomically
 from penstock.rollout_server.engines.verify_loaded import compare_held
 from penstock.rollout_server.engines.vllm_plugin import REFUSED
-from penstock.weight_sync import Manifest, NodeReader, WeightsRefused
+from penstock.weight_sync import Manifest, NodeReader, VersionMemory, WeightsRefused
 
 Tensors = Mapping[str, torch.Tensor]
 _OUTPUT_HEAD = "lm_head.weight"
@@ -78,7 +78,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         super().__init__(*arguments)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._weights = NodeReader()
-        self._fetched: tuple[Manifest, Future[Tensors]] | None = None
+        self._fetched: tuple[Manifest, Future[VersionMemory]] | None = None
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         """Files need no rendezvous."""
@@ -109,15 +109,17 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         self._reader.shutdown(wait=False, cancel_futures=True)
         self._weights.close()
 
-    def _fetch(self, manifest: Manifest, report: str = "") -> Future[Tensors]:
+    def _fetch(self, manifest: Manifest, report: str = "") -> Future[VersionMemory]:
         future = self._reader.submit(self._read, manifest, report)
         self._fetched = (manifest, future)
         return future
 
-    def _read(self, manifest: Manifest, report: str) -> Tensors:
+    def _read(self, manifest: Manifest, report: str) -> VersionMemory:
         refused = ""
         try:
-            return self._weights.read(manifest)
+            memory = self._weights.read(manifest)
+            memory.map_all()
+            return memory
         except WeightsRefused as error:
             refused = str(error)
             raise
@@ -125,7 +127,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
             if report:
                 _say(Path(report), refused)
 
-    def _take_fetched(self, manifest: Manifest) -> Tensors:
+    def _take_fetched(self, manifest: Manifest) -> VersionMemory:
         fetched, future = self._fetched or (None, None)
         if future is None or fetched != manifest:
             future = self._fetch(manifest)
@@ -135,7 +137,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         except WeightsRefused as error:
             raise WeightsRefused(REFUSED + str(error)) from error
 
-    def _load(self, version: int, tensors: Tensors, report: str) -> None:
+    def _load(self, version: int, tensors: VersionMemory, report: str) -> None:
         initialize_layerwise_reload(self.model)
         self.model.load_weights(self._without_tied_head(tensors))
         finalize_layerwise_reload(self.model, self.model_config)
@@ -143,10 +145,11 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         # After the fetch, before the next one: nobody changes `tensors` or the parameters meanwhile.
         self._reader.submit(self._compare, version, tensors, report)
 
-    def _compare(self, version: int, tensors: Tensors, report: str) -> None:
+    def _compare(self, version: int, tensors: VersionMemory, report: str) -> None:
         try:
             say_what_differs(self.model, version, tensors, report)
         finally:
+            tensors.unmap()
             self._weights.done()
 
     def _without_tied_head(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:

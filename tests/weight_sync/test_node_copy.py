@@ -1,4 +1,4 @@
-"""One verified copy per machine: who reads, who maps, what a killed or lying holder leaves, and what cannot change it."""
+"""One verified copy per machine: who reads, who maps, what a killed or lying holder leaves, what cannot change it."""
 
 from __future__ import annotations
 
@@ -74,6 +74,22 @@ def test_tensors_outlive_the_memory_that_they_are_views_of(tmp_path: Path) -> No
     assert torch.equal(embed, small_tensors()["embed"])
 
 
+def test_a_version_is_mapped_whole_before_its_load_and_not_after(tmp_path: Path) -> None:
+    reader = NodeReader()
+    memory = reader.read(published(tmp_path, 4321))
+    memory.map_all()
+    assert mappings(4321)
+    check_holds(memory, small_tensors())
+    memory.unmap()
+    assert not mappings(4321)
+    check_holds(memory, small_tensors())
+    reader.close()
+
+
+def mappings(version: int) -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if f"memfd:weights-{version} " in line]
+
+
 HOLDER = """
 import sys, time
 from penstock.weight_sync import VersionLease
@@ -90,7 +106,7 @@ def holder() -> Any:
 
     def start(name: str) -> subprocess.Popen[bytes]:
         code = HOLDER.replace("sys.argv[1]", repr(name))
-        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)  # noqa: S603
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
         started.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == b"True\n"
@@ -165,7 +181,7 @@ def test_a_reader_killed_between_two_pieces_is_followed_by_one_that_checks_all(t
 
 def read_elsewhere(manifest: Manifest, how: str) -> subprocess.Popen[bytes]:
     arguments = [sys.executable, "-c", READER, json.dumps(manifest.as_dict()), how]
-    return subprocess.Popen(arguments, stdout=subprocess.PIPE)  # noqa: S603
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE)
 
 
 def test_a_holder_that_hangs_is_not_waited_for_for_ever(
@@ -244,7 +260,7 @@ def test_deltas_are_applied_once_to_what_all_hold(tmp_path: Path) -> None:
         manifest = publisher.write(version, tensors.items())
         (tmp_path / "weights-00000001.safetensors").touch()
         # The one that reads alternates: each has what the other verified before.
-        for reader in (readers if version % 2 else readers[::-1]):
+        for reader in readers if version % 2 else readers[::-1]:
             check_holds(reader.read(manifest), tensors)
         tensors = next_version(tensors, version + 1)
     assert [reader.verified for reader in readers] == [2, 2]
