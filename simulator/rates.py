@@ -18,7 +18,7 @@ class Rate:
 
     bytes_per_s: float
     measured: bool
-    """By this project; else by whom `source` says."""
+    """By this project; a cited rate is false."""
     source: str
 
 

@@ -165,7 +165,7 @@ class NodeReader:
     def read(self, manifest: Manifest) -> VersionMemory:
         """The version, verified on this machine. Raises `WeightsRefused` naming the tensor or the file."""
         self._end_lease()
-        # Whoever verifies: this reader's own path must lead to a file of the announced kind and length.
+        # Also where another process verifies: the reader's own path leads to a file of the announced kind and length.
         own = open_published(manifest.files[-1])
         try:
             memory = self._obtain(manifest, own)

@@ -1,8 +1,10 @@
 """When a fetch is given up: by its progress and its size, never by a fixed time for files of every size.
 
-bytes come    `STALL_BYTES` in each `stall_s`, or what is missing: it may last as long as the file is large
-none come     given up after `stall_s`: what came stays, and the next pull continues it or fetches something newer
-it must wait  for its turn behind other servers: `stall_s` and what the file takes at `TURNS_BYTES_PER_S`, in all
+    bytes come     `STALL_BYTES` in each `stall_s`, or what is missing: it may last as long as the file is large
+    none come      given up after `stall_s`
+    turn awaited   behind other servers, for `stall_s` and what the file takes at `TURNS_BYTES_PER_S`, in all
+
+What came before a fetch is given up stays: the next pull continues it, or fetches what is newest by then.
 """
 
 from __future__ import annotations
