@@ -43,4 +43,5 @@ from .server import KEPT_LOGS as KEPT_LOGS
 from .server import ServerJob as ServerJob
 from .server import bound_logs as bound_logs
 from .server import serve as serve
+from .sidecar import PULL_S as PULL_S
 from .sidecar import Sidecar as Sidecar

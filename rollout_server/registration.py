@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
-from penstock.transfer_queue import Announcement, QueueError, ServerInfo, Status, WeightUpdate
+from penstock.transfer_queue import Announcement, AnnouncementMark, QueueError, ServerInfo, Status, WeightUpdate
 
 logger = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
@@ -19,6 +19,7 @@ class ServerQueue(Protocol):
     """The part of the queue that a rollout server uses."""
 
     async def latest_version(self) -> Announcement | None: ...
+    async def latest_mark(self) -> AnnouncementMark | None: ...
     async def heartbeat(self, server: ServerInfo) -> None: ...
     async def deregister(self, server_id: str) -> None: ...
     async def report_update(self, update: WeightUpdate) -> None: ...

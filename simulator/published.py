@@ -22,6 +22,7 @@ from penstock.simulator.hardware import (
     token_s_per_sequence,
 )
 from penstock.simulator.pipeline import simulate, slowest_ranks
+from penstock.simulator.rates import RATES
 from penstock.simulator.result import Result
 from penstock.simulator.stated import Case
 
@@ -33,8 +34,6 @@ PROMPTS_PER_ENGINE = 16
 """verl's rollouter keeps no more in flight (`max_concurrent_samples` in fully_async_rollouter.py)."""
 CONCURRENT = 1024
 """verl's `max_num_seqs`."""
-SYNC_BYTES_PER_S = 8.25e9
-"""verl's NCCL checkpoint engine, as its own documentation measures it."""
 CALIBRATION_STEPS = 3
 HOST_RATE_CASE = "verl-one-step-off-fsdp"
 """How fast weights and optimizer go to CPU memory and back is in no datasheet. This case's table tells it, so this case
@@ -105,7 +104,7 @@ class Calibration:
                 "colocated": False,
                 "rollout": rollout,
                 "trainer": trainer.model_copy(update={"chunks": row.chunks}),
-                "weights": Weights(sync_s=self.model.bytes / SYNC_BYTES_PER_S, trainer_waits=True),
+                "weights": Weights(sync_s=self.model.bytes / RATES["nccl"].bytes_per_s, trainer_waits=True),
                 "steps": 6,
                 "warmup": 2,
             }

@@ -12,6 +12,7 @@ from functools import cache
 from penstock.simulator.config import LogNormal, Rollout, Simulation, Trainer, Weights, Work
 from penstock.simulator.hardware import MACHINES, MODELS, Model, gradient_exchange_s, token_s, token_s_per_sequence
 from penstock.simulator.pipeline import simulate
+from penstock.simulator.rates import RATES
 from penstock.simulator.result import Result
 
 MACHINE = MACHINES["H100"]
@@ -84,7 +85,7 @@ def setup(plan: ScalePlan, max_staleness: float = MAX_STALENESS) -> Simulation:
                 model, MACHINE, plan.ranks * plan.rank_gpus // 2 or 1, plan.ranks * plan.rank_gpus
             ),
         ),
-        weights=Weights(sync_s=collective_s(model), pause_s=0.5),
+        weights=Weights(sync_s=nccl_s(model), pause_s=0.5),
         steps=3,
         warmup=1,
     )
@@ -96,20 +97,25 @@ def simulated(plan: ScalePlan, max_staleness: float) -> Result:
 
 
 # weights -------------------------------------------------------------------------------------------------------
-def collective_s(model: Model) -> float:
-    """A broadcast to all servers at once: each receives a full copy, pipelined, at the network's rate."""
-    return model.bytes / MACHINE.network_bytes_per_s
+def broadcast_s(model: Model) -> float:
+    """The `collective` transport: one broadcast of the whole file, at the rate that was measured with one receiver."""
+    return model.bytes / RATES["broadcast"].bytes_per_s
 
 
-def http_s(model: Model, servers: int, share: float = 1.0, link_bytes_per_s: float = 12.5e9) -> float:
-    """Over plain HTTP on 100 Gb/s: servers hand files on, so copies double each round; ceil(log2(n + 1)) rounds."""
+def nccl_s(model: Model) -> float:
+    """A broadcast from GPU to GPU, at the rate that another project measured."""
+    return model.bytes / RATES["nccl"].bytes_per_s
+
+
+def http_s(model: Model, servers: int, share: float = 1.0) -> float:
+    """Servers hand files on, so copies double each round; ceil(log2(n + 1)) rounds, each at the measured rate."""
     rounds = servers.bit_length()
-    return rounds * share * model.bytes / link_bytes_per_s
+    return rounds * share * model.bytes / RATES["http"].bytes_per_s
 
 
-def from_trainer_s(model: Model, servers: int, link_bytes_per_s: float = 12.5e9) -> float:
-    """What it would take if the trainer's one link served every server itself."""
-    return servers * model.bytes / link_bytes_per_s
+def from_trainer_s(model: Model, servers: int) -> float:
+    """What it would take if the trainer served every server itself, one after the other."""
+    return servers * model.bytes / RATES["http"].bytes_per_s
 
 
 # queue --------------------------------------------------------------------------------------------------------
@@ -171,7 +177,8 @@ def weight_table() -> Iterator[str]:
         "model",
         "full version",
         "servers",
-        "broadcast",
+        "NCCL (cited)",
+        "broadcast, gloo",
         "HTTP, handed on",
         "the same as a delta",
         "HTTP, all from the trainer",
@@ -179,10 +186,16 @@ def weight_table() -> Iterator[str]:
     for plan in PLANS:
         model, servers = MODELS[plan.model], plan.servers
         yield (
-            f"| {plan.model} | {model.bytes / 1e9:.0f} GB | {servers} | {collective_s(model):.1f} s "
-            f"| {http_s(model, servers):.1f} s | {http_s(model, servers, DELTA_SHARE):.1f} s "
-            f"| {from_trainer_s(model, servers):.0f} s |"
+            f"| {plan.model} | {model.bytes / 1e9:.0f} GB | {servers} | {nccl_s(model):.1f} s "
+            f"| {broadcast_s(model):,.0f} s | {http_s(model, servers):,.0f} s "
+            f"| {http_s(model, servers, DELTA_SHARE):,.1f} s | {from_trainer_s(model, servers):,.0f} s |"
         )
+
+
+def rate_table() -> Iterator[str]:
+    yield from head("rate", "GB/s", "measured here", "source")
+    for name, rate in RATES.items():
+        yield f"| {name} | {rate.bytes_per_s / 1e9:.2f} | {'yes' if rate.measured else 'no: cited'} | {rate.source} |"
 
 
 def queue_table() -> Iterator[str]:
@@ -197,7 +210,7 @@ def queue_table() -> Iterator[str]:
         )
 
 
-TABLES = {"steps": step_table, "weights": weight_table, "queue": queue_table}
+TABLES = {"steps": step_table, "weights": weight_table, "rates": rate_table, "queue": queue_table}
 
 
 def rendered() -> dict[str, str]:

@@ -109,7 +109,7 @@ class Publisher:
                 await self._changed.wait_for(lambda: self._out >= version)
             return
         while self._out < version:
-            current = await self._queue.latest_version()
+            current = await self._queue.latest_mark()
             self._out = max(self._out, current.version if current else 0)
             if self._out < version:
                 await asyncio.sleep(POLL_S)
@@ -123,7 +123,7 @@ class Publisher:
         writing = self._task is not None and not self._task.done()
         if self._newest is None or writing:
             return
-        current = await self._queue.latest_version()
+        current = await self._queue.latest_mark()
         if current is None or current.version < self._newest.version:
             published = await self._queue.publish_version(self._newest)
             if not published:

@@ -38,6 +38,7 @@ from .status import under_evaluation as under_evaluation
 from .types import COMPLETED as COMPLETED
 from .types import KEPT_UPDATES as KEPT_UPDATES
 from .types import Announcement as Announcement
+from .types import AnnouncementMark as AnnouncementMark
 from .types import Batch as Batch
 from .types import DataCursor as DataCursor
 from .types import DeadLetter as DeadLetter

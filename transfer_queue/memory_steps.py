@@ -10,6 +10,8 @@ from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.codec.trajectories import (
     decode_trajectory,
     get_fields,
+    mark_of,
+    pack_announcement,
 )
 from penstock.transfer_queue.errors import (
     BadPayload,
@@ -21,6 +23,7 @@ from penstock.transfer_queue.memory_groups import GroupMember, MemoryGroup, spli
 from penstock.transfer_queue.memory_run import MemoryRun
 from penstock.transfer_queue.types import (
     Announcement,
+    AnnouncementMark,
     Batch,
     FieldValues,
     Trajectory,
@@ -232,6 +235,10 @@ class MemorySteps(MemoryRun):
 
     async def latest_version(self) -> Announcement | None:
         return self._state.announcement
+
+    async def latest_mark(self) -> AnnouncementMark | None:
+        announcement = self._state.announcement
+        return None if announcement is None else mark_of(announcement.version, pack_announcement(announcement))
 
     async def held(self) -> set[str]:
         here = [group for group in self._state.groups.values() if group.state in ("admitted", "ready", "shipped")]

@@ -37,6 +37,7 @@ from penstock.transfer_queue.errors import Refusal
 from penstock.transfer_queue.status import Status
 from penstock.transfer_queue.types import (
     Announcement,
+    AnnouncementMark,
     Batch,
     DataCursor,
     DeadLetter,
@@ -213,7 +214,11 @@ class TransferQueue(Protocol):
         """A trainer restarts at `step`: recorded batches from there on are returned again. Returns their number."""
 
     # versions and servers ------------------------------------------------------------------------------------------
-    async def latest_version(self) -> Announcement | None: ...
+    async def latest_version(self) -> Announcement | None:
+        """The current announcement. Its manifest may have megabytes: ask for it where `latest_mark` has changed."""
+
+    async def latest_mark(self) -> AnnouncementMark | None:
+        """Which announcement `latest_version` would return, in a few bytes, for callers that ask again and again."""
 
     async def heartbeat(self, server: ServerInfo) -> None:
         """Register or refresh a server; it is removed after `registry_ttl_s` without heartbeat."""

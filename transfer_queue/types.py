@@ -301,6 +301,15 @@ class Announcement:
 
 
 @dataclass(frozen=True, slots=True)
+class AnnouncementMark:
+    """Identifies an announcement in a few bytes, without its manifest: equal marks are of equal announcements."""
+
+    version: int
+    digest: str
+    """Of the announcement's content, so that a renewed manifest, and a number that is given out again, have others."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
     """One rollout server's heartbeat."""
 

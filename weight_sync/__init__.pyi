@@ -34,6 +34,10 @@ from .manifest import Transport as Transport
 from .manifest import WeightsRefused as WeightsRefused
 from .manifest import WeightsUnreachable as WeightsUnreachable
 from .manifest import state_of as state_of
+from .node_copy import NodeReader as NodeReader
+from .node_copy import VersionLease as VersionLease
+from .node_copy import lease_name as lease_name
+from .progress import FetchProgress as FetchProgress
 from .publisher import WeightPublisher as WeightPublisher
 from .reader import WeightReader as WeightReader
 from .reader import read_verified as read_verified
@@ -45,4 +49,5 @@ from .updater import LoadReport as LoadReport
 from .updater import WeightsLoad as WeightsLoad
 from .updater import WeightsStatus as WeightsStatus
 from .updater import WeightUpdater as WeightUpdater
+from .version_memory import VersionMemory as VersionMemory
 from .weight_files import WeightFiles as WeightFiles

@@ -192,13 +192,25 @@ def verify_names(manifest: Manifest, names: Iterable[str]) -> None:
 
 def verify_tensor(version: int, entry: TensorEntry, tensor: torch.Tensor) -> None:
     """Raises `WeightsRefused` naming the tensor if its shape, dtype or bytes differ from the manifest's entry."""
+    verify_form(version, entry, tensor.shape, tensor.dtype)
+    verify_checksum(version, entry, checksum(tensor))
+
+
+def verify_form(version: int, entry: TensorEntry, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Raises `WeightsRefused` naming the tensor if these are not the manifest's."""
     name = f"version {version}: tensor {entry.name!r}"
-    if tuple(tensor.shape) != entry.shape:
-        raise WeightsRefused(f"{name} has shape {list(tensor.shape)}, the manifest says {list(entry.shape)}")
-    if dtype_name(tensor.dtype) != entry.dtype:
-        raise WeightsRefused(f"{name} is {dtype_name(tensor.dtype)}, the manifest says {entry.dtype}")
-    if (found := checksum(tensor)) != entry.xxh3:
-        raise WeightsRefused(f"{name} has checksum {found}, the manifest says {entry.xxh3}")
+    if tuple(shape) != entry.shape:
+        raise WeightsRefused(f"{name} has shape {list(shape)}, the manifest says {list(entry.shape)}")
+    if dtype_name(dtype) != entry.dtype:
+        raise WeightsRefused(f"{name} is {dtype_name(dtype)}, the manifest says {entry.dtype}")
+
+
+def verify_checksum(version: int, entry: TensorEntry, found: str) -> None:
+    """Raises `WeightsRefused` naming the tensor if its bytes have another checksum than the manifest's."""
+    if found != entry.xxh3:
+        raise WeightsRefused(
+            f"version {version}: tensor {entry.name!r} has checksum {found}, the manifest says {entry.xxh3}"
+        )
 
 
 def verify_tensors(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:

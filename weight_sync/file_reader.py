@@ -3,7 +3,7 @@
     open, check kind and length ─► header ─► each tensor into new memory ─► checksum of the whole file
 
 The name of a file proves nothing. What was checked is the memory that is used, never a file that is opened again; and
-nothing is mapped, so a file that is cut meanwhile is an error here and not a SIGBUS in the engine.
+the file is not mapped, so one that is cut meanwhile is an error here and not a SIGBUS in the engine.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ class StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 def open_published(file: ChainFile) -> int:
     """A descriptor of the file, which the caller closes.
@@ -57,7 +61,7 @@ def open_published(file: ChainFile) -> int:
 
 
 class FileReader:
-    """`tensors` first, then `verify_whole`: before that nothing of the file may be used.
+    """`tensors` or `streamed` first, then `verify_whole`: before that nothing of the file may be used.
 
     All of it raises `WeightsRefused` naming the file.
     """
@@ -94,6 +98,12 @@ class FileReader:
             self._read_into(raw_bytes(tensor))
             yield stored.name, tensor
 
+    def streamed(self) -> Iterator[tuple[StoredTensor, Iterator[memoryview]]]:
+        """Each tensor's bytes in pieces, in the file's order. Once, and all pieces of each: the next overwrites one."""
+        buffer = memoryview(bytearray(PIECE_BYTES))
+        for stored in self._stored:
+            yield stored, self._pieces(stored.nbytes, buffer)
+
     def verify_whole(self) -> None:
         """Raises `WeightsRefused` unless all was read and is what was announced; manifests of old have no checksum."""
         found = self._digest.hexdigest()
@@ -110,6 +120,13 @@ class FileReader:
             return dict(metadata), _stored(described, self._file.bytes - 8 - length)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise self._refused(f"has a damaged header: {error!r}") from error
+
+    def _pieces(self, size: int, buffer: memoryview) -> Iterator[memoryview]:
+        while size:
+            piece = buffer[: min(size, len(buffer))]
+            self._read_into(piece)
+            size -= len(piece)
+            yield piece
 
     def _read(self, size: int) -> bytes:
         buffer = bytearray(size)
@@ -138,7 +155,7 @@ def _stored(described: Mapping[str, Any], size: int) -> list[StoredTensor]:
         tensor = StoredTensor(name, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
         if any(type(part) is not int or part < 0 for part in tensor.shape):
             raise ValueError(f"tensor {name!r} has shape {entry['shape']}")
-        if begin != at or end - begin != math.prod(tensor.shape) * tensor.dtype.itemsize:
+        if begin != at or end - begin != tensor.nbytes:
             raise ValueError(f"tensor {name!r} is at {begin} to {end}")
         stored.append(tensor)
         at = end

@@ -10,7 +10,8 @@
 
 A file arrives in a ``.part`` named after its checksum. After a cut, also after this process was killed, the fetch
 continues from the bytes that are there, at the next source. A complete file with the right checksum is renamed. One
-that an earlier life has renamed is compared again: a name is no proof.
+that an earlier life has renamed is compared again: a name is no proof. A fetch may last as long as it advances
+(`progress`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import http.client
 import json
 import logging
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from penstock.weight_sync.delta import read_delta
 from penstock.weight_sync.file_format import DELTA, PIECE_BYTES, PartialFile, checksum
 from penstock.weight_sync.file_reader import FileReader
 from penstock.weight_sync.manifest import LOCAL_NAME, SERVED, ChainFile, Manifest, WeightsRefused, WeightsUnreachable
+from penstock.weight_sync.progress import STALL_S, FetchProgress
 from penstock.weight_sync.scheduler import AVOID, SERVES
 
 SILENCE_S = 15.0
@@ -43,7 +44,6 @@ RECONNECT = Backoff(PAUSE_S)
 """After connections that brought nothing."""
 PEERS_KNOWN = 8
 logger = logging.getLogger(__name__)
-DEADLINE_S = 300.0
 
 
 def verify_whole(file: ChainFile, part: PartialFile) -> None:
@@ -87,7 +87,7 @@ class _FetchJob:
     file: ChainFile
     local_name: str
     part: PartialFile
-    give_up_at: float
+    progress: FetchProgress
     avoid: set[str]
     """Peers that failed us with this file."""
     asked: set[str] = field(default_factory=set)
@@ -103,17 +103,18 @@ class FileFetch:
         """Newest first."""
         self.bytes_received = {"trainer": 0, "peers": 0}
 
-    def run(self, file: ChainFile, local_name: str, part: PartialFile, give_up_at: float, avoid: set[str]) -> set[str]:
+    def run(self, file: ChainFile, local_name: str, part: PartialFile, stall_s: float, avoid: set[str]) -> set[str]:
         """Until `part` is as long as it must be; the peers that it came from. `local_name` is the file's name there.
 
         Connections that bring something may follow each other freely. Raises `WeightsUnreachable`, `WeightsRefused`.
         """
-        job = _FetchJob(file, local_name, part, give_up_at, set(avoid))
+        job = _FetchJob(file, local_name, part, FetchProgress(file.bytes, part.length, stall_s), set(avoid))
         fruitless = 0
         while (have := part.length) < file.bytes:
             try:
                 self._ask_trainer(job)
             except NotYet as error:
+                job.progress.waited()
                 self._pause(job, PAUSE_S, error)
             except (Cut, OSError, http.client.HTTPException) as error:
                 self._ask_known_peers(job)
@@ -167,6 +168,7 @@ class FileFetch:
         except (Cut, OSError, http.client.HTTPException, WeightsUnreachable, WeightsRefused) as error:
             logger.info("version %d from %s: %r; asking another", job.file.version, peer, error)
             job.avoid.add(peer)
+            job.progress.restart()
         finally:
             if job.part.length > before:
                 job.asked.add(peer)
@@ -189,12 +191,13 @@ class FileFetch:
     def _append(self, answer: http.client.HTTPResponse, job: _FetchJob, source: str) -> None:
         """Raises `Cut` where less came than is missing."""
         while missing := job.file.bytes - job.part.length:
-            if self._closed.is_set() or time.monotonic() > job.give_up_at:
+            if self._closed.is_set() or job.progress.problem():
                 raise Cut("broken off here")
             piece = answer.read1(min(PIECE_BYTES, missing))  # what is there: a cut loses nothing that came
             if not piece:
                 raise Cut("the connection ended early")
             job.part.append(piece)
+            job.progress.note(job.part.length)
             self.bytes_received[source] += len(piece)
 
     def _may_go_on(self, job: _FetchJob, fruitless: int, error: Exception) -> None:
@@ -207,8 +210,8 @@ class FileFetch:
         self._pause(job, RECONNECT.pause_s(fruitless + 1), error)
 
     def _pause(self, job: _FetchJob, pause_s: float, error: Exception) -> None:
-        if time.monotonic() + pause_s > job.give_up_at:
-            raise WeightsUnreachable(f"{_cause(job, error)}; not done in time") from error
+        if problem := job.progress.problem(pause_s):
+            raise WeightsUnreachable(f"{_cause(job, error)}; {problem}") from error
         if self._closed.wait(pause_s):
             raise WeightsUnreachable(f"{_cause(job, error)}; this server stops") from error
 
@@ -247,10 +250,10 @@ class Downloader:
     is asked, and the trainer is not informed.
     """
 
-    def __init__(self, directory: Path, token: str, *, deadline_s: float = DEADLINE_S, serves: str = "") -> None:
+    def __init__(self, directory: Path, token: str, *, stall_s: float = STALL_S, serves: str = "") -> None:
         self.directory = Path(directory)
         self._token = token
-        self._deadline_s = deadline_s
+        self._stall_s = stall_s
         self._closed = threading.Event()
         self._fetch = FileFetch(token, serves, self._closed)
         self._bytes_by_rounds = 0
@@ -271,12 +274,11 @@ class Downloader:
         if manifest.transport not in SERVED:
             return manifest
         *before, own = manifest.files
-        give_up_at = time.monotonic() + self._deadline_s
         try:
             private_folder(self.directory)
             self._forget_others(manifest.files)
-            own = self._have(own, give_up_at, manifest.broadcast)  # first: a broadcast does not wait
-            here = (*(self._have(file, give_up_at) for file in before), own)
+            own = self._have(own, manifest.broadcast)  # first: a broadcast does not wait
+            here = (*(self._have(file) for file in before), own)
         except NotPrivate as error:
             raise WeightsUnreachable(f"version {manifest.version}: {error.strerror}") from error
         return replace(manifest, transport="shm", files=here, broadcast="")
@@ -289,25 +291,25 @@ class Downloader:
         with contextlib.suppress(OSError):  # not empty: files of others
             self.directory.rmdir()
 
-    def _have(self, file: ChainFile, give_up_at: float, broadcast_url: str = "") -> ChainFile:
+    def _have(self, file: ChainFile, broadcast_url: str = "") -> ChainFile:
         path = self.directory / local_name(file)
         if _stamp(path) is None or _stamp(path) != self._verified.get(path.name):
             with contextlib.suppress(FileNotFoundError):
                 # An earlier life's, or exchanged since: its name proves nothing, so its bytes are compared again.
                 path.rename(_part_of(path))
-            self._bring(file, path, give_up_at, broadcast_url)
+            self._bring(file, path, broadcast_url)
             self._verified[path.name] = _stamp(path)
             self._fetch.tell(file)
         return replace(file, place=str(path))
 
-    def _bring(self, file: ChainFile, path: Path, give_up_at: float, broadcast_url: str) -> None:
+    def _bring(self, file: ChainFile, path: Path, broadcast_url: str) -> None:
         """Until the file is whole and right. One that is not is asked for again, unless all of it is the trainer's."""
         lied: set[str] = set()
         while True:
             with contextlib.closing(PartialFile(_part_of(path))) as part:
                 # Of an earlier life, or of other servers: not the trainer's word.
                 others = part.length > 0 or (bool(broadcast_url) and self._take_part(broadcast_url, file, part))
-                asked = self._fetch.run(file, path.name, part, give_up_at, lied)
+                asked = self._fetch.run(file, path.name, part, self._stall_s, lied)
                 try:
                     verify_whole(file, part)
                 except WeightsRefused as error:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel
 
-from penstock.transfer_queue import Announcement, QueueError, ServerInfo, WeightUpdate
+from penstock.transfer_queue import Announcement, AnnouncementMark, QueueError, ServerInfo, WeightUpdate
 from penstock.weight_sync.fetch import Fetch
 from penstock.weight_sync.manifest import Manifest, WeightsRefused, WeightsUnreachable
 
@@ -86,6 +86,7 @@ class VersionQueue(Protocol):
     """The part of the transfer queue that the updater uses."""
 
     async def latest_version(self) -> Announcement | None: ...
+    async def latest_mark(self) -> AnnouncementMark | None: ...
     async def report_update(self, update: WeightUpdate) -> None: ...
     async def servers(self) -> list[ServerInfo]: ...
 
@@ -147,6 +148,8 @@ class WeightUpdater:
         self._may_move = may_move
         self._loaded: Announcement | None = None
         """What the engine holds; None for the model itself."""
+        self._mark: AnnouncementMark | None = None
+        """Of `newest`, as the queue gave it right before."""
         self._retry_at = 0.0
         """Weights that could not be fetched are asked for again from then on."""
         self._behind_since: float | None = None
@@ -170,7 +173,7 @@ class WeightUpdater:
         Raises `EngineError`.
         """
         try:
-            self.newest = await self._connection.ask(self._connection.queue.latest_version())
+            await self._look()
         except QueueError:
             return False
         newest = self.newest
@@ -188,8 +191,21 @@ class WeightUpdater:
         self._metrics.lag.set(self.behind_versions)
         return held
 
+    async def _look(self) -> None:
+        """Fetch the announcement where its mark has changed. Raises `QueueError`.
+
+        A mark that is older than what is fetched with it costs one more fetch at the next look, and hides nothing.
+        """
+        queue = self._connection.queue
+        mark = await self._connection.ask(queue.latest_mark())
+        if mark is None or mark != self._mark:
+            self.newest = None if mark is None else await self._connection.ask(queue.latest_version())
+            self._mark = mark
+
     def _holds(self, newest: Announcement) -> bool:
         """Whether the engine has these weights, wherever their file is now."""
+        if newest is self._loaded:
+            return newest.version == self.version
         if newest.version != self.version or self._loaded is None:
             return newest.version == self.version
         return (

@@ -25,6 +25,7 @@ SIZES = {
     "2m": Size(hidden=192, layers=4, heads=4, head_dim=32, vocab=2048),
     "9m": Size(hidden=256, layers=6, heads=8, head_dim=32, vocab=16000, context=8192),
     "56m": Size(hidden=512, layers=12, heads=8, head_dim=64, vocab=32000),
+    "77m": Size(hidden=512, layers=24, heads=8, head_dim=64, vocab=4096),
     "100m": Size(hidden=640, layers=16, heads=10, head_dim=64, vocab=40000),
     "0.6b": Size(hidden=1024, layers=28, heads=16, head_dim=128, vocab=151936, context=8192),
 }

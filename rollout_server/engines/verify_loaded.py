@@ -1,19 +1,26 @@
 """Does an engine hold what was published? Its parameters against the verified tensors, value by value.
 
 Engines fuse and drop parameters: rows of several published tensors are stacked in one, output heads are tied,
-vocabularies are padded, and layers whose kernel wants another layout keep a packed copy only. What still has the
-published values in their order is compared; the rest is counted.
+vocabularies are padded, weights are quantised or kept transposed, and layers whose kernel wants another layout keep a
+packed copy only. What still has the published values in their order is compared; the rest is counted by its reason.
+
+A comparison never holds a second copy: it goes piece by piece, on the parameter's own device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Engines' parameter of → the checkpoint's, in the order in which their rows are stacked."""
+PIECE_VALUES = 4 << 20
+"""Values that are compared at once."""
+_PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes to which published values are rounded and compared; others hold scaled values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +29,17 @@ class Comparison:
 
     equal: int
     incomparable: int
-    """Split over ranks, packed, or unknown to the version."""
+    """Split over ranks, packed, quantised, transposed, or unknown to the version."""
     different: str = ""
     """The first one that holds other values, in the engine's own name."""
+    reasons: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """Why parameters were not compared, and how many each."""
+
+    @property
+    def reasons_text(self) -> str:
+        """For a log line: `` (quantised: 12, split or packed: 3)``; empty where all were compared."""
+        counts = ", ".join(f"{reason}: {count}" for reason, count in self.reasons.items())
+        return f" ({counts})" if counts else ""
 
 
 def parts_of(name: str) -> tuple[str, ...]:
@@ -37,25 +52,49 @@ def parts_of(name: str) -> tuple[str, ...]:
 
 def compare_held(parameters: Iterable[tuple[str, torch.Tensor]], published: Mapping[str, torch.Tensor]) -> Comparison:
     """Ends at the first difference. Reads only; published values are rounded to the parameter's dtype."""
-    equal = incomparable = 0
+    equal, reasons = 0, Counter[str]()
     for name, held in parameters:
-        wanted = _wanted(name, held, published)
-        if wanted is None:
-            incomparable += 1
-        elif torch.equal(held.detach()[: len(wanted)].cpu(), wanted):
+        if reason := _incomparable(name, held, published):
+            reasons[reason] += 1
+        elif _holds(name, held.detach(), published):
             equal += 1
         else:
-            return Comparison(equal, incomparable, name)
-    return Comparison(equal, incomparable)
+            return Comparison(equal, reasons.total(), name, dict(reasons))
+    return Comparison(equal, reasons.total(), reasons=dict(reasons))
 
 
-def _wanted(name: str, held: torch.Tensor, published: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """What the first rows must be; None where the parameter is not of the same form."""
-    parts = [published[part] for part in parts_of(name) if part in published]
-    if len(parts) < len(parts_of(name)) or not held.ndim:
-        return None
+def _incomparable(name: str, held: torch.Tensor, published: Mapping[str, torch.Tensor]) -> str:
+    """Why the parameter cannot hold the published values in their order; empty where it must."""
+    names = parts_of(name)
+    if not held.ndim or any(part not in published for part in names):
+        return "unknown to the version"
+    parts = [published[part] for part in names]
+    if held.dtype not in _PLAIN and any(held.dtype != part.dtype for part in parts):
+        return "quantised"
     rows = sum(len(part) for part in parts if part.ndim)
     # More rows are padding of the vocabulary; fewer are one rank's share.
     if any(part.shape[1:] != held.shape[1:] for part in parts) or not 0 < rows <= len(held):
-        return None
-    return torch.cat([part.to(held.dtype) for part in parts])
+        return "split or packed"
+    return "" if held.is_contiguous() else "transposed"
+
+
+def _holds(name: str, held: torch.Tensor, published: Mapping[str, torch.Tensor]) -> bool:
+    first = 0
+    for part in parts_of(name):
+        wanted = published[part]
+        rows = held[first : first + len(wanted)]
+        if not _equal(rows, wanted):
+            return False
+        first += len(wanted)
+    return True
+
+
+def _equal(rows: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return all(torch.equal(a, b.to(a.device, a.dtype)) for a, b in _pieces(rows, wanted))
+
+
+def _pieces(rows: torch.Tensor, wanted: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both in the same pieces of whole rows, about `PIECE_VALUES` values each."""
+    step = max(1, PIECE_VALUES // max(1, rows[0].numel()))
+    for first in range(0, len(rows), step):
+        yield rows[first : first + step], wanted[first : first + step]

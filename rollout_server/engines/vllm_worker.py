@@ -3,13 +3,15 @@
 One update is one session of vLLM's weight-transfer routes, driven by `VLLMWeights`:
 
     /start_weight_update                             nothing is touched
-    /update_weights {manifest…, "phase": "fetch"}    a thread reads and verifies; the call returns, decoding continues
+    /update_weights {manifest…, "phase": "fetch"}    a thread maps the machine's verified copy of the version, which the
+                                                     first worker that asks for it reads and verifies (`node_copy`);
+                                                     the call returns, decoding continues
                                                      how it ended is a file in the folder `report`
     /pause
     /update_weights {manifest…, "phase": "load"}     takes the thread's result: loads it, or raises WeightsRefused
     /finish_weight_update {"weight_version": …}      the label
-    /resume                                          the thread compares what the layers hold with what it had read;
-                                                     the verdict is a file in the folder `report` of that call
+    /resume                                          the thread compares what the layers hold with that copy; the
+                                                     verdict is a file in the folder `report` of that call
 
 vLLM's layer-wise reload replaces parameters by placeholders as soon as it begins, so it begins only after every byte
 was verified: a refused version leaves the old weights as they were. Each worker loads full tensors through the model's
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,9 +42,9 @@ from vllm.platforms import current_platform
 from penstock.common import write_atomically
 from penstock.rollout_server.engines.verify_loaded import compare_held
 from penstock.rollout_server.engines.vllm_plugin import REFUSED
-from penstock.weight_sync import Manifest, WeightReader, WeightsRefused
+from penstock.weight_sync import Manifest, NodeReader, VersionMemory, WeightsRefused
 
-Tensors = dict[str, torch.Tensor]
+Tensors = Mapping[str, torch.Tensor]
 _OUTPUT_HEAD = "lm_head.weight"
 logger = init_logger(f"vllm.{__name__}")
 """vLLM shows its own loggers only."""
@@ -76,8 +78,8 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="weights")
-        self._weights = WeightReader()
-        self._fetched: tuple[Manifest, Future[Tensors]] | None = None
+        self._weights = NodeReader()
+        self._fetched: tuple[Manifest, Future[VersionMemory]] | None = None
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         """Files need no rendezvous."""
@@ -106,16 +108,19 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     def shutdown(self) -> None:
         """vLLM ends the worker."""
         self._reader.shutdown(wait=False, cancel_futures=True)
+        self._weights.close()
 
-    def _fetch(self, manifest: Manifest, report: str = "") -> Future[Tensors]:
+    def _fetch(self, manifest: Manifest, report: str = "") -> Future[VersionMemory]:
         future = self._reader.submit(self._read, manifest, report)
         self._fetched = (manifest, future)
         return future
 
-    def _read(self, manifest: Manifest, report: str) -> Tensors:
+    def _read(self, manifest: Manifest, report: str) -> VersionMemory:
         refused = ""
         try:
-            return self._weights.read(manifest)
+            memory = self._weights.read(manifest)
+            memory.map_all()
+            return memory
         except WeightsRefused as error:
             refused = str(error)
             raise
@@ -123,24 +128,31 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
             if report:
                 _say(Path(report), refused)
 
-    def _take_fetched(self, manifest: Manifest) -> Tensors:
+    def _take_fetched(self, manifest: Manifest) -> VersionMemory:
         fetched, future = self._fetched or (None, None)
         if future is None or fetched != manifest:
             future = self._fetch(manifest)
-        self._fetched = None  # where no deltas follow, the host copy goes with the load
+        self._fetched = None  # where no deltas follow, the mapped copy goes with the comparison
         try:
             return future.result()
         except WeightsRefused as error:
             raise WeightsRefused(REFUSED + str(error)) from error
 
-    def _load(self, version: int, tensors: Tensors, report: str) -> None:
+    def _load(self, version: int, tensors: VersionMemory, report: str) -> None:
         initialize_layerwise_reload(self.model)
         self.model.load_weights(self._without_tied_head(tensors))
         finalize_layerwise_reload(self.model, self.model_config)
         repack_tied_heads(self.model)
         repack_experts(self.model)
         # After the fetch, before the next one: nobody changes `tensors` or the parameters meanwhile.
-        self._reader.submit(say_what_differs, self.model, version, tensors, report)
+        self._reader.submit(self._compare, version, tensors, report)
+
+    def _compare(self, version: int, tensors: VersionMemory, report: str) -> None:
+        try:
+            say_what_differs(self.model, version, tensors, report)
+        finally:
+            tensors.unmap()
+            self._weights.done()
 
     def _without_tied_head(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         # One parameter under two names: loaded twice it would count twice, and its layer would be complete too early.
@@ -173,8 +185,8 @@ def say_what_differs(model: torch.nn.Module, version: int, tensors: Tensors, rep
             logger.critical("version %d: parameter %s holds other values", version, found.different)
             verdict = f"holds other values in parameter {found.different}"
         else:
-            counts = version, found.equal, found.incomparable
-            logger.info("version %d: %d parameters hold it, %d cannot be compared", *counts)
+            counts = version, found.equal, found.incomparable, found.reasons_text
+            logger.info("version %d: %d parameters hold it, %d cannot be compared%s", *counts)
     finally:
         _say(Path(report), verdict)
 

@@ -145,6 +145,10 @@ async def test_the_weights(measure: Measure) -> None:
         assert ratios[f"fetch_{transport}_full_over_copy"] > 0
         assert ratios[f"fetch_{transport}_delta_over_copy"] > 0
     assert not any("pause" in name for name in ratios)
+    # Of a manifest of megabytes an idle server reads none of it: bytes, no figure of this machine.
+    idle = measured["figures"]["idle"]
+    assert 0 < ratios["manifest_bytes_per_idle_second"] < 0.001 * idle["bytes_per_s_reading_the_manifest_each_time"]
+    assert "worker_copy_over_model" not in ratios, "no engine was asked for"
 
 
 @pytest.mark.torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -32,7 +33,15 @@ from penstock.rollout_server import (
     next_token,
     serve,
 )
-from penstock.transfer_queue import Announcement, QueueUnavailable, RunContext, ServerInfo, Status, WeightUpdate
+from penstock.transfer_queue import (
+    Announcement,
+    AnnouncementMark,
+    QueueUnavailable,
+    RunContext,
+    ServerInfo,
+    Status,
+    WeightUpdate,
+)
 from penstock.weight_sync import Manifest
 
 VOCAB = 512
@@ -187,6 +196,7 @@ class StubQueue:
         self.splits: dict[str, dict[str, int]] = {}
         """Of evaluations, as `Status.other_splits`."""
         self.down = False
+        self.manifests_read = 0
 
     def _check(self) -> None:
         if self.down:
@@ -197,7 +207,13 @@ class StubQueue:
 
     async def latest_version(self) -> Announcement | None:
         self._check()
+        self.manifests_read += 1
         return self.announced
+
+    async def latest_mark(self) -> AnnouncementMark | None:
+        self._check()
+        announced = self.announced
+        return announced and AnnouncementMark(announced.version, json.dumps(announced.manifest))
 
     async def heartbeat(self, server: ServerInfo) -> None:
         self._check()

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from penstock.rollout_server import FakeEngine, RolloutConfig, ServerJob, serve
-from penstock.transfer_queue import Announcement, RunContext, ServerInfo, WeightUpdate
+from penstock.transfer_queue import Announcement, AnnouncementMark, RunContext, ServerInfo, WeightUpdate
 
 
 class PrintingQueue:
@@ -17,6 +17,9 @@ class PrintingQueue:
     printed = False
 
     async def latest_version(self) -> Announcement | None:
+        return None
+
+    async def latest_mark(self) -> AnnouncementMark | None:
         return None
 
     async def heartbeat(self, server: ServerInfo) -> None:

@@ -10,6 +10,7 @@ from penstock.simulator import (
     MAX_STALENESS,
     MODELS,
     PLANS,
+    RATES,
     TABLES,
     Machine,
     Model,
@@ -49,7 +50,7 @@ def test_gradients_cross_the_network_nearly_twice_and_not_at_all_for_one_copy() 
 def test_files_that_are_handed_on_double_each_round() -> None:
     """1 server: 1 round; 3: the trainer and the first serve two in the second; 7: three rounds."""
     model = MODELS["Qwen2.5-7B"]
-    one_copy_s = model.bytes / 12.5e9
+    one_copy_s = model.bytes / RATES["http"].bytes_per_s
     assert [http_s(model, n) / one_copy_s for n in (1, 2, 3, 4, 7, 8)] == pytest.approx([1, 2, 2, 3, 3, 4])
     assert from_trainer_s(model, 7) == pytest.approx(7 * one_copy_s)
 

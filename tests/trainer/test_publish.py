@@ -22,7 +22,7 @@ from penstock.trainer import (
     TrainerConfig,
     TrainJob,
 )
-from penstock.transfer_queue import Announcement, Limits, RunContext, ServerInfo, TrainerFenced
+from penstock.transfer_queue import Announcement, AnnouncementMark, Limits, RunContext, ServerInfo, TrainerFenced
 from penstock.weight_sync import Downloader, Manifest, NoSpace, WeightFiles, read_verified
 
 pytestmark = pytest.mark.torch
@@ -45,6 +45,9 @@ class VersionQueue:
 
     async def latest_version(self) -> Announcement | None:
         return self.announced[-1] if self.announced else None
+
+    async def latest_mark(self) -> AnnouncementMark | None:
+        return AnnouncementMark(self.version, "") if self.announced else None
 
     async def publish_version(self, announcement: Announcement) -> bool:
         self.announced.append(announcement)

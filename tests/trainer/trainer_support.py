@@ -15,6 +15,7 @@ from penstock.trainer import TrainerConfig, TrainJob
 from penstock.transfer_queue import (
     COMPLETED,
     Announcement,
+    AnnouncementMark,
     BadPayload,
     Batch,
     DataCursor,
@@ -194,6 +195,10 @@ class ScriptedQueue:
 
     async def latest_version(self) -> Announcement | None:
         return self.announced[-1] if self.announced and not self.forgetful else None
+
+    async def latest_mark(self) -> AnnouncementMark | None:
+        newest = await self.latest_version()
+        return newest and AnnouncementMark(newest.version, "")
 
     async def commit(self, step: int, batches: Mapping[int, Sequence[Sequence[str]]] | None = None) -> None:
         self._maybe_crash(f"before:commit:{step}")

@@ -122,6 +122,29 @@ async def test_versions_are_published_in_order_and_once(make_queue) -> None:
     assert latest.manifest == {"path": "elsewhere", "tensors": [{"name": "w"}]}
 
 
+async def test_a_mark_changes_whenever_the_announcement_does(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    assert await queue.latest_mark() is None
+    assert await queue.renew_manifest(Announcement(0, {"path": "base"}))
+    base = await queue.latest_mark()
+    assert base is not None
+    assert (base.version, await queue.latest_mark()) == (0, base)
+    await queue.submit(tasks(2), cursor=at(2))
+    await finish_all(queue)
+    await train(queue, 0)
+    first = await queue.latest_mark()
+    assert first is not None
+    assert (first.version, first.digest != base.digest) == (1, True)
+    assert await queue.publish_version(Announcement(1, {"path": "other"})) is False
+    assert await queue.latest_mark() == first, "nothing was published"
+    assert await queue.renew_manifest(Announcement(1, {"path": "elsewhere"}))
+    renewed = await queue.latest_mark()
+    assert renewed is not None
+    assert (renewed.version, renewed.digest != first.digest) == (1, True)
+    assert await queue.renew_manifest(Announcement(1, {"path": "v1"}))
+    assert await queue.latest_mark() == first, "equal announcements have equal marks"
+
+
 async def test_a_queue_behind_its_checkpoint_catches_up(make_queue) -> None:
     """Steps 0 and 1 are in a checkpoint; this queue has lost step 1, one of its groups still runs, one is unknown."""
     queue = await make_queue(LIMITS)
@@ -140,6 +163,7 @@ async def test_a_queue_behind_its_checkpoint_catches_up(make_queue) -> None:
     assert (status.groups["committed"], status.groups["ready"], status.groups["admitted"]) == (4, 1, 0)
     assert (status.episodes["trained"], status.episodes["committed"]) == (8, 8)
     assert await queue.latest_version() is None
+    assert await queue.latest_mark() is None
     with pytest.raises(LeaseLost):
         await queue.complete(running, trajectory(running))
     assert await queue.submit(tasks(4, start=4), cursor=at(8)) == 3  # train/0007 is trained already

@@ -68,9 +68,10 @@ async def test_each_role_can_do_its_work(queues: dict[str, RedisTransferQueue]) 
         await trainer.spill(0, [episode for group in (await trainer.lease_batch(0)).groups for episode in group]) == 4
     )
     await trainer.commit(2)
-    latest = await rollout.latest_version()
+    latest, mark = await rollout.latest_version(), await rollout.latest_mark()
     assert latest is not None
-    assert latest.version == 2
+    assert mark is not None
+    assert latest.version == mark.version == 2
     await rollout.report_update(WeightUpdate("s0", 2, 0.1, 0.1, 0.1, 3))
     await rollout.deregister("s0")
     (recorded,) = await rollout.lease_episodes("s0", 1, 2)

@@ -46,7 +46,7 @@ class Route:
         from penstock.weight_sync import Downloader, WeightReader
 
         if server not in self.readers:
-            self.downloaders[server] = Downloader(self.folder / server, TOKEN, deadline_s=20)
+            self.downloaders[server] = Downloader(self.folder / server, TOKEN, stall_s=20)
             self.readers[server] = WeightReader()
         received: dict[str, Any] = self.readers[server].read(self.downloaders[server].localise(manifest))
         return received

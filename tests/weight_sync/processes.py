@@ -76,7 +76,7 @@ def _serve(folder: Path, serves: str) -> None:
     from penstock.weight_sync import Downloader, Manifest, PeerServer, WeightReader, WeightsRefused, WeightsUnreachable
 
     peers = PeerServer(folder, TOKEN, "127.0.0.1") if serves == "serves" else None
-    downloader, reader = Downloader(folder, TOKEN, deadline_s=30, serves=peers.start() if peers else ""), WeightReader()
+    downloader, reader = Downloader(folder, TOKEN, stall_s=30, serves=peers.start() if peers else ""), WeightReader()
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)

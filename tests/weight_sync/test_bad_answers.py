@@ -50,11 +50,11 @@ async def test_answer_that_says_to_try_again_is_tried_again(
     async with TestServer(app) as proxy:
         own = replace(manifest.files[-1], place=str(proxy.make_url(f"/{manifest.files[-1].name}")))
         manifest = replace(manifest, files=(own,))
-        local = await asyncio.to_thread(Downloader(tmp_path / "s0", TOKEN, deadline_s=60).localise, manifest)
+        local = await asyncio.to_thread(Downloader(tmp_path / "s0", TOKEN, stall_s=60).localise, manifest)
         assert torch.equal(read_verified(local)["last"], small_tensors()["last"])
         refusals = 100
         with pytest.raises(WeightsUnreachable, match=r"502.*given up after 5"):
-            await asyncio.to_thread(Downloader(tmp_path / "s1", TOKEN, deadline_s=60).localise, manifest)
+            await asyncio.to_thread(Downloader(tmp_path / "s1", TOKEN, stall_s=60).localise, manifest)
 
 
 async def test_file_whose_header_lacks_its_checksums_is_refused(tmp_path: Path, open_route: OpenRoute) -> None:

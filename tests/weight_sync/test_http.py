@@ -65,7 +65,7 @@ async def test_without_the_token_nothing_is_said(tmp_path: Path, server: FileSer
     async with httpx.AsyncClient(headers=given, timeout=60) as client:
         for url in (manifest.place, f"{server.url}/weights-00000009.safetensors", f"{server.url}/x/y"):
             assert (await client.get(url)).status_code == 401
-    downloader = Downloader(tmp_path / "s0", "another token", deadline_s=20)
+    downloader = Downloader(tmp_path / "s0", "another token", stall_s=20)
     with pytest.raises(WeightsUnreachable, match="401 the run's token is needed"):
         await asyncio.to_thread(downloader.localise, manifest)
     assert downloader.bytes_received["trainer"] == 0
@@ -74,7 +74,7 @@ async def test_without_the_token_nothing_is_said(tmp_path: Path, server: FileSer
 async def test_a_cut_connection_goes_on_from_what_is_there(tmp_path: Path, server: FileServer) -> None:
     async with cutting_proxy(server.url, 50_000, 1, 0, 30_000) as proxy:
         manifest = publish(tmp_path, proxy.url)
-        downloader = Downloader(tmp_path / "s0", TOKEN, deadline_s=20)
+        downloader = Downloader(tmp_path / "s0", TOKEN, stall_s=20)
         local = await asyncio.to_thread(downloader.localise, manifest)
     assert proxy.ranges == [0, 50_000, 50_001, 50_001, 80_001]
     assert downloader.bytes_received["trainer"] == manifest.bytes
@@ -93,7 +93,7 @@ async def test_five_connections_that_bring_nothing_are_given_up(
     monkeypatch.setattr("penstock.weight_sync.http_client.RECONNECT", Backoff(0.001))
     async with cutting_proxy(server.url, *cuts) as proxy:
         manifest = publish(tmp_path, proxy.url)
-        downloader = Downloader(tmp_path / "s0", TOKEN, deadline_s=60)
+        downloader = Downloader(tmp_path / "s0", TOKEN, stall_s=60)
         if comes:
             read_verified(await asyncio.to_thread(downloader.localise, manifest))
         else:
@@ -107,12 +107,39 @@ async def test_a_server_that_was_killed_goes_on_from_what_its_disk_has(tmp_path:
     async with cutting_proxy(server.url, 50_000, *[0] * 20) as proxy:
         manifest = publish(tmp_path, proxy.url)
         with pytest.raises(WeightsUnreachable, match=r"50000 of \d+ bytes.*ended early.*given up after 5 attempts"):
-            await asyncio.to_thread(Downloader(tmp_path / "s0", TOKEN, deadline_s=20).localise, manifest)
+            await asyncio.to_thread(Downloader(tmp_path / "s0", TOKEN, stall_s=20).localise, manifest)
     url = f"{server.url}/weights-00000001.safetensors"  # the trainer came back, too
     elsewhere = altered(manifest, lambda plain: plain.update(url=url))
-    second = Downloader(tmp_path / "s0", TOKEN, deadline_s=20)
+    second = Downloader(tmp_path / "s0", TOKEN, stall_s=20)
     read_verified(await asyncio.to_thread(second.localise, elsewhere))
     assert second.bytes_received["trainer"] == manifest.bytes - 50_000
+
+
+async def test_a_trickle_is_given_up_and_what_came_counts(tmp_path: Path, server: FileServer) -> None:
+    """Each byte comes before the connection is silent for too long; at that pace the file would take days."""
+    manifest = publish(tmp_path, server.url)
+    whole = (tmp_path / "published" / manifest.files[0].name).read_bytes()
+
+    async def trickle(request: web.Request) -> web.StreamResponse:
+        first = int(request.headers["Range"].removeprefix("bytes=").removesuffix("-"))
+        header = {"Content-Range": f"bytes {first}-{len(whole) - 1}/{len(whole)}"}
+        answer = web.StreamResponse(status=206, headers=header)
+        await answer.prepare(request)
+        for at in range(first, len(whole)):
+            await answer.write(whole[at : at + 1])
+            await asyncio.sleep(0.02)
+        return answer
+
+    app = web.Application()
+    app.router.add_get("/{name:.*}", trickle)
+    async with TestServer(app) as slow:
+        url = str(slow.make_url("/" + manifest.files[0].name))
+        announced = altered(manifest, lambda plain: plain.update(url=url))
+        with pytest.raises(WeightsUnreachable, match=r"not done in time: less than \d+ bytes came in 2 s"):
+            await asyncio.to_thread(Downloader(tmp_path / "s0", TOKEN, stall_s=2).localise, announced)
+    second = Downloader(tmp_path / "s0", TOKEN, stall_s=20)
+    read_verified(await asyncio.to_thread(second.localise, manifest))
+    assert 0 < second.bytes_received["trainer"] < manifest.bytes, "verified with the bytes of the first attempt"
 
 
 async def test_nobody_there_and_no_time_are_said(tmp_path: Path, server: FileServer) -> None:
@@ -121,7 +148,7 @@ async def test_nobody_there_and_no_time_are_said(tmp_path: Path, server: FileSer
     with pytest.raises(WeightsUnreachable, match=r"ConnectionRefused.*given up after 5"):
         await asyncio.to_thread(Downloader(tmp_path / "s0", TOKEN).localise, manifest)
     with pytest.raises(WeightsUnreachable, match=r"ConnectionRefused.*not done in time"):
-        await asyncio.to_thread(Downloader(tmp_path / "s0", TOKEN, deadline_s=0).localise, manifest)
+        await asyncio.to_thread(Downloader(tmp_path / "s0", TOKEN, stall_s=0).localise, manifest)
 
 
 async def test_closing_breaks_off_and_leaves_nothing(tmp_path: Path, server: FileServer) -> None:
@@ -205,4 +232,4 @@ async def test_wrong_bytes_are_refused_after_their_file_has_gone(tmp_path: Path,
         url = str(lying.make_url("/" + manifest.files[0].name))
         announced = altered(manifest, lambda plain: plain.update(url=url))
         with pytest.raises(WeightsRefused, match=r"version 1: .*weights-00000001"):
-            await asyncio.to_thread(Downloader(folder, TOKEN, deadline_s=20).localise, announced)
+            await asyncio.to_thread(Downloader(folder, TOKEN, stall_s=20).localise, announced)

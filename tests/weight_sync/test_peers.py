@@ -41,7 +41,7 @@ async def open_peer(tmp_path: Path) -> AsyncIterator[OpenPeer]:
 
         def open_one(name: str) -> tuple[Downloader, PeerServer]:
             server = PeerServer(tmp_path / name, TOKEN, "127.0.0.1")
-            downloader = Downloader(tmp_path / name, TOKEN, deadline_s=30, serves=server.start())
+            downloader = Downloader(tmp_path / name, TOKEN, stall_s=30, serves=server.start())
             stack.callback(server.stop)
             return downloader, server
 

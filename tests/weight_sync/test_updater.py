@@ -130,6 +130,48 @@ async def test_updater_loads_a_number_again_with_other_weights() -> None:
     assert (server.engine.asked, server.updater.version) == ([3, 3, 1, 2], 2)
 
 
+async def test_updater_reads_a_manifest_only_where_its_mark_changed() -> None:
+    server = Server()
+    for _ in range(3):
+        await server.pull()
+    assert server.queue.manifests_read == 0, "nothing is announced"
+    await server.pull(3)
+    for _ in range(5):
+        assert await server.pull() is True
+    assert server.queue.manifests_read == 1
+    assert server.queue.announced is not None
+    manifest = server.queue.announced.manifest
+    server.queue.announced = Announcement(3, {**manifest, "path": "/elsewhere"})
+    for _ in range(2):
+        assert await server.pull() is True
+    assert (server.queue.manifests_read, server.engine.asked) == (2, [3])
+    server.queue.announced = None  # a queue that has forgotten everything
+    assert await server.pull() is True
+    server.queue.announced = Announcement(3, {**manifest, "path": "/elsewhere"})
+    assert await server.pull() is True
+    assert server.queue.manifests_read == 3
+    server.queue.announce(2)
+    assert await server.pull() is True
+    assert (server.queue.manifests_read, server.engine.asked) == (4, [3, 2])
+
+
+async def test_updater_reads_what_was_published_between_mark_and_manifest() -> None:
+    server = Server()
+    server.queue.announce(1)
+    read_mark = server.queue.latest_mark
+
+    async def then_publish() -> Any:
+        mark = await read_mark()
+        server.queue.announce(2)
+        return mark
+
+    server.queue.latest_mark = then_publish  # type: ignore[method-assign]
+    assert await server.pull() is True
+    server.queue.latest_mark = read_mark  # type: ignore[method-assign]
+    assert await server.pull() is True
+    assert (server.engine.asked, server.updater.version) == ([2], 2)
+
+
 async def test_updater_refuses_a_manifest_of_another_version() -> None:
     server = Server()
     server.queue.announced = Announcement(4, fake_manifest(3))

@@ -1,7 +1,8 @@
-"""Encodes and decodes `Trajectory`, `JournalEntry` and `Task`. See `packing` for the container."""
+"""Encodes and decodes `Trajectory`, `JournalEntry`, `Task` and `Announcement`. See `packing` for the container."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields as dataclass_fields
 from functools import lru_cache
@@ -19,6 +20,8 @@ from penstock.transfer_queue.codec.packing import (
 )
 from penstock.transfer_queue.errors import BadPayload, QueueError
 from penstock.transfer_queue.types import (
+    Announcement,
+    AnnouncementMark,
     FieldValues,
     JournalEntry,
     JournalKind,
@@ -44,6 +47,8 @@ TOKEN_FIELDS = ("response_ids", "response_mask", "response_logprobs")
 """Fields with one value per response token; readers may ask for some positions only."""
 PLAIN_FIELDS = tuple(one.name for one in dataclass_fields(Trajectory) if one.name != "segments")
 JOURNAL_DTYPES = {"ids": "i4", "logprobs": "f4", "version_spans": "i4"}
+MARK_DIGITS = 32
+"""128 bits of SHA-256: two announcements of a run never have the same."""
 _TASK_FIELDS = tuple(one.name for one in dataclass_fields(Task))
 _COLUMNS = [(name, dtype, name in TOKEN_FIELDS) for name, dtype in SEGMENT_DTYPES.items()]
 
@@ -202,3 +207,25 @@ def _plain_values(head: PayloadHead, names: Sequence[str]) -> dict[str, Any]:
     if missing:
         raise BadPayload(f"head: field {missing[0]} is missing")
     return {name: outcome_from_plain(head.plain[name]) if name == "outcome" else head.plain[name] for name in names}
+
+
+def pack_announcement(announcement: Announcement) -> bytes:
+    return pack_plain([announcement.version, dict(announcement.manifest)], "manifest")
+
+
+def unpack_announcement(blob: bytes) -> Announcement:
+    version, manifest = unpack_plain(blob, "announcement")
+    return Announcement(version, manifest)
+
+
+def mark_of(version: int, packed: bytes) -> AnnouncementMark:
+    """Of an announcement as `pack_announcement` gives it."""
+    return AnnouncementMark(version, hashlib.sha256(packed).hexdigest()[:MARK_DIGITS])
+
+
+def pack_mark(mark: AnnouncementMark) -> bytes:
+    return pack_plain([mark.version, mark.digest], "mark")
+
+
+def unpack_mark(blob: bytes) -> AnnouncementMark:
+    return AnnouncementMark(*unpack_plain(blob, "mark"))

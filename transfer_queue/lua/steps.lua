@@ -183,8 +183,9 @@ return lost
 
 -- script: publish_version
 -- needs: run, trainer, fenced, server, episode, steps
--- ARGV: version, packed announcement, nonce. Returns 1 if it became current, 0 if it was published before.
-local version, nonce = tonumber(ARGV[1]), ARGV[3]
+-- ARGV: version, packed announcement, its packed mark, nonce. Returns 1 if it became current, 0 if it was published
+-- before.
+local version, nonce = tonumber(ARGV[1]), ARGV[4]
 if version <= run.version then
   return call('HGET', STEPS, 'published_by') == nonce and 1 or 0
 end
@@ -193,14 +194,14 @@ if version ~= run.version + 1 or version > run.next_step then
     .. ' is out of order or was never leased')
 end
 count_step_trained(version - 1, step_groups(version - 1))
-call('HSET', STEPS, 'version', version, 'announcement', ARGV[2], 'published_by', nonce)
+call('HSET', STEPS, 'version', version, 'announcement', ARGV[2], 'announced', ARGV[3], 'published_by', nonce)
 return 1
 
 -- script: renew_manifest
 -- needs: run, trainer, fenced
--- ARGV: version, packed announcement. Returns 1 if `version` is the current one.
+-- ARGV: version, packed announcement, its packed mark. Returns 1 if `version` is the current one.
 if tonumber(ARGV[1]) ~= run.version then return 0 end
-call('HSET', STEPS, 'announcement', ARGV[2])
+call('HSET', STEPS, 'announcement', ARGV[2], 'announced', ARGV[3])
 return 1
 
 -- script: spill
@@ -316,7 +317,7 @@ if run.committed_step < run.committing then return 1 end
 local caught_up = tonumber(call('HGET', STEPS, 'caught_up') or 0)
 if caught_up > run.version then
   call('HSET', STEPS, 'next_step', math.max(caught_up, run.next_step), 'version', caught_up)
-  call('HDEL', STEPS, 'announcement')
+  call('HDEL', STEPS, 'announcement', 'announced')
 end
 call('HDEL', STEPS, 'caught_up')
 return 0

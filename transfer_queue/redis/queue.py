@@ -14,7 +14,16 @@ from typing import Any
 
 from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.codec.packing import check_compression, pack_plain, unpack_plain
-from penstock.transfer_queue.codec.trajectories import encode_journal, encode_task, outcome_to_plain
+from penstock.transfer_queue.codec.trajectories import (
+    encode_journal,
+    encode_task,
+    mark_of,
+    outcome_to_plain,
+    pack_announcement,
+    pack_mark,
+    unpack_announcement,
+    unpack_mark,
+)
 from penstock.transfer_queue.config import TransferQueueConfig
 from penstock.transfer_queue.errors import (
     JournalMismatch,
@@ -34,15 +43,14 @@ from penstock.transfer_queue.redis.replies import (
     lease_from_row,
     letter_from_row,
     limits_to_args,
-    pack_announcement,
     pack_record,
     status_from_map,
-    unpack_announcement,
 )
 from penstock.transfer_queue.status import Status
 from penstock.transfer_queue.types import (
     KEPT_UPDATES,
     Announcement,
+    AnnouncementMark,
     Batch,
     DataCursor,
     DeadLetter,
@@ -254,13 +262,13 @@ class RedisTransferQueue:
         return lost
 
     async def publish_version(self, announcement: Announcement) -> bool:
-        packed = pack_announcement(announcement)
-        new = bool(await self._fenced("publish_version", announcement.version, packed, _nonce()))
+        packed, mark = _marked(announcement)
+        new = bool(await self._fenced("publish_version", announcement.version, packed, mark, _nonce()))
         await self._sweep()
         return new
 
     async def renew_manifest(self, announcement: Announcement) -> bool:
-        return bool(await self._fenced("renew_manifest", announcement.version, pack_announcement(announcement)))
+        return bool(await self._fenced("renew_manifest", announcement.version, *_marked(announcement)))
 
     async def commit(self, step: int, batches: Mapping[int, Sequence[Sequence[str]]] | None = None) -> None:
         known = {number: [list(group) for group in groups] for number, groups in (batches or {}).items()}
@@ -292,6 +300,10 @@ class RedisTransferQueue:
     async def latest_version(self) -> Announcement | None:
         blob = await self._connection.command("HGET", self._keys.steps, "announcement")
         return None if blob is None else unpack_announcement(blob)
+
+    async def latest_mark(self) -> AnnouncementMark | None:
+        packed = await self._connection.command("HGET", self._keys.steps, "announced")
+        return None if packed is None else unpack_mark(packed)
 
     async def heartbeat(self, server: ServerInfo) -> None:
         await self._script("heartbeat", server.server_id, pack_record(server), self._registry_ttl_ms)
@@ -355,6 +367,12 @@ class RedisTransferQueue:
 
     async def close(self) -> None:
         await self._connection.close()
+
+
+def _marked(announcement: Announcement) -> tuple[bytes, bytes]:
+    """(packed announcement, its packed mark); both are written at once, so that a mark is never of another one."""
+    packed = pack_announcement(announcement)
+    return packed, pack_mark(mark_of(announcement.version, packed))
 
 
 def _nonce() -> str:

@@ -43,7 +43,7 @@ from penstock.transfer_queue.errors import (
 from penstock.transfer_queue.metrics import deciles
 from penstock.transfer_queue.redis.keys import LAYOUT
 from penstock.transfer_queue.status import EPISODE_TOTALS, Status
-from penstock.transfer_queue.types import Announcement, DeadLetter, JournalEntry, Lease, Limits
+from penstock.transfer_queue.types import DeadLetter, JournalEntry, Lease, Limits
 
 _POSITION = struct.Struct(">I")
 
@@ -64,15 +64,6 @@ def letter_from_row(row: Sequence[Any]) -> DeadLetter:
 def journal_from_values(values: Sequence[bytes]) -> list[JournalEntry]:
     """Entries in the order they were appended: each value starts with its position, big-endian, so bytes sort so."""
     return [decode_journal(value[_POSITION.size :]) for value in sorted(values)]
-
-
-def pack_announcement(announcement: Announcement) -> bytes:
-    return pack_plain([announcement.version, dict(announcement.manifest)], "manifest")
-
-
-def unpack_announcement(blob: bytes) -> Announcement:
-    version, manifest = unpack_plain(blob, "announcement")
-    return Announcement(version, manifest)
 
 
 def pack_record(record: Any) -> bytes:

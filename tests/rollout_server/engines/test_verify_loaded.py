@@ -47,6 +47,29 @@ def test_stacked_in_another_order_is_different() -> None:
     assert compare_held(parameters.items(), published()).different == "layers.0.attn.qkv_proj.weight"
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
+def test_quantised_parameters_are_skipped_with_their_reason(dtype: Any) -> None:
+    """As an engine keeps a square weight under online fp8: scaled, and transposed."""
+    given = {"layers.0.attn.o_proj.weight": torch.randn(4, 4)}
+    found = compare_held([("layers.0.attn.o_proj.weight", given["layers.0.attn.o_proj.weight"].to(dtype).t())], given)
+    assert (found, found.reasons) == (Comparison(equal=0, incomparable=1), {"quantised": 1})
+
+
+def test_a_transposed_parameter_is_skipped_with_its_reason() -> None:
+    given = {"layers.0.attn.o_proj.weight": torch.randn(4, 4)}
+    found = compare_held([("layers.0.attn.o_proj.weight", given["layers.0.attn.o_proj.weight"].t())], given)
+    assert (found, found.reasons) == (Comparison(equal=0, incomparable=1), {"transposed": 1})
+    assert found.reasons_text == " (transposed: 1)"
+
+
+def test_a_comparison_in_pieces_finds_the_last_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.rollout_server.engines.verify_loaded.PIECE_VALUES", 5)
+    parameters = held()
+    assert compare_held(parameters.items(), published()) == Comparison(equal=4, incomparable=0)
+    parameters["layers.0.attn.qkv_proj.weight"].view(-1)[-1] += 1
+    assert compare_held(parameters.items(), published()).different == "layers.0.attn.qkv_proj.weight"
+
+
 def test_packed_split_and_unknown_parameters_are_counted() -> None:
     parameters = held()
     parameters["layers.0.attn.qkv_proj.weight"] = torch.empty(0)  # a packed copy lies elsewhere
