@@ -19,6 +19,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from penstock.common.address import reachable_host
 from penstock.common.concurrency import cancel_and_wait
 
 KEEP_ALIVE_S = 75
@@ -54,8 +55,8 @@ def listen(host: str, port: int, *, ports: int = 1) -> socket.socket:
 
 
 def url_host(host: str) -> str:
-    """`host` as others connect to it: "all interfaces" are reached by this machine's name; brackets around IPv6."""
-    host = socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104 (not a binding)
+    """`host` as others connect to it, see `reachable_host`; brackets around IPv6."""
+    host = reachable_host(host)
     return f"[{host}]" if ":" in host else host
 
 
