@@ -99,6 +99,9 @@ class VLLMServer(ChildServer):
             "disable-log-stats": True,
             "disable-uvicorn-access-log": True,
         }
+        if not installation.cpu:
+            # Each front end has a label of its own for the weights: with data parallelism there would be several.
+            ours["api-server-count"] = 1
         return flag_words(VLLM.merge_flags(ours, self.config.vllm_args), negative=True)
 
 

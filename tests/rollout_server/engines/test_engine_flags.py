@@ -115,6 +115,12 @@ def test_graphs_are_captured_where_there_is_a_gpu(cpu: bool, word: str, tmp_path
     )
 
 
+def test_one_front_end_keeps_the_label_of_the_weights(tmp_path: Path) -> None:
+    made = VLLMServer(RolloutConfig(vllm_args={"data_parallel_size": 4}), "m", tmp_path, 0)
+    words = made._flags(tmp_path / "s", Installation("python", "0.33.0", cpu=False))
+    assert words[words.index("--api-server-count") + 1] == "1"
+
+
 def test_each_product_says_how_its_flags_are_listed() -> None:
     for product in (VLLM, SGLANG):
         command = product.help_command(Installation("/a/python", "1", cpu=True))
