@@ -41,114 +41,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.trainer.rank_jury import GRACE_S, Jury, Verdict, Watched
 from penstock.trainer.rank_observer import LOOK_S, NOTES_BYTES, Observer
 
-GRACE_S = 20.0
-"""For ranks whose peer has ended: they fail by themselves, with a cause of their own, in less."""
+CAUSE_S = 4.0
 HELLO_S = 10.0
 AGAIN_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Every rank ends for this cause."""
-
-    text: str
-    grace_s: float = 0.0
-
-
-@dataclass(slots=True)
-class Watched:
-    """One rank, as the hub knows it."""
-
-    rank: int
-    host: str
-    pid: int
-    heard_at: float
-    doing: str = "nothing that it told"
-    left: bool = False
-    waits_since: float | None = None
-    """Waits for others in every report since."""
-    apart_since: float | None = None
-    """Works, and waits for no other, in every report since."""
-
-    def hear(self, report: Mapping[str, Any], now: float) -> None:
-        self.heard_at, self.doing = now, str(report.get("doing") or self.doing)
-        working = report.get("works") and not report.get("waits")
-        self.waits_since = _kept(self.waits_since, now) if report.get("waits") else None
-        self.apart_since = _kept(self.apart_since, now) if working else None
-
-    @property
-    def described(self) -> str:
-        return f"{self.name}, which last did this: {self.doing}"
-
-    @property
-    def name(self) -> str:
-        return f"rank {self.rank} (host {self.host}, pid {self.pid})"
-
-
-class Jury:
-    """Decides from the reports of all ranks. Times are the hub's own clock."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self.ranks: dict[int, Watched] = {}
-        self._timeout_s = timeout_s
-        self._judged_at: float | None = None
-        self._warned = False
-
-    def report(self, watched: Watched, report: Mapping[str, Any], now: float) -> Verdict | None:
-        """A line of a monitor."""
-        watched.hear(report, now)
-        if "left" in report:
-            watched.left = True
-            reason = str(report["left"])
-            return self._about(watched, f"it ended with {reason}", GRACE_S) if reason else None
-        return self._about(watched, str(report["state"])) if report.get("state") else None
-
-    def lost(self, watched: Watched) -> Verdict | None:
-        """The connection to its monitor broke."""
-        return None if watched.left else self._about(watched, "it, or its monitor, has ended without a word", GRACE_S)
-
-    def judge(self, now: float) -> Verdict | None:
-        """Silent ranks. Time in which this process itself did not run is given back to all."""
-        gap_s = now - (self._judged_at if self._judged_at is not None else now)
-        self._judged_at = now
-        present = [one for one in self.ranks.values() if not one.left]
-        if gap_s > 3 * LOOK_S:
-            for one in present:
-                one.heard_at += gap_s
-        for one in present:
-            if now - one.heard_at > self._timeout_s:
-                return self._about(one, f"nothing was heard of it for {now - one.heard_at:.0f} s")
-        return None
-
-    def slow(self, now: float) -> str:
-        """A warning where ranks keep others waiting; once, until they no longer do."""
-        present = [one for one in self.ranks.values() if not one.left]
-        waiting = [one for one in present if _is_over(one.waits_since, now, self._timeout_s)]
-        late = [one for one in present if _is_over(one.apart_since, now, self._timeout_s)]
-        if not waiting or not late:
-            self._warned = False
-            return ""
-        if self._warned:
-            return ""
-        self._warned = True
-        names = "; ".join(f"{one.name} is at work {one.doing}" for one in late)
-        return (
-            f"{len(waiting)} rank(s) have waited {self._timeout_s:.0f} s for others: {names}. This is taken for slow "
-            "work: nothing is ended before trainer.collective_timeout_s"
-        )
-
-    def _about(self, watched: Watched, what: str, grace_s: float = 0.0) -> Verdict:
-        return Verdict(f"{watched.name}: {what}. It last did this: {watched.doing}", grace_s)
-
-
-def _kept(since: float | None, now: float) -> float:
-    return now if since is None else since
-
-
-def _is_over(since: float | None, now: float, limit_s: float) -> bool:
-    return since is not None and now - since >= limit_s
 
 
 class Hub:
@@ -158,6 +56,8 @@ class Hub:
         self.verdict: Verdict | None = None
         self.first_has_left = asyncio.Event()
         """Rank 0's connection has ended, and its last line was judged."""
+        self._echo: tuple[float, Verdict] | None = None
+        """The first that may be an echo, and when it came: another rank's loss within `CAUSE_S` comes before it."""
         self._secret = secret
         self._jury = Jury(timeout_s)
         self._writers: set[asyncio.StreamWriter] = set()
@@ -175,13 +75,17 @@ class Hub:
             await asyncio.sleep(LOOK_S)
             now = time.monotonic()
             self._decide(self._jury.judge(now))
+            self._judge_echo(now)
             if warning := self._jury.slow(now):
                 _say(warning)
             first = self._jury.ranks.get(0)
             self._tell({"well": first.described if first else ""})
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Rank 0 has left: the others need no hub any more, or have a verdict."""
+        while self._echo is not None and self.verdict is None:
+            await asyncio.sleep(AGAIN_S)
+            self._judge_echo(time.monotonic())
         if self.verdict is None:
             self._tell({"over": True})
         if self._server is not None:
@@ -217,10 +121,21 @@ class Hub:
         return watched
 
     def _decide(self, verdict: Verdict | None) -> None:
-        """The first one counts."""
+        """The first one counts that is no echo."""
         if verdict is None or self.verdict is not None:
             return
+        if verdict.may_be_echo:
+            self._echo = self._echo or (time.monotonic(), verdict)
+            return
+        self._announce(verdict)
+
+    def _judge_echo(self, now: float) -> None:
+        if self._echo is not None and self.verdict is None and now - self._echo[0] >= CAUSE_S:
+            self._announce(self._echo[1])
+
+    def _announce(self, verdict: Verdict) -> None:
         self.verdict = verdict
+        _say(f"all ranks are ended: {verdict.text}")
         self._tell({"verdict": verdict.text, "grace_s": verdict.grace_s})
 
     def _tell(self, line: Mapping[str, Any]) -> None:
@@ -340,7 +255,7 @@ class Monitor:
 
     async def _end_rank(self, verdict: Verdict, ended: asyncio.Task[str | None]) -> None:
         """SIGKILL, unless the rank ends by itself in the grace it has."""
-        if self._settings.speaks:
+        if self._settings.speaks and self._hub is None:  # the hub's machine has it from the hub
             _say(f"all ranks are ended: {verdict.text}")
         if verdict.grace_s:
             await asyncio.wait({ended}, timeout=verdict.grace_s)
@@ -363,7 +278,7 @@ class Monitor:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HELLO_S if self._writer is not None else 0):
                     await self._hub.first_has_left.wait()
-            self._hub.close()
+            await self._hub.close()
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self._writer is not None and not self._writer.is_closing():

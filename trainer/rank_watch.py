@@ -30,8 +30,8 @@ from penstock.trainer.distributed import Ranks, TorchThread
 from penstock.trainer.rank_monitor import MonitorSettings
 from penstock.trainer.rank_observer import LOOK_S, NOTES_BYTES, STALE_S, Notes, write_notes
 
-END_S = 5.0
-"""For the monitor's own end."""
+END_S = 10.0
+"""For the monitor's own end: where its rank failed, it waits some seconds for the report of a rank that is gone."""
 START_S = 60.0
 DEEPEST = 3
 """Innermost calls among which a wait for other ranks is looked for: operators stand between it and the thread's end."""

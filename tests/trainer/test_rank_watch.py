@@ -200,6 +200,7 @@ def test_others_get_time_for_an_error_of_their_own() -> None:
     assert verdict is not None
     assert "BadBatch: no reward" in verdict.text
     assert verdict.grace_s > 0
+    assert verdict.may_be_echo, "a rank that is gone without a word may be its cause, and is reported a moment later"
 
 
 def test_only_a_rank_that_others_wait_for_is_slow() -> None:
