@@ -21,6 +21,7 @@ import uvicorn.server
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from penstock.common.address import reachable_host
 from penstock.common.concurrency import cancel_and_wait
 
 KEEP_ALIVE_S = 75
@@ -56,8 +57,8 @@ def listen(host: str, port: int, *, ports: int = 1) -> socket.socket:
 
 
 def url_host(host: str) -> str:
-    """`host` as others connect to it: "all interfaces" are reached by this machine's name; brackets around IPv6."""
-    host = socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104 (not a binding)
+    """`host` as others connect to it, see `reachable_host`; brackets around IPv6."""
+    host = reachable_host(host)
     return f"[{host}]" if ":" in host else host
 
 

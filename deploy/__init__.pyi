@@ -43,6 +43,7 @@ from .rehearsal import rows_of as rows_of
 from .roles import TrainerAlive as TrainerAlive
 from .roles import fatal as fatal
 from .roles import run_role as run_role
+from .roles import seed_of_server as seed_of_server
 from .roles import sole_trainer as sole_trainer
 from .run_dir import RunDir as RunDir
 from .run_dir import RunLock as RunLock

@@ -138,8 +138,13 @@ ASK_S = 60.0
 SPLIT_OVER = (
     ("tensor_parallel_size", "tp_size", "tp"),
     ("pipeline_parallel_size", "pp_size", "pp"),
+    ("data_parallel_size", "dp_size", "dp"),
+    ("prefill_context_parallel_size",),
 )
-"""What vLLM and SGLang call each way in which one server's model is split over GPUs."""
+"""What vLLM and SGLang call each way in which one server takes more GPUs. Experts are shared out among those of tensor
+and data parallelism: expert parallelism takes none of its own."""
+ATTENTION_ALONE = "enable_dp_attention"
+"""With it SGLang's data parallelism is among the GPUs of its tensor parallelism."""
 
 
 def has_gpu() -> bool:
@@ -155,7 +160,8 @@ def gpus_of_server(rollout: RolloutConfig) -> int:
     plain = {name.replace("-", "_"): value for name, value in arguments.items()}
     count = 1
     for names in SPLIT_OVER:
-        count *= int(next((plain[name] for name in names if plain.get(name)), 1))
+        if "dp_size" not in names or not plain.get(ATTENTION_ALONE):
+            count *= int(next((plain[name] for name in names if plain.get(name)), 1))
     return count
 
 
@@ -165,14 +171,26 @@ def visible_gpus() -> tuple[str, ...]:
     if named is not None:
         words = (word.strip() for word in named.split(","))
         return tuple(itertools.takewhile(lambda word: word not in ("", "-1"), words))  # CUDA reads no further either
-    if not has_gpu():
-        return ()
-    command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True)
+        return _ask_driver("index") if has_gpu() else ()
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("nvidia-smi does not say which GPUs there are (%s): roles share what each of them finds", error)
         return ()
+
+
+def smallest_gpu_bytes() -> int | None:
+    """Memory of the smallest GPU of this machine; None where there is none, or the driver does not say."""
+    try:
+        sizes = _ask_driver("memory.total") if has_gpu() else ()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return min((int(mebibytes) << 20 for mebibytes in sizes if mebibytes.isdecimal()), default=None)
+
+
+def _ask_driver(what: str) -> tuple[str, ...]:
+    """Of each GPU. Raises `OSError`, `SubprocessError`."""
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True)
     return tuple(done.stdout.split())
 
 

@@ -10,8 +10,11 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import xxhash
 
 from penstock.common import (
     FileLock,
@@ -122,6 +125,11 @@ def context_of(link: RunConnection, queue: TransferQueue, config: RunConfig) -> 
     )
 
 
+def seed_of_server(seed: int, name: str) -> int:
+    """Of its engine's sampling: servers with one seed would answer one prompt alike. The same after a restart."""
+    return xxhash.xxh32_intdigest(f"{seed}/{name}".encode()) >> 1  # 31 bits: engines take a signed number
+
+
 async def rollout(
     link: RunConnection, name: str, host: str | None, port: int | None, *, evaluates: bool = False, wait_s: float = 0.0
 ) -> None:
@@ -135,7 +143,7 @@ async def rollout(
     recorded = GatewayJob(run, config.agent, request_timeout_s=config.rollout.request_timeout_s)
     job = ServerJob(
         name=name,
-        run=run,
+        run=replace(run, seed=seed_of_server(run.seed, name)),
         config=config.rollout,
         log_dir=RunDir.of(config).logs,
         host=host or config.rollout.host,

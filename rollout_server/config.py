@@ -39,7 +39,11 @@ class RolloutConfig(BaseModel):
     weights_full_every: int = Field(
         1, gt=0, description="One in this many versions is full, the others hold changed values only; 1: all are full."
     )
-    start_timeout_s: float = Field(180.0, gt=0, description="Deadline of an engine's start; then it is restarted.")
+    start_timeout_s: float = Field(
+        180.0,
+        gt=0,
+        description="Deadline of an engine's start, besides 10 s for each GB of its weights; then it is restarted.",
+    )
     request_timeout_s: float = Field(120.0, gt=0, description="Deadline of one generate call, waiting included.")
     hedge_after_s: float = Field(
         0.0, ge=0, description="Silence before the first token after which a second server is asked as well; 0: never."

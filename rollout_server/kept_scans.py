@@ -90,9 +90,9 @@ def kept(name: str, looked_at: Callable[[], Mapping[str, Iterable[SeenFile]]], l
     except OSError:  # a file that is being exchanged, or a link to nothing
         return look_up()
     key, folders = [_FORMAT, seen], [folder for folder, _ in seen]
-    file = _folder() / f"{name}-{hashlib.sha256(repr(folders).encode()).hexdigest()[:16]}.marshal"
+    file = cache_folder() / f"{name}-{hashlib.sha256(repr(folders).encode()).hexdigest()[:16]}.marshal"
     with contextlib.suppress(OSError, ValueError, EOFError, TypeError):
-        found, result = marshal.loads(_read_own(file))  # noqa: S302 - a file that only this user can write
+        found, result = marshal.loads(read_own(file))  # noqa: S302 - a file that only this user can write
         if found == key:
             return result
     result = look_up()
@@ -103,11 +103,12 @@ def kept(name: str, looked_at: Callable[[], Mapping[str, Iterable[SeenFile]]], l
     return result
 
 
-def _folder() -> Path:
+def cache_folder() -> Path:
+    """Of this user; no absolute path where there is no home."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "penstock"
 
 
-def _read_own(path: Path) -> bytes:
+def read_own(path: Path) -> bytes:
     """Raises `OSError`, also where another user could have written it: then it is not read."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
         found = os.fstat(file.fileno())

@@ -76,6 +76,14 @@ from .packing import pack_rows as pack_rows
 from .packing import split_by_budget as split_by_budget
 from .publish import Publisher as Publisher
 from .publish import PublishTimeout as PublishTimeout
+from .rank_jury import Jury as Jury
+from .rank_jury import Verdict as Verdict
+from .rank_jury import Watched as Watched
+from .rank_observer import NOTES_BYTES as NOTES_BYTES
+from .rank_observer import Notes as Notes
+from .rank_observer import Observer as Observer
+from .rank_observer import write_notes as write_notes
+from .rank_watch import RankWatch as RankWatch
 from .recorder import Recorder as Recorder
 from .recorder import kept_of as kept_of
 from .recorder import mask_runs as mask_runs

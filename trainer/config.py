@@ -223,6 +223,18 @@ class TrainerConfig(BaseModel):
     publish_timeout_s: float = Field(
         900.0, gt=0, description="Writing one version of the weights; a disk that takes longer stops the trainer."
     )
+    rank_timeout_s: float = Field(
+        30.0,
+        ge=0,
+        description="With several ranks: one that is stopped, stuck or silent for so long is named, and all ranks end; "
+        "0: nothing watches them.",
+    )
+    collective_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="Deadline of one collective of the ranks (NCCL, gloo): slow work of a rank, such as compilation, "
+        "may keep the others so long.",
+    )
     max_bad_steps: int = Field(
         3,
         ge=0,

@@ -19,7 +19,9 @@ import asyncio
 import atexit
 import gc
 import json
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -47,12 +49,15 @@ class Ranks:
         background: dist.ProcessGroup | None,
         layout: Layout = Layout(),
         timeout: timedelta = timedelta(minutes=10),
+        patient: dist.ProcessGroup | None = None,
     ) -> None:
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
         self.layout = layout
         self.timeout = timeout
         """After which a collective that not all ranks have come to ends with an error."""
+        self._patient = patient
+        """Its own group for waits that may rightly be longer; None: as long as all others."""
         self.device = device
         self.background = background
         """Its own group for checkpoint writing: its collectives must not mix with those of the steps."""
@@ -68,10 +73,15 @@ class Ranks:
         return self.rank == 0
 
     @classmethod
-    def open(cls, timeout_s: float, layout: Layout = Layout()) -> Ranks:
+    def open(cls, timeout_s: float, layout: Layout = Layout(), *, patience_s: float | None = None) -> Ranks:
         """gloo for CPUs, nccl for GPUs; under torchrun its ranks, otherwise a group of this process alone.
 
         Where they meet: `rendezvous_store`.
+
+        Args:
+            timeout_s: of a collective.
+            patience_s: of `meet`, `from_rank0` and the writing of checkpoints, before which ranks may rightly wait for
+                one another; None: the same.
         """
         # gloo's threads live as long as anything refers to their group, an engine's reference cycles for one. A thread
         # that drops its last tensor when the interpreter is gone aborts the process: rank -6 after a sound run.
@@ -90,7 +100,9 @@ class Ranks:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(device)
-        return cls(device, dist.new_group(backend="gloo", timeout=timeout), layout, timeout)
+        patience = timeout if patience_s is None else timedelta(seconds=max(patience_s, timeout_s))
+        background, patient = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))
+        return cls(device, background, layout, timeout, patient)
 
     def own(self, make: Callable[[Ranks], C]) -> C:
         """The one `make(self)` of these ranks: made at the first call, closed before the process group is."""
@@ -112,6 +124,11 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         return self.max(float(flag)) > 0
+
+    def meet(self) -> None:
+        """All ranks are here when it returns, however long each did or awaited something of its own before."""
+        if self.world > 1:
+            dist.barrier(group=self._patient)
 
     def gather(self, value: Any) -> list[Any]:
         """JSON data of every rank, by rank; floats arrive exactly."""
@@ -137,7 +154,8 @@ class Ranks:
         return [part[:, :size] for part, size in zip(received, sizes, strict=True)]
 
     def from_rank0(self, value: Any) -> Any:
-        """Rank 0's JSON data on every rank."""
+        """Rank 0's JSON data on every rank, however long it took rank 0 to have it."""
+        self.meet()
         return self.gather(value if self.is_rank0 else None)[0]
 
     def _reduce(self, value: float, operation: Any) -> float:
@@ -162,6 +180,7 @@ class Replicas(Ranks):
         self.device = everyone.device
         self.background = everyone.background
         self.is_replica_leader = place.is_replica_leader
+        self.timeout = everyone.timeout
         self.data = self
         self._everyone = everyone
         self._reports = place.reports
@@ -172,6 +191,9 @@ class Replicas(Ranks):
 
     def max(self, value: float) -> float:
         return self._everyone.max(value)
+
+    def meet(self) -> None:
+        self._everyone.meet()
 
     def gather(self, value: Any) -> list[Any]:
         """JSON data of every copy, by copy."""
@@ -198,11 +220,27 @@ class TorchThread:
     """`await in_torch(function, *args)` runs it in the thread; calls run one after the other, in order."""
 
     def __init__(self, threads: int) -> None:
+        self.ident: int | None = None
+        """Of the thread; None before its first call."""
+        self.work: tuple[str, float] = ("", 0.0)
+        """Name of the function that runs, or ran last, and its start by the monotonic clock; 0: none runs."""
         # The number of OpenMP threads belongs to the thread that sets it, hence in the initializer.
-        self._pool = ThreadPoolExecutor(1, "torch", initializer=torch.set_num_threads, initargs=(threads,))
+        self._pool = ThreadPoolExecutor(1, "torch", initializer=self._begin, initargs=(threads,))
 
     async def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*args, **kwargs))
+        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: self._run(function, args, kwargs))
+
+    def _begin(self, threads: int) -> None:
+        self.ident = threading.get_ident()
+        torch.set_num_threads(threads)
+
+    def _run(self, function: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
+        name = getattr(function, "__qualname__", type(function).__name__)
+        self.work = name, time.monotonic()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.work = name, 0.0
 
     def close(self) -> None:
         """Calls not yet begun are dropped; one under way is not waited for."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from penstock.trainer.agreement import check_same_batch
 from penstock.trainer.bad_batch import BadBatches
 from penstock.trainer.batch import GREEDY_MEMBER, BadBatch, StepBatch
+from penstock.trainer.config import TrainerConfig
 from penstock.trainer.data import DataStream, Feeder, load_rows
 from penstock.trainer.distributed import Ranks, TorchThread
 from penstock.trainer.engine import Engine, peak_tflops
@@ -30,6 +31,7 @@ from penstock.trainer.job import BadJob, TrainJob, needs_of_advantage
 from penstock.trainer.learner import Learner, raise_together
 from penstock.trainer.metrics import means_by_episode
 from penstock.trainer.publish import Publisher
+from penstock.trainer.rank_watch import RankWatch
 from penstock.trainer.recorder import Recorder
 from penstock.trainer.saver import Saver, Spiller
 from penstock.trainer.sinks import SINKS, MetricSink, SinkJob
@@ -75,9 +77,12 @@ class Trainer:
         async with AsyncExitStack() as stack:
             in_torch = TorchThread(job.config.threads)
             stack.callback(in_torch.close)
-            # Longer than a batch may take: one rank may hold its batch while another still waits for it.
-            ranks = await in_torch(Ranks.open, job.config.batch_timeout_s + 120, job.config.parallel.layout)
+            ranks = await in_torch(_open_ranks, job.config)
             stack.push_async_callback(_close_ranks, in_torch, ranks)
+            watch = await RankWatch.start(ranks, in_torch, job.config.rank_timeout_s)
+            if watch is not None:
+                stack.push_async_callback(watch.close)
+                stack.push(watch.leave)
             timeline = Timeline(job.run_dir if ranks.is_rank0 else None)
             stack.callback(timeline.write)
             feeder, recorder, evaluator = (
@@ -108,6 +113,8 @@ class Trainer:
                 job, in_torch, ranks, engine, learner, *leaving, source, recorder, evaluator, feeder, timeline, 0, 0.0
             )
             await parts._resume()
+            if watch is not None:
+                stack.push(watch.leave)  # once more: the first of all to hear of an error
             yield parts
 
     async def take(self, step: int, stop: asyncio.Event) -> StepBatch | None:
@@ -121,6 +128,8 @@ class Trainer:
                 batch = await self.source.take(step, stop)
             except BadBatch as error:
                 problem = str(error)
+        # One rank may hold its batch while another still waits for it.
+        await self.in_torch(self.ranks.meet)
         await self.in_torch(raise_together, self.ranks, problem)
         if await self.in_torch(self.ranks.any, batch is None):
             return None
@@ -219,13 +228,19 @@ class Trainer:
             again = await self.job.run.queue.rewind(self.step)
             logger.info("step %d of %d, %d recorded batches to replay", self.step, self.job.config.steps, again)
         # No rank leases before the queue is rewound.
-        await self.in_torch(self.ranks.any, False)
+        await self.in_torch(self.ranks.meet)
         await self.publisher.start(self.step, epoch)
         if self.feeder is not None and self.recorder is not None:
             await self.job.run.queue.commit(self.step)
             await asyncio.to_thread(self.recorder.rewind, self.step)
             await self.feeder.start()
         self.step_began = time.monotonic()
+
+
+def _open_ranks(config: TrainerConfig) -> Ranks:
+    """One rank may hold its batch while another still waits for it: as long as a batch may take, and longer."""
+    patience_s = config.batch_timeout_s + 120
+    return Ranks.open(config.collective_timeout_s, config.parallel.layout, patience_s=patience_s)
 
 
 async def _close_ranks(in_torch: TorchThread, ranks: Ranks) -> None:

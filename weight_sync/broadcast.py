@@ -35,6 +35,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
+from penstock.common import reachable_host
 from penstock.weight_sync.file_format import PartialFile
 from penstock.weight_sync.manifest import ChainFile
 
@@ -177,7 +178,7 @@ def _listen(host: str, count: int) -> socket.socket:
 
 def _reachable(host: str) -> str:
     """An address that means "all interfaces" is none that peers could connect to."""
-    return socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104 (not a binding)
+    return reachable_host(host)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,14 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.common import NotPrivate, die_with_parent
+from penstock.common import NotPrivate, die_with_parent, interfaces_for, own_host
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.connection import RunConnection
 from penstock.deploy.plan import NODES_VARIABLE
 from penstock.deploy.roles import TORCHRUN_TELLS
 from penstock.deploy.weights_folder import hold_folder, local_weights_dir
-from penstock.trainer import RANKS_FILE_VARIABLE, TrainerConfig
+from penstock.trainer import RANKS_FILE_VARIABLE, BadJob, TrainerConfig
+from penstock.trainer.engines import check_nodes
 
 RENDEZVOUS_VARIABLE = "PENSTOCK_TRAIN_RENDEZVOUS"
 RENDEZVOUS_TIMEOUT_S = 600
@@ -48,18 +49,16 @@ class Rendezvous:
         return cls(nodes, node_rank, endpoint)
 
     def arguments(self, ranks: int, run: str, folder: Path) -> list[str]:
-        """Of torchrun; one machine's ranks meet in `folder`. Raises `ConfigError` where they cannot be split evenly."""
+        """Of torchrun; one machine's ranks meet in `folder`. `ranks`: of all machines, see `check_nodes`."""
         if self.nodes == 1:
             # Not --standalone: its store listens on every address of the machine.
             return [
                 *("--nproc-per-node", str(ranks), "--local-addr", "127.0.0.1", "--rdzv-id", run),
                 *("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint", str(folder / "nodes")),
             ]
-        here, rest = divmod(ranks, self.nodes)
-        if rest or not here:
-            raise ConfigError(f"trainer.ranks={ranks} is not divisible by {self.nodes} machines")
+        per_node = str(ranks // self.nodes)
         return [
-            *("--nnodes", str(self.nodes), "--node-rank", str(self.node_rank), "--nproc-per-node", str(here)),
+            *("--nnodes", str(self.nodes), "--node-rank", str(self.node_rank), "--nproc-per-node", per_node),
             *("--rdzv-backend", "static", "--rdzv-endpoint", self.endpoint, "--rdzv-id", run),
             *("--rdzv-conf", f"timeout={RENDEZVOUS_TIMEOUT_S}"),
         ]
@@ -74,7 +73,11 @@ def exec_trainer(link: RunConnection, rendezvous: Rendezvous = Rendezvous(), *, 
         die_with_parent()  # kept over exec; torchrun passes SIGTERM on to its ranks
     config = asyncio.run(_config(link, wait_s))
     trainer = config.trainer
-    python = _python(trainer)
+    try:
+        check_nodes(trainer, rendezvous.nodes)
+        python = _python(trainer)
+    except BadJob as error:
+        raise ConfigError(str(error)) from error
     environment = {**os.environ, **link.environment(), "OMP_NUM_THREADS": str(trainer.threads)}
     words = [python]
     if (rendezvous.nodes, trainer.ranks) == (1, 1):
@@ -82,7 +85,9 @@ def exec_trainer(link: RunConnection, rendezvous: Rendezvous = Rendezvous(), *, 
     else:
         folder = _new_folder(local_weights_dir(config, link.token))
         words += ["-m", "torch.distributed.run", *rendezvous.arguments(trainer.ranks, link.run, folder)]
-        if rendezvous.nodes == 1:
+        if rendezvous.nodes > 1:
+            environment |= interfaces_for(own_host())
+        else:
             environment |= {RANKS_FILE_VARIABLE: str(folder / "ranks"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     os.execve(python, [*words, "-m", "penstock.deploy.cli", "train-rank"], environment)  # noqa: S606
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import resource
 from collections.abc import Iterator
 from itertools import permutations
 from typing import Any
 
-from penstock.deploy.config import RunConfig
-from penstock.deploy.plan import gpus_of_server, has_gpu
-from penstock.deploy.preflight.check import Check, cores, skipped, warning
-from penstock.deploy.preflight.device_memory import Gpus, check_device
-from penstock.deploy.preflight.memory import model_shape
+from penstock.deploy.config import ConfigError, RunConfig
+from penstock.deploy.plan import NODES_VARIABLE, gpus_of_server, has_gpu, smallest_gpu_bytes
+from penstock.deploy.preflight.check import Check, cores, human, memory_bytes, skipped, warning
+from penstock.deploy.preflight.device_memory import Gpus, check_device, find_shape
+from penstock.deploy.preflight.memory import model_shape, needs_critic, server_bytes, trainer_bytes
 
 BASE_FILES = 256
 """Libraries, logs, the queue's connections (64 at most), the model's files."""
@@ -55,6 +56,53 @@ def check_threads(config: RunConfig) -> Check | None:
     if rollout.servers * rollout.threads + trainer.ranks * trainer.threads > have:
         return warning("threads", found, "fewer servers, ranks or threads: together they ask for more than there is")
     return Check("threads", True, found)
+
+
+def check_devices(config: RunConfig) -> Check | None:
+    """What computes on GPUs alone, on a machine without one. None where there is one, or nothing needs it."""
+    if has_gpu():
+        return None
+    alone = {"trainer.engine=megatron": config.trainer.engine == "megatron", "trainer.liger": config.trainer.liger}
+    needing = [setting for setting, is_set in alone.items() if is_set]
+    if not needing:
+        return None
+    fix = "run it where an NVIDIA driver is; or set trainer.engine=fsdp and trainer.liger=false, which compute on CPUs"
+    return Check("gpus", False, f"no NVIDIA driver on this machine, and {' and '.join(needing)} needs one", fix)
+
+
+def check_size(config: RunConfig) -> Check | None:
+    """A model that cannot fit, whatever else is spared: weights, gradients and moments alone, and of servers weights.
+
+    `check_gpus` and `check_memory` count the rest, an estimate that refuses no run. None where sizes are unknown.
+    """
+    try:
+        shape, _ = find_shape(config)
+    except ConfigError:  # a config.json that cannot be read: `check_model` says so
+        return None
+    if shape is None:
+        return None
+    rank = trainer_bytes(shape, config.trainer, config.rollout.max_model_len, critic=needs_critic(config))
+    states = rank["weights"] + rank["gradients"] + rank["moments"]
+    served = server_bytes(shape, config, 0)["weights"]
+    gpu_bytes = smallest_gpu_bytes()
+    if gpu_bytes is not None:
+        return _on_devices(config, 0.0 if config.trainer.offload else states, served, gpu_bytes)
+    ranks_here = config.trainer.ranks // int(os.environ.get(NODES_VARIABLE) or 1)
+    needed, have = ranks_here * states + config.rollout.servers * served, memory_bytes()
+    found = f"{config.model}: trainer and servers keep {human(needed)} of it in this machine's memory of {human(have)}"
+    return Check("model size", needed <= have, found, "take a smaller model, trainer.lora.rank, fewer rollout.servers")
+
+
+def _on_devices(config: RunConfig, states: float, served: float, gpu_bytes: int) -> Check:
+    each = gpus_of_server(config.rollout)
+    on_server = served / each if each and config.rollout.servers else 0.0
+    parts = {"a trainer rank": states, "a rollout server": on_server}
+    who, most = max(parts.items(), key=lambda part: part[1])
+    found = f"{config.model}: {who} keeps {human(most)} of it on a device of {human(gpu_bytes)}"
+    fix = "raise trainer.ranks, or set trainer.offload=true or trainer.lora.rank"
+    if who == "a rollout server":
+        fix = "split the server over more GPUs (tensor_parallel_size, tp_size), or take a smaller model"
+    return Check("model size", most <= gpu_bytes, found, fix)
 
 
 def check_gpus(config: RunConfig) -> Iterator[Check]:

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import yaml
 
+from penstock.common import HOST_VARIABLE, is_loopback, own_host, reachable_host
 from penstock.deploy.config import RunConfig, parse_config
 from penstock.deploy.connection import PASSWORD_VARIABLE, TOKEN_VARIABLE, USER_VARIABLE, RunConnection, redis_login
 from penstock.deploy.preflight.check import Check, human, skipped, warning
@@ -33,9 +34,6 @@ from penstock.transfer_queue import (
     TransferQueueConfig,
 )
 from penstock.transfer_queue.redis import Connection, redact
-
-EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - what a recipe says, not a binding
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def check_ports(config: RunConfig) -> Iterator[Check]:
@@ -79,11 +77,11 @@ def _bind(host: str, port: int) -> None:
 def check_advertised(config: RunConfig) -> Iterator[Check]:
     """The address that this machine announces, and whether other machines can reach it."""
     rollout = config.rollout
-    if rollout.host in EVERYWHERE and rollout.servers:
+    if reachable_host(rollout.host) != rollout.host and rollout.servers:
         yield _own_name()
     if rollout.servers or not config.transfer_queue.url:
         return
-    if rollout.weight_transport in ("http", "collective") and rollout.weights_host in LOOPBACK:
+    if rollout.weight_transport in ("http", "collective") and is_loopback(rollout.weights_host):
         yield Check(
             "rollout.weights_host",
             False,
@@ -99,14 +97,14 @@ def check_advertised(config: RunConfig) -> Iterator[Check]:
 
 
 def _own_name() -> Check:
-    name = socket.gethostname()
+    name = own_host()
     try:
         found = socket.gethostbyname(name)
     except OSError as error:
-        fix = "give the machine a name that others resolve, or set rollout.host to its address"
+        fix = f"set {HOST_VARIABLE} to this machine's address, or rollout.host to it"
         return Check("rollout.host", False, f"this machine is advertised as {name}: {error}", fix)
-    if found.startswith("127."):
-        fix = f"let {name} stand for the machine's address in DNS or /etc/hosts, or set rollout.host to that address"
+    if is_loopback(found):
+        fix = f"set {HOST_VARIABLE} to this machine's address, or let {name} stand for it in DNS or /etc/hosts"
         return warning("rollout.host", f"this machine is advertised as {name}, which is {found} here", fix)
     return Check("rollout.host", True, f"advertised as {name}, {found}")
 
@@ -330,7 +328,7 @@ async def _weights(http: aiohttp.ClientSession, newest: Announcement | None) -> 
 
 def _unreached(server: ServerInfo, link: RunConnection) -> str:
     host = urlsplit(server.url).hostname
-    if host in LOOPBACK and urlsplit(link.url).hostname not in (*LOOPBACK, None):
+    if is_loopback(host) and not is_loopback(urlsplit(link.url).hostname):
         return "it announced a loopback address: set rollout.host=0.0.0.0 (or `penstock rollout --host`) where it runs"
     return "let this machine resolve its name and reach its port, or start it with --host ADDRESS and a fixed --port"
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import math
+import os
 import platform
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from penstock.deploy.config import RunConfig
 from penstock.deploy.connection import limits_of
 from penstock.deploy.preflight.check import Check, skipped, warning
 from penstock.deploy.preflight.data import data_sources
+from penstock.deploy.preflight.model import BadModelFiles, read_config
 from penstock.rollout_server import RolloutConfig
 
 REPORTED = ("torch", "transformers", "redis", "numpy")
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+"""Of NVIDIA's driver, of WSL's, of AMD's."""
 TRAINER = ("torch", "safetensors", "tensorboard", "matplotlib")
 
 
@@ -40,7 +45,11 @@ async def _check_stock_server(config: RolloutConfig) -> Check:
         found = await find_installation(config)
     except EngineError as error:
         return Check("rollout.engine", False, config.engine, str(error))
-    return Check("rollout.engine", True, f"{config.engine} {found.version} in {found.python}")
+    name = f"{config.engine} {found.version} in {found.python}"
+    if not found.cpu and not any(map(os.path.exists, GPU_DEVICES)):
+        fix = f"scripts/setup-{config.engine} makes the build for this machine; rollout.engine=hf computes on CPUs"
+        return Check("rollout.engine", False, f"{name} is built for GPUs, and this machine has none", fix)
+    return Check("rollout.engine", True, name)
 
 
 def check_trainer(config: RunConfig) -> Check:
@@ -109,9 +118,24 @@ def check_training_engine(config: RunConfig) -> Check | None:
     found = f"{trainer.engine}, {trainer.ranks} ranks"
     try:
         check_engine(trainer)
+        _check_split(config)
     except ValueError as error:
         return Check("trainer.engine", False, found, str(error))
     return Check("trainer.engine", True, found)
+
+
+def _check_split(config: RunConfig) -> None:
+    """Of the engine megatron: layers, heads, vocabulary and experts can be shared out so. Raises `BadJob`, a
+    `ValueError`; what is wrong with the model's files `check_model` says."""
+    if config.trainer.engine != "megatron" or not Path(config.model).is_dir():
+        return
+    from penstock.trainer.engines.megatron import check_model
+
+    try:
+        declared = read_config(Path(config.model))
+    except BadModelFiles:
+        return
+    check_model(SimpleNamespace(**declared), config.trainer.parallel, config.model)
 
 
 def check_packing(config: RunConfig) -> Check | None:

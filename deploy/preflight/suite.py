@@ -22,7 +22,7 @@ from penstock.deploy.preflight.agent import (
 from penstock.deploy.preflight.check import Check
 from penstock.deploy.preflight.data import check_data
 from penstock.deploy.preflight.disk import check_disk, check_room
-from penstock.deploy.preflight.machine import check_gpus, check_open_files, check_threads
+from penstock.deploy.preflight.machine import check_devices, check_gpus, check_open_files, check_size, check_threads
 from penstock.deploy.preflight.memory import check_memory, check_shared_memory
 from penstock.deploy.preflight.model import check_context, check_model, check_vocabulary
 from penstock.deploy.preflight.network import check_advertised, check_own_redis, check_ports, check_redis
@@ -54,9 +54,11 @@ FACTS: tuple[Asked, ...] = (
     check_capacity,
     check_ports,
     check_redis,
+    check_devices,
     check_engine,
     check_trainer,
     check_model,
+    check_size,
     check_vocabulary,
     check_context,
     check_shared_memory,
@@ -96,7 +98,7 @@ JOINING: tuple[Asked, ...] = (
 )
 """What a machine needs that joins a living run with servers or workers."""
 OF_THIS_MACHINE: frozenset[Asked] = frozenset(
-    (check_ports, check_engine, check_trainer, check_shared_memory, check_room)
+    (check_ports, check_devices, check_engine, check_trainer, check_size, check_shared_memory, check_room)
 )
 """They say nothing about a run whose roles are elsewhere."""
 

@@ -1,7 +1,13 @@
 from .checkpoint import check_complete as check_complete
+from .checkpoint import fetch_model as fetch_model
 from .checkpoint import find_model as find_model
+from .checkpoint import start_deadline_s as start_deadline_s
 from .checkpoint import tensor_shapes as tensor_shapes
 from .checkpoint import vocab_size as vocab_size
+from .engine_flags import check_flags as check_flags
+from .engine_flags import flags_in as flags_in
+from .engine_flags import known_flags as known_flags
+from .engine_flags import unknown_flag as unknown_flag
 from .hf import HFEngine as HFEngine
 from .hf_attention import UnsupportedArguments as UnsupportedArguments
 from .hf_attention import attend_by_request as attend_by_request
@@ -19,6 +25,7 @@ from .registry import find_installation as find_installation
 from .registry import make_engine as make_engine
 from .server_process import Child as Child
 from .server_process import Installation as Installation
+from .server_process import Product as Product
 from .server_process import flag_words as flag_words
 from .sglang import PAUSES as PAUSES
 from .sglang import SGLangEngine as SGLangEngine
@@ -38,5 +45,6 @@ from .sglang_server import show_model as show_model
 from .verify_loaded import Comparison as Comparison
 from .verify_loaded import compare_held as compare_held
 from .vllm import VLLM as VLLM
+from .vllm import VLLMServer as VLLMServer
 from .vllm import VLLMStream as VLLMStream
 from .vllm_worker import say_what_differs as say_what_differs

@@ -28,6 +28,51 @@ def find_model(model: str) -> Path:
         raise EngineError(f"model {model} is neither a folder nor in the hub's cache", retryable=False) from error
 
 
+def fetch_model(model: str) -> Path:
+    """The folder of `model`; one of the hub is fetched, or its missing files are. A path is left to the engine, which
+    says what is wrong with it. The hub's client ends a connection that brings nothing for 10 s
+    (HF_HUB_DOWNLOAD_TIMEOUT). Raises `EngineError`."""
+    if Path(model).is_dir() or Path(model).is_absolute() or model.startswith("."):
+        return Path(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(model, ignore_patterns=UNREAD))
+        if not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(model, allow_patterns="*.bin"))
+    except (HFValidationError, LocalEntryNotFoundError) as error:
+        raise EngineError(
+            f"model {model} is neither a folder nor in the hub's cache: {error}", retryable=False
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise EngineError(f"model {model} cannot be fetched from the hub: {error}") from error
+    return folder
+
+
+UNREAD = [
+    "*.bin",
+    "*.pth",
+    "*.pt",
+    "*.gguf",
+    "*.onnx",
+    "*.onnx_data",
+    "*.h5",
+    "*.msgpack",
+    "original/*",
+    "consolidated*",
+]
+"""Files of a repository beside its weights as safetensors: the same weights, or nothing that an engine reads."""
+LOAD_BYTES_PER_S = 100e6
+"""At which any disk, network disks included, brings weights; engines that read faster are up earlier."""
+
+
+def start_deadline_s(timeout_s: float, folder: Path) -> float:
+    """Of a server whose weights are in `folder`: `timeout_s`, and the time that they take to be read."""
+    files = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
+    return timeout_s + sum(file.stat().st_size for file in files) / LOAD_BYTES_PER_S
+
+
 def vocab_size(model: str) -> int:
     """Rows of the embedding. `model` is a folder or a name in the hub's cache. Raises `EngineError`."""
     with no_torch():

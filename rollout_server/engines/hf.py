@@ -25,6 +25,7 @@ from typing import Any
 import penstock
 from penstock.common import environment_without_secrets
 from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.engines.checkpoint import fetch_model, start_deadline_s
 from penstock.rollout_server.engines.server_process import Child
 from penstock.rollout_server.pictures import read_pictures
 from penstock.rollout_server.protocol import Chunk, EngineError, EngineInfo, GenerateRequest, Sampling, fit_request
@@ -167,15 +168,16 @@ class HFEngine:
 
     async def start(self) -> EngineInfo:
         """Start the process; ready once it has sampled a token. Raises `EngineError` with the end of its log."""
+        start_s = start_deadline_s(self.config.start_timeout_s, await asyncio.to_thread(fetch_model, self.model))
         try:
-            async with asyncio.timeout(self.config.start_timeout_s):
+            async with asyncio.timeout(start_s):
                 self._link = Link(self._reap, self._cause)
                 await self._spawn(self._link)
                 self.info = await self._link.ready()
                 await self._sample_one()
         except TimeoutError as error:
             await self.stop()
-            raise EngineError(f"the hf engine was not up in {self.config.start_timeout_s:g} s") from error
+            raise EngineError(f"the hf engine was not up in {start_s:g} s (rollout.start_timeout_s)") from error
         except BaseException:
             await self.stop()
             raise

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -25,6 +25,7 @@ import aiohttp
 from penstock.common import describe_exit, environment_without_secrets, guard_command, kill_group
 from penstock.common.guard import GRACE_S
 from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.engines.checkpoint import fetch_model, start_deadline_s
 from penstock.rollout_server.engines.http_stream import AnswerStream, refusal
 from penstock.rollout_server.protocol import EngineError
 
@@ -149,10 +150,14 @@ class Product:
     """In settings, folders and scripts: ``rollout.KEY_python``, ``.venv-KEY``, ``scripts/setup-KEY``."""
     floor: tuple[int, ...]
     """The oldest version that will do."""
+    ceiling: tuple[int, ...]
+    """The first version beyond the tested ones: routes and flags change from one to the next."""
     probe: str
     """A program that prints what is installed, as JSON."""
     own_flags: frozenset[str]
     """Flags that the adapter depends on."""
+    help_command: Callable[[Installation], list[str]]
+    """What lists all flags of the server."""
 
     @property
     def fix(self) -> str:
@@ -186,12 +191,16 @@ class Product:
         return found
 
     def check_version(self, python: str, version: str | None) -> str:
-        """`version`, if there is one and it is new enough. Raises `EngineError` with the fix."""
+        """`version`, if there is one and it is of the tested range. Raises `EngineError` with the fix."""
         if version is None:
             raise EngineError(f"{python} has no {self.title}; {self.fix}", retryable=False)
-        if _numbers(version) < self.floor:
-            floor = ".".join(map(str, self.floor))
-            raise EngineError(f"{self.title} {version} in {python} is older than {floor}; {self.fix}", retryable=False)
+        floor, ceiling = (".".join(map(str, end)) for end in (self.floor, self.ceiling))
+        found, tested = _numbers(version), f"Penstock is tested with {floor} and later, below {ceiling}"
+        if not self.floor <= found < self.ceiling:
+            age = "older" if found < self.floor else "newer"
+            raise EngineError(
+                f"{self.title} {version} in {python} is {age} than what will do: {tested}; {self.fix}", retryable=False
+            )
         return version
 
     def merge_flags(self, ours: dict[str, Any], users: dict[str, Any]) -> dict[str, Any]:
@@ -247,6 +256,7 @@ class ChildServer(Child, ABC):
         """Answers that are being read."""
         self.folder = Path()
         """Private to this user: sockets, keys, links to weights."""
+        self._start_s = config.start_timeout_s
 
     @abstractmethod
     async def find_installation(self) -> Installation:
@@ -257,8 +267,13 @@ class ChildServer(Child, ABC):
         """(a client of the server to be, the command that starts it, its environment)."""
 
     async def start(self) -> Installation:
-        """Returns when the server answers; raises `EngineError` with the cause where it does not in time."""
+        """Returns when the server answers; raises `EngineError` with the cause where it does not in time.
+
+        The deadline begins with the process: a model that is fetched from the hub is here by then.
+        """
         installation = await self.find_installation()
+        folder = await asyncio.to_thread(fetch_model, self.model)
+        self._start_s = start_deadline_s(self.config.start_timeout_s, folder)
         self.folder = Path(tempfile.mkdtemp(prefix=f"penstock-{self.product.key}-"))
         try:
             self.http, command, environment = self.prepare(installation)
@@ -306,7 +321,7 @@ class ChildServer(Child, ABC):
             return False
 
     async def _until_ready(self) -> None:
-        timeout_s = self.config.start_timeout_s
+        timeout_s = self._start_s
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if not self.alive:
@@ -314,7 +329,8 @@ class ChildServer(Child, ABC):
             if await self.answers(self.ready_path, 5):
                 return
             await asyncio.sleep(0.2)
-        raise EngineError(f"{self.name} was not up within {timeout_s:g} s; its log ends with:\n{self.tail()}")
+        of_it = f"rollout.start_timeout_s, {self.config.start_timeout_s:g} s, and what its weights' size adds"
+        raise EngineError(f"{self.name} was not up within {timeout_s:g} s ({of_it}); its log ends with:\n{self.tail()}")
 
     async def _end(self) -> None:
         process = self.process

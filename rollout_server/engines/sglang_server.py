@@ -22,6 +22,7 @@ import aiohttp
 
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import find_model
+from penstock.rollout_server.engines.engine_flags import check_flags
 from penstock.rollout_server.engines.server_process import (
     ChildServer,
     Installation,
@@ -38,6 +39,7 @@ SGLANG = Product(
     title="SGLang",
     key="sglang",
     floor=(0, 5, 23),  # older ones lack the version spans of an answer, or die of a cache that cannot be flushed
+    ceiling=(0, 5, 24),
     own_flags=frozenset(
         {
             "model-path",
@@ -61,6 +63,7 @@ if gpu and versions:
     gpu = torch.cuda.is_available()
 print(json.dumps({"versions": versions, "gpu": gpu}))
 """,
+    help_command=lambda installation: [installation.python, "-m", "sglang.launch_server", "--help"],
 )
 
 
@@ -144,11 +147,14 @@ class SGLangServer(ChildServer):
 
 
 async def find_installation(config: RolloutConfig) -> Installation:
-    """The environment to use, old and unprepared ones refused. Raises `EngineError` with the fix."""
+    """The environment to use; one that is untested or unprepared is refused, as are flags that it does not know.
+    Raises `EngineError` with the fix."""
     python = SGLANG.find_python(config.sglang_python)
     found = await SGLANG.ask(python)
     version = SGLANG.check_version(python, found["versions"].get("sglang"))
-    return Installation(python, version, cpu=not found["gpu"])
+    installation = Installation(python, version, cpu=not found["gpu"])
+    await check_flags(SGLANG, installation, config.sglang_args)
+    return installation
 
 
 def environment(installation: Installation, threads: int, folder: Path, ranks: int = 1) -> dict[str, str]:

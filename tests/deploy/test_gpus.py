@@ -38,6 +38,10 @@ def shares(gpus: tuple[str, ...], *words: str) -> dict[str, str | None]:
         (("rollout.engine=vllm", "rollout.vllm_args={tensor-parallel-size: 2, pipeline-parallel-size: 3}"), 6),
         (("rollout.engine=sglang", "rollout.sglang_args={tp_size: 2}"), 2),
         (("rollout.engine=sglang", "rollout.vllm_args={tensor_parallel_size: 4}"), 1),
+        (("rollout.engine=vllm", "rollout.vllm_args={tensor_parallel_size: 2, data_parallel_size: 4}"), 8),
+        (("rollout.engine=vllm", "rollout.vllm_args={data-parallel-size: 2, enable-expert-parallel: true}"), 2),
+        (("rollout.engine=sglang", "rollout.sglang_args={tp_size: 4, dp_size: 2, ep_size: 4}"), 8),
+        (("rollout.engine=sglang", "rollout.sglang_args={tp_size: 4, dp_size: 4, enable_dp_attention: true}"), 4),
     ],
 )
 def test_a_server_takes_what_its_model_is_split_over(words, count):
@@ -92,7 +96,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_else_nvidia_smi_is_asked(driver):
-    driver.write_text('#!/bin/sh\n[ "$*" = "--query-gpu=index --format=csv,noheader" ] && printf "0\\n1\\n"\n')
+    driver.write_text('#!/bin/sh\n[ "$*" = "--query-gpu=index --format=csv,noheader,nounits" ] && printf "0\\n1\\n"\n')
     driver.chmod(0o755)
     assert visible_gpus() == ("0", "1")
 

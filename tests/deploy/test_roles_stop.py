@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.deploy import seed_of_server
+
 REPOSITORY = Path(__file__).parents[2]
 ROLE = """
 import asyncio, sys
@@ -74,3 +76,12 @@ def test_a_second_term_does_not_cut_off_the_first(more: int) -> None:
     rest, _ = role.communicate("go on\n", timeout=60)
     assert rest == "saved\n"
     assert role.returncode == 0
+
+
+def test_no_two_servers_sample_alike() -> None:
+    names = [f"rollout-{number}" for number in range(64)] + ["rollout-eval"]
+    seeds = [seed_of_server(7, name) for name in names]
+    assert len(set(seeds)) == len(names)
+    assert seeds == [seed_of_server(7, name) for name in names], "a server that is started again is the same one"
+    assert all(0 <= seed < 1 << 31 for seed in seeds), "engines take a signed number"
+    assert seed_of_server(8, "rollout-0") != seeds[0]

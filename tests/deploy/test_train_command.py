@@ -21,6 +21,8 @@ from penstock.deploy import (
     roles_of,
     train,
 )
+from penstock.trainer import BadJob, TrainerConfig
+from penstock.trainer.engines import check_nodes
 
 HERE = Path("/dev/shm/here")
 
@@ -124,8 +126,11 @@ def test_what_cannot_meet_is_refused(given, message: str) -> None:
 
 
 def test_ranks_that_cannot_be_shared_out_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.ranks=3 is not"):
-        Rendezvous(2, 0, "n1:4000").arguments(3, "mine", HERE)
+    with pytest.raises(BadJob, match=r"trainer\.ranks=3 is not divisible by 2"):
+        check_nodes(TrainerConfig(ranks=3), 2)
+    with pytest.raises(BadJob, match=r"trainer\.parallel\.tensor is 4, and 2 of 4 ranks"):
+        check_nodes(TrainerConfig(engine="megatron", ranks=4, parallel={"tensor": 4}), 2)
+    check_nodes(TrainerConfig(engine="megatron", ranks=4, parallel={"tensor": 2, "pipeline": 2}), 2)
     monkeypatch.setenv("PENSTOCK_TRAIN_NODES", "two")
     with pytest.raises(ConfigError, match="PENSTOCK_TRAIN_NODES='two'"):
         Rendezvous.of(None, 0, None)

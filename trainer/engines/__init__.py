@@ -34,3 +34,17 @@ def check_engine(config: TrainerConfig) -> None:
         )
     if check is not None:
         check(config)
+
+
+def check_nodes(config: TrainerConfig, nodes: int) -> None:
+    """Raises `BadJob` where the ranks cannot be shared out over so many machines, as many on each."""
+    here, rest = divmod(config.ranks, nodes)
+    if rest or not here:
+        raise BadJob(f"trainer.ranks={config.ranks} is not divisible by {nodes} machines: each has as many of them")
+    tensor = config.parallel.tensor
+    if nodes > 1 and here % tensor:
+        raise BadJob(
+            f"trainer.parallel.tensor is {tensor}, and {here} of {config.ranks} ranks are on each of {nodes} machines: "
+            "ranks that share matrices exchange every layer's results and must be on one machine. Let it divide the "
+            "ranks of a machine, or set trainer.parallel.pipeline (megatron)"
+        )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from penstock.common import is_loopback
 from penstock.deploy.config import Bundle, ConfigError, RunConfig
 from penstock.deploy.plan import Kind
 
@@ -115,25 +115,15 @@ def _needs(config: RunConfig) -> list[tuple[bool, str]]:
     rollout, url = config.rollout, config.transfer_queue.url
     sandbox = config.sandbox
     return [
-        (url is None or _is_loopback(urlsplit(url).hostname), "transfer_queue.url=redis://HOST:6379  (docs/deploy.md)"),
-        (_is_loopback(rollout.host), "rollout.host=0.0.0.0  (servers, under their machines' names)"),
+        (url is None or is_loopback(urlsplit(url).hostname), "transfer_queue.url=redis://HOST:6379  (docs/deploy.md)"),
+        (is_loopback(rollout.host), "rollout.host=0.0.0.0  (servers, under their machines' names)"),
         (rollout.weight_transport == "shm", "rollout.weight_transport=http  (or collective, or disk)"),
         (
-            rollout.weight_transport != "disk" and _is_loopback(rollout.weights_host),
+            rollout.weight_transport != "disk" and is_loopback(rollout.weights_host),
             "rollout.weights_host=0.0.0.0  (the trainer, under its machine's name)",
         ),
         (
-            sandbox.backend == "remote" and _is_loopback(urlsplit(sandbox.url or "").hostname),
+            sandbox.backend == "remote" and is_loopback(urlsplit(sandbox.url or "").hostname),
             "sandbox.url=http://HOST:8700  (one that every machine reaches)",
         ),
     ]
-
-
-def _is_loopback(host: str | None) -> bool:
-    """Nothing counts as loopback: it is what everything here listens on unless told otherwise."""
-    if not host or host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -8,10 +8,14 @@ nodes T …             rollout servers and agent workers in turn, a sandbox ser
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from urllib.parse import urlsplit
 
+from penstock.common import is_loopback
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.plan import gpus_of_server
 from penstock.rollout_server import RolloutConfig
+from penstock.trainer import BadJob
+from penstock.trainer.engines import check_nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +67,12 @@ def place(
     )
     if found.trainer_nodes > nodes:
         raise ConfigError(f"--nodes {nodes}: the trainer alone takes {found.trainer_nodes}; see --trainer-nodes")
-    ranks, rest = divmod(config.trainer.ranks, found.trainer_nodes)
-    if rest or not ranks:
-        raise ConfigError(
-            f"trainer.ranks={config.trainer.ranks} cannot be shared out evenly over {found.trainer_nodes} nodes"
-        )
-    found = replace(found, ranks_per_node=ranks)
+    try:
+        check_nodes(config.trainer, found.trainer_nodes)
+    except BadJob as error:
+        raise ConfigError(str(error)) from error
+    found = replace(found, ranks_per_node=config.trainer.ranks // found.trainer_nodes)
+    _check_machines(config, found)
     _check_gpus(found)
     return found
 
@@ -82,10 +86,30 @@ def _nodes_needed(ranks: int, gpus_per_node: int) -> int:
     return -(-ranks // gpus_per_node) if gpus_per_node else 1
 
 
+def _check_machines(config: RunConfig, found: JobLayout) -> None:
+    """What the recipe names is reached by all nodes, and they have what its engines need."""
+    if config.trainer.engine == "megatron" and not found.gpus_per_node:
+        raise ConfigError("trainer.engine=megatron computes on NVIDIA GPUs: say how many a node has (--gpus-per-node)")
+    if found.nodes == 1:
+        return
+    named = {"transfer_queue.url": config.transfer_queue.url}
+    if config.sandbox.backend == "remote":
+        named["sandbox.url"] = config.sandbox.url
+    for key, url in named.items():
+        if url and is_loopback(urlsplit(url).hostname):
+            raise ConfigError(f"{key}={url} is reached by one node alone, and the job has {found.nodes}: name its host")
+
+
 def _check_gpus(found: JobLayout) -> None:
     """Every node has the GPUs for what is on it."""
     if not found.gpus_per_node:
         return
+    if found.servers and found.gpus_per_server > found.gpus_per_node:
+        raise ConfigError(
+            f"a rollout server of {found.gpus_per_server} GPUs does not fit on a node with --gpus-per-node "
+            f"{found.gpus_per_node}, and no server spans nodes: lower its tensor, pipeline or data parallelism "
+            "(rollout.vllm_args, rollout.sglang_args)"
+        )
     if found.trainer_gpus > found.gpus_per_node:
         raise ConfigError(f"{found.trainer_gpus} trainer ranks on a node with --gpus-per-node {found.gpus_per_node}")
     servers = found.servers + found.evaluation_server

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from penstock.common import is_loopback
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.placements.slurm.placement import JobLayout
 from penstock.deploy.run_dir import RunDir
@@ -61,7 +62,6 @@ class SlurmJob:
 WARNING_S = 60
 """Before the time limit Slurm tells the script: the last checkpoint and the ordered end fit into it."""
 JOIN_WARNING_S = 30
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +154,8 @@ def head_overrides(config: RunConfig) -> list[str]:
     rollout = config.rollout
     settings = [f"runs_dir={Path(config.runs_dir).resolve()}", "rollout.servers=0", "agent.workers=0"]
     settings += ["rollout.evaluation_server=false"] if rollout.evaluation_server else []
-    settings += ["rollout.host=0.0.0.0"] if rollout.host in LOOPBACK else []
-    settings += ["rollout.weights_host=0.0.0.0"] if rollout.weights_host in LOOPBACK else []
+    settings += ["rollout.host=0.0.0.0"] if is_loopback(rollout.host) else []
+    settings += ["rollout.weights_host=0.0.0.0"] if is_loopback(rollout.weights_host) else []
     return [*settings, *(["rollout.weight_transport=http"] if rollout.weight_transport == "shm" else [])]
 
 

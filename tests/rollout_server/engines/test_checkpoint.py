@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.rollout_server import EngineError
-from penstock.rollout_server.engines import check_complete, tensor_shapes, vocab_size
+from penstock.rollout_server.engines import (
+    check_complete,
+    fetch_model,
+    start_deadline_s,
+    tensor_shapes,
+    vocab_size,
+)
 from penstock.weight_sync import ChainFile, Manifest, TensorEntry, WeightsRefused
 
 SHAPES = {"embed.weight": (8, 4), "layer.weight": (4, 4)}
@@ -56,3 +63,43 @@ def test_a_folder_without_a_config_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"config\.json") as caught:
         vocab_size(str(tmp_path))
     assert not caught.value.retryable
+
+
+def test_a_start_has_more_time_for_more_weights(tmp_path: Path) -> None:
+    assert start_deadline_s(180.0, tmp_path) == 180.0
+    assert start_deadline_s(180.0, tmp_path / "nothing") == 180.0
+    with (tmp_path / "model-1.safetensors").open("wb") as file:
+        file.truncate(3_000_000_000)  # a hole: no bytes are written
+    assert start_deadline_s(180.0, tmp_path) == 210.0
+
+
+def test_a_folder_is_not_looked_for_in_the_hub(tmp_path: Path) -> None:
+    assert fetch_model(str(tmp_path)) == tmp_path
+    assert fetch_model(str(tmp_path / "nothing")) == tmp_path / "nothing", "the engine says what is wrong with it"
+
+
+def test_a_model_of_the_hub_is_fetched_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[dict[str, Any]] = []
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        fetched.append({"name": name, **options})
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    (tmp_path / "model.safetensors").touch()
+    assert fetch_model("team/model") == tmp_path
+    assert [one["name"] for one in fetched] == ["team/model"]
+    (tmp_path / "model.safetensors").unlink()
+    fetch_model("team/model")
+    assert fetched[-1]["allow_patterns"] == "*.bin", "there are no others"
+
+
+def test_a_model_that_the_hub_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def snapshot_download(name: str, **_: Any) -> str:
+        raise LocalEntryNotFoundError("no way to the hub")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(EngineError, match="no-such/model is neither a folder nor in the hub's cache"):
+        fetch_model("no-such/model")

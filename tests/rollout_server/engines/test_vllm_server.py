@@ -34,7 +34,8 @@ async def test_cpu_and_gpu_builds_are_told_apart(tmp_path: Path) -> None:
     ("versions", "plugin", "text"),
     [
         ({}, True, "has no vLLM; scripts/setup-vllm"),
-        ({"vllm": "0.26.0"}, True, r"0\.26\.0 .* is older than 0\.32"),
+        ({"vllm": "0.26.0"}, True, r"0\.26\.0 .* is older than .* 0\.32 and later, below 0\.34"),
+        ({"vllm": "0.34.0"}, True, r"0\.34\.0 .* is newer than .* 0\.32 and later, below 0\.34"),
         ({"vllm": "0.33.0"}, False, "not Penstock's plugin; scripts/setup-vllm"),
     ],
 )

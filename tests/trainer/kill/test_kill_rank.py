@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -43,6 +44,8 @@ pytestmark = [
 PAUSE_S = 0.05
 """Before each episode: a step takes that eight times longer, so that a kill falls into the middle of the run."""
 GLOO_ROUNDING = 2e-5
+WITHIN_S = 60.0
+"""A rank that is stopped is named."""
 
 
 @dataclass
@@ -101,12 +104,13 @@ async def supervised(spec: RoleSpec) -> AsyncIterator[tuple[RoleProcess, asyncio
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def kill_rank(trainer: RoleProcess, rank: int) -> None:
+async def kill_rank(trainer: RoleProcess, rank: int, signum: signal.Signals = signal.SIGKILL) -> int:
+    """The process of that rank, which got the signal."""
     assert trainer.pid is not None
     for child in psutil.Process(trainer.pid).children(recursive=True):
         if child.environ().get("RANK") == str(rank):
-            os.kill(child.pid, signal.SIGKILL)
-            return
+            os.kill(child.pid, signum)
+            return child.pid
     raise AssertionError(f"no rank {rank}")
 
 
@@ -142,5 +146,26 @@ async def test_all_ranks_go_on_from_the_last_checkpoint_as_often_as_the_limit_sa
     log = spec.log.read_text()
     assert "restored" in log
     assert "step_00000003" in log
+    assert run.steps() == STEPS
+    await run.check(reference, atol=GLOO_ROUNDING)
+
+
+async def test_a_rank_that_is_stopped_is_named_and_the_trainer_starts_again(
+    tmp_path: Path, tiny_model: str, redis_server: Any, reference: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    """SIGSTOP, with the settings as they are: its peers wait in a collective whose deadline is 10 minutes away."""
+    run = RankedRun(tmp_path, tiny_model, redis_server, f"stopped-{os.getpid()}", {**SETTINGS, "save_trajectories": 0})
+    request.addfinalizer(lambda: remove_weights(run.config()))
+    spec = run.spec()
+    async with run.worker(PAUSE_S), supervised(spec) as (trainer, running):
+        await until(lambda: run.steps() >= 4, running, spec.log)
+        pid, stopped_at = await kill_rank(trainer, 1, signal.SIGSTOP), time.monotonic()
+        named = f"rank 1 (host {socket.gethostname()}, pid {pid}): its process has been stopped"
+        async with asyncio.timeout(WITHIN_S):
+            await until(lambda: named in spec.log.read_text(), running, spec.log)
+        print(f"named after {time.monotonic() - stopped_at:.1f} s")
+        await until(lambda: trainer.restarts == 1, running, spec.log)
+        print(f"started again after {time.monotonic() - stopped_at:.1f} s")
+        await running
     assert run.steps() == STEPS
     await run.check(reference, atol=GLOO_ROUNDING)

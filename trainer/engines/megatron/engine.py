@@ -8,6 +8,7 @@ How much arithmetic a model is, by megatron's description of it: a mixture compu
 from __future__ import annotations
 
 import atexit
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from penstock.trainer.batch import ModelLimits
 from penstock.trainer.checkpoint import CheckpointInfo
-from penstock.trainer.config import ParallelConfig, TrainerConfig, learning_rate
+from penstock.trainer.config import TrainerConfig, learning_rate
 from penstock.trainer.distributed import Ranks
 from penstock.trainer.engine import Flops, PackLoss, Update, ValueLoss
 from penstock.trainer.engines.megatron.bridge import ModelBridge
@@ -39,7 +40,7 @@ class MegatronEngine:
     def __init__(self, model: str, config: TrainerConfig, ranks: Ranks, temperature: float = 1.0) -> None:
         """A collective. Raises `BadJob` for a model or a machine that the engine cannot serve."""
         check_machine(config)
-        open_groups(config.parallel)
+        open_groups(config)
         self.config = config
         self.temperature = temperature
         self.kl_coefficient = config.kl.in_reward
@@ -134,12 +135,13 @@ _made: dict[str, Any] = {}
 """What the groups were made from, so that a second engine on the same ranks takes them over."""
 
 
-def open_groups(parallel: ParallelConfig) -> None:
+def open_groups(config: TrainerConfig) -> None:
     """A collective over all ranks; a no-op where the groups of these ranks are there already."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    wanted = {"world": dist.group.WORLD, "parallel": parallel}
+    parallel = config.parallel
+    wanted = {"world": dist.group.WORLD, "parallel": parallel, "timeout_s": config.collective_timeout_s}
     if _made == wanted and parallel_state.model_parallel_is_initialized():
         return
     parallel_state.destroy_model_parallel()
@@ -150,6 +152,7 @@ def open_groups(parallel: ParallelConfig) -> None:
         expert_model_parallel_size=parallel.expert,
         # Experts are not cut by the tensor ranks as well: mbridge would have to merge them over two groups.
         expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=math.ceil(config.collective_timeout_s / 60),
     )
     model_parallel_cuda_manual_seed(SEED)
     _made.update(wanted)

@@ -33,6 +33,11 @@ def check(config: TrainerConfig) -> None:
             raise BadJob(
                 f"trainer.{name} is of trainer.engine fsdp; trainer.engine megatron has no such thing: unset it"
             )
+    if config.parallel.context > 1 and config.dtype != "bfloat16":
+        raise BadJob(
+            f"trainer.parallel.context is {config.parallel.context} and trainer.dtype {config.dtype}: packed rows are "
+            "cut by Transformer Engine's attention, which takes trainer.dtype=bfloat16 alone"
+        )
     per_stage = config.ranks // config.parallel.pipeline
     if per_stage % config.parallel.expert:
         raise BadJob(

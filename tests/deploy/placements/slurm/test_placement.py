@@ -34,11 +34,26 @@ def test_a_server_has_the_gpus_that_its_engine_is_split_over() -> None:
 @pytest.mark.parametrize(
     ("overrides", "nodes", "options", "message"),
     [
-        (["trainer.ranks=3"], 2, {"trainer_nodes": 2}, "trainer.ranks=3 cannot be shared out evenly over 2 nodes"),
+        (["trainer.ranks=3"], 2, {"trainer_nodes": 2}, "trainer.ranks=3 is not divisible by 2 machines"),
         ([], 1, {"trainer_nodes": 2}, "--nodes 1: the trainer alone takes 2"),
         (["rollout.servers=9"], 3, {"gpus_per_node": 4}, "set rollout.servers to at most 8"),
         (["rollout.servers=4"], 1, {"gpus_per_node": 4}, "set rollout.servers to at most 3"),
         (["trainer.ranks=4"], 1, {"gpus_per_node": 2, "trainer_nodes": 1}, "4 trainer ranks on a node"),
+        (["trainer.engine=megatron"], 2, {}, "trainer.engine=megatron computes on NVIDIA GPUs"),
+        (
+            ["trainer.engine=megatron", "trainer.ranks=8", "trainer.parallel.tensor=8"],
+            3,
+            {"gpus_per_node": 4},
+            "trainer.parallel.tensor is 8, and 4 of 8 ranks are on each of 2 machines",
+        ),
+        (
+            ["rollout.engine=vllm", "rollout.vllm_args={tensor_parallel_size: 4, data_parallel_size: 2}"],
+            3,
+            {"gpus_per_node": 4},
+            "a rollout server of 8 GPUs does not fit on a node",
+        ),
+        (["transfer_queue.url=redis://127.0.0.1:6379"], 2, {}, "transfer_queue.url=redis://127.0.0.1:6379 is reached"),
+        (["sandbox.backend=remote", "sandbox.url=http://localhost:8700"], 2, {}, "sandbox.url=http://localhost:8700"),
     ],
 )
 def test_what_does_not_fit_is_refused(overrides, nodes, options, message) -> None:

@@ -96,6 +96,8 @@ def test_script_each_role_is_a_step_with_own_secrets_and_log(script_of, tmp_path
     for told in (*servers_elsewhere, HTTP, f"transfer_queue.url=redis://127.0.0.1:{port}"):
         assert told in asked["head"].split()
     assert "rollout --name rollout-2 --wait-s 600" in asked["rollout-2"]
+    for name in ("head", "rollout-0", "rollout-1"):
+        assert "env PENSTOCK_HOST=127.0.0.1" in asked[name], "as Slurm reaches the node"
 
 
 def test_gpus_go_to_the_trainer_and_the_servers_alone(script_of, tmp_path: Path) -> None:

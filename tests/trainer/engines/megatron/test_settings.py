@@ -26,6 +26,7 @@ pytestmark = pytest.mark.torch
         ({"ranks": 3, "parallel": {"tensor": 2}}, "ranks is 3; one copy of the model takes 2"),
         ({"ranks": 4, "parallel": {"pipeline": 2, "expert": 4}}, "expert is 4, which does not divide the 2 ranks"),
         ({"ranks": 2, "engine": "fsdp", "parallel": {"pipeline": 2}}, "fsdp has no trainer.parallel.pipeline"),
+        ({"ranks": 2, "parallel": {"context": 2}}, "parallel.context is 2 and trainer.dtype float32"),
     ],
 )
 def test_settings_that_cannot_be_served_are_refused(changes: dict[str, Any], message: str) -> None:

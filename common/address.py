@@ -1,0 +1,105 @@
+"""The address under which other machines reach this one, and the network interface that has it: one rule for all parts.
+
+    1. PENSTOCK_HOST                     as the launcher or a person says: Slurm's NodeAddr, a pod's address
+    2. this machine's name               where it stands for an address of a network here
+    3. the address towards the queue     of the interface by which packets to PENSTOCK_QUEUE's host leave
+    4. this machine's name               where there is nothing else
+
+Debian gives a machine's name to 127.0.1.1: then the third says what others can use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from functools import lru_cache
+from pathlib import Path
+from urllib.parse import urlsplit
+
+HOST_VARIABLE = "PENSTOCK_HOST"
+"""Address or name of this machine for others."""
+QUEUE_VARIABLE = "PENSTOCK_QUEUE"
+EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - what settings say, not a binding
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_SIOCGIFADDR = 0x8915
+_IPV6_ADDRESSES = Path("/proc/net/if_inet6")
+
+
+def own_host() -> str:
+    """By the rule above."""
+    return os.environ.get(HOST_VARIABLE) or _found(socket.gethostname(), os.environ.get(QUEUE_VARIABLE) or "")
+
+
+def reachable_host(bound: str) -> str:
+    """How others reach what listens on `bound`: "all interfaces" are reached under `own_host`."""
+    return own_host() if bound in EVERYWHERE else bound
+
+
+def is_loopback(host: str | None) -> bool:
+    """An address or name that only this machine reaches. None and an empty one count: they are what is listened on
+    unless a setting says otherwise."""
+    if not host or host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def interface_of(host: str) -> str | None:
+    """The network interface of this machine that has the address `host`, or one of that name; None where none has."""
+    with contextlib.suppress(OSError):
+        for *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+            for _, name in socket.if_nameindex():
+                if str(address[0]).partition("%")[0] in _addresses_of(name):
+                    return name
+    return None
+
+
+def interfaces_for(host: str) -> dict[str, str]:
+    """Variables by which gloo and NCCL take that interface; without those that the environment has already."""
+    name = interface_of(host)
+    return {one: name for one in INTERFACE_VARIABLES if name and not os.environ.get(one)}
+
+
+@lru_cache
+def _found(name: str, queue: str) -> str:
+    if not is_loopback(_resolved(name)):
+        return name
+    return _towards(urlsplit(queue).hostname) or name
+
+
+def _resolved(name: str) -> str | None:
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return None
+
+
+def _towards(host: str | None) -> str | None:
+    """This machine's address on the way to `host`; no packet is sent. None where that is loopback, or no way."""
+    with contextlib.suppress(OSError):
+        if is_loopback(host):
+            return None
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            own = str(probe.getsockname()[0])
+        return None if is_loopback(own) else own
+    return None
+
+
+def _addresses_of(interface: str) -> set[str]:
+    """Its first IPv4 address, and all of IPv6."""
+    found = set()
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", interface.encode()[:15])
+        found.add(socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]))
+    with contextlib.suppress(OSError):
+        rows = (line.split() for line in _IPV6_ADDRESSES.read_text().splitlines())
+        found |= {str(ipaddress.IPv6Address(bytes.fromhex(row[0]))) for row in rows if row[5] == interface}
+    return found

@@ -1,0 +1,128 @@
+"""What needs a GPU on a machine without one, and a model that cannot fit: refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.deploy.conftest import RECIPE
+
+from penstock.deploy import load_config
+from penstock.deploy.preflight import FACTS, check_devices, check_engine, check_size, check_training_engine
+
+SMALL_GPU_MIB = 1024
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """Sizes of a model of about 8 billion parameters, without its weights."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
+    sizes |= {"head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936, "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(sizes))
+    return str(folder)
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a driver and one small device."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f'#!/bin/sh\ncase "$1" in *memory.total) echo {SMALL_GPU_MIB};; *) echo 0;; esac\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr("penstock.deploy.plan.DRIVER", tmp_path)
+
+
+@pytest.fixture
+def no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.deploy.plan.DRIVER", tmp_path / "nothing")
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("setting", ["trainer.engine=megatron", "trainer.liger=true"])
+def test_what_computes_on_gpus_alone_is_refused_without_one(setting: str) -> None:
+    found = check_devices(load_config(RECIPE, [setting]))
+    assert found is not None
+    assert not found.ok
+    assert setting.removesuffix("=true") in found.found
+    assert "trainer.engine=fsdp" in found.fix
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_what_computes_on_cpus_too_is_not_asked() -> None:
+    assert check_devices(load_config(RECIPE)) is None
+
+
+@pytest.mark.usefixtures("gpu")
+def test_with_a_gpu_nothing_is_missing() -> None:
+    assert check_devices(load_config(RECIPE, ["trainer.engine=megatron"])) is None
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_model_larger_than_the_machine_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.deploy.preflight.machine.memory_bytes", lambda: 64 << 30)
+    found = check_size(load_config(RECIPE, [f"model={model}"]))
+    assert found is not None
+    assert not found.ok, "float32 weights, gradients and moments are 16 bytes of each of 8 billion"
+    assert model in found.found
+    monkeypatch.setattr("penstock.deploy.preflight.machine.memory_bytes", lambda: 512 << 30)
+    assert check_size(load_config(RECIPE, [f"model={model}"])).ok  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("settings", "who", "fix"),
+    [
+        ((), "a trainer rank keeps", "trainer.ranks"),
+        (("trainer.offload=true", "rollout.engine=vllm"), "a rollout server keeps", "tensor_parallel_size"),
+    ],
+)
+def test_a_model_larger_than_a_device_is_refused(model: str, settings: tuple[str, ...], who: str, fix: str) -> None:
+    found = check_size(load_config(RECIPE, [f"model={model}", *settings]))
+    assert found is not None
+    assert not found.ok
+    assert who in found.found
+    assert "of 1.0 GiB" in found.found
+    assert fix in found.fix
+
+
+def test_a_model_of_unknown_size_is_left_to_the_engines() -> None:
+    assert check_size(load_config(RECIPE, ["model=no-such/model"])) is None
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("parallel", "said"),
+    [
+        ("{pipeline: 8}", "num_hidden_layers 36, which trainer.parallel.pipeline 8"),
+        ("{tensor: 16}", "num_key_value_heads 8, which trainer.parallel.tensor 16"),
+        ("{expert: 2}", "num_experts None, which trainer.parallel.expert 2"),
+    ],
+)
+def test_a_model_that_megatron_cannot_split_so_is_refused_at_start(model: str, parallel: str, said: str) -> None:
+    words = [f"model={model}", "trainer.engine=megatron", "trainer.ranks=16", f"trainer.parallel={parallel}"]
+    found = check_training_engine(load_config(RECIPE, words))
+    assert found is not None
+    assert not found.ok
+    assert said in found.fix
+
+
+def test_an_engine_built_for_gpus_is_refused_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = json.dumps({"versions": {"vllm": "0.33.0"}, "plugin": True})
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    python.chmod(0o755)
+    config = load_config(RECIPE, ["rollout.engine=vllm", f"rollout.vllm_python={python}"])
+    monkeypatch.setattr("penstock.deploy.preflight.settings.GPU_DEVICES", (str(tmp_path / "nothing"),))
+    found = check_engine(config)
+    assert not found.ok
+    assert "vllm 0.33.0" in found.found
+    assert "scripts/setup-vllm" in found.fix
+    monkeypatch.setattr("penstock.deploy.preflight.settings.GPU_DEVICES", (str(tmp_path),))
+    assert check_engine(config).ok
+
+
+def test_a_run_is_refused_with_them() -> None:
+    assert {check_devices, check_size, check_engine} <= set(FACTS)
