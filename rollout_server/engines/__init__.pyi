@@ -2,6 +2,8 @@ from .checkpoint import check_complete as check_complete
 from .checkpoint import find_model as find_model
 from .checkpoint import tensor_shapes as tensor_shapes
 from .checkpoint import vocab_size as vocab_size
+from .event_client import EngineAddress as EngineAddress
+from .event_client import EventClient as EventClient
 from .hf import HFEngine as HFEngine
 from .hf_attention import UnsupportedArguments as UnsupportedArguments
 from .hf_attention import attend_by_request as attend_by_request
