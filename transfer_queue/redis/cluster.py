@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import hiredis
 import redis.asyncio as aioredis
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
@@ -152,8 +153,17 @@ def _wire(connection: AbstractConnection, commands: Sequence[Sequence[Any]]) -> 
         if any(isinstance(arg, Packed) for arg in command):
             chunks += _gathered(connection, command)
         else:
-            chunks += connection.pack_command(*command)
+            chunks += _packed(connection, command)
     return chunks
+
+
+def _packed(connection: AbstractConnection, command: Sequence[Any]) -> list[Any]:
+    """In C where all arguments are texts, bytes and numbers; the asyncio part of redis-py does it in Python."""
+    try:
+        return [hiredis.pack_command(tuple(command))]
+    except TypeError:
+        packed: list[Any] = connection.pack_command(*command)
+        return packed
 
 
 def _gathered(connection: AbstractConnection, command: Sequence[Any]) -> list[Any]:
