@@ -133,6 +133,8 @@ class HttpEngine(ABC):
     @asynccontextmanager
     async def _answer(self, request: GenerateRequest, deadline: float) -> AsyncGenerator[AsyncGenerator[Chunk]]:
         stream = self._send(request)
+        if request.whole:
+            stream.hold_first()
         if not self.weights.verified:
             stream.hold()
         self.streams.add(stream)

@@ -64,7 +64,7 @@ class AnswerStream(ABC):
         """Positions from here on were sampled by weights that may be other ones than their version's."""
         self._emitted = 0
         self._handed_out = False
-        """The consumer heard of the first tokens."""
+        """The consumer heard of the first tokens, or is in no hurry for them."""
         self._cuts: list[tuple[int, int]] = []  # (first position, version), ascending
         self._error: EngineError | None = None
         self._news = asyncio.Event()
@@ -116,6 +116,10 @@ class AnswerStream(ABC):
         self._exchange.close()
         if self._timer is not None:
             self._timer.cancel()
+
+    def hold_first(self) -> None:
+        """The first tokens wait for those of `COALESCE_S`, as all others do; called before anything is received."""
+        self._handed_out = True
 
     def hold(self) -> None:
         """What is received from now on is handed on after `release` only; where that never comes, not at all."""

@@ -199,6 +199,20 @@ async def test_after_the_first_tokens_what_arrives_together_travels_together() -
     assert len(chunks) <= 3
 
 
+async def test_the_first_tokens_of_a_whole_answer_travel_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.rollout_server.engines.http_stream.COALESCE_S", 3600.0)
+    async with silent() as stream:
+        stream.hold_first()
+        stream.begins(200)
+        chunks = asyncio.ensure_future(all_chunks(stream))
+        for line in (event([1]), event([2]), event([3], "length", [("0", 0, 3)])):
+            stream.receives(bytes_of(line))
+            await asyncio.sleep(0.01)
+        assert not chunks.done()
+        stream.ends("")
+        assert [chunk.token_ids for chunk in await chunks] == [[1, 2, 3]]
+
+
 async def test_tokens_are_not_held_back_for_longer_while_the_engine_is_silent() -> None:
     """A pause after the second event: it does not wait for the third."""
     go_on = asyncio.Event()
