@@ -245,7 +245,9 @@ class _Deadline:
     def __init__(self, at: float | None) -> None:
         """`at`: monotonic; None: never."""
         self._loop = asyncio.get_running_loop()
-        self._timer = None if at is None else self._loop.call_later(max(0.0, at - time.monotonic()), self._expire)
+        self._timer: asyncio.Handle | None = None
+        if at is not None:
+            self._timer = self._loop.call_later(max(0.0, at - time.monotonic()), self._expire)
         self._expired = False
         self._waiting: asyncio.Task[Any] | None = None
         self._cut_off = False
