@@ -1,7 +1,7 @@
 """Streamed POSTs to an engine of this machine, without a task or a future per piece of the answer.
 
     EventClient.post ──► a kept connection, or a new one ──► bytes of the request
-    Reply.begins · receives · ends  ◄── httptools ◄── bytes of the response, in the loop's own callback
+    ResponseSink.begins · receives · ends  ◄── httptools ◄── bytes of the response, in the loop's own callback
 
 An engine sends an event per token and request: what is done for each piece is what a sidecar's tokens cost. aiohttp
 wakes a task for every one. Control calls, which are few, stay with it (`ChildServer.call`).
@@ -58,7 +58,7 @@ class EngineAddress:
         ).encode()
 
 
-class Reply(Protocol):
+class ResponseSink(Protocol):
     """Takes one response. Called by the event loop, in this order; none may raise."""
 
     def begins(self, status: int) -> None:
@@ -77,15 +77,15 @@ class EventClient:
     def __init__(self, address: EngineAddress) -> None:
         self._address = address
         self._heads: dict[str, bytes] = {}
-        self._idle: list[_Connection] = []
-        self._open: set[_Connection] = set()
+        self._idle: list[_EventConnection] = []
+        self._open: set[_EventConnection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
 
-    def post(self, path: str, body: bytes, reply: Reply) -> Exchange:
+    def post(self, path: str, body: bytes, reply: ResponseSink) -> StreamedPost:
         """Sends the request; `reply` gets what comes of it."""
         if path not in self._heads:
             self._heads[path] = self._address.head(path)
-        exchange = Exchange(self._heads[path] + b"%d\r\n\r\n" % len(body) + body, reply)
+        exchange = StreamedPost(self._heads[path] + b"%d\r\n\r\n" % len(body) + body, reply)
         if (kept := self._take_idle()) is not None:
             kept.send(exchange)
         else:
@@ -96,7 +96,7 @@ class EventClient:
 
     async def call(self, path: str, body: bytes, timeout_s: float) -> int:
         """The status of a response whose body does not matter. Raises `OSError`."""
-        reply = _Status()
+        reply = _StatusOnly()
         exchange = self.post(path, body, reply)
         try:
             async with asyncio.timeout(timeout_s):
@@ -114,7 +114,7 @@ class EventClient:
             connection.abort()
         self._idle.clear()
 
-    async def _connect(self, exchange: Exchange) -> None:
+    async def _connect(self, exchange: StreamedPost) -> None:
         loop, address = asyncio.get_running_loop(), self._address
         try:
             if address.socket:
@@ -131,10 +131,10 @@ class EventClient:
             exchange.connecting = None
             connection.send(exchange)
 
-    def _new(self) -> _Connection:
-        return _Connection(self)
+    def _new(self) -> _EventConnection:
+        return _EventConnection(self)
 
-    def _take_idle(self) -> _Connection | None:
+    def _take_idle(self) -> _EventConnection | None:
         """The one used last: those that wait longest may be closed by the server next."""
         oldest = time.monotonic() - self._address.keep_s
         while self._idle:
@@ -145,24 +145,24 @@ class EventClient:
         return None
 
     # what connections report ---------------------------------------------------------------------------------------
-    def opened(self, connection: _Connection) -> None:
+    def opened(self, connection: _EventConnection) -> None:
         self._open.add(connection)
 
-    def finished(self, connection: _Connection, *, may_be_kept: bool) -> None:
+    def finished(self, connection: _EventConnection, *, may_be_kept: bool) -> None:
         """Its response is whole."""
         if may_be_kept and self._address.keep_s:
             self._idle.append(connection)
         else:
             connection.abort()
 
-    def lost(self, connection: _Connection) -> None:
+    def lost(self, connection: _EventConnection) -> None:
         self._open.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
 
 
-class _Status:
-    """A `Reply` of which only the status is read."""
+class _StatusOnly:
+    """A `ResponseSink` of which only the status is read."""
 
     def __init__(self) -> None:
         self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -183,15 +183,15 @@ class _Status:
             self.status.set_result(self._status)
 
 
-class Exchange:
+class StreamedPost:
     """One request and its response."""
 
-    def __init__(self, request: bytes, reply: Reply) -> None:
+    def __init__(self, request: bytes, reply: ResponseSink) -> None:
         self.request = request
-        self.reply: Reply | None = reply
+        self.reply: ResponseSink | None = reply
         """None: it has ended, or was closed."""
         self.connecting: asyncio.Task[None] | None = None
-        self.connection: _Connection | None = None
+        self.connection: _EventConnection | None = None
 
     def end(self, cause: str) -> None:
         reply, self.reply = self.reply, None
@@ -207,14 +207,14 @@ class Exchange:
             self.connection.abort()
 
 
-class _Connection(asyncio.Protocol):
+class _EventConnection(asyncio.Protocol):
     """One request at a time. Its methods without an underscore are called by asyncio, httptools and `EventClient`."""
 
     def __init__(self, client: EventClient) -> None:
         self._client = client
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
-        self._exchange: Exchange | None = None
+        self._exchange: StreamedPost | None = None
         self._receives: Callable[[bytes], None] | None = None
         """Of the exchange's reply."""
         self.idle_since = 0.0
@@ -223,7 +223,7 @@ class _Connection(asyncio.Protocol):
     def is_usable(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    def send(self, exchange: Exchange) -> None:
+    def send(self, exchange: StreamedPost) -> None:
         if self._transport is None or exchange.reply is None:  # lost, or closed, while it was being connected
             exchange.end("the connection was closed")
             self.abort()

@@ -38,11 +38,11 @@ COALESCE_S = 0.5
 """Tokens that arrive within this time travel on in one chunk: handing one on costs more than ten tokens' parsing."""
 LAST_EVENT_S = 2.0
 """Servers mark the end of the stream right after the finish reason."""
-Event = dict[str, Any]
+AnswerEvent = dict[str, Any]
 
 
 class AnswerStream(ABC):
-    """One answer, the `Reply` of its request. `chunks` is read once; `close` ends the request if it still runs."""
+    """One answer: the `ResponseSink` of its request. `chunks` is read once; `close` ends a request that still runs."""
 
     engine: ClassVar[str]
     """The server's name, for messages."""
@@ -158,7 +158,7 @@ class AnswerStream(ABC):
         except (LookupError, TypeError, ValueError) as error:
             self._error = EngineError(f"{self.engine} sent an event of another form than expected: {error!r}")
 
-    # Reply ---------------------------------------------------------------------------------------------------------
+    # ResponseSink --------------------------------------------------------------------------------------------------
     def begins(self, status: int) -> None:
         self._status = status
 
@@ -186,7 +186,7 @@ class AnswerStream(ABC):
         return EngineError(f"{self.engine} ended the answer without a finish reason")
 
     @abstractmethod
-    def _receive(self, events: Iterable[Event]) -> None:
+    def _receive(self, events: Iterable[AnswerEvent]) -> None:
         """Takes events apart: `_add` their tokens, and `_end` the answer at the last. What comes before one that cannot
         be read is added before the error."""
 
@@ -249,17 +249,17 @@ class AnswerStream(ABC):
         )
 
 
-def _sound(engine: str, events: Iterable[Event]) -> Iterator[Event]:
+def _sound(engine: str, events: Iterable[AnswerEvent]) -> Iterator[AnswerEvent]:
     for event in events:
         if error := event.get("error"):
             raise EngineError(f"{engine}: {error.get('message', error)}", retryable=error.get("code", 500) >= 500)
         yield event
 
 
-def _events(lines: list[bytes]) -> Iterable[Event]:
+def _events(lines: list[bytes]) -> Iterable[AnswerEvent]:
     """Parsed together, which costs less. A line that is not JSON raises `ValueError` after the events before it."""
     try:
-        events: list[Event] = from_json(b"[%b]" % b",".join(lines))
+        events: list[AnswerEvent] = from_json(b"[%b]" % b",".join(lines))
     except ValueError:
         return map(from_json, lines)
     return events

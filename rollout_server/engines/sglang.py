@@ -30,7 +30,7 @@ from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import Shapes, check_complete
 from penstock.rollout_server.engines.event_client import EventClient
 from penstock.rollout_server.engines.http_engine import HttpEngine, HttpWeights
-from penstock.rollout_server.engines.http_stream import AnswerStream, Event, version_of
+from penstock.rollout_server.engines.http_stream import AnswerEvent, AnswerStream, version_of
 from penstock.rollout_server.engines.server_process import ChildServer
 from penstock.rollout_server.engines.sglang_server import SGLangServer
 from penstock.rollout_server.protocol import BadRequest, EngineError, FinishReason, GenerateRequest, Sampling
@@ -69,7 +69,7 @@ class SGLangStream(AnswerStream):
                 await self._events.call("/abort_request", json.dumps({"rid": self._rid}).encode(), ABORT_S)
         await super().close()
 
-    def _receive(self, events: Iterable[Event]) -> None:
+    def _receive(self, events: Iterable[AnswerEvent]) -> None:
         for event in events:
             meta = event["meta_info"]
             label = version_of(meta["weight_version"])

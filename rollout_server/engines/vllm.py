@@ -24,7 +24,7 @@ from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import check_complete
 from penstock.rollout_server.engines.event_client import EngineAddress
 from penstock.rollout_server.engines.http_engine import HttpEngine, HttpWeights
-from penstock.rollout_server.engines.http_stream import AnswerStream, Event, version_of
+from penstock.rollout_server.engines.http_stream import AnswerEvent, AnswerStream, version_of
 from penstock.rollout_server.engines.server_process import (
     ChildServer,
     Installation,
@@ -140,11 +140,11 @@ class VLLMStream(AnswerStream):
     engine = "vLLM"
     path = "/inference/v1/generate"
 
-    def _receive(self, events: Iterable[Event]) -> None:
+    def _receive(self, events: Iterable[AnswerEvent]) -> None:
         """Tokens are added together: adding those of each event would cost more than reading them."""
         token_ids: list[int] = []
         logprobs: list[float] = []
-        last: Event | None = None
+        last: AnswerEvent | None = None
         try:
             for event in events:
                 for choice in event["choices"]:

@@ -13,10 +13,10 @@ from penstock.rollout_server.engines import EngineAddress, EventClient
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 WHOLE = HEAD + b"3\r\nabc\r\n0\r\n\r\n"
-Answer = Callable[["Engine", asyncio.StreamWriter], Awaitable[None]]
+Answer = Callable[["SocketEngine", asyncio.StreamWriter], Awaitable[None]]
 
 
-class Engine:
+class SocketEngine:
     """A server on a unix socket; `answer` is called for each request."""
 
     def __init__(self, folder: Path, answer: Answer) -> None:
@@ -68,8 +68,8 @@ class Kept:
 
 
 @asynccontextmanager
-async def engine(folder: Path, answer: Answer, keep_s: float = 60.0) -> AsyncIterator[tuple[Engine, EventClient]]:
-    served = Engine(folder, answer)
+async def engine(folder: Path, answer: Answer, keep_s: float = 60.0) -> AsyncIterator[tuple[SocketEngine, EventClient]]:
+    served = SocketEngine(folder, answer)
     async with await asyncio.start_unix_server(served.serve, served.socket):
         client = EventClient(EngineAddress("http://engine", "secret", served.socket, keep_s))
         try:
@@ -84,27 +84,27 @@ def ask(client: EventClient, body: bytes = b"{}") -> Kept:
     return reply
 
 
-async def whole(_: Engine, writer: asyncio.StreamWriter) -> None:
+async def whole(_: SocketEngine, writer: asyncio.StreamWriter) -> None:
     writer.write(WHOLE)
 
 
-async def byte_by_byte(_: Engine, writer: asyncio.StreamWriter) -> None:
+async def byte_by_byte(_: SocketEngine, writer: asyncio.StreamWriter) -> None:
     for place in range(len(WHOLE)):
         writer.write(WHOLE[place : place + 1])
         await writer.drain()
         await asyncio.sleep(0)
 
 
-async def half(_: Engine, writer: asyncio.StreamWriter) -> None:
+async def half(_: SocketEngine, writer: asyncio.StreamWriter) -> None:
     writer.write(HEAD + b"3\r\nabc\r\n")
 
 
-async def half_and_gone(engine: Engine, writer: asyncio.StreamWriter) -> None:
+async def half_and_gone(engine: SocketEngine, writer: asyncio.StreamWriter) -> None:
     await half(engine, writer)
     writer.close()
 
 
-async def nonsense(_: Engine, writer: asyncio.StreamWriter) -> None:
+async def nonsense(_: SocketEngine, writer: asyncio.StreamWriter) -> None:
     writer.write(b"what?\r\n\r\n")
 
 
@@ -137,7 +137,7 @@ async def test_requests_at_once_have_a_connection_each(tmp_path: Path) -> None:
 
 
 async def test_an_idle_connection_that_the_engine_closed_is_not_used_again(tmp_path: Path) -> None:
-    async def once(_: Engine, writer: asyncio.StreamWriter) -> None:
+    async def once(_: SocketEngine, writer: asyncio.StreamWriter) -> None:
         writer.write(WHOLE)
         writer.close()
 
@@ -190,7 +190,7 @@ async def test_closing_the_client_ends_what_is_under_way(tmp_path: Path) -> None
 
 
 async def test_a_call_returns_the_status_and_raises_where_there_is_none(tmp_path: Path) -> None:
-    async def refuse(_: Engine, writer: asyncio.StreamWriter) -> None:
+    async def refuse(_: SocketEngine, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\nno")
 
     async with engine(tmp_path, refuse) as (served, client):
