@@ -21,7 +21,7 @@ import contextlib
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
@@ -35,7 +35,6 @@ from penstock.sandbox import SandboxError, SandboxLost, as_call
 from penstock.tools import (
     BaseTool,
     CountTokens,
-    EpisodeBox,
     ToolConfig,
     ToolInfraError,
     ToolResult,
@@ -290,7 +289,7 @@ class ToolStates:
     """Calls of finished turns, replayed ones too: what a fresh state must have seen."""
     held: dict[str, HeldState] = field(default_factory=dict)
     _groups: dict[str, asyncio.Lock] = field(default_factory=dict)
-    _boxes: dict[int, EpisodeBox] = field(default_factory=dict)
+    _shared: dict[Hashable, Any] = field(default_factory=dict)
 
     @contextlib.asynccontextmanager
     async def using(self, name: str) -> AsyncIterator[Any]:
@@ -355,7 +354,7 @@ class ToolStates:
         if held.ready:
             return
         shared = any(self.held[one].ready for one in self._partners(name) if one in self.held)
-        with sharing(self._boxes):
+        with sharing(self._shared):
             attached = await self._attach(name)
             held.state = await self._create(name) if attached is None else attached
         held.ready = True

@@ -5,7 +5,7 @@ from .base import ToolResult as ToolResult
 from .base import ToolUnavailable as ToolUnavailable
 from .config import ToolConfig as ToolConfig
 from .episode_box import EpisodeBox as EpisodeBox
-from .episode_box import sharing as sharing
+from .episode_state import sharing as sharing
 from .functions import FunctionTool as FunctionTool
 from .functions import function_tool as function_tool
 from .guard import ToolGuard as ToolGuard

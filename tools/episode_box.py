@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any
 
 from penstock.sandbox import Sandbox, SandboxError, SandboxLost, Session
 from penstock.tools.base import BaseTool, ToolInfraError
+from penstock.tools.episode_state import shared_in_episode
 from penstock.transfer_queue import Task
 
 RUN_MARGIN_S = 2.0
@@ -87,23 +85,9 @@ class EpisodeBox:
             await (session.leave() if leave else session.close())
 
 
-_BOXES: ContextVar[dict[int, EpisodeBox] | None] = ContextVar("boxes of this episode", default=None)
-
-
-@contextlib.contextmanager
-def sharing(boxes: dict[int, EpisodeBox]) -> Iterator[None]:
-    """Tools whose states are made inside share `boxes`; the owner of the episode holds the dictionary."""
-    token = _BOXES.set(boxes)
-    try:
-        yield
-    finally:
-        _BOXES.reset(token)
-
-
 def box_for(sandbox: Sandbox, made: EpisodeBox) -> EpisodeBox:
     """The episode's box of this sandbox, taken: `made` where there is none yet, and outside of `sharing`."""
-    boxes = _BOXES.get()
-    return (made if boxes is None else boxes.setdefault(id(sandbox), made)).take()
+    return shared_in_episode(id(sandbox), made).take()
 
 
 def image_of(task: Task) -> str | None:

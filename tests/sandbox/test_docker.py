@@ -18,8 +18,8 @@ from tests.sandbox.containers import IMAGE, PLAIN_IMAGE, all_boxes, containers_o
 from tests.sandbox.server.conftest import TOKEN, serving
 
 from penstock.sandbox import (
-    ExecResult,
     RemoteSandbox,
+    RunResult,
     SandboxConfig,
     SandboxError,
     SandboxLost,
@@ -114,7 +114,7 @@ async def test_docker_memory_held_by_files_ends_the_box() -> None:
         assert (await session.run_python("1 + 1")).stdout == "2\n"
 
 
-async def _filled(session: Session) -> AsyncIterator[ExecResult]:
+async def _filled(session: Session) -> AsyncIterator[RunResult]:
     """Results of calls that fill /tmp, up to the one that loses the files.
 
     A killed writer leaves as much room as it had memory of its own. Where that is enough for an interpreter, code runs.

@@ -11,6 +11,18 @@ from mcp.server.mcpserver.exceptions import ToolError
 
 def build() -> MCPServer:
     server = MCPServer("tiny")
+    notes: list[str] = []
+
+    @server.tool()
+    def note(text: str) -> str:
+        """Keeps a note."""
+        notes.append(text)
+        return "kept"
+
+    @server.tool()
+    def read_notes() -> str:
+        """All notes."""
+        return " ".join(notes)
 
     @server.tool()
     def add(a: int, b: int) -> str:

@@ -58,7 +58,7 @@ def has_ended(process_id: int) -> bool:
 
 
 async def test_mcp_stdio_servers_tools_as_the_loop_sees_them(stdio: dict[str, BaseTool]) -> None:
-    assert list(stdio) == ["add", "fail", "variable", "process", "die", "wait"]
+    assert list(stdio) == ["note", "read_notes", "add", "fail", "variable", "process", "die", "wait"]
     assert stdio["add"].description == "Add two whole numbers."
     assert set(configs_of(stdio)) == set(stdio)
     assert check_arguments(stdio["add"].parameters, {"a": 1}) == "argument 'b' is missing"
@@ -157,7 +157,7 @@ async def test_mcp_file_of_servers(tmp_path: Path) -> None:
         ({"command": "/no/such/program"}, "MCP: /no/such/program"),
         ({"command": "/bin/false"}, "MCP: /bin/false"),
         ({"url": "http://127.0.0.1:9/mcp"}, "MCP: http://127.0.0.1:9/mcp"),
-        ({**STDIO, "select": ["subtract"]}, "no tool subtract; there are: add, fail"),
+        ({**STDIO, "select": ["subtract"]}, "no tool subtract; there are: note, read_notes, add, fail"),
         ({**STDIO, "pass_env": ["NOT_SET"]}, "NOT_SET is not set"),
         ({"servers_file": "nowhere.json"}, "nowhere.json"),
     ],

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from penstock.tools.base import ToolUnavailable
+from penstock.tools.base import ToolInfraError, ToolUnavailable
 
 INSTALL = "MCP tools need the SDK: `pip install 'penstock[mcp]'`"
 
@@ -26,7 +26,9 @@ class McpServer(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    command: str | None = Field(None, description="Program of a stdio server; one process per agent worker.")
+    command: str | None = Field(
+        None, description="Program of a stdio server; one process per agent worker, with `per_episode` one per episode."
+    )
     args: list[str] = Field(default_factory=list, description="Its arguments.")
     cwd: str | None = Field(None, description="Its working directory.")
     pass_env: list[str] = Field(
@@ -94,20 +96,29 @@ CLOSE_DEADLINE_S = 5.0
 
 
 class McpConnection:
-    """Connects at the first call and again after a break."""
+    """Connects at the first call and, where it `reconnects`, again after a break."""
 
-    def __init__(self, server: McpServer, connect_deadline_s: float = CONNECT_DEADLINE_S) -> None:
+    def __init__(
+        self, server: McpServer, connect_deadline_s: float = CONNECT_DEADLINE_S, *, reconnects: bool = True
+    ) -> None:
+        """`reconnects`: False where the server keeps state that a new connection would not have."""
         self.server = server
         self._connect_deadline_s = connect_deadline_s
+        self._reconnects = reconnects
         self._owner: asyncio.Task[None] | None = None
         self._client: Any = None
         self._stop = asyncio.Event()
         self._opening = asyncio.Lock()
 
     async def client(self) -> Any:
-        """The SDK's `Client`, connected. Raises `ToolUnavailable`: nothing was asked of the server yet."""
+        """The SDK's `Client`, connected. Raises `ToolUnavailable`: nothing was asked of the server yet.
+
+        Raises `ToolInfraError` after a break where it does not reconnect.
+        """
         async with self._opening:
             if self._owner is None or self._owner.done():
+                if self._client is not None and not self._reconnects:
+                    raise ToolInfraError("mcp", f"{self.server.label}: its state ended with the connection")
                 await self._connect()
             return self._client
 
@@ -161,6 +172,23 @@ class McpConnection:
         finally:
             if not ready.done():
                 ready.cancel()
+
+
+class EpisodeConnection:
+    """The connection of one episode, shared by its tools of one server; closed when the last of them released it."""
+
+    def __init__(self, server: McpServer) -> None:
+        self.connection = McpConnection(server, reconnects=False)
+        self._users = 0
+
+    def take(self) -> EpisodeConnection:
+        self._users += 1
+        return self
+
+    async def let_go(self) -> None:
+        self._users -= 1
+        if self._users == 0:
+            await self.connection.close()
 
 
 def _reason(error: BaseException) -> str:

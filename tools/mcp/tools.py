@@ -11,33 +11,60 @@ from typing import Any
 
 from penstock.sandbox import Sandbox
 from penstock.tools.base import BaseTool, ToolGroup, ToolInfraError, ToolResult, ToolUnavailable
-from penstock.tools.mcp.connection import CLOSE_DEADLINE_S, CONNECT_DEADLINE_S, McpConnection, McpServer, read_servers
+from penstock.tools.episode_state import shared_in_episode
+from penstock.tools.mcp.connection import (
+    CLOSE_DEADLINE_S,
+    CONNECT_DEADLINE_S,
+    EpisodeConnection,
+    McpConnection,
+    McpServer,
+    read_servers,
+)
 from penstock.transfer_queue import Task
 
 
 class McpTool(BaseTool):
     """The server's name, description and schema. What the server calls an error of the tool, the model reads."""
 
-    def __init__(self, connection: McpConnection, listed: Any, prefix: str = "") -> None:
-        """`listed`: the SDK's `Tool`, as the server lists it."""
+    def __init__(self, connection: McpConnection, listed: Any, prefix: str = "", *, per_episode: bool = False) -> None:
+        """`listed`: the SDK's `Tool`, as the server lists it. `connection` serves all episodes unless `per_episode`."""
         super().__init__()
-        self._connection = connection
+        self._shared = connection
         self._remote_name = listed.name
         self.name = f"{prefix}{listed.name}"
         self.description = " ".join((listed.description or listed.title or listed.name).split())
         self.parameters = {"properties": {}, **listed.input_schema, "type": "object"}
+        self._server = connection.server
+        self._per_episode = per_episode
+        if per_episode:
+            # Another process or session of the server knows nothing of the earlier calls, and they may have had
+            # effects elsewhere: where it is lost, the episode starts afresh.
+            self.replayable = False
+            self.turn_group = f"mcp {self._server.model_dump_json()}"
 
-    async def create(self, task: Task) -> None:
+    async def create(self, task: Task) -> EpisodeConnection | None:
         """Connected here: starting a server is no part of a call's time. What fails here the call tries again."""
-        with contextlib.suppress(ToolUnavailable):
-            await self._connection.client()
+        state = None
+        if self._per_episode:
+            state = shared_in_episode(self.turn_group, EpisodeConnection(self._server)).take()
+        try:
+            with contextlib.suppress(ToolUnavailable):
+                await self._connection_of(state).client()
+        except BaseException:
+            await self.release(state)
+            raise
+        return state
 
-    async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolResult:
+    def _connection_of(self, state: EpisodeConnection | None) -> McpConnection:
+        return self._shared if state is None else state.connection
+
+    async def execute(self, state: EpisodeConnection | None, arguments: Mapping[str, Any]) -> ToolResult:
         """Bad arguments are the model's; whatever else the protocol reports is the server's failure."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS
 
-        client = await self._connection.client()
+        connection = self._connection_of(state)
+        client = await connection.client()
         try:
             answer = await client.call_tool(self._remote_name, dict(arguments))
         except MCPError as error:
@@ -45,18 +72,22 @@ class McpTool(BaseTool):
                 return ToolResult(f"Error: {error.message}", is_error=True)
             # the server may have done its work: no second attempt, but the next call finds a fresh connection
             if error.code == CONNECTION_CLOSED:
-                await self._connection.drop(client)
+                await connection.drop(client)
             raise self._failure(f"{error.code} {error.message}") from error
         except (OSError, RuntimeError) as error:
-            await self._connection.drop(client)
+            await connection.drop(client)
             raise self._failure(f"{type(error).__name__}: {error}") from error
         return ToolResult(_text(answer), is_error=bool(answer.is_error))
 
+    async def release(self, state: EpisodeConnection | None) -> None:
+        if state is not None:
+            await state.let_go()
+
     async def close(self) -> None:
-        await self._connection.close()
+        await self._shared.close()
 
     def _failure(self, reason: str) -> ToolInfraError:
-        return ToolInfraError("mcp", f"{self._connection.server.label}: {reason}")
+        return ToolInfraError("mcp", f"{self._server.label}: {reason}")
 
 
 def _text(answer: Any) -> str:
@@ -85,6 +116,7 @@ class McpTools(ToolGroup):
         servers_file: str | None = None,
         select: list[str] | None = None,
         prefix: str = "",
+        per_episode: bool = False,
         **server: Any,
     ) -> None:
         """Raises `ValueError` on settings that name no server.
@@ -93,6 +125,8 @@ class McpTools(ToolGroup):
             servers_file: JSON in the shape that MCP clients share (``mcpServers``), instead of one server's fields.
             select: names of the tools to take; default: all.
             prefix: put before each name, where two servers have tools of one name.
+            per_episode: a connection (of a stdio server: a process) for each episode, for servers that keep state:
+                files, a browser, a shopping cart. Else one per worker serves all episodes.
             server: the fields of `McpServer`.
         """
         self._servers = read_servers(Path(servers_file)) if servers_file else [McpServer.model_validate(server)]
@@ -100,6 +134,7 @@ class McpTools(ToolGroup):
             raise ValueError(f"servers_file names the servers: {', '.join(server)} cannot be given too")
         self._select = select
         self._prefix = prefix
+        self._per_episode = per_episode
 
     def tools(self) -> list[BaseTool]:
         """Raises `ValueError` where a server cannot be reached or has not what is selected."""
@@ -109,7 +144,8 @@ class McpTools(ToolGroup):
             connection = McpConnection(server)
             listed = _list_tools(server)
             offered += [tool.name for tool in listed]
-            found += [McpTool(connection, tool, self._prefix) for tool in listed if self._wants(tool.name)]
+            wanted = (tool for tool in listed if self._wants(tool.name))
+            found += [McpTool(connection, tool, self._prefix, per_episode=self._per_episode) for tool in wanted]
         missing = [name for name in self._select or () if name not in offered]
         if missing or not found:
             raise ValueError(f"MCP: no tool {', '.join(missing)}; there are: {', '.join(offered) or 'none'}")

@@ -1,0 +1,28 @@
+"""What several tools of one episode share: a box, a connection."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_SHARED: ContextVar[dict[Hashable, Any] | None] = ContextVar("what tools of this episode share", default=None)
+
+
+@contextlib.contextmanager
+def sharing(shared: dict[Hashable, Any]) -> Iterator[None]:
+    """Tools whose states are made inside share what is in `shared`; the owner of the episode holds the dictionary."""
+    token = _SHARED.set(shared)
+    try:
+        yield
+    finally:
+        _SHARED.reset(token)
+
+
+def shared_in_episode(key: Hashable, made: T) -> T:
+    """What the episode holds under `key`: `made` where there is nothing yet, and outside of `sharing`."""
+    shared = _SHARED.get()
+    found: T = made if shared is None else shared.setdefault(key, made)
+    return found
