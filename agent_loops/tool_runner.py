@@ -22,7 +22,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
 import xxhash
@@ -53,6 +53,7 @@ ATTACH_DEADLINE_S = 60.0
 RELEASE_DEADLINE_S = 10.0
 OnLost = Literal["replay", "restart"]
 T = TypeVar("T")
+RESULT_FIELDS = tuple(one.name for one in fields(ToolResult))
 log = logging.getLogger(__name__)
 
 
@@ -164,16 +165,16 @@ class ToolBox:
         asked = hash_of(calls)
         try:
             named = self._names.of_turn(await self._journal.life(), asked, calls)
+            problems = [self._problem_with(call) for call in calls]
             entry = self._journal.take(JournalKind.TOOLS, asked)
-            results = _results_of(entry) if entry else await self._run_now(named, asked)
+            results = _results_of(entry) if entry else await self._run_now(named, problems, asked)
         except (InfraFailure, EpisodeRestart) as error:
             self.failure = error
             raise
-        self._states.past.extend(one for one in named if not self._problem_with(one.call))
+        self._states.past.extend(one for one, problem in zip(named, problems, strict=True) if not problem)
         self.counts.add(results)
-        self.counts.faults.update(
-            fault for call, result in zip(calls, results, strict=True) if (fault := self._fault_of(call, result))
-        )
+        found = (self._fault_of(*one) for one in zip(calls, problems, results, strict=True))
+        self.counts.faults.update(filter(None, found))
         return results
 
     async def rewards(self) -> Mapping[str, float]:
@@ -209,14 +210,16 @@ class ToolBox:
         await self._states.give_back(leave=leave)
 
     # a turn --------------------------------------------------------------------------------------------------------
-    async def _run_now(self, calls: Sequence[NamedCall], asked: int) -> list[ToolResult]:
-        results = await gather_or_cancel([self._run_one(one) for one in calls])
-        data = {"results": [asdict(result) for result in results], SESSIONS: self._states.sessions()}
+    async def _run_now(
+        self, calls: Sequence[NamedCall], problems: Sequence[str | None], asked: int
+    ) -> list[ToolResult]:
+        runs = [self._run_one(one, problem) for one, problem in zip(calls, problems, strict=True)]
+        results = await gather_or_cancel(runs)
+        data = {"results": [_plain(result) for result in results], SESSIONS: self._states.sessions()}
         await self._journal.append(JournalEntry(kind=JournalKind.TOOLS, context_hash=asked, data=data))
         return results
 
-    async def _run_one(self, named: NamedCall) -> ToolResult:
-        problem = self._problem_with(named.call)
+    async def _run_one(self, named: NamedCall, problem: str | None) -> ToolResult:
         if problem:
             return ToolResult(f"Error: {problem}", is_error=True)
         name = named.call.name
@@ -232,12 +235,12 @@ class ToolBox:
             except SandboxLost as error:
                 raise InfraFailure("sandbox", f"lost twice in one call: {error}") from error
 
-    def _fault_of(self, call: ToolCall, result: ToolResult) -> str:
+    def _fault_of(self, call: ToolCall, problem: str | None, result: ToolResult) -> str:
         if call.error:
             return MALFORMED
         if call.name not in self._tools:
             return f"no tool named {call.name[:MAX_NAME]}"
-        if self._problem_with(call):
+        if problem:
             return f"wrong arguments for {call.name}"
         return f"{call.name} answered with an error" if result.is_error else ""
 
@@ -258,6 +261,11 @@ class ToolBox:
             if tool_span.with_text:
                 tool_span.text(arguments=json.dumps(call.arguments, default=str), result=result.text)
         return _cut(result, config, self._count_tokens)
+
+
+def _plain(result: ToolResult) -> dict[str, Any]:
+    """As `asdict`, which copies every element of every field."""
+    return {name: getattr(result, name) for name in RESULT_FIELDS} | {"metrics": dict(result.metrics)}
 
 
 def _results_of(entry: JournalEntry) -> list[ToolResult]:

@@ -100,6 +100,7 @@ async def _measure() -> dict[str, Any]:
             level = SMALL_LEVEL if SMALL_LEVEL in extent.concurrency else max(extent.concurrency)
             figures["small_model"] = await bench.compare("small", SMALL, [level])
             figures["prefix"] = await bench.prefix_hits()
+    figures["sidecar_cpu_per_1000_tokens"] = _sidecar_cpu(figures)
     setup = {**asdict(extent), **processor(), "prompt_tokens": PROMPT_TOKENS, "values": bench.values}
     return {"bench": "rollout", "ratio": _ratios(figures), "figures": figures, "setup": setup}
 
@@ -153,6 +154,15 @@ class Bench:
 
     def _settings(self, run: str, model: str, rollout: dict[str, Any]) -> dict[str, Any]:
         return {"name": run, "runs_dir": str(self.folder / run), "model": model, "rollout": rollout}
+
+
+def _sidecar_cpu(figures: dict[str, Any]) -> dict[str, float]:
+    """Requests at once → seconds on a core; ``…_small_model`` for the small one."""
+    return {
+        f"{many}{suffix}": sides["client"]["sidecar_cpu_s_per_1000"]
+        for part, suffix in (("load", ""), ("small_model", "_small_model"))
+        for many, sides in figures[part].items()
+    }
 
 
 def _ratios(figures: dict[str, Any]) -> dict[str, float]:

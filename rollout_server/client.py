@@ -18,6 +18,7 @@ from functools import partial
 from typing import Literal, TypeVar
 
 import aiohttp
+from pydantic_core import from_json
 
 from penstock.common import Backoff, bearer_headers, cancel_and_wait, current_context, trace_headers
 from penstock.rollout_server.protocol import (
@@ -334,7 +335,7 @@ async def _refusal(response: aiohttp.ClientResponse) -> Exception:
 
 def _parse(line: bytes) -> Chunk:
     try:
-        value = json.loads(line)
+        value = from_json(line)
     except ValueError as error:
         raise _Broken(f"half a line: {line[:80]!r}") from error
     if "error" in value:

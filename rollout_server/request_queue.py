@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from typing import Any
 
 from penstock.rollout_server.metrics import RolloutMetrics
 from penstock.rollout_server.protocol import (
@@ -114,8 +115,11 @@ class RequestQueue:
         try:
             await self._take_slot(deadline)
             try:
-                async with aclosing(engine.generate(request)) as chunks:
-                    async for chunk in _merge(chunks, deadline, whole=request.whole):
+                async with (
+                    aclosing(engine.generate(request)) as chunks,
+                    aclosing(_merge(chunks, deadline, whole=request.whole)) as merged,
+                ):
+                    async for chunk in merged:
                         outcome = chunk.finish_reason or outcome
                         self._count_chunk(chunk, slot)
                         yield chunk
@@ -146,10 +150,12 @@ class RequestQueue:
 
     def count(self, requests: int, tokens: int) -> None:
         """Changes the numbers in flight."""
+        self.in_flight_tokens += tokens
+        if requests == 0:
+            return
         if self.in_flight == 0:
             self._busy_since = time.monotonic()
         self.in_flight += requests
-        self.in_flight_tokens += tokens
         self._metrics.in_flight.set(self.in_flight)
         (self.idle.clear if self.in_flight else self.idle.set)()
 
@@ -192,18 +198,9 @@ class _Merged:
         self._logprobs += chunk.logprobs
         self._finish_reason = chunk.finish_reason
 
-    async def fill(self, chunks: AsyncGenerator[Chunk], due: float) -> bool:
-        """Adds chunks up to the first one after `due` (monotonic), or the last one; False: `chunks` has ended."""
-        async for chunk in chunks:
-            self.add(chunk)
-            if chunk.finish_reason or time.monotonic() > due:
-                return True
-        return False
-
     def take(self) -> Chunk:
         """One chunk of what was added; empties this."""
-        # Engines validated the parts; validating again would dominate the cost.
-        taken = Chunk.model_construct(
+        taken = Chunk(
             token_ids=self._token_ids,
             logprobs=self._logprobs,
             version_spans=self._spans,
@@ -220,20 +217,66 @@ async def _merge(chunks: AsyncGenerator[Chunk], deadline: float | None, *, whole
     `whole`: the first tokens wait like the others. Raises `TimeoutError` at the deadline, which holds for each wait;
     the reader's own time is not cut off.
     """
-    held, due, more = _Merged(), time.monotonic() + FLUSH_S if whole else 0.0, True
+    held, due = _Merged(), time.monotonic() + FLUSH_S if whole else 0.0
+    limit = _Deadline(deadline)
     try:
-        while more:
-            async with _until(deadline):
-                more = await held.fill(chunks, due)
-            if held:
-                yield held.take()
+        while (chunk := await limit.wait_for(chunks)) is not None:
+            at_once = chunk.finish_reason is not None or time.monotonic() > due
+            if held or not at_once:
+                held.add(chunk)
+            if at_once:
+                yield held.take() if held else chunk  # engines that merge themselves need no second chunk
                 due = time.monotonic() + FLUSH_S
+        if held:
+            yield held.take()
     except VersionsDisproved:
         raise
     except EngineError:
         if held:
             yield held.take()
         raise
+    finally:
+        limit.close()
+
+
+class _Deadline:
+    """Bounds every wait for one answer by one timer; `asyncio.timeout` around each costs more than a token."""
+
+    def __init__(self, at: float | None) -> None:
+        """`at`: monotonic; None: never."""
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.Handle | None = None
+        if at is not None:
+            self._timer = self._loop.call_later(max(0.0, at - time.monotonic()), self._expire)
+        self._expired = False
+        self._waiting: asyncio.Task[Any] | None = None
+        self._cut_off = False
+
+    async def wait_for(self, chunks: AsyncGenerator[Chunk]) -> Chunk | None:
+        """The next chunk; None: there is none. Raises `TimeoutError` where it must be waited for past the deadline."""
+        task = asyncio.current_task()
+        assert task is not None
+        before, self._waiting = task.cancelling(), task
+        if self._expired:
+            self._timer = self._loop.call_soon(self._expire)
+        try:
+            return await anext(chunks, None)
+        except asyncio.CancelledError as error:
+            if self._cut_off and task.uncancel() <= before:
+                raise TimeoutError from error
+            raise
+        finally:
+            self._waiting = None
+
+    def _expire(self) -> None:
+        self._expired = True
+        if self._waiting is not None and not self._cut_off:
+            self._cut_off = True
+            self._waiting.cancel()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 def _until(deadline: float | None) -> asyncio.Timeout:

@@ -46,10 +46,16 @@ class Common:
     tool_sigma: float
     timeout_s: float
     """Of one run."""
+    tool_longest_s: float | None = None
+    """Where waits are cut; None: at `LONGEST_WAITS` medians."""
+    concurrency: int | None = None
+    """agent.concurrency; None: all that admission lets in is under way at once, so that what is compared is the
+    staleness, not a worker's room."""
 
     def digest(self) -> str:
         """Names the folder: runs of other settings are other runs, and neither replaces the other."""
-        settings = {**asdict(self), "timeout_s": None, "recipe": RECIPE.read_text()}
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        settings = {**given, "timeout_s": None, "recipe": RECIPE.read_text()}
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:10]
 
 
@@ -67,7 +73,7 @@ class LearningRun:
 
     def overrides(self, common: Common, folder: Path) -> list[str]:
         """Of the calculator recipe."""
-        longest_s = LONGEST_WAITS * common.tool_median_s
+        longest_s = common.tool_longest_s or LONGEST_WAITS * common.tool_median_s
         waits = {"median_s": common.tool_median_s, "sigma": common.tool_sigma, "longest_s": longest_s}
         tool = {"name": far_python.PATH, "timeout_s": longest_s + 10, "settings": waits}
         episodes = common.groups * common.group_size * (self.staleness + 1)
@@ -82,8 +88,7 @@ class LearningRun:
             "data.eval=null",
             f"tools={json.dumps([tool])}",
             f"agent.workers={WORKERS}",
-            # All that admission lets in is under way at once: what is compared is the staleness, not a worker's room.
-            f"agent.concurrency={-(-episodes // WORKERS)}",
+            f"agent.concurrency={common.concurrency or -(-episodes // WORKERS)}",
             f"rollout.engine={common.engine}",
             f"trainer.steps={common.steps}",
             f"trainer.correction={uncorrected.PATH if self.correction == NONE else self.correction}",
@@ -214,6 +219,10 @@ def wall_to(curve: Curve, goal: float = GOAL) -> float | None:
     )
 
 
+def _steps_per_s(curve: Curve) -> float:
+    return len(curve.wall_s) / curve.wall_s[-1]
+
+
 def reward_at_end(curve: Curve) -> float:
     return mean(curve.reward[-LAST:])
 
@@ -247,6 +256,7 @@ def _cell(curves: Sequence[Curve]) -> dict[str, Any]:
 def ratios_of(curves: Curves) -> dict[str, float | None]:
     """Medians over the seeds that both sides have; None where there is none, or one side never reached the goal."""
     return {
+        "async_over_sync_steps_per_s": _over(curves, (2, CORRECTED), _steps_per_s),
         "async_over_sync_wall_to_0.9": _over(curves, (2, CORRECTED), wall_to),
         "one_step_off_over_sync_wall_to_0.9": _over(curves, (1, CORRECTED), wall_to),
         "corrected4_over_sync_reward": _over(curves, (4, CORRECTED), reward_at_end),

@@ -8,6 +8,8 @@ from .engine_flags import check_flags as check_flags
 from .engine_flags import flags_in as flags_in
 from .engine_flags import known_flags as known_flags
 from .engine_flags import unknown_flag as unknown_flag
+from .event_client import EngineAddress as EngineAddress
+from .event_client import EventClient as EventClient
 from .hf import HFEngine as HFEngine
 from .hf_attention import UnsupportedArguments as UnsupportedArguments
 from .hf_attention import attend_by_request as attend_by_request

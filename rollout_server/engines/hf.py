@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 import socket
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import from_json, to_json
 
 import penstock
 from penstock.common import environment_without_secrets
@@ -65,7 +66,7 @@ class Link:
         """Raises `EngineError` where it would have no effect."""
         if self._writer is None or not self.is_open:
             raise EngineError(self._cause())
-        self._writer.write(json.dumps({"op": op, **fields}, separators=(",", ":")).encode() + b"\n")
+        self._writer.write(to_json({"op": op, **fields}) + b"\n")
 
     async def call(self, op: str, timeout_s: float, **fields: Any) -> dict[str, Any]:
         """The reply. Raises `EngineError` where there is none in time."""
@@ -104,7 +105,7 @@ class Link:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while line := await reader.readline():
-                self._dispatch(json.loads(line))
+                self._dispatch(from_json(line))
         except OSError:
             pass  # a reset connection is a dead engine, like an ended one
         finally:

@@ -133,6 +133,8 @@ class HttpEngine(ABC):
     @asynccontextmanager
     async def _answer(self, request: GenerateRequest, deadline: float) -> AsyncGenerator[AsyncGenerator[Chunk]]:
         stream = self._send(request)
+        if request.whole:
+            stream.hold_first()
         if not self.weights.verified:
             stream.hold()
         self.streams.add(stream)
@@ -169,6 +171,8 @@ class Admission:
 
     async def wait(self, deadline: float) -> int:
         """`closings`, once it is open. Raises `EngineError` at `deadline` (monotonic)."""
+        if self._open.is_set():
+            return self.closings
         try:
             await asyncio.wait_for(self._open.wait(), deadline - time.monotonic())
         except TimeoutError as error:
@@ -278,6 +282,7 @@ class HttpWeights(ABC, Generic[Fetched]):
         await self._pause()
         # The step that was under way when we asked continued sampling: the pause begins with its tokens.
         stands_since = max([asked, *(stream.received_at for stream in self.streams)])
+        self._read_all()
         # Aborted answers do not continue, though the last events of some are still on their way.
         in_flight = 0 if self.config.pause == "abort" else sum(not stream.ended for stream in self.streams)
         begin = time.monotonic()
@@ -293,6 +298,8 @@ class HttpWeights(ABC, Generic[Fetched]):
         if not self.verifies_late:
             await self._verify(fetched)
         self.version = version
+        for stream in self.streams:
+            stream.relabel(version)
         self._loads += 1
         if self.verifies_late:
             self.verified = False
@@ -329,9 +336,15 @@ class HttpWeights(ABC, Generic[Fetched]):
         quiet_turns, received = 0, -1
         while quiet_turns < QUIET_TURNS:
             await asyncio.sleep(0)
-            now = sum(stream.received for stream in self.streams)
+            now = self._read_all()
             quiet_turns = quiet_turns + 1 if now == received else 0
             received = now
+
+    def _read_all(self) -> int:
+        """Takes apart what was received; the tokens of all open answers."""
+        for stream in self.streams:
+            stream.read()
+        return sum(stream.received for stream in self.streams)
 
     async def _server_version(self) -> int:
         return version_of((await self.server.call("GET", self.version_path))["weight_version"])

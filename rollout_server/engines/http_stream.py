@@ -1,27 +1,32 @@
 """One streamed answer of an HTTP engine: ids, logprobs, and the version that sampled each token.
 
-    server-sent events ──► reader task: append, with the version that sampled them
+    server-sent events ──► receives: kept as bytes; `relabel` takes apart what came under the version before
                                 │ wakes
-    consumer  ◄── Chunk ── chunks(): the first tokens at once, then what arrived within `COALESCE_S`
+    consumer  ◄── Chunk ── chunks(): the first tokens at once, then what arrived within `COALESCE_S`, by `read`
 
 Servers report version spans only with the last event. Tokens whose version is certain on receipt are passed on before
 it; others wait for it (empty chunks show meanwhile that the server samples). The report verifies the labels of each
 answer: a difference is an error, never a guess. Tokens of weights that are still being compared wait for that verdict
 in the same way, between `hold` and `release`.
+
+Bytes are taken apart when their tokens are needed, not when they come: many events at a time cost half. `relabel` takes
+apart what came before it, so that every token has the version of the moment at which it was received.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from http import HTTPStatus
 from typing import Any, ClassVar
 
-import aiohttp
+from pydantic_core import from_json, to_json
 
+from penstock.rollout_server.engines.event_client import EventClient
 from penstock.rollout_server.protocol import Chunk, EngineError, FinishReason, VersionsDisproved, slice_spans
 
 
@@ -31,24 +36,25 @@ class NotAdmitted(EngineError):
 
 COALESCE_S = 0.5
 """Tokens that arrive within this time travel on in one chunk: handing one on costs more than ten tokens' parsing."""
-NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
-"""`chunks` has its own."""
 LAST_EVENT_S = 2.0
 """Servers mark the end of the stream right after the finish reason."""
+AnswerEvent = dict[str, Any]
 
 
 class AnswerStream(ABC):
-    """One answer. `chunks` is read once; `close` ends the request in the engine if it still runs."""
+    """One answer: the `ResponseSink` of its request. `chunks` is read once; `close` ends a request that still runs."""
 
     engine: ClassVar[str]
     """The server's name, for messages."""
     path: ClassVar[str]
     """Of the route that streams."""
 
-    def __init__(self, http: aiohttp.ClientSession, body: dict[str, Any]) -> None:
+    def __init__(self, events: EventClient, body: dict[str, Any], version: int) -> None:
+        """`version`: what the server holds now."""
         self.received = 0
+        """Tokens, of the bytes that were taken apart: see `read`."""
         self.received_at = 0.0
-        """When the last tokens came (monotonic); 0.0 before the first ones."""
+        """When the last bytes came (monotonic); 0.0 before the first ones."""
         self.finish_reason: FinishReason | None = None
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
@@ -58,12 +64,21 @@ class AnswerStream(ABC):
         """Positions from here on were sampled by weights that may be other ones than their version's."""
         self._emitted = 0
         self._handed_out = False
-        """The consumer heard of the first tokens."""
+        """The consumer heard of the first tokens, or is in no hurry for them."""
         self._cuts: list[tuple[int, int]] = []  # (first position, version), ascending
         self._error: EngineError | None = None
         self._news = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        self._reader = asyncio.create_task(self._read(http, body))
+        self._status = 0
+        self._pieces: list[bytes] = []
+        """Of the body, as they came, not taken apart; of a refusal the whole body."""
+        self._rest = b""
+        """The beginning of an event whose end has not come."""
+        self._label = version
+        """The version under which `_pieces` came."""
+        self._over = False
+        """Nothing more comes."""
+        self._exchange = events.post(self.path, to_json(body), self)
 
     @property
     def ended(self) -> bool:
@@ -72,29 +87,43 @@ class AnswerStream(ABC):
 
     async def chunks(self, timeout_s: float) -> AsyncGenerator[Chunk]:
         """The answer's tokens in order; the last chunk carries the finish reason. Raises `EngineError`."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            await self._wait(deadline, timeout_s)
-            if isinstance(self._error, VersionsDisproved):
-                raise self._error  # before `_take`: what is left has no known version either
-            if chunk := self._take():
-                yield chunk
-            if self._error is not None:
-                raise self._error
-            if self.finish_reason is not None and self._emitted == self.received:
-                return
+        late = asyncio.get_running_loop().call_later(max(0.0, timeout_s), self._expire, timeout_s)
+        try:
+            while True:
+                await self._news.wait()
+                self._news.clear()
+                self.read()
+                if isinstance(self._error, VersionsDisproved):
+                    raise self._error  # before `_take`: what is left has no known version either
+                if chunk := self._take():
+                    yield chunk
+                if self._error is not None:
+                    raise self._error
+                if self.finish_reason is not None and self._emitted == self.received:
+                    return
+        finally:
+            late.cancel()
 
     async def close(self) -> None:
         """Servers abort a request whose connection closes; that of a complete answer is kept for the next one."""
-        if self.finish_reason is not None:
-            await asyncio.wait({self._reader}, timeout=LAST_EVENT_S)
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
+        self.read()
+        if self.finish_reason is not None and not self._over:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_EVENT_S):
+                    while not self._over:
+                        self._news.clear()
+                        await self._news.wait()
+        self._exchange.close()
         if self._timer is not None:
             self._timer.cancel()
 
+    def hold_first(self) -> None:
+        """The first tokens wait for those of `COALESCE_S`, as all others do; called before anything is received."""
+        self._handed_out = True
+
     def hold(self) -> None:
         """What is received from now on is handed on after `release` only; where that never comes, not at all."""
+        self.read()
         if self._held_from is None:
             self._held_from = self.received
 
@@ -103,15 +132,63 @@ class AnswerStream(ABC):
         self._news.set()
 
     def break_off(self, why: str) -> None:
-        """The server goes; called before its client is closed, which would leave the reader waiting for ever."""
+        """The server goes: what came is handed on, then the cause."""
+        self.read()
         if not self.ended or (self._error is None and self._free < self.received):
             self._error = EngineError(f"{self.engine} broke off the answer: {why}")
-            self._reader.cancel()
+            self._over = True
+            self._exchange.close()
             self._news.set()
 
+    def relabel(self, version: int) -> None:
+        """What is received from now on was sampled by `version`, where events do not say so."""
+        self.read()
+        self._label = version
+
+    def read(self) -> None:
+        """Takes apart what was received; a mistake in it ends the answer."""
+        if not self._pieces or self._status != HTTPStatus.OK or self._error is not None:
+            return
+        *lines, self._rest = b"".join((self._rest, *self._pieces)).split(b"\n")
+        self._pieces = []
+        try:
+            self._receive(_sound(self.engine, _events([line[6:] for line in lines if line.startswith(b"data: {")])))
+        except EngineError as error:
+            self._error = error
+        except (LookupError, TypeError, ValueError) as error:
+            self._error = EngineError(f"{self.engine} sent an event of another form than expected: {error!r}")
+
+    # ResponseSink --------------------------------------------------------------------------------------------------
+    def begins(self, status: int) -> None:
+        self._status = status
+
+    def receives(self, data: bytes) -> None:
+        """Wakes the consumer for the first tokens at once, then once per `COALESCE_S`."""
+        self.received_at = time.monotonic()
+        self._pieces.append(data)
+        if not self._handed_out:
+            self._news.set()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(COALESCE_S, self._time_is_up)
+
+    def ends(self, cause: str) -> None:
+        self._over = True
+        self.read()
+        if not self.ended:
+            self._error = self._unfinished(cause)
+        self._news.set()
+
+    def _unfinished(self, cause: str) -> EngineError:
+        if self._status not in (0, HTTPStatus.OK):
+            return refusal(self.engine, self._status, b"".join(self._pieces))
+        if cause:
+            return EngineError(f"{self.engine} broke off the answer: {cause}")
+        return EngineError(f"{self.engine} ended the answer without a finish reason")
+
     @abstractmethod
-    def _receive(self, event: dict[str, Any]) -> None:
-        """Take one event apart: `_add` its tokens, and `_end` the answer at the last."""
+    def _receive(self, events: Iterable[AnswerEvent]) -> None:
+        """Takes events apart: `_add` their tokens, and `_end` the answer at the last. What comes before one that cannot
+        be read is added before the error."""
 
     def _add(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int, *, certain: bool = True) -> None:
         """`certain`: no server's report can say another version."""
@@ -124,7 +201,6 @@ class AnswerStream(ABC):
         if certain and self._certain == self.received:
             self._certain += len(token_ids)
         self.received += len(token_ids)
-        self.received_at = time.monotonic()
 
     def _end(self, reason: FinishReason, reported: list[tuple[int, int]] | None) -> None:
         """`reported`: the server's own (first position, version) of the whole answer, the truth where it has one."""
@@ -143,20 +219,11 @@ class AnswerStream(ABC):
             )
         self._cuts = reported
 
-    async def _wait(self, deadline: float, timeout_s: float) -> None:
-        try:
-            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                await self._news.wait()
-        except TimeoutError as error:
-            raise EngineError(f"no answer within {timeout_s} s") from error
-        self._news.clear()
-
-    def _wake(self) -> None:
-        """Wakes the consumer: for the first tokens and for the end at once, else once per `COALESCE_S`."""
-        if self.ended or not self._handed_out:
-            self._news.set()
-        elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(COALESCE_S, self._time_is_up)
+    def _expire(self, timeout_s: float) -> None:
+        self.read()
+        if self._error is None and (self.finish_reason is None or self._free < self.received):
+            self._error = EngineError(f"no answer within {timeout_s} s")
+        self._news.set()
 
     def _time_is_up(self) -> None:
         self._timer = None
@@ -181,36 +248,21 @@ class AnswerStream(ABC):
             finish_reason=self.finish_reason if end == self.received else None,
         )
 
-    async def _read(self, http: aiohttp.ClientSession, body: dict[str, Any]) -> None:
-        try:
-            async with http.post(self.path, json=body, timeout=NO_TIMEOUT) as response:
-                await self._read_events(response)
-        except (aiohttp.ClientError, RuntimeError) as error:  # the last: the client was closed by `stop`
-            self._error = EngineError(f"{self.engine} broke off the answer: {error!r}")
-        except (LookupError, TypeError, ValueError) as error:
-            self._error = EngineError(f"{self.engine} sent an event of another form than expected: {error!r}")
-        except EngineError as error:
-            self._error = error
-        finally:
-            self._news.set()
 
-    async def _read_events(self, response: aiohttp.ClientResponse) -> None:
-        if response.status != HTTPStatus.OK:
-            raise refusal(self.engine, response.status, await response.read())
-        rest = b""
-        async for data in response.content.iter_any():
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                if line.startswith(b"data: {"):
-                    self._take_apart(json.loads(line[6:]))
-            self._wake()
-        if not self.ended:
-            raise EngineError(f"{self.engine} ended the answer without a finish reason")
-
-    def _take_apart(self, event: dict[str, Any]) -> None:
+def _sound(engine: str, events: Iterable[AnswerEvent]) -> Iterator[AnswerEvent]:
+    for event in events:
         if error := event.get("error"):
-            raise EngineError(f"{self.engine}: {error.get('message', error)}", retryable=error.get("code", 500) >= 500)
-        self._receive(event)
+            raise EngineError(f"{engine}: {error.get('message', error)}", retryable=error.get("code", 500) >= 500)
+        yield event
+
+
+def _events(lines: list[bytes]) -> Iterable[AnswerEvent]:
+    """Parsed together, which costs less. A line that is not JSON raises `ValueError` after the events before it."""
+    try:
+        events: list[AnswerEvent] = from_json(b"[%b]" % b",".join(lines))
+    except ValueError:
+        return map(from_json, lines)
+    return events
 
 
 def refusal(engine: str, status: int, body: bytes) -> EngineError:

@@ -26,6 +26,7 @@ from penstock.common import describe_exit, environment_without_secrets, guard_co
 from penstock.common.guard import GRACE_S
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import fetch_model, start_deadline_s
+from penstock.rollout_server.engines.event_client import EngineAddress, EventClient
 from penstock.rollout_server.engines.http_stream import AnswerStream, refusal
 from penstock.rollout_server.protocol import EngineError
 
@@ -252,6 +253,9 @@ class ChildServer(Child, ABC):
         super().__init__(self.product.title, log_dir / f"{self.product.key}.log")
         self.config, self.model, self.seed = config, model, seed
         self.http: aiohttp.ClientSession
+        """For control calls."""
+        self.events: EventClient
+        """For answers."""
         self.streams: set[AnswerStream] = set()
         """Answers that are being read."""
         self.folder = Path()
@@ -263,8 +267,8 @@ class ChildServer(Child, ABC):
         """Raises `EngineError` with the fix where there is none that can be used."""
 
     @abstractmethod
-    def prepare(self, installation: Installation) -> tuple[aiohttp.ClientSession, list[str], dict[str, str]]:
-        """(a client of the server to be, the command that starts it, its environment)."""
+    def prepare(self, installation: Installation) -> tuple[EngineAddress, list[str], dict[str, str]]:
+        """(where the server will listen, the command that starts it, its environment)."""
 
     async def start(self) -> Installation:
         """Returns when the server answers; raises `EngineError` with the cause where it does not in time.
@@ -276,7 +280,8 @@ class ChildServer(Child, ABC):
         self._start_s = start_deadline_s(self.config.start_timeout_s, folder)
         self.folder = Path(tempfile.mkdtemp(prefix=f"penstock-{self.product.key}-"))
         try:
-            self.http, command, environment = self.prepare(installation)
+            address, command, environment = self.prepare(installation)
+            self.http, self.events = address.session(), EventClient(address)
             await self.spawn(guard_command(command), environment, stdin=asyncio.subprocess.PIPE)
             await self._until_ready()
         except BaseException:
@@ -292,7 +297,8 @@ class ChildServer(Child, ABC):
         for stream in self.streams:
             stream.break_off("the server is being stopped")
         if hasattr(self, "http"):
-            await self.http.close()  # an orderly end waits for its connections
+            await self.events.close()  # an orderly end waits for its connections
+            await self.http.close()
         await self._end()
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -16,27 +16,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 import os
 import secrets
 import shutil
 import uuid
-from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import Shapes, check_complete
+from penstock.rollout_server.engines.event_client import EventClient
 from penstock.rollout_server.engines.http_engine import HttpEngine, HttpWeights
-from penstock.rollout_server.engines.http_stream import AnswerStream, version_of
+from penstock.rollout_server.engines.http_stream import AnswerEvent, AnswerStream, version_of
 from penstock.rollout_server.engines.server_process import ChildServer
 from penstock.rollout_server.engines.sglang_server import SGLangServer
 from penstock.rollout_server.protocol import BadRequest, EngineError, FinishReason, GenerateRequest, Sampling
 from penstock.weight_sync import Manifest
 
-ABORT_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+ABORT_S = 5.0
 """How long the server may take to note that an answer is not wanted any more."""
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 PAUSES = {"keep": "in_place", "recompute": "retract", "abort": "abort"}
@@ -54,27 +54,28 @@ class SGLangStream(AnswerStream):
     engine = "SGLang"
     path = "/generate"
 
-    def __init__(self, http: aiohttp.ClientSession, body: dict[str, Any], version: int) -> None:
-        super().__init__(http, body)
-        self._http = http
+    def __init__(self, events: EventClient, body: dict[str, Any], version: int) -> None:
+        super().__init__(events, body, version)
+        self._events = events
         self._version = version
         self._rid: str = body["rid"]
 
     async def close(self) -> None:
         """SGLang would notice the closed connection only two seconds later, and sample on until then."""
+        self.read()
         if not self.ended:
             # A server that does not answer this is gone or hangs, which its supervisor finds out by itself.
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError, RuntimeError):
-                async with self._http.post("/abort_request", json={"rid": self._rid}, timeout=ABORT_TIMEOUT):
-                    pass
+            with contextlib.suppress(OSError):
+                await self._events.call("/abort_request", json.dumps({"rid": self._rid}).encode(), ABORT_S)
         await super().close()
 
-    def _receive(self, event: dict[str, Any]) -> None:
-        meta = event["meta_info"]
-        label = version_of(meta["weight_version"])
-        self._add(event["output_ids"], logprobs_of(event), label, certain=label == self._version)
-        if (reason := meta["finish_reason"]) is not None:
-            self._finish(reason, meta)
+    def _receive(self, events: Iterable[AnswerEvent]) -> None:
+        for event in events:
+            meta = event["meta_info"]
+            label = version_of(meta["weight_version"])
+            self._add(event["output_ids"], logprobs_of(event), label, certain=label == self._version)
+            if (reason := meta["finish_reason"]) is not None:
+                self._finish(reason, meta)
 
     def _finish(self, reason: dict[str, Any], meta: dict[str, Any]) -> None:
         status = reason.get("status_code")
@@ -313,7 +314,7 @@ class SGLangEngine(HttpEngine):
             raise BadRequest("sampling.seed", "this SGLang honours no seeds; see enable_deterministic_inference")
 
     def _send(self, request: GenerateRequest) -> SGLangStream:
-        return SGLangStream(self.server.http, self._body(request), self.weights.version)
+        return SGLangStream(self.server.events, self._body(request), self.weights.version)
 
     def _body(self, request: GenerateRequest) -> dict[str, Any]:
         params = sampling_params(request.sampling)

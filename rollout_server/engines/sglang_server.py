@@ -18,11 +18,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import find_model
 from penstock.rollout_server.engines.engine_flags import check_flags
+from penstock.rollout_server.engines.event_client import EngineAddress
 from penstock.rollout_server.engines.server_process import (
     ChildServer,
     Installation,
@@ -103,14 +102,16 @@ class SGLangServer(ChildServer):
     async def find_installation(self) -> Installation:
         return await find_installation(self.config)
 
-    def prepare(self, installation: Installation) -> tuple[aiohttp.ClientSession, list[str], dict[str, str]]:
+    def prepare(self, installation: Installation) -> tuple[EngineAddress, list[str], dict[str, str]]:
         port, key = free_port(), secrets.token_hex(32)
         words = flags(self._defaults(installation), self.config.sglang_args, self.config.pause)
         words += ["--model-path", str(show_model(self.model, self.folder / "model"))]
         words += ["--port", str(port), "--config", str(self._make_private(key))]
         command = [installation.python, "-m", "sglang.launch_server", *words]
         ranks = ranks_of(self.config.sglang_args)
-        return _client(port, key), command, environment(installation, self.config.threads, self.folder, ranks)
+        # No connection is kept: the server closes idle ones after 5 s.
+        address = EngineAddress(f"http://127.0.0.1:{port}", key)
+        return address, command, environment(installation, self.config.threads, self.folder, ranks)
 
     def _defaults(self, installation: Installation) -> dict[str, Any]:
         ours = {
@@ -202,13 +203,3 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     return port
-
-
-def _client(port: int, key: str) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        f"http://127.0.0.1:{port}",
-        # None is kept: the server closes idle ones after 5 s, and one closed just when we write loses a request.
-        connector=aiohttp.TCPConnector(limit=0, force_close=True),
-        headers={"Authorization": f"Bearer {key}"},
-        trust_env=False,
-    )

@@ -15,18 +15,17 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import check_complete
 from penstock.rollout_server.engines.engine_flags import check_flags
+from penstock.rollout_server.engines.event_client import EngineAddress
 from penstock.rollout_server.engines.http_engine import HttpEngine, HttpWeights
-from penstock.rollout_server.engines.http_stream import AnswerStream, version_of
+from penstock.rollout_server.engines.http_stream import AnswerEvent, AnswerStream, version_of
 from penstock.rollout_server.engines.server_process import (
     ChildServer,
     Installation,
@@ -76,11 +75,12 @@ class VLLMServer(ChildServer):
     async def find_installation(self) -> Installation:
         return await find_installation(self.config)
 
-    def prepare(self, installation: Installation) -> tuple[aiohttp.ClientSession, list[str], dict[str, str]]:
+    def prepare(self, installation: Installation) -> tuple[EngineAddress, list[str], dict[str, str]]:
         key = secrets.token_hex(32)
         socket = self.folder / "http.sock"
         command = [*launcher(installation), *self._flags(socket, installation)]
-        return _client(socket, key), command, environment(installation, self.config.threads, key)
+        address = EngineAddress("http://vllm", key, str(socket), keep_s=KEEP_ALIVE_S)
+        return address, command, environment(installation, self.config.threads, key)
 
     def _flags(self, socket: Path, installation: Installation) -> list[str]:
         ours = {
@@ -143,32 +143,30 @@ def environment(installation: Installation, threads: int, key: str) -> dict[str,
     return {**defaults, **inherited_environment(), **needed}
 
 
-def _client(socket: Path, key: str) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        "http://vllm",
-        connector=aiohttp.UnixConnector(str(socket), limit=0, keepalive_timeout=KEEP_ALIVE_S),
-        headers={"Authorization": f"Bearer {key}"},
-    )
-
-
 class VLLMStream(AnswerStream):
     """One answer of vLLM."""
 
     engine = "vLLM"
     path = "/inference/v1/generate"
 
-    def __init__(self, http: aiohttp.ClientSession, body: dict[str, Any], current_version: Callable[[], int]) -> None:
-        super().__init__(http, body)
-        self._current_version = current_version
-
-    def _receive(self, event: dict[str, Any]) -> None:
-        for choice in event["choices"]:
-            self._append(choice["token_ids"] or [], (choice["logprobs"] or {}).get("content") or [])
-            if choice["finish_reason"] is not None:
-                self._finish(choice)
-
-    def _append(self, token_ids: list[int], logprobs: list[dict[str, Any]]) -> None:
-        self._add(token_ids, [entry["logprob"] for entry in logprobs], self._current_version())
+    def _receive(self, events: Iterable[AnswerEvent]) -> None:
+        """Tokens are added together: adding those of each event would cost more than reading them."""
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        last: AnswerEvent | None = None
+        try:
+            for event in events:
+                for choice in event["choices"]:
+                    ids, content = choice["token_ids"] or (), (choice["logprobs"] or {}).get("content") or ()
+                    if len(ids) != len(content):
+                        raise EngineError(f"vLLM sent {len(ids)} tokens with {len(content)} logprobs")
+                    logprobs += [entry["logprob"] for entry in content]
+                    token_ids += ids
+                    last = choice if choice["finish_reason"] is not None else last
+        finally:
+            self._add(token_ids, logprobs[: len(token_ids)], self._label)
+        if last is not None:
+            self._finish(last)
 
     def _finish(self, choice: dict[str, Any]) -> None:
         if choice["finish_reason"] not in _FINISH:
@@ -295,7 +293,7 @@ class VLLMEngine(HttpEngine):
             raise BadRequest("sampling.temperature", f"vLLM takes {MAX_TEMPERATURE:g} at most")
 
     def _send(self, request: GenerateRequest) -> VLLMStream:
-        return VLLMStream(self.server.http, self._body(request), lambda: self.weights.version)
+        return VLLMStream(self.server.events, self._body(request), self.weights.version)
 
     def _body(self, request: GenerateRequest) -> dict[str, Any]:
         return {

@@ -130,6 +130,8 @@ def _check_rollout(measured: dict[str, Any]) -> None:
             assert one["engine_cpu_s_per_1000"] > 0
         assert cell["client"]["sidecar_cpu_s_per_1000"] > 0
     assert set(figures["small_model"]) == {"4"}
+    assert set(figures["sidecar_cpu_per_1000_tokens"]) == {"1", "4", "4_small_model"}
+    assert min(figures["sidecar_cpu_per_1000_tokens"].values()) > 0
 
 
 @pytest.mark.torch

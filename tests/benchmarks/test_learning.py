@@ -107,6 +107,7 @@ async def test_what_is_kept_is_not_run_again(measure: Measure, tmp_path: Path) -
     told = {**SMALL, "PENSTOCK_BENCH_STEPS": "8", "PENSTOCK_BENCH_FOLDER": str(tmp_path)}
     measured = await measure("learning", **told, PENSTOCK_BENCH_STALENESS="0,2,4", PENSTOCK_BENCH_MAX_RUNS="0")
     assert measured["ratio"]["async_over_sync_wall_to_0.9"] == 0.4
+    assert measured["ratio"]["async_over_sync_steps_per_s"] == 2.5
     assert measured["ratio"]["corrected4_over_sync_reward"] is None
     assert measured["setup"]["runs"] == 3 * 2 * 3
     assert len(measured["setup"]["missing"]) == 18 - 2

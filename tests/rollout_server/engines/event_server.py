@@ -8,15 +8,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import aiohttp
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+
+from penstock.rollout_server.engines import EngineAddress, EventClient
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @asynccontextmanager
-async def serving(handler: Handler) -> AsyncIterator[aiohttp.ClientSession]:
+async def serving(handler: Handler) -> AsyncIterator[EventClient]:
     """A client of a server that answers every path by `handler`."""
 
     async def any_path(request: web.Request) -> web.StreamResponse:
@@ -24,8 +25,12 @@ async def serving(handler: Handler) -> AsyncIterator[aiohttp.ClientSession]:
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", any_path)
-    async with TestServer(app) as server, aiohttp.ClientSession(server.make_url("/")) as http:
-        yield http
+    async with TestServer(app) as server:
+        events = EventClient(EngineAddress(f"http://127.0.0.1:{server.port}", "key"))
+        try:
+            yield events
+        finally:
+            await events.close()
 
 
 async def stream_events(

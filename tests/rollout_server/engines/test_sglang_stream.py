@@ -63,8 +63,8 @@ class Server:
 
 @asynccontextmanager
 async def answering(server: Server, version: int = 0) -> AsyncIterator[SGLangStream]:
-    async with serving(server) as http:
-        stream = SGLangStream(http, {"rid": "ab" * 16}, version)
+    async with serving(server) as engine:
+        stream = SGLangStream(engine, {"rid": "ab" * 16}, version)
         yield stream
         await stream.close()
 
@@ -91,10 +91,10 @@ async def test_tokens_of_two_versions_in_one_event_are_told_apart_by_the_spans()
 
 async def test_a_version_that_was_handed_on_wrongly_is_an_error_not_a_guess() -> None:
     async with answering(Server([], keep_open=True), version=1) as stream:
-        stream._take_apart(event([1], "1"))
+        stream._receive([event([1], "1")])
         assert stream._take() is not None
         with pytest.raises(EngineError, match="differ from SGLang's own"):
-            stream._take_apart(event([2], "2", LENGTH, **spans(("2", 0, 2))))
+            stream._receive([event([2], "2", LENGTH, **spans(("2", 0, 2)))])
 
 
 async def test_a_token_with_the_label_of_a_swap_that_came_before_it_is_handed_on_with_its_own_version() -> None:
@@ -110,11 +110,11 @@ async def test_after_a_swap_tokens_wait_for_the_spans_and_empty_chunks_say_that_
     async with answering(Server([], keep_open=True)) as stream:
         handed_on = []
         for i, label in enumerate(["0", "1", "1"]):
-            stream._take_apart(event([i], label))
+            stream._receive([event([i], label)])
             handed_on.append(stream._take())
         assert stream._take() is not None
         assert [chunk and chunk.token_ids for chunk in handed_on] == [[0], [], []]
-        stream._take_apart(event([3], "1", LENGTH, **spans(("0", 0, 2), ("1", 2, 4))))
+        stream._receive([event([3], "1", LENGTH, **spans(("0", 0, 2), ("1", 2, 4)))])
         last = stream._take()
         assert last is not None
         assert (last.token_ids, last.logprobs) == ([1, 2, 3], [-0.1, -0.2, -0.3])

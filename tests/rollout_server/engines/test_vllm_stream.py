@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -29,11 +29,34 @@ def event(
 
 
 @asynccontextmanager
-async def answering(events: Iterator[dict[str, Any]], version: Callable[[], int]) -> AsyncIterator[VLLMStream]:
-    async with serving(lambda request: stream_events(request, events)) as http:
-        stream = VLLMStream(http, {}, version)
+async def answering(events: Iterator[dict[str, Any]], version: int) -> AsyncIterator[VLLMStream]:
+    async with serving(lambda request: stream_events(request, events)) as engine:
+        stream = VLLMStream(engine, {}, version)
         yield stream
         await stream.close()
+
+
+@asynccontextmanager
+async def silent() -> AsyncIterator[VLLMStream]:
+    """Of a server that says nothing: what comes is given by hand."""
+
+    async def nothing(_request: web.Request) -> web.StreamResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with serving(nothing) as engine:
+        stream = VLLMStream(engine, {}, 0)
+        yield stream
+        await stream.close()
+
+
+def bytes_of(line: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(line)}\n\n".encode()
+
+
+def versions_of(chunks: list[Chunk]) -> list[int]:
+    """Of every token."""
+    return [version for chunk in chunks for version, start, end in chunk.version_spans for _ in range(start, end)]
 
 
 async def all_chunks(stream: VLLMStream) -> list[Chunk]:
@@ -46,26 +69,64 @@ async def collect(stream: VLLMStream, received: list[int]) -> None:
 
 
 async def test_tokens_logprobs_and_versions_arrive_in_order() -> None:
-    current = [0]
+    streams: list[VLLMStream] = []
 
     def events() -> Iterator[dict[str, Any]]:
         yield event([1])
         yield event([2, 3])
-        current[0] = 7
+        streams[0].relabel(7)
         yield event([4])
         yield event([5], "stop", [("default", 0, 3), ("7", 3, 5)])
 
-    async with answering(events(), lambda: current[0]) as stream:
+    async with answering(events(), 0) as stream:
+        streams.append(stream)
         chunks = await all_chunks(stream)
     assert [token for chunk in chunks for token in chunk.token_ids] == [1, 2, 3, 4, 5]
     assert [value for chunk in chunks for value in chunk.logprobs] == [-0.1, -0.2, -0.3, -0.4, -0.5]
     assert chunks[-1].finish_reason == "stop"
-    versions = [version for chunk in chunks for version, start, end in chunk.version_spans for _ in range(start, end)]
-    assert versions == [0, 0, 0, 7, 7]
+    assert versions_of(chunks) == [0, 0, 0, 7, 7]
+
+
+async def test_tokens_have_the_version_of_the_moment_at_which_they_came() -> None:
+    """Taken apart together, after the version has changed; this server reports no spans that could correct labels."""
+    async with silent() as stream:
+        stream.begins(200)
+        for line in (event([1]), event([2])):
+            stream.receives(bytes_of(line))
+        stream.relabel(7)
+        stream.receives(bytes_of(event([3])))
+        stream.receives(bytes_of(event([4], "stop")))
+        stream.ends("")
+        chunks = await all_chunks(stream)
+    assert [token for chunk in chunks for token in chunk.token_ids] == [1, 2, 3, 4]
+    assert versions_of(chunks) == [0, 0, 7, 7]
+
+
+async def test_events_that_come_in_parts_are_put_together() -> None:
+    async with silent() as stream:
+        stream.begins(200)
+        for byte in bytes_of(event([1])) + bytes_of(event([2], "length", [("0", 0, 2)])):
+            stream.receives(bytes([byte]))
+        stream.ends("")
+        (chunk,) = await all_chunks(stream)
+    assert (chunk.token_ids, chunk.logprobs, chunk.finish_reason) == ([1, 2], [-0.1, -0.2], "length")
+
+
+async def test_what_comes_before_an_event_that_cannot_be_read_is_handed_on_before_the_error() -> None:
+    broken = event([3])
+    broken["choices"][0]["logprobs"]["content"].clear()
+    for last in (bytes_of(broken), b"data: {half\n\n", b'data: {"other": 1}\n\n'):
+        received: list[int] = []
+        async with silent() as stream:
+            stream.begins(200)
+            stream.receives(bytes_of(event([1])) + bytes_of(event([2])) + last)
+            with pytest.raises(EngineError):
+                await collect(stream, received)
+        assert received == [1, 2]
 
 
 async def test_vllms_own_spans_are_believed_for_tokens_not_handed_on_yet() -> None:
-    async with answering(iter([event([1, 2], "length", [("3", 0, 1), ("4", 1, 2)])]), lambda: 3) as stream:
+    async with answering(iter([event([1, 2], "length", [("3", 0, 1), ("4", 1, 2)])]), 3) as stream:
         (chunk,) = await all_chunks(stream)
     assert chunk.version_spans == [(3, 0, 1), (4, 1, 2)]
 
@@ -73,18 +134,18 @@ async def test_vllms_own_spans_are_believed_for_tokens_not_handed_on_yet() -> No
 async def test_disproved_tokens_are_not_handed_on() -> None:
     received: list[int] = []
     events = iter([event([1]), event([2]), event([3], "stop", [("0", 0, 1), ("1", 1, 3)])])
-    async with answering(events, lambda: 1) as stream:
+    async with answering(events, 1) as stream:
         with pytest.raises(EngineError, match="differ from vLLM's own"):
             await collect(stream, received)
     assert received == [1]
 
 
 async def test_a_version_that_was_handed_on_wrongly_is_an_error_not_a_guess() -> None:
-    async with answering(iter([]), lambda: 1) as stream:
-        stream._append([1], [{"logprob": -1.0}])
+    async with answering(iter([]), 1) as stream:
+        stream._receive([event([1])])
         assert stream._take() is not None
         with pytest.raises(EngineError, match="differ from vLLM's own"):
-            stream._finish(event([], "stop", [("2", 0, 1)])["choices"][0])
+            stream._receive([event([], "stop", [("2", 0, 1)])])
 
 
 async def test_what_arrived_before_a_break_is_handed_on_before_the_error() -> None:
@@ -93,7 +154,7 @@ async def test_what_arrived_before_a_break_is_handed_on_before_the_error() -> No
         raise ConnectionError("gone")
 
     received: list[int] = []
-    async with answering(events(), lambda: 0) as stream:
+    async with answering(events(), 0) as stream:
         with pytest.raises(EngineError, match="broke off") as caught:
             await collect(stream, received)
     assert received == [1, 2]
@@ -110,7 +171,7 @@ async def test_what_arrived_before_a_break_is_handed_on_before_the_error() -> No
     ],
 )
 async def test_errors_inside_the_stream(events: list[dict[str, Any]], text: str, retryable: bool) -> None:
-    async with answering(iter(events), lambda: 0) as stream:
+    async with answering(iter(events), 0) as stream:
         with pytest.raises(EngineError, match=text) as caught:
             await all_chunks(stream)
     assert caught.value.retryable == retryable
@@ -120,8 +181,8 @@ async def test_a_refusal_carries_vllms_message() -> None:
     async def refuse(_request: web.Request) -> web.StreamResponse:
         return web.json_response({"error": {"message": "temperature must be in [0, 2]"}}, status=400)
 
-    async with serving(refuse) as http:
-        stream = VLLMStream(http, {}, lambda: 0)
+    async with serving(refuse) as engine:
+        stream = VLLMStream(engine, {}, 0)
         with pytest.raises(EngineError, match="temperature must be") as caught:
             await all_chunks(stream)
         await stream.close()
@@ -131,11 +192,25 @@ async def test_a_refusal_carries_vllms_message() -> None:
 async def test_after_the_first_tokens_what_arrives_together_travels_together() -> None:
     """Nine events within a fraction of `COALESCE_S`: the first at once, the rest in one chunk with the end."""
     events = [event([1]), *(event([token]) for token in range(2, 9)), event([9], "length", [("0", 0, 9)])]
-    async with answering(iter(events), lambda: 0) as stream:
+    async with answering(iter(events), 0) as stream:
         chunks = await all_chunks(stream)
     assert chunks[0].token_ids == [1]
     assert [token for chunk in chunks for token in chunk.token_ids] == list(range(1, 10))
     assert len(chunks) <= 3
+
+
+async def test_the_first_tokens_of_a_whole_answer_travel_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.rollout_server.engines.http_stream.COALESCE_S", 3600.0)
+    async with silent() as stream:
+        stream.hold_first()
+        stream.begins(200)
+        chunks = asyncio.ensure_future(all_chunks(stream))
+        for line in (event([1]), event([2]), event([3], "length", [("0", 0, 3)])):
+            stream.receives(bytes_of(line))
+            await asyncio.sleep(0.01)
+        assert not chunks.done()
+        stream.ends("")
+        assert [chunk.token_ids for chunk in await chunks] == [[1, 2, 3]]
 
 
 async def test_tokens_are_not_held_back_for_longer_while_the_engine_is_silent() -> None:
@@ -152,8 +227,8 @@ async def test_tokens_are_not_held_back_for_longer_while_the_engine_is_silent() 
         await response.write(f"data: {json.dumps(event([3], 'length'))}\n\n".encode())
         return response
 
-    async with serving(pausing) as http:
-        stream = VLLMStream(http, {}, lambda: 0)
+    async with serving(pausing) as engine:
+        stream = VLLMStream(engine, {}, 0)
         chunks = stream.chunks(30.0)
         assert (await anext(chunks)).token_ids == [1]
         assert (await anext(chunks)).token_ids == [2]
@@ -166,14 +241,14 @@ async def test_what_is_being_read_when_the_server_is_stopped_ends_with_what_arri
     async def endless(request: web.Request) -> web.StreamResponse:
         return await stream_events(request, [event([1])], keep_open=True)
 
-    async with serving(endless) as http:
-        stream = VLLMStream(http, {}, lambda: 0)
+    async with serving(endless) as engine:
+        stream = VLLMStream(engine, {}, 0)
         chunks = stream.chunks(30.0)
         assert (await anext(chunks)).token_ids == [1]
         waiting = asyncio.ensure_future(anext(chunks))
         await asyncio.sleep(0)
         stream.break_off("the server is being stopped")
-        await http.close()
+        await engine.close()
         with pytest.raises(EngineError, match="being stopped") as caught:
             await asyncio.wait_for(waiting, 60)
         assert caught.value.retryable

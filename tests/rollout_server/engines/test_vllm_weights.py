@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp import web
 from tests.rollout_server.conftest import ask
 from tests.rollout_server.engines.event_server import serving, stream_events
 from tests.rollout_server.engines.test_vllm_stream import event
 
 from penstock.rollout_server import Chunk, EngineError, EngineInfo, RequestQueue, RolloutConfig, RolloutMetrics
-from penstock.rollout_server.engines import vllm
+from penstock.rollout_server.engines import EventClient, vllm
 from penstock.weight_sync import ChainFile, Manifest, WeightsRefused, state_of
 
 MANIFEST = Manifest("shm", (ChainFile(3, None, "/dev/null", 0, "", state_of(())),), ())
@@ -39,7 +39,7 @@ class Server:
         self.report = asyncio.get_running_loop().create_future()
         self.verdict = asyncio.get_running_loop().create_future()
         self.streams: set[vllm.VLLMStream] = set()
-        self.http: ClientSession
+        self.events: EventClient
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         info = (body or {}).get("update_info", {})
@@ -180,7 +180,7 @@ async def send(response: web.StreamResponse, event: dict[str, Any]) -> None:
 @asynccontextmanager
 async def on_trial(folder: Path) -> AsyncIterator[OnTrial]:
     trial = OnTrial(Server(folder), folder)
-    async with serving(trial.answer) as trial.server.http:
+    async with serving(trial.answer) as trial.server.events:
         yield trial
         await trial.engine.stop()
 
