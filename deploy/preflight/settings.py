@@ -28,7 +28,15 @@ def check_engine(config: RunConfig) -> Check:
         return Check(
             "rollout.engine", not missing, f"hf, missing {missing}" if missing else "hf", "pip install 'penstock[hf]'"
         )
+    if config.rollout.engine == "served":
+        return _check_served(config.rollout)
     return asyncio.run(_check_stock_server(config.rollout))
+
+
+def _check_served(config: RolloutConfig) -> Check:
+    """The engine itself asks the server, when it starts."""
+    fix = "give `penstock eval` the server's --url; to train, rollout.engine=hf, vllm or sglang"
+    return Check("rollout.engine", bool(config.url), f"served by {config.url or 'no server (rollout.url)'}", fix)
 
 
 async def _check_stock_server(config: RolloutConfig) -> Check:
