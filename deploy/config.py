@@ -223,8 +223,10 @@ def _resolve_paths(tree: dict[str, Any], roots: Sequence[Path]) -> None:
             node = node.get(section) if isinstance(node, dict) else None
         if isinstance(node, dict) and isinstance(node.get(leaf), str):
             node[leaf] = _resolve_path(node[leaf], roots)
-    for holder, key in (*_named_rewards(tree), *_named_tools(tree), *_listed_files(tree)):
+    for holder, key in (*_named_rewards(tree), *_named_tools(tree)):
         holder[key] = _resolve_path(holder[key], roots)
+    for listed in _listed_files(tree):
+        listed[:] = [_resolve_path(path, roots) if isinstance(path, str) else path for path in listed]
 
 
 def _named_rewards(tree: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
@@ -246,13 +248,12 @@ def _named_tools(tree: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]
     yield from ((entry, "name") for entry in entries if isinstance(entry, dict) and ".py:" in str(entry.get("name")))
 
 
-def _listed_files(tree: Mapping[str, Any]) -> Iterator[tuple[list[Any], int]]:
+def _listed_files(tree: Mapping[str, Any]) -> Iterator[list[Any]]:
     """Where `sft` names several files or folders."""
     section = tree.get("sft")
-    for name in ("messages", "runs", "validation") if isinstance(section, dict) else ():
-        listed = section.get(name)
-        if isinstance(listed, list):
-            yield from ((listed, place) for place, text in enumerate(listed) if isinstance(text, str))
+    if isinstance(section, dict):
+        found = (section.get(name) for name in ("messages", "runs", "validation"))
+        yield from (listed for listed in found if isinstance(listed, list))
 
 
 def _resolve_path(text: str, roots: Sequence[Path]) -> str:

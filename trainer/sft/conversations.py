@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.common import write_atomically
 from penstock.transfer_queue import Segment
@@ -53,16 +54,16 @@ class ConversationFile:
 
 
 def write_conversations(path: Path, segments: Sequence[Segment]) -> None:
-    """Whole or not at all; durable when it returns. Each segment has a prompt and a sampled token."""
+    """Whole or not at all; durable when it returns. One segment at least, each with a prompt and a sampled token."""
     from safetensors.numpy import save
 
     lengths = [len(one.prompt_ids) + len(one.response_ids) for one in segments]
-    nothing: list[Any] = [np.zeros(0, dtype=np.int32)]
-    ids = np.concatenate([part for one in segments for part in (one.prompt_ids, one.response_ids)] or nothing)
-    masks = [part for one in segments for part in (np.zeros(len(one.prompt_ids)), one.response_mask)]
-    tensors = {
-        "ids": ids.astype(np.int32),
-        "mask": np.concatenate(masks or nothing).astype(np.uint8),
-        "bounds": np.cumsum([0, *lengths]).astype(np.int64),
+    ids = [part for one in segments for part in (one.prompt_ids, one.response_ids)]
+    fed = (np.zeros(len(one.prompt_ids), dtype=np.uint8) for one in segments)
+    masks = [part for prompt, one in zip(fed, segments, strict=True) for part in (prompt, one.response_mask)]
+    tensors: dict[str, NDArray[Any]] = {
+        "ids": np.concatenate(ids, dtype=np.int32),
+        "mask": np.concatenate(masks, dtype=np.uint8),
+        "bounds": np.cumsum([0, *lengths], dtype=np.int64),
     }
     write_atomically(path, save(tensors), durable=True)
