@@ -35,8 +35,16 @@ def check_engine(config: RunConfig) -> Check:
 
 def _check_served(config: RolloutConfig) -> Check:
     """The engine itself asks the server, when it starts."""
-    fix = "give `penstock eval` the server's --url; to train, rollout.engine=hf, vllm or sglang"
-    return Check("rollout.engine", bool(config.url), f"served by {config.url or 'no server (rollout.url)'}", fix)
+    found = f"served by {config.url or 'no server'}"
+    return Check("rollout.engine", bool(config.url), found, "set rollout.url, or give `penstock eval` --url")
+
+
+def check_trainable(config: RunConfig) -> Check | None:
+    """Only where the engine cannot be given new weights."""
+    if config.rollout.engine != "served":
+        return None
+    fix = "rollout.engine=hf, vllm or sglang; `penstock eval` takes a served model"
+    return Check("weights", False, f"{config.rollout.url} serves its own weights: they cannot be trained", fix)
 
 
 async def _check_stock_server(config: RolloutConfig) -> Check:

@@ -36,6 +36,7 @@ from penstock.deploy.preflight.settings import (
     check_lengths,
     check_packing,
     check_sampling,
+    check_trainable,
     check_trainer,
     check_training_engine,
     check_training_job,
@@ -45,6 +46,7 @@ from penstock.deploy.preflight.settings import (
 Asked = Callable[[RunConfig], Check | Iterable[Check] | None]
 
 FACTS: tuple[Asked, ...] = (
+    check_trainable,
     check_correction,
     check_algorithm,
     check_training_engine,

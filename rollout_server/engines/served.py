@@ -136,6 +136,9 @@ class ServedEngine:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
+            # A model's generation_config.json must not change the sampling.
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": True,  # the caller's ids alone end an answer
             "logprobs": 0,

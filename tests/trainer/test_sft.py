@@ -1,4 +1,4 @@
-"""The loop of supervised fine-tuning: which rows a step trains, the file of conversations, steps that are not finite."""
+"""The loop of fine-tuning: which rows a step trains, the file of conversations, steps that are not finite."""
 
 from __future__ import annotations
 

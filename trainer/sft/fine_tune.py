@@ -136,14 +136,14 @@ class FineTuning:
             self._validate(0)
         why = ""
         for step in range(began, self._config.steps):
+            if why := self._why_over():
+                break
             if self._ranks.any(stopped()):
                 self._checkpoints.save(step)
                 self._checkpoints.settle()
                 return
             self._step(step)
-            why = self._after(step + 1)
-            if why:
-                break
+            self._after(step + 1)
         done = self._checkpoints.step_done
         self._checkpoints.save(done)
         self._checkpoints.settle()
@@ -215,14 +215,17 @@ class FineTuning:
         return {"tflops_per_s": tflops, **({"mfu": tflops / peak} if peak else {})}
 
     # between steps -------------------------------------------------------------------------------------------------
-    def _after(self, version: int) -> str:
-        """Validation and checkpoint, where they are due; why the run is over, empty where it is not."""
+    def _after(self, version: int) -> None:
+        """Validation and checkpoint, where they are due."""
         self._checkpoints.look()
         every = self._job.sft.eval_every
         if (every and version % every == 0) or version == self._config.steps:
             self._validate(version)
         if version % self._config.checkpoint_every == 0:
             self._checkpoints.save(version)
+
+    def _why_over(self) -> str:
+        """What trainer.stop says; empty where the run is to continue."""
         if not self._config.stop.enabled:
             return ""
         verdict = self._records.why_over() if self._records is not None else None
