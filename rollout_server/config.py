@@ -15,7 +15,9 @@ class RolloutConfig(BaseModel):
         description="Inference engine: transformers, stock vLLM or stock SGLang; served: a server that runs already,"
         " for `penstock eval` alone.",
     )
-    url: str | None = Field(None, description="Of the server, where engine is served; `penstock eval` sets it from --url.")
+    url: str | None = Field(
+        None, description="Of the server, where engine is served; `penstock eval` sets it from --url."
+    )
     servers: int = Field(1, ge=0, description="Rollout servers that `penstock run` starts.")
     evaluation_server: bool = Field(
         False, description="One more server, for evaluations only; each evaluation is sampled by one policy version."
