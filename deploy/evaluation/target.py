@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.config import ConfigError, RunConfig, load_config
+from penstock.deploy.config import ConfigError, RunConfig, load_config, parse_config
 from penstock.deploy.rehearsal import rows_of
 from penstock.deploy.run_dir import RunDir
 from penstock.trainer import DatasetRow
@@ -117,16 +117,22 @@ def _temperature(request: EvalRequest, config: RunConfig) -> float:
 
 
 def _for_evaluation(config: RunConfig, name: str, url: str | None) -> RunConfig:
-    """No trainer, at least one server, the queue's limits of no training."""
-    rollout: dict[str, Any] = {"servers": max(1, config.rollout.servers), "evaluation_server": False}
+    """The limits of a queue without training; a server and workers here. Raises `ConfigError`."""
+    rollout: dict[str, Any] = {"evaluation_server": False, "port": 0}  # beside a living run of the recipe
     if url is not None:
         rollout |= {"engine": "served", "url": url, "servers": 1}
+    elif not config.rollout.servers:
+        raise ConfigError("rollout.servers is 0: a run's servers are elsewhere; give rollout.servers=1 or --url")
+    if not config.agent.workers:
+        raise ConfigError(
+            "agent.workers is 0: agents of others, or workers elsewhere, run these episodes; give agent.workers=1 where "
+            "agent.loop runs them as well"
+        )
     tree = config.model_dump(mode="json")
     tree |= {"name": name, "runs_dir": str(Path(config.runs_dir).resolve())}
     tree |= {"group_size": 1, "groups_per_step": 1, "max_staleness": 0}
     tree["rollout"] |= rollout
-    tree["agent"]["workers"] = max(1, config.agent.workers)
-    return RunConfig.model_validate(tree)
+    return parse_config(tree, source="penstock eval")
 
 
 def _model(request: EvalRequest, config: RunConfig, run: RunDir | None) -> tuple[str, str, int | None]:

@@ -28,6 +28,8 @@ from penstock.deploy.evaluation import EvalRequest, resolve_target
 pytestmark = [pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch, pytest.mark.timeout(1200)]
 ENOUGH = "sandbox.run_timeout_s=100"
 """A busy machine must not be taken for code that never ends."""
+ROWS = 36
+"""Times 4 samples: three parts."""
 GSM8K = os.environ.get("PENSTOCK_GSM8K", "")
 Start = Callable[..., "LivingCommand"]
 
@@ -90,7 +92,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
 @pytest.mark.crash
 def test_killed_and_started_again_it_repeats_nothing(tmp_path: Path, start: Start) -> None:
     """Three parts of episodes; everything is killed when the first one is recorded."""
-    words = ("eval", str(RECIPE), "--rows", "48", "--n", "4", "--name", "mine", "--json", ENOUGH)
+    words = ("eval", str(RECIPE), "--rows", str(ROWS), "--n", "4", "--name", "mine", "--json", ENOUGH)
     first, root = start(*words), tmp_path / "runs" / "mine"
     recorded = root / "episodes.jsonl"
     first.wait_for(lambda: recorded.exists() and recorded.read_text().count("\n") >= 64)
@@ -103,16 +105,16 @@ def test_killed_and_started_again_it_repeats_nothing(tmp_path: Path, start: Star
             continue
     first.process.wait(60)
     before = recorded.read_text()
-    assert before.count("\n") < 192, "it was not killed in its middle"
+    assert before.count("\n") < 4 * ROWS, "it was not killed in its middle"
 
     report = json.loads(start(*words).finish())
     assert recorded.read_text().startswith(before)
     done = Counter((line["row"], line["sample"]) for line in lines(recorded))
-    assert done == Counter({(row, sample): 1 for row in range(48) for sample in range(4)})
+    assert done == Counter({(row, sample): 1 for row in range(ROWS) for sample in range(4)})
     shown = [line["episode_id"] for file in (root / "trajectories").iterdir() for line in lines(file)]
-    assert len(shown) == len(set(shown)) == 192
+    assert len(shown) == len(set(shown)) == 4 * ROWS
     figures = report["sources"]["calculator"]
-    assert (figures["tasks"], figures["episodes"], figures["missing"]) == (48, 192, 0)
+    assert (figures["tasks"], figures["episodes"], figures["missing"]) == (ROWS, 4 * ROWS, 0)
     rewards = [line["reward"] for line in lines(recorded)]
     assert figures["avg@4"]["value"] == pytest.approx(sum(rewards) / len(rewards))
     assert figures["avg@4"]["low"] < figures["avg@4"]["value"] < figures["avg@4"]["high"]
@@ -122,12 +124,12 @@ def test_killed_and_started_again_it_repeats_nothing(tmp_path: Path, start: Star
     logs = {file: file.stat().st_mtime_ns for file in (root / "logs").glob("*.log")}
     assert json.loads(start(*words).finish()) == report, "nothing is left to do: the figures alone"
     assert logs == {file: file.stat().st_mtime_ns for file in (root / "logs").glob("*.log")}
-    other = start("eval", str(RECIPE), "--rows", "48", "--n", "2", "--name", "mine")
+    other = start("eval", str(RECIPE), "--rows", str(ROWS), "--n", "2", "--name", "mine")
     other.finish(status=2)
     assert "other settings (samples)" in other.log.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_checkpoints_of_a_run_and_what_was_learned(tmp_path: Path, start: Start) -> None:
     """Fine-tuned on traces that call the tool: greedy, the base model is right less often than its successor."""
     file = write_messages(tmp_path / "m.jsonl", traces(256))
@@ -144,7 +146,7 @@ def test_checkpoints_of_a_run_and_what_was_learned(tmp_path: Path, start: Start)
     assert min(values) >= 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_served_model(tmp_path: Path, start: Start) -> None:
     """A rollout server of another evaluation serves it; its answers come with ids, and nothing is loaded."""
     base = ("eval", str(RECIPE), ENOUGH)
@@ -222,6 +224,9 @@ def test_the_final_model_then_the_newest_checkpoint(tmp_path: Path) -> None:
         ({"checkpoint": "4", "url": "http://x"}, "--url and --checkpoint"),
         ({"temperature": 0.0}, "would be the same"),
         ({"split": "eval"}, "--split eval"),
+        ({"name": "a/b"}, "Names runs/NAME"),
+        ({"overrides": ["agent.workers=0"]}, "agent.workers is 0"),
+        ({"overrides": ["rollout.servers=0"]}, "rollout.servers is 0"),
     ],
 )
 def test_what_cannot_be_evaluated_is_named(settings: dict[str, Any], said: str, tmp_path: Path) -> None:

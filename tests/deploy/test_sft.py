@@ -138,7 +138,7 @@ def test_messages_become_a_model(tmp_path: Path, start: Callable[..., LivingSft]
 
 @pytest.mark.slow
 @pytest.mark.crash
-@pytest.mark.parametrize("killed", ["the trainer", "everything"])
+@pytest.mark.parametrize("killed", [pytest.param("the trainer", marks=pytest.mark.deep), "everything"])
 def test_a_killed_run_comes_to_the_same_bits(
     killed: str, tmp_path: Path, start: Callable[..., LivingSft], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -175,7 +175,7 @@ def test_a_killed_run_comes_to_the_same_bits(
     assert all(bool((ours[name] == theirs[name]).all()) for name in theirs)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_sigterm_saves_and_resume_continues(tmp_path: Path, start: Callable[..., LivingSft]) -> None:
     messages_in(tmp_path)
     given = ("sft.messages=messages.jsonl", f"sft.steps={LONG}", "trainer.checkpoint_every=1000", "trainer.sinks=[]")
