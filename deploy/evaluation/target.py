@@ -125,8 +125,8 @@ def _for_evaluation(config: RunConfig, name: str, url: str | None) -> RunConfig:
         raise ConfigError("rollout.servers is 0: a run's servers are elsewhere; give rollout.servers=1 or --url")
     if not config.agent.workers:
         raise ConfigError(
-            "agent.workers is 0: agents of others, or workers elsewhere, run these episodes; give agent.workers=1 where "
-            "agent.loop runs them as well"
+            "agent.workers is 0: agents of others, or workers elsewhere, run these episodes; give agent.workers=1 "
+            "where agent.loop runs them as well"
         )
     tree = config.model_dump(mode="json")
     tree |= {"name": name, "runs_dir": str(Path(config.runs_dir).resolve())}
