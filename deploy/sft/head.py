@@ -89,8 +89,9 @@ def _fine_tune(config: RunConfig, console: Console, *, resume: bool) -> Path:
         run.logs.mkdir(exist_ok=True)
         if not resume:
             shutil.rmtree(run.data, ignore_errors=True)
-        # First: a folder with this file and no step counts as untrained, whenever it was left.
-        write_atomically(run.config, dump_config(config))
+        if not run.config.exists():
+            # First: a folder with this file and no step counts as untrained, whenever it was left.
+            write_atomically(run.config, dump_config(config))
         prepared = prepare(config, run.data)
         steps = steps_of(config.sft, prepared.conversations)
         config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": steps})})
