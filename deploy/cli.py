@@ -166,7 +166,8 @@ def train(
 
     Over several machines: the same command on each, with its own --node-rank.
     """
-    from penstock.deploy.commands.train import Rendezvous, exec_trainer
+    from penstock.deploy.commands.train import exec_trainer
+    from penstock.deploy.rendezvous import Rendezvous
 
     def work() -> None:
         exec_trainer(_link(queue, run), Rendezvous.of(nnodes, node_rank, rdzv_endpoint), wait_s=wait_s)

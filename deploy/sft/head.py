@@ -32,7 +32,7 @@ from penstock.deploy.plan import TRAINER_STOP_S
 from penstock.deploy.preflight import check_model, check_training_engine
 from penstock.deploy.processes import RoleFailed, RoleProcess, RoleSpec
 from penstock.deploy.run_dir import RunDir, RunLock
-from penstock.deploy.sft.prepare import PreparedData, listed, prepare
+from penstock.deploy.sft.prepared import PreparedData, listed, prepare
 from penstock.sandbox import SandboxError
 from penstock.tools import ToolConfigError
 from penstock.trainer import DataError, steps_of

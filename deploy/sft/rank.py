@@ -11,8 +11,8 @@ from pathlib import Path
 import yaml
 
 from penstock.common import die_with_parent, uncollected
-from penstock.deploy.commands.train import Rendezvous
 from penstock.deploy.config import RunConfig, parse_config
+from penstock.deploy.rendezvous import Rendezvous
 from penstock.deploy.roles import fatal, sole_trainer
 from penstock.deploy.run_dir import RunDir
 from penstock.trainer import RANKS_FILE_VARIABLE
