@@ -13,6 +13,8 @@ from .config import AgentConfig as AgentConfig
 from .config import CaptureConfig as CaptureConfig
 from .config import RewardChoice as RewardChoice
 from .conversation import Conversation as Conversation
+from .demonstration import BadDemonstration as BadDemonstration
+from .demonstration import segments_of as segments_of
 from .env_check import SPLIT as SPLIT
 from .env_check import EnvCheck as EnvCheck
 from .env_check import EpisodeState as EpisodeState

@@ -1,7 +1,6 @@
 from .cli import app as app
 from .commands import train as train
 from .commands.run import run_recipe as run_recipe
-from .commands.train import Rendezvous as Rendezvous
 from .commands.train import exec_trainer as exec_trainer
 from .config import ConfigError as ConfigError
 from .config import DataConfig as DataConfig
@@ -40,6 +39,7 @@ from .processes import RoleSpec as RoleSpec
 from .rehearsal import full_reward as full_reward
 from .rehearsal import rehearse_recipe as rehearse_recipe
 from .rehearsal import rows_of as rows_of
+from .rendezvous import Rendezvous as Rendezvous
 from .roles import TrainerAlive as TrainerAlive
 from .roles import fatal as fatal
 from .roles import run_role as run_role

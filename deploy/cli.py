@@ -18,6 +18,7 @@ with uncollected():
     from penstock.deploy.commands.clean import clean
     from penstock.deploy.commands.dashboard import dashboard
     from penstock.deploy.commands.doctor import doctor
+    from penstock.deploy.commands.eval import evaluate
     from penstock.deploy.commands.export import export
     from penstock.deploy.commands.guard import guarded as _guarded
     from penstock.deploy.commands.init import init
@@ -28,6 +29,7 @@ with uncollected():
     from penstock.deploy.commands.replay import replay
     from penstock.deploy.commands.reward_server import reward_server
     from penstock.deploy.commands.search_server import search_server
+    from penstock.deploy.commands.sft import sft
     from penstock.deploy.commands.simulate import simulate
     from penstock.deploy.commands.status import status
     from penstock.deploy.commands.trace import trace
@@ -56,6 +58,8 @@ app.command()(search_server)
 app.command()(dashboard)
 app.command()(rehearse)
 app.command()(reward_server)
+app.command()(sft)
+app.command(name="eval")(evaluate)
 app.command()(simulate)
 app.command()(doctor)
 app.command()(init)
@@ -162,7 +166,8 @@ def train(
 
     Over several machines: the same command on each, with its own --node-rank.
     """
-    from penstock.deploy.commands.train import Rendezvous, exec_trainer
+    from penstock.deploy.commands.train import exec_trainer
+    from penstock.deploy.rendezvous import Rendezvous
 
     def work() -> None:
         exec_trainer(_link(queue, run), Rendezvous.of(nnodes, node_rank, rdzv_endpoint), wait_s=wait_s)
@@ -185,6 +190,25 @@ def train_rank(
     if alone:
         roles.leave_torchrun()
     _run(lambda: roles.train_rank(_link(None, None)))
+
+
+@app.command(hidden=True)
+def sft_rank(folder: Path, *, alone: Annotated[bool, typer.Option(help="See train-rank.")] = False) -> None:
+    """One rank of `penstock sft` in the folder of its run."""
+    from penstock.deploy import roles
+    from penstock.deploy.sft import sft_rank as main
+
+    if alone:
+        roles.leave_torchrun()
+    _run(lambda: main(folder))
+
+
+@app.command(hidden=True)
+def sft_ranks(folder: Path) -> None:
+    """Become torchrun with the ranks of `penstock sft`."""
+    from penstock.deploy.sft import exec_sft_ranks
+
+    _guarded(lambda: exec_sft_ranks(folder))
 
 
 @app.command()

@@ -18,9 +18,11 @@ from penstock.dashboard import DashboardConfig
 from penstock.rollout_server import RolloutConfig
 from penstock.sandbox import SandboxConfig
 from penstock.tools import ToolConfig, read_tools
-from penstock.trainer import TrainerConfig
+from penstock.trainer import SftConfig, TrainerConfig
 from penstock.transfer_queue import TransferQueueConfig
 
+NO_TASKS = "none"
+"""`data.train` of a recipe for `penstock sft` that names no tasks."""
 STALENESS_NAMES = {"sync": 0, "one_step_off": 1, "fully_async": 2}
 
 
@@ -111,6 +113,7 @@ class RunConfig(BaseModel):
     rollout: RolloutConfig = RolloutConfig()
     transfer_queue: TransferQueueConfig = TransferQueueConfig()
     trainer: TrainerConfig = TrainerConfig()
+    sft: SftConfig = SftConfig()
     dashboard: DashboardConfig = DashboardConfig()
     ray: RayConfig = RayConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
@@ -120,14 +123,16 @@ class ConfigError(Exception):
     """The recipe or an override is invalid; the message may have several lines."""
 
 
-def load_config(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(recipe: Path, overrides: Sequence[str] = (), *, with_tasks: bool = True) -> RunConfig:
     """Read `recipe`, apply ``a.b=value`` overrides (values are YAML), resolve paths, check everything.
 
-    Paths of `model`, `data.train`, `data.eval`, `agent.loop`, rewards and tools become absolute, so that every role
-    finds them: those in the file relative to its folder, those in overrides relative to the current directory, each to
-    the other where there is nothing. Raises `ConfigError`.
+    Paths of `model`, `data.train`, `data.eval`, `agent.loop`, `sft`, rewards and tools become absolute, so that every
+    role finds them: those in the file relative to its folder, those in overrides relative to the current directory,
+    each to the other where there is nothing. `with_tasks`: `data.train` is needed. Raises `ConfigError`.
     """
     tree = _read_yaml(recipe)
+    if not with_tasks:
+        tree["data"] = {"train": NO_TASKS, **(tree.get("data") or {})}
     folders = [recipe.parent.resolve(), Path.cwd()]
     _resolve_paths(tree, folders)
     for override in overrides:
@@ -205,7 +210,10 @@ def _parse_value(text: str) -> Any:
     return value
 
 
-_PATH_KEYS = (("model",), ("data", "train"), ("data", "eval"), ("agent", "loop"), ("tools",))
+_PATH_KEYS = (
+    *(("model",), ("data", "train"), ("data", "eval"), ("agent", "loop"), ("tools",), ("sft", "policy")),
+    *(("sft", "messages"), ("sft", "runs"), ("sft", "validation")),
+)
 
 
 def _resolve_paths(tree: dict[str, Any], roots: Sequence[Path]) -> None:
@@ -217,6 +225,8 @@ def _resolve_paths(tree: dict[str, Any], roots: Sequence[Path]) -> None:
             node[leaf] = _resolve_path(node[leaf], roots)
     for holder, key in (*_named_rewards(tree), *_named_tools(tree)):
         holder[key] = _resolve_path(holder[key], roots)
+    for listed in _listed_files(tree):
+        listed[:] = [_resolve_path(path, roots) if isinstance(path, str) else path for path in listed]
 
 
 def _named_rewards(tree: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
@@ -236,6 +246,14 @@ def _named_tools(tree: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]
     tools = tree.get("tools")
     entries = tools if isinstance(tools, list) else []
     yield from ((entry, "name") for entry in entries if isinstance(entry, dict) and ".py:" in str(entry.get("name")))
+
+
+def _listed_files(tree: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """Where `sft` names several files or folders."""
+    section = tree.get("sft")
+    if isinstance(section, dict):
+        found = (section.get(name) for name in ("messages", "runs", "validation"))
+        yield from (listed for listed in found if isinstance(listed, list))
 
 
 def _resolve_path(text: str, roots: Sequence[Path]) -> str:

@@ -72,12 +72,12 @@ async def _launch(config: RunConfig, resume: bool, placement: Placement) -> Path
         config = _for_all_roles(config, run)
         limits = limits_of(config)
         check_step_bytes(limits, config.agent.max_response_tokens)
-        async with _queue(config, run) as (link, queue, keepers), run_headed(queue) as keeping:
+        async with open_queue(config, run) as (link, queue, keepers), run_headed(queue) as keeping:
             found = await _enter(config, run, queue, limits)
             # Files that a head which was refused must not take from the one that lives.
             run.config.write_text(dump_config(config))
             with connect_file(link, run):
-                async with _weights(config, link.token), placement.open(config, run):
+                async with open_weights(config, link.token), placement.open(config, run):
                     await _run_roles(
                         config, run, link, queue, placement, keepers=[*keepers, keeping], found=found if resume else ""
                     )
@@ -100,7 +100,7 @@ def _for_all_roles(config: RunConfig, run: RunDir) -> RunConfig:
 
 
 @contextlib.asynccontextmanager
-async def _queue(
+async def open_queue(
     config: RunConfig, run: RunDir
 ) -> AsyncIterator[tuple[RunConnection, RedisTransferQueue, list[asyncio.Task[None]]]]:
     """A connection to the run's Redis: the one the recipe names, or one of our own, with its keeper."""
@@ -126,7 +126,7 @@ async def _connected(link: RunConnection, config: RunConfig) -> AsyncIterator[Re
 
 
 @contextlib.asynccontextmanager
-async def _weights(config: RunConfig, token: str) -> AsyncIterator[None]:
+async def open_weights(config: RunConfig, token: str) -> AsyncIterator[None]:
     """The folder of published weights in this machine's shared memory, until the end of the run.
 
     Raises `ConfigError` where its name has something that is not this user's alone.
@@ -161,7 +161,7 @@ async def _run_roles(
     beside = [asyncio.create_task(_beside(p), name=p.spec.name) for p in page]
     watchers = [
         asyncio.create_task(reporter.run(), name="reporter"),
-        asyncio.create_task(_raise_when_set(_interrupt_event()), name="interrupt"),
+        asyncio.create_task(until_interrupted(), name="interrupt"),
         *(asyncio.create_task(helper, name="placement") for helper in placement.helpers(supervisor)),
     ]
     why = ""
@@ -220,8 +220,9 @@ def _interrupt_event() -> asyncio.Event:
     return event
 
 
-async def _raise_when_set(event: asyncio.Event) -> None:
-    await event.wait()
+async def until_interrupted() -> None:
+    """Raises `Interrupted` at the first Ctrl-C or SIGTERM."""
+    await _interrupt_event().wait()
     raise Interrupted
 
 
@@ -229,4 +230,4 @@ class Interrupted(Exception):
     """Ctrl-C or SIGTERM: the run was stopped in order and can be resumed."""
 
 
-__all__ = ["Interrupted", "StalledRun", "VersionRefused", "launch"]
+__all__ = ["Interrupted", "StalledRun", "VersionRefused", "launch", "open_queue", "open_weights", "until_interrupted"]

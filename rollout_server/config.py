@@ -10,8 +10,13 @@ from pydantic import BaseModel, ConfigDict, Field
 class RolloutConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    engine: Literal["hf", "vllm", "sglang"] = Field(
-        "hf", description="Inference engine: transformers, stock vLLM or stock SGLang."
+    engine: Literal["hf", "vllm", "sglang", "served"] = Field(
+        "hf",
+        description="Inference engine: transformers, stock vLLM or stock SGLang; served: a server that runs already,"
+        " for `penstock eval` alone.",
+    )
+    url: str | None = Field(
+        None, description="Of the server, where engine is served; `penstock eval` sets it from --url."
     )
     servers: int = Field(1, ge=0, description="Rollout servers that `penstock run` starts.")
     evaluation_server: bool = Field(

@@ -94,6 +94,13 @@ from .replay import replay_dump as replay_dump
 from .replay import same as same
 from .saver import Spiller as Spiller
 from .saver import save_timeout_s as save_timeout_s
+from .sft.config import SftConfig as SftConfig
+from .sft.config import steps_of as steps_of
+from .sft.conversations import ConversationFile as ConversationFile
+from .sft.conversations import write_conversations as write_conversations
+from .sft.fine_tune import SftJob as SftJob
+from .sft.fine_tune import fine_tune as fine_tune
+from .sft.fine_tune import rows_of_step as rows_of_step
 from .sinks.async_sink import AsyncSink as AsyncSink
 from .sinks.prometheus import TrainerMetrics as TrainerMetrics
 from .source import BatchTimeout as BatchTimeout

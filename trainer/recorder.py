@@ -1,6 +1,6 @@
 """Records of a run for people and programs: steps, evaluations, the reason of its end; numbers and texts for its sinks.
 
-A recorded trajectory has the text of each run of fed and of sampled tokens with versions and logprobs, and the
+A recorded trajectory has ids and text of each run of fed and of sampled tokens with versions and logprobs, and the
 characters that each token made.
 """
 
@@ -12,17 +12,20 @@ import threading
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 
 from penstock.common import append_jsonl, iter_jsonl, rewrite_jsonl
-from penstock.trainer.batch import StepBatch
 from penstock.trainer.sinks import MetricSink
 from penstock.trainer.sinks.jsonl import JsonLines
 from penstock.trainer.stopping import Stopping
 from penstock.transfer_queue import Segment, Trajectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from penstock.trainer.batch import StepBatch
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +146,7 @@ def _segment(segment: Segment, tokenizer: Any) -> dict[str, Any]:
     return {
         "prompt": _text(segment.prompt_ids, tokenizer),
         "prompt_tokens": len(segment.prompt_ids),
+        "prompt_ids": segment.prompt_ids.tolist(),
         "runs": [_run(segment, start, end, tokenizer) for start, end in mask_runs(segment.response_mask)],
     }
 
@@ -152,6 +156,7 @@ def _run(segment: Segment, start: int, end: int, tokenizer: Any) -> dict[str, An
     run: dict[str, Any] = {
         "mask": int(sampled),
         "tokens": end - start,
+        "ids": segment.response_ids[start:end].tolist(),
         "text": _text(segment.response_ids[start:end], tokenizer),
     }
     if tokenizer is not None:

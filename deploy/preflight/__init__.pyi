@@ -56,5 +56,6 @@ from .suite import FACTS as FACTS
 from .suite import TRIALS as TRIALS
 from .suite import Asked as Asked
 from .suite import all_checks as all_checks
+from .suite import evaluation_checks as evaluation_checks
 from .suite import joining_checks as joining_checks
 from .suite import run_checks as run_checks

@@ -33,7 +33,23 @@ def check_engine(config: RunConfig) -> Check:
         return Check(
             "rollout.engine", not missing, f"hf, missing {missing}" if missing else "hf", "pip install 'penstock[hf]'"
         )
+    if config.rollout.engine == "served":
+        return _check_served(config.rollout)
     return asyncio.run(_check_stock_server(config.rollout))
+
+
+def _check_served(config: RolloutConfig) -> Check:
+    """The engine itself asks the server, when it starts."""
+    found = f"served by {config.url or 'no server'}"
+    return Check("rollout.engine", bool(config.url), found, "set rollout.url, or give `penstock eval` --url")
+
+
+def check_trainable(config: RunConfig) -> Check | None:
+    """Only where the engine cannot be given new weights."""
+    if config.rollout.engine != "served":
+        return None
+    fix = "rollout.engine=hf, vllm or sglang; `penstock eval` takes a served model"
+    return Check("weights", False, f"{config.rollout.url} serves its own weights: they cannot be trained", fix)
 
 
 async def _check_stock_server(config: RolloutConfig) -> Check:

@@ -36,6 +36,7 @@ from penstock.deploy.preflight.settings import (
     check_lengths,
     check_packing,
     check_sampling,
+    check_trainable,
     check_trainer,
     check_training_engine,
     check_training_job,
@@ -45,6 +46,7 @@ from penstock.deploy.preflight.settings import (
 Asked = Callable[[RunConfig], Check | Iterable[Check] | None]
 
 FACTS: tuple[Asked, ...] = (
+    check_trainable,
     check_correction,
     check_algorithm,
     check_training_engine,
@@ -85,6 +87,19 @@ TRIALS: tuple[Asked, ...] = (
     check_search,
     check_containment,
 )
+EVALUATION: tuple[Asked, ...] = (
+    check_ports,
+    check_redis,
+    check_engine,
+    check_model,
+    check_vocabulary,
+    check_context,
+    check_reward,
+    check_sandbox,
+    check_loop,
+    check_template,
+)
+"""What would end an evaluation: of the trainer, of a step's size and of the recipe's own data it needs nothing."""
 JOINING: tuple[Asked, ...] = (
     check_versions,
     check_open_files,
@@ -117,6 +132,10 @@ def all_checks(config: RunConfig) -> Iterator[Check]:
 
 def joining_checks(config: RunConfig) -> Iterator[Check]:
     return _ask(JOINING, config)
+
+
+def evaluation_checks(config: RunConfig) -> Iterator[Check]:
+    return _ask(EVALUATION, config)
 
 
 def _ask(checks: Iterable[Asked], config: RunConfig) -> Iterator[Check]:

@@ -142,7 +142,7 @@ def aime(options: argparse.Namespace) -> dict[Path, int]:
 
 
 def demonstrations(options: argparse.Namespace) -> dict[Path, int]:
-    """JSON lines with `messages`, calls as tool calls of `python`: what `cold_start.py --demonstrations` reads."""
+    """JSON lines with `messages`, calls as tool calls of `python`: what `sft.messages` of `penstock sft` reads."""
     source = dataset_file(*DEMONSTRATIONS, options.input)
     lines = []
     for number, entry in enumerate(parquet_rows(source), start=1):

@@ -1,4 +1,4 @@
-"""Scripted policies that prove the environment, and show a model how to act (`cold_start.py`).
+"""Scripted policies that prove the environment, and show a model how to act (`penstock sft`).
 
 penstock rehearse recipes/retool/cpu.yaml --policy recipes/retool/policies.py:oracle --expect 1
 penstock rehearse recipes/retool/cpu.yaml --policy recipes/retool/policies.py:null --expect 0

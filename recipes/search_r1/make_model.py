@@ -2,7 +2,7 @@
 
     python recipes/search_r1/make_model.py --out data/search-r1/base
 
-It has to be shown how to search before it can learn anything (`cold_start.py`). Same seed, same model.
+It has to be shown how to search before it can learn anything (`penstock sft`). Same seed, same model.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ ENGINES: Registry[MakeEngine] = Registry(
         "hf": "penstock.rollout_server.engines.hf:HFEngine",
         "vllm": "penstock.rollout_server.engines.vllm:VLLMEngine",
         "sglang": "penstock.rollout_server.engines.sglang:SGLangEngine",
+        "served": "penstock.rollout_server.engines.served:ServedEngine",
     },
 )
 INSTALLATIONS: Registry[FindInstallation] = Registry(

@@ -189,8 +189,8 @@ def test_a_search_r1_project_trains(installed: Installed, tmp_path: Path) -> Non
         wait_for(lambda: is_listening(port), process, project / "beside.log")
         check = ("--policy", "policies.py:oracle", "--rows", "8")
         installed.run(project, "penstock", "rehearse", *model, *check, "--expect", "1", **token)
-        start = ("--steps", "4", "--lr", "2e-3", "--out", "data/search-r1/model")
-        installed.run(project, "python", "cold_start.py", *model, *check, *start, **token)
+        cold = ("sft.policy=policies.py:oracle", "sft.policy_rows=8", "sft.steps=4")
+        installed.run(project, "penstock", "sft", *model, *cold, **token)
         installed.run(project, "penstock", "run", "recipe.yaml", tools, "group_size=4", *SHORT, **token)
     assert_trained(project / "runs/search-r1-cpu")
 

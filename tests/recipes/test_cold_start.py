@@ -1,4 +1,4 @@
-"""The cold start: what is shown is what an episode holds, token for token, and the model learns it."""
+"""The cold start of recipes: what is trained on is what an episode holds, token for token, and the model learns it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from tests.recipes.conftest import RECIPES, played, script
 pytest.importorskip("torch")
 pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'penstock[math]'")
 
-from penstock.agent_loops import Budget
+from typer.testing import CliRunner
+
+from penstock.agent_loops import segments_of
 from penstock.agent_loops.chat import chat_of, verify_template
-from penstock.deploy import load_config
+from penstock.deploy import app, load_config
+from penstock.deploy.sft import tools_of, why_dropped
 from penstock.transfer_queue import Outcome, OutcomeKind
 
 pytestmark = [pytest.mark.deep, pytest.mark.recipes, pytest.mark.bwrap, pytest.mark.torch]
-cold_start = script("cold_start.py")
-LOSS = re.compile(r"^step +\d+  loss (\S+)", re.MULTILINE)
+ORACLE = f"sft.policy={RECIPES / 'retool/policies.py'}:oracle"
 
 
 @pytest.fixture
@@ -31,18 +33,26 @@ def arithmetic(tmp_path: Path) -> str:
     return f"data.train={tmp_path / 'train.parquet'}"
 
 
+def sft(recipe: str, folder: Path, *overrides: str, status: int = 0) -> str:
+    """`penstock sft`; what it said."""
+    given = ["sft", str(RECIPES / recipe), "name=cold", f"runs_dir={folder}", "trainer.sinks=[]", *overrides]
+    done = CliRunner().invoke(app, given)
+    assert done.exit_code == status, done.output
+    return done.output
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "cold/metrics.jsonl").read_text().splitlines()]
+
+
 async def test_messages_become_the_tokens_of_the_episode(arithmetic: str) -> None:
-    """An episode that was played, told again as messages, is the same ids with the same mask."""
-    (told,) = (await played("retool/cpu.yaml", "oracle", arithmetic, rows=1)).trajectories
-    (segment,) = told.segments
+    """An episode that was played, written again as messages, is the same ids with the same mask."""
+    (trajectory,) = (await played("retool/cpu.yaml", "oracle", arithmetic, rows=1)).trajectories
+    (segment,) = trajectory.segments
     config = load_config(RECIPES / "retool/cpu.yaml", [arithmetic])
     chat = chat_of(config.model, config.agent)
-    schemas = await cold_start.schemas_of(config)
-    shown = cold_start.segment_of(
-        chat.for_episode(Budget(99, 9999)),
-        conversation(chat.decode(segment.response_ids), chat.decode(segment.prompt_ids)),
-        schemas,
-    )
+    messages = conversation(chat.decode(segment.response_ids), chat.decode(segment.prompt_ids))
+    (shown,) = segments_of(chat, messages, await tools_of(config))
     for name in ("prompt_ids", "response_ids", "response_mask", "turn_starts"):
         np.testing.assert_array_equal(getattr(shown, name), getattr(segment, name), err_msg=name)
 
@@ -62,32 +72,20 @@ def conversation(response: str, prompt: str) -> list[dict[str, object]]:
     ]
 
 
-def test_the_loss_falls_and_a_model_is_left(
-    arithmetic: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_loss_falls_and_a_model_is_left(arithmetic: str, tmp_path: Path) -> None:
     """The boxed answers are new to the tiny model. Its tokenizer comes along; a run can start from the folder."""
-    policy = f"{RECIPES / 'retool/policies.py'}:oracle"
-    given = [
-        str(RECIPES / "retool/cpu.yaml"),
-        arithmetic,
-        "--policy",
-        policy,
-        "--rows",
-        "32",
-        "--out",
-        str(tmp_path / "model"),
-    ]
-    cold_start.main([*given, "--steps", "12", "--batch", "8", "--lr", "5e-4"])
-    printed = capsys.readouterr().out
-    assert "32 of 32 episodes are shown; dropped: none" in printed
-    losses = [float(one) for one in LOSS.findall(printed)]
-    assert len(losses) == 3, "step 0, 10 and the last"
-    assert losses[-1] < 0.5 * losses[0]
-    verify_template(chat_of(str(tmp_path / "model"), load_config(RECIPES / "retool/cpu.yaml").agent), [])
+    out = tmp_path / "model"
+    sft("retool/cpu.yaml", tmp_path, arithmetic, ORACLE, f"sft.out={out}", "sft.steps=12", "sft.batch=8")
+    summary = json.loads((tmp_path / "cold" / "summary.json").read_text())
+    assert (summary["conversations"], summary["left_out"], summary["model"]) == (32, {}, str(out))
+    found = losses(tmp_path)
+    assert len(found) == 12
+    assert found[-1] < 0.5 * found[0]
+    verify_template(chat_of(str(out), load_config(RECIPES / "retool/cpu.yaml").agent), [])
 
 
-def test_searching_is_shown_from_a_file_of_messages(
-    search_r1: Path, searching: Callable[[], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_searching_is_learned_from_a_file_of_messages(
+    search_r1: Path, searching: Callable[[], str], tmp_path: Path
 ) -> None:
     call = {"type": "function", "function": {"name": "search", "arguments": {"query": "Pisa"}}}
     messages = [
@@ -99,34 +97,20 @@ def test_searching_is_shown_from_a_file_of_messages(
     ]
     file = tmp_path / "demonstrations.jsonl"
     file.write_text(json.dumps({"messages": messages}) + "\n")
-    given = [str(RECIPES / "search_r1/cpu.yaml"), f"model={search_r1 / 'base'}", searching()]
-    cold_start.main(
-        [*given, "--demonstrations", str(file), "--out", str(tmp_path / "m"), "--steps", "6", "--lr", "2e-3"]
-    )
-    losses = [float(one) for one in LOSS.findall(capsys.readouterr().out)]
-    assert losses[-1] < losses[0]
+    given = (f"model={search_r1 / 'base'}", searching(), f"sft.messages={file}", f"sft.out={tmp_path / 'm'}")
+    sft("search_r1/cpu.yaml", tmp_path, *given, "sft.steps=6")
+    found = losses(tmp_path)
+    assert found[-1] < found[0]
 
 
-@pytest.mark.parametrize("messages", [[], [{"role": "user", "content": "x"}], [{"role": "assistant", "content": "x"}]])
-def test_what_is_no_demonstration_is_named(
-    messages: list[dict[str, str]], search_r1: Path, searching: Callable[[], str], tmp_path: Path
-) -> None:
-    file = tmp_path / "bad.jsonl"
-    file.write_text(json.dumps({"messages": messages}) + "\n")
-    given = [str(RECIPES / "search_r1/cpu.yaml"), f"model={search_r1 / 'base'}", searching()]
-    with pytest.raises(SystemExit, match=r"bad\.jsonl, line 1"):
-        cold_start.main([*given, "--demonstrations", str(file), "--out", str(tmp_path / "m")])
-
-
-def test_a_policy_that_solves_nothing_shows_nothing(arithmetic: str, tmp_path: Path) -> None:
-    policy = f"{RECIPES / 'retool/policies.py'}:null"
-    given = [str(RECIPES / "retool/cpu.yaml"), arithmetic, "--policy", policy, "--rows", "2"]
-    with pytest.raises(SystemExit, match="solved none of 2 rows: 2 with reward 0, not 1"):
-        cold_start.main([*given, "--out", str(tmp_path / "m")])
-    assert not (tmp_path / "m").exists()
+def test_a_policy_that_solves_nothing_is_refused(arithmetic: str, tmp_path: Path) -> None:
+    policy = f"sft.policy={RECIPES / 'retool/policies.py'}:null"
+    said = sft("retool/cpu.yaml", tmp_path, arithmetic, policy, "sft.policy_rows=2", status=2)
+    assert "solved none of 2 tasks: 2 with reward 0, not 1" in said
+    assert not (tmp_path / "cold" / "final_model").exists()
 
 
 def test_an_episode_without_a_reward_is_counted() -> None:
     cancelled = SimpleNamespace(task_id="rehearsal/0", reward=None, outcome=Outcome(OutcomeKind.CANCELLED, "stopped"))
     found = SimpleNamespace(failures=[], trajectories=[cancelled])
-    assert cold_start.why_dropped(found, [1.0]) == {"with reward none, not 1, cancelled (stopped)": 1}
+    assert why_dropped(found, [1.0]) == {"with reward none, not 1, cancelled (stopped)": 1}

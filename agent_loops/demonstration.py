@@ -1,0 +1,128 @@
+"""A written conversation as the segments that an episode of it would hold, for supervised fine-tuning.
+
+    messages   system, user │ assistant │ tool │ assistant          tools: schemas that the prompt shows
+    segment    prompt       │ sampled   │ fed  │ sampled            mask  1…1 │ 0…0 │ 1…1
+
+Prompts, results and the ends of turns go through `Conversation`, as in an episode; under ``thinking_history: strip`` a
+history that the template rewrites begins a new segment. A reply is what the model's own template writes for it, between
+the opening that a prompt ends with and the id that ends a reply. A template whose written replies do not lie between
+these two is refused: the model would learn other tokens than it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from penstock.agent_loops.chat.chat import ChatTokens
+from penstock.agent_loops.chat.images import parts_of
+from penstock.agent_loops.chat.template import Message
+from penstock.agent_loops.conversation import Conversation
+from penstock.agent_loops.errors import AgentError, TemplateError
+from penstock.agent_loops.llm import Reply
+from penstock.agent_loops.segment import Budget, SegmentBuilder
+from penstock.transfer_queue import Segment
+
+UNBOUNDED = 1 << 30
+SEAM = 8
+"""Ids before a reply that are decoded with it: what a tokenizer writes may depend on what stands before."""
+SHOWN = 40
+
+
+class BadDemonstration(AgentError):
+    """A conversation cannot be trained on; the message says why."""
+
+
+def segments_of(
+    chat: ChatTokens, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+) -> list[Segment]:
+    """`messages` in OpenAI's form, arguments of calls as objects; `chat` is verified with `tools`.
+
+    Raises `BadDemonstration`, and `TemplateError` where the template refuses them.
+    """
+    replies = _replies(messages)
+    if parts_of(messages):
+        raise BadDemonstration("it has images, which this trainer would not see")
+    chat = chat.for_episode(Budget(UNBOUNDED, UNBOUNDED))
+    conversation = Conversation(chat, messages[: replies[0]], tools)
+    for number, following in zip(replies, [*replies[1:], len(messages)], strict=True):
+        new = messages[number + 1 : following]
+        text, ids = _reply(chat, messages[: number + 1], tools, new)
+        segment = conversation.segment
+        _check_seam(chat, segment, text, ids)
+        segment.append_sampled(ids, [0.0] * len(ids), [(0, 0, len(ids))], "stop")
+        if new:
+            conversation.go_on(Reply(ids, text, [0.0] * len(ids), "stop"), new)
+    return [output.tokens for output in conversation.outputs()]
+
+
+def _replies(messages: Sequence[Message]) -> list[int]:
+    """Positions of the model's messages. Raises `BadDemonstration`."""
+    found = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if not found or found[0] == 0 or found[-1] != len(messages) - 1:
+        raise BadDemonstration("a conversation begins with a message to the model and ends with one of it")
+    twice = next((one for one, other in pairwise(found) if other == one + 1), None)
+    if twice is not None:
+        raise BadDemonstration(f"messages {twice} and {twice + 1} are both of the model: join them")
+    if any("weight" in messages[number] for number in found):
+        raise BadDemonstration("`weight` of a message is not supported: every reply is trained on; leave it out")
+    return found
+
+
+def _reply(
+    chat: ChatTokens, said: Sequence[Message], tools: Sequence[Mapping[str, Any]], new: Sequence[Message]
+) -> tuple[str, list[int]]:
+    """What the model has to sample for the last message of `said`, as text and as ids, its end included.
+
+    `new` comes after it.
+    """
+    opening = chat.rendering.prompt_text(said[:-1], tools)
+    closed = chat.template.render(chat.template.fitted(said), tools, prompt=False)
+    if not closed.startswith(opening):
+        raise TemplateError(_opened_otherwise(opening, closed))
+    text, end = _split_end(chat, closed[len(opening) :])
+    if end is None:
+        # The template closes nothing, as GLM's: what comes next ends the reply.
+        head = chat.render(new, tools).ids[0] if new else chat.turn_end_id
+        end = head if head in chat.ends.stops else chat.turn_end_id
+    ids = chat.encode(text)
+    if ended := next((one for one in ids if one in chat.ends.stops), None):
+        raise BadDemonstration(f"a reply spells {chat.decode([ended])!r}, which ends a turn")
+    if not ids:
+        raise BadDemonstration("a reply is empty")
+    return text + chat.decode([end]), [*ids, end]
+
+
+def _split_end(chat: ChatTokens, written: str) -> tuple[str, int | None]:
+    """A written reply without its end, and the id of that; None where the template writes none.
+
+    Raises `TemplateError` where it writes more than white space behind the end.
+    """
+    at, word, end = max((written.rfind(word := chat.decode([one])), word, one) for one in chat.ends.stops)
+    if at < 0:
+        return written, None
+    if behind := written[at + len(word) :].strip():
+        raise TemplateError(f"the chat template writes {behind[:SHOWN]!r} behind the end of a reply, {word!r}")
+    return written[:at], end
+
+
+def _check_seam(chat: ChatTokens, segment: SegmentBuilder, text: str, ids: Sequence[int]) -> None:
+    """Raises `TemplateError` where prompt and reply, encoded apart, do not read as the template wrote them."""
+    before = segment.context()[-SEAM:]
+    joined, wanted = chat.decode([*before, *ids]), chat.decode(before) + text
+    if joined != wanted:
+        raise TemplateError(
+            f"the tokenizer cannot split prompt and reply: joined they read {joined[-SHOWN:]!r}, and the chat template "
+            f"writes {wanted[-SHOWN:]!r}"
+        )
+
+
+def _opened_otherwise(opening: str, closed: str) -> str:
+    pairs = enumerate(zip(opening, closed, strict=False))
+    at = next((place for place, (one, other) in pairs if one != other), min(len(opening), len(closed)))
+    return (
+        "the chat template opens a written reply otherwise than one that is to be sampled: it writes "
+        f"{closed[at : at + SHOWN]!r} where a prompt has {opening[at : at + SHOWN]!r}. A template_settings entry may "
+        "change that (enable_thinking), or thinking that the conversations have to show"
+    )

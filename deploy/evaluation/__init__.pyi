@@ -1,0 +1,11 @@
+from .episodes import EpisodeResult as EpisodeResult
+from .episodes import ResultsFile as ResultsFile
+from .episodes import parts_of as parts_of
+from .head import evaluate_target as evaluate_target
+from .report import figures_of as figures_of
+from .statistics import Estimate as Estimate
+from .statistics import estimate as estimate
+from .statistics import pass_at_k as pass_at_k
+from .statistics import wilson as wilson
+from .target import EvalRequest as EvalRequest
+from .target import resolve_target as resolve_target

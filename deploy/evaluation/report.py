@@ -1,0 +1,114 @@
+"""eval.json, summary.json and the table: figures of the episodes, by data source and of all.
+
+    avg@n    mean reward of the samples, a mean over tasks of each task's mean
+    pass@k   chance that one of k samples is right (`statistics`)
+
+Episodes that the infrastructure failed are counted and left out, never scored 0. A task with fewer than k samples left
+counts for no pass@k of that k.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.table import Table
+
+from penstock.common import write_atomically
+from penstock.deploy.evaluation.episodes import EpisodeResult
+from penstock.deploy.evaluation.statistics import CONFIDENCE, RESAMPLES, estimate, pass_at_k
+from penstock.deploy.evaluation.target import EvalPlan
+
+ALL = "all"
+Figures = dict[str, Any]
+
+
+def ks_of(samples: int) -> list[int]:
+    """1, 2, 4 … and n."""
+    powers = [1 << power for power in range(samples.bit_length()) if 1 << power <= samples]
+    return sorted({*powers, samples})
+
+
+def figures_of(results: Sequence[EpisodeResult], samples: int, asked: Mapping[str, int]) -> dict[str, Figures]:
+    """By data source, and of `ALL` where there are several. `asked`: data source → tasks."""
+    found = {
+        source: _figures([r for r in results if r.data_source == source], samples, asked[source]) for source in asked
+    }
+    if len(asked) > 1:
+        found[ALL] = _figures(results, samples, sum(asked.values()))
+    return found
+
+
+def _figures(results: Sequence[EpisodeResult], samples: int, tasks: int) -> Figures:
+    by_task: dict[int, list[EpisodeResult]] = {}
+    for one in results:
+        by_task.setdefault(one.row, []).append(one)
+    figures: Figures = {
+        "tasks": tasks,
+        "episodes": len(results),
+        "missing": tasks * samples - len(results),
+        "truncated": fmean(one.truncated for one in results) if results else None,
+        "num_turns": fmean(one.num_turns for one in results) if results else None,
+        "response_tokens": fmean(one.response_tokens for one in results) if results else None,
+    }
+    if not by_task:
+        return figures
+    alike = list(by_task.values())
+    figures[f"avg@{samples}"] = asdict(estimate([fmean(one.reward for one in task) for task in alike]))
+    for k in ks_of(samples):
+        values = [pass_at_k(len(task), sum(one.right for one in task), k) for task in alike if len(task) >= k]
+        if values:
+            figures[f"pass@{k}"] = asdict(estimate(values))
+    return figures
+
+
+def write_report(plan: EvalPlan, results: Sequence[EpisodeResult]) -> Figures:
+    """Writes eval.json and summary.json, and returns what the first one holds."""
+    asked: dict[str, int] = {}
+    for row in plan.rows:
+        asked[row.data_source] = asked.get(row.data_source, 0) + 1
+    sources = figures_of(results, plan.samples, asked)
+    report: Figures = {
+        "name": plan.config.name,
+        "model": plan.source,
+        "samples": plan.samples,
+        "temperature": plan.temperature,
+        "confidence": CONFIDENCE,
+        "interval": f"bootstrap over tasks, {RESAMPLES} resamples; Wilson where all tasks are 0 or all 1",
+        "sources": sources,
+    }
+    folder = plan.run.root
+    _write(folder / "eval.json", report)
+    whole = sources[ALL] if ALL in sources else next(iter(sources.values()))
+    flat = {name: value["value"] if isinstance(value, dict) else value for name, value in whole.items()}
+    _write(folder / "summary.json", {"name": plan.config.name, "model": plan.source, **flat})
+    return report
+
+
+def _write(path: Path, value: Figures) -> None:
+    write_atomically(path, json.dumps(value, indent=2) + "\n")
+
+
+def table_of(report: Figures) -> Table:
+    """For a terminal: a column per data source."""
+    sources: Mapping[str, Figures] = report["sources"]
+    names = list(dict.fromkeys(name for one in sources.values() for name in one))
+    title = f"{report['name']}: {report['model']}, temperature {report['temperature']:g}"
+    table = Table(title=title, title_justify="left")
+    for name in ("", *sources):
+        table.add_column(name)
+    for name in names:
+        table.add_row(name, *(_cell(figures.get(name)) for figures in sources.values()))
+    return table
+
+
+def _cell(found: Figures | float | None) -> str:
+    if found is None:
+        return ""
+    if isinstance(found, dict):
+        return f"{found['value']:.3f}  [{found['low']:.3f}, {found['high']:.3f}]"
+    return str(found) if isinstance(found, int) else f"{found:.2f}"

@@ -1,0 +1,223 @@
+"""What `penstock eval` evaluates: a recipe's model, a checkpoint of a run, a model folder, or a served model.
+
+RECIPE                     the recipe's model
+RUN                        its final_model, else its newest checkpoint
+… --checkpoint 40          the run's checkpoint after 40 steps, written as a model folder first
+… --checkpoint FOLDER      a model folder
+… --url http://host:8000   a server: its weights are whatever it serves; the recipe's model gives the tokenizer
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.deploy.config import ConfigError, RunConfig, load_config, parse_config
+from penstock.deploy.rehearsal import rows_of
+from penstock.deploy.run_dir import RunDir
+from penstock.trainer import DatasetRow
+
+EXPORT_S = 3600.0
+NOT_RESULTS = frozenset(
+    {"workers", "max_restarts", "concurrency", "server_requests", "server_tokens", "capture", "temperature"}
+)
+"""Settings of `agent` that say how fast episodes run, or are asked for apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRequest:
+    """The command line of `penstock eval`."""
+
+    target: Path
+    """A recipe, or the folder of a run."""
+    overrides: Sequence[str] = ()
+    checkpoint: str | None = None
+    url: str | None = None
+    samples: int = 8
+    """Per task."""
+    temperature: float | None = None
+    """None: the recipe's agent.temperature, and 0 for one sample."""
+    split: str = "eval"
+    """``eval`` or ``train``: which of the recipe's datasets."""
+    data: Sequence[str] = ()
+    """Datasets in place of the recipe's."""
+    rows: int = 0
+    """The first of each dataset only; 0: all."""
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EvalPlan:
+    """All that is known before anything starts."""
+
+    config: RunConfig
+    """Of the evaluation: its name, its model, no trainer."""
+    source: str
+    """What is evaluated, for people."""
+    export: tuple[Path, int] | None
+    """(run, step) of a checkpoint that is to be written to `config.model` first."""
+    rows: Sequence[DatasetRow]
+    samples: int
+    temperature: float
+
+    @property
+    def run(self) -> RunDir:
+        return RunDir.of(self.config)
+
+    def settings(self) -> dict[str, Any]:
+        """What results follow from; two evaluations of equal settings may share a folder."""
+        config = self.config
+        return {
+            "model": self.source,
+            "weights": _weights_digest(config),
+            "samples": self.samples,
+            "temperature": self.temperature,
+            "rows": _rows_digest(self.rows),
+            "agent": _digest(config.agent.model_dump(mode="json", exclude=set(NOT_RESULTS))),
+            "tools": _digest([tool.model_dump(mode="json") for tool in config.tools]),
+            "rollout": config.rollout.model_dump(mode="json", include={"engine", "dtype", "max_model_len", "url"}),
+        }
+
+
+def resolve_target(request: EvalRequest) -> EvalPlan:
+    """Raises `ConfigError`, `DataError`."""
+    if request.samples < 1:
+        raise ConfigError(f"--n {request.samples}: at least one sample per task")
+    run = RunDir(request.target.resolve()) if request.target.is_dir() else None
+    if run is not None and not run.config.exists():
+        raise ConfigError(f"{request.target}: no config.yaml, so no run's folder; give a recipe or a run")
+    config = load_config(run.config if run else request.target, request.overrides, with_tasks=False)
+    model, source, step = _model(request, config, run)
+    name = request.name or f"{config.name}-eval{'' if step is None else f'-step{step}'}"
+    temperature = _temperature(request, config)
+    rows = _rows(request, config)
+    planned = _for_evaluation(config, name, request.url)
+    export = None
+    if step is not None and run is not None:
+        export, model = (run.root, step), str(RunDir.of(planned).root / "model")
+    planned = planned.model_copy(update={"model": model})
+    return EvalPlan(planned, source, export, rows, request.samples, temperature)
+
+
+def _temperature(request: EvalRequest, config: RunConfig) -> float:
+    usual = config.agent.temperature if request.samples > 1 else 0.0
+    chosen = usual if request.temperature is None else request.temperature
+    if request.samples > 1 and chosen == 0:
+        raise ConfigError(
+            f"--temperature 0 with --n {request.samples}: all samples of a task would be the same; use --n 1"
+        )
+    return chosen
+
+
+def _for_evaluation(config: RunConfig, name: str, url: str | None) -> RunConfig:
+    """The limits of a queue without training; a server and workers here. Raises `ConfigError`."""
+    rollout: dict[str, Any] = {"evaluation_server": False, "port": 0}  # beside a living run of the recipe
+    if url is not None:
+        rollout |= {"engine": "served", "url": url, "servers": 1}
+    elif not config.rollout.servers:
+        raise ConfigError("rollout.servers is 0: a run's servers are elsewhere; give rollout.servers=1 or --url")
+    if not config.agent.workers:
+        raise ConfigError(
+            "agent.workers is 0: agents of others, or workers elsewhere, run these episodes; give agent.workers=1 "
+            "where agent.loop runs them as well"
+        )
+    tree = config.model_dump(mode="json")
+    tree |= {"name": name, "runs_dir": str(Path(config.runs_dir).resolve())}
+    tree |= {"group_size": 1, "groups_per_step": 1, "max_staleness": 0}
+    tree["rollout"] |= rollout
+    return parse_config(tree, source="penstock eval")
+
+
+def _model(request: EvalRequest, config: RunConfig, run: RunDir | None) -> tuple[str, str, int | None]:
+    """(model folder or hub name, what it is for people, step of a checkpoint that is to be exported)"""
+    if request.url is not None:
+        if request.checkpoint is not None:
+            raise ConfigError("--url and --checkpoint: a server has its own weights; give one of them")
+        return config.model, f"what {request.url} serves", None
+    if request.checkpoint is not None and not request.checkpoint.isdecimal():
+        folder = Path(request.checkpoint).resolve()
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"--checkpoint {request.checkpoint}: no model folder (config.json), and no step's number")
+        return str(folder), str(folder), None
+    if run is None:
+        if request.checkpoint is not None:
+            raise ConfigError(f"--checkpoint {request.checkpoint}: a step needs a run's folder, and this is a recipe")
+        return config.model, config.model, None
+    final = run.root / "final_model"
+    if request.checkpoint is None and final.is_dir():
+        return str(final), str(final), None
+    step = _step(run, request.checkpoint)
+    return config.model, f"{run.root}, step {step}", step
+
+
+def _step(run: RunDir, asked: str | None) -> int:
+    steps = sorted(int(path.name.removeprefix("step_")) for path in run.checkpoints.glob("step_*") if not path.suffix)
+    if not steps or (asked is not None and int(asked) not in steps):
+        there = ", ".join(map(str, steps)) or "none"
+        raise ConfigError(f"{run.root} has no checkpoint{f' of step {asked}' if asked else ''}; there: {there}")
+    return steps[-1] if asked is None else int(asked)
+
+
+def _rows(request: EvalRequest, config: RunConfig) -> list[DatasetRow]:
+    """In order. Raises `ConfigError` where there are none."""
+    limit = request.rows or (config.data.eval_limit if request.split == "eval" and not request.data else 0)
+    if not request.data:
+        return rows_of(config, request.split, limit)
+    found: list[DatasetRow] = []
+    for path in request.data:
+        data = config.data.model_copy(update={"eval": path})
+        found += rows_of(config.model_copy(update={"data": data}), "eval", request.rows)
+    return found
+
+
+def export_model(plan: EvalPlan) -> None:
+    """Writes the checkpoint as a model folder, in a process that may load torch. Raises `ConfigError`."""
+    folder = Path(plan.config.model)
+    if plan.export is None or folder.exists():
+        return
+    run, step = plan.export
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = folder.with_name(f"{folder.name}.exporting")
+    shutil.rmtree(beside, ignore_errors=True)
+    words = ["train", "export", str(run), str(beside), "--step", str(step)]
+    command = [sys.executable, "-m", "penstock.deploy.cli", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=EXPORT_S, check=False)
+    if done.returncode:
+        raise ConfigError(f"the checkpoint of step {step} was not written as a model: {done.stderr.strip()}")
+    beside.rename(folder)
+
+
+# digests -----------------------------------------------------------------------------------------------------------
+def _weights_digest(config: RunConfig) -> str:
+    """Names, sizes and times of a model folder's files; of a hub's model or a server's nothing is known."""
+    folder = Path(config.model)
+    if config.rollout.engine == "served" or not folder.is_dir():
+        return ""
+    files = sorted(path for path in folder.glob("*") if path.is_file())
+    return _digest([[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files])
+
+
+def _rows_digest(rows: Sequence[DatasetRow]) -> str:
+    return _digest([_plain(row) for row in rows])
+
+
+def _plain(row: DatasetRow) -> Mapping[str, Any]:
+    return {
+        "messages": list(row.messages),
+        "data_source": row.data_source,
+        "ground_truth": row.ground_truth,
+        "agent_name": row.agent_name,
+        "extra_info": dict(row.extra_info),
+    }
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,10 @@
+from .head import fine_tune_recipe as fine_tune_recipe
+from .head import load_sft_config as load_sft_config
+from .message_files import read_rows as read_rows
+from .prepared import prepare as prepare
+from .prepared import tools_of as tools_of
+from .prepared import why_dropped as why_dropped
+from .rank import exec_sft_ranks as exec_sft_ranks
+from .rank import sft_rank as sft_rank
+from .recorded import choose_recorded as choose_recorded
+from .recorded import recorded_segments as recorded_segments

@@ -1,0 +1,228 @@
+"""`penstock sft`: prepares the data, then supervises the process that trains on it.
+
+    lock the run's folder ─► data/ (`prepare`) ─► config.yaml ─► trainer: one rank, or torchrun ─► summary.json
+                                                        ▲            │ restarted with back-off when it dies
+                                                        └────────────┘ from its newest checkpoint
+
+Tasks: the trainer's process, the reporter (reads metrics.jsonl every half second), and one that waits for Ctrl-C or
+SIGTERM. The first that ends, ends the command; the trainer is given time to save a checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from penstock.agent_loops import AgentError
+from penstock.common import JsonlTail, last_by, read_jsonl, write_atomically
+from penstock.deploy.config import ConfigError, RunConfig, dump_config, load_config
+from penstock.deploy.launcher import Interrupted, until_interrupted
+from penstock.deploy.lives import LivesFile, LivesTotal
+from penstock.deploy.plan import TRAINER_STOP_S
+from penstock.deploy.preflight import check_model, check_training_engine
+from penstock.deploy.processes import RoleFailed, RoleProcess, RoleSpec
+from penstock.deploy.run_dir import RunDir, RunLock
+from penstock.deploy.sft.prepared import PreparedData, listed, prepare
+from penstock.sandbox import SandboxError
+from penstock.tools import ToolConfigError
+from penstock.trainer import DataError, steps_of
+
+SUFFIX = "-sft"
+REPORT_S = 0.5
+LINE_S = 2.0
+"""Between two lines where standard error is no terminal."""
+
+
+def fine_tune_recipe(recipe: Path, overrides: Sequence[str], *, resume: bool) -> int:
+    """Returns the exit status: 0 done, 1 training failed, 2 recipe or data are wrong, 130 interrupted."""
+    console = Console(stderr=True, highlight=False)
+
+    def complain(message: str, status: int) -> int:
+        console.print(message, style="red", markup=False, soft_wrap=True)
+        return status
+
+    try:
+        summary = _fine_tune(load_sft_config(recipe, overrides), console, resume=resume)
+    except (ConfigError, DataError, AgentError, SandboxError, ToolConfigError) as error:
+        return complain(str(error), 2)
+    except RoleFailed as error:
+        return complain(str(error), 1)
+    except (Interrupted, KeyboardInterrupt):
+        again = " ".join(["penstock sft", str(recipe), *overrides, "--resume"])
+        return complain(f"interrupted; continue with: {again}", 130)
+    console.print(summary.read_text(), markup=False, soft_wrap=True)
+    console.print(f"done: {summary}", markup=False, soft_wrap=True)
+    return 0
+
+
+def load_sft_config(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """A recipe, which may lack `data`. Its name gets the end ``-sft``, unless an override names the run: a recipe's
+    fine-tuning and its reinforcement learning have folders of their own. Raises `ConfigError`."""
+    config = load_config(recipe, overrides, with_tasks=False)
+    if not any(one.startswith("name=") for one in overrides):
+        config = config.model_copy(update={"name": f"{config.name}{SUFFIX}"})
+    out = str(Path(config.sft.out).resolve()) if config.sft.out else None
+    return config.model_copy(
+        update={
+            "runs_dir": str(Path(config.runs_dir).resolve()),
+            "sft": config.sft.model_copy(update={"out": out}),
+        }
+    )
+
+
+def _fine_tune(config: RunConfig, console: Console, *, resume: bool) -> Path:
+    failed = [one for one in (check_training_engine(config), check_model(config)) if one is not None and not one.ok]
+    if failed:
+        raise ConfigError("\n".join(f"{one.name}: {one.found}\n  fix: {one.fix}" for one in failed))
+    run = RunDir.of(config)
+    with RunLock(run, resume=resume):
+        run.logs.mkdir(exist_ok=True)
+        if not resume:
+            shutil.rmtree(run.data, ignore_errors=True)
+        if not run.config.exists():
+            # First: a folder with this file and no step counts as untrained, whenever it was left.
+            write_atomically(run.config, dump_config(config))
+        prepared = prepare(config, run.data)
+        steps = steps_of(config.sft, prepared.conversations)
+        config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": steps})})
+        write_atomically(run.config, dump_config(config))
+        reporter = SftReporter(config, run, prepared, console)
+        total = asyncio.run(_supervise(config, run, reporter))
+        return write_sft_summary(config, run, prepared, total)
+
+
+async def _supervise(config: RunConfig, run: RunDir, reporter: SftReporter) -> LivesTotal:
+    """Raises `RoleFailed`, `Interrupted`."""
+    trainer, lives = RoleProcess(_trainer(config, run)), LivesFile(run.lives)
+    running = asyncio.create_task(trainer.run(), name="trainer")
+    beside = [
+        asyncio.create_task(reporter.run(lambda: lives.write({"trainer": trainer.restarts})), name="reporter"),
+        asyncio.create_task(until_interrupted(), name="interrupt"),
+    ]
+    try:
+        ended, _ = await asyncio.wait({running, *beside}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await trainer.stop()
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(running, *beside, return_exceptions=True)
+        reporter.close()
+        total = lives.total({"trainer": trainer.restarts})
+    for task in ended:
+        task.result()
+    return total
+
+
+def _trainer(config: RunConfig, run: RunDir) -> RoleSpec:
+    trainer = config.trainer
+    words = ("sft-rank", str(run.root), "--alone") if trainer.ranks == 1 else ("sft-ranks", str(run.root))
+    env = {
+        **os.environ,
+        "PENSTOCK_SUPERVISED": "1",
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": str(trainer.threads),
+    }
+    return RoleSpec(
+        "trainer",
+        [sys.executable, "-m", "penstock.deploy.cli", *words],
+        env,
+        run.logs / "trainer.log",
+        trainer.max_restarts,
+        stop_grace_s=TRAINER_STOP_S + 15,
+        restart_window_s=config.restart_window_s,
+    )
+
+
+class SftReporter:
+    """A progress bar on a terminal, a line every few seconds elsewhere."""
+
+    def __init__(self, config: RunConfig, run: RunDir, prepared: PreparedData, console: Console) -> None:
+        self._steps = config.trainer.steps
+        self._metrics, self._evaluations = JsonlTail(run.metrics), JsonlTail(run.evaluations)
+        self._said, self._line_at = -1, 0.0
+        self._bar: Progress | None = None
+        self._console = console
+        if console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=console)
+            self._bar.start()
+            self._task = self._bar.add_task("starting", total=self._steps)
+        self._say(
+            f"{config.name}: {prepared.conversations} conversations, {prepared.tokens} tokens of which "
+            f"{prepared.tokens_trained} are trained on, {self._steps} steps of {config.sft.batch}; "
+            f"{prepared.validation} for validation; left out: {listed(prepared.left_out)}"
+        )
+        self._say(f"  folder: {run.root}")
+
+    async def run(self, on_look: Callable[[], None]) -> None:
+        """Until cancelled."""
+        while True:
+            self._look()
+            on_look()
+            await asyncio.sleep(REPORT_S)
+
+    def close(self) -> None:
+        self._look(last=True)
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _look(self, *, last: bool = False) -> None:
+        for line in self._evaluations.lines():
+            self._say(f"  version {line['version']}: validation loss {line['loss']:.4f}")
+        newest = max(self._metrics.lines(), key=lambda line: line["step"], default=None)
+        if newest is not None and newest["step"] > self._said:
+            self._show(newest, last=last)
+
+    def _show(self, line: Mapping[str, Any], *, last: bool) -> None:
+        text = f"loss {line['loss']:.4f}  {line['tokens_per_s']:.0f} tokens/s"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=line["step"] + 1, description=text)
+        elif last or asyncio.get_running_loop().time() - self._line_at > LINE_S:
+            self._line_at = asyncio.get_running_loop().time()
+            self._say(f"  step {line['step'] + 1:>4}/{self._steps}  {text}")
+        self._said = line["step"]
+
+    def _say(self, text: str) -> None:
+        console = self._bar.console if self._bar is not None else self._console
+        console.print(text, markup=False, soft_wrap=True)
+
+
+def write_sft_summary(config: RunConfig, run: RunDir, prepared: PreparedData, total: LivesTotal) -> Path:
+    """summary.json: what was trained on, and what became of the loss, over all lives."""
+    rows = last_by(read_jsonl(run.metrics), "step")
+    evaluations = [line["loss"] for line in last_by(read_jsonl(run.evaluations), "version")]
+    ended = None
+    with contextlib.suppress(FileNotFoundError):
+        ended = json.loads(run.ended.read_text(encoding="utf-8"))["why"]
+    summary = {
+        "name": config.name,
+        "steps": len(rows),
+        "ended": ended,
+        "lives": total.lives,
+        "wall_s": round(total.wall_s, 1),
+        "conversations": prepared.conversations,
+        "tokens": prepared.tokens,
+        "tokens_trained": prepared.tokens_trained,
+        "left_out": prepared.left_out,
+        "loss_first": rows[0]["loss"] if rows else None,
+        "loss_last": rows[-1]["loss"] if rows else None,
+        "eval_loss_first": evaluations[0] if evaluations else None,
+        "eval_loss_last": evaluations[-1] if evaluations else None,
+        "updates_skipped": sum(row["updates_skipped"] for row in rows),
+        "checkpoints_damaged": rows[-1]["checkpoints_damaged"] if rows else 0,
+        "restarts": dict(total.restarts),
+        "model": config.sft.out or str(run.root / "final_model"),
+    }
+    write_atomically(run.summary, json.dumps(summary, indent=2) + "\n")
+    return run.summary

@@ -1,0 +1,262 @@
+"""From the sources of a recipe's section `sft` to the files that the ranks read.
+
+    sft.messages ─┐                                                    ┌─► data/train.safetensors
+    sft.runs     ─┼─► segments ─► bad rows, long rows ─► held out? ────┼─► data/validation.safetensors
+    sft.policy   ─┘                                                    └─► data/about.json, written last
+
+They are made once: a run that is resumed trains on the very rows it began with, whatever became of their sources.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from penstock.agent_loops import BadDemonstration, ChatTokens, EnvCheck, TemplateError, load_object, segments_of
+from penstock.agent_loops.chat import chat_of, verify_template
+from penstock.common import write_atomically
+from penstock.deploy.config import NO_TASKS, ConfigError, RunConfig
+from penstock.deploy.rehearsal import full_reward, rehearse_recipe, rows_of
+from penstock.deploy.sft.message_files import MessageRow, read_rows
+from penstock.deploy.sft.recorded import choose_recorded, recorded_segments
+from penstock.rollout_server import no_torch
+from penstock.tools import close_tools, make_tools
+from penstock.trainer import write_conversations
+from penstock.transfer_queue import OutcomeKind, Segment, Trajectory
+
+NAMED = 5
+"""Causes, and bad rows, that are named."""
+logger = logging.getLogger("penstock.sft")
+Tools = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedData:
+    """data/about.json."""
+
+    conversations: int
+    """Rows that are trained on; one whose history the template rewrites counts once per part."""
+    tokens: int
+    tokens_trained: int
+    validation: int
+    left_out: Mapping[str, int]
+    """By cause."""
+    settings: str
+    """Digest of what they follow from."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """What was left out so far."""
+
+    skips: bool
+    """sft.bad_rows: skip"""
+    dropped: Counter[str] = field(default_factory=Counter)
+    bad: list[str] = field(default_factory=list)
+    """The first bad rows, in words."""
+
+    def refuse(self, error: BadDemonstration) -> None:
+        """Raises it, unless bad rows are skipped."""
+        if not self.skips:
+            raise error
+        self.dropped["bad rows"] += 1
+        if len(self.bad) < NAMED:
+            self.bad.append(str(error))
+
+
+def prepare(config: RunConfig, folder: Path) -> PreparedData:
+    """The files in `folder`, made where they are not there. Raises `ConfigError`, `BadDemonstration`, `AgentError`,
+    `SandboxError`, `DataError`."""
+    about, digest = folder / "about.json", _digest(config)
+    if about.exists():
+        found = PreparedData(**json.loads(about.read_text(encoding="utf-8")))
+        if found.settings != digest:
+            raise ConfigError(
+                "sft: this run began with other data (sft.messages, runs, policy, filters, model, tools or seed have "
+                "changed); start one with another name=…"
+            )
+        return found
+    folder.mkdir(parents=True, exist_ok=True)
+    findings = Findings(config.sft.bad_rows == "skip")
+    chat = chat_of(config.model, config.agent)
+    train, held = _split(config, list(_short(config, _conversations(config, chat, findings), findings)))
+    for conversation in _short(config, _of_files(config.sft.validation, config, chat, findings), findings):
+        held += conversation
+    for complaint in findings.bad:
+        logger.warning("left out: %s", complaint)
+    if not train:
+        raise ConfigError(f"sft: no conversation to train on; left out: {listed(findings.dropped)}")
+    write_conversations(folder / "train.safetensors", train)
+    if held:
+        write_conversations(folder / "validation.safetensors", held)
+    tokens = sum(len(one.prompt_ids) + len(one.response_ids) for one in train)
+    trained = sum(int(one.response_mask.sum()) for one in train)
+    made = PreparedData(len(train), tokens, trained, len(held), dict(findings.dropped), digest)
+    write_atomically(about, json.dumps(asdict(made), indent=1) + "\n", durable=True)
+    return made
+
+
+def listed(dropped: Mapping[str, int]) -> str:
+    return "; ".join(f"{count} {cause}" for cause, count in Counter(dropped).most_common(NAMED) if count) or "none"
+
+
+# sources -----------------------------------------------------------------------------------------------------------
+def _conversations(config: RunConfig, chat: ChatTokens, findings: Findings) -> Iterator[Sequence[Segment]]:
+    sft = config.sft
+    if not (sft.messages or sft.runs or sft.policy):
+        raise ConfigError("sft: nothing to train on; set sft.messages (files), sft.runs (folders) or sft.policy")
+    yield from _of_files(sft.messages, config, chat, findings)
+    for folder in sft.runs:
+        for episode in choose_recorded(Path(folder), sft, findings.dropped):
+            try:
+                yield recorded_segments(episode, chat)
+            except BadDemonstration as error:
+                findings.refuse(error)
+    if sft.policy:
+        yield from _played(config, sft.policy, findings.dropped)
+
+
+def _of_files(
+    paths: Iterable[str], config: RunConfig, chat: ChatTokens, findings: Findings
+) -> Iterator[Sequence[Segment]]:
+    usual: Tools | None = None
+    verified: dict[str, bool] = {}
+    for path in paths:
+        for row in read_rows(Path(path)):
+            if isinstance(row, BadDemonstration):
+                findings.refuse(row)
+                continue
+            if row.tools is None and usual is None:
+                usual = asyncio.run(tools_of(config))
+            tools = row.tools if row.tools is not None else usual or ()
+            _verify_once(chat, tools, verified)
+            try:
+                yield _of_row(row, chat, tools)
+            except BadDemonstration as error:
+                findings.refuse(error)
+
+
+def _verify_once(chat: ChatTokens, tools: Tools, verified: dict[str, bool]) -> None:
+    """Raises `TemplateError`: no row can be split exactly then."""
+    key = json.dumps(tools, sort_keys=True)
+    if key not in verified:
+        verify_template(chat, tools)
+        verified[key] = True
+
+
+def _of_row(row: MessageRow, chat: ChatTokens, tools: Tools) -> list[Segment]:
+    """Raises `BadDemonstration` naming file and line."""
+    try:
+        return segments_of(chat, row.messages, tools)
+    except (BadDemonstration, TemplateError) as error:
+        raise BadDemonstration(f"{row.where}: {error}") from error
+
+
+async def tools_of(config: RunConfig) -> Tools:
+    """What the recipe's prompts show of its tools; nothing is run."""
+    from penstock.deploy.preflight import open_sandbox
+
+    sandbox = open_sandbox(config) if config.tools else None
+    tools = make_tools(config.tools, sandbox, partial(load_object, recipe_dir=Path.cwd()))
+    try:
+        return [tool.schema for tool in tools.values()]
+    finally:
+        await close_tools(tools.values())
+        if sandbox is not None:
+            await sandbox.close()
+
+
+def _played(config: RunConfig, policy: str, dropped: Counter[str]) -> Iterator[Sequence[Segment]]:
+    """Episodes of a policy that earned the full reward."""
+    if config.data.train == NO_TASKS:
+        raise ConfigError("sft.policy plays tasks of data.train, and the recipe has none: set data.train")
+    rows = rows_of(config, "train", config.sft.policy_rows)
+    found = asyncio.run(rehearse_recipe(config, load_object(policy, Path.cwd()), rows))
+    wanted = [full_reward(row) for row in rows]
+    causes = why_dropped(found, wanted)
+    shown = [one for one in found.trajectories if one.reward == wanted[_row(one)]]
+    if not shown:
+        raise ConfigError(f"sft.policy: {policy} solved none of {len(rows)} tasks: {listed(causes)}")
+    dropped.update(causes)
+    for one in shown:
+        yield one.segments
+
+
+def why_dropped(found: EnvCheck, wanted: Sequence[float]) -> Counter[str]:
+    """A policy's episodes that are not trained on, by cause."""
+    causes = Counter(f"failed ({letter.outcome.component}: {letter.outcome.reason})" for letter in found.failures)
+    for one in found.trajectories:
+        full = wanted[_row(one)]
+        if one.reward != full:
+            ended = "" if one.outcome.kind is OutcomeKind.COMPLETED else f", {one.outcome.kind} ({one.outcome.reason})"
+            reward = "none" if one.reward is None else f"{one.reward:g}"
+            causes[f"with reward {reward}, not {full:g}{ended}"] += 1
+    return causes
+
+
+def _row(one: Trajectory) -> int:
+    return int(one.task_id.rpartition("/")[2])
+
+
+# choosing ----------------------------------------------------------------------------------------------------------
+def _short(
+    config: RunConfig, conversations: Iterable[Sequence[Segment]], findings: Findings
+) -> Iterator[Sequence[Segment]]:
+    """Without the rows that are longer than the model's context, or than sft.max_tokens."""
+    limit = config.sft.max_tokens or _context_of(config.model)
+    for segments in conversations:
+        kept = [one for one in segments if len(one.prompt_ids) + len(one.response_ids) <= limit]
+        if len(kept) < len(segments):
+            findings.dropped[f"longer than {limit} tokens"] += len(segments) - len(kept)
+        if kept:
+            yield kept
+
+
+def _context_of(model: str) -> int:
+    with no_torch():
+        from transformers import AutoConfig
+
+        return int(AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings)
+
+
+def _split(config: RunConfig, conversations: Sequence[Sequence[Segment]]) -> tuple[list[Segment], list[Segment]]:
+    """Rows (to train on, held out): conversations that begin alike on one side, chosen by the seed."""
+    prompts = list(dict.fromkeys(_beginning(segments) for segments in conversations))
+    count = int(config.sft.validation_share * len(prompts))
+    held = set(random.Random(f"{config.seed}/validation").sample(prompts, count))
+    sides: tuple[list[Segment], list[Segment]] = ([], [])
+    for segments in conversations:
+        sides[_beginning(segments) in held].extend(segments)
+    return sides
+
+
+def _beginning(segments: Sequence[Segment]) -> bytes:
+    return segments[0].prompt_ids.tobytes()
+
+
+def _digest(config: RunConfig) -> str:
+    """Of all that the files follow from."""
+    chosen = {
+        "sft": config.sft.model_dump(
+            mode="json",
+            include={
+                *("messages", "runs", "policy", "policy_rows", "min_reward", "newest_versions", "per_task"),
+                *("bad_rows", "validation", "validation_share", "max_tokens"),
+            },
+        ),
+        "model": config.model,
+        "seed": config.seed,
+        "data": config.data.train,
+        "tools": [tool.model_dump(mode="json") for tool in config.tools],
+        "agent": config.agent.model_dump(mode="json", include={"parser", "thinking_history", "template_settings"}),
+    }
+    return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,68 @@
+"""The trainer of `penstock sft`: one process, or torchrun with `trainer.ranks` of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import yaml
+
+from penstock.common import die_with_parent, uncollected
+from penstock.deploy.config import RunConfig, parse_config
+from penstock.deploy.rendezvous import Rendezvous
+from penstock.deploy.roles import fatal, sole_trainer
+from penstock.deploy.run_dir import RunDir
+from penstock.trainer import RANKS_FILE_VARIABLE
+
+MEETING = "ranks-"
+
+
+def exec_sft_ranks(folder: Path) -> None:
+    """Replaces this process by torchrun with the run's ranks, which meet in files and listen on loopback alone."""
+    if os.environ.get("PENSTOCK_SUPERVISED"):
+        die_with_parent()  # kept over exec
+    config = config_of_run(folder)
+    for left in folder.glob(f"{MEETING}*"):
+        shutil.rmtree(left, ignore_errors=True)  # what an earlier life's ranks left is not for these
+    meeting = Path(tempfile.mkdtemp(prefix=MEETING, dir=folder))
+    words = Rendezvous().arguments(config.trainer.ranks, config.name, meeting)
+    command = [sys.executable, "-m", "torch.distributed.run", *words]
+    environment = {
+        **os.environ,
+        RANKS_FILE_VARIABLE: str(meeting / "ranks"),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    rank = ["-m", "penstock.deploy.cli", "sft-rank", str(folder)]
+    os.execve(sys.executable, [*command, *rank], environment)  # noqa: S606
+
+
+async def sft_rank(folder: Path) -> None:
+    """One rank. Its run's folder has the resolved recipe, and the conversations in ``data``."""
+    with uncollected():
+        from penstock.common import UnknownName
+        from penstock.trainer import BadBatch, BadJob, SftJob, TrainingDiverged, fine_tune
+
+    config, run = config_of_run(folder), RunDir(folder)
+    validation = run.data / "validation.safetensors"
+    job = SftJob(
+        model=config.model,
+        config=config.trainer,
+        sft=config.sft,
+        run_dir=folder,
+        train=run.data / "train.safetensors",
+        validation=validation if validation.exists() else None,
+        seed=config.seed,
+        settings=config.model_dump(mode="json"),
+    )
+    with fatal(BadJob, BadBatch, UnknownName, TrainingDiverged):
+        async with sole_trainer(run):
+            await fine_tune(job)
+
+
+def config_of_run(folder: Path) -> RunConfig:
+    """As `penstock sft` resolved it. Raises `ConfigError`."""
+    file = RunDir(folder).config
+    return parse_config(yaml.safe_load(file.read_text(encoding="utf-8")), source=str(file))

@@ -1,0 +1,296 @@
+"""`penstock sft` as a person starts it: data, training, kill and resume, what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.deploy.sft_data import MODEL, tool_trace, traces, write_messages
+
+pytest.importorskip("torch")
+
+from safetensors.torch import load_file
+
+from penstock.agent_loops import BadDemonstration
+from penstock.deploy import ConfigError
+from penstock.deploy.sft import load_sft_config, prepare
+from penstock.trainer import ConversationFile
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
+LONG = 150
+"""Steps of a run that is killed in its middle: far more than pass while a test looks."""
+SAME = ("step", "version", "loss", "grad_norm", "lr", "tokens", "tokens_trained", "conversations")
+
+
+class LivingSft:
+    """A `penstock sft` in a process of its own."""
+
+    def __init__(self, folder: Path, recipe: Path, *overrides: str, resume: bool = False) -> None:
+        self.folder, self.log = folder, folder / "sft.log"
+        words = [sys.executable, "-m", "penstock.deploy.cli", "sft", str(recipe), *overrides]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [*words, *(["--resume"] if resume else [])], stdout=log, stderr=log, cwd=folder, start_new_session=True
+            )
+
+    def finish(self, status: int = 0, timeout_s: float = 600) -> str:
+        ended = self.process.wait(timeout_s)
+        said = self.log.read_text()
+        assert ended == status, said
+        return said
+
+    def trainers(self) -> list[int]:
+        found = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            if "sft-rank" in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child.pid)
+        return found
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 300) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., LivingSft]]:
+    started: list[LivingSft] = []
+
+    def begin(*overrides: str, resume: bool = False, folder: Path = tmp_path) -> LivingSft:
+        started.append(LivingSft(folder, recipe_in(folder), *overrides, resume=resume))
+        return started[-1]
+
+    yield begin
+    for one in started:
+        if one.process.poll() is None:
+            os.killpg(one.process.pid, signal.SIGKILL)
+
+
+def recipe_in(folder: Path, **further: Any) -> Path:
+    """The calculator's model and its tool's schema in every row: no recipe's tools, no tasks."""
+    path = folder / "sft.yaml"
+    path.write_text(json.dumps({"name": "mine", "model": str(MODEL), "sft": {"lr": 5e-4, "batch": 4}, **further}))
+    return path
+
+
+PYTHON = [
+    {
+        "type": "function",
+        "function": {
+            "name": "python",
+            "description": "Run Python code. Variables persist between calls.",
+            "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
+        },
+    }
+]
+
+
+def messages_in(folder: Path, count: int = 24, name: str = "messages.jsonl", seed: int = 0) -> Path:
+    return write_messages(folder / name, traces(count, seed), tools=PYTHON)
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def learned(root: Path) -> list[dict[str, Any]]:
+    return [{name: row[name] for name in SAME} for row in lines(root / "metrics.jsonl")]
+
+
+# training ----------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_messages_become_a_model(tmp_path: Path, start: Callable[..., LivingSft]) -> None:
+    """A tool trace that the base model mostly does not write: its loss falls, also on problems that it never saw."""
+    messages_in(tmp_path)
+    messages_in(tmp_path, 8, "validation.jsonl", seed=9)
+    given = ("sft.messages=messages.jsonl", "sft.validation=validation.jsonl", "sft.epochs=2", "sft.eval_every=4")
+    said = start(*given).finish()
+    root = tmp_path / "runs" / "mine-sft"
+    summary = json.loads((root / "summary.json").read_text())
+    assert (summary["steps"], summary["ended"]) == (12, "all 12 steps are trained")
+    assert (summary["conversations"], summary["left_out"]) == (24, {})
+    assert summary["loss_last"] < summary["loss_first"]
+    assert summary["eval_loss_last"] < 0.5 * summary["eval_loss_first"]
+    assert [line["version"] for line in lines(root / "eval.jsonl")] == [0, 4, 8, 12]
+    rows = lines(root / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(12))
+    assert rows[3]["eval/loss"] == lines(root / "eval.jsonl")[1]["loss"]
+    assert rows[-1]["epoch"] == pytest.approx(2.0)
+    assert list((root / "tensorboard").iterdir())
+    assert {file.name for file in (root / "final_model").iterdir()} >= {"model.safetensors", "chat_template.jinja"}
+    assert "24 conversations" in said
+    assert "validation loss" in said
+    again = start("sft.messages=messages.jsonl").finish(status=2)
+    assert "holds an earlier run" in again
+
+
+@pytest.mark.slow
+@pytest.mark.crash
+@pytest.mark.parametrize("killed", [pytest.param("the trainer", marks=pytest.mark.deep), "everything"])
+def test_a_killed_run_comes_to_the_same_bits(
+    killed: str, tmp_path: Path, start: Callable[..., LivingSft], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """It continues at its newest checkpoint's step, and no step is missing or twice."""
+    messages_in(tmp_path)
+    given = ("sft.messages=messages.jsonl", f"sft.steps={LONG}", "trainer.checkpoint_every=7", "trainer.sinks=[]")
+    run, root = start(*given), tmp_path / "runs" / "mine-sft"
+    metrics, checkpoints = root / "metrics.jsonl", root / "checkpoints"
+    run.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 10)
+    run.wait_for(lambda: bool(list(checkpoints.glob("step_*/complete"))))
+    (pid,) = run.trainers()
+    if killed == "everything":
+        os.killpg(run.process.pid, signal.SIGKILL)
+        run.process.wait(60)
+        deadline = time.monotonic() + 60
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, "the trainer outlived its head"
+            time.sleep(0.05)
+        run = start(*given, resume=True)
+    else:
+        os.kill(pid, signal.SIGKILL)
+    run.finish()
+    log = (root / "logs" / "trainer.log").read_text()
+    assert re.search(r"restored step_\d+: step [1-9]", log)
+    assert [row["step"] for row in lines(metrics)] == list(range(LONG))
+    summary = json.loads((root / "summary.json").read_text())
+    assert summary["restarts"]["trainer"] == (1 if killed == "the trainer" else 0)
+
+    whole = tmp_path_factory.mktemp("whole")
+    messages_in(whole)
+    start(*given, folder=whole).finish()
+    assert learned(root) == learned(whole / "runs" / "mine-sft")
+    ours, theirs = (load_file(one / "final_model/model.safetensors") for one in (root, whole / "runs/mine-sft"))
+    assert all(bool((ours[name] == theirs[name]).all()) for name in theirs)
+
+
+@pytest.mark.deep
+def test_sigterm_saves_and_resume_continues(tmp_path: Path, start: Callable[..., LivingSft]) -> None:
+    messages_in(tmp_path)
+    given = ("sft.messages=messages.jsonl", f"sft.steps={LONG}", "trainer.checkpoint_every=1000", "trainer.sinks=[]")
+    run, root = start(*given), tmp_path / "runs" / "mine-sft"
+    metrics = root / "metrics.jsonl"
+    run.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 5)
+    run.process.send_signal(signal.SIGTERM)
+    assert "--resume" in run.finish(status=130)
+    done = len(lines(metrics))
+    assert (root / "checkpoints" / f"step_{done:08d}" / "complete").exists()
+    changed = start(*given, "sft.max_tokens=100", resume=True).finish(status=2)
+    assert "began with other data" in changed
+    start(*given, resume=True).finish()
+    assert [row["step"] for row in lines(metrics)] == list(range(LONG))
+    assert f"step {done}" in (root / "logs" / "trainer.log").read_text()
+
+
+@pytest.mark.deep
+def test_two_ranks_and_lora(tmp_path: Path, start: Callable[..., LivingSft]) -> None:
+    """Two ranks learn what one does, up to rounding; under LoRA the adapter is left too."""
+    pytest.importorskip("peft")
+    messages_in(tmp_path)
+    given = ("sft.messages=messages.jsonl", "sft.steps=8", "trainer.lora.rank=4", "sft.lr=1e-3")
+    start(*given, "name=one").finish()
+    start(*given, "name=two", "trainer.ranks=2").finish()
+    one, two = (lines(tmp_path / "runs" / name / "metrics.jsonl") for name in ("one", "two"))
+    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=1e-4)
+    assert one[-1]["loss"] < one[0]["loss"]
+    assert (tmp_path / "runs" / "two" / "final_adapter" / "adapter_model.safetensors").exists()
+
+
+# data --------------------------------------------------------------------------------------------------------------
+def prepared(folder: Path, **sft: Any) -> Any:
+    config = load_sft_config(recipe_in(folder, sft=sft, runs_dir=str(folder)))
+    return prepare(config, folder / "data")
+
+
+def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path) -> None:
+    file = messages_in(tmp_path, 3)
+    with file.open("a") as more:
+        more.write('{"messages": [{"role": "user", "content": "x"}]}\n{"messages": 3}\n')
+    with pytest.raises(BadDemonstration, match=r"messages\.jsonl, line 4: .*ends with one of it"):
+        prepared(tmp_path, messages=str(file))
+    found = prepared(tmp_path, messages=str(file), bad_rows="skip")
+    assert (found.conversations, found.left_out) == (3, {"bad rows": 2})
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "not valid JSON"),
+        ('{"text": "x"}', "column 'messages' is missing; found text"),
+        ('{"messages": [{"role": "robot", "content": "x"}]}', r"messages\[0\] needs a role"),
+        (
+            '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"name": "f"}]}]}',
+            r"messages\[1\]\.tool_calls\[0\] must be",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant"}]}',
+            r"messages\[1\]: the model's message has neither",
+        ),
+        ('{"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f"}]}', r"tools\[0\] must be"),
+    ],
+)
+def test_what_a_row_lacks_is_named(line: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(line + "\n")
+    with pytest.raises(BadDemonstration, match=rf"rows\.jsonl, line 1: {said}"):
+        prepared(tmp_path, messages=str(file))
+
+
+def test_without_data_or_with_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"set sft\.messages"):
+        prepared(tmp_path)
+    with pytest.raises(ConfigError, match="no such file"):
+        prepared(tmp_path, messages="nowhere.jsonl")
+
+
+def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:
+    """Also where messages and tools are JSON as text."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    messages = traces(5)
+    rows = [{"messages": json.dumps(each), "tools": json.dumps(PYTHON)} for each in messages]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    prepared(tmp_path, messages=str(tmp_path / "rows.parquet"))
+    ours = ConversationFile(tmp_path / "data" / "train.safetensors")
+    other = tmp_path / "other"
+    other.mkdir()
+    prepared(other, messages=str(messages_in(other, 5)))
+    theirs = ConversationFile(other / "data" / "train.safetensors")
+    for number in range(5):
+        assert ours.segment(number).prompt_ids.tolist() == theirs.segment(number).prompt_ids.tolist()
+        assert ours.segment(number).response_ids.tolist() == theirs.segment(number).response_ids.tolist()
+
+
+def test_prompts_are_held_out_whole(tmp_path: Path) -> None:
+    """Rows with one prompt are never on both sides; the share is of prompts, and follows from the seed."""
+    twice = [tool_trace(f"{number}+1") for number in range(10, 30) for _ in range(2)]
+    file = write_messages(tmp_path / "rows.jsonl", twice, tools=PYTHON)
+    found = prepared(tmp_path, messages=str(file), validation_share=0.25)
+    assert (found.conversations, found.validation) == (30, 10)
+    sides = [
+        {file.segment(number).prompt_ids.tobytes() for number in range(len(file))}
+        for file in (ConversationFile(tmp_path / "data" / f"{side}.safetensors") for side in ("train", "validation"))
+    ]
+    assert not sides[0] & sides[1]
+
+
+def test_long_conversations_are_left_out(tmp_path: Path) -> None:
+    file = write_messages(tmp_path / "rows.jsonl", [tool_trace("1+1"), tool_trace("1+1+1+1+1+1+1")], tools=PYTHON)
+    prepared(tmp_path, messages=str(file))
+    lengths = [ConversationFile(tmp_path / "data" / "train.safetensors").tokens(number) for number in range(2)]
+    other = tmp_path / "other"
+    other.mkdir()
+    found = prepared(other, messages=str(file), max_tokens=lengths[0])
+    assert found.left_out == {f"longer than {lengths[0]} tokens": 1}

@@ -1,0 +1,1 @@
+"""Supervised fine-tuning with the trainer's engine, packs and checkpoints."""

@@ -1,0 +1,390 @@
+"""The loop of `penstock sft`. One process per rank, started by torchrun or alone; the same steps on each.
+
+    step s ─► rows of (seed, s) ─► pack ─► update ─► metrics.jsonl ─► every checkpoint_every: checkpoint
+                                                                 └─► every eval_every: loss on the validation rows
+
+Which rows a step trains follows from seed and step alone, and a checkpoint holds weights, moments and the state of
+torch's generator: a run that was killed continues at the checkpoint's step, and on the same number of ranks comes to
+the same bits. Checkpoints are written in the background and sealed by rank 0 between two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from penstock.common import append_jsonl, iter_jsonl, rewrite_jsonl, write_atomically
+from penstock.trainer.batch import Row, make_row, number_tokens
+from penstock.trainer.checkpoint import CheckpointInfo, CheckpointStore
+from penstock.trainer.config import TrainerConfig
+from penstock.trainer.data import DataStream
+from penstock.trainer.distributed import Ranks, TorchThread
+from penstock.trainer.engine import Outputs, Update, peak_tflops
+from penstock.trainer.engines import check_engine
+from penstock.trainer.engines.fsdp.engine import FSDPEngine
+from penstock.trainer.export import save_final_model
+from penstock.trainer.job import BadJob
+from penstock.trainer.packing import Pack, pack_rows
+from penstock.trainer.sft.config import SftConfig
+from penstock.trainer.sft.conversations import ConversationFile
+from penstock.trainer.sinks import SINKS, MetricSink, SinkJob
+from penstock.trainer.sinks.async_sink import AsyncSink
+from penstock.trainer.sinks.jsonl import JsonLines
+from penstock.trainer.stopping import Stopping, TrainingDiverged
+from penstock.transfer_queue import DataCursor
+
+RANKS_TIMEOUT_S = 1800.0
+"""One rank may load a model or write a checkpoint for so long while another waits for it."""
+SAVE_TIMEOUT_S = 1800.0
+STOP_S = 25.0
+"""For the step under way and the last checkpoint, after a cancellation."""
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SftJob:
+    """Everything a rank is given; the same on all ranks."""
+
+    model: str
+    config: TrainerConfig
+    """The recipe's; what its algorithm needs is left out, and `steps` is the number of steps."""
+    sft: SftConfig
+    run_dir: Path
+    train: Path
+    """A file of `write_conversations`."""
+    validation: Path | None = None
+    seed: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """The resolved recipe as plain data, for sinks that show it."""
+
+
+async def fine_tune(job: SftJob) -> None:
+    """Trains to the last step, resuming where an earlier call stopped, and writes the model.
+
+    Cancelled, it finishes the step under way, saves and raises `CancelledError`. Raises `BadJob`, `BadBatch`,
+    `TrainingDiverged`.
+    """
+    stop, in_torch = threading.Event(), TorchThread(job.config.threads)
+    running = asyncio.ensure_future(in_torch(_fine_tune, job, stop.is_set))
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        stop.set()
+        _, late = await asyncio.wait({running}, timeout=STOP_S)
+        if late:
+            logger.error("not stopped within %.0f s; what was not saved is trained again", STOP_S)
+        else:
+            running.result()
+        raise
+    finally:
+        in_torch.close()
+
+
+def _fine_tune(job: SftJob, stopped: Callable[[], bool]) -> None:
+    _check(job)
+    ranks = Ranks.open(RANKS_TIMEOUT_S, job.config.parallel.layout)
+    try:
+        tuning = FineTuning(job, ranks)
+        try:
+            tuning.run(stopped)
+        finally:
+            tuning.close()
+    finally:
+        ranks.close()
+
+
+def _check(job: SftJob) -> None:
+    """Raises `BadJob`, `UnknownName`."""
+    if job.config.engine != "fsdp":
+        raise BadJob(f"trainer.engine is {job.config.engine}: `penstock sft` trains with fsdp alone; set it to fsdp")
+    check_engine(job.config)
+    for sink in job.config.sinks:
+        SINKS.get(sink)
+
+
+class FineTuning:
+    """One rank's share of the work."""
+
+    def __init__(self, job: SftJob, ranks: Ranks) -> None:
+        self._job, self._ranks = job, ranks
+        self._config = settings_of(job)
+        self._train = ConversationFile(job.train)
+        self._validation = ConversationFile(job.validation) if job.validation else None
+        self._order = DataStream(len(self._train), job.seed, shuffle=True)
+        self._engine = FSDPEngine(job.model, self._config, ranks)
+        self._checkpoints = SftCheckpoints(job, self._engine, ranks)
+        self._records = SftRecords(job) if ranks.is_rank0 else None
+        self._bad_steps = 0
+
+    def run(self, stopped: Callable[[], bool]) -> None:
+        """Until the last step, or until any rank is told to stop."""
+        began = self._checkpoints.restore()
+        if self._records is not None:
+            self._records.rewind(began)
+        if began == 0:
+            self._validate(0)
+        why = ""
+        for step in range(began, self._config.steps):
+            if why := self._why_over():
+                break
+            if self._ranks.any(stopped()):
+                self._checkpoints.save(step)
+                self._checkpoints.settle()
+                return
+            self._step(step)
+            self._after(step + 1)
+        done = self._checkpoints.step_done
+        self._checkpoints.save(done)
+        self._checkpoints.settle()
+        self._finish(done, why)
+
+    def close(self) -> None:
+        if self._records is not None:
+            self._records.close()
+
+    # one step ------------------------------------------------------------------------------------------------------
+    def _step(self, step: int) -> None:
+        began = time.monotonic()
+        chosen = rows_of_step(self._order, step, self._job.sft.batch, len(self._train))
+        rows = self._rows(self._train, chosen)
+        packs = pack_rows(rows, self._config.micro_batch_tokens, share=self._engine.shares_prompts)
+        sums = [len(row.ids) for row in rows], [len(row.targets) for row in rows], [len(row.ids) ** 2 for row in rows]
+        tokens, trained, squares = (int(self._ranks.data.sum(sum(part))) for part in sums)
+        update = self._engine.update(packs, negative_log_likelihood, trained, step)
+        self._refuse_divergence(step, update)
+        self._checkpoints.step_done = step + 1
+        if self._records is None:
+            return
+        wall_s = time.monotonic() - began
+        metrics = {
+            "step": step,
+            "version": step + 1,
+            "loss": update.loss,
+            "grad_norm": update.grad_norm,
+            "lr": update.lr,
+            "updates_skipped": int(update.skipped),
+            "epoch": (step + 1) * self._job.sft.batch / len(self._train),
+            "conversations": len(chosen),
+            "tokens": tokens,
+            "tokens_trained": trained,
+            "wall_s": wall_s,
+            "tokens_per_s": tokens / max(wall_s, 1e-9),
+            "checkpoints_damaged": self._checkpoints.damaged,
+        }
+        self._records.step(step + 1, metrics | self._speed(tokens, trained, squares, wall_s))
+
+    def _rows(self, file: ConversationFile, numbers: Sequence[int]) -> list[Row]:
+        """This rank's share of them."""
+        mine = numbers[self._ranks.data.rank :: self._ranks.data.world]
+        rows = [
+            make_row(place, file.segment(number), f"conversation {number}", step=0, bound=0, model=self._engine.limits)
+            for place, number in enumerate(mine)
+        ]
+        return number_tokens(rows)
+
+    def _refuse_divergence(self, step: int, update: Update) -> None:
+        """All ranks count the same. Raises `TrainingDiverged`."""
+        self._bad_steps = self._bad_steps + 1 if update.skipped else 0
+        if not update.skipped:
+            return
+        said = f"step {step}: loss {update.loss}, gradient norm {update.grad_norm}: not finite, the step is skipped"
+        if self._bad_steps > self._config.max_bad_steps:
+            raise TrainingDiverged(
+                f"{said}; {self._bad_steps} in a row (trainer.max_bad_steps is {self._config.max_bad_steps}). "
+                "Lower sft.lr, or start from a checkpoint"
+            )
+        logger.error("%s", said)
+
+    def _speed(self, tokens: int, trained: int, squares: int, wall_s: float) -> dict[str, float]:
+        if self._engine.flops is None:
+            return {}
+        done = self._engine.flops.of_update(tokens, trained, squares)
+        tflops = done / max(wall_s, 1e-9) / self._ranks.world / 1e12
+        peak = peak_tflops(self._config.peak_tflops, self._ranks.device, self._config.dtype)
+        return {"tflops_per_s": tflops, **({"mfu": tflops / peak} if peak else {})}
+
+    # between steps -------------------------------------------------------------------------------------------------
+    def _after(self, version: int) -> None:
+        """Validation and checkpoint, where they are due."""
+        self._checkpoints.look()
+        every = self._job.sft.eval_every
+        if (every and version % every == 0) or version == self._config.steps:
+            self._validate(version)
+        if version % self._config.checkpoint_every == 0:
+            self._checkpoints.save(version)
+
+    def _why_over(self) -> str:
+        """What trainer.stop says; empty where the run is to continue."""
+        if not self._config.stop.enabled:
+            return ""
+        verdict = self._records.why_over() if self._records is not None else None
+        return str(self._ranks.from_rank0(verdict or ""))
+
+    def _validate(self, version: int) -> None:
+        """Mean negative log-likelihood of the validation's trained tokens, in nats."""
+        if self._validation is None:
+            return
+        began = time.monotonic()
+        rows = self._rows(self._validation, range(len(self._validation)))
+        packs = pack_rows(rows, self._config.micro_batch_tokens, share=self._engine.shares_prompts)
+        logprobs = self._engine.score(packs)
+        total = self._ranks.data.sum(-sum(float(part.double().sum()) for part in logprobs))
+        tokens = self._ranks.data.sum(sum(len(row.targets) for row in rows))
+        if self._records is not None:
+            result = {"loss": total / tokens, "conversations": float(len(self._validation)), "tokens": tokens}
+            self._records.evaluation(version, result, time.monotonic() - began)
+
+    def _finish(self, version: int, why: str) -> None:
+        folder = Path(self._job.sft.out or self._job.run_dir / "final_model")
+        save_final_model(self._engine, self._ranks, self._job.model, folder)
+        if self._engine.adapter_settings is not None:
+            self._engine.save_adapter(self._job.run_dir / "final_adapter")
+        if self._records is not None:
+            self._records.ended(version, why or f"all {version} steps are trained")
+
+
+def negative_log_likelihood(pack: Pack, outputs: Outputs) -> Tensor:
+    return -outputs.logprobs.sum()
+
+
+def settings_of(job: SftJob) -> TrainerConfig:
+    """The recipe's trainer without its algorithm."""
+    usual, sft = TrainerConfig(), job.sft
+    return job.config.model_copy(
+        update={
+            "lr": sft.lr,
+            "lr_schedule": sft.lr_schedule,
+            "warmup_steps": math.ceil(sft.warmup_share * job.config.steps),
+            "eps": sft.eps,
+            "max_grad_norm": sft.max_grad_norm,
+            "advantage": usual.advantage,
+            "kl": usual.kl,
+            "entropy_bonus": 0.0,
+        }
+    )
+
+
+def rows_of_step(order: DataStream, step: int, batch: int, count: int) -> list[int]:
+    """Numbers of the conversations of a step: epoch after epoch, each in an order from the seed."""
+    places = (divmod(step * batch + index, count) for index in range(batch))
+    return [order.row_index(DataCursor(epoch, index)) for epoch, index in places]
+
+
+class SftCheckpoints:
+    """Every rank has one; rank 0's seals. At most one checkpoint is under way."""
+
+    def __init__(self, job: SftJob, engine: FSDPEngine, ranks: Ranks) -> None:
+        self._engine, self._ranks = engine, ranks
+        self._store = CheckpointStore(job.run_dir / "checkpoints", job.config.keep_checkpoints)
+        self._saving: tuple[int, Future[Any]] | None = None
+        self._saved = -1
+        self.step_done = 0
+        """Steps in the present weights."""
+
+    @property
+    def damaged(self) -> int:
+        return self._store.damaged
+
+    def restore(self) -> int:
+        """Loads the newest whole checkpoint; the step to continue with. A collective."""
+        found = self._ranks.from_rank0(self._newest() if self._ranks.is_rank0 else None)
+        if found is None:
+            return 0
+        name, step, ranks = found
+        self._engine.load(CheckpointInfo(self._store.folder / name, step, DataCursor(), ranks))
+        self._saved = self.step_done = step
+        logger.info("restored %s: step %d", name, step)
+        return int(step)
+
+    def save(self, step: int) -> None:
+        """Begins to save the state after `step` steps; a no-op where it is saved. A collective."""
+        if step == self._saved:
+            return
+        self.settle()
+        self._saved = step
+        self._saving = step, self._engine.begin_save(self._store.unfinished(step))
+
+    def look(self) -> None:
+        """Seals what is written. Not a collective."""
+        if self._saving is not None and self._saving[1].done():
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits for the checkpoint under way; raises what went wrong with it."""
+        if self._saving is None:
+            return
+        (step, future), self._saving = self._saving, None
+        future.result(SAVE_TIMEOUT_S)
+        if self._ranks.is_rank0:
+            self._store.seal(step, DataCursor(), self._ranks.world, {})
+
+    def _newest(self) -> tuple[str, int, int] | None:
+        self._store.open()
+        found = self._store.newest()
+        return None if found is None else (found.path.name, found.step, found.ranks)
+
+
+class SftRecords:
+    """Rank 0's files: metrics.jsonl, eval.jsonl, ended.json, and the recipe's sinks."""
+
+    def __init__(self, job: SftJob) -> None:
+        self._run_dir = job.run_dir
+        self._lines = JsonLines(job.run_dir)
+        names = [name for name in dict.fromkeys(job.config.sinks) if name != "jsonl"]
+        sink_job = SinkJob(job.run_dir, job.settings)
+        self._sinks: list[MetricSink] = [self._lines, *(AsyncSink(name, SINKS.get(name), sink_job) for name in names)]
+        self._stopping = Stopping(job.config.stop)
+
+    def rewind(self, step: int) -> None:
+        """Forget `step` and later: they are trained again. A line that a crash cut short goes too."""
+        rewrite_jsonl(self._evaluations, list(self._kept(step)))
+        for sink in self._sinks:
+            sink.rewind(step)
+        self._ended.unlink(missing_ok=True)
+        self._stopping.begin(self._lines.lines())
+
+    def step(self, version: int, metrics: Mapping[str, Any]) -> None:
+        for sink in self._sinks:
+            sink.step(version, metrics)
+        self._stopping.see(version, metrics)
+
+    def evaluation(self, version: int, result: Mapping[str, float], wall_s: float) -> None:
+        append_jsonl(self._evaluations, [{"version": version, **result, "wall_s": wall_s}])
+        named = {f"eval/{name}": value for name, value in result.items()}
+        for sink in self._sinks:
+            sink.evaluation(version, named)
+        self._stopping.see(version, named)
+
+    def why_over(self) -> str | None:
+        return self._stopping.why()
+
+    def ended(self, version: int, why: str) -> None:
+        logger.info("over at version %d: %s", version, why)
+        write_atomically(self._ended, json.dumps({"version": version, "why": why}) + "\n")
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+    @property
+    def _evaluations(self) -> Path:
+        return self._run_dir / "eval.jsonl"
+
+    @property
+    def _ended(self) -> Path:
+        return self._run_dir / "ended.json"
+
+    def _kept(self, step: int) -> Iterator[dict[str, Any]]:
+        """Lines of versions that the checkpoint holds; version 0 is measured again where nothing is trained."""
+        return (line for line in iter_jsonl(self._evaluations) if line["version"] <= step and step)
