@@ -139,10 +139,15 @@ async def test_the_weights(measure: Measure) -> None:
     assert ratios["delta_bytes_over_full_1e-6"] <= 0.10
     assert ratios["delta_bytes_over_full_1e-6"] < ratios["delta_bytes_over_full_1e-5"]
     assert ratios["delta_bytes_over_full_1e-5"] < ratios["delta_bytes_over_full_1e-4"] <= 1
-    for transport in ("shm", "disk", "http", "collective"):
+    for transport in ("shm", "disk", "http"):
         assert ratios[f"fetch_{transport}_full_over_copy"] > 0
         assert ratios[f"fetch_{transport}_delta_over_copy"] > 0
     assert not any("pause" in name for name in ratios)
+    assert ratios["broadcast_over_raw_gloo"] > 0
+    assert ratios["broadcast_over_raw_gloo_one_rank"] > 0
+    assert ratios["trainer_stall_over_gather"] > 0
+    # Buckets are counted, not timed.
+    assert ratios["host_peak_over_bucket"] <= 3
 
 
 @pytest.mark.torch

@@ -20,8 +20,10 @@ from penstock.trainer.distributed import Ranks
 from penstock.trainer.engine import Flops, PackLoss, Update, ValueLoss
 from penstock.trainer.engines.fsdp.lora import gathered, merged, named_weights
 from penstock.trainer.engines.fsdp.models import Policy, load_critic, load_policy
+from penstock.trainer.engines.fsdp.publishing import local_shards
 from penstock.trainer.engines.fsdp.sharded import ShardedModule, TrainableModule
 from penstock.trainer.packing import Pack
+from penstock.weight_sync import Shard
 
 
 class FSDPEngine:
@@ -82,6 +84,9 @@ class FSDPEngine:
             full = merged(tensor, change if with_adapter else None)
             if self._ranks.is_rank0:
                 yield name, full.detach().to("cpu", dtype if full.is_floating_point() else None, copy=True)
+
+    def local_shards(self, dtype: torch.dtype) -> list[Shard] | None:
+        return local_shards(self.policy.model, dtype, self._ranks.rank, self._ranks.world)
 
     @property
     def adapter_settings(self) -> dict[str, Any] | None:

@@ -88,6 +88,10 @@ class MegatronEngine:
             if self._ranks.is_rank0:
                 yield name, tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None, copy=True)
 
+    def local_shards(self, dtype: torch.dtype) -> None:
+        """Tensor-parallel ranks have columns, pipeline stages have layers."""
+        return None
+
     def begin_save(self, path: Path) -> Future[Any]:
         return self._state.begin_save(path, self.kl_coefficient)
 
