@@ -2,24 +2,26 @@
 
     receive(offer, worker)   in a thread: bucket k from the group, checksums of bucket k − 1
     take(manifest)           the tensors, if all of them are what the manifest says
+    give_back()              they are loaded: the next version comes into their memory
 
-One version is held at most: a broadcast that begins drops one that was received and not loaded.
+One version is held at most: a broadcast that begins drops one that was received and not loaded. Its memory stays,
+because new memory costs more than the bytes that come into it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import mmap
 import threading
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from penstock.weight_sync.broadcast_group import BroadcastGroup, find_store
-from penstock.weight_sync.broadcast_offer import Offer, StreamDigests
+from penstock.weight_sync.broadcast_offer import Member, Offer, StreamDigests
+from penstock.weight_sync.broadcast_source import spare_memory
 from penstock.weight_sync.file_format import raw_bytes
 from penstock.weight_sync.manifest import Manifest, TensorEntry, WeightsRefused, WeightsUnreachable, state_of
 
@@ -30,7 +32,10 @@ logger = logging.getLogger(__name__)
 class _Staged:
     name: str
     entries: tuple[TensorEntry, ...]
+    stream: torch.Tensor
+    """[bytes] uint8"""
     tensors: dict[str, torch.Tensor]
+    """Views into it."""
 
 
 class StagedWeights:
@@ -38,6 +43,9 @@ class StagedWeights:
 
     def __init__(self) -> None:
         self._staged: _Staged | None = None
+        self._taken: _Staged | None = None
+        self._spare: torch.Tensor | None = None
+        """A stream that is not used any more."""
         self._lock = threading.Lock()
 
     def receive(self, offer: Offer, worker: int = 0) -> str:
@@ -46,9 +54,13 @@ class StagedWeights:
         Raises `WeightsUnreachable` where the broadcast ended early: nothing of it is kept.
         """
         with self._lock:
-            self._staged = None
+            before, self._staged = self._staged, None
+            spare, self._spare = before.stream if before else self._spare, None
+        if spare is None or len(spare) != offer.nbytes:
+            spare = None
         try:
-            staged = _receive(offer, worker)
+            # Where it fails the memory is given up: what the group still writes must not reach the next version.
+            staged = _receive(offer, worker, spare_memory(offer.nbytes) if spare is None else spare)
         except (RuntimeError, OSError, ValueError, MemoryError) as error:
             raise WeightsUnreachable(f"version {offer.version}: the broadcast ended early: {error}") from error
         with self._lock:
@@ -56,24 +68,29 @@ class StagedWeights:
         return state_of(staged.entries)
 
     def take(self, manifest: Manifest) -> dict[str, torch.Tensor]:
-        """The version's tensors, which are the caller's from then on.
+        """The version's tensors, which are the caller's until `give_back`.
 
         Raises `WeightsUnreachable` where this broadcast is not held, `WeightsRefused` naming a tensor that differs.
         """
         with self._lock:
             staged = self._staged
             if staged is not None and staged.name == manifest.broadcast_name:
-                self._staged = None
+                self._staged, self._taken = None, staged
         if staged is None or staged.name != manifest.broadcast_name:
             raise WeightsUnreachable(f"version {manifest.version}: this worker does not hold its broadcast")
         _check(manifest, staged)
         return staged.tensors
 
+    def give_back(self) -> None:
+        """Nothing reads any more what `take` has returned."""
+        with self._lock:
+            if self._taken is not None:
+                self._spare, self._taken = self._taken.stream, None
 
-def _receive(offer: Offer, worker: int) -> _Staged:
+
+def _receive(offer: Offer, worker: int, stream: torch.Tensor) -> _Staged:
     member, digests = offer.member(worker), StreamDigests(offer.tensors)
-    stream = _spare_memory(offer.nbytes)
-    with closing(BroadcastGroup(find_store(offer.trainer, member), member, offer.here)) as group:
+    with closing(BroadcastGroup(_reach(offer, member), member, offer.here)) as group:
         before = stream[:0]
         for bucket in stream.split(offer.bucket_bytes) if offer.nbytes else ():
             work = group.begin(bucket)
@@ -85,21 +102,21 @@ def _receive(offer: Offer, worker: int) -> _Staged:
         digests.update(raw_bytes(before))
         entries = digests.entries()
         group.say_done()
-    return _Staged(offer.name, entries, dict(_tensors(stream, offer)))
+    return _Staged(offer.name, entries, stream, dict(_tensors(stream, offer)))
 
 
-def _spare_memory(nbytes: int) -> torch.Tensor:
-    """In large pages where the kernel has them: making small ones costs more than the bytes that come into them."""
-    if not nbytes:
-        return torch.empty(0, dtype=torch.uint8)
-    area = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        area.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(area, dtype=torch.uint8)
+def _reach(offer: Offer, member: Member) -> dist.TCPStore:
+    """The group's store. Raises `OSError` naming the key."""
+    try:
+        return find_store(offer.trainer, member)
+    except RuntimeError as error:
+        raise OSError(
+            f"this server does not reach the group at {offer.trainer}:{member.port}; set rollout.weights_host to an "
+            f"address of the trainer that servers reach, and let them connect to all of its ports: {error}"
+        ) from error
 
 
 def _tensors(stream: torch.Tensor, offer: Offer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Views into the stream."""
     at = 0
     for tensor in offer.tensors:
         piece = stream[at : at + tensor.nbytes]

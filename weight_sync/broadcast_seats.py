@@ -24,8 +24,8 @@ from penstock.weight_sync.broadcast_offer import BUCKET_BYTES, SILENCE_S, WIRE, 
 logger = logging.getLogger(__name__)
 PARK_S = 20.0
 """A server that waited so long asks again: connections without traffic are cut on some networks."""
-SEND_S = 60.0
-SEND_BYTES_PER_S = 20e6
+SEND_S = 20.0
+SEND_BYTES_PER_S = 50e6
 """A broadcast takes `SEND_S` and what its bytes take at this rate, at most; then all members take the file."""
 MOST_WORKERS = 1024
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import logging
+import mmap
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -123,7 +124,7 @@ class WeightSource:
             self.tensors = tuple(StreamTensor(shard.name, shard.shape, shard.dtype) for shard in ordered)
             total = sum(each[self._rank] for each in sizes)
             if len(self._bytes) != total:
-                self._bytes = torch.empty(total, dtype=torch.uint8)
+                self._bytes = spare_memory(total)
             self._places = _Places(sizes)
             at = 0
             ordered.reverse()
@@ -158,53 +159,51 @@ class WeightSource:
                 yield self._bytes[begin : begin + bucket_bytes]
                 self._check(version)
             return
-        two = [torch.empty(min(bucket_bytes, total), dtype=torch.uint8) for _ in range(2)]
+        *two, scratch = (spare_memory(min(bucket_bytes, total)) for _ in range(3))
+        wanted = [
+            _Bucket(version, begin, two[number % 2][: total - begin], scratch) for number, begin in enumerate(begins)
+        ]
         with ThreadPoolExecutor(1, thread_name_prefix="next bucket") as ahead:
             pending: Future[torch.Tensor] | None = None
-            for number, begin in enumerate(begins):
-                ready = pending or ahead.submit(self._gather, version, begin, bucket_bytes, two[number % 2])
-                bucket = ready.result()
-                following = begin + bucket_bytes
-                pending = (
-                    ahead.submit(self._gather, version, following, bucket_bytes, two[(number + 1) % 2])
-                    if following < total
-                    else None
-                )
-                yield bucket
+            for number, bucket in enumerate(wanted):
+                ready = (pending or ahead.submit(self._gather, bucket)).result()
+                following = wanted[number + 1 : number + 2]
+                pending = ahead.submit(self._gather, *following) if following else None
+                yield ready
 
-    def _gather(self, version: int, begin: int, bucket_bytes: int, buffer: torch.Tensor) -> torch.Tensor:
-        end = min(begin + bucket_bytes, self.nbytes)
-        bucket = buffer[: end - begin]
+    def _gather(self, bucket: _Bucket) -> torch.Tensor:
         with self._wire:
-            parts = self._places.within(begin, end)
+            parts = self._places.within(bucket.begin, bucket.begin + len(bucket.bytes))
             for rank in sorted({part.rank for part in parts}):
                 own = [part for part in parts if part.rank == rank]
                 if rank == 0:
-                    self._read(version, own, bucket, begin)
+                    self._read(own, bucket)
                 else:
-                    self._ask(version, rank, own, bucket, begin)
-        return bucket
+                    self._ask(rank, own, bucket)
+        return bucket.bytes
 
-    def _read(self, version: int, parts: list[_Part], bucket: torch.Tensor, begin: int) -> None:
+    def _read(self, parts: list[_Part], bucket: _Bucket) -> None:
         with self._changed:
-            self._check(version)
-            _scatter(self._bytes[parts[0].local : parts[-1].local_end], parts, bucket, begin)
+            self._check(bucket.version)
+            _scatter(self._bytes[parts[0].local : parts[-1].local_end], parts, bucket)
 
-    def _ask(self, version: int, rank: int, parts: list[_Part], bucket: torch.Tensor, begin: int) -> None:
+    def _ask(self, rank: int, parts: list[_Part], bucket: _Bucket) -> None:
         """A rank's parts of one bucket are one range of its copies."""
+        if self._closed.is_set():
+            raise Superseded("the trainer stops")
         first, last = parts[0].local, parts[-1].local_end
-        self._tell(rank, _BUCKET, version, first, last)
+        self._tell(rank, _BUCKET, bucket.version, first, last)
         held = torch.zeros(1, dtype=torch.int64)
         dist.recv(held, src=rank, group=self._group)
         if not held.item():
-            raise Superseded(f"rank {rank} does not hold version {version} any more")
+            raise Superseded(f"rank {rank} does not hold version {bucket.version} any more")
         if len(parts) == 1:
-            at = parts[0].stream - begin
-            dist.recv(bucket[at : at + last - first], src=rank, group=self._group)
+            at = parts[0].stream - bucket.begin
+            dist.recv(bucket.bytes[at : at + last - first], src=rank, group=self._group)
             return
-        received = torch.empty(last - first, dtype=torch.uint8)
+        received = bucket.scratch[: last - first]
         dist.recv(received, src=rank, group=self._group)
-        _scatter(received, parts, bucket, begin)
+        _scatter(received, parts, bucket)
 
     def _check(self, version: int) -> None:
         if self.version != version:
@@ -250,6 +249,19 @@ class WeightSource:
                 dist.send(self._bytes[begin:end], dst=0, group=self._group)
 
 
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """One to be filled."""
+
+    version: int
+    begin: int
+    """Where it begins in the stream."""
+    bytes: torch.Tensor
+    """[bytes] uint8, as long as the bucket."""
+    scratch: torch.Tensor
+    """As long: what comes from a rank in several parts lies here first."""
+
+
 class _Part(NamedTuple):
     """Consecutive bytes of the stream that are on one rank."""
 
@@ -292,8 +304,18 @@ class _Places:
         return found
 
 
-def _scatter(source: torch.Tensor, parts: list[_Part], bucket: torch.Tensor, begin: int) -> None:
+def _scatter(source: torch.Tensor, parts: list[_Part], bucket: _Bucket) -> None:
     """`source` holds one rank's bytes from the first part's place on."""
     for part in parts:
-        at = part.stream - begin
-        bucket[at : at + part.nbytes] = source[part.local - parts[0].local :][: part.nbytes]
+        at = part.stream - bucket.begin
+        bucket.bytes[at : at + part.nbytes] = source[part.local - parts[0].local :][: part.nbytes]
+
+
+def spare_memory(nbytes: int) -> torch.Tensor:
+    """In large pages where the kernel has them: making small ones costs more than the bytes that come into them."""
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    area = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        area.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(area, dtype=torch.uint8)

@@ -1,8 +1,9 @@
 """A broadcast of a version beside a bare one: two trainer ranks and two workers, each a process, all on loopback.
 
     bare     one gloo broadcast of the same bytes in the same buckets, into memory that was used before
-    ours     from the call that publishes to the moment at which both workers have, and have checked, all tensors:
-             copies of the shards, fetch from the other rank, checksums, group, broadcast, checksums
+    ours     from the copies of the shards to the moment at which both workers have, and have checked, all tensors:
+             places, group, fetch from the other rank, checksums, broadcast, checksums; of two ranks, and of one that
+             has all and fetches nothing, as the bare one does
     gather   the shards cast to bfloat16 and gathered by rank 0: what a training thread would stand for
     stall    what it does stand for: the copy of this rank's own shards
 
@@ -63,8 +64,9 @@ def measure_broadcasts(rounds: int, size_mb: int) -> Figures:
 
 def broadcast_ratios(figures: Figures) -> Figures:
     return {
-        "broadcast_over_raw_gloo": round(figures["bare_s"] / figures["ours_s"], 3),
-        "broadcast_over_raw_gloo_one_rank": round(figures["bare_s"] / figures["ours_one_rank_s"], 3),
+        "broadcast_over_raw_gloo": round(figures["bare_s"] / figures["one_rank_s"], 3),
+        "broadcast_of_two_ranks_over_raw_gloo": round(figures["bare_s"] / figures["two_ranks_s"], 3),
+        "broadcast_cpu_over_raw_gloo": round(figures["one_rank_cpu_s"] / figures["bare_cpu_s"], 3),
         "trainer_stall_over_gather": round(figures["stall_s"] / figures["gather_s"], 3),
         "host_peak_over_bucket": round(figures["peak_buckets"], 2),
     }
@@ -104,23 +106,26 @@ class _Stage:
 
     def round(self, number: int, *, counts: bool) -> None:
         for name, part in (
-            ("bare_s", self._bare),
-            ("ours_s", lambda: self._ours(number, 2)),
-            ("ours_one_rank_s", lambda: self._ours(number, 1)),
-            ("gather_s", self._gather),
-            ("stall_s", lambda: self._stall(number)),
+            ("bare", self._bare),
+            ("gather", self._gather),
+            ("stall", lambda: self._take(number, 2)),
+            ("two_ranks", lambda: self._ours(number, 2)),
+            ("take_all", lambda: self._take(number, 1)),
+            ("one_rank", lambda: self._ours(number, 1)),
         ):
-            seconds = self._timed(part)
+            seconds, cpu_s = self._timed(part)
             if counts and self._role == 0:
-                self.figures.setdefault(name, []).append(seconds)
+                self.figures.setdefault(f"{name}_s", []).append(seconds)
+                self.figures.setdefault(f"{name}_cpu_s", []).append(cpu_s)
 
-    def _timed(self, part: Callable[[], None]) -> float:
+    def _timed(self, part: Callable[[], None]) -> tuple[float, float]:
+        """Seconds of this process, and CPU seconds of all."""
         dist.barrier()
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         part()
-        took = time.perf_counter() - began
-        dist.barrier()
-        return took
+        took, cpu_s = time.perf_counter() - began, torch.tensor(time.process_time() - cpu_began)
+        dist.all_reduce(cpu_s)
+        return took, float(cpu_s)
 
     def _bare(self) -> None:
         if self._role == 1:
@@ -137,9 +142,9 @@ class _Stage:
             parts = [torch.empty_like(mine) for _ in range(2)] if self._role == 0 else None
             dist.gather(mine, parts, dst=0, group=self._trainers)
 
-    def _stall(self, number: int) -> None:
-        if self._role <= 1:
-            self._sources[2].take(number, self._shards(2))
+    def _take(self, number: int, ranks: int) -> None:
+        if self._role < ranks:
+            self._sources[ranks].take(number, self._shards(ranks))
 
     def _shards(self, ranks: int) -> list[Shard]:
         if ranks == 1:
@@ -157,14 +162,12 @@ class _Stage:
         if self._role == 0:
             self._send(key, number, ranks)
         elif self._role == 1 and ranks == 2:
-            self._sources[2].take(number, self._shards(2))
             self._sources[2].answer_until_stopped()
         elif self._role > 1:
             self._receive(key)
 
     def _send(self, key: str, number: int, ranks: int) -> None:
         source = self._sources[ranks]
-        source.take(number, self._shards(ranks))
         sending, offers = asyncio.run(_places(self._broadcaster, number, source))
         for worker, offer in enumerate(offers, 2):
             self._files.set(f"offer {key} {worker}", json.dumps(offer.as_dict()))

@@ -235,9 +235,12 @@ class HFServer:
         started = time.perf_counter()
         # What a sidecar has fetched is a file, whatever it was announced as.
         source = self._staged.take if manifest.transport == "broadcast" else self._weights.read
-        copies = plan_copies(self.model, manifest, source(manifest))
-        fetch_s = time.perf_counter() - started
-        pause_s, load_s, in_flight = self.batcher.swap(lambda: _run(copies), manifest.version)
+        try:
+            copies = plan_copies(self.model, manifest, source(manifest))
+            fetch_s = time.perf_counter() - started
+            pause_s, load_s, in_flight = self.batcher.swap(lambda: _run(copies), manifest.version)
+        finally:
+            self._staged.give_back()
         return LoadReport(
             version=self.batcher.sampler.version, fetch_s=fetch_s, pause_s=pause_s, load_s=load_s, in_flight=in_flight
         )

@@ -144,7 +144,7 @@ async def test_the_weights(measure: Measure) -> None:
         assert ratios[f"fetch_{transport}_delta_over_copy"] > 0
     assert not any("pause" in name for name in ratios)
     assert ratios["broadcast_over_raw_gloo"] > 0
-    assert ratios["broadcast_over_raw_gloo_one_rank"] > 0
+    assert ratios["broadcast_of_two_ranks_over_raw_gloo"] > 0
     assert ratios["trainer_stall_over_gather"] > 0
     # Buckets are counted, not timed.
     assert ratios["host_peak_over_bucket"] <= 3

@@ -2,8 +2,9 @@
 
 python -m tests.weight_sync.processes      requests in, answers out, a JSON object a line each
 
-{"offer", "stop_after"}   {"state"} or {"lost"}; "in the middle" once `stop_after` bytes came, and no further then
-{"manifest"}              {"holds"} or {"error"}
+{"offer", "stop_after", "piece_s"}   {"state"} or {"lost"}; a bucket takes `piece_s` seconds more;
+                                     "in the middle" once `stop_after` bytes came, and no further then
+{"manifest"}                         {"holds"} or {"error"}
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _serve() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if "offer" in request:
-            _stop_after(request["stop_after"])
+            _stop_after(request["stop_after"], request["piece_s"])
             try:
                 _say({"state": staged.receive(Offer.parse(request["offer"]))})
             except WeightsUnreachable as error:
@@ -111,7 +112,7 @@ def _say(answer: Any) -> None:
     print(json.dumps(answer), flush=True)
 
 
-def _stop_after(count: int) -> None:
+def _stop_after(count: int, piece_s: float) -> None:
     """Whatever the worker computes from the stream, it computes from here."""
     from penstock.weight_sync import StreamDigests
 
@@ -122,11 +123,12 @@ def _stop_after(count: int) -> None:
         nonlocal came
         update(self, piece)
         came += len(piece)
+        time.sleep(piece_s)
         if count and came >= count:
             _say(IN_THE_MIDDLE)
             time.sleep(600)
 
-    StreamDigests.update = update_and_stop if count else update  # type: ignore[method-assign]
+    StreamDigests.update = update_and_stop if count or piece_s else update  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

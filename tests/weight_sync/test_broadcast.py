@@ -21,7 +21,15 @@ from tests.weight_sync.processes import BUCKET_BYTES, ReceivingProcess, big, rec
 torch = pytest.importorskip("torch")
 
 from penstock.common import cancel_and_wait
-from penstock.weight_sync import Broadcaster, NoSpace, Superseded, WeightsRefused, WeightsUnreachable, read_verified
+from penstock.weight_sync import (
+    Broadcaster,
+    NoSpace,
+    StagedWeights,
+    Superseded,
+    WeightsRefused,
+    WeightsUnreachable,
+    read_verified,
+)
 
 pytestmark = pytest.mark.torch
 KILLS = int(os.environ.get("PENSTOCK_KILLS", "50"))
@@ -161,6 +169,22 @@ async def test_older_version_that_was_not_loaded_is_dropped(trainer: Broadcastin
     assert server.by_file == 0
 
 
+async def test_memory_of_a_loaded_version_is_used_again(trainer: BroadcastingTrainer, members: Members) -> None:
+    server = members.join("a")
+    places = []
+    for version in range(1, 6):
+        manifest = await trainer.publish(version, small_tensors(version), members=1)
+        tensors = await server.receive(manifest)
+        assert same(tensors, small_tensors(version))
+        places.append(tensors["last"].data_ptr())
+        if version != 2:  # that one is still read
+            server.staged.give_back()
+            continue
+        kept = tensors
+    assert same(kept, small_tensors(2))
+    assert places[0] == places[1] != places[2] == places[3] == places[4]
+
+
 async def test_member_that_never_comes_costs_the_broadcast_only(tmp_path: Path) -> None:
     async with broadcasting(tmp_path / "published", full_every=4, silence_s=0.5) as trainer:
         waiting = asyncio.create_task(trainer.files.broadcaster.park(1, "gloo/1"))
@@ -194,6 +218,16 @@ async def test_old_version_is_superseded_in_the_middle(tmp_path: Path) -> None:
         await trainer.take(2, small_tensors(2))
         with pytest.raises(Superseded):
             next(buckets)
+
+
+async def test_worker_that_does_not_reach_the_group_names_the_key(trainer: BroadcastingTrainer) -> None:
+    waiting = asyncio.create_task(trainer.files.broadcaster.park(1, "gloo/1"))
+    await asyncio.sleep(0)
+    sending = trainer.files.begin_broadcast(1, ())
+    sending.listener.close()
+    offer = replace(await waiting, trainer="127.0.0.1", here="127.0.0.1", silence_s=1.0)
+    with pytest.raises(WeightsUnreachable, match=r"rollout\.weights_host"):
+        await asyncio.to_thread(StagedWeights().receive, offer)
 
 
 async def test_places_are_given_to_servers_of_this_wire_and_token_only(trainer: BroadcastingTrainer) -> None:
@@ -236,10 +270,10 @@ class Killable:
 
     def __init__(self, folder: Path, process: ReceivingProcess) -> None:
         self.inner, self.process = StagedServer(folder), process
-        self.member, self.stop_after = self.inner.member, 0
+        self.member, self.stop_after, self.piece_s = self.inner.member, 0, 0.0
 
     async def stage_weights(self, offer: Any) -> str:
-        answer = await self.process.ask(offer=offer.as_dict(), stop_after=self.stop_after)
+        answer = await self.process.ask(offer=offer.as_dict(), stop_after=self.stop_after, piece_s=self.piece_s)
         if "lost" in answer:
             raise WeightsUnreachable(answer["lost"])
         return str(answer["state"])
@@ -274,6 +308,28 @@ async def test_member_lost_in_the_middle_costs_the_others_no_version(tmp_path: P
         assert (await servers[0].receive(manifest))["holds"] == state(big(2))
         assert servers[0].inner.by_file == 1, "its broadcast broke"
         await other.kill()
+        await cancel_and_wait(list(members.tasks.values()))
+
+
+@pytest.mark.slow
+async def test_member_that_is_too_slow_delays_a_version_until_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One MB in a second; without an end to it, the version would be a minute late."""
+    monkeypatch.setattr("penstock.weight_sync.broadcast_seats.SEND_S", 2.0)
+    monkeypatch.setattr("penstock.weight_sync.broadcast_seats.SEND_BYTES_PER_S", 1e12)
+    async with (
+        broadcasting(tmp_path / "published", full_every=9, bucket_bytes=BUCKET_BYTES) as trainer,
+        receiving() as process,
+    ):
+        fast, slow = StagedServer(tmp_path / "fast"), Killable(tmp_path / "slow", process)
+        slow.piece_s = 1.0
+        members = Members(trainer, tmp_path)
+        for server in (fast, slow):
+            members.join("", server)
+        manifest = await trainer.publish(1, big(1), members=2)
+        assert state(await fast.receive(manifest)) == state(big(1))
+        assert (fast.member.missed, fast.by_file) == (1, 1)
         await cancel_and_wait(list(members.tasks.values()))
 
 
