@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import uvloop
 
-from benchmarks.support.broadcasts import broadcast_ratios, measure_broadcasts
+from benchmarks.support.broadcasts import MOST_MB, broadcast_ratios, measure_broadcasts
 from benchmarks.support.comparison import say
 from benchmarks.support.measure import processor
 from benchmarks.support.swaps import SwapExtent, measure_swaps, swap_ratios
@@ -53,7 +53,7 @@ def measure() -> dict[str, Any]:
     updates = int(os.environ.get("PENSTOCK_BENCH_UPDATES", "40"))
     deltas = {rate: _real_updates(float(rate), updates) for rate in RATES}
     fetches = _fetches(rounds, size_mb)
-    broadcasts = measure_broadcasts(rounds, size_mb)
+    broadcasts = measure_broadcasts(rounds, min(size_mb, MOST_MB))
     swaps = SwapExtent.read()
     pauses = uvloop.run(measure_swaps(swaps)) if swaps.engine else {}
     return {
@@ -70,6 +70,7 @@ def measure() -> dict[str, Any]:
             "pause": swaps.setup(),
             "rounds": rounds,
             "version_mb": size_mb,
+            "broadcast_mb": min(size_mb, MOST_MB),
             "updates": updates,
             "changed_share_of_fetched_delta": CHANGED_SHARE,
             "torch_threads": 1,

@@ -75,6 +75,8 @@ class WeightSource:
         self._rank, self._world, self._group, self._wait_s = rank, world, group, wait_s
         self._bytes = torch.empty(0, dtype=torch.uint8)
         """This rank's shards, in the stream's order."""
+        self._buckets: list[torch.Tensor] = []
+        """Two that are filled and sent in turn, and one for what comes in parts; empty while they are in use."""
         self._places = _Places(())
         self._changed = threading.Condition()
         """Held while copies are made or read."""
@@ -159,7 +161,8 @@ class WeightSource:
                 yield self._bytes[begin : begin + bucket_bytes]
                 self._check(version)
             return
-        *two, scratch = (spare_memory(min(bucket_bytes, total)) for _ in range(3))
+        three = self._three_buckets(min(bucket_bytes, total))
+        *two, scratch = three
         wanted = [
             _Bucket(version, begin, two[number % 2][: total - begin], scratch) for number, begin in enumerate(begins)
         ]
@@ -170,6 +173,15 @@ class WeightSource:
                 following = wanted[number + 1 : number + 2]
                 pending = ahead.submit(self._gather, *following) if following else None
                 yield ready
+        self._buckets = three
+
+    def _three_buckets(self, nbytes: int) -> list[torch.Tensor]:
+        """Those of the stream before, if it is at its end; a stream that breaks off gives its own up."""
+        with self._wire:
+            kept, self._buckets = self._buckets, []
+        if not kept or len(kept[0]) != nbytes:
+            kept = [spare_memory(nbytes) for _ in range(3)]
+        return kept
 
     def _gather(self, bucket: _Bucket) -> torch.Tensor:
         with self._wire:
