@@ -1,4 +1,4 @@
-"""Runs INSIDE vLLM's workers: takes a version of the weights from safetensors files, all of it or nothing.
+"""Runs INSIDE vLLM's workers: takes a version of the weights from files or a broadcast, all of it or nothing.
 
 One update is one session of vLLM's weight-transfer routes, driven by `VLLMWeights`:
 
@@ -10,6 +10,12 @@ One update is one session of vLLM's weight-transfer routes, driven by `VLLMWeigh
     /finish_weight_update {"weight_version": …}      the label
     /resume                                          the thread compares what the layers hold with what it had read;
                                                      the verdict is a file in the folder `report` of that call
+
+A broadcast is received before its version is announced, in a session that loads nothing; the fetch above then finds the
+tensors in this worker's memory:
+
+    /update_weights {"phase": "stage", offer…}       a thread receives; the call returns, decoding continues
+                                                     the state that came is a file in the folder `report`
 
 vLLM's layer-wise reload replaces parameters by placeholders as soon as it begins, so it begins only after every byte
 was verified: a refused version leaves the old weights as they were. Each worker loads full tensors through the model's
@@ -38,8 +44,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from penstock.common import write_atomically
 from penstock.rollout_server.engines.verify_loaded import compare_held
-from penstock.rollout_server.engines.vllm_plugin import REFUSED
-from penstock.weight_sync import Manifest, WeightReader, WeightsRefused
+from penstock.rollout_server.engines.vllm_plugin import LOST, REFUSED
+from penstock.weight_sync import Manifest, Offer, StagedWeights, WeightReader, WeightsRefused, WeightsUnreachable
 
 Tensors = dict[str, torch.Tensor]
 _OUTPUT_HEAD = "lm_head.weight"
@@ -58,15 +64,17 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
 
     manifest: dict[str, Any]
     """`Manifest.as_dict`, with a path."""
-    phase: Literal["fetch", "load"]
+    phase: Literal["fetch", "load", "stage"]
     report: str = ""
     """Folder in which each worker says, by a file of its process number, how its reading (of the phase ``fetch``) or
     its comparison (of ``load``) ended: what is wrong, or nothing. vLLM's routes have no answer that could say it while
     decoding continues."""
+    offer: dict[str, Any] | None = None
+    """`Offer.as_dict`, of the phase ``stage``."""
 
 
 class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
-    """vLLM's side of the ``shm`` and ``disk`` transports. vLLM calls it from one thread."""
+    """vLLM's side of all transports. vLLM calls it from one thread."""
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
@@ -75,7 +83,8 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="weights")
-        self._weights = WeightReader()
+        self._receiver = ThreadPoolExecutor(1, thread_name_prefix="broadcast")
+        self._weights, self._staged = WeightReader(), StagedWeights()
         self._fetched: tuple[Manifest, Future[Tensors]] | None = None
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
@@ -93,6 +102,9 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         """Fetch or load. Raises `WeightsRefused` before anything is touched where the bytes do not verify."""
+        if update_info.phase == "stage":
+            self._receiver.submit(self._stage, Offer.parse(update_info.offer), Path(update_info.report))
+            return
         manifest = Manifest.parse(update_info.manifest)
         if update_info.phase == "fetch":
             self._fetch(manifest, update_info.report)
@@ -105,6 +117,16 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     def shutdown(self) -> None:
         """vLLM ends the worker."""
         self._reader.shutdown(wait=False, cancel_futures=True)
+        self._receiver.shutdown(wait=False, cancel_futures=True)
+
+    def _stage(self, offer: Offer, report: Path) -> None:
+        said = f"{LOST}this worker could not receive"
+        try:
+            said = self._staged.receive(offer, self.parallel_config.rank)
+        except WeightsUnreachable as error:
+            said = f"{LOST}{error}"
+        finally:
+            _say(report, said)
 
     def _fetch(self, manifest: Manifest, report: str = "") -> Future[Tensors]:
         future = self._reader.submit(self._read, manifest, report)
@@ -114,9 +136,13 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     def _read(self, manifest: Manifest, report: str) -> Tensors:
         refused = ""
         try:
-            return self._weights.read(manifest)
+            # What a sidecar has fetched is a file, whatever it was announced as.
+            return self._staged.take(manifest) if manifest.transport == "broadcast" else self._weights.read(manifest)
         except WeightsRefused as error:
             refused = str(error)
+            raise
+        except WeightsUnreachable as error:
+            refused = f"{LOST}{error}"
             raise
         finally:
             if report:
