@@ -29,7 +29,7 @@ ENGINES = [
     pytest.param("hf", marks=pytest.mark.torch),
     pytest.param("hf+broadcast", marks=pytest.mark.torch),
     VLLM,
-    pytest.param("vllm+broadcast", marks=pytest.mark.vllm),
+    pytest.param("vllm+broadcast", marks=[pytest.mark.vllm, pytest.mark.deep]),
     SGLANG,
 ]
 PROMPT = [(7 * i + 3) % VOCAB for i in range(24)]
