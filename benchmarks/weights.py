@@ -4,7 +4,8 @@
 
 Deltas are of real updates: AdamW on float32 master weights of a small Qwen3, published in bfloat16 after every step.
 A fetch is what a server does while it decodes: bring the files here, read them, check every tensor. It is compared with
-a plain copy of the same tensors in memory, taken in the same round. Pauses are of two running servers under load,
+a plain copy of the same tensors in memory, taken in the same round. Broadcasts go from two trainer ranks to two workers
+(`support/broadcasts.py`), beside a bare gloo broadcast of the same bytes. Pauses are of two running servers under load,
 updated in turn: each against its engine's own load of the same bytes, and with what the other one decodes meanwhile.
 Besides: what an idle server reads of the queue (`support.idle_poll`), and the private memory of vLLM's workers during
 an update (`support.worker_memory`).
@@ -25,7 +26,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -33,16 +33,17 @@ from typing import Any
 import torch
 import uvloop
 
+from benchmarks.support.broadcasts import MOST_MB, broadcast_ratios, measure_broadcasts
 from benchmarks.support.comparison import say
 from benchmarks.support.idle_poll import measure_idle
 from benchmarks.support.measure import processor
 from benchmarks.support.rollout_run import redis_host
 from benchmarks.support.swaps import SwapExtent, measure_swaps, swap_ratios
 from benchmarks.support.worker_memory import measure_worker_copy
-from penstock.weight_sync import Broadcaster, Downloader, FileServer, Manifest, Transport, WeightPublisher, WeightReader
+from penstock.weight_sync import Downloader, FileServer, Transport, WeightPublisher, WeightReader
 
 RATES = ("1e-6", "1e-5", "1e-4")
-TRANSPORTS: tuple[Transport, ...] = ("shm", "disk", "http", "collective")
+TRANSPORTS: tuple[Transport, ...] = ("shm", "disk", "http")
 TENSORS = 64
 CHANGED_SHARE = 0.02
 """Of the fetched version's values, in its delta."""
@@ -57,16 +58,21 @@ def measure() -> dict[str, Any]:
     updates = int(os.environ.get("PENSTOCK_BENCH_UPDATES", "40"))
     deltas = {rate: _real_updates(float(rate), updates) for rate in RATES}
     fetches = _fetches(rounds, size_mb)
+    broadcasts = measure_broadcasts(rounds, min(size_mb, MOST_MB))
     swaps = SwapExtent.read()
     pauses = uvloop.run(measure_swaps(swaps)) if swaps.engine else {}
     idle = uvloop.run(_idle())
     copies = uvloop.run(measure_worker_copy(swaps.dtype)) if swaps.engine == "vllm" else {}
     return {
         "bench": "weights",
-        "ratio": _ratios(deltas, fetches) | swap_ratios(pauses) | _memory_ratios(idle, copies),
+        "ratio": _ratios(deltas, fetches)
+        | broadcast_ratios(broadcasts)
+        | swap_ratios(pauses)
+        | _memory_ratios(idle, copies),
         "figures": {
             "delta": deltas,
             "fetch_s": {name: round(seconds, 4) for name, seconds in fetches.items()},
+            "broadcast": {name: round(value, 4) for name, value in broadcasts.items()},
             "pause": pauses,
             "idle": idle,
             "worker_copy": copies,
@@ -76,6 +82,7 @@ def measure() -> dict[str, Any]:
             "pause": swaps.setup(),
             "rounds": rounds,
             "version_mb": size_mb,
+            "broadcast_mb": min(size_mb, MOST_MB),
             "updates": updates,
             "changed_share_of_fetched_delta": CHANGED_SHARE,
             "torch_threads": 1,
@@ -187,14 +194,12 @@ def _one_fetch(
 ) -> Seconds:
     token = secrets.token_hex(8)
     published, fetched = folder / "published", folder / "fetched"
-    with _served(published, token) as served:
-        publisher = WeightPublisher(published, transport, full_every=8, base_url=served.url)
+    with _served(published, token) as url:
+        publisher = WeightPublisher(published, transport, full_every=8, base_url=url)
         downloader, reader = Downloader(fetched, token), WeightReader()
         taken = {}
         for kind, version, tensors in (("full", 1, first), ("delta", 2, second)):
             manifest = publisher.write(version, tensors.items())
-            if transport == "collective":
-                manifest = served.with_round(manifest)
             began = time.perf_counter()
             reader.read(downloader.localise(manifest))
             taken[f"{transport}_{kind}"] = time.perf_counter() - began
@@ -203,39 +208,16 @@ def _one_fetch(
     return taken
 
 
-@dataclass(frozen=True)
-class Served:
-    """The trainer's end: its file server and its rounds, on a loop in a thread of its own."""
-
-    folder: Path
-    loop: asyncio.AbstractEventLoop
-    rounds: Broadcaster
-    url: str
-
-    def with_round(self, manifest: Manifest) -> Manifest:
-        """What is announced: with a round for the one server that there is."""
-        file = self.folder / manifest.files[-1].name
-        name = asyncio.run_coroutine_threadsafe(self._offer(file), self.loop).result(10)
-        if name is None:
-            raise RuntimeError("the round before is still on")
-        return replace(manifest, broadcast=f"{self.url}/rounds/{name}")
-
-    async def _offer(self, file: Path) -> str | None:
-        await self.rounds.settle()
-        return self.rounds.offer(file, expected=1)
-
-
 @contextmanager
-def _served(folder: Path, token: str) -> Iterator[Served]:
-    """As a trainer serves: from a uvloop in a thread of its own."""
+def _served(folder: Path, token: str) -> Iterator[str]:
+    """The URL of a file server that runs as a trainer's does: on a uvloop in a thread of its own."""
     loop = uvloop.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    rounds = Broadcaster()
-    server = FileServer(folder, token, broadcaster=rounds)
+    server = FileServer(folder, token)
     try:
         asyncio.run_coroutine_threadsafe(server.start(), loop).result(10)
-        yield Served(folder, loop, rounds, server.url)
+        yield server.url
     finally:
         asyncio.run_coroutine_threadsafe(server.stop(), loop).result(10)
         loop.call_soon_threadsafe(loop.stop)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class RolloutConfig(BaseModel):
@@ -34,15 +34,18 @@ class RolloutConfig(BaseModel):
         description="In-flight requests at a weight swap: continue with their KV cache, recompute it first, or abort,"
         " and the client resumes them.",
     )
-    weight_transport: Literal["shm", "disk", "http", "collective"] = Field(
+    weight_transport: Literal["shm", "disk", "http", "broadcast"] = Field(
         "shm",
         description="How weights travel from trainer to server: one machine, a shared disk, over HTTP, or broadcast to"
-        " the servers that are ready (the others: HTTP).",
+        " the workers of the servers that are ready (the others: HTTP).",
     )
-    weights_host: str = Field("127.0.0.1", description="Address that the trainer serves weights on (http, collective).")
+    weights_host: str = Field("127.0.0.1", description="Address that the trainer serves weights on (http, broadcast).")
     weights_port: int = Field(0, ge=0, le=65535, description="Its port; 0 takes a free one.")
     weights_full_every: int = Field(
-        1, gt=0, description="One in this many versions is full, the others hold changed values only; 1: all are full."
+        1,
+        gt=0,
+        description="One in this many versions is full, the others hold changed values only; 1: all are full. Under"
+        " broadcast all are full, and one in this many has its file written at once, not only when a server needs it.",
     )
     start_timeout_s: float = Field(
         180.0,
@@ -74,3 +77,11 @@ class RolloutConfig(BaseModel):
         default_factory=dict,
         description="Further `sglang.launch_server` flags, by name; null removes one of Penstock's.",
     )
+
+    @field_validator("weight_transport", mode="before")
+    @classmethod
+    def _refuse_rounds(cls, value: object) -> object:
+        """Raises `ValueError`: what recipes of earlier releases name exists no more."""
+        if value == "collective":
+            raise ValueError("collective is replaced by broadcast: set rollout.weight_transport=broadcast")
+        return value

@@ -25,7 +25,7 @@ from penstock.rollout_server.protocol import EngineError
 from penstock.rollout_server.routes import Mounted, make_app
 from penstock.rollout_server.sidecar import Sidecar
 from penstock.transfer_queue import RunContext
-from penstock.weight_sync import Fetcher, MergingFetcher, WeightsRefused
+from penstock.weight_sync import BroadcastMember, ClosableFetch, Fetcher, MergingFetcher, StagedFetch, WeightsRefused
 
 logger = logging.getLogger(__name__)
 DRAIN_S = 20.0
@@ -71,10 +71,11 @@ async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:
     run = job.run
     with _listen(job) as listener:
         url = url_of(listener, job.host)
-        fetcher = _fetcher(job)
+        member = BroadcastMember(job.run.token) if job.config.weight_transport == "broadcast" else None
+        fetcher = _fetcher(job, member)
         sidecar = Sidecar(
             job.name, url, partial(new_engine, job.config, run.model, _log_dir(job), run.seed), run.queue,
-            slots=job.config.max_concurrent, fetch=fetcher,
+            slots=job.config.max_concurrent, fetch=fetcher, member=member,
             truncated_sampling=job.config.truncated_sampling, stall_s=job.config.request_timeout_s,
             evaluates=job.evaluates,
         )  # fmt: skip
@@ -122,15 +123,16 @@ def _listen(job: ServerJob) -> socket.socket:
         raise OSError(error.errno, f"{setting}: {error.strerror}") from error
 
 
-def _fetcher(job: ServerJob) -> MergingFetcher:
+def _fetcher(job: ServerJob, member: BroadcastMember | None) -> ClosableFetch:
     folder, config = job.fetch_dir or job.log_dir / f"weights-of-{job.name}", job.config
-    return MergingFetcher(
+    files = MergingFetcher(
         Fetcher(folder, job.run.token, job.host),
         folder / "merged",
         partial(_model_folder, job.run.model),
         config.dtype,
         config.threads,
     )
+    return files if member is None else StagedFetch(member, files)
 
 
 def _model_folder(model: str) -> Path:

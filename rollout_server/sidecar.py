@@ -2,6 +2,7 @@
 
     supervise   start engine → load the newest announced weights → open → pull every 0.15 s, check it every 1 s
                 engine gone, hung or behind the others → closed → back off → start again
+    receive     under ``broadcast``, beside each engine: the next version, while this one is served
     heartbeat   once open: this server's `ServerInfo` to the queue, every second and on each change
     generate    one call per HTTP request: waits for a slot, then for the engine
 
@@ -14,17 +15,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from typing import Protocol
 
-from penstock.common import Backoff
+from penstock.common import Backoff, cancel_and_wait
 from penstock.rollout_server.metrics import RolloutMetrics
 from penstock.rollout_server.protocol import Chunk, Engine, EngineError, EngineInfo, GenerateRequest, Health, Sampling
 from penstock.rollout_server.registration import QueueConnection, Registration, ServerQueue, wait_for_event
 from penstock.rollout_server.request_queue import NotServing, RequestQueue, TooOld
 from penstock.transfer_queue import QueueError, ServerInfo, under_evaluation
-from penstock.weight_sync import Fetch, WeightUpdater, no_fetch
+from penstock.weight_sync import BroadcastMember, Fetch, StagingEngine, WeightUpdater, no_fetch
 
 logger = logging.getLogger(__name__)
 PULL_S = 0.15
@@ -95,12 +96,14 @@ class Sidecar:
         *,
         slots: int,
         fetch: Fetch = no_fetch,
+        member: BroadcastMember | None = None,
         truncated_sampling: bool = False,
         stall_s: float = 120.0,
         evaluates: bool = False,
     ) -> None:
         """Args:
         slots: requests decoded together.
+        member: takes part in broadcasts for the engine; `fetch` knows it.
         stall_s: the engine is restarted after this long without a token while requests are in flight.
         evaluates: serves evaluations only, each by one policy version.
         """
@@ -118,7 +121,7 @@ class Sidecar:
         self.requests = RequestQueue(
             slots, self.metrics, truncated_sampling=truncated_sampling, on_engine_error=self._check_soon
         )
-        self._new_engine, self._stall_s = new_engine, stall_s
+        self._new_engine, self._stall_s, self._member = new_engine, stall_s, member
         self._registration = Registration(self.connection, self._entry)
         self._registered = False
         self._wake = asyncio.Event()
@@ -168,18 +171,43 @@ class Sidecar:
             self.info = await self.engine.start()
             self.weights.begin(self.info.version)
             self.cause = self.weights.cause
-            checked = time.monotonic()
-            while True:
-                await self._pull(self.engine)
-                if self._suspect or time.monotonic() - checked > HEALTH_S:
-                    self._suspect = False
-                    await self._check(self.engine)
-                    checked = time.monotonic()
-                await wait_for_event(self._wake, PULL_S)
-                self._wake.clear()
+            async with self._receiving(self.engine) as receiving:
+                await self._keep_current(self.engine, receiving)
         finally:
             self.open = False
             await self.engine.stop()
+
+    async def _keep_current(self, engine: Engine, receiving: asyncio.Task[None] | None) -> None:
+        """Until the engine is gone. Raises `EngineError`."""
+        checked = time.monotonic()
+        while True:
+            await self._pull(engine)
+            if receiving is not None and receiving.done():
+                receiving.result()
+            if self._suspect or time.monotonic() - checked > HEALTH_S:
+                self._suspect = False
+                await self._check(engine)
+                checked = time.monotonic()
+            await wait_for_event(self._wake, PULL_S)
+            self._wake.clear()
+
+    @asynccontextmanager
+    async def _receiving(self, engine: Engine) -> AsyncGenerator[asyncio.Task[None] | None]:
+        """The task that receives broadcasts for this engine; None where there are none, or it can only read files."""
+        if self._member is None or not isinstance(engine, StagingEngine):
+            yield None
+            return
+        task = asyncio.create_task(self._member.run(engine, self._meeting), name="receive broadcasts")
+        try:
+            yield task
+        finally:
+            await cancel_and_wait([task])
+
+    def _meeting(self) -> str:
+        """Where the newest announcement says that servers wait for broadcasts; empty where it does not."""
+        newest = self.weights.newest
+        found = newest.manifest.get("round") if newest and isinstance(newest.manifest, Mapping) else None
+        return found if isinstance(found, str) else ""
 
     async def _pull(self, engine: Engine) -> None:
         before = (self.weights.version, self.weights.refused)

@@ -40,7 +40,7 @@ def check_job(job: TrainJob) -> None:
             f"trainer.ranks is {config.ranks}{copies}, groups_per_step only {job.limits.groups_per_step}: ranks train "
             "whole groups, and some would never have one. Raise groups_per_step or lower trainer.ranks"
         )
-    if job.transport in ("http", "collective") and not job.run.token:
+    if job.transport in ("http", "broadcast") and not job.run.token:
         raise BadJob(f"weights over {job.transport} need the run's token: anybody could read them")
     if job.temperature <= 0:
         raise BadJob(f"temperature is {job.temperature}: training episodes must be sampled, not greedy")

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from penstock.trainer.batch import ModelLimits
 from penstock.trainer.checkpoint import CheckpointInfo
 from penstock.trainer.packing import Pack
+from penstock.weight_sync import Shard
 
 
 class PackLoss(Protocol):
@@ -79,6 +80,10 @@ class Engine(Protocol):
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor on the host, a copy) on rank 0; nothing on the others. What LoRA learned is
         in them."""
+
+    def local_shards(self, dtype: torch.dtype) -> list[Shard] | None:
+        """This rank's part of every tensor that `weights` gives, not copied and not yet cast: no collective. None where
+        the parts are no ranges of the tensors' bytes; `weights` is used then."""
 
     @property
     def adapter_settings(self) -> dict[str, Any] | None:

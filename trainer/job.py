@@ -30,9 +30,9 @@ class TrainJob:
     eval_limit: int = 0
     """Evaluate on the first rows only; 0 takes all."""
     shuffle: bool = True
-    transport: Literal["shm", "disk", "http", "collective"] = "shm"
+    transport: Literal["shm", "disk", "http", "broadcast"] = "shm"
     weights_host: str = "127.0.0.1"
-    """Under ``http`` and ``collective``: the address on which rank 0 serves the published files."""
+    """Under ``http`` and ``broadcast``: the address on which rank 0 serves the published files."""
     weights_port: int = 0
     """0 takes a free one."""
     weights_full_every: int = 1

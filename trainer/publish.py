@@ -3,7 +3,8 @@
     announce(v) ──► the version before is out? ──► copy weights (torch thread) ──► task: write ─► queue.publish_version
 
 The copy is taken before the next step may change the weights; at most one copy exists, because a version is announced
-only when the one before is out.
+only when the one before is out. Under ``broadcast`` each rank copies its own shards, and the task fetches them from the
+ranks bucket by bucket (`WeightSource`); otherwise the weights are gathered, and rank 0 has the copy.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -25,7 +27,7 @@ from penstock.trainer.engine import Engine
 from penstock.trainer.job import TrainJob
 from penstock.trainer.timeline import Timeline, Track
 from penstock.transfer_queue import Announcement, TrainerFenced
-from penstock.weight_sync import Manifest, WeightFiles
+from penstock.weight_sync import Manifest, WeightFiles, WeightSource, whole_shards
 
 T = TypeVar("T")
 POLL_S = 0.1
@@ -48,6 +50,9 @@ class Publisher:
         self._ranks = ranks
         self._in_torch = in_torch
         self._files = _weight_files(job) if ranks.is_rank0 else None
+        self._broadcasts = job.transport == "broadcast"
+        self._source: WeightSource | None = None
+        """This rank's copies, under ``broadcast``."""
         self._task: asyncio.Task[None] | None = None
         self.published = 0
         """Newest version that the queue has, or will have when `settle` returns."""
@@ -70,6 +75,10 @@ class Publisher:
                 f"the checkpoint is of version {version}, the queue is at {self.published}: they are not of one run. "
                 "Start a run with a new name, or bring back the queue's data"
             )
+        if self._broadcasts and self._engine.adapter_settings is None:
+            self._source = await self._in_torch(
+                WeightSource.open, self._ranks.rank, self._ranks.world, self._ranks.timeout
+            )
         if self._files is not None:
             await self._files.open(epoch)
             await self._move_announcement(self._files)
@@ -86,10 +95,10 @@ class Publisher:
         renew = version == self.published and await self._in_torch(self._ranks.from_rank0, await self._is_gone())
         if version <= self.published and not renew:
             return
-        weights = await self._in_torch(self._copied)
+        write = await self._in_torch(self._copied, version)
         self.published = max(version, self.published)
         if self._files is not None:
-            work = self._timed_write(version, weights, renew)
+            work = self._timed_write(version, partial(write, self._files), renew)
             self._task = asyncio.create_task(work, name=f"publish version {version}")
 
     async def settle(self) -> None:
@@ -135,20 +144,19 @@ class Publisher:
             await asyncio.gather(self._task, return_exceptions=True)
         if self._files is not None:
             await self._files.close()
+        if self._source is not None:
+            await asyncio.to_thread(self._source.close)
 
-    async def _timed_write(self, version: int, weights: list[tuple[str, Tensor]], renew: bool) -> None:
+    async def _timed_write(self, version: int, write: Callable[[], Awaitable[Manifest]], renew: bool) -> None:
         with self._timeline.during(Track.PUBLISH, "publish", version):
-            await self._write(version, weights, renew)
+            await self._write(version, write, renew)
 
-    async def _write(self, version: int, weights: list[tuple[str, Tensor]], renew: bool) -> None:
+    async def _write(self, version: int, write: Callable[[], Awaitable[Manifest]], renew: bool) -> None:
         assert self._files is not None
         began = time.monotonic()
         # A trainer that was replaced ends before it writes; one that is replaced meanwhile writes under another name.
         await self._queue.check_training()
-        manifest = await self._written(self._files, version, weights)
-        announcement = Announcement(
-            version, self._files.with_broadcast(manifest, await self._ready(self._files)).as_dict()
-        )
+        announcement = Announcement(version, (await write()).as_dict())
         if renew:
             logger.warning("the weights of version %d were gone; written again to %s", version, self._files.directory)
             await self._queue.renew_manifest(announcement)
@@ -163,7 +171,7 @@ class Publisher:
             self._out = max(self._out, version)
             self._changed.notify_all()
 
-    async def _written(self, files: WeightFiles, version: int, weights: list[tuple[str, Tensor]]) -> Manifest:
+    async def _written(self, version: int, weights: list[tuple[str, Tensor]], files: WeightFiles) -> Manifest:
         """Raises `PublishTimeout`; the version is not announced then."""
         settings = self._engine.adapter_settings
 
@@ -172,6 +180,15 @@ class Publisher:
                 return files.write(version, _taken(weights))
             return files.write_adapter(version, _taken(weights), settings)
 
+        return await self._in_time(version, files, write)
+
+    async def _broadcast(self, version: int, source: WeightSource, files: WeightFiles) -> Manifest:
+        """To the servers that wait. Raises `PublishTimeout`; the version is not announced then."""
+        expected = sum(server.accepting and not server.evaluates for server in await self._queue.servers())
+        sending = files.begin_broadcast(version, source.tensors)
+        return await self._in_time(version, files, lambda: files.write_broadcast(version, source, sending, expected))
+
+    async def _in_time(self, version: int, files: WeightFiles, write: Callable[[], Manifest]) -> Manifest:
         try:
             async with asyncio.timeout(self._write_timeout_s):
                 return await _in_daemon_thread(write, f"write version {version}")
@@ -182,21 +199,21 @@ class Publisher:
                 "trainer.publish_timeout_s"
             ) from None
 
-    def _copied(self) -> list[tuple[str, Tensor]]:
-        """The weights as they are now; under LoRA the adapter's alone, in float32: servers round once, when they add it
-        to the model's own."""
-        found = (
-            self._engine.weights(self._dtype)
-            if self._engine.adapter_settings is None
-            else self._engine.adapter_weights()
-        )
-        return list(found)
+    def _copied(self, version: int) -> Callable[[WeightFiles], Awaitable[Manifest]]:
+        """Copies the weights as they are now, and returns how rank 0 publishes the copy.
 
-    async def _ready(self, files: WeightFiles) -> int:
-        """Servers that would join a broadcast; 0 where there are none."""
-        if not files.broadcasts:
-            return 0
-        return sum(server.accepting and not server.evaluates for server in await self._queue.servers())
+        Under LoRA the adapter's alone, in float32: servers round once, when they add it to the model's own.
+        """
+        if self._engine.adapter_settings is not None:
+            return partial(self._written, version, list(self._engine.adapter_weights()))
+        if self._source is None:
+            return partial(self._written, version, list(self._engine.weights(self._dtype)))
+        # Rank 0 comes here once the version before is out: before that no rank may give up its copies of it.
+        self._ranks.sum(0.0)
+        own = self._engine.local_shards(self._dtype)
+        whole = whole_shards(self._engine.weights(self._dtype), self._ranks.world)
+        self._source.take(version, whole if own is None else own)
+        return partial(self._broadcast, version, self._source)
 
     async def _queue_version(self) -> int | None:
         return (await self._queue.status()).version if self._ranks.is_rank0 else None

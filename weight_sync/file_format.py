@@ -11,6 +11,7 @@ says what it is:
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -93,23 +94,22 @@ def write_file(path: Path, sections: list[Section], metadata: Mapping[str, str],
 
     `sections` is emptied on the way: a tensor with no other owner is freed once it is written.
     """
-    header = _header(sections, metadata)
+    header = file_header(sections, metadata)
     size = len(header) + sum(section.nbytes for section in sections)
-    _check_space(path.parent, size)
-    try:
-        with atomic_path(path, durable=durable) as temporary, open_private(temporary, "xb") as file:
-            digest = _write_all(file, header, sections)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise _no_space(path.parent, size) from error  # another process took the room meanwhile
+    check_space(path.parent, size)
+    with (
+        refuse_no_space(path.parent, size),
+        atomic_path(path, durable=durable) as temporary,
+        open_private(temporary, "xb") as file,
+    ):
+        digest = _write_all(file, header, sections)
     return Written(path, size, digest)
 
 
 def write_tensors(file: IO[bytes], tensors: Mapping[str, torch.Tensor]) -> None:
     """A whole version into an open file that has no reader yet; returns no checksums."""
     sections = [Section.of_tensor(name, tensor) for name, tensor in tensors.items()]
-    _write_all(file, _header(sections, {}), sections)
+    _write_all(file, file_header(sections, {}), sections)
 
 
 def _made(make: Callable[[], torch.Tensor]) -> Iterator[memoryview]:
@@ -131,7 +131,7 @@ def _pieces(header: bytes, sections: list[Section]) -> Iterator[memoryview]:
         yield from sections.pop().pieces
 
 
-def _header(sections: Sequence[Section], metadata: Mapping[str, str]) -> bytes:
+def file_header(sections: Sequence[Section], metadata: Mapping[str, str]) -> bytes:
     """safetensors: length (u64 LE), then JSON padded with spaces so that the data starts 8-aligned."""
     described: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
@@ -146,9 +146,21 @@ def _header(sections: Sequence[Section], metadata: Mapping[str, str]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _check_space(directory: Path, size: int) -> None:
+def check_space(directory: Path, size: int) -> None:
+    """Raises `NoSpace` where a file of `size` bytes would not fit."""
     if shutil.disk_usage(directory).free < size + HEADROOM_BYTES:
         raise _no_space(directory, size)
+
+
+@contextlib.contextmanager
+def refuse_no_space(directory: Path, size: int) -> Iterator[None]:
+    """Raises `NoSpace` where another process took the room while a file of `size` bytes was written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise _no_space(directory, size) from error
 
 
 def _no_space(directory: Path, size: int) -> NoSpace:

@@ -1,7 +1,7 @@
-"""A server's side of ``http`` and ``collective``: fetches a version's files into its own folder. All of it blocks.
+"""A server's side of ``http``, and of ``broadcast`` for what it missed: fetches versions' files. All of it blocks.
 
     manifest with URLs ──► each file of its chain that is missing here ──► manifest with paths, as under ``shm``
-                           its own file: from the broadcast, if one is offered; the rest from peers or the trainer
+                           from peers or the trainer
 
     trainer ── 206 ──► its bytes                  no other server has the file yet
             ── 303 ──► a peer's bytes             a server that has fetched and verified it
@@ -27,7 +27,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from penstock.common import Backoff, NotPrivate, bearer_headers, private_folder
-from penstock.weight_sync.broadcast import receive_broadcast
 from penstock.weight_sync.delta import read_delta
 from penstock.weight_sync.file_format import DELTA, PIECE_BYTES, PartialFile, checksum
 from penstock.weight_sync.file_reader import FileReader
@@ -46,22 +45,25 @@ PEERS_KNOWN = 8
 logger = logging.getLogger(__name__)
 
 
-def verify_whole(file: ChainFile, part: PartialFile) -> None:
-    """Raises `WeightsRefused` and deletes the file where it is not what was announced."""
+def verify_whole(file: ChainFile, part: PartialFile, checksums: Mapping[str, str]) -> None:
+    """Raises `WeightsRefused` and deletes the file where it is not what was announced.
+
+    `checksums`: of the version's tensors, for a file that has none of its own.
+    """
     if part.length != file.bytes or part.xxh3 != file.xxh3:
         here = replace(file, place=str(part.path), bytes=part.length, xxh3="")
         try:
-            raise WeightsRefused(f"version {file.version}: {file.place}: {_find_damage(here)}")
+            raise WeightsRefused(f"version {file.version}: {file.place}: {_find_damage(here, checksums)}")
         finally:
             part.path.unlink(missing_ok=True)
 
 
-def _find_damage(file: ChainFile) -> str:
+def _find_damage(file: ChainFile, checksums: Mapping[str, str]) -> str:
     """In words, with the tensor's name; files know the checksums of what they hold."""
     try:
         with FileReader(file) as opened:
             if opened.metadata.get("penstock") != DELTA:
-                wanted = json.loads(opened.metadata["xxh3"])
+                wanted = json.loads(opened.metadata["xxh3"]) if "xxh3" in opened.metadata else checksums
                 wrong = [name for name, tensor in opened.tensors() if checksum(tensor) != wanted[name]]
                 return f"tensor {wrong[0]!r} is not what was announced" if wrong else "its header is damaged"
         read_delta(file)
@@ -256,14 +258,13 @@ class Downloader:
         self._stall_s = stall_s
         self._closed = threading.Event()
         self._fetch = FileFetch(token, serves, self._closed)
-        self._bytes_by_rounds = 0
         self._verified: dict[str, Stamp | None] = {}
         """By name, the files that this process compared with their checksums, as they were then."""
 
     @property
     def bytes_received(self) -> dict[str, int]:
-        """By source: ``trainer``, ``peers``, ``rounds``."""
-        return {**self._fetch.bytes_received, "rounds": self._bytes_by_rounds}
+        """By source: ``trainer``, ``peers``."""
+        return dict(self._fetch.bytes_received)
 
     def localise(self, manifest: Manifest) -> Manifest:
         """Fetch the files; returns the manifest with their paths here. Manifests of other transports are unchanged.
@@ -273,12 +274,11 @@ class Downloader:
         """
         if manifest.transport not in SERVED:
             return manifest
-        *before, own = manifest.files
         try:
             private_folder(self.directory)
             self._forget_others(manifest.files)
-            own = self._have(own, manifest.broadcast)  # first: a broadcast does not wait
-            here = (*(self._have(file) for file in before), own)
+            checksums = {entry.name: entry.xxh3 for entry in manifest.tensors}
+            here = tuple(self._have(file, checksums) for file in manifest.files)
         except NotPrivate as error:
             raise WeightsUnreachable(f"version {manifest.version}: {error.strerror}") from error
         return replace(manifest, transport="shm", files=here, broadcast="")
@@ -291,41 +291,35 @@ class Downloader:
         with contextlib.suppress(OSError):  # not empty: files of others
             self.directory.rmdir()
 
-    def _have(self, file: ChainFile, broadcast_url: str = "") -> ChainFile:
+    def _have(self, file: ChainFile, checksums: Mapping[str, str]) -> ChainFile:
         path = self.directory / local_name(file)
         if _stamp(path) is None or _stamp(path) != self._verified.get(path.name):
             with contextlib.suppress(FileNotFoundError):
                 # An earlier life's, or exchanged since: its name proves nothing, so its bytes are compared again.
                 path.rename(_part_of(path))
-            self._bring(file, path, broadcast_url)
+            self._bring(file, path, checksums)
             self._verified[path.name] = _stamp(path)
             self._fetch.tell(file)
         return replace(file, place=str(path))
 
-    def _bring(self, file: ChainFile, path: Path, broadcast_url: str) -> None:
+    def _bring(self, file: ChainFile, path: Path, checksums: Mapping[str, str]) -> None:
         """Until the file is whole and right. One that is not is asked for again, unless all of it is the trainer's."""
         lied: set[str] = set()
         while True:
             with contextlib.closing(PartialFile(_part_of(path))) as part:
                 # Of an earlier life, or of other servers: not the trainer's word.
-                others = part.length > 0 or (bool(broadcast_url) and self._take_part(broadcast_url, file, part))
+                others = part.length > 0
                 asked = self._fetch.run(file, path.name, part, self._stall_s, lied)
                 try:
-                    verify_whole(file, part)
+                    verify_whole(file, part, checksums)
                 except WeightsRefused as error:
                     if not (asked or others):
                         raise
-                    logger.warning("%s; asked for again, not of %s", error, sorted(asked) or "a round")
-                    lied, broadcast_url = lied | asked, ""
+                    logger.warning("%s; asked for again, not of %s", error, sorted(asked) or "an earlier life")
+                    lied = lied | asked
                     continue
                 part.path.rename(path)
                 return
-
-    def _take_part(self, url: str, file: ChainFile, part: PartialFile) -> bool:
-        """Whether bytes came. Not for a file that is here in part: a round begins at the beginning."""
-        came = receive_broadcast(url, self._token, file, part, self._closed)
-        self._bytes_by_rounds += came
-        return came > 0
 
     def _forget_others(self, files: Sequence[ChainFile]) -> None:
         """Before the fetch: a new full version and the old chain need not have room at once."""

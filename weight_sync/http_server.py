@@ -3,7 +3,7 @@
     GET  /weights-00000007.delta.safetensors   Range: bytes=1048576-     206, or 200 without a range
          … from a server that serves others, too                         303 to a peer, 503 while it must wait
     PUT  /weights-00000007.delta.safetensors                             204: that server has it now
-    POST /rounds/NAME                                                    200 with a member, 409 without (`broadcast`)
+    POST /broadcasts                                                     200, 204 or 409, see `broadcast_offer`
 
 Serves several servers at once. A file deleted while it is being sent is sent to its end.
 
@@ -17,13 +17,12 @@ import asyncio
 import re
 import threading
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
 from pathlib import Path
 
 from aiohttp import web
 
 from penstock.common import bearer_token, same_token, url_host
-from penstock.weight_sync.broadcast import BroadcastClosed, Broadcaster
+from penstock.weight_sync.broadcast_seats import Broadcaster, OtherWire
 from penstock.weight_sync.file_format import PIECE_BYTES
 from penstock.weight_sync.manifest import FILE_NAME, LOCAL_NAME
 from penstock.weight_sync.scheduler import AVOID, SERVES, TRAINER, TransferScheduler
@@ -50,12 +49,15 @@ class FileServer:
         broadcaster: Broadcaster | None = None,
         pattern: re.Pattern[str] = FILE_NAME,
         share_from_bytes: int = SHARE_FROM_BYTES,
+        will_be_there: Callable[[str], bool] = lambda _name: False,
     ) -> None:
+        """`will_be_there`: whether a file that is missing is written now, because it was asked for."""
         self._directory = Path(directory)
         self._token = token
         self._host, self._port = host, port
         self._broadcaster, self._pattern = broadcaster, pattern
         self._share_from_bytes = share_from_bytes
+        self._will_be_there = will_be_there
         self._turns = TransferScheduler()
         self._runner: web.AppRunner | None = None
         self.url = ""
@@ -69,7 +71,7 @@ class FileServer:
         app.router.add_get("/{name}", self._send)
         app.router.add_put("/{name}", self._note_holder)
         if self._broadcaster is not None:
-            app.router.add_post("/rounds/{name}", self._give_seat)
+            app.router.add_post("/broadcasts", self._give_places)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_S)
         await self._runner.setup()
         await web.TCPSite(self._runner, self._host, self._port).start()
@@ -78,7 +80,7 @@ class FileServer:
 
     async def stop(self) -> None:
         if self._broadcaster is not None:
-            await self._broadcaster.close()
+            self._broadcaster.close()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -112,21 +114,29 @@ class FileServer:
         self._turns.has(path.name, holder)
         return web.Response(status=204)
 
-    async def _give_seat(self, request: web.Request) -> web.Response:
+    async def _give_places(self, request: web.Request) -> web.Response:
         assert self._broadcaster is not None
         transport = request.transport
         try:
-            seat = await self._broadcaster.join(
-                request.match_info["name"], lambda: transport is not None and not transport.is_closing()
+            asked = await request.json()
+            offer = await self._broadcaster.park(
+                int(asked["count"]),
+                str(asked["wire"]),
+                lambda: transport is not None and not transport.is_closing(),
             )
-        except BroadcastClosed as error:
+        except OtherWire as error:
             raise web.HTTPConflict(text=str(error)) from error
-        return web.json_response(asdict(seat))
+        except (ValueError, TypeError, KeyError) as error:
+            raise web.HTTPBadRequest(text=f"this is no server that waits for a broadcast: {error!r}") from error
+        return web.Response(status=204) if offer is None else web.json_response(offer.as_dict())
 
     def _path(self, request: web.Request) -> Path:
         name = request.match_info["name"]
         path = self._directory / name
-        if not self._pattern.fullmatch(name) or not path.is_file():
+        published = self._pattern.fullmatch(name) is not None
+        if published and not path.is_file() and self._will_be_there(name):
+            raise web.HTTPServiceUnavailable(text="it is being written", headers={"Retry-After": "1"})
+        if not published or not path.is_file():
             raise web.HTTPNotFound(text=f"{name} is not, or not any more, among the published files")
         return path
 

@@ -128,11 +128,17 @@ class HubNames:
         """Raises `KeyError` for what the files lack."""
         return self.parts[self.tied.get(name, name)]
 
+    def stored_name(self, name: str) -> str | None:
+        """Of a parameter that the files have whole and in the model's form; None where they have it in parts."""
+        parts = self.parts.get(self.tied.get(name, name))
+        if parts is None:
+            return name
+        return parts.names[0] if parts.renamed_only else None
+
     def split(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """(name in the files, tensor in their form) of a whole parameter. Views of `tensor` where that is possible."""
-        parts = self.parts.get(self.tied.get(name, name))
-        if parts is None or parts.renamed_only:
-            yield (parts.names[0] if parts else name), tensor
+        if (stored := self.stored_name(name)) is not None:
+            yield stored, tensor
             return
         from transformers.core_model_loading import revert_weight_conversion
 

@@ -9,9 +9,9 @@ In Python it is a `Manifest`; through the queue and over HTTP it travels as plai
 
 A full version is one file. A delta has its base in ``base_version`` and the files before its own in ``chain``: a full
 one, then deltas, each on the one before. ``tensors`` always describes the whole tensors. Under ``http`` and
-``collective`` a ``url`` replaces the ``path``; under ``collective``, ``round`` is the URL where servers join the
-version's broadcast. Of a LoRA adapter, ``tensors`` are the adapter's own, and ``adapter`` holds its settings and the
-state of the model folder that it is added to (`lora`).
+``broadcast`` a ``url`` replaces the ``path``; under ``broadcast``, ``round`` is the URL whose last part names the
+version's broadcast, and whose rest is where servers wait for the next one. Of a LoRA adapter, ``tensors`` are the
+adapter's own, and ``adapter`` holds its settings and the state of the model folder that it is added to (`lora`).
 
 A *state* identifies the content of all tensors by their checksums. A reader that holds a state continues after the file
 that leads to it. Version numbers do not suffice: a queue that lost its newest writes assigns them again.
@@ -29,8 +29,8 @@ from typing import Any, Literal, get_args
 
 import xxhash
 
-Transport = Literal["shm", "disk", "http", "collective"]
-SERVED = ("http", "collective")
+Transport = Literal["shm", "disk", "http", "broadcast"]
+SERVED = ("http", "broadcast")
 """Transports under which the trainer serves its files, and manifests have URLs."""
 FILE_NAME = re.compile(r"weights-(\d{8})(?:-e(\d+))?(\.delta)?\.safetensors")
 """A published version's file: version, epoch of the trainer that wrote it, whether it is a delta."""
@@ -104,7 +104,7 @@ class Manifest:
     """Servers keep a host copy: later versions may be deltas on this one."""
     adapter: AdapterSpec | None = None
     broadcast: str = ""
-    """URL where servers join this version's broadcast; empty: there is none."""
+    """``URL/NAME``: this version's broadcast, and where servers wait for the next one; empty: there is none."""
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> Manifest:
@@ -172,6 +172,11 @@ class Manifest:
     def bytes(self) -> int:
         """Length of the version's own file."""
         return self.files[-1].bytes
+
+    @property
+    def broadcast_name(self) -> str:
+        """Of this version's broadcast; empty where it had none."""
+        return self.broadcast.rpartition("/")[2]
 
     @property
     def state(self) -> str:

@@ -116,6 +116,16 @@ class WeightPublisher:
         self._delete_others(version)
         return Manifest(self.transport, (link,), described, adapter=adapter)
 
+    def path_of(self, version: int) -> Path:
+        """The file of a full version."""
+        return self._path(version)
+
+    def adopt(self, version: int, written: Written, tensors: tuple[TensorEntry, ...]) -> Manifest:
+        """The manifest of a full version that another has written under `path_of`, or writes when it is asked for."""
+        self._chain, self._last = [self._link(version, None, written, state_of(tensors))], {}
+        self._delete_others(version)
+        return Manifest(self.transport, tuple(self._chain), tensors)
+
     def close(self) -> None:
         """Delete every version: the run is over."""
         shutil.rmtree(self.directory, ignore_errors=True)

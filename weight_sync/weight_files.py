@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.weight_sync.broadcast import Broadcaster
+from penstock.weight_sync.broadcast_offer import StreamTensor
+from penstock.weight_sync.broadcast_seats import Broadcaster, Sending
+from penstock.weight_sync.broadcast_sender import stream_version
+from penstock.weight_sync.broadcast_source import Superseded, WeightSource
 from penstock.weight_sync.file_format import NamedTensors
 from penstock.weight_sync.manifest import SERVED, ChainFile, Manifest, Transport, WeightsRefused
 from penstock.weight_sync.publisher import WeightPublisher
 
 if TYPE_CHECKING:
     from penstock.weight_sync.http_server import FileServer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unwritten:
+    """A version that was broadcast, and that no server has asked for as a file yet."""
+
+    version: int
+    path: Path
+    source: WeightSource
 
 
 class WeightFiles:
@@ -30,17 +46,26 @@ class WeightFiles:
         full_every: int = 1,
         model: Path | None = None,
     ) -> None:
-        """`token`, `host` and `port` are for transports that serve files; `model`, version 0, is for adapters."""
+        """`token`, `host` and `port` are for transports that serve files; `model`, version 0, is for adapters.
+
+        `full_every`: of what is broadcast, the files of one in so many versions are written at once, those of the
+        others when a server asks for one; under other transports see `WeightPublisher`.
+        """
         self.directory = directory
         self._transport: Transport = transport
         self._full_every, self._model = full_every, model
-        self._broadcaster = Broadcaster(host) if transport == "collective" else None
-        served = transport in SERVED
+        self.broadcaster = Broadcaster(host) if transport == "broadcast" else None
+        self._streamed = 0
+        """Versions so far that were broadcast."""
+        self._unwritten: _Unwritten | None = None
+        self._writing: threading.Thread | None = None
         self._server: FileServer | None = None
-        if served:
+        if transport in SERVED:
             from penstock.weight_sync.http_server import FileServer  # and with it a web framework
 
-            self._server = FileServer(directory, token, host, port, broadcaster=self._broadcaster)
+            self._server = FileServer(
+                directory, token, host, port, broadcaster=self.broadcaster, will_be_there=self._write_on_demand
+            )
         self._publisher: WeightPublisher | None = None
 
     async def open(self, epoch: int = 0) -> None:
@@ -50,7 +75,7 @@ class WeightFiles:
         self._publisher = WeightPublisher(
             self.directory,
             self._transport,
-            full_every=self._full_every,
+            full_every=1 if self.broadcaster else self._full_every,
             base_url=self._server.url if self._server else None,
             model=self._model,
             epoch=epoch,
@@ -68,23 +93,65 @@ class WeightFiles:
     def write_adapter(self, version: int, tensors: NamedTensors, settings: Mapping[str, Any]) -> Manifest:
         """Write `version`, a LoRA adapter of the model. Raises `NoSpace`, `BadAdapter`, `WeightsRefused`."""
         assert self._publisher is not None, "open comes first"
-        return self._publisher.write_adapter(version, tensors, settings)
+        return replace(self._publisher.write_adapter(version, tensors, settings), broadcast=self._meeting("adapter"))
 
-    @property
-    def broadcasts(self) -> bool:
-        return self._broadcaster is not None
+    # broadcasts ------------------------------------------------------------------------------------------------------
+    def begin_broadcast(self, version: int, tensors: Sequence[StreamTensor]) -> Sending:
+        """Places for all servers that wait. From the event loop; `write_broadcast` follows."""
+        assert self.broadcaster is not None, "of the transport broadcast only"
+        return self.broadcaster.open(version, tensors)
 
-    def with_broadcast(self, manifest: Manifest, expected: int) -> Manifest:
-        """The manifest to announce: under ``collective`` with a broadcast to the servers that are expected to be ready.
+    def write_broadcast(self, version: int, source: WeightSource, sending: Sending, expected: int) -> Manifest:
+        """Send `version` and, where it is due or one of the `expected` servers has no place, write its file. Blocks.
 
-        Call it from the event loop, right before the announcement. Without a broadcast where no server is expected and
-        while the version before is still being broadcast: servers download the file then.
+        Raises `NoSpace`, `Superseded`, and `RuntimeError` where a rank of the trainer is gone.
         """
-        if self._broadcaster is None or self._server is None or not expected:
-            return manifest
-        name = self._broadcaster.offer(self._file(manifest.files[-1]), expected)
-        return replace(manifest, broadcast=f"{self._server.url}/rounds/{name}") if name else manifest
+        assert self._publisher is not None, "open comes first"
+        assert self.broadcaster is not None
+        self._unwritten = None
+        path = self._publisher.path_of(version)
+        due = self._streamed % self._full_every == 0 or sending.servers < expected
+        found = stream_version(
+            source, version, path, write=due, bucket_bytes=self.broadcaster.bucket_bytes, sending=sending
+        )
+        self._streamed += 1
+        workers = sending.member.size - 1
+        logger.info("broadcast %s: version %d, %d of %d workers have it", sending.name, version, found.done, workers)
+        manifest = self._publisher.adopt(version, found.written, found.tensors)
+        if not due:
+            self._unwritten = _Unwritten(version, path, source)
+        return replace(manifest, broadcast=self._meeting(sending.name))
 
+    def _meeting(self, name: str) -> str:
+        """Where servers wait for the next broadcast, and the name of this one."""
+        return f"{self._server.url}/broadcasts/{name}" if self._server and self.broadcaster else ""
+
+    def _write_on_demand(self, name: str) -> bool:
+        """Whether the file of that name, which is not there, will be: its version's bytes are here. From one thread."""
+        wanted = self._unwritten
+        if wanted is None or wanted.path.name != name:
+            return False
+        if self._writing is None or not self._writing.is_alive():
+            self._writing = threading.Thread(
+                target=self._write_file, args=[wanted], name="weights asked for", daemon=True
+            )
+            self._writing.start()
+        return True
+
+    def _write_file(self, wanted: _Unwritten) -> None:
+        assert self.broadcaster is not None
+        bucket_bytes = self.broadcaster.bucket_bytes
+        try:
+            stream_version(wanted.source, wanted.version, wanted.path, write=True, bucket_bytes=bucket_bytes)
+        except Superseded:
+            logger.info("version %d is not written: a newer one is on its way", wanted.version)
+        except (OSError, RuntimeError) as error:
+            logger.error("version %d cannot be written for a server that asked: %s", wanted.version, error)
+        finally:
+            if self._unwritten is wanted:
+                self._unwritten = None
+
+    # what is announced -----------------------------------------------------------------------------------------------
     def offers(self, announced: Mapping[str, Any]) -> bool:
         """Whether a server that joins late could load the announced version: its files are there, where it says."""
         manifest = _parsed(announced)
@@ -98,10 +165,16 @@ class WeightFiles:
         if not all(self._file(file).is_file() for file in manifest.files):
             return None
         files = tuple(replace(file, place=self._place(file)) for file in manifest.files)
-        return replace(manifest, transport=self._transport, files=files, broadcast="")
+        return replace(
+            manifest, transport=self._transport, files=files, broadcast=self._meeting(manifest.broadcast_name)
+        )
 
     def _offers(self, manifest: Manifest) -> bool:
-        return all(self._file(file).is_file() and file.place == self._place(file) for file in manifest.files)
+        return all(self._is_here(file) and file.place == self._place(file) for file in manifest.files)
+
+    def _is_here(self, file: ChainFile) -> bool:
+        unwritten = self._unwritten
+        return self._file(file).is_file() or (unwritten is not None and unwritten.path.name == file.name)
 
     def _file(self, file: ChainFile) -> Path:
         return self.directory / file.name

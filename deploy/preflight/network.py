@@ -42,7 +42,7 @@ def check_ports(config: RunConfig) -> Iterator[Check]:
     if rollout.servers:
         ports = range(rollout.port, rollout.port + servers) if rollout.port else [0]
         yield _listened("rollout", rollout.host, ports, "host", "port")
-    if rollout.weight_transport in ("http", "collective"):
+    if rollout.weight_transport in ("http", "broadcast"):
         yield _listened("rollout", rollout.weights_host, [rollout.weights_port], "weights_host", "weights_port")
     if page.enabled:
         yield _listened("dashboard", page.host, [page.port], "host", "port")
@@ -81,7 +81,7 @@ def check_advertised(config: RunConfig) -> Iterator[Check]:
         yield _own_name()
     if rollout.servers or not config.transfer_queue.url:
         return
-    if rollout.weight_transport in ("http", "collective") and is_loopback(rollout.weights_host):
+    if rollout.weight_transport in ("http", "broadcast") and is_loopback(rollout.weights_host):
         yield Check(
             "rollout.weights_host",
             False,
@@ -213,7 +213,7 @@ async def _skew(connection: Connection) -> tuple[float, float]:
 
 PULL_S = 30.0
 """POST /weights answers after 10 s at most."""
-SERVED = ("http", "collective")
+SERVED = ("http", "broadcast")
 UNREACHED = (aiohttp.ClientError, TimeoutError)
 
 

@@ -30,11 +30,13 @@ from penstock.rollout_server.engines.checkpoint import fetch_model, start_deadli
 from penstock.rollout_server.engines.server_process import Child
 from penstock.rollout_server.pictures import read_pictures
 from penstock.rollout_server.protocol import Chunk, EngineError, EngineInfo, GenerateRequest, Sampling, fit_request
-from penstock.weight_sync import LoadReport, Manifest, WeightsRefused
+from penstock.weight_sync import LoadReport, Manifest, Offer, WeightsRefused, WeightsUnreachable
 
 LINE_LIMIT_BYTES = 256 << 20
 PING_S = 10.0
 LOAD_S = 300.0
+STAGE_S = 30.0
+"""Beside a broadcast's own deadline."""
 STOP_S = 5.0
 LAST_WORDS_S = 1.0
 """From the end of the connection to the end of the process."""
@@ -248,9 +250,23 @@ class HFEngine:
         """See `Engine.load_weights`; one at a time."""
         async with self._one_load_at_a_time:
             reply = await self._call("load", LOAD_S, manifest=manifest.as_dict())
+        if "lost" in reply:
+            raise WeightsUnreachable(reply["lost"])
         if reply["refused"] is not None:
             raise WeightsRefused(reply["refused"])
         return LoadReport(**reply["report"])
+
+    @property
+    def weight_workers(self) -> int:
+        """See `StagingEngine`: one process has the model."""
+        return 1
+
+    async def stage_weights(self, offer: Offer) -> str:
+        """See `StagingEngine`."""
+        reply = await self._call("stage", offer.deadline_s + STAGE_S, offer=offer.as_dict())
+        if "lost" in reply:
+            raise WeightsUnreachable(reply["lost"])
+        return str(reply["state"])
 
     async def healthy(self) -> bool:
         """The process lives and its event loop answers within `PING_S`."""

@@ -4,14 +4,16 @@ The connection is an inherited socket pair: no other process can reach the engin
 a killed sidecar leaves no engine behind. One JSON object per line, both ways:
 
     in   {"op": "generate", "id", "token_ids", "sampling", "images"} · {"op": "abort", "id"}
-         {"op": "load", "call", "manifest"} · {"op": "ping", "call"}
+         {"op": "load", "call", "manifest"} · {"op": "stage", "call", "offer"} · {"op": "ping", "call"}
     out  {"event": "ready", "info"} · {"event": "tokens", "answers": [[id, chunk], …], "errors": [[id, message], …]}
-         {"event": "reply", "call", "report" | "refused"} · {"event": "reply", "call", "steps", "in_flight", …}
+         {"event": "reply", "call", "report" | "refused" | "lost"} · {"event": "reply", "call", "steps", "in_flight", …}
+         {"event": "reply", "call", "state" | "lost"}   of `stage`: what was received by a broadcast
 
 Tokens of all requests are sent together every `TICK_S`, those of a finished request at once: a line per token and
 request would cost more than sampling them.
 
-New weights are copied into the model in place, tensor by tensor, and checked before and after.
+New weights are copied into the model in place, tensor by tensor, and checked before and after. They come from files, or
+from a broadcast that a thread receives beside the decoding.
 """
 
 from __future__ import annotations
@@ -47,9 +49,12 @@ with uncollected():
         HubNames,
         LoadReport,
         Manifest,
+        Offer,
+        StagedWeights,
         UnmappedTensors,
         WeightReader,
         WeightsRefused,
+        WeightsUnreachable,
         checksum,
         dtype_name,
     )
@@ -129,9 +134,10 @@ class HFServer:
         self.model = kind.from_pretrained(model_path, dtype=dtype, attn_implementation="sdpa").eval()
         self._finished, self._loop = asyncio.Event(), asyncio.get_running_loop()
         self._names = _names_of(self.model, model_path)
-        self._weights = WeightReader()
+        self._weights, self._staged = WeightReader(), StagedWeights()
         self.batcher = self._batcher(model_path, seed)
         self._loading: asyncio.Task[None] | None = None
+        self._staging: asyncio.Task[None] | None = None
 
     def _batcher(self, model_path: str, seed: int) -> Batcher | VisionBatcher:
         if self._sees:
@@ -173,6 +179,8 @@ class HFServer:
                     self.batcher.cancel(message["id"])
                 case "load":
                     self._loading = asyncio.create_task(self._load(message["call"], message["manifest"]))
+                case "stage":
+                    self._staging = asyncio.create_task(self._stage(message["call"], message["offer"]))
                 case "ping":
                     self._send({"event": "reply", "call": message["call"], **self._figures()})
 
@@ -210,6 +218,8 @@ class HFServer:
             report = await asyncio.to_thread(self._load_blocking, Manifest.parse(manifest))
         except WeightsRefused as error:
             self._send({"event": "reply", "call": call, "refused": str(error)})
+        except WeightsUnreachable as error:
+            self._send({"event": "reply", "call": call, "lost": str(error)})
         except Exception:
             # The model may hold half of the version: no token may be sampled from it.
             logger.exception("the weights were not loaded; the engine ends")
@@ -217,13 +227,26 @@ class HFServer:
         else:
             self._send({"event": "reply", "call": call, "refused": None, "report": report.model_dump()})
 
+    async def _stage(self, call: int, offer: Mapping[str, Any]) -> None:
+        try:
+            state = await asyncio.to_thread(self._staged.receive, Offer.parse(offer))
+        except (WeightsUnreachable, ValueError) as error:
+            self._send({"event": "reply", "call": call, "lost": str(error)})
+        else:
+            self._send({"event": "reply", "call": call, "state": state})
+
     def _load_blocking(self, manifest: Manifest) -> LoadReport:
         """fetch and verify (decoding continues) → pause → copy, verify what the model holds, version → resume."""
         started = time.perf_counter()
-        host = self._weights.read(manifest)
-        copies = plan_copies(self.model, manifest, self._names.joined(host) if self._names else host)
-        fetch_s = time.perf_counter() - started
-        pause_s, load_s, in_flight = self.batcher.swap(lambda: _run(copies), manifest.version)
+        # What a sidecar has fetched is a file, whatever it was announced as.
+        source = self._staged.take if manifest.transport == "broadcast" else self._weights.read
+        try:
+            tensors = source(manifest)
+            copies = plan_copies(self.model, manifest, self._names.joined(tensors) if self._names else tensors)
+            fetch_s = time.perf_counter() - started
+            pause_s, load_s, in_flight = self.batcher.swap(lambda: _run(copies), manifest.version)
+        finally:
+            self._staged.give_back()
         return LoadReport(
             version=self.batcher.sampler.version, fetch_s=fetch_s, pause_s=pause_s, load_s=load_s, in_flight=in_flight
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import vocab_size
-from penstock.rollout_server.engines.http_stream import AnswerStream, refusal
+from penstock.rollout_server.engines.http_stream import refusal
 from penstock.rollout_server.protocol import (
     Chunk,
     EngineError,
@@ -72,16 +72,12 @@ class ServedEngine:
             await self._http.close()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
-        if self._served.get("owned_by") == OURS:
-            async for chunk in self._ours(request):
-                yield chunk
-            return
-        stream = ServedStream(self._session, self._body(request))
-        try:
-            async for chunk in stream.chunks(self._config.request_timeout_s):
-                yield chunk
-        finally:
-            await stream.close()
+        ended = False
+        async for chunk in self._ours(request) if self._served.get("owned_by") == OURS else self._theirs(request):
+            ended = chunk.finish_reason is not None
+            yield chunk
+        if not ended:
+            raise EngineError(f"{self._url} broke off the answer")
 
     async def load_weights(self, manifest: Manifest) -> LoadReport:
         raise WeightsRefused(f"version {manifest.version}: a served model keeps its own weights")
@@ -149,33 +145,45 @@ class ServedEngine:
 
     async def _ours(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
         """Raises `EngineError`."""
+        async for line in self._lines("generate", request.model_dump(mode="json")):
+            if line.strip():
+                yield _chunk(self._url, line)
+
+    async def _theirs(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
+        """Raises `EngineError`."""
+        async for line in self._lines("v1/completions", self._body(request)):
+            if line.startswith(b"data: {"):
+                for chunk in _chunks_of(self._url, json.loads(line[6:])):
+                    yield chunk
+
+    async def _lines(self, path: str, body: dict[str, Any]) -> AsyncGenerator[bytes]:
+        """Of the streamed answer. Raises `EngineError`."""
         limit = aiohttp.ClientTimeout(self._config.request_timeout_s)
         try:
-            async with self._session.post("generate", json=request.model_dump(mode="json"), timeout=limit) as response:
+            async with self._session.post(path, json=body, timeout=limit) as response:
                 if response.status != 200:
                     raise refusal(self._url, response.status, await response.read())
                 async for line in response.content:
-                    if line.strip():
-                        yield _chunk(self._url, line)
+                    yield line
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise EngineError(f"{self._url}/generate broke off: {error!r}") from error
+            raise EngineError(f"{self._url}/{path} broke off: {error!r}") from error
 
 
-class ServedStream(AnswerStream):
-    """One answer of a server of completions."""
-
-    engine = "the served model"
-    path = "v1/completions"
-
-    def _receive(self, event: dict[str, Any]) -> None:
-        for choice in event.get("choices", ()):
-            logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
-            self._add(choice.get("token_ids") or [], logprobs, 0)
-            reason = choice.get("finish_reason")
-            if reason is not None:
-                if reason not in _FINISH:
-                    raise EngineError(f"{self.engine} ended the answer with {reason!r}")
-                self._end(_FINISH[reason], None)
+def _chunks_of(url: str, event: dict[str, Any]) -> Iterator[Chunk]:
+    """Of one event of a server of completions. Raises `EngineError`."""
+    if error := event.get("error"):
+        raise EngineError(f"{url}: {error.get('message', error)}")
+    for choice in event.get("choices", ()):
+        token_ids, reason = choice.get("token_ids") or [], choice.get("finish_reason")
+        logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+        if len(token_ids) != len(logprobs):
+            raise EngineError(f"{url} sent {len(token_ids)} tokens with {len(logprobs)} logprobs")
+        if reason is not None and reason not in _FINISH:
+            raise EngineError(f"{url} ended the answer with {reason!r}")
+        if token_ids or reason is not None:
+            spans = [(0, 0, len(token_ids))] if token_ids else []
+            finish = None if reason is None else _FINISH[reason]
+            yield Chunk(token_ids=token_ids, logprobs=logprobs, version_spans=spans, finish_reason=finish)
 
 
 def _chunk(url: str, line: bytes) -> Chunk:

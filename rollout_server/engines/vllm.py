@@ -33,9 +33,9 @@ from penstock.rollout_server.engines.server_process import (
     flag_words,
     inherited_environment,
 )
-from penstock.rollout_server.engines.vllm_plugin import BACKEND, REFUSED
+from penstock.rollout_server.engines.vllm_plugin import BACKEND, LOST, REFUSED
 from penstock.rollout_server.protocol import BadRequest, EngineError, FinishReason, GenerateRequest, Sampling
-from penstock.weight_sync import Manifest, WeightsRefused
+from penstock.weight_sync import Manifest, Offer, WeightsRefused, WeightsUnreachable
 
 MODEL_NAME = "policy"
 KEEP_ALIVE_S = 60
@@ -58,6 +58,8 @@ print(json.dumps({"versions": versions, "plugin": "penstock_weights" in plugins}
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "stop"}
 MAX_TEMPERATURE = 2.0
 READ_POLL_S = 0.01
+STAGE_S = 30.0
+"""Beside a broadcast's own deadline."""
 PAUSES = {
     "keep": "mode=keep&clear_cache=false",
     "recompute": "mode=keep&clear_cache=true",
@@ -182,13 +184,13 @@ class VLLMWeights(HttpWeights[Manifest]):
     version_path = "/weight_info"
     verifies_late = True
     """Comparing every parameter would take longer than loading them."""
-    _world_size = 1
+    world_size = 1
     _compared = Path()
     """Where the workers say how they found what they hold since the last load."""
 
     async def _look(self) -> list[str]:
         await self.server.call("POST", "/update_weight_version", {"new_version": "0"})
-        self._world_size = int((await self.server.call("GET", "/get_world_size"))["world_size"])
+        self.world_size = int((await self.server.call("GET", "/get_world_size"))["world_size"])
         return []
 
     @asynccontextmanager
@@ -200,13 +202,40 @@ class VLLMWeights(HttpWeights[Manifest]):
         try:
             await self._update(manifest, "fetch", report=str(report))
             if refusal := await self._until_said(report, "read the weights"):
-                raise WeightsRefused(refusal)
-        except WeightsRefused:
+                raise WeightsUnreachable(refusal) if refusal.startswith(LOST) else WeightsRefused(refusal)
+        except (WeightsRefused, WeightsUnreachable):
             await self.server.call("POST", "/finish_weight_update")  # ends the session, without a label
             raise
         finally:
             shutil.rmtree(report, ignore_errors=True)
         yield manifest
+
+    async def stage(self, offer: Offer) -> str:
+        """Let all workers receive a broadcast. See `StagingEngine.stage_weights`."""
+        report = self._folder("staged-")
+        info = {"manifest": {}, "phase": "stage", "report": str(report), "offer": offer.as_dict()}
+        try:
+            async with self._one_at_a_time:
+                await self.server.call("POST", "/start_weight_update")
+                await self.server.call("POST", "/update_weights", {"update_info": info})
+                await self.server.call("POST", "/finish_weight_update")  # without a label
+            return await self._until_staged(offer, report)
+        finally:
+            shutil.rmtree(report, ignore_errors=True)
+
+    async def _until_staged(self, offer: Offer, report: Path) -> str:
+        """The state that every worker holds. Raises `WeightsUnreachable` where not all hold one, `EngineError`."""
+        deadline = time.monotonic() + offer.deadline_s + STAGE_S
+        while len(said := _said(report)) < self.world_size:
+            if not self.server.alive:
+                raise EngineError(f"vLLM's workers did not receive a broadcast; {self.server.cause()}")
+            if time.monotonic() > deadline or any(text.startswith(LOST) for text in said):
+                break
+            await asyncio.sleep(READ_POLL_S)
+        if len(said) < self.world_size or len(set(said)) > 1 or said[0].startswith(LOST):
+            cause = next((text for text in said if text.startswith(LOST)), f"{len(said)} workers received it")
+            raise WeightsUnreachable(f"version {offer.version}: {cause}")
+        return said[0]
 
     def _folder(self, prefix: str) -> Path:
         return Path(tempfile.mkdtemp(prefix=prefix, dir=self.server.folder))
@@ -216,7 +245,7 @@ class VLLMWeights(HttpWeights[Manifest]):
         deadline = time.monotonic() + self.config.start_timeout_s
         while True:
             said = _said(report)
-            if any(said) or len(said) >= self._world_size:
+            if any(said) or len(said) >= self.world_size:
                 return next(filter(None, said), "")
             if not self.server.alive or time.monotonic() > deadline:
                 raise EngineError(f"vLLM's workers did not {what}; {self.server.cause()}")
@@ -233,7 +262,7 @@ class VLLMWeights(HttpWeights[Manifest]):
             shutil.rmtree(self._compared, ignore_errors=True)
             # Of several ranks one may have refused what the others loaded: then the server must end.
             _, refused, reason = str(error).partition(REFUSED)
-            if refused and self._world_size == 1:
+            if refused and self.world_size == 1:
                 raise WeightsRefused(reason) from error
             raise
         await self.server.call("POST", "/finish_weight_update", {"weight_version": str(version)})
@@ -265,6 +294,7 @@ class VLLMEngine(HttpEngine):
 
     server_class = VLLMServer
     weights_class = VLLMWeights
+    weights: VLLMWeights
     health_path = "/health"
     routes = (
         VLLMStream.path,
@@ -277,6 +307,16 @@ class VLLMEngine(HttpEngine):
         "/weight_info",
         "/get_world_size",
     )
+
+    @property
+    def weight_workers(self) -> int:
+        """See `StagingEngine`."""
+        return self.weights.world_size
+
+    async def stage_weights(self, offer: Offer) -> str:
+        """See `StagingEngine`."""
+        self._check_running()
+        return await self.weights.stage(offer)
 
     async def _try_out(self) -> list[str]:
         body = self._body(GenerateRequest(token_ids=[0], sampling=Sampling(max_new_tokens=1))) | {"stream": False}

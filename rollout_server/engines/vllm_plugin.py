@@ -9,6 +9,8 @@ import contextlib
 
 BACKEND = "penstock"
 """What ``--weight-transfer-config '{"backend": …}'`` names."""
+LOST = "lost: "
+"""Begins what a worker says of a broadcast that it did not receive, or does not hold any more."""
 REFUSED = "the weights are refused: "
 """vLLM hands on the text of a worker's exception, not its type: with this in it nothing was touched."""
 

@@ -1,4 +1,4 @@
-"""Runs INSIDE vLLM's workers: takes a version of the weights from safetensors files, all of it or nothing.
+"""Runs INSIDE vLLM's workers: takes a version of the weights from files or a broadcast, all of it or nothing.
 
 One update is one session of vLLM's weight-transfer routes, driven by `VLLMWeights`:
 
@@ -12,6 +12,12 @@ One update is one session of vLLM's weight-transfer routes, driven by `VLLMWeigh
     /finish_weight_update {"weight_version": …}      the label
     /resume                                          the thread compares what the layers hold with that copy; the
                                                      verdict is a file in the folder `report` of that call
+
+A broadcast is received before its version is announced, in a session that loads nothing; the fetch above then finds the
+tensors in this worker's memory:
+
+    /update_weights {"phase": "stage", offer…}       a thread receives; the call returns, decoding continues
+                                                     the state that came is a file in the folder `report`
 
 vLLM's layer-wise reload replaces parameters by placeholders as soon as it begins, so it begins only after every byte
 was verified: a refused version leaves the old weights as they were. Each worker loads full tensors through the model's
@@ -41,8 +47,16 @@ from vllm.platforms import current_platform
 
 from penstock.common import write_atomically
 from penstock.rollout_server.engines.verify_loaded import compare_held
-from penstock.rollout_server.engines.vllm_plugin import REFUSED
-from penstock.weight_sync import Manifest, NodeReader, VersionMemory, WeightsRefused
+from penstock.rollout_server.engines.vllm_plugin import LOST, REFUSED
+from penstock.weight_sync import (
+    Manifest,
+    NodeReader,
+    Offer,
+    StagedWeights,
+    VersionMemory,
+    WeightsRefused,
+    WeightsUnreachable,
+)
 
 Tensors = Mapping[str, torch.Tensor]
 _OUTPUT_HEAD = "lm_head.weight"
@@ -61,15 +75,17 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
 
     manifest: dict[str, Any]
     """`Manifest.as_dict`, with a path."""
-    phase: Literal["fetch", "load"]
+    phase: Literal["fetch", "load", "stage"]
     report: str = ""
     """Folder in which each worker says, by a file of its process number, how its reading (of the phase ``fetch``) or
     its comparison (of ``load``) ended: what is wrong, or nothing. vLLM's routes have no answer that could say it while
     decoding continues."""
+    offer: dict[str, Any] | None = None
+    """`Offer.as_dict`, of the phase ``stage``."""
 
 
 class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
-    """vLLM's side of the ``shm`` and ``disk`` transports. vLLM calls it from one thread."""
+    """vLLM's side of all transports. vLLM calls it from one thread."""
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
@@ -78,8 +94,9 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="weights")
-        self._weights = NodeReader()
-        self._fetched: tuple[Manifest, Future[VersionMemory]] | None = None
+        self._receiver = ThreadPoolExecutor(1, thread_name_prefix="broadcast")
+        self._weights, self._staged = NodeReader(), StagedWeights()
+        self._fetched: tuple[Manifest, Future[Tensors]] | None = None
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         """Files need no rendezvous."""
@@ -96,6 +113,9 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         """Fetch or load. Raises `WeightsRefused` before anything is touched where the bytes do not verify."""
+        if update_info.phase == "stage":
+            self._receiver.submit(self._stage, Offer.parse(update_info.offer), Path(update_info.report))
+            return
         manifest = Manifest.parse(update_info.manifest)
         if update_info.phase == "fetch":
             self._fetch(manifest, update_info.report)
@@ -109,26 +129,42 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         """vLLM ends the worker."""
         self._reader.shutdown(wait=False, cancel_futures=True)
         self._weights.close()
+        self._receiver.shutdown(wait=False, cancel_futures=True)
 
-    def _fetch(self, manifest: Manifest, report: str = "") -> Future[VersionMemory]:
+    def _stage(self, offer: Offer, report: Path) -> None:
+        said = f"{LOST}this worker could not receive"
+        try:
+            said = self._staged.receive(offer, self.parallel_config.rank)
+        except WeightsUnreachable as error:
+            said = f"{LOST}{error}"
+        finally:
+            _say(report, said)
+
+    def _fetch(self, manifest: Manifest, report: str = "") -> Future[Tensors]:
         future = self._reader.submit(self._read, manifest, report)
         self._fetched = (manifest, future)
         return future
 
-    def _read(self, manifest: Manifest, report: str) -> VersionMemory:
+    def _read(self, manifest: Manifest, report: str) -> Tensors:
         refused = ""
         try:
+            # What a sidecar has fetched is a file, whatever it was announced as.
+            if manifest.transport == "broadcast":
+                return self._staged.take(manifest)
             memory = self._weights.read(manifest)
             memory.map_all()
             return memory
         except WeightsRefused as error:
             refused = str(error)
             raise
+        except WeightsUnreachable as error:
+            refused = f"{LOST}{error}"
+            raise
         finally:
             if report:
                 _say(Path(report), refused)
 
-    def _take_fetched(self, manifest: Manifest) -> VersionMemory:
+    def _take_fetched(self, manifest: Manifest) -> Tensors:
         fetched, future = self._fetched or (None, None)
         if future is None or fetched != manifest:
             future = self._fetch(manifest)
@@ -138,7 +174,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         except WeightsRefused as error:
             raise WeightsRefused(REFUSED + str(error)) from error
 
-    def _load(self, version: int, tensors: VersionMemory, report: str) -> None:
+    def _load(self, version: int, tensors: Tensors, report: str) -> None:
         initialize_layerwise_reload(self.model)
         self.model.load_weights(self._without_tied_head(tensors))
         finalize_layerwise_reload(self.model, self.model_config)
@@ -147,12 +183,13 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         # After the fetch, before the next one: nobody changes `tensors` or the parameters meanwhile.
         self._reader.submit(self._compare, version, tensors, report)
 
-    def _compare(self, version: int, tensors: VersionMemory, report: str) -> None:
+    def _compare(self, version: int, tensors: Tensors, report: str) -> None:
         try:
             say_what_differs(self.model, version, tensors, report)
         finally:
-            tensors.unmap()
-            self._weights.done()
+            if isinstance(tensors, VersionMemory):
+                tensors.unmap()
+                self._weights.done()
 
     def _without_tied_head(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         # One parameter under two names: loaded twice it would count twice, and its layer would be complete too early.

@@ -8,7 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.rollout_server.conftest import TOKEN, RunningServer, StubQueue, rollout_server
+from tests.broadcasting import broadcasting
+from tests.rollout_server.conftest import TOKEN, RunningServer, StubQueue, rollout_server, small_config
 
 from penstock.rollout_server import FakeEngine
 from penstock.transfer_queue import Announcement
@@ -16,7 +17,7 @@ from penstock.weight_sync import LoadReport, Manifest
 
 torch = pytest.importorskip("torch")
 
-from penstock.weight_sync import Broadcaster, FileServer, WeightPublisher, WeightReader
+from penstock.weight_sync import FileServer, Offer, StagedWeights, WeightPublisher, WeightReader
 
 pytestmark = pytest.mark.torch
 
@@ -32,6 +33,28 @@ class ReadingEngine(FakeEngine):
     async def load_weights(self, manifest: Manifest) -> LoadReport:
         assert manifest.transport == "shm"
         self.held = await asyncio.to_thread(self.reader.read, manifest)
+        return await super().load_weights(manifest)
+
+
+class StagingFake(FakeEngine):
+    """A fake engine that receives broadcasts too."""
+
+    weight_workers = 1
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.reader, self.staged = WeightReader(), StagedWeights()
+        self.held: dict[str, Any] = {}
+        self.by_broadcast: list[int] = []
+
+    async def stage_weights(self, offer: Offer) -> str:
+        return await asyncio.to_thread(self.staged.receive, offer)
+
+    async def load_weights(self, manifest: Manifest) -> LoadReport:
+        staged = manifest.transport == "broadcast"
+        self.held = await asyncio.to_thread(self.staged.take if staged else self.reader.read, manifest)
+        if staged:
+            self.by_broadcast.append(manifest.version)
         return await super().load_weights(manifest)
 
 
@@ -99,30 +122,46 @@ async def test_a_server_that_missed_links_of_a_chain_takes_what_it_needs(tmp_pat
         assert torch.equal(server.engine.held["w"], weights)
 
 
-async def test_servers_take_part_in_a_round_and_hand_on_what_they_have(tmp_path: Path) -> None:
-    queue, rounds = StubQueue(), Broadcaster(window_s=20)
-    files = FileServer(tmp_path / "published", TOKEN, broadcaster=rounds)
-    await files.start()
-    publisher = WeightPublisher(files._directory, "collective", full_every=3, base_url=files.url)
-    weights = torch.arange(1000.0)
-    async with (
-        rollout_server(queue, tmp_path, new_engine=ReadingEngine, name="a") as first,
-        rollout_server(queue, tmp_path, new_engine=ReadingEngine, name="b") as second,
-    ):
-        for version in range(1, 5):
-            weights[version] = -1
-            manifest = publisher.write(version, {"w": weights}.items())
-            name = rounds.offer(files._directory / manifest.files[-1].name, 2)
-            queue.announced = Announcement(version, manifest.as_dict() | {"round": f"{files.url}/rounds/{name}"})
-            for server in (first, second):
-                await server.until(lambda server=server, version=version: server.engine.version == version)
-                assert torch.equal(server.engine.held["w"], weights)
-            await rounds.settle()
-            assert rounds.last == (2, 2)
-        async with rollout_server(queue, tmp_path, new_engine=ReadingEngine, name="late") as late:
-            await late.until(lambda: late.engine.version == 4)
-            assert torch.equal(late.engine.held["w"], weights)
-    await files.stop()
+async def test_servers_receive_broadcasts_and_hand_on_what_came_as_a_file(tmp_path: Path) -> None:
+    queue = StubQueue()
+    config = small_config(engine="hf", weight_transport="broadcast")
+    async with broadcasting(tmp_path / "published", token=TOKEN, full_every=2) as trainer:
+        # The first announcement says where servers wait; its version is a file.
+        queue.announced = Announcement(1, (await trainer.publish(1, {"w": torch.arange(1000.0)}, members=0)).as_dict())
+        async with (
+            rollout_server(queue, tmp_path, new_engine=StagingFake, name="a", config=config) as first,
+            rollout_server(queue, tmp_path, new_engine=StagingFake, name="b", config=config) as second,
+        ):
+            for version in range(1, 6):
+                weights = torch.arange(1000.0) + version - 1
+                if version > 1:
+                    manifest = await trainer.publish(version, {"w": weights}, members=2)
+                    queue.announced = Announcement(version, manifest.as_dict())
+                for server in (first, second):
+                    await server.until(lambda server=server, version=version: server.engine.version == version)
+                    assert torch.equal(server.engine.held["w"], weights)
+            assert [server.engine.by_broadcast for server in (first, second)] == [[2, 3, 4, 5]] * 2
+            async with rollout_server(queue, tmp_path, new_engine=StagingFake, name="late", config=config) as late:
+                await late.until(lambda: late.engine.version == 5)
+                assert torch.equal(late.engine.held["w"], weights)
+                assert late.engine.by_broadcast == []
+
+
+async def test_engine_that_lost_what_it_received_takes_the_file(tmp_path: Path) -> None:
+    queue = StubQueue()
+    config = small_config(engine="hf", weight_transport="broadcast")
+    async with broadcasting(tmp_path / "published", token=TOKEN, full_every=5) as trainer:
+        queue.announced = Announcement(1, (await trainer.publish(1, {"w": torch.zeros(9)}, members=0)).as_dict())
+        async with rollout_server(queue, tmp_path, new_engine=StagingFake, config=config) as server:
+            manifest = await trainer.publish(2, {"w": torch.ones(9)}, members=1)
+            while not server.engine.staged._staged:
+                await asyncio.sleep(0.01)
+            server.engine.staged._staged = None
+            queue.announced = Announcement(2, manifest.as_dict())
+            await server.until(lambda: server.engine.version == 2)
+            assert torch.equal(server.engine.held["w"], torch.ones(9))
+            assert server.engine.by_broadcast == []
+            assert (await health(server))["ok"]
 
 
 async def test_a_trainer_that_is_away_is_waited_for_and_old_weights_serve(tmp_path: Path) -> None:

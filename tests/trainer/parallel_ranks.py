@@ -28,6 +28,7 @@ from trainer_support import make_trajectory
 from penstock.trainer import CheckpointStore, Learner, Ranks, TrainerConfig, make_step_batch, share_of
 from penstock.trainer.engines.fsdp import FSDPEngine, mesh_of
 from penstock.transfer_queue import Batch, DataCursor
+from penstock.weight_sync import WeightSource, whole_shards
 
 GROUPS, MEMBERS = 4, 3
 
@@ -66,10 +67,27 @@ def leave(
 ) -> None:
     engine.begin_save(store.unfinished(done)).result(timeout=60)
     weights = {name: tensor.contiguous() for name, tensor in engine.weights(torch.float32)}
+    if engine.adapter_settings is None:
+        check_stream(engine, ranks, weights)
     if ranks.is_rank0:
         store.seal(done, DataCursor(), ranks.world, {})
         save_file(weights, folder / f"weights_{done}.safetensors")
         (folder / f"metrics_{done}.json").write_text(json.dumps(lines))
+
+
+def check_stream(engine: FSDPEngine, ranks: Ranks, weights: Mapping[str, torch.Tensor]) -> None:
+    """What rank 0 fetches from the ranks, whatever the bucket, is what it gathers; a replaced version is not mixed."""
+    source = WeightSource.open(ranks.rank, ranks.world, ranks.timeout)
+    own = engine.local_shards(torch.bfloat16)
+    assert (own is None) == (ranks.layout.tensor > 1)
+    source.take(1, whole_shards(engine.weights(torch.bfloat16), ranks.world) if own is None else own)
+    if ranks.is_rank0:
+        for bucket_bytes in (1000, 7777, 1 << 20):
+            stream = torch.cat([bucket.clone() for bucket in source.buckets(1, bucket_bytes)])
+            for tensor, piece in zip(source.tensors, stream.split([t.nbytes for t in source.tensors]), strict=True):
+                assert torch.equal(piece.view(torch.bfloat16).view(tensor.shape), weights[tensor.name].bfloat16())
+        assert sorted(tensor.name for tensor in source.tensors) == sorted(weights)
+    source.close()
 
 
 def write_threads(folder: Path) -> None:

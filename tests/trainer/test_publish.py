@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.broadcasting import StagedServer
 
 torch = pytest.importorskip("torch")
 
+from penstock.common import cancel_and_wait
 from penstock.trainer import (
     Publisher,
     PublishTimeout,
@@ -23,7 +25,7 @@ from penstock.trainer import (
     TrainJob,
 )
 from penstock.transfer_queue import Announcement, AnnouncementMark, Limits, RunContext, ServerInfo, TrainerFenced
-from penstock.weight_sync import Downloader, Manifest, NoSpace, WeightFiles, read_verified
+from penstock.weight_sync import Manifest, NoSpace, Shard, WeightFiles, read_verified
 
 pytestmark = pytest.mark.torch
 TOKEN = "the-token-of-this-run"
@@ -75,6 +77,9 @@ class OneTensor:
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         yield "w", self.value.to(dtype, copy=True)
 
+    def local_shards(self, dtype: torch.dtype) -> list[Shard]:
+        return [Shard("w", (1000,), dtype, (1000 * dtype.itemsize,), self.value)]
+
 
 class Setting:
     def __init__(self, job: TrainJob, queue: VersionQueue, publisher: Publisher, engine: OneTensor) -> None:
@@ -90,11 +95,12 @@ async def open_setting(tmp_path: Path, ranks: Ranks) -> AsyncIterator[Callable[.
     in_torch = TorchThread(1)
     opened: list[Setting] = []
 
-    async def open_one(transport: str = "shm") -> Setting:
+    async def open_one(transport: str = "shm", full_every: int = 1) -> Setting:
         queue, engine = VersionQueue(), OneTensor()
         job = TrainJob(
             RunContext(queue, "", TOKEN), TrainerConfig(), Limits(2, 1, 0), run_dir=tmp_path,  # type: ignore[arg-type]
             weights_dir=tmp_path / "weights", train_data="", transport=transport,  # type: ignore[arg-type]
+            weights_full_every=full_every,
         )  # fmt: skip
         setting = Setting(job, queue, Publisher(job, engine, ranks, in_torch), engine)  # type: ignore[arg-type]
         opened.append(setting)
@@ -211,23 +217,48 @@ async def test_publish_write_that_hangs_is_ended(
     assert setting.queue.announced == []
 
 
-async def test_a_round_is_offered_to_the_servers_that_are_ready(
+async def test_broadcast_goes_to_servers_that_wait_and_the_file_to_others(
     open_setting: Callable[..., Any], tmp_path: Path
 ) -> None:
-    setting = await open_setting("collective")
-    setting.publisher._files._broadcaster._window_s = 20  # it ends as soon as the one that is ready has asked
+    setting = await open_setting("broadcast", full_every=9)
     await setting.step(1)
     await setting.publisher.settle()
-    assert "round" not in setting.queue.announced[0].manifest, "nobody is there"
-    setting.queue.registered = [
-        ServerInfo("s0", "http://a", 1),
-        ServerInfo("s1", "http://b", 1, accepting=False),
-    ]
+    first = Manifest.parse(setting.queue.announced[0].manifest)
+    ready, late = StagedServer(tmp_path / "ready"), StagedServer(tmp_path / "late")
+    assert (await ready.receive(first))["w"][0] == 1
+    running = asyncio.create_task(ready.member.run(ready, lambda: first.broadcast))
+    while not setting.publisher._files.broadcaster.parked:
+        await asyncio.sleep(0.01)
+    setting.queue.registered = [ServerInfo("s0", "http://a", 1), ServerInfo("s1", "http://b", 1, accepting=False)]
     await setting.step(2)
+    setting.engine.step()  # the next step changes the weights while they are on their way
     await setting.publisher.settle()
-    manifest = Manifest.parse(setting.queue.announced[1].manifest)
-    ready, late = (Downloader(tmp_path / name, TOKEN) for name in ("s0", "s1"))
-    assert read_verified(await asyncio.to_thread(ready.localise, manifest))["w"][0] == 2
-    assert ready.bytes_received["rounds"] == manifest.bytes
-    await asyncio.to_thread(late.localise, manifest)
-    assert late.bytes_received["rounds"] == 0, "one was ready, one had a seat"
+    second = Manifest.parse(setting.queue.announced[1].manifest)
+    assert (await ready.receive(second))["w"].tolist() == [2.0] * 1000
+    assert (await late.receive(second))["w"].tolist() == [2.0] * 1000
+    assert (ready.by_file, late.by_file) == (1, 1)
+    await cancel_and_wait([running])
+
+
+async def test_broadcast_that_could_not_be_made_again_is_renewed_with_the_weights(
+    open_setting: Callable[..., Any],
+) -> None:
+    """A trainer that came back has no file of a version that was broadcast: it writes one before it goes on."""
+    setting = await open_setting("broadcast", full_every=9)
+    for version in (1, 2):
+        await setting.step(version)
+        await setting.publisher.settle()
+    newest = setting.queue.announced[-1].manifest
+    assert setting.publisher._files.offers(newest)
+    setting.publisher._files._unwritten = None
+    assert not setting.publisher._files.offers(newest)
+    renewed: list[Announcement] = []
+
+    async def renew(announcement: Announcement) -> None:
+        renewed.append(announcement)
+
+    setting.queue.renew_manifest = renew
+    await setting.publisher.announce(2)
+    await setting.publisher.settle()
+    assert [announcement.version for announcement in renewed] == [2]
+    assert renewed[0].manifest["tensors"] == newest["tensors"]

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.broadcasting import TOKEN, BroadcastingTrainer, StagedServer, broadcasting
 from tests.rollout_server.conftest import tiny_model  # noqa: F401 (a fixture)
 
-TOKEN = "the-token-of-this-run"
+from penstock.common import cancel_and_wait
+
 OpenRoute = Callable[..., Awaitable[Any]]
 
 
 class Route:
     """A publisher and any number of servers that read what it publishes, over one transport."""
 
-    def __init__(self, folder: Path, transport: str, full_every: int, server: Any = None, rounds: Any = None) -> None:
+    def __init__(self, folder: Path, transport: str, full_every: int, server: Any = None) -> None:
         from penstock.weight_sync import WeightPublisher
 
         self.folder, self.transport = folder, transport
@@ -30,19 +32,23 @@ class Route:
             self.published, transport, keep=4, full_every=full_every,  # type: ignore[arg-type]
             base_url=server and server.url,
         )  # fmt: skip
-        self.server, self.rounds = server, rounds
+        self.server = server
         self.downloaders: dict[str, Any] = {}
         self.readers: dict[str, Any] = {}
 
-    def publish(self, version: int, tensors: dict[str, Any], expected: int = 1) -> Any:
-        """Under ``collective`` from the event loop, and with a round."""
-        manifest = self.publisher.write(version, tensors.items())
-        if self.rounds and (name := self.rounds.offer(self.file(manifest), expected)):
-            manifest = replace(manifest, broadcast=f"{self.server.url}/rounds/{name}")
-        return manifest
+    def publish(self, version: int, tensors: dict[str, Any]) -> Any:
+        return self.publisher.write(version, tensors.items())
+
+    async def announce(self, version: int, tensors: dict[str, Any]) -> Any:
+        """As `publish`, under any transport."""
+        return self.publish(version, tensors)
+
+    async def holds(self, manifest: Any, server: str = "s0") -> dict[str, Any]:
+        """What that server holds after this version."""
+        return await asyncio.to_thread(self.receive, manifest, server)
 
     def receive(self, manifest: Any, server: str = "s0") -> dict[str, Any]:
-        """What that server holds after this version. Blocks; the trainer's server runs in the event loop."""
+        """As `holds`; blocks. The trainer's server runs in the event loop."""
         from penstock.weight_sync import Downloader, WeightReader
 
         if server not in self.readers:
@@ -51,27 +57,71 @@ class Route:
         received: dict[str, Any] = self.readers[server].read(self.downloaders[server].localise(manifest))
         return received
 
+    async def leave(self, server: str) -> None:
+        """It takes files already."""
+
     def file(self, manifest: Any) -> Path:
         """The version's own, at the publisher."""
         return self.published / manifest.files[-1].name
+
+
+class BroadcastRoute:
+    """The same over broadcasts: a server is a member from its first version on, which it takes as a file."""
+
+    transport = "broadcast"
+
+    def __init__(self, folder: Path, trainer: BroadcastingTrainer) -> None:
+        self.folder, self.trainer = folder, trainer
+        self.members: dict[str, tuple[StagedServer, asyncio.Task[None]]] = {}
+
+    async def announce(self, version: int, tensors: dict[str, Any]) -> Any:
+        return await self.trainer.publish(version, tensors, members=len(self.members))
+
+    async def holds(self, manifest: Any, server: str = "s0") -> dict[str, Any]:
+        if server not in self.members:
+            staged = StagedServer(self.folder / server)
+            running = asyncio.create_task(staged.member.run(staged, lambda: self.trainer.meeting))
+            self.members[server] = staged, running
+        return await self.members[server][0].receive(manifest)
+
+    def file(self, manifest: Any) -> Path:
+        """The version's own, at the publisher; written now where no server has asked for it."""
+        path = self.trainer.place_of_file(manifest)
+        if not path.exists():
+            assert self.trainer.files._write_on_demand(path.name)
+            self.trainer.files._writing.join(30)
+        return path
+
+    async def leave(self, server: str) -> None:
+        """It takes files until it comes back."""
+        await cancel_and_wait([self.members.pop(server)[1]])
+        while self.trainer.files.broadcaster.parked > len(self.members):
+            await asyncio.sleep(0.01)
+
+    async def close(self) -> None:
+        await cancel_and_wait([running for _, running in self.members.values()])
 
 
 @pytest.fixture
 async def open_route(tmp_path: Path) -> AsyncIterator[OpenRoute]:
     """`await open_route("http", full_every=4)`; closed at the end."""
     pytest.importorskip("torch")
-    from penstock.weight_sync import Broadcaster, FileServer
+    from penstock.weight_sync import FileServer
 
     async with AsyncExitStack() as stack:
 
-        async def open_one(transport: str, full_every: int = 1) -> Route:
+        async def open_one(transport: str, full_every: int = 1) -> Route | BroadcastRoute:
             if transport in ("shm", "disk"):
                 return Route(tmp_path, transport, full_every)
-            rounds = Broadcaster(bucket_bytes=10_000) if transport == "collective" else None
-            server = FileServer(tmp_path / "published", TOKEN, broadcaster=rounds, share_from_bytes=0)
+            if transport == "broadcast":
+                trainer = await stack.enter_async_context(broadcasting(tmp_path / "published", full_every=full_every))
+                broadcast = BroadcastRoute(tmp_path, trainer)
+                stack.push_async_callback(broadcast.close)
+                return broadcast
+            server = FileServer(tmp_path / "published", TOKEN, share_from_bytes=0)
             await server.start()
             stack.push_async_callback(server.stop)
-            return Route(tmp_path, transport, full_every, server, rounds)
+            return Route(tmp_path, transport, full_every, server)
 
         yield open_one
 

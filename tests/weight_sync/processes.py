@@ -1,9 +1,10 @@
-"""Rollout servers and trainers as processes of their own, so that they can be killed at any line.
+"""Servers' workers as processes, so that they can be killed at any line.
 
-    python -m tests.weight_sync.processes server FOLDER SERVES      manifests in, reports out, line by line
-    python -m tests.weight_sync.processes trainer FOLDER PORT SEED  serves a version with a round
+python -m tests.weight_sync.processes      requests in, answers out, a JSON object a line each
 
-A server whose request has ``stop_after`` says "in the middle" once so many bytes of it came, and goes no further.
+{"offer", "stop_after", "piece_s"}   {"state"} or {"lost"}; a bucket takes `piece_s` seconds more;
+                                     "in the middle" once `stop_after` bytes came, and no further then
+{"manifest"}                         {"holds"} or {"error"}
 """
 
 from __future__ import annotations
@@ -14,34 +15,38 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
-TOKEN = "the-token-of-this-run"
 BUCKET_BYTES = 1 << 20
-SILENCE_S = 10.0
 VALUES = 16 << 20
 """64 MB: far more than what sockets hold."""
+IN_THE_MIDDLE = "in the middle"
 
 
-class ServerProcess:
+class WorkerGone(Exception):
+    """The process ended before its answer."""
+
+
+class ReceivingProcess:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
+        self._middle = asyncio.Event()
 
-    async def ask(self, manifest: Any, stop_after: int | None = None) -> None:
+    async def ask(self, **request: Any) -> Any:
+        """The answer. One request at a time."""
         assert self.process.stdin is not None
-        self.process.stdin.write(
-            json.dumps({"manifest": manifest.as_dict(), "stop_after": stop_after}).encode() + b"\n"
-        )
-        await self.process.stdin.drain()
-
-    async def hear(self) -> Any:
         assert self.process.stdout is not None
-        return json.loads(await asyncio.wait_for(self.process.stdout.readline(), 60))
+        self.process.stdin.write(json.dumps(request).encode() + b"\n")
+        while line := await self.process.stdout.readline():
+            answer = json.loads(line)
+            if answer != IN_THE_MIDDLE:
+                return answer
+            self._middle.set()
+        return {"lost": "the process is gone"}
 
-    async def fetch(self, manifest: Any) -> Any:
-        await self.ask(manifest)
-        return await self.hear()
+    async def in_the_middle(self) -> None:
+        async with asyncio.timeout(60):
+            await self._middle.wait()
 
     async def kill(self) -> None:
         if self.process.returncode is None:
@@ -50,12 +55,14 @@ class ServerProcess:
 
 
 @asynccontextmanager
-async def started(*arguments: Any) -> AsyncIterator[ServerProcess]:
+async def receiving() -> AsyncIterator[ReceivingProcess]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", __name__, *map(str, arguments),
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 24,
-    )  # fmt: skip
-    child = ServerProcess(process)
+        sys.executable, "-m", __name__, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 24
+    )
+    child = ReceivingProcess(process)
+    assert process.stdout is not None
+    async with asyncio.timeout(120):
+        assert json.loads(await process.stdout.readline()) == "ready"
     try:
         yield child
     finally:
@@ -72,54 +79,57 @@ def state(tensors: dict[str, Any]) -> dict[str, float]:
     return {name: float(tensor.double().sum()) for name, tensor in tensors.items()}
 
 
-def _serve(folder: Path, serves: str) -> None:
-    from penstock.weight_sync import Downloader, Manifest, PeerServer, WeightReader, WeightsRefused, WeightsUnreachable
+def _serve() -> None:
+    from penstock.weight_sync import (
+        Manifest,
+        Offer,
+        StagedWeights,
+        WeightReader,
+        WeightsRefused,
+        WeightsUnreachable,
+    )
 
-    peers = PeerServer(folder, TOKEN, "127.0.0.1") if serves == "serves" else None
-    downloader, reader = Downloader(folder, TOKEN, stall_s=30, serves=peers.start() if peers else ""), WeightReader()
-    print(json.dumps({"ready": True}), flush=True)
+    staged, reader = StagedWeights(), WeightReader()
+    _say("ready")
     for line in sys.stdin:
         request = json.loads(line)
-        _stop_after(request["stop_after"])
+        if "offer" in request:
+            _stop_after(request["stop_after"], request["piece_s"])
+            try:
+                _say({"state": staged.receive(Offer.parse(request["offer"]))})
+            except WeightsUnreachable as error:
+                _say({"lost": str(error)})
+            continue
+        manifest = Manifest.parse(request["manifest"])
         try:
-            tensors = reader.read(downloader.localise(Manifest.parse(request["manifest"])))
-            answer: dict[str, Any] = {"holds": state(tensors)}
+            read = staged.take if manifest.transport == "broadcast" else reader.read
+            _say({"holds": state(read(manifest))})
         except (WeightsRefused, WeightsUnreachable) as error:
-            answer = {"error": str(error)}
-        print(json.dumps({**answer, "bytes": downloader.bytes_received}), flush=True)
+            _say({"error": str(error)})
 
 
-def _stop_after(count: int | None) -> None:
-    from penstock.weight_sync import PartialFile
+def _say(answer: Any) -> None:
+    print(json.dumps(answer), flush=True)
 
-    if count is None:
-        return
-    append = PartialFile.append
 
-    def append_and_stop(self: PartialFile, piece: bytes | memoryview) -> None:
-        append(self, piece)
-        if self.length >= count:
-            print(json.dumps("in the middle"), flush=True)
+def _stop_after(count: int, piece_s: float) -> None:
+    """Whatever the worker computes from the stream, it computes from here."""
+    from penstock.weight_sync import StreamDigests
+
+    came = 0
+    update = StreamDigests.update
+
+    def update_and_stop(self: StreamDigests, piece: memoryview) -> None:
+        nonlocal came
+        update(self, piece)
+        came += len(piece)
+        time.sleep(piece_s)
+        if count and came >= count:
+            _say(IN_THE_MIDDLE)
             time.sleep(600)
 
-    PartialFile.append = append_and_stop  # type: ignore[method-assign]
-
-
-async def _train(folder: Path, port: int, seed: int) -> None:
-    from penstock.weight_sync import Broadcaster, FileServer, WeightPublisher
-
-    rounds = Broadcaster(window_s=60, bucket_bytes=BUCKET_BYTES, silence_s=SILENCE_S)
-    server = FileServer(folder, TOKEN, port=port, broadcaster=rounds)
-    await server.start()
-    publisher = WeightPublisher(folder, "collective", base_url=server.url)
-    manifest = publisher.write(1, big(seed).items())
-    name = rounds.offer(folder / "weights-00000001.safetensors", 2)
-    print(json.dumps(manifest.as_dict() | {"round": f"{server.url}/rounds/{name}"}), flush=True)
-    await asyncio.Event().wait()
+    StreamDigests.update = update_and_stop if count or piece_s else update  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "server":
-        _serve(Path(sys.argv[2]), sys.argv[3])
-    else:
-        asyncio.run(_train(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])))
+    _serve()

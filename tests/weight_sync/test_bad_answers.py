@@ -1,4 +1,4 @@
-"""Answers of another form than expected: they stop no server that fetches, and no round that waits for members."""
+"""Answers of another form than expected: they stop no server that fetches, and no member of a broadcast."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import httpx
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from tests.broadcasting import StagedServer
 from tests.weight_sync.conftest import TOKEN, OpenRoute, file_of, parts_of, small_tensors
 
 torch = pytest.importorskip("torch")
 
-from penstock.common import Backoff
+from penstock.common import Backoff, cancel_and_wait
 from penstock.weight_sync import (
     TURN_S,
-    Broadcaster,
+    BroadcastMember,
     Downloader,
     FileServer,
+    Offer,
     WeightPublisher,
     WeightsRefused,
     WeightsUnreachable,
@@ -65,7 +67,7 @@ async def test_file_whose_header_lacks_its_checksums_is_refused(tmp_path: Path, 
     other = file_of(header, data)
     route.file(manifest).write_bytes(other)
     manifest = replace(manifest, files=(replace(manifest.files[-1], bytes=len(other)),))
-    with pytest.raises(WeightsRefused, match="its header is damaged: KeyError"):
+    with pytest.raises(WeightsRefused, match="its header is damaged"):
         await asyncio.to_thread(Downloader(tmp_path / "s0", TOKEN).localise, manifest)
 
 
@@ -90,62 +92,50 @@ async def test_answer_that_broke_off_gives_its_turn_to_the_next(tmp_path: Path) 
 
 
 # broadcasts ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("seat", [{"port": 1}, [], 3, {"port": 1, "colour": "red"}, None], ids=repr)
-async def test_seat_that_is_none_costs_the_round_and_no_more(
-    tmp_path: Path, open_route: OpenRoute, seat: object
-) -> None:
-    route = await open_route("http")
-    manifest = route.publish(1, small_tensors())
+OFFER = {
+    "version": 1, "port": 1, "name": "a-1", "first_rank": 1, "count": 1, "size": 2, "bucket_bytes": 9, "silence_s": 1.0,
+    "deadline_s": 1.0, "tensors": [{"name": "w", "shape": [3], "dtype": "float32"}],
+}  # fmt: skip
+
+
+def test_offer_is_read_back() -> None:
+    assert Offer.parse(Offer.parse(OFFER).as_dict()) == Offer.parse(OFFER)
+    assert Offer.parse(OFFER).nbytes == 12
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"port": "1"}, {"colour": "red"}, {"tensors": 3}, {"tensors": [{"name": "w"}]}, {"bucket_bytes": 0},
+        {"first_rank": 0}, {"first_rank": 2}, {"count": True}, {"silence_s": None},
+        {"tensors": [{"name": "w", "shape": [-3], "dtype": "float32"}]},
+        {"tensors": [{"name": "w", "shape": [3], "dtype": "complex64"}]},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_offer_that_is_none_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="offer"):
+        Offer.parse({**OFFER, **change})
+
+
+@pytest.mark.parametrize("offer", [{"port": 1}, [], 3, None], ids=repr)
+async def test_member_goes_on_after_an_answer_that_is_no_offer(offer: object, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    asked = asyncio.Event()
 
     async def answer(_request: web.Request) -> web.Response:
-        return web.Response(text="no JSON") if seat is None else web.json_response(seat)
+        if "no place" in caplog.text:
+            asked.set()
+        return web.Response(text="no JSON") if offer is None else web.json_response(offer)
 
     app = web.Application()
-    app.router.add_post("/rounds/1", answer)
-    async with TestServer(app) as other:
-        downloader = Downloader(tmp_path / "s0", TOKEN)
-        offered = replace(manifest, broadcast=str(other.make_url("/rounds/1")))
-        local = await asyncio.to_thread(downloader.localise, offered)
-    assert torch.equal(read_verified(local)["last"], small_tensors()["last"])
-    assert downloader.bytes_received == {"trainer": manifest.bytes, "peers": 0, "rounds": 0}
-
-
-async def test_round_that_cannot_listen_refuses_its_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds = Broadcaster(window_s=60)
-    server = FileServer(tmp_path / "published", TOKEN, broadcaster=rounds)
-    await server.start()
-    publisher = WeightPublisher(tmp_path / "published", "collective", base_url=server.url)
-    name = rounds.offer(Path(server._directory) / publisher.write(1, small_tensors().items()).files[-1].name, 1)
-    rounds._host = "203.0.113.9"  # of no machine
-    async with httpx.AsyncClient(headers=BEARER, timeout=20) as client:
-        answer = await client.post(f"{server.url}/rounds/{name}")
-    assert (answer.status_code, "203.0.113.9" in answer.text) == (409, True)
-    await server.stop()
-
-
-async def test_round_whose_members_do_not_come_ends(tmp_path: Path) -> None:
-    rounds = Broadcaster(window_s=60, silence_s=0.5)
-    server = FileServer(tmp_path / "published", TOKEN, broadcaster=rounds)
-    await server.start()
-    publisher = WeightPublisher(tmp_path / "published", "collective", base_url=server.url)
-    path = tmp_path / "published" / publisher.write(1, small_tensors().items()).files[-1].name
-    name = rounds.offer(path, 1)
-    async with httpx.AsyncClient(headers=BEARER, timeout=20) as client:
-        assert (await client.post(f"{server.url}/rounds/{name}")).status_code == 200
-    async with asyncio.timeout(60):
-        await rounds.settle()
-    assert rounds.last == (1, 0)
-    assert rounds.offer(path), "the next round may begin"
-    await server.stop()
-
-
-async def test_round_that_is_closed_holds_no_file(tmp_path: Path) -> None:
-    """A trainer that stops within a round's window: `close` returns when nothing of the round is left."""
-    rounds, path = Broadcaster(window_s=60), tmp_path / "weights"
-    path.write_bytes(b"bytes")
-    assert rounds.offer(path)
-    current = rounds._round
-    assert current is not None
-    async with asyncio.timeout(30):
-        await rounds.close()
-    assert current.file.closed
+    app.router.add_post("/broadcasts", answer)
+    async with TestServer(app) as trainer:
+        member = BroadcastMember(TOKEN)
+        running = asyncio.create_task(
+            member.run(StagedServer(Path("none")), lambda: str(trainer.make_url("/broadcasts/1")))
+        )
+        async with asyncio.timeout(60):
+            await asked.wait()
+        await cancel_and_wait([running])
+    assert (member.received, member.missed) == (0, 0)

@@ -18,7 +18,7 @@ from penstock.weight_sync import Transport, WeightFiles, read_verified
 pytestmark = pytest.mark.torch
 
 
-@pytest.mark.parametrize("transport", ["http", "collective"])
+@pytest.mark.parametrize("transport", ["http", "broadcast"])
 async def test_weight_files_are_served_on_a_free_port_while_open(tmp_path: Path, transport: Transport) -> None:
     """Two runs on one machine; a run's files outlive its server."""
     runs = [WeightFiles(tmp_path / name, transport, token=TOKEN) for name in ("a", "b")]

@@ -32,7 +32,7 @@ async def subjects() -> AsyncIterator[dict[str, Subject]]:
         for one in (started, *started.others.values()):
             group = one.process_group
             one.send(signal.SIGSTOP)  # one that hangs can be ended
-            await one.engine.stop()
+            await one.stop()
             await gone(group)
 
 
@@ -44,11 +44,11 @@ async def subject(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Subject:
     name: str = request.param
-    await skip_without(name)
+    await skip_without(name.partition("+")[0])
     if name in subjects and not await subjects[name].engine.healthy():  # its workers may end before its own process
         ended = subjects.pop(name)
         for one in (ended, *ended.others.values()):
-            await one.engine.stop()
+            await one.stop()
     if name not in subjects:
         subjects[name] = await Subject.start(name, tiny_model, tmp_path_factory.mktemp("logs"))
     return subjects[name]

@@ -14,17 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.broadcasting import TOKEN as BROADCAST_TOKEN
+from tests.broadcasting import BroadcastingTrainer
 from tests.rollout_server.conftest import VOCAB, Reference, ask, members, small_config, whole
 
+from penstock.common import cancel_and_wait
 from penstock.rollout_server import Chunk, EngineError, EngineInfo, GenerateRequest, Generation
 from penstock.rollout_server.engines import HttpEngine, make_engine
-from penstock.weight_sync import LoadReport
+from penstock.weight_sync import BroadcastMember, LoadReport, StagedFetch
 
 VLLM = pytest.param("vllm", marks=pytest.mark.vllm)
 SGLANG = pytest.param("sglang", marks=pytest.mark.sglang)
 ENGINES = [
     pytest.param("hf", marks=pytest.mark.torch),
+    pytest.param("hf+broadcast", marks=pytest.mark.torch),
     VLLM,
+    pytest.param("vllm+broadcast", marks=[pytest.mark.vllm, pytest.mark.deep]),
     SGLANG,
 ]
 PROMPT = [(7 * i + 3) % VOCAB for i in range(24)]
@@ -63,11 +68,33 @@ class Subject:
     """Engines in processes of their own, by `rollout.pause`."""
     holds_first: bool = True
     """The weights of the model folder, under whatever version."""
+    trainer: BroadcastingTrainer | None = None
+    """Versions come by its broadcasts; None: as files."""
+    member: asyncio.Task[None] | None = None
+    fetch: Any = None
 
     @classmethod
     async def start(cls, name: str, model: str, logs: Path, **changes: Any) -> Subject:
+        """`name` of an engine; with ``+broadcast`` its versions come by broadcast."""
+        name, _, broadcast = name.partition("+")
         engine = make_engine(small_config(engine=name, **{**SETTINGS[name], **changes}), model, logs, 0)
-        return cls(name, engine, await engine.start(), model, logs)
+        subject = cls(name, engine, await engine.start(), model, logs)
+        if broadcast:
+            await subject._join(logs / "published")
+        return subject
+
+    async def _join(self, folder: Path) -> None:
+        self.trainer = BroadcastingTrainer(folder, full_every=10_000, bucket_bytes=100_000)
+        await self.trainer.files.open()
+        member = BroadcastMember(BROADCAST_TOKEN)
+        self.member = asyncio.create_task(member.run(self.engine, lambda: self.trainer.meeting))
+        self.fetch = StagedFetch(member, None)  # what it does not hold would be fetched: no test may come to that
+
+    async def stop(self) -> None:
+        if self.member is not None and self.trainer is not None:
+            await cancel_and_wait([self.member])
+            await self.trainer.files.close()
+        await self.engine.stop()
 
     @property
     def long(self) -> int:
@@ -94,11 +121,17 @@ class Subject:
 
     async def report_of(self, reference: Reference, tensors: Mapping[str, Any]) -> LoadReport:
         version = next(self.versions)
-        report = await self.engine.load_weights(reference.publish(version, dict(tensors)))
+        report = await self.engine.load_weights(await self._manifest(reference, version, dict(tensors)))
         assert report.version == version
         self.reports.append(report)
         self.holds_first = False
         return report
+
+    async def _manifest(self, reference: Reference, version: int, tensors: dict[str, Any]) -> Any:
+        """As the engine gets it."""
+        if self.trainer is None:
+            return reference.publish(version, tensors)
+        return await self.fetch(await self.trainer.publish(version, tensors, members=1))
 
     async def hold_first(self, reference: Reference) -> int:
         """The version under which the engine has the weights of the model folder."""
@@ -135,7 +168,8 @@ class Subject:
                 weights.config = before
             return
         if mode not in self.others:
-            self.others[mode] = await Subject.start(self.name, self.model, self.logs / mode, pause=mode)
+            kind = f"{self.name}+broadcast" if self.trainer else self.name
+            self.others[mode] = await Subject.start(kind, self.model, self.logs / mode, pause=mode)
         yield self.others[mode]
 
     async def asked_in_one(self, request: GenerateRequest) -> tuple[list[int], list[float]]:

@@ -26,6 +26,7 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
 }
 ENGINES = [
     pytest.param("vllm", marks=pytest.mark.vllm),
+    pytest.param("vllm+broadcast", marks=pytest.mark.vllm),
     pytest.param("sglang", marks=pytest.mark.sglang),
 ]
 pytestmark = [
@@ -41,13 +42,14 @@ async def subject(
     request: pytest.FixtureRequest, tiny_model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Subject]:
     name: str = request.param
-    await skip_without(name)
+    engine = name.partition("+")[0]
+    await skip_without(engine)
     logs = tmp_path_factory.mktemp("logs")
-    started = await Subject.start(name, tiny_model, logs, start_timeout_s=500.0, **TWO_RANKS[name])
+    started = await Subject.start(name, tiny_model, logs, start_timeout_s=500.0, **TWO_RANKS[engine])
     try:
         yield started
     finally:
-        await started.engine.stop()
+        await started.stop()
 
 
 async def check_holds(subject: Subject, reference: Any, version: int) -> None:

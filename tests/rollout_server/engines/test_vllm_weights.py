@@ -61,7 +61,7 @@ class Server:
 
 async def weights_of(server: Server, workers: int) -> vllm.VLLMWeights:
     weights = vllm.VLLMWeights(RolloutConfig(engine="vllm"), str(server.folder), server, set())  # type: ignore[arg-type]
-    weights._world_size = workers
+    weights.world_size = workers
     return weights
 
 

@@ -21,10 +21,12 @@ from penstock.trainer.engine import Flops, PackLoss, Update, ValueLoss
 from penstock.trainer.engines.fsdp.hashing_writer import HashingWriter
 from penstock.trainer.engines.fsdp.lora import gathered, merged, named_weights
 from penstock.trainer.engines.fsdp.models import Policy, load_critic, load_policy, load_reference
+from penstock.trainer.engines.fsdp.publishing import local_shards
 from penstock.trainer.engines.fsdp.saved_model import save_settings, save_tensors
 from penstock.trainer.engines.fsdp.sharded import ShardedModule, TrainableModule
 from penstock.trainer.engines.fsdp.shell import local_part
 from penstock.trainer.packing import Pack
+from penstock.weight_sync import Shard
 
 
 class FSDPEngine:
@@ -86,6 +88,9 @@ class FSDPEngine:
             if self._ranks.is_rank0:
                 whole = full.detach().to("cpu", dtype if full.is_floating_point() else None, copy=True)
                 yield from self.policy.names.split(name, whole)
+
+    def local_shards(self, dtype: torch.dtype) -> list[Shard] | None:
+        return local_shards(self.policy.model, self.policy.names, dtype, self._ranks.rank, self._ranks.world)
 
     @property
     def adapter_settings(self) -> dict[str, Any] | None:

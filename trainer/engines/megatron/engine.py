@@ -89,6 +89,10 @@ class MegatronEngine:
             if self._ranks.is_rank0:
                 yield name, tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None, copy=True)
 
+    def local_shards(self, dtype: torch.dtype) -> None:
+        """Tensor-parallel ranks have columns, pipeline stages have layers."""
+        return None
+
     @property
     def state_bytes(self) -> int:
         return 3 * sum(4 * one.numel() for model in self._policy.models for one in model.parameters())

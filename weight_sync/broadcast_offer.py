@@ -1,0 +1,189 @@
+"""What trainer and servers agree on before a version is broadcast. No torch: a sidecar reads it.
+
+    POST /broadcasts {"count": 2, "wire": "gloo/1"}   a server with two workers waits for the next version
+      200 Offer        its places in that version's group, and the tensors that come
+      204              none began; ask again
+      409              another wire: this server takes files
+
+The *stream* of a version is the bytes of all its tensors, one after the other, those of larger items first: so each
+tensor is aligned in it. The version's file is a header and the stream. A bucket is a range of the stream.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import xxhash
+
+from penstock.weight_sync.manifest import TensorEntry
+
+WIRE = "gloo/1"
+"""Changes with what members send each other; members of two kinds are in no group together."""
+BUCKET_BYTES = 32 << 20
+SILENCE_S = 10.0
+"""A member that takes or brings nothing for so long ends the broadcast for those who wait for it."""
+ITEM_BYTES = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+class _Typed(Protocol):
+    @property
+    def dtype(self) -> str: ...
+
+
+T = TypeVar("T", bound=_Typed)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTensor:
+    """One tensor of a stream."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """``float32`` for `torch.float32`."""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process's place in a version's group. The trainer's rank 0 is rank 0 there."""
+
+    port: int
+    """Of the group's store, at the trainer."""
+    name: str
+    """Of the broadcast."""
+    rank: int
+    size: int
+    bucket_bytes: int
+    silence_s: float = SILENCE_S
+
+    @property
+    def silence(self) -> timedelta:
+        return timedelta(seconds=self.silence_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One server's places in a version's group: a rank for each of its workers."""
+
+    version: int
+    port: int
+    name: str
+    first_rank: int
+    count: int
+    """Ranks ``first_rank … first_rank + count − 1`` are this server's workers."""
+    size: int
+    bucket_bytes: int
+    silence_s: float
+    deadline_s: float
+    """A server that does not have all by then takes the file."""
+    tensors: tuple[StreamTensor, ...]
+    """In the stream's order."""
+    trainer: str = ""
+    """Host of the group's store, as the server reaches it."""
+    here: str = ""
+    """This machine's address on the way there."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def member(self, worker: int) -> Member:
+        """The place of this server's worker of that number, 0 … `count` − 1."""
+        return Member(self.port, self.name, self.first_rank + worker, self.size, self.bucket_bytes, self.silence_s)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def parse(cls, plain: object) -> Offer:
+        """Raises `ValueError` where it is none."""
+        if not isinstance(plain, Mapping):
+            raise ValueError(f"the trainer's offer is {plain!r:.100}")
+        try:
+            tensors = tuple(
+                StreamTensor(tensor["name"], tuple(tensor["shape"]), tensor["dtype"]) for tensor in plain["tensors"]
+            )
+            offer = cls(**{**plain, "tensors": tensors})
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"the trainer's offer cannot be read: {error!r}") from error
+        _check(offer)
+        return offer
+
+
+def stream_order(tensors: Iterable[T]) -> list[T]:
+    """Larger items first, otherwise as they come. Raises `ValueError` for a dtype that has no place."""
+    found = list(tensors)
+    if odd := next((tensor.dtype for tensor in found if tensor.dtype not in ITEM_BYTES), None):
+        raise ValueError(f"tensors of {odd} cannot be broadcast; set rollout.weight_transport=http")
+    return sorted(found, key=lambda tensor: -ITEM_BYTES[tensor.dtype])
+
+
+class StreamDigests:
+    """Checksums of a stream's tensors, from its pieces in their order."""
+
+    def __init__(self, tensors: Iterable[StreamTensor]) -> None:
+        self._tensors = list(tensors)
+        self._done: list[str] = []
+        self._digest = xxhash.xxh3_64()
+        self._missing = self._tensors[0].nbytes if self._tensors else 0
+        self._close_whole()
+
+    def update(self, piece: memoryview) -> None:
+        """Raises `ValueError` for more bytes than the tensors have."""
+        while len(piece):
+            if len(self._done) == len(self._tensors):
+                raise ValueError("the stream is longer than its tensors")
+            part = piece[: self._missing]
+            self._digest.update(part)
+            self._missing -= len(part)
+            piece = piece[len(part) :]
+            self._close_whole()
+
+    def entries(self) -> tuple[TensorEntry, ...]:
+        """Raises `ValueError` where bytes are missing."""
+        if len(self._done) < len(self._tensors):
+            raise ValueError(f"the stream ends within tensor {self._tensors[len(self._done)].name!r}")
+        pairs = zip(self._tensors, self._done, strict=True)
+        return tuple(TensorEntry(tensor.name, tensor.shape, tensor.dtype, xxh3) for tensor, xxh3 in pairs)
+
+    def _close_whole(self) -> None:
+        """Tensors without a byte as well."""
+        while not self._missing and len(self._done) < len(self._tensors):
+            self._done.append(self._digest.hexdigest())
+            self._digest = xxhash.xxh3_64()
+            following = len(self._done)
+            self._missing = self._tensors[following].nbytes if following < len(self._tensors) else 0
+
+
+def _check(offer: Offer) -> None:
+    """What passes here decides how much memory a worker takes and whom it connects to."""
+    for part in fields(offer):
+        value = getattr(offer, part.name)
+        kind = {"int": int, "str": str, "float": (int, float)}.get(str(part.type), tuple)
+        if isinstance(value, bool) or not isinstance(value, kind):  # type: ignore[arg-type]
+            raise ValueError(f"the trainer's offer has {part.name}={value!r:.100}")
+    for tensor in offer.tensors:
+        sound = isinstance(tensor.name, str) and tensor.dtype in ITEM_BYTES
+        if not sound or not all(type(size) is int and size >= 0 for size in tensor.shape):
+            raise ValueError(f"the trainer's offer has a tensor {tensor!r:.200}")
+    if offer.bucket_bytes < 1 or not 1 <= offer.first_rank <= offer.size - offer.count:
+        raise ValueError(f"the trainer's offer has ranks from {offer.first_rank} of {offer.size}")

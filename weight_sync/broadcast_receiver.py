@@ -1,0 +1,135 @@
+"""An engine's worker receives a version while it decodes: into spare memory, checked as it comes, loaded at the pause.
+
+    receive(offer, worker)   in a thread: bucket k from the group, checksums of bucket k − 1
+    take(manifest)           the tensors, if all of them are what the manifest says
+    give_back()              they are loaded: the next version comes into their memory
+
+One version is held at most: a broadcast that begins drops one that was received and not loaded. Its memory stays,
+because new memory costs more than the bytes that come into it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from penstock.weight_sync.broadcast_group import BroadcastGroup, find_store
+from penstock.weight_sync.broadcast_offer import Member, Offer, StreamDigests
+from penstock.weight_sync.broadcast_source import spare_memory
+from penstock.weight_sync.file_format import raw_bytes
+from penstock.weight_sync.manifest import Manifest, TensorEntry, WeightsRefused, WeightsUnreachable, state_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    name: str
+    entries: tuple[TensorEntry, ...]
+    stream: torch.Tensor
+    """[bytes] uint8"""
+    tensors: dict[str, torch.Tensor]
+    """Views into it."""
+
+
+class StagedWeights:
+    """Each worker has one. `receive` in one thread at a time, `take` in any."""
+
+    def __init__(self) -> None:
+        self._staged: _Staged | None = None
+        self._taken: _Staged | None = None
+        self._spare: torch.Tensor | None = None
+        """A stream that is not used any more."""
+        self._lock = threading.Lock()
+
+    def receive(self, offer: Offer, worker: int = 0) -> str:
+        """Take part in the broadcast; the state of the tensors that came, `state_of` them. Blocks.
+
+        Raises `WeightsUnreachable` where the broadcast ended early: nothing of it is kept.
+        """
+        with self._lock:
+            before, self._staged = self._staged, None
+            spare, self._spare = before.stream if before else self._spare, None
+        if spare is None or len(spare) != offer.nbytes:
+            spare = None
+        try:
+            # Where it fails the memory is given up: what the group still writes must not reach the next version.
+            staged = _receive(offer, worker, spare_memory(offer.nbytes) if spare is None else spare)
+        except (RuntimeError, OSError, ValueError, MemoryError) as error:
+            raise WeightsUnreachable(f"version {offer.version}: the broadcast ended early: {error}") from error
+        with self._lock:
+            self._staged = staged
+        return state_of(staged.entries)
+
+    def take(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+        """The version's tensors, which are the caller's until `give_back`.
+
+        Raises `WeightsUnreachable` where this broadcast is not held, `WeightsRefused` naming a tensor that differs.
+        """
+        with self._lock:
+            staged = self._staged
+            if staged is not None and staged.name == manifest.broadcast_name:
+                self._staged, self._taken = None, staged
+        if staged is None or staged.name != manifest.broadcast_name:
+            raise WeightsUnreachable(f"version {manifest.version}: this worker does not hold its broadcast")
+        _check(manifest, staged)
+        return staged.tensors
+
+    def give_back(self) -> None:
+        """Nothing reads any more what `take` has returned."""
+        with self._lock:
+            if self._taken is not None:
+                self._spare, self._taken = self._taken.stream, None
+
+
+def _receive(offer: Offer, worker: int, stream: torch.Tensor) -> _Staged:
+    member, digests = offer.member(worker), StreamDigests(offer.tensors)
+    with closing(BroadcastGroup(_reach(offer, member), member, offer.here)) as group:
+        before = stream[:0]
+        for bucket in stream.split(offer.bucket_bytes) if offer.nbytes else ():
+            work = group.begin(bucket)
+            try:
+                digests.update(raw_bytes(before))
+            finally:
+                work.wait()
+            before = bucket
+        digests.update(raw_bytes(before))
+        entries = digests.entries()
+        group.say_done()
+    return _Staged(offer.name, entries, stream, dict(_tensors(stream, offer)))
+
+
+def _reach(offer: Offer, member: Member) -> dist.TCPStore:
+    """The group's store. Raises `OSError` naming the key."""
+    try:
+        return find_store(offer.trainer, member)
+    except RuntimeError as error:
+        raise OSError(
+            f"this server does not reach the group at {offer.trainer}:{member.port}; set rollout.weights_host to an "
+            f"address of the trainer that servers reach, and let them connect to all of its ports: {error}"
+        ) from error
+
+
+def _tensors(stream: torch.Tensor, offer: Offer) -> Iterator[tuple[str, torch.Tensor]]:
+    at = 0
+    for tensor in offer.tensors:
+        piece = stream[at : at + tensor.nbytes]
+        yield tensor.name, piece.view(getattr(torch, tensor.dtype)).view(tensor.shape)
+        at += tensor.nbytes
+
+
+def _check(manifest: Manifest, staged: _Staged) -> None:
+    """Names, shapes, dtypes and checksums, and that none is missing."""
+    wanted, found = manifest.entries, {entry.name: entry for entry in staged.entries}
+    for name in sorted(wanted.keys() ^ found.keys()):
+        problem = "is missing" if name in wanted else "is not in the manifest"
+        raise WeightsRefused(f"version {manifest.version}: tensor {name!r} {problem}")
+    for name, entry in wanted.items():
+        if found[name] != entry:
+            raise WeightsRefused(f"version {manifest.version}: tensor {name!r} came as {found[name]}, not as {entry}")

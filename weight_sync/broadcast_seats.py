@@ -1,0 +1,153 @@
+"""The trainer's event loop: servers that wait for the next broadcast, and their places in its group.
+
+    server a  ── POST /broadcasts ───────────────┐ place ─ receives ─ POST /broadcasts … (waits for v8)
+    server b  ── POST /broadcasts ───────┐ place │ receives
+    server c                             │       │                   ── POST /broadcasts … (v8; takes v7's file)
+    trainer                     open(v7)─┴───────┴─ buckets ─ announce v7
+
+A member of v is whoever waits when v begins: joining and leaving cost nobody anything, and nobody is waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from penstock.weight_sync.broadcast_offer import BUCKET_BYTES, SILENCE_S, WIRE, Member, Offer, StreamTensor
+
+logger = logging.getLogger(__name__)
+PARK_S = 20.0
+"""A server that waited so long asks again: connections without traffic are cut on some networks."""
+SEND_S = 20.0
+SEND_BYTES_PER_S = 50e6
+"""A broadcast takes `SEND_S` and what its bytes take at this rate, at most; then all members take the file."""
+MOST_WORKERS = 1024
+
+
+class OtherWire(Exception):
+    """The server cannot be in a group with this trainer; the message says why and what helps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """The trainer's side of one broadcast."""
+
+    name: str
+    host: str
+    servers: int
+    """That have places."""
+    member: Member
+    deadline_s: float
+    listener: socket.socket | None = None
+    """For the group's store; None where no server waited."""
+    closed: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(eq=False, slots=True)
+class _Parked:
+    count: int
+    alive: Callable[[], bool]
+    offer: asyncio.Future[Offer | None]
+
+
+class Broadcaster:
+    """Rank 0 has one. Its event loop calls it."""
+
+    def __init__(
+        self, host: str = "127.0.0.1", *, bucket_bytes: int = BUCKET_BYTES, silence_s: float = SILENCE_S
+    ) -> None:
+        self.bucket_bytes = bucket_bytes
+        self._host, self._silence_s = host, silence_s
+        self._life = f"{time.time_ns():x}"
+        """A trainer that came back must not take what servers hold of an earlier life for its own."""
+        self._numbers = itertools.count(1)
+        self._parked: list[_Parked] = []
+        self._closed = threading.Event()
+
+    @property
+    def parked(self) -> int:
+        """Servers that wait."""
+        return len(self._waiting())
+
+    async def park(
+        self, count: int, wire: str, alive: Callable[[], bool] = lambda: True, wait_s: float = PARK_S
+    ) -> Offer | None:
+        """The places of a server with `count` workers in the next broadcast; None where none begins in `wait_s`.
+
+        Raises `OtherWire`, `ValueError` for a count that is none.
+        """
+        if wire != WIRE:
+            raise OtherWire(
+                f"rollout.weight_transport: this trainer broadcasts over {WIRE}, the server over {wire!r:.40}: members "
+                "of one group must be of one build. Install the same release for both, or set it to http"
+            )
+        if not 1 <= count <= MOST_WORKERS:
+            raise ValueError(f"count is {count}, not 1 to {MOST_WORKERS}")
+        parked = _Parked(count, alive, asyncio.get_running_loop().create_future())
+        self._parked.append(parked)
+        try:
+            async with asyncio.timeout(wait_s):
+                return await parked.offer
+        except TimeoutError:
+            return None
+        finally:
+            if parked in self._parked:
+                self._parked.remove(parked)
+
+    def open(self, version: int, tensors: Sequence[StreamTensor]) -> Sending:
+        """Give all that wait their places. Without any of them where the trainer cannot listen."""
+        waiting, self._parked = self._waiting(), []
+        name = f"{self._life}-{next(self._numbers)}"
+        size = 1 + sum(parked.count for parked in waiting)
+        deadline_s = SEND_S + sum(tensor.nbytes for tensor in tensors) / SEND_BYTES_PER_S
+        listener = self._listen(size) if waiting else None
+        port = listener.getsockname()[1] if listener else 0
+        rank = 1
+        for parked in waiting:
+            offer = Offer(
+                version, port, name, rank, parked.count, size, self.bucket_bytes, self._silence_s, deadline_s,
+                tuple(tensors),
+            )  # fmt: skip
+            rank += parked.count
+            parked.offer.set_result(offer if listener else None)
+        member = Member(port, name, 0, size, self.bucket_bytes, self._silence_s)
+        servers = len(waiting) if listener else 0
+        return Sending(name, self._host, servers, member, deadline_s, listener, self._closed)
+
+    def close(self) -> None:
+        """Who waits is sent away; a broadcast under way ends with its bucket."""
+        self._closed.set()
+        for parked in self._parked:
+            if not parked.offer.done():
+                parked.offer.set_result(None)
+
+    def _waiting(self) -> list[_Parked]:
+        return [parked for parked in self._parked if parked.alive() and not parked.offer.done()]
+
+    def _listen(self, size: int) -> socket.socket | None:
+        try:
+            return listen(self._host, size)
+        except OSError as error:
+            logger.error(
+                "rollout.weights_host: the trainer cannot listen on %s, servers take files: %s",
+                self._host, error.strerror,
+            )  # fmt: skip
+            return None
+
+
+def listen(host: str, backlog: int) -> socket.socket:
+    """A free port of `host`. Raises `OSError`."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.bind((host, 0))
+        listener.listen(backlog)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
