@@ -24,8 +24,8 @@ from torch import Tensor
 from penstock.trainer.advantages import Advantages, Episodes
 from penstock.trainer.batch import BadBatch, StepBatch, greedy_baselines
 from penstock.trainer.config import OverlongConfig, TrainerConfig
-from penstock.trainer.distributed import Ranks
 from penstock.trainer.metrics import exact_sum
+from penstock.trainer.ranks.distributed import Ranks
 from penstock.transfer_queue import Segment, Trajectory
 
 WHITEN_EPSILON = 1e-8

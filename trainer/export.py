@@ -10,9 +10,9 @@ import shutil
 from pathlib import Path
 
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.distributed import Ranks
 from penstock.trainer.engine import Engine
 from penstock.trainer.engines.fsdp.engine import FSDPEngine
+from penstock.trainer.ranks.distributed import Ranks
 
 TIMEOUT_S = 60.0
 

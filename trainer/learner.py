@@ -14,7 +14,6 @@ from penstock.trainer.bad_batch import BadBatches, MinibatchPlace, RankShare
 from penstock.trainer.batch import BadBatch, StepBatch, minibatch_bounds
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.credit import TokenScores, episodes_of, whitened
-from penstock.trainer.distributed import Ranks
 from penstock.trainer.engine import Engine, Update
 from penstock.trainer.filters import FILTERS
 from penstock.trainer.loss import (
@@ -31,6 +30,7 @@ from penstock.trainer.loss import (
 from penstock.trainer.losses import LOSSES
 from penstock.trainer.metrics import MetricAccumulator, exact_sum, step_metrics, tally_batch
 from penstock.trainer.packing import Pack, pack_rows
+from penstock.trainer.ranks.distributed import Ranks
 from penstock.trainer.stopping import BadSteps
 
 

@@ -48,11 +48,11 @@ from torch import Tensor
 from penstock.common import options_of
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.corrections import CORRECTIONS, Corrected, CorrectionInput
-from penstock.trainer.distributed import Ranks
 from penstock.trainer.engine import Outputs
 from penstock.trainer.losses import LOSSES, LossInput
 from penstock.trainer.metrics import MetricAccumulator
 from penstock.trainer.packing import Pack
+from penstock.trainer.ranks.distributed import Ranks
 
 
 @dataclass(frozen=True, slots=True)

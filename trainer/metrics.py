@@ -16,8 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from penstock.trainer.batch import StepBatch
-from penstock.trainer.distributed import Ranks, merge_by_name
 from penstock.trainer.engine import Update
+from penstock.trainer.ranks.distributed import Ranks, merge_by_name
 from penstock.trainer.stopping import tokens_without_logprob
 from penstock.transfer_queue import OutcomeKind, Trajectory
 

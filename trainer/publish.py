@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from penstock.rollout_server.engines import find_model
-from penstock.trainer.distributed import Ranks, TorchThread
 from penstock.trainer.engine import Engine
 from penstock.trainer.job import TrainJob
+from penstock.trainer.ranks.distributed import Ranks, TorchThread
 from penstock.trainer.timeline import Timeline, Track
 from penstock.transfer_queue import Announcement, TrainerFenced
 from penstock.weight_sync import Manifest, WeightFiles, WeightSource, whole_shards

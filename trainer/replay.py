@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.trainer.bad_batch import ADAPTER, Dump, RankShare, read_dump
-from penstock.trainer.distributed import Ranks
 from penstock.trainer.engine import Outputs
 from penstock.trainer.engines.fsdp.models import load_policy
 from penstock.trainer.engines.fsdp.sharded import TrainableModule
 from penstock.trainer.loss import Objective
 from penstock.trainer.packing import Pack
+from penstock.trainer.ranks.distributed import Ranks
 
 TOLERANCE = 1e-4
 """Relative: one process adds gradients in another order than several ranks did."""

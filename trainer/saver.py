@@ -19,10 +19,10 @@ from typing import Any
 
 from penstock.trainer.batch import StepBatch
 from penstock.trainer.checkpoint import CheckpointInfo, CheckpointStore, Groups, RecentBatches
-from penstock.trainer.distributed import Ranks, TorchThread
 from penstock.trainer.engine import Engine
 from penstock.trainer.job import TrainJob
 from penstock.trainer.publish import Publisher
+from penstock.trainer.ranks.distributed import Ranks, TorchThread
 from penstock.trainer.timeline import Timeline, Track
 from penstock.transfer_queue import DataCursor, Status
 

@@ -78,8 +78,8 @@ def _reached(value: float, target: float, better: str) -> bool:
 
 if TYPE_CHECKING:
     from penstock.trainer.batch import StepBatch
-    from penstock.trainer.distributed import Ranks
     from penstock.trainer.engine import Update
+    from penstock.trainer.ranks.distributed import Ranks
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,10 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from penstock.trainer.agreement import check_same_batch
 from penstock.trainer.bad_batch import BadBatches
 from penstock.trainer.batch import GREEDY_MEMBER, BadBatch, StepBatch
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.data import DataStream, Feeder, load_rows
-from penstock.trainer.distributed import Ranks, TorchThread
 from penstock.trainer.engine import Engine, peak_tflops
 from penstock.trainer.engines import ENGINES
 from penstock.trainer.evaluate import Evaluator
@@ -31,7 +29,9 @@ from penstock.trainer.job import BadJob, TrainJob, needs_of_advantage
 from penstock.trainer.learner import Learner, raise_together
 from penstock.trainer.metrics import means_by_episode
 from penstock.trainer.publish import Publisher
-from penstock.trainer.rank_watch import RankWatch
+from penstock.trainer.ranks.agreement import check_same_batch
+from penstock.trainer.ranks.distributed import Ranks, TorchThread
+from penstock.trainer.ranks.watch import RankWatch
 from penstock.trainer.recorder import Recorder
 from penstock.trainer.saver import Saver, Spiller
 from penstock.trainer.sinks import SINKS, MetricSink, SinkJob

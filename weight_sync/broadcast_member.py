@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from penstock.common import Backoff, bearer_headers
-from penstock.weight_sync.broadcast_offer import WIRE, Offer
-from penstock.weight_sync.broadcast_seats import PARK_S
+from penstock.weight_sync.broadcast.offer import WIRE, Offer
+from penstock.weight_sync.broadcast.seats import PARK_S
 from penstock.weight_sync.fetch import ClosableFetch
 from penstock.weight_sync.manifest import Manifest, WeightsRefused, WeightsUnreachable
 

@@ -3,7 +3,7 @@
     GET  /weights-00000007.delta.safetensors   Range: bytes=1048576-     206, or 200 without a range
          … from a server that serves others, too                         303 to a peer, 503 while it must wait
     PUT  /weights-00000007.delta.safetensors                             204: that server has it now
-    POST /broadcasts                                                     200, 204 or 409, see `broadcast_offer`
+    POST /broadcasts                                                     200, 204 or 409, see `broadcast.offer`
 
 Serves several servers at once. A file deleted while it is being sent is sent to its end.
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from aiohttp import web
 
 from penstock.common import bearer_token, same_token, url_host
-from penstock.weight_sync.broadcast_seats import Broadcaster, OtherWire
+from penstock.weight_sync.broadcast.seats import Broadcaster, OtherWire
 from penstock.weight_sync.file_format import PIECE_BYTES
 from penstock.weight_sync.manifest import FILE_NAME, LOCAL_NAME
 from penstock.weight_sync.scheduler import AVOID, SERVES, TRAINER, TransferScheduler

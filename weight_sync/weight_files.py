@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.weight_sync.broadcast_offer import StreamTensor
-from penstock.weight_sync.broadcast_seats import Broadcaster, Sending
-from penstock.weight_sync.broadcast_sender import stream_version
-from penstock.weight_sync.broadcast_source import Superseded, WeightSource
+from penstock.weight_sync.broadcast.offer import StreamTensor
+from penstock.weight_sync.broadcast.seats import Broadcaster, Sending
+from penstock.weight_sync.broadcast.sender import stream_version
+from penstock.weight_sync.broadcast.source import Superseded, WeightSource
 from penstock.weight_sync.file_format import NamedTensors
 from penstock.weight_sync.manifest import SERVED, ChainFile, Manifest, Transport, WeightsRefused
 from penstock.weight_sync.publisher import WeightPublisher

@@ -133,13 +133,13 @@ def looked_at(command: list[str], seconds: int, **notes: Any) -> list[str]:
 
 
 def test_a_rank_that_does_nothing_is_stuck_unless_it_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.trainer.rank_observer.WINDOW_S", 1.0)
+    monkeypatch.setattr("penstock.trainer.ranks.observer.WINDOW_S", 1.0)
     assert "it is stuck" in looked_at(["sleep", "100"], 12)[-1]
     assert not any(looked_at(["sleep", "100"], 12, waits=True))
 
 
 def test_a_rank_is_not_stuck_whose_compiler_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.trainer.rank_observer.WINDOW_S", 1.0)
+    monkeypatch.setattr("penstock.trainer.ranks.observer.WINDOW_S", 1.0)
     states = looked_at(["sh", "-c", "sh -c 'while :; do :; done' & wait"], 12)
     assert not any(states), states
 

@@ -316,8 +316,8 @@ async def test_member_that_is_too_slow_delays_a_version_until_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One MB in a second; without an end to it, the version would be a minute late."""
-    monkeypatch.setattr("penstock.weight_sync.broadcast_seats.SEND_S", 2.0)
-    monkeypatch.setattr("penstock.weight_sync.broadcast_seats.SEND_BYTES_PER_S", 1e12)
+    monkeypatch.setattr("penstock.weight_sync.broadcast.seats.SEND_S", 2.0)
+    monkeypatch.setattr("penstock.weight_sync.broadcast.seats.SEND_BYTES_PER_S", 1e12)
     async with (
         broadcasting(tmp_path / "published", full_every=9, bucket_bytes=BUCKET_BYTES) as trainer,
         receiving() as process,

@@ -14,9 +14,9 @@ from penstock.trainer.config import TrainerConfig
 from penstock.trainer.job import BadJob
 
 if TYPE_CHECKING:
-    from penstock.trainer.distributed import Ranks
     from penstock.trainer.engine import Engine
     from penstock.trainer.job import TrainJob
+    from penstock.trainer.ranks.distributed import Ranks
 
 OpenEngine = Callable[["TrainJob", "Ranks"], "Engine"]
 

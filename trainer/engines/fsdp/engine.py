@@ -16,7 +16,6 @@ from penstock.trainer.advantages import ADVANTAGES, needs_of
 from penstock.trainer.batch import ModelLimits
 from penstock.trainer.checkpoint import CheckpointInfo
 from penstock.trainer.config import TrainerConfig, learning_rate
-from penstock.trainer.distributed import Ranks
 from penstock.trainer.engine import Flops, PackLoss, Update, ValueLoss
 from penstock.trainer.engines.fsdp.hashing_writer import HashingWriter
 from penstock.trainer.engines.fsdp.lora import gathered, merged, named_weights
@@ -26,6 +25,7 @@ from penstock.trainer.engines.fsdp.saved_model import save_settings, save_tensor
 from penstock.trainer.engines.fsdp.sharded import ShardedModule, TrainableModule
 from penstock.trainer.engines.fsdp.shell import local_part
 from penstock.trainer.packing import Pack
+from penstock.trainer.ranks.distributed import Ranks
 from penstock.weight_sync import Shard
 
 

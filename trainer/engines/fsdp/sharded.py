@@ -25,13 +25,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from penstock.trainer.config import Layout, TrainerConfig
-from penstock.trainer.distributed import Ranks
 from penstock.trainer.engine import Update
 from penstock.trainer.engines.fsdp import attention
 from penstock.trainer.engines.fsdp.context import ContextGroup
 from penstock.trainer.engines.fsdp.shell import ModelShell
 from penstock.trainer.engines.fsdp.tensor_parallel import CannotSplitModel, split_over
 from penstock.trainer.packing import Pack, empty_pack
+from penstock.trainer.ranks.distributed import Ranks
 
 
 class ShardedModule:

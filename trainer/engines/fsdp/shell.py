@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from penstock.trainer.distributed import Ranks
 from penstock.trainer.engines.fsdp.attention import first_sentence
 from penstock.trainer.engines.fsdp.small_copy import NoCopy, small_copy
 from penstock.trainer.engines.fsdp.tensor_files import TensorFiles, weight_files
 from penstock.trainer.engines.fsdp.traits import Traits, find_traits
 from penstock.trainer.job import BadJob
+from penstock.trainer.ranks.distributed import Ranks
 from penstock.weight_sync import HubNames, UnmappedTensors
 
 WHOLE_BYTES = 2 << 30

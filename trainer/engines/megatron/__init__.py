@@ -21,9 +21,9 @@ from penstock.trainer.engines import ENGINES
 from penstock.trainer.engines.megatron.settings import check
 
 if TYPE_CHECKING:
-    from penstock.trainer.distributed import Ranks
     from penstock.trainer.engine import Engine
     from penstock.trainer.job import TrainJob
+    from penstock.trainer.ranks.distributed import Ranks
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from penstock.trainer.batch import ModelLimits
 from penstock.trainer.checkpoint import CheckpointInfo
 from penstock.trainer.config import TrainerConfig, learning_rate
-from penstock.trainer.distributed import Ranks
 from penstock.trainer.engine import Flops, PackLoss, Update, ValueLoss
 from penstock.trainer.engines.megatron.bridge import ModelBridge
 from penstock.trainer.engines.megatron.optimizer import Optimizer
@@ -29,6 +28,7 @@ from penstock.trainer.engines.megatron.settings import check_machine, has_transf
 from penstock.trainer.engines.megatron.stages import Reading, Stages
 from penstock.trainer.engines.megatron.state import State
 from penstock.trainer.packing import Pack
+from penstock.trainer.ranks.distributed import Ranks
 
 NO_CRITIC = "trainer.engine megatron has no critic"
 NO_LORA = "trainer.engine megatron has no LoRA"

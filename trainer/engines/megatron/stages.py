@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.trainer.config import ParallelConfig
-from penstock.trainer.distributed import Ranks
 from penstock.trainer.engine import Outputs
 from penstock.trainer.engines.megatron.inputs import Inputs, packed, rectangle
 from penstock.trainer.logprobs import Head, token_logprobs
 from penstock.trainer.packing import Pack, empty_pack
+from penstock.trainer.ranks.distributed import Ranks
 
 
 @dataclass(frozen=True, slots=True)

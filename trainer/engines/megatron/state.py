@@ -28,7 +28,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from penstock.trainer.checkpoint import CheckpointInfo, fingerprint, leave_fingerprints
-from penstock.trainer.distributed import Ranks
 from penstock.trainer.engines.megatron.bridge import ModelBridge, standing_in
 from penstock.trainer.engines.megatron.optimizer import (
     MASTER,
@@ -38,6 +37,7 @@ from penstock.trainer.engines.megatron.optimizer import (
     set_states,
     whole_states,
 )
+from penstock.trainer.ranks.distributed import Ranks
 
 ABOUT = "megatron.json"
 FOLDERS = {MASTER: "weights", **{name: name for name in MOMENTS}}

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from penstock.weight_sync.broadcast_offer import StreamTensor, stream_order
+from penstock.weight_sync.broadcast.offer import StreamTensor, stream_order
 from penstock.weight_sync.file_format import dtype_name
 
 logger = logging.getLogger(__name__)

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from penstock.weight_sync.broadcast_group import BroadcastGroup, find_store
-from penstock.weight_sync.broadcast_offer import Member, Offer, StreamDigests
-from penstock.weight_sync.broadcast_source import spare_memory
+from penstock.weight_sync.broadcast.group import BroadcastGroup, find_store
+from penstock.weight_sync.broadcast.offer import Member, Offer, StreamDigests
+from penstock.weight_sync.broadcast.source import spare_memory
 from penstock.weight_sync.file_format import raw_bytes
 from penstock.weight_sync.manifest import Manifest, TensorEntry, WeightsRefused, WeightsUnreachable, state_of
 

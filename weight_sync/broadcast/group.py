@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock.weight_sync.broadcast_offer import Member
+from penstock.weight_sync.broadcast.offer import Member
 
 
 def open_store(listener: socket.socket, member: Member) -> dist.TCPStore:

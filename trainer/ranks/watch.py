@@ -1,4 +1,4 @@
-"""A rank's side of the watch over all ranks: notes of what it does, and the monitor beside it (`rank_monitor`).
+"""A rank's side of the watch over all ranks: notes of what it does, and the monitor beside it (`ranks.monitor`).
 
     event loop      task: its turn, every `LOOK_S`                                       ─┐
     watch thread    what the torch thread is in, every `LOOK_S`                          ─┴► notes ──► monitor
@@ -26,9 +26,9 @@ from types import FrameType, TracebackType
 from typing import IO
 
 from penstock.common import own_host
-from penstock.trainer.distributed import Ranks, TorchThread
-from penstock.trainer.rank_monitor import MonitorSettings
-from penstock.trainer.rank_observer import LOOK_S, NOTES_BYTES, STALE_S, Notes, write_notes
+from penstock.trainer.ranks.distributed import Ranks, TorchThread
+from penstock.trainer.ranks.monitor import MonitorSettings
+from penstock.trainer.ranks.observer import LOOK_S, NOTES_BYTES, STALE_S, Notes, write_notes
 
 END_S = 10.0
 """For the monitor's own end: where its rank failed, it waits some seconds for the report of a rank that is gone."""
@@ -54,7 +54,7 @@ class RankWatch:
         os.ftruncate(self._notes, NOTES_BYTES)
         self._memory = mmap.mmap(self._notes, NOTES_BYTES)
         self._monitor = subprocess.Popen(
-            [sys.executable, "-m", "penstock.trainer.rank_monitor"],
+            [sys.executable, "-m", "penstock.trainer.ranks.monitor"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=(self._notes,),

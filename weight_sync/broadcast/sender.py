@@ -21,10 +21,10 @@ import torch
 import xxhash
 
 from penstock.common import atomic_path, open_private, reachable_host
-from penstock.weight_sync.broadcast_group import BroadcastGroup, open_store
-from penstock.weight_sync.broadcast_offer import StreamDigests
-from penstock.weight_sync.broadcast_seats import Sending
-from penstock.weight_sync.broadcast_source import WeightSource
+from penstock.weight_sync.broadcast.group import BroadcastGroup, open_store
+from penstock.weight_sync.broadcast.offer import StreamDigests
+from penstock.weight_sync.broadcast.seats import Sending
+from penstock.weight_sync.broadcast.source import WeightSource
 from penstock.weight_sync.file_format import (
     CODES,
     FULL,

@@ -41,8 +41,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.trainer.rank_jury import GRACE_S, Jury, Verdict, Watched
-from penstock.trainer.rank_observer import LOOK_S, NOTES_BYTES, Observer
+from penstock.trainer.ranks.jury import GRACE_S, Jury, Verdict, Watched
+from penstock.trainer.ranks.observer import LOOK_S, NOTES_BYTES, Observer
 
 CAUSE_S = 4.0
 HELLO_S = 10.0
@@ -315,7 +315,7 @@ def _parsed(line: bytes) -> dict[str, Any]:
 def _say(text: str) -> None:
     """Into the trainer's log."""
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-    print(f"{stamp} ERROR penstock.rank_monitor: {text}", file=sys.stderr, flush=True)
+    print(f"{stamp} ERROR penstock.ranks.monitor: {text}", file=sys.stderr, flush=True)
 
 
 async def _main() -> None:

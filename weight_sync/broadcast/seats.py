@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.weight_sync.broadcast_offer import BUCKET_BYTES, SILENCE_S, WIRE, Member, Offer, StreamTensor
+from penstock.weight_sync.broadcast.offer import BUCKET_BYTES, SILENCE_S, WIRE, Member, Offer, StreamTensor
 
 logger = logging.getLogger(__name__)
 PARK_S = 20.0

@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from penstock.trainer.batch import StepBatch
-from penstock.trainer.distributed import Ranks
+from penstock.trainer.ranks.distributed import Ranks
 
 NAMED = 8
 """Groups that a message names, of each rank."""

@@ -1,6 +1,6 @@
 """What the reports of all ranks' monitors mean: which rank is lost, and which keeps the others waiting.
 
-Decisions alone: no process, no connection and no clock of its own. `rank_monitor` has the rules in words.
+Decisions alone: no process, no connection and no clock of its own. `ranks.monitor` has the rules in words.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.trainer.rank_observer import LOOK_S
+from penstock.trainer.ranks.observer import LOOK_S
 
 GRACE_S = 20.0
 """For ranks whose peer has ended: they fail by themselves, with a cause of their own, in less."""
