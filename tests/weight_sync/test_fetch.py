@@ -77,10 +77,10 @@ async def test_fetch_brings_served_files_and_serves_them_until_close(open_route:
 async def test_fetch_ends_with_its_server(
     open_route: OpenRoute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.weight_sync.http_client.RECONNECT", Backoff(60.0))
+    monkeypatch.setattr("penstock.weight_sync.http_client.RECONNECT", Backoff(20.0))  # shorter than a stall
     route = await open_route("http")
     manifest = route.publish(1, small_tensors())
-    async with cutting_proxy(route.server.url, 1000) as proxy, asyncio.timeout(30):
+    async with cutting_proxy(route.server.url, 1000) as proxy, asyncio.timeout(15):
         own = replace(manifest.files[-1], place=f"{proxy.url}/{manifest.files[-1].name}")
         fetcher = Fetcher(tmp_path / "s0", TOKEN)
         fetching = asyncio.create_task(fetcher(replace(manifest, files=(own,))))
