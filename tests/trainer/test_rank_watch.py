@@ -20,6 +20,7 @@ torch = pytest.importorskip("torch")
 from watched_ranks import FAULTS, ODD, WORLD
 
 from penstock.trainer import NOTES_BYTES, Jury, Notes, Observer, RankWatch, Verdict, Watched, write_notes
+from penstock.trainer.ranks.watch import _bound
 
 pytestmark = pytest.mark.torch
 HERE = Path(__file__).parent
@@ -208,6 +209,14 @@ def test_only_a_rank_that_others_wait_for_is_slow() -> None:
     assert "rank 1 (host h, pid 101) is at work update" in jury(*working, *waiting, at=31)[1]
     assert not jury(*working, *every_second(0, 40, WORKS), at=31)[1]
     assert not jury(*working, *waiting, at=20)[1]
+
+
+@pytest.mark.parametrize(
+    ("announced", "bound"),
+    [("127.0.0.1", "127.0.0.1"), ("node-0", "0.0.0.0"), ("203.0.113.7", "0.0.0.0"), ("fd00::7", "::")],
+)
+def test_the_hub_is_reached_under_a_name_that_means_loopback_here(announced: str, bound: str) -> None:
+    assert _bound(announced) == bound
 
 
 async def test_one_rank_alone_has_no_watch(ranks: Any) -> None:
