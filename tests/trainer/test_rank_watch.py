@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ torch = pytest.importorskip("torch")
 from watched_ranks import FAULTS, ODD, WORLD
 
 from penstock.trainer import NOTES_BYTES, Jury, Notes, Observer, RankWatch, Verdict, Watched, write_notes
+from penstock.trainer.ranks.observer import usage_of
 from penstock.trainer.ranks.watch import _bound
 
 pytestmark = pytest.mark.torch
@@ -125,7 +127,7 @@ def looked_at(command: list[str], seconds: int, **notes: Any) -> list[str]:
             while time.monotonic() < began + seconds:
                 now = time.monotonic()
                 given = {"busy_since": began, "waits": False, "doing": "compile", "loop_at": now, **notes}
-                write_notes(memory, Notes(now, **given))
+                write_notes(memory, Notes(**{"written_at": now, **given}))
                 states.append(observer.look()["state"])
                 time.sleep(1.0)
         finally:
@@ -143,6 +145,31 @@ def test_a_rank_is_not_stuck_whose_compiler_works(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("penstock.trainer.ranks.observer.WINDOW_S", 1.0)
     states = looked_at(["sh", "-c", "sh -c 'while :; do :; done' & wait"], 12)
     assert not any(states), states
+
+
+def test_what_a_child_used_stays_in_the_sum_when_it_ends(tmp_path: Path) -> None:
+    child = f"while [ ! -e {tmp_path}/end ]; do :; done"
+    command = ["sh", "-c", f"sh -c '{child}'; echo ended; exec sleep 100"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            while (before := usage_of(process.pid, without=set())).cpu_s < 0.1:
+                time.sleep(0.05)
+            (tmp_path / "end").touch()
+            assert process.stdout is not None
+            process.stdout.readline()
+            after = usage_of(process.pid, without=set())
+        finally:
+            process.kill()
+    assert after.cpu_s >= before.cpu_s
+    assert not replace(before, cpu_s=0.05).is_idle_since(before, 5.0), "a thread that ended"
+
+
+def test_a_call_that_keeps_pythons_lock_is_not_stuck_while_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the main thread, whose use counts for nothing where the concern is the torch thread's work."""
+    monkeypatch.setattr("penstock.trainer.ranks.observer.WINDOW_S", 1.0)
+    long_ago = {"written_at": time.monotonic() - 1000}
+    assert not any(looked_at(["sh", "-c", "while :; do :; done"], 12, **long_ago))
+    assert "keeps Python's lock" in looked_at(["sleep", "100"], 12, **long_ago)[-1]
 
 
 def test_a_text_too_long_for_the_notes_is_cut() -> None:
