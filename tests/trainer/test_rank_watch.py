@@ -62,7 +62,7 @@ def named(folder: Path) -> str:
         ("stopped", "has been stopped (SIGSTOP or a debugger)"),
         ("stuck", "it is stuck: for "),
         ("loop", "its event loop stands still"),
-        ("killed", "has ended without a word"),
+        ("killed", "has ended without a report"),
         ("failed", "it ended with ValueError: an error of one rank"),
     ],
 )
@@ -216,6 +216,11 @@ def test_time_in_which_the_hub_stood_still_is_nobodys_silence() -> None:
     assert made.judge(1.0) is None
     assert made.judge(500.0) is None, "the hub was stopped for 499 s"
     assert made.judge(501.0) is None
+    made.report(made.ranks[0], WORKS, 999.0)
+    assert not any(made.judge(float(now)) for now in range(1000, 1031))
+    verdict = made.judge(1031.0)
+    assert verdict is not None, "a report at the end of a pause does not count for the time after it"
+    assert "nothing was heard of it for 31 s" in verdict.text
 
 
 def test_a_rank_that_left_is_not_missed() -> None:

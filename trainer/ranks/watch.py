@@ -4,7 +4,7 @@
     watch thread    what the torch thread is in, every `LOOK_S`                          ─┴► notes ──► monitor
     torch thread    `TorchThread.work` names the function that runs
 
-Where there is one rank alone nobody waits for it, and nothing is watched.
+No other rank waits for one that is alone: then nothing is watched.
 """
 
 from __future__ import annotations
@@ -119,7 +119,9 @@ class RankWatch:
             killer.cancel()
             os.close(self._notes)
         if not line:
-            raise RuntimeError(f"the monitor of rank {settings.rank} did not start within {START_S:g} s; see the log")
+            raise RuntimeError(
+                f"the monitor of rank {settings.rank} ended, or did not start within {START_S:g} s; see the log"
+            )
         return int(json.loads(line)["port"])
 
     def _order(self, content: dict[str, object]) -> None:
