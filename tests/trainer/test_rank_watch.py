@@ -20,9 +20,18 @@ torch = pytest.importorskip("torch")
 
 from watched_ranks import FAULTS, ODD, WORLD
 
-from penstock.trainer import NOTES_BYTES, Jury, Notes, Observer, RankWatch, Verdict, Watched, write_notes
-from penstock.trainer.ranks.observer import usage_of
-from penstock.trainer.ranks.watch import _bound
+from penstock.trainer import (
+    NOTES_BYTES,
+    Jury,
+    Notes,
+    Observer,
+    RankWatch,
+    Verdict,
+    Watched,
+    hub_binding,
+    usage_of,
+    write_notes,
+)
 
 pytestmark = pytest.mark.torch
 HERE = Path(__file__).parent
@@ -248,7 +257,7 @@ def test_only_a_rank_that_others_wait_for_is_slow() -> None:
     [("127.0.0.1", "127.0.0.1"), ("node-0", "0.0.0.0"), ("203.0.113.7", "0.0.0.0"), ("fd00::7", "::")],
 )
 def test_the_hub_is_reached_under_a_name_that_means_loopback_here(announced: str, bound: str) -> None:
-    assert _bound(announced) == bound
+    assert hub_binding(announced) == bound
 
 
 async def test_one_rank_alone_has_no_watch(ranks: Any) -> None:

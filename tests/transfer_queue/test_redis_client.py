@@ -25,7 +25,6 @@ from redis_parts import (
 
 from penstock.transfer_queue import BadPayload, LeaseLost, QueueError, QueueUnavailable, RedisServer, StepError
 from penstock.transfer_queue.redis import Connection, RedisCall
-from penstock.transfer_queue.redis.cluster import Node
 
 pytestmark = pytest.mark.redis
 
@@ -59,8 +58,7 @@ async def test_many_answer_in_order_and_in_python(connection: Connection) -> Non
 
 
 async def test_a_stopped_redis_gets_no_late_copy(server: RedisServer, connection: Connection) -> None:
-    node = Node(server.url, PASSWORD)
-    await node.run([RedisCall(("PING",))])
+    (node,) = connection._routes.masters
     assert server.pid is not None
     os.kill(server.pid, signal.SIGSTOP)
     try:
@@ -71,7 +69,6 @@ async def test_a_stopped_redis_gets_no_late_copy(server: RedisServer, connection
         os.kill(server.pid, signal.SIGCONT)
     await asyncio.sleep(1)
     assert await connection.command("EXISTS", "late") == 0
-    await node.close()
 
 
 async def test_a_script_sees_its_keys_and_arguments(connection: Connection) -> None:

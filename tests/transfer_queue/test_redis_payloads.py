@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from queue_samples import LIMITS, at, tasks, trajectory
@@ -21,7 +22,6 @@ from penstock.transfer_queue import (
     RedisTransferQueue,
     encode_trajectory,
 )
-from penstock.transfer_queue.redis.client import WriteAndRun
 
 pytestmark = pytest.mark.redis
 
@@ -56,7 +56,7 @@ async def test_payloads_of_refused_episodes_are_deleted_beside_an_error_of_anoth
     await queue.release(leases[1])
     run_jobs = queue._connection.run_jobs
 
-    async def run_and_break(jobs: Sequence[WriteAndRun]) -> None:
+    async def run_and_break(jobs: Sequence[Any]) -> None:
         await run_jobs(jobs)
         jobs[0].end(QueueError("not allowed"))
 

@@ -106,7 +106,7 @@ class RankWatch:
             ends_stuck=ranks.device.type == "cpu",
             speaks=os.environ.get("LOCAL_RANK", "0") == "0",
             secret=secret if ranks.is_rank0 else "",
-            listen=_bound(host) if ranks.is_rank0 else "",
+            listen=hub_binding(host) if ranks.is_rank0 else "",
             error_file=os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
         )
         self._order(asdict(settings))
@@ -157,7 +157,7 @@ def hub_host(world: int) -> str:
     return "127.0.0.1" if local == world else own_host()
 
 
-def _bound(host: str) -> str:
+def hub_binding(host: str) -> str:
     """What the hub listens on as `host`: a name may mean loopback here, as Debian's 127.0.1.1 does, and an announced
     address need not be this machine's own."""
     if host == "127.0.0.1":
