@@ -2,6 +2,7 @@ from .address import HOST_VARIABLE as HOST_VARIABLE
 from .address import interface_of as interface_of
 from .address import interfaces_for as interfaces_for
 from .address import is_loopback as is_loopback
+from .address import listening_host as listening_host
 from .address import own_host as own_host
 from .address import reachable_host as reachable_host
 from .backoff import Backoff as Backoff

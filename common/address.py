@@ -25,6 +25,8 @@ HOST_VARIABLE = "PENSTOCK_HOST"
 QUEUE_VARIABLE = "PENSTOCK_QUEUE"
 EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - what settings say, not a binding
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_ELSEWHERE = "192.0.2.1"
+"""No machine has it: the way there is the default one."""
 _SIOCGIFADDR = 0x8915
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
@@ -37,6 +39,15 @@ def own_host() -> str:
 def reachable_host(bound: str) -> str:
     """How others reach what listens on `bound`: "all interfaces" are reached under `own_host`."""
     return own_host() if bound in EVERYWHERE else bound
+
+
+def listening_host(host: str) -> str:
+    """What to listen on as `host` where that address itself is announced to others: one of this machine. Another one
+    where the name means loopback here, or an address that this machine does not have."""
+    if is_loopback(host) or _can_listen(host):
+        return host
+    queue = urlsplit(os.environ.get(QUEUE_VARIABLE) or "").hostname
+    return _towards(queue) or _towards(_ELSEWHERE) or host
 
 
 def is_loopback(host: str | None) -> bool:
@@ -78,6 +89,18 @@ def _resolved(name: str) -> str | None:
         return socket.gethostbyname(name)
     except OSError:
         return None
+
+
+def _can_listen(host: str) -> bool:
+    """Whether the name stands for an address of this machine that others reach."""
+    with contextlib.suppress(OSError):
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+        if is_loopback(str(address[0])):
+            return False
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            return True
+    return False
 
 
 def _towards(host: str | None) -> str | None:

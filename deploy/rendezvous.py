@@ -13,6 +13,8 @@ from penstock.deploy.plan import NODES_VARIABLE
 RENDEZVOUS_VARIABLE = "PENSTOCK_TRAIN_RENDEZVOUS"
 RENDEZVOUS_TIMEOUT_S = 600
 """A machine that is restarted waits so long for the others."""
+TORCHRUN_TELLS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""Variables: a rank that has none of them is alone. Another's torchrun may have started this process."""
 
 
 @dataclass(frozen=True, slots=True)

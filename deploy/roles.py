@@ -29,6 +29,7 @@ from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.connection import TOKEN_VARIABLE, RunConnection, limits_of
 from penstock.deploy.plan import TRAINER_STOP_S
 from penstock.deploy.processes import STOP_FILE_VARIABLE
+from penstock.deploy.rendezvous import TORCHRUN_TELLS
 from penstock.deploy.run_dir import RunDir
 from penstock.deploy.stacks import answer_with_stacks
 from penstock.deploy.telemetry import MetricsTarget, metrics_served, with_spans
@@ -186,10 +187,6 @@ async def agent(link: RunConnection, name: str, *, wait_s: float = 0.0) -> None:
             await _closing(client, _closing(queue, work))
     finally:
         gc.freeze()  # the process ends: a last collection, over all that its imports made, takes a third of a second
-
-
-TORCHRUN_TELLS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-"""A rank that has none of these is alone. Somebody else's torchrun may have started us."""
 
 
 def leave_torchrun() -> None:

@@ -82,8 +82,10 @@ from .ranks.jury import Watched as Watched
 from .ranks.observer import NOTES_BYTES as NOTES_BYTES
 from .ranks.observer import Notes as Notes
 from .ranks.observer import Observer as Observer
+from .ranks.observer import usage_of as usage_of
 from .ranks.observer import write_notes as write_notes
 from .ranks.watch import RankWatch as RankWatch
+from .ranks.watch import hub_binding as hub_binding
 from .recorder import Recorder as Recorder
 from .recorder import kept_of as kept_of
 from .recorder import mask_runs as mask_runs

@@ -219,15 +219,17 @@ class TrainerConfig(BaseModel):
         gt=0,
         description="An evaluation of which no episode ends for so long is given up, so that later ones can start.",
     )
-    batch_timeout_s: float = Field(300.0, gt=0, description="A batch not ready by then stops the run, cause told.")
+    batch_timeout_s: float = Field(
+        300.0, gt=0, description="A batch not ready by then stops the run, and the cause is named."
+    )
     publish_timeout_s: float = Field(
         900.0, gt=0, description="Writing one version of the weights; a disk that takes longer stops the trainer."
     )
     rank_timeout_s: float = Field(
         30.0,
         ge=0,
-        description="With several ranks: one that is stopped, stuck or silent for so long is named, and all ranks end; "
-        "0: nothing watches them.",
+        description="With several ranks: one that is stopped, silent or (on CPUs) stuck for so long is named, and all "
+        "ranks end. On GPUs a stuck rank counts as slow: collective_timeout_s decides. 0: nothing watches them.",
     )
     collective_timeout_s: float = Field(
         600.0,

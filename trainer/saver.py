@@ -144,8 +144,8 @@ class Saver:
             )
         # Their trajectories are deleted: training them again is impossible, and stopping would gain nothing.
         logger.error(
-            "the updates of steps %d to %d are lost with the damaged checkpoint; going on at step %d with the weights "
-            "after step %d",
+            "the updates of steps %d to %d are lost with the damaged checkpoint; continuing at step %d with the "
+            "weights after step %d",
             found.step,
             committed - 1,
             committed,

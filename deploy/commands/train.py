@@ -11,8 +11,7 @@ from pathlib import Path
 from penstock.common import NotPrivate, die_with_parent, interfaces_for, own_host
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.connection import RunConnection
-from penstock.deploy.rendezvous import Rendezvous
-from penstock.deploy.roles import TORCHRUN_TELLS
+from penstock.deploy.rendezvous import TORCHRUN_TELLS, Rendezvous
 from penstock.deploy.weights_folder import hold_folder, local_weights_dir
 from penstock.trainer import RANKS_FILE_VARIABLE, BadJob, TrainerConfig
 from penstock.trainer.engines import check_nodes

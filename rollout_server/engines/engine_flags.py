@@ -15,7 +15,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ async def check_flags(product: Product, installation: Installation, users: Mappi
     if not users:
         return
     known = await known_flags(product, installation)
-    if known and (unknown := unknown_flag(users, known)):
+    if known and (unknown := unknown_flag(users, known, product.own_flags)):
         setting = f"rollout.{product.key}_args.{unknown}"
         listed = f"; `{' '.join(product.help_command(installation))}` lists them"
         meant = nearest(_plain(unknown), known) or listed
@@ -47,10 +47,21 @@ async def check_flags(product: Product, installation: Installation, users: Mappi
         )
 
 
-def unknown_flag(users: Mapping[str, Any], known: Iterable[str]) -> str:
-    """The first name that is none; empty where all are. ``compilation_config.mode`` is a part of a flag's value."""
+def unknown_flag(users: Mapping[str, Any], known: Iterable[str], own: Container[str] = ()) -> str:
+    """The first name that is none; empty where all are. ``compilation_config.mode`` is a part of a flag's value.
+
+    A server takes the beginning of a name, as SGLang's ``tp``, where one flag alone begins so. Those of `own`, which
+    the adapter sets, are not reached in this way.
+    """
     names = set(known)
-    return next((name for name in users if _plain(name) not in names), "")
+    return next((name for name in users if not _is_flag(_plain(name), names, own)), "")
+
+
+def _is_flag(name: str, known: set[str], own: Container[str]) -> bool:
+    if name in known:
+        return True
+    meant = [flag for flag in known if flag.startswith(name)]
+    return len(meant) == 1 and meant[0] not in own
 
 
 async def known_flags(product: Product, installation: Installation) -> frozenset[str]:

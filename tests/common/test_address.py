@@ -7,7 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.common import interface_of, interfaces_for, is_loopback, own_host, reachable_host, url_host
+from penstock.common import (
+    interface_of,
+    interfaces_for,
+    is_loopback,
+    listening_host,
+    own_host,
+    reachable_host,
+    url_host,
+)
 from penstock.common.address import _found
 
 NAME = socket.gethostname()
@@ -24,6 +32,15 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def resolves_to(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     monkeypatch.setattr(socket, "gethostbyname", lambda name: address)
+
+
+def names_stand_for(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    def found(name: str, port: int, **options: int) -> list[tuple[object, ...]]:
+        if not address:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", (address, port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
 
 
 def test_what_the_launcher_says_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +70,26 @@ def test_else_the_address_on_the_way_to_the_queue(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("penstock.common.address._towards", lambda host: f"towards {host}")
     monkeypatch.setenv("PENSTOCK_QUEUE", "redis://user:word@192.0.2.1:6379")
     assert own_host() == "towards 192.0.2.1"
+
+
+@pytest.mark.parametrize("address", ["127.0.1.1", "192.0.2.77", ""])
+def test_an_address_that_others_do_not_reach_is_not_listened_on(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian's own name, an address of a gateway in front of this machine, a name without an address."""
+    names_stand_for(monkeypatch, address)
+    monkeypatch.setattr("penstock.common.address._towards", lambda host: host and f"towards {host}")
+    assert listening_host("node-0") == "towards 192.0.2.1", "no queue is named: the default way"
+    monkeypatch.setenv("PENSTOCK_QUEUE", "redis://user:word@10.0.0.1:6379")
+    assert listening_host("node-0") == "towards 10.0.0.1"
+    monkeypatch.setattr("penstock.common.address._towards", lambda host: None)
+    assert listening_host("node-0") == "node-0", "there is no network"
+
+
+def test_an_address_of_this_machine_is_listened_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.common.address._towards", lambda host: f"towards {host}")
+    assert [listening_host(host) for host in ("127.0.0.1", "::1", "localhost")] == ["127.0.0.1", "::1", "localhost"]
+    names_stand_for(monkeypatch, "10.0.0.7")
+    monkeypatch.setattr(socket.socket, "bind", lambda probe, address: None)
+    assert listening_host("node-7") == "node-7"
 
 
 def test_addresses_of_loopback_are_known() -> None:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,18 @@ torch = pytest.importorskip("torch")
 
 from watched_ranks import FAULTS, ODD, WORLD
 
-from penstock.trainer import NOTES_BYTES, Jury, Notes, Observer, RankWatch, Verdict, Watched, write_notes
+from penstock.trainer import (
+    NOTES_BYTES,
+    Jury,
+    Notes,
+    Observer,
+    RankWatch,
+    Verdict,
+    Watched,
+    hub_binding,
+    usage_of,
+    write_notes,
+)
 
 pytestmark = pytest.mark.torch
 HERE = Path(__file__).parent
@@ -59,7 +71,7 @@ def named(folder: Path) -> str:
         ("stopped", "has been stopped (SIGSTOP or a debugger)"),
         ("stuck", "it is stuck: for "),
         ("loop", "its event loop stands still"),
-        ("killed", "has ended without a word"),
+        ("killed", "has ended without a report"),
         ("failed", "it ended with ValueError: an error of one rank"),
     ],
 )
@@ -124,7 +136,7 @@ def looked_at(command: list[str], seconds: int, **notes: Any) -> list[str]:
             while time.monotonic() < began + seconds:
                 now = time.monotonic()
                 given = {"busy_since": began, "waits": False, "doing": "compile", "loop_at": now, **notes}
-                write_notes(memory, Notes(now, **given))
+                write_notes(memory, Notes(**{"written_at": now, **given}))
                 states.append(observer.look()["state"])
                 time.sleep(1.0)
         finally:
@@ -142,6 +154,31 @@ def test_a_rank_is_not_stuck_whose_compiler_works(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("penstock.trainer.ranks.observer.WINDOW_S", 1.0)
     states = looked_at(["sh", "-c", "sh -c 'while :; do :; done' & wait"], 12)
     assert not any(states), states
+
+
+def test_what_a_child_used_stays_in_the_sum_when_it_ends(tmp_path: Path) -> None:
+    child = f"while [ ! -e {tmp_path}/end ]; do :; done"
+    command = ["sh", "-c", f"sh -c '{child}'; echo ended; exec sleep 100"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            while (before := usage_of(process.pid, without=set())).cpu_s < 0.1:
+                time.sleep(0.05)
+            (tmp_path / "end").touch()
+            assert process.stdout is not None
+            process.stdout.readline()
+            after = usage_of(process.pid, without=set())
+        finally:
+            process.kill()
+    assert after.cpu_s >= before.cpu_s
+    assert not replace(before, cpu_s=0.05).is_idle_since(before, 5.0), "a thread that ended"
+
+
+def test_a_call_that_keeps_pythons_lock_is_not_stuck_while_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the main thread, whose use counts for nothing where the concern is the torch thread's work."""
+    monkeypatch.setattr("penstock.trainer.ranks.observer.WINDOW_S", 1.0)
+    long_ago = {"written_at": time.monotonic() - 1000}
+    assert not any(looked_at(["sh", "-c", "while :; do :; done"], 12, **long_ago))
+    assert "keeps Python's lock" in looked_at(["sleep", "100"], 12, **long_ago)[-1]
 
 
 def test_a_text_too_long_for_the_notes_is_cut() -> None:
@@ -188,6 +225,11 @@ def test_time_in_which_the_hub_stood_still_is_nobodys_silence() -> None:
     assert made.judge(1.0) is None
     assert made.judge(500.0) is None, "the hub was stopped for 499 s"
     assert made.judge(501.0) is None
+    made.report(made.ranks[0], WORKS, 999.0)
+    assert not any(made.judge(float(now)) for now in range(1000, 1031))
+    verdict = made.judge(1031.0)
+    assert verdict is not None, "a report at the end of a pause does not count for the time after it"
+    assert "nothing was heard of it for 31 s" in verdict.text
 
 
 def test_a_rank_that_left_is_not_missed() -> None:
@@ -208,6 +250,14 @@ def test_only_a_rank_that_others_wait_for_is_slow() -> None:
     assert "rank 1 (host h, pid 101) is at work update" in jury(*working, *waiting, at=31)[1]
     assert not jury(*working, *every_second(0, 40, WORKS), at=31)[1]
     assert not jury(*working, *waiting, at=20)[1]
+
+
+@pytest.mark.parametrize(
+    ("announced", "bound"),
+    [("127.0.0.1", "127.0.0.1"), ("node-0", "0.0.0.0"), ("203.0.113.7", "0.0.0.0"), ("fd00::7", "::")],
+)
+def test_the_hub_is_reached_under_a_name_that_means_loopback_here(announced: str, bound: str) -> None:
+    assert hub_binding(announced) == bound
 
 
 async def test_one_rank_alone_has_no_watch(ranks: Any) -> None:

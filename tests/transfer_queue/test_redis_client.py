@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import signal
 from collections.abc import AsyncIterator, Sequence
 from functools import partialmethod
 from pathlib import Path
@@ -53,6 +55,20 @@ async def test_many_answer_in_order_and_in_python(connection: Connection) -> Non
     commands = [("SET", "a", b"\x00\xff"), ("GET", "a"), ("GET", "none"), ("HSET", "h", "x", 1), ("HGETALL", "h")]
     assert await connection.many(commands) == [True, b"\x00\xff", None, 1, {b"x": b"1"}]
     assert await connection.many([]) == []
+
+
+async def test_a_stopped_redis_gets_no_late_copy(server: RedisServer, connection: Connection) -> None:
+    (node,) = connection._routes.masters
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1):
+                await node.run([RedisCall(("SET", "late", bytes(64 << 20)))])
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    await asyncio.sleep(1)
+    assert await connection.command("EXISTS", "late") == 0
 
 
 async def test_a_script_sees_its_keys_and_arguments(connection: Connection) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from queue_samples import LIMITS, at, tasks, trajectory
@@ -45,6 +46,26 @@ async def spilled(queue: RedisTransferQueue) -> str:
     (episode, *_), *_ = batch.groups
     assert await queue.spill(0, [episode]) == 1
     return episode
+
+
+async def test_payloads_of_refused_episodes_are_deleted_beside_an_error_of_another_kind(
+    queue: RedisTransferQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await queue.submit(tasks(2), cursor=at(2))
+    leases = await queue.lease_episodes("worker", 3, 0)
+    await queue.release(leases[1])
+    run_jobs = queue._connection.run_jobs
+
+    async def run_and_break(jobs: Sequence[Any]) -> None:
+        await run_jobs(jobs)
+        jobs[0].end(QueueError("not allowed"))
+
+    monkeypatch.setattr(queue._connection, "run_jobs", run_and_break)
+    with pytest.raises(QueueError, match="not allowed"):
+        await queue.complete_many([(lease, trajectory(lease)) for lease in leases])
+    kept = [key async for keys in queue._connection.scan(f"*{leases[1].episode_id}@*") for key in keys]
+    assert not kept
+    assert [key async for keys in queue._connection.scan(f"*{leases[2].episode_id}@*") for key in keys]
 
 
 async def test_a_client_without_the_batch_log_says_so(

@@ -33,7 +33,7 @@ class Watched:
     host: str
     pid: int
     heard_at: float
-    doing: str = "nothing that it told"
+    doing: str = "nothing that it reported"
     left: bool = False
     waits_since: float | None = None
     """Waits for others in every report since."""
@@ -76,7 +76,7 @@ class Jury:
 
     def lost(self, watched: Watched) -> Verdict | None:
         """The connection to its monitor broke."""
-        return None if watched.left else self._about(watched, "it, or its monitor, has ended without a word", GRACE_S)
+        return None if watched.left else self._about(watched, "it, or its monitor, has ended without a report", GRACE_S)
 
     def judge(self, now: float) -> Verdict | None:
         """Silent ranks. Time in which this process itself did not run is given back to all."""
@@ -85,7 +85,7 @@ class Jury:
         present = [one for one in self.ranks.values() if not one.left]
         if gap_s > 3 * LOOK_S:
             for one in present:
-                one.heard_at += gap_s
+                one.heard_at = min(one.heard_at + gap_s, now)
         for one in present:
             if now - one.heard_at > self._timeout_s:
                 return self._about(one, f"nothing was heard of it for {now - one.heard_at:.0f} s")

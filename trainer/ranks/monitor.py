@@ -183,7 +183,7 @@ class Monitor:
         port = await self._hub.start(self._settings.listen) if self._hub else 0
         sys.stdout.buffer.write(_line({"port": port}))
         sys.stdout.flush()
-        order = _parsed(await self._orders.readline())
+        order = await self._order()
         if "hub" not in order:
             return
         ended = asyncio.create_task(self._until_ended(), name="orders")
@@ -199,15 +199,19 @@ class Monitor:
 
     async def _until_ended(self) -> str | None:
         """The rank's farewell, empty where it ends in order; None where its process ended without one."""
-        farewell = asyncio.create_task(self._orders.readline(), name="farewell")
+        order = await self._order()
+        return str(order["left"]) if "left" in order else None
+
+    async def _order(self) -> dict[str, Any]:
+        """The next line of the rank; empty where its process has ended."""
+        reading = asyncio.create_task(self._orders.readline(), name="order")
         try:
             # A process that the rank forked may keep the pipe open when the rank is gone.
-            while not farewell.done() and os.getppid() == self._settings.pid:
-                await asyncio.wait({farewell}, timeout=LOOK_S)
-            order = _parsed(farewell.result()) if farewell.done() else {}
+            while not reading.done() and os.getppid() == self._settings.pid:
+                await asyncio.wait({reading}, timeout=LOOK_S)
+            return _parsed(reading.result()) if reading.done() else {}
         finally:
-            farewell.cancel()
-        return str(order["left"]) if "left" in order else None
+            reading.cancel()
 
     async def _link(self, host: str, port: int, secret: str) -> Verdict | None:
         """Reports to the hub and hears it. The verdict; None where the hub is over."""
@@ -222,7 +226,7 @@ class Monitor:
                 await asyncio.wait({hearing}, timeout=LOOK_S)
                 now = time.monotonic()
                 if now - before > 3 * LOOK_S:  # this process stood still, or the machine did
-                    self._heard_at += now - before
+                    self._heard_at = min(self._heard_at + now - before, now)
                 before = now
                 if now - self._heard_at > mine.timeout_s:
                     return Verdict(f"nothing was heard for {now - self._heard_at:.0f} s of {self._first}")
@@ -251,7 +255,7 @@ class Monitor:
                 return Verdict(str(said["verdict"]), float(said["grace_s"]))
             if "over" in said:
                 return None
-        return Verdict(f"it, or its monitor, has ended without a word: {self._first}", GRACE_S)
+        return Verdict(f"it, or its monitor, has ended without a report: {self._first}", GRACE_S)
 
     async def _end_rank(self, verdict: Verdict, ended: asyncio.Task[str | None]) -> None:
         """SIGKILL, unless the rank ends by itself in the grace it has."""

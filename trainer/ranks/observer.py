@@ -28,6 +28,8 @@ IDLE_BYTES = 1 << 16
 """Read or written per window."""
 STALE_S = 5.0
 """Notes or an event loop older than this stand still."""
+_USED, _WAITED_FOR = slice(11, 13), slice(13, 15)
+"""Ticks in /proc/PID/stat, after the name: a process's own, and those of its children that have ended."""
 _HEAD = struct.Struct("<dddBxxxI")
 NOTES_BYTES = 4096
 
@@ -71,30 +73,33 @@ class Usage:
     in_io: bool
 
     def is_idle_since(self, before: Usage, elapsed_s: float) -> bool:
+        # Less than before: a thread ended in between, and took its seconds with it.
         used = self.cpu_s - before.cpu_s
-        return not self.in_io and used < IDLE_SHARE * elapsed_s and self.bytes - before.bytes < IDLE_BYTES
+        return not self.in_io and 0 <= used < IDLE_SHARE * elapsed_s and self.bytes - before.bytes < IDLE_BYTES
 
 
 def usage_of(pid: int, *, without: set[int]) -> Usage:
-    """Of the process's threads but those, and of its children but this process."""
-    cpu_s, moved, in_io = 0.0, 0, False
+    """Of the process's threads but those, and of its children, ended ones too, but this process."""
+    ticks, moved, in_io = _ticks_of_children(pid), 0, False
     for thread in Path(f"/proc/{pid}/task").glob("[0-9]*"):
         if int(thread.name) in without:
             continue
         with contextlib.suppress(OSError, ValueError, IndexError):  # the thread ended
             fields = (thread / "stat").read_text(errors="replace").rpartition(")")[2].split()
-            cpu_s += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            ticks += sum(map(int, fields[_USED]))
             in_io = in_io or fields[0] == "D"
             lines = (thread / "io").read_text().splitlines()[:2]
             moved += sum(int(line.partition(":")[2]) for line in lines)
+    return Usage(ticks / os.sysconf("SC_CLK_TCK"), moved, in_io)
+
+
+def _ticks_of_children(pid: int) -> int:
+    """What an ended child used stays in the sum: its parent has it once it has waited for the child."""
     table = ProcessTable.now()
-    children = table.cpu_s(pid) - _own(table, pid) - _own(table, os.getpid())
-    return Usage(cpu_s + children, moved, in_io)
-
-
-def _own(table: ProcessTable, pid: int) -> float:
-    fields = table.fields.get(pid)
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+    below = [table.fields[one] for one in table.tree_of(pid) if one not in (pid, os.getpid()) and one in table.fields]
+    used = [fields[_USED] for fields in below]
+    waited_for = [fields[_WAITED_FOR] for fields in [*below, table.fields.get(pid, ())]]
+    return sum(int(ticks) for span in used + waited_for for ticks in span)
 
 
 class Observer:
@@ -159,8 +164,8 @@ class Observer:
             return
         if self._window is not None and self._window[0] == concern and now - self._window[1] < WINDOW_S:
             return
-        # While the torch thread has work, what the event loop uses (serving weights) says nothing about it.
-        ignored = self._own_threads | (set() if "event loop" in concern else {self._pid})
+        # What the event loop uses (serving weights) says nothing about its work; one that stands still may compute.
+        ignored = self._own_threads | ({self._pid} if concern.startswith("its work") else set())
         usage = usage_of(self._pid, without=ignored)
         if self._window is not None and self._window[0] == concern:
             elapsed_s = now - self._window[1]

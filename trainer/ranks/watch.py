@@ -4,7 +4,7 @@
     watch thread    what the torch thread is in, every `LOOK_S`                          ─┴► notes ──► monitor
     torch thread    `TorchThread.work` names the function that runs
 
-Where there is one rank alone nobody waits for it, and nothing is watched.
+No other rank waits for one that is alone: then nothing is watched.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class RankWatch:
             ends_stuck=ranks.device.type == "cpu",
             speaks=os.environ.get("LOCAL_RANK", "0") == "0",
             secret=secret if ranks.is_rank0 else "",
-            listen=host if ranks.is_rank0 else "",
+            listen=hub_binding(host) if ranks.is_rank0 else "",
             error_file=os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
         )
         self._order(asdict(settings))
@@ -119,7 +119,9 @@ class RankWatch:
             killer.cancel()
             os.close(self._notes)
         if not line:
-            raise RuntimeError(f"the monitor of rank {settings.rank} did not start within {START_S:g} s; see the log")
+            raise RuntimeError(
+                f"the monitor of rank {settings.rank} ended, or did not start within {START_S:g} s; see the log"
+            )
         return int(json.loads(line)["port"])
 
     def _order(self, content: dict[str, object]) -> None:
@@ -153,6 +155,14 @@ def hub_host(world: int) -> str:
     """Where rank 0's monitor listens: loopback where all ranks are on this machine."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or world)
     return "127.0.0.1" if local == world else own_host()
+
+
+def hub_binding(host: str) -> str:
+    """What the hub listens on as `host`: a name may mean loopback here, as Debian's 127.0.1.1 does, and an announced
+    address need not be this machine's own."""
+    if host == "127.0.0.1":
+        return host
+    return "::" if ":" in host else "0.0.0.0"  # noqa: S104 - it asks for the secret
 
 
 def is_waiting(calls: list[FrameType]) -> bool:

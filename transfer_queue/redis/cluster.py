@@ -168,7 +168,10 @@ class _Link:
                 call.reply, call.error = found, None
 
     async def disconnect(self) -> None:
-        self._wire = None
+        """What is not sent yet is dropped: a server that was stopped would take it later, beside its repeat."""
+        if self._wire is not None:
+            self._wire.abort()
+            self._wire = None
         await self._connection.disconnect(nowait=True)
 
 

@@ -110,12 +110,12 @@ class Completions:
     async def _acknowledge(self, completions: Sequence[_Completion]) -> list[Refusal | None]:
         """Store and acknowledge in one round trip; the payloads of refused ones are deleted."""
         await self._connection.run_jobs([one.job for one in completions])
+        gone = [one.stored for one in completions if one.job.refusal is not None]
+        if gone:
+            await self._payloads.delete(gone)
         refusals: list[Refusal | None] = []
         for one in completions:
             if one.job.refusal is not None and not isinstance(one.job.refusal, Refusal):
                 raise one.job.refusal
             refusals.append(one.job.refusal)
-        gone = [one.stored for one in completions if one.job.refusal is not None]
-        if gone:
-            await self._payloads.delete(gone)
         return refusals

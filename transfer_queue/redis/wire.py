@@ -89,6 +89,10 @@ class Wire(asyncio.BufferedProtocol):
             await self._arrived
         return found
 
+    def abort(self) -> None:
+        """Ends the connection without the commands that are not sent yet."""
+        self._transport.abort()
+
     # called by the transport ---------------------------------------------------------------------------------------
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._view  # TLS fills slices of it: those of a bytearray would be copies

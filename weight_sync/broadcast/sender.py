@@ -20,7 +20,7 @@ from typing import IO, Any
 import torch
 import xxhash
 
-from penstock.common import atomic_path, open_private, reachable_host
+from penstock.common import atomic_path, listening_host, open_private, reachable_host
 from penstock.weight_sync.broadcast.group import BroadcastGroup, open_store
 from penstock.weight_sync.broadcast.offer import StreamDigests
 from penstock.weight_sync.broadcast.seats import Sending
@@ -125,7 +125,7 @@ class _Members:
         assert self._sending is not None
         assert self._sending.listener is not None
         store = open_store(self._sending.listener, self._sending.member)
-        self._group = BroadcastGroup(store, self._sending.member, reachable_host(self._sending.host))
+        self._group = BroadcastGroup(store, self._sending.member, _device_host(self._sending.host))
 
     def _begin(self, bucket: torch.Tensor) -> None:
         if self._group is None or self._sending is None:
@@ -152,6 +152,11 @@ class _Members:
             if self._group is not None:
                 self._group.close()
                 self._group = None
+
+
+def _device_host(host: str) -> str:
+    """What the group's device binds, and announces to the other members as an address."""
+    return listening_host(reachable_host(host))
 
 
 def _code(dtype: str) -> str:

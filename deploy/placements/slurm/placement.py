@@ -116,8 +116,9 @@ def _check_gpus(found: JobLayout) -> None:
     fullest = -(-servers // found.others)
     free = found.gpus_per_node - (found.trainer_gpus if found.first_other == 0 else 0)
     if fullest * found.gpus_per_server > free:
-        fit = free // found.gpus_per_server * found.others
+        most = free // found.gpus_per_server * found.others - found.evaluation_server
+        fewer = f"set rollout.servers to at most {most}, or " if most > 0 else ""
         raise ConfigError(
             f"{servers} rollout servers of {found.gpus_per_server} GPU(s) do not fit on {found.others} node(s) with "
-            f"{free} free GPUs each: set rollout.servers to at most {fit - found.evaluation_server}, or raise --nodes"
+            f"{free} free GPUs each: {fewer}raise --nodes"
         )

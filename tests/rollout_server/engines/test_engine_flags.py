@@ -21,6 +21,7 @@ from penstock.rollout_server.engines import (
     find_installation,
     flags_in,
     known_flags,
+    unknown_flag,
 )
 
 HELP = """usage: server [-h] [--model MODEL] [--tensor-parallel-size N]
@@ -74,6 +75,13 @@ async def test_a_misspelt_flag_names_its_setting_and_the_nearest(tmp_path: Path)
     assert "'tensor-parallel-size'" in text
     assert "vLLM 0.32.0" in text
     assert not caught.value.retryable
+
+
+def test_the_beginning_of_one_flag_alone_is_taken_as_the_server_takes_it() -> None:
+    known = ("tp-size", "tensor-parallel-size", "pp-size", "pp-async-batch-depth", "host")
+    assert not unknown_flag({"tp": 8, "tensor_par": 8, "tp_size": 8}, known)
+    assert unknown_flag({"pp": 2}, known) == "pp", "two flags begin so"
+    assert unknown_flag({"hos": "0.0.0.0"}, known, {"host"}) == "hos", "the adapter's own flag"
 
 
 async def test_the_help_is_asked_once_for_each_version(tmp_path: Path, cache: Path) -> None:

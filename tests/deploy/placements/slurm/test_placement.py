@@ -38,6 +38,7 @@ def test_a_server_has_the_gpus_that_its_engine_is_split_over() -> None:
         ([], 1, {"trainer_nodes": 2}, "--nodes 1: the trainer alone takes 2"),
         (["rollout.servers=9"], 3, {"gpus_per_node": 4}, "set rollout.servers to at most 8"),
         (["rollout.servers=4"], 1, {"gpus_per_node": 4}, "set rollout.servers to at most 3"),
+        (["rollout.servers=1"], 1, {"gpus_per_node": 1}, "with 0 free GPUs each: raise --nodes"),
         (["trainer.ranks=4"], 1, {"gpus_per_node": 2, "trainer_nodes": 1}, "4 trainer ranks on a node"),
         (["trainer.engine=megatron"], 2, {}, "trainer.engine=megatron computes on NVIDIA GPUs"),
         (
