@@ -7,6 +7,7 @@ import functools
 import json
 import math
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -44,6 +45,10 @@ WHOLE_OR_STREAM: dict[int | str, dict[str, Any]] = {
 LONG_BODY = 100_000
 MAX_BODY_BYTES = 16 << 20
 """A context of a million tokens, escaped, is some 6 MB; a body is read whole before it is looked at."""
+MAX_NESTS = 1_000_000
+"""Lists and objects of one body: they take more time and memory than their bytes say."""
+PARSERS = ThreadPoolExecutor(2, thread_name_prefix="body")
+"""Long bodies that are parsed at once in a process: further ones wait, so that they cannot hold up all other work."""
 RETRY_HEADER = "x-stainless-retry-count"
 """Sent by the `openai` and `anthropic` packages: how often this request was retried."""
 
@@ -242,10 +247,13 @@ async def _parsed(parse: Callable[[Any], CompletionRequest], body: bytes) -> Com
     """A long body is read in a thread: it may hold millions of values."""
     if len(body) < LONG_BODY:
         return parse(_json(body))
-    return await asyncio.to_thread(lambda: parse(_json(body)))
+    return await asyncio.get_running_loop().run_in_executor(PARSERS, lambda: parse(_json(body)))
 
 
 def _json(body: bytes) -> Any:
+    """Raises `InvalidRequest`."""
+    if body.count(b"[") + body.count(b"{") > MAX_NESTS:
+        raise InvalidRequest("", f"the body has more than {MAX_NESTS} lists and objects; send fewer", "invalid_value")
     try:
         return json.loads(body or b"{}", parse_constant=lambda name: math.nan)
     except (ValueError, RecursionError) as error:
