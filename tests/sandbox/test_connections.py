@@ -1,0 +1,80 @@
+"""Frames that no driver sends: where a box can write them itself, they cost the worker nothing and end its run."""
+
+from __future__ import annotations
+
+import base64
+import socket
+from typing import Any
+
+import pytest
+
+from penstock.sandbox import WINDOW_BYTES, SandboxError
+from penstock.sandbox.connections import MAX_OPEN, BoxConnections
+
+PIECE = base64.b64encode(b"x" * (WINDOW_BYTES // 2)).decode()
+
+
+class Taken:
+    """Takes connections and reads nothing of them."""
+
+    def __init__(self) -> None:
+        self.accepted: list[socket.socket] = []
+        self.connections = BoxConnections(self.send, self.accepted.append)
+
+    async def send(self, frame: dict[str, Any]) -> None:
+        pass
+
+    async def close(self) -> None:
+        await self.connections.close()
+        for one in self.accepted:
+            one.close()
+
+
+FORGED: dict[str, list[Any]] = {
+    "more than a window": [{"conn": 1, "data": PIECE}, {"conn": 1, "data": PIECE}, {"conn": 1, "data": "eA=="}],
+    "no number": [{"conn": "one", "data": ""}],
+    "an endless number": [{"conn": float("inf"), "data": ""}],
+    "no base64": [{"conn": 1, "data": "?"}],
+    "no text": [{"conn": 1, "data": {}}],
+    "no count": [{"conn": 1, "data": ""}, {"conn": 1, "ack": []}],
+    "two ends": [{"conn": 1, "end": True}, {"conn": 1, "end": True}],
+    "bytes after the end": [{"conn": 1, "end": True}, {"conn": 1, "data": "eA=="}],
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+async def test_attack_forged_frames_are_refused(name: str) -> None:
+    *before, last = FORGED[name]
+    taken = Taken()
+    try:
+        for frame in before:
+            taken.connections.take(frame)
+        with pytest.raises(SandboxError, match="the box broke its protocol"):
+            taken.connections.take(last)
+    finally:
+        await taken.close()
+
+
+async def test_attack_connections_are_counted_while_they_are_open() -> None:
+    taken = Taken()
+    try:
+        for number in range(1, 3 * MAX_OPEN, 2):
+            taken.connections.take({"conn": number, "data": ""})
+            taken.connections.take({"conn": number, "gone": True})
+            taken.accepted.pop().close()
+            if number % 64 == 1:
+                await taken.connections.close()
+    finally:
+        await taken.close()
+
+
+async def test_attack_too_many_open_connections_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.sandbox.connections.MAX_OPEN", 16)
+    taken = Taken()
+    try:
+        for number in range(1, 17):
+            taken.connections.take({"conn": number, "data": ""})
+        with pytest.raises(SandboxError, match="16 open connections"):
+            taken.connections.take({"conn": 17, "data": ""})
+    finally:
+        await taken.close()
