@@ -1,7 +1,8 @@
-"""Frames that no driver sends: where a box can write them itself, they cost the worker nothing and end its run."""
+"""Connections of a box as sockets; frames that no driver sends, where a box can write them itself, end its run."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import socket
 from typing import Any
@@ -19,15 +20,35 @@ class Taken:
 
     def __init__(self) -> None:
         self.accepted: list[socket.socket] = []
+        self.sent: list[dict[str, Any]] = []
         self.connections = BoxConnections(self.send, self.accepted.append)
 
     async def send(self, frame: dict[str, Any]) -> None:
-        pass
+        self.sent.append(frame)
 
     async def close(self) -> None:
         await self.connections.close()
         for one in self.accepted:
             one.close()
+
+
+async def test_an_answer_that_comes_before_the_end_of_its_request_is_not_lost() -> None:
+    """A server that refuses a request by its head closes while the body is still on its way."""
+    taken = Taken()
+    try:
+        taken.connections.take({"conn": 1, "data": base64.b64encode(b"head").decode()})
+        (served,) = taken.accepted
+        async with asyncio.timeout(60):
+            assert await asyncio.get_running_loop().sock_recv(served, 100) == b"head"
+            await asyncio.get_running_loop().sock_sendall(served, b"refused")
+            served.close()
+            taken.connections.take({"conn": 1, "data": base64.b64encode(b"body").decode()})
+            while not any(frame.get("gone") for frame in taken.sent):
+                await asyncio.sleep(0.01)
+        answer = b"".join(base64.b64decode(frame.get("data", "")) for frame in taken.sent)
+        assert answer == b"refused"
+    finally:
+        await taken.close()
 
 
 FORGED: dict[str, list[Any]] = {
