@@ -150,7 +150,7 @@ def _add_wire(router: APIRouter, find: FindSession, wire: Wire) -> None:
     @_with_refusals
     async def ask(request: Request, handle: str) -> Response:
         """As the API's own route; the answer is recorded before it ends."""
-        asked = await _parsed(wire.parse, await request.body())
+        asked = await parse_body(wire.parse, await request.body())
         episode = await find(handle)
         retried = request.headers.get(RETRY_HEADER, "0") not in ("", "0")
         return await respond(request, asked, await episode.answer(asked, retried=retried))
@@ -163,7 +163,7 @@ def _add_count_tokens(router: APIRouter, find: FindSession) -> None:
     @_with_refusals
     async def count_tokens(request: Request, handle: str) -> Response:
         """Tokens that the model would be fed for these messages; nothing is sampled."""
-        asked = await _parsed(parse_count_tokens, await request.body())
+        asked = await parse_body(parse_count_tokens, await request.body())
         episode = await find(handle)
         return JSONResponse(count_body(await episode.count(asked)))
 
@@ -243,7 +243,7 @@ async def _read(request: Request, kind: type[Any]) -> Any:
         raise InvalidRequest(".".join(map(str, first["loc"])), first["msg"], "invalid_value") from error
 
 
-async def _parsed(parse: Callable[[Any], CompletionRequest], body: bytes) -> CompletionRequest:
+async def parse_body(parse: Callable[[Any], CompletionRequest], body: bytes) -> CompletionRequest:
     """A long body is read in a thread: it may hold millions of values."""
     if len(body) < LONG_BODY:
         return parse(_json(body))

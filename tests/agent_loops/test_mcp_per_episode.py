@@ -14,9 +14,7 @@ import pytest_asyncio
 pytest.importorskip("mcp")
 
 from penstock.agent_loops import EpisodeJournal, EpisodeRestart, InfraFailure, ToolBox
-from penstock.tools import BaseTool, ToolConfig, close_tools, configs_of, make_tools
-from penstock.tools.base import ToolUnavailable
-from penstock.tools.mcp.connection import McpConnection
+from penstock.tools import BaseTool, ToolConfig, ToolUnavailable, close_tools, configs_of, make_tools
 from penstock.tools.parsers import ToolCall
 
 SERVER = Path(__file__).parents[1] / "tools" / "mcp_server.py"
@@ -110,13 +108,13 @@ async def test_mcp_server_that_does_not_start_for_an_episode_is_a_failure_of_the
     """A tool's time limit would tell the model that its call took too long."""
     executed = []
 
-    async def no_connection(_self: McpConnection) -> None:
+    async def no_connection(_self: Any) -> None:
         raise ToolUnavailable("mcp", "no connection within 30 s")
 
     async def execute(*given: Any) -> None:
         executed.append(given)
 
-    monkeypatch.setattr(McpConnection, "client", no_connection)
+    monkeypatch.setattr("penstock.tools.mcp.connection.McpConnection.client", no_connection)
     monkeypatch.setattr(type(tools["note"]), "execute", execute)
     box = episode(tools)
     with pytest.raises(InfraFailure, match="no connection within"):

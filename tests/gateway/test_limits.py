@@ -13,10 +13,12 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from penstock.agent_loops import ChatTokens
-from penstock.gateway import SessionManager, TooLong, longest_token
-from penstock.gateway.routes import LONG_BODY, _parsed
+from penstock.gateway import SessionManager, TooLong, longest_token, parse_body
 from penstock.gateway.wire import WIRES, InvalidRequest
 from penstock.tools.parsers import get_parser
+
+SPACE = b" " * 200_000
+"""Makes a body long."""
 
 
 def panicking(tokenizer: Any) -> ChatTokens:
@@ -79,7 +81,7 @@ async def test_long_request_lets_others_pass(make_bench: MakeBench) -> None:
 )
 async def test_a_body_of_too_many_lists_is_not_parsed(body: bytes) -> None:
     with pytest.raises(InvalidRequest, match="1000000 lists and objects"):
-        await _parsed(WIRES["chat"].parse, body + b" " * LONG_BODY)
+        await parse_body(WIRES["chat"].parse, body + SPACE)
 
 
 async def test_two_long_bodies_are_parsed_at_once() -> None:
@@ -90,7 +92,7 @@ async def test_two_long_bodies_are_parsed_at_once() -> None:
         assert release.wait(60)
         return body
 
-    parsing = [asyncio.create_task(_parsed(parse, b"[]" + b" " * LONG_BODY)) for _ in range(4)]
+    parsing = [asyncio.create_task(parse_body(parse, b"[]" + SPACE)) for _ in range(4)]
     for _ in range(2):
         assert await asyncio.to_thread(began.acquire, timeout=60)
     third = began.acquire(timeout=0.2)
