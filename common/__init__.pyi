@@ -42,7 +42,7 @@ from .http import error_response as error_response
 from .http import header as header
 from .http import opens as opens
 from .http import same_token as same_token
-from .http_server import HttpConnections as HttpConnections
+from .http_connections import HttpConnections as HttpConnections
 from .http_server import HttpServer as HttpServer
 from .http_server import ServerFailed as ServerFailed
 from .http_server import listen as listen

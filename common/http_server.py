@@ -17,9 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
-import uvicorn.server
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.common.address import reachable_host
 from penstock.common.concurrency import cancel_and_wait
@@ -134,48 +132,6 @@ class HttpServer:
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
-
-
-class HttpConnections:
-    """uvicorn on connections that others have accepted: nothing listens. `close` ends them all."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._config = uvicorn.Config(
-            app,
-            http="h11",
-            ws="none",
-            timeout_keep_alive=KEEP_ALIVE_S,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            lifespan="off",
-        )
-        self._config.load()
-        self._state = uvicorn.server.ServerState()
-        self._starting: set[asyncio.Task[Any]] = set()
-
-    def accept(self, connection: socket.socket) -> None:
-        """Serves `connection`, a stream socket, and owns it."""
-        task = asyncio.create_task(self._serve(connection))
-        self._starting.add(task)
-        task.add_done_callback(self._starting.discard)
-
-    async def _serve(self, connection: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            await loop.connect_accepted_socket(
-                lambda: H11Protocol(config=self._config, server_state=self._state, app_state={}), connection
-            )
-        except BaseException:
-            connection.close()
-            raise
-
-    async def close(self) -> None:
-        """Cancels requests in progress."""
-        await cancel_and_wait(self._starting)
-        for protocol in list(self._state.connections):
-            protocol.transport.abort()
-        await cancel_and_wait(list(self._state.tasks))
 
 
 async def serve(

@@ -9,12 +9,14 @@ from .errors import Gone as Gone
 from .errors import NoEpisode as NoEpisode
 from .errors import NotNow as NotNow
 from .errors import TooLong as TooLong
+from .errors import refusal_of as refusal_of
 from .openai_agent import OpenAIAgentLoop as OpenAIAgentLoop
 from .openai_agent import loop_of as loop_of
 from .prefix_tree import first_key as first_key
 from .prefix_tree import hash_of as hash_of
 from .prefix_tree import next_key as next_key
 from .routes import make_router as make_router
+from .routes import parse_body as parse_body
 from .session import GatewaySession as GatewaySession
 from .sessions import BadHandle as BadHandle
 from .sessions import SessionManager as SessionManager

@@ -181,6 +181,8 @@ def to_client_error(error: Exception, api: Api = "chat") -> Exception:
     cause = error.__cause__
     if isinstance(cause, BadRequest):
         message = str(cause).removeprefix(f"{cause.field}: ")
+        if cause.field == "token_ids" and "no room" in message:  # a worker knows no limit: the engine says it first
+            return TooLong(message)
         return InvalidRequest(_client_field(cause.field, api), message, "invalid_value")
     if isinstance(cause, EngineError) and not cause.retryable:
         return InvalidRequest("", str(cause))

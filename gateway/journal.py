@@ -225,7 +225,9 @@ class SessionJournal:
 
     async def resolve_in_thread(self, resolved: ResolvedRequest) -> PrefixMatch:
         """`resolved.resolve`, beside the event loop. Raises `NotRenderable`."""
-        async with self._context.tokenizing, self._writing:  # the thread reads the tree: nothing may be added to it
+        # `_writing`: the thread reads the tree, and nothing may be added to it. Taken first: while an episode waits for
+        # itself, it must not hold what all episodes share.
+        async with self._writing, self._context.tokenizing:
             return await asyncio.to_thread(resolved.resolve, self.history)
 
     async def refresh(self) -> None:

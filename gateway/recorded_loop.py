@@ -8,10 +8,12 @@ start, and its requests are answered from the journal, each answer once and in o
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from penstock.agent_loops import (
     AgentLoopBase,
@@ -22,7 +24,7 @@ from penstock.agent_loops import (
     InfraFailure,
     WorkerServices,
 )
-from penstock.gateway.context import GatewayContext, detokenizer
+from penstock.gateway.context import MAX_TOKENIZING, GatewayContext, detokenizer
 from penstock.gateway.errors import GatewayError
 from penstock.gateway.finish import last_turn, tool_calls_of
 from penstock.gateway.journal import ANSWER, NOTED
@@ -32,6 +34,8 @@ from penstock.transfer_queue import Lease, Outcome
 
 MODEL = "policy"
 """Name of the model for agents inside a worker, besides `agent.capture.model_aliases`."""
+_TOKENIZING: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+"""`GatewayContext.tokenizing` of all episodes of one event loop, which is one worker."""
 
 
 class RecordedLoop(AgentLoopBase):
@@ -95,6 +99,7 @@ def _context_of(services: WorkerServices) -> GatewayContext:
         model=MODEL,
         reward=services.reward,
         mismatches=services.mismatches,
+        tokenizing=_TOKENIZING.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_TOKENIZING)),
     )
 
 

@@ -7,6 +7,7 @@ import functools
 import json
 import math
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -44,6 +45,10 @@ WHOLE_OR_STREAM: dict[int | str, dict[str, Any]] = {
 LONG_BODY = 100_000
 MAX_BODY_BYTES = 16 << 20
 """A context of a million tokens, escaped, is some 6 MB; a body is read whole before it is looked at."""
+MAX_NESTS = 1_000_000
+"""Lists and objects of one body: they take more time and memory than their bytes say."""
+PARSERS = ThreadPoolExecutor(2, thread_name_prefix="body")
+"""Long bodies that are parsed at once in a process: further ones wait, so that they cannot hold up all other work."""
 RETRY_HEADER = "x-stainless-retry-count"
 """Sent by the `openai` and `anthropic` packages: how often this request was retried."""
 
@@ -145,7 +150,7 @@ def _add_wire(router: APIRouter, find: FindSession, wire: Wire) -> None:
     @_with_refusals
     async def ask(request: Request, handle: str) -> Response:
         """As the API's own route; the answer is recorded before it ends."""
-        asked = await _parsed(wire.parse, await request.body())
+        asked = await parse_body(wire.parse, await request.body())
         episode = await find(handle)
         retried = request.headers.get(RETRY_HEADER, "0") not in ("", "0")
         return await respond(request, asked, await episode.answer(asked, retried=retried))
@@ -158,7 +163,7 @@ def _add_count_tokens(router: APIRouter, find: FindSession) -> None:
     @_with_refusals
     async def count_tokens(request: Request, handle: str) -> Response:
         """Tokens that the model would be fed for these messages; nothing is sampled."""
-        asked = await _parsed(parse_count_tokens, await request.body())
+        asked = await parse_body(parse_count_tokens, await request.body())
         episode = await find(handle)
         return JSONResponse(count_body(await episode.count(asked)))
 
@@ -238,14 +243,17 @@ async def _read(request: Request, kind: type[Any]) -> Any:
         raise InvalidRequest(".".join(map(str, first["loc"])), first["msg"], "invalid_value") from error
 
 
-async def _parsed(parse: Callable[[Any], CompletionRequest], body: bytes) -> CompletionRequest:
+async def parse_body(parse: Callable[[Any], CompletionRequest], body: bytes) -> CompletionRequest:
     """A long body is read in a thread: it may hold millions of values."""
     if len(body) < LONG_BODY:
         return parse(_json(body))
-    return await asyncio.to_thread(lambda: parse(_json(body)))
+    return await asyncio.get_running_loop().run_in_executor(PARSERS, lambda: parse(_json(body)))
 
 
 def _json(body: bytes) -> Any:
+    """Raises `InvalidRequest`."""
+    if body.count(b"[") + body.count(b"{") > MAX_NESTS:
+        raise InvalidRequest("", f"the body has more than {MAX_NESTS} lists and objects; send fewer", "invalid_value")
     try:
         return json.loads(body or b"{}", parse_constant=lambda name: math.nan)
     except (ValueError, RecursionError) as error:

@@ -7,6 +7,7 @@ from .cgroups import process_start as process_start
 from .config import CallerConfig as CallerConfig
 from .config import SandboxConfig as SandboxConfig
 from .config import SandboxServerConfig as SandboxServerConfig
+from .connections import BoxConnections as BoxConnections
 from .fake import FakeSandbox as FakeSandbox
 from .fake import FakeSession as FakeSession
 from .idempotency import IdempotencyCache as IdempotencyCache

@@ -16,8 +16,10 @@ from typing import Any
 
 from penstock.common import cancel_and_wait
 from penstock.sandbox.inside.forward import CHUNK_BYTES, WINDOW_BYTES
-from penstock.sandbox.protocol import Accept
+from penstock.sandbox.protocol import Accept, SandboxError
 
+MAX_OPEN = 1024
+"""Of one run. The driver keeps far fewer open."""
 SendFrame = Callable[[dict[str, Any]], Awaitable[None]]
 
 
@@ -31,43 +33,52 @@ class BoxConnection:
         """From the program; None: nothing follows."""
         self._room = WINDOW_BYTES
         """Bytes that may be sent to the program now."""
+        self._held = 0
+        """Bytes from the program that were not passed on yet."""
+        self._ended = False
+        """The program sends nothing more."""
         self._more_room = asyncio.Event()
 
     def take(self, frame: Mapping[str, Any]) -> None:
-        if data := base64.b64decode(frame.get("data", "")):
+        """Raises `ValueError`, `TypeError` where the driver would not send it."""
+        data, end = base64.b64decode(frame.get("data", ""), validate=True), bool(frame.get("end"))
+        self._held += len(data)
+        if self._held > WINDOW_BYTES or (self._ended and (data or end)):
+            raise ValueError("more than its window, or more after its end")
+        if data:
             self._incoming.put_nowait(data)
-        if frame.get("end"):
+        if end:
+            self._ended = True
             self._incoming.put_nowait(None)
-        self._room += frame.get("ack", 0)
+        self._room += int(frame.get("ack", 0))
         self._more_room.set()
 
     async def run(self, ours: socket.socket) -> None:
-        """Until one side has closed it."""
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-        passing_on = asyncio.create_task(self._pass_on(writer))
+        """Until one side has closed it. Not by asyncio's streams: where the other end closes before it has read all,
+        these drop an answer that it has sent already."""
+        passing_on = asyncio.create_task(self._pass_on(ours))
         try:
             with contextlib.suppress(ConnectionError):
-                while data := await self._read(reader):
+                while data := await self._read(ours):
                     self._room -= len(data)
                     await self._send({"conn": self.number, "data": base64.b64encode(data).decode("ascii")})
         finally:
             await cancel_and_wait([passing_on])
-            writer.close()
         await self._send({"conn": self.number, "gone": True})
 
-    async def _read(self, reader: asyncio.StreamReader) -> bytes:
+    async def _read(self, ours: socket.socket) -> bytes:
         while self._room <= 0:
             self._more_room.clear()
             await self._more_room.wait()
-        return await reader.read(min(CHUNK_BYTES, self._room))
+        return await asyncio.get_running_loop().sock_recv(ours, min(CHUNK_BYTES, self._room))
 
-    async def _pass_on(self, writer: asyncio.StreamWriter) -> None:
+    async def _pass_on(self, ours: socket.socket) -> None:
         with contextlib.suppress(ConnectionError):
             while (data := await self._incoming.get()) is not None:
-                writer.write(data)
-                await writer.drain()
+                await asyncio.get_running_loop().sock_sendall(ours, data)
+                self._held -= len(data)
                 await self._send({"conn": self.number, "ack": len(data)})
-            writer.write_eof()
+            ours.shutdown(socket.SHUT_WR)
 
 
 class BoxConnections:
@@ -76,22 +87,31 @@ class BoxConnections:
     def __init__(self, send: SendFrame, accept: Accept) -> None:
         self._send, self._accept = send, accept
         self._open: dict[int, tuple[BoxConnection, asyncio.Task[None]]] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        """Of those that the program has closed."""
         self._newest = 0
 
     def take(self, frame: Mapping[str, Any]) -> None:
-        """A frame of the driver's."""
-        number = int(frame["conn"])
+        """A frame of the driver's. Raises `SandboxError`: where a box can send frames itself, it may forge them."""
+        try:
+            self._take(int(frame["conn"]), frame)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise SandboxError(f"the box broke its protocol: {error}") from error
+
+    def _take(self, number: int, frame: Mapping[str, Any]) -> None:
         if frame.get("gone"):
             self._forget(number)
             return
         if number > self._newest:
+            if len(self._open) >= MAX_OPEN:
+                raise ValueError(f"more than {MAX_OPEN} open connections")
             self._newest = number
             self._open[number] = self._begin(number)
         if number in self._open:  # else it was closed here, which the driver did not know yet
             self._open[number][0].take(frame)
 
     async def close(self) -> None:
-        await cancel_and_wait([task for _, task in self._open.values()])
+        await cancel_and_wait([*(task for _, task in self._open.values()), *self._leaving])
         self._open.clear()
 
     def _begin(self, number: int) -> tuple[BoxConnection, asyncio.Task[None]]:
@@ -107,10 +127,13 @@ class BoxConnections:
     def _ended(self, number: int, task: asyncio.Task[None], ours: socket.socket) -> None:
         ours.close()
         self._open.pop(number, None)
+        self._leaving.discard(task)
         if not task.cancelled():
             task.exception()  # the box is gone: its request says so
 
     def _forget(self, number: int) -> None:
         """The program has closed it: what it was sent is not wanted any more."""
         if number in self._open:
-            self._open[number][1].cancel()
+            _, task = self._open.pop(number)
+            self._leaving.add(task)
+            task.cancel()

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import os
 import secrets
+import stat
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -47,6 +48,35 @@ def shared_folders(config: SandboxConfig) -> dict[str, str]:
     return {inside: str(here) for inside, here in folders.items()}
 
 
+def check_folders(config: SandboxConfig) -> None:
+    """Raises `SandboxError` where one of `config.folders` holds anything but files, folders and links.
+
+    A read-only mount keeps no box from connecting to a socket in it, or from writing into a pipe or a device.
+    """
+    for inside, here in shared_folders(config).items():
+        for entry in _entries(inside, here):
+            mode = entry.stat(follow_symlinks=False).st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)):
+                raise SandboxError(
+                    f"sandbox.folders.{inside}: {entry.path} is no file, folder or link: boxes could reach what is"
+                    " behind it; take it away, or name another folder"
+                )
+
+
+def _entries(inside: str, folder: str) -> Iterator[os.DirEntry[str]]:
+    """Everything below `folder`. Raises `SandboxError` where it cannot be listed."""
+    folders = [folder]
+    while folders:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    yield entry
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+        except OSError as error:
+            raise SandboxError(f"sandbox.folders.{inside}: {error.filename} cannot be looked at: {error}") from error
+
+
 class LimitedSandbox(ABC):
     """At most `config.max_boxes` sessions at once; further ones wait up to `queue_timeout_s`."""
 
@@ -54,6 +84,8 @@ class LimitedSandbox(ABC):
     """Which walls stand, in words."""
 
     def __init__(self, config: SandboxConfig, queue_timeout_s: float = QUEUE_TIMEOUT_S) -> None:
+        """Raises `SandboxError` where a folder that boxes would see cannot be shown to them."""
+        check_folders(config)
         self.config = config
         self.queue_timeout_s = queue_timeout_s
         self._sessions: dict[str, Session] = {}

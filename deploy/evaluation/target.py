@@ -14,6 +14,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,14 +185,17 @@ def export_model(plan: EvalPlan) -> None:
         return
     run, step = plan.export
     folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = folder.with_name(f"{folder.name}.exporting")
-    shutil.rmtree(beside, ignore_errors=True)
-    words = ["train", "export", str(run), str(beside), "--step", str(step)]
-    command = [sys.executable, "-m", "penstock.deploy.cli", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=EXPORT_S, check=False)
-    if done.returncode:
-        raise ConfigError(f"the checkpoint of step {step} was not written as a model: {done.stderr.strip()}")
-    beside.rename(folder)
+    for left in folder.parent.glob(f"{folder.name}.exporting*"):  # by a process that was killed; it may still write
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.exporting.") as beside:
+        made = Path(beside) / "model"
+        words = ["train", "export", str(run), str(made), "--step", str(step)]
+        command = [sys.executable, "-m", "penstock.deploy.cli", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=EXPORT_S, check=False)
+        if done.returncode:
+            raise ConfigError(f"the checkpoint of step {step} was not written as a model: {done.stderr.strip()}")
+        if not folder.exists():  # else another evaluation has written it meanwhile
+            made.rename(folder)
 
 
 # digests -----------------------------------------------------------------------------------------------------------

@@ -84,6 +84,7 @@ def _fine_tune(config: RunConfig, console: Console, *, resume: bool) -> Path:
     failed = [one for one in (check_training_engine(config), check_model(config)) if one is not None and not one.ok]
     if failed:
         raise ConfigError("\n".join(f"{one.name}: {one.found}\n  fix: {one.fix}" for one in failed))
+    _check_out(config, resume=resume)
     run = RunDir.of(config)
     with RunLock(run, resume=resume):
         run.logs.mkdir(exist_ok=True)
@@ -99,6 +100,18 @@ def _fine_tune(config: RunConfig, console: Console, *, resume: bool) -> Path:
         reporter = SftReporter(config, run, prepared, console)
         total = asyncio.run(_supervise(config, run, reporter))
         return write_sft_summary(config, run, prepared, total)
+
+
+def _check_out(config: RunConfig, *, resume: bool) -> None:
+    """The new model takes the place of what is at `sft.out`. Raises `ConfigError` where that is anything else than the
+    model of an earlier life of this run."""
+    if config.sft.out is None or not os.path.lexists(config.sft.out):
+        return
+    out, base = Path(config.sft.out), Path(config.model).resolve()
+    if out in (base, *base.parents):
+        raise ConfigError(f"sft.out: {out} is or holds the model that training starts from; name another folder")
+    if not resume or not (out / "config.json").is_file():
+        raise ConfigError(f"sft.out: {out} is there already, and would be replaced; name a folder that is not there")
 
 
 async def _supervise(config: RunConfig, run: RunDir, reporter: SftReporter) -> LivesTotal:

@@ -81,11 +81,13 @@ def prepare(config: RunConfig, folder: Path) -> PreparedData:
         found = PreparedData(**json.loads(about.read_text(encoding="utf-8")))
         if found.settings != digest:
             raise ConfigError(
-                "sft: this run began with other data (sft.messages, runs, policy, filters, model, tools or seed have "
-                "changed); start one with another name=…"
+                "sft: this run began with other data (sft.messages, runs, policy, filters, batch, model, tools or seed "
+                "have changed); start one with another name=…"
             )
         return found
     folder.mkdir(parents=True, exist_ok=True)
+    for name in ("train", "validation"):  # of a life that ended before its about.json
+        (folder / f"{name}.safetensors").unlink(missing_ok=True)
     findings = Findings(config.sft.bad_rows == "skip")
     chat = chat_of(config.model, config.agent)
     train, held = _split(config, list(_short(config, _conversations(config, chat, findings), findings)))
@@ -244,13 +246,13 @@ def _beginning(segments: Sequence[Segment]) -> bytes:
 
 
 def _digest(config: RunConfig) -> str:
-    """Of all that the files follow from."""
+    """Of all that the files and the order of their rows in batches follow from."""
     chosen = {
         "sft": config.sft.model_dump(
             mode="json",
             include={
                 *("messages", "runs", "policy", "policy_rows", "min_reward", "newest_versions", "per_task"),
-                *("bad_rows", "validation", "validation_share", "max_tokens"),
+                *("bad_rows", "validation", "validation_share", "max_tokens", "batch"),
             },
         ),
         "model": config.model,

@@ -103,6 +103,7 @@ class CommandLoop(RecordedLoop):
                 )
         finally:
             recorded.closing = True
+            recorded.end("the program has ended")
             await endpoint.close()
             await self.close_recording()
         self._raise_failure()

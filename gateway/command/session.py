@@ -9,9 +9,11 @@ behind it. `CommandSession.stop` asks for the program's end, with its cause.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import secrets
 import socket
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +64,7 @@ class CommandSession(GatewaySession):
         self._beyond_budget = 0
 
     async def answer(self, request: CompletionRequest, *, retried: bool = False) -> PendingAnswer:
-        if self.facts.get("truncated"):
+        if self.facts.get("truncated") and not self.replay.left:  # replayed requests came before the budget's end
             self._beyond_budget += 1
             if self._beyond_budget > BEYOND_BUDGET:
                 self.end_program(f"it goes on asking, {BEYOND_BUDGET} times since its budget was used up")
@@ -141,18 +143,21 @@ class EpisodeEndpoint:
         return f"{episode}/v1", episode
 
     def _app(self) -> ASGIApp:
-        app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-        app.include_router(make_client_router(self._find, lambda: self._session.lease.min_version))
-        closed = RequireToken(app, opens("", further=self._opens))
+        closed = RequireToken(_client_app(), opens("", further=self._opens))
         return self._counted(ClientErrors(closed, ApiKeyHeader(LimitBody(closed, MAX_BODY_BYTES))))
 
     def _opens(self, path: str, given: str) -> bool:
         return path.startswith(f"{PREFIX}{self._handle}/v1/") and same_token(given, self.key)
 
-    async def _find(self, handle: str) -> GatewaySession:
+    def find(self, handle: str) -> GatewaySession:
+        """Raises `NoEpisode` unless `handle` is this endpoint's own."""
         if handle != self._handle:
             raise NoEpisode("this is the endpoint of another episode")
         return self._session
+
+    @property
+    def version(self) -> int:
+        return self._session.lease.min_version
 
     def _counted(self, app: ASGIApp) -> ASGIApp:
         async def count(scope: Scope, receive: Receive, send: Send) -> None:
@@ -166,9 +171,26 @@ class EpisodeEndpoint:
             self._session.requests += 1
             if self._session.requests > self._limits.requests:
                 self._session.end_program(f"it made more than {self._limits.requests} requests")
+            _ASKED.set(self)
             await app(scope, counted_receive, _Noting(scope, send, self._session))
 
         return count
+
+
+_ASKED: ContextVar[EpisodeEndpoint] = ContextVar("asked")
+"""Whose request this task answers: each request has a task of its own."""
+
+
+@functools.cache
+def _client_app() -> FastAPI:
+    """The routes of all endpoints of this process: making them takes longer than an endpoint may hold its worker."""
+
+    async def find(handle: str) -> GatewaySession:
+        return _ASKED.get().find(handle)
+
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app.include_router(make_client_router(find, lambda: _ASKED.get().version))
+    return app
 
 
 class _Noting:

@@ -66,10 +66,16 @@ def _host_config(config: SandboxConfig, image: DockerImage, uid: int) -> dict[st
         "LogConfig": {"Type": "none", "Config": {}},
     }
     if config.folders:
-        host["Binds"] = [f"{here}:{inside}:ro" for inside, here in shared_folders(config).items()]
+        host["Mounts"] = [_mount(here, inside) for inside, here in shared_folders(config).items()]
     if config.runtime is not None:
         host["Runtime"] = config.runtime
     return host
+
+
+def _mount(here: str, inside: str) -> dict[str, Any]:
+    """Without what is mounted below `here`, which would be writable."""
+    options = {"NonRecursive": True}
+    return {"Type": "bind", "Source": here, "Target": inside, "ReadOnly": True, "BindOptions": options}
 
 
 def _tmpfs(config: SandboxConfig, uid: int) -> str:

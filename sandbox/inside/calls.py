@@ -219,9 +219,11 @@ class Calls:
         run = WatchedRun(child, self._capture(command), stdin_write, command["stdin"].encode("utf-8", "replace"))
         if served:
             run.stop_asked = lambda: self.port.stopped
-        answer = self._watch(run, command["timeout_s"], self.persistent.kill_strangers, served)
-        if served:
-            self.port.end()
+        try:
+            answer = self._watch(run, command["timeout_s"], self.persistent.kill_strangers, served)
+        finally:
+            if served:
+                self.port.end()
         run.end_feed()
         self.processes.forget(child)
         return {**answer, "state_lost": bool(self.persistent.unreported - lost_before)}

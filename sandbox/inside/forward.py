@@ -40,6 +40,9 @@ class ForwardedStream:
         self.connection = connection
         self.unacknowledged = 0
         """Bytes sent to the worker that it has not passed on yet."""
+        self.full = True
+        """The last read took all that it asked for. After another one, the next waits until the worker has passed on
+        all: bytes that trickle in meanwhile come as one frame."""
         self.pending = bytearray()
         """Bytes for the program."""
         self.program_ended = False
@@ -52,7 +55,8 @@ class ForwardedStream:
     @property
     def wanted(self) -> int:
         """What epoll is asked for; 0: nothing may happen now."""
-        reads = not self.program_ended and (self.closing or self.unacknowledged < WINDOW_BYTES)
+        room = self.unacknowledged < WINDOW_BYTES and (self.full or not self.unacknowledged)
+        reads = not self.program_ended and (self.closing or room)
         return (select.EPOLLIN if reads else 0) | (select.EPOLLOUT if self.pending else 0)
 
     @property
@@ -173,7 +177,7 @@ class ForwardedPort:
             data = stream.connection.recv(size)
         except BlockingIOError:
             return
-        stream.program_ended = not data
+        stream.program_ended, stream.full = not data, len(data) == size
         if stream.closing:
             stream.discarded += len(data)
             return

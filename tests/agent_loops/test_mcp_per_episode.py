@@ -14,7 +14,7 @@ import pytest_asyncio
 pytest.importorskip("mcp")
 
 from penstock.agent_loops import EpisodeJournal, EpisodeRestart, InfraFailure, ToolBox
-from penstock.tools import BaseTool, ToolConfig, close_tools, configs_of, make_tools
+from penstock.tools import BaseTool, ToolConfig, ToolUnavailable, close_tools, configs_of, make_tools
 from penstock.tools.parsers import ToolCall
 
 SERVER = Path(__file__).parents[1] / "tools" / "mcp_server.py"
@@ -99,6 +99,27 @@ async def test_mcp_state_that_ended_with_its_server_ends_the_episode(
         await texts(box, ToolCall("die", {}))
     with pytest.raises(InfraFailure, match="its state ended with the connection"):
         await texts(box, READ)
+    await box.release()
+
+
+async def test_mcp_server_that_does_not_start_for_an_episode_is_a_failure_of_the_infrastructure(
+    tools: dict[str, BaseTool], episode: Episode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tool's time limit would tell the model that its call took too long."""
+    executed = []
+
+    async def no_connection(_self: Any) -> None:
+        raise ToolUnavailable("mcp", "no connection within 30 s")
+
+    async def execute(*given: Any) -> None:
+        executed.append(given)
+
+    monkeypatch.setattr("penstock.tools.mcp.connection.McpConnection.client", no_connection)
+    monkeypatch.setattr(type(tools["note"]), "execute", execute)
+    box = episode(tools)
+    with pytest.raises(InfraFailure, match="no connection within"):
+        await texts(box, note("never"))
+    assert not executed
     await box.release()
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from penstock.agent_loops import BadDemonstration
 from penstock.deploy import ConfigError
-from penstock.deploy.sft import load_sft_config, prepare
+from penstock.deploy.sft import fine_tune_recipe, load_sft_config, prepare
 from penstock.trainer import ConversationFile
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
@@ -107,6 +107,26 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 def learned(root: Path) -> list[dict[str, Any]]:
     return [{name: row[name] for name in SAME} for row in lines(root / "metrics.jsonl")]
+
+
+# the folder of the new model ---------------------------------------------------------------------------------------
+def test_a_folder_that_is_not_this_runs_model_is_never_replaced(tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "models"
+    out.mkdir()
+    (out / "precious").write_text("kept")
+    recipe, given = recipe_in(tmp_path), [f"runs_dir={tmp_path / 'runs'}", f"sft.out={out}"]
+    for resume in (False, True):
+        assert fine_tune_recipe(recipe, given, resume=resume) == 2
+        assert "sft.out:" in capsys.readouterr().err
+    (out / "config.json").write_text("{}")  # a model of others
+    assert fine_tune_recipe(recipe, given, resume=False) == 2
+    assert (out / "precious").read_text() == "kept"
+
+
+@pytest.mark.parametrize("out", [MODEL, MODEL.parent], ids=["base", "folder of base"])
+def test_the_base_model_is_never_replaced(tmp_path: Path, capsys: Any, out: Path) -> None:
+    assert fine_tune_recipe(recipe_in(tmp_path), [f"runs_dir={tmp_path}", f"sft.out={out}"], resume=True) == 2
+    assert "training starts from" in capsys.readouterr().err
 
 
 # training ----------------------------------------------------------------------------------------------------------

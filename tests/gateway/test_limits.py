@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,12 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from penstock.agent_loops import ChatTokens
-from penstock.gateway import SessionManager, TooLong, longest_token
-from penstock.gateway.wire import InvalidRequest
+from penstock.gateway import SessionManager, TooLong, longest_token, parse_body
+from penstock.gateway.wire import WIRES, InvalidRequest
 from penstock.tools.parsers import get_parser
+
+SPACE = b" " * 200_000
+"""Makes a body long."""
 
 
 def panicking(tokenizer: Any) -> ChatTokens:
@@ -70,3 +74,28 @@ async def test_long_request_lets_others_pass(make_bench: MakeBench) -> None:
     await slow
     lengths = [len(request.token_ids) for request in bench.client.requests]
     assert lengths == sorted(lengths)
+
+
+@pytest.mark.parametrize(
+    "body", [b"[" + b"[]," * 1_000_000 + b"[]]", b'[{"a":1}' * 1_000_001], ids=["lists", "objects"]
+)
+async def test_a_body_of_too_many_lists_is_not_parsed(body: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="1000000 lists and objects"):
+        await parse_body(WIRES["chat"].parse, body + SPACE)
+
+
+async def test_two_long_bodies_are_parsed_at_once() -> None:
+    began, release = threading.Semaphore(0), threading.Event()
+
+    def parse(body: Any) -> Any:
+        began.release()
+        assert release.wait(60)
+        return body
+
+    parsing = [asyncio.create_task(parse_body(parse, b"[]" + SPACE)) for _ in range(4)]
+    for _ in range(2):
+        assert await asyncio.to_thread(began.acquire, timeout=60)
+    third = began.acquire(timeout=0.2)
+    release.set()
+    assert await asyncio.gather(*parsing) == [[]] * 4
+    assert not third

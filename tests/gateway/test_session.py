@@ -10,9 +10,9 @@ import pytest
 from tests.agent_loops.families import THINKS_FIRST
 from tests.gateway.conftest import TOOLS, USER, MakeBench, asked, back, call_text, sampled, say, whole
 
-from penstock.gateway import Gone, NotNow, TooLong
+from penstock.gateway import Gone, NotNow, TooLong, refusal_of
 from penstock.gateway.wire import InvalidRequest
-from penstock.rollout_server import EngineError
+from penstock.rollout_server import BadRequest, EngineError
 from penstock.transfer_queue import COMPLETED, OutcomeKind
 
 MORE = {"role": "user", "content": "And 1+1?"}
@@ -280,6 +280,30 @@ async def test_a_context_beyond_the_model_is_refused_and_the_episode_lives(make_
     episode = await bench.open()
     with pytest.raises(TooLong, match="context is 100 tokens"):
         await say(episode, [{"role": "user", "content": "long " * 200}])
+    assert (await say(episode)).content == "Fine."
+
+
+async def test_the_engines_word_that_a_context_is_too_long_is_told_as_that(make_bench):
+    """A worker knows no limit: the first one that says so is the engine, and an agent compacts by its code."""
+    bench = await make_bench("Fine.")
+    episode = await bench.open()
+    good = episode.llm._client
+
+    class Full:
+        cause = BadRequest("token_ids", "5000 tokens leave no room to answer: rollout.max_model_len is 4096")
+
+        async def generate(self, request):
+            raise self.cause
+
+    episode.llm._client = Full()
+    with pytest.raises(TooLong, match="leave no room") as refused:
+        await say(episode)
+    assert refusal_of(refused.value).body["error"]["code"] == "context_length_exceeded"
+    for other in (BadRequest("token_ids.3", "9 is outside the vocabulary of 8"), BadRequest("token_ids", "is empty")):
+        Full.cause = other
+        with pytest.raises(InvalidRequest):
+            await say(episode)
+    episode.llm._client = good
     assert (await say(episode)).content == "Fine."
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +70,23 @@ def test_paths_that_are_a_boxs_own_are_refused(inside: str) -> None:
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(SandboxError, match=r"sandbox\.folders\./agents: .*nothing is no folder"):
         make_sandbox(CONFIG.model_copy(update={"folders": {"/agents": str(tmp_path / "nothing")}}), "tests")
+
+
+@pytest.mark.bwrap
+@pytest.mark.parametrize("kind", ["socket", "pipe"])
+def test_a_folder_with_a_way_out_is_refused(tmp_path: Path, kind: str) -> None:
+    """A read-only mount keeps no box from connecting to a socket, or from writing into a pipe."""
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "file").touch()
+    (tmp_path / "link").symlink_to("/dev/null")
+    config = CONFIG.model_copy(update={"folders": {"/agents": str(tmp_path)}})
+    with socket.socket(socket.AF_UNIX) as listener:
+        if kind == "pipe":
+            os.mkfifo(tmp_path / "deep" / "way")
+        else:
+            listener.bind(str(tmp_path / "deep" / "way"))
+        with pytest.raises(SandboxError, match=r"sandbox\.folders\./agents: .*deep/way is no file"):
+            make_sandbox(config, "tests")
 
 
 def test_without_boxes_there_is_nothing_to_show(tmp_path: Path) -> None:

@@ -134,8 +134,10 @@ class McpConnection:
         if owner is None:
             return
         self._stop.set()
-        await asyncio.wait([owner], timeout=CLOSE_DEADLINE_S)
-        owner.cancel()
+        try:
+            await asyncio.wait([owner], timeout=CLOSE_DEADLINE_S)
+        finally:
+            owner.cancel()
         await asyncio.gather(owner, return_exceptions=True)
 
     async def _connect(self) -> None:

@@ -43,12 +43,13 @@ class McpTool(BaseTool):
             self.turn_group = f"mcp {self._server.model_dump_json()}"
 
     async def create(self, task: Task) -> EpisodeConnection | None:
-        """Connected here: starting a server is no part of a call's time. What fails here the call tries again."""
+        """Connected here: starting a server is no part of a call's time. Where a shared one fails here, the call tries
+        again; where the episode's own fails, the infrastructure does. Raises `ToolUnavailable`."""
         state = None
         if self._per_episode:
             state = shared_in_episode(self.turn_group, EpisodeConnection(self._server)).take()
         try:
-            with contextlib.suppress(ToolUnavailable):
+            with contextlib.suppress(*(() if self._per_episode else (ToolUnavailable,))):
                 await self._connection_of(state).client()
         except BaseException:
             await self.release(state)

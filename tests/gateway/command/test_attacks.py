@@ -138,6 +138,22 @@ except OSError:
     pass
 print(sent < 100 << 20)
 """,
+    "a body in tiny pieces": """
+path, key = OWN.path + "/chat/completions", os.environ["OPENAI_API_KEY"]
+head = f"POST {path} HTTP/1.1\\r\\nHost: x\\r\\nAuthorization: Bearer {key}\\r\\nTransfer-Encoding: chunked\\r\\n\\r\\n"
+sent = 0
+for _ in range(8):
+    with socket.create_connection((OWN.hostname, OWN.port)) as one:
+        one.settimeout(60)
+        one.sendall(head.encode())
+        try:
+            for _ in range(256):
+                one.sendall(b"1\\r\\n \\r\\n" * 10_000)
+                sent += 1
+        except OSError:
+            pass
+print(sent < 8 * 256)
+""",
     "answers that nobody reads": """
 path, key = OWN.path + "/models", os.environ["OPENAI_API_KEY"]
 deaf = [socket.create_connection((OWN.hostname, OWN.port)) for _ in range(4)]

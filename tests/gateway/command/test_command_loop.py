@@ -260,6 +260,29 @@ async def test_another_worker_goes_on_from_the_journal_without_sampling_again(ru
     assert ended.trajectory.metrics["restarts"] == 0
 
 
+async def test_what_is_answered_from_the_journal_is_not_beyond_the_budget(run, calling_policy, queue_of, tasks_of):
+    """That the budget was used up is known from the start of the second run."""
+    queue, client, used_up = queue_of(tasks_of()), FakeClient(calling_policy(turns=0)), asyncio.Event()
+    code, config = "for n in range(13): ask([user(f'part {n}')])", {"max_turns": 12}
+    keep = queue.journal
+
+    async def journal(lease, entry, position):
+        await keep(lease, entry, position)
+        if "truncated" in str(entry.data) and not used_up.is_set():
+            used_up.set()
+            await asyncio.Event().wait()
+
+    queue.journal = journal
+    first = asyncio.create_task(run(code, client=client, queue=queue, config=config))
+    await used_up.wait()
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    ended = await run(code, client=client, queue=queue, config=config)
+    assert (ended.outcome.kind, ended.program["exit_code"], ended.program["cause"]) == ("truncated", 0, "")
+    assert (ended.trajectory.num_turns, ended.trajectory.metrics["restarts"]) == (12, 0)
+    assert len(client.requests) == 12
+
+
 async def test_a_program_that_asks_otherwise_the_second_time_starts_afresh_at_once(run, queue_of, tasks_of):
     code = 'messages = [user(f"it is {time.time()}")]\nfor _ in range(3):\n    messages += [ask(messages), user("on")]'
     answers = itertools.count(5)
