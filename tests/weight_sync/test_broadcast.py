@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -183,6 +184,20 @@ async def test_memory_of_a_loaded_version_is_used_again(trainer: BroadcastingTra
         kept = tensors
     assert same(kept, small_tensors(2))
     assert places[0] == places[1] != places[2] == places[3] == places[4]
+
+
+async def test_memory_that_is_released_goes_with_its_last_reader(
+    trainer: BroadcastingTrainer, members: Members
+) -> None:
+    server = members.join("a")
+    tensors = await server.receive(await trainer.publish(1, small_tensors(1), members=1))
+    freed = weakref.ref(tensors["last"].untyped_storage())
+    server.staged.release()
+    assert same(tensors, small_tensors(1))
+    del tensors
+    await asyncio.sleep(0)  # the event loop refers to what it has just given out
+    assert freed() is None
+    assert same(await server.receive(await trainer.publish(2, small_tensors(2), members=1)), small_tensors(2))
 
 
 async def test_member_that_never_comes_costs_the_broadcast_only(tmp_path: Path) -> None:
