@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import time
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -255,6 +256,20 @@ async def test_places_are_given_to_servers_of_this_wire_and_token_only(trainer: 
         assert (answer.status_code, "rollout.weight_transport" in answer.text) == (409, True)
         for bad in ({"count": 0}, {"count": "many"}, {"count": None}, {"wire": None, "count": -1}):
             assert (await client.post(url, json=good | bad, headers=bearer)).status_code in (400, 409)
+
+
+async def test_place_given_as_the_wait_ends_is_taken() -> None:
+    """The others of the group would wait for it in vain."""
+    broadcaster, given = Broadcaster(), []
+    waiting = asyncio.create_task(broadcaster.park(1, "gloo/1", wait_s=0.02))
+    await asyncio.sleep(0)
+    asyncio.get_running_loop().call_later(0.01, lambda: given.append(broadcaster.open(1, ())))
+    time.sleep(0.05)  # both timers are due in one turn of the loop, the place first
+    offer = await waiting
+    assert given[0].servers == 1
+    given[0].listener.close()
+    assert offer is not None
+    assert offer.name == given[0].name
 
 
 async def test_trainer_that_cannot_listen_publishes_by_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
