@@ -204,7 +204,10 @@ class Sidecar:
             await cancel_and_wait([task])
 
     def _meeting(self) -> str:
-        """Where the newest announcement says that servers wait for broadcasts; empty where it does not."""
+        """Where the newest announcement says that servers wait for broadcasts; empty where it does not, and while
+        draining: a member that leaves costs all others the broadcast."""
+        if self.draining:
+            return ""
         newest = self.weights.newest
         found = newest.manifest.get("round") if newest and isinstance(newest.manifest, Mapping) else None
         return found if isinstance(found, str) else ""

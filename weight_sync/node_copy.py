@@ -200,6 +200,9 @@ class NodeReader:
                 logger.warning("version %d is verified by this process too: the lease: %s", manifest.version, error)
                 return self._verify(manifest, own)
             time.sleep(RETRY_S)
+            if time.monotonic() > give_up_at:
+                logger.warning("version %d is verified by this process too: its holders come and go", manifest.version)
+                return self._verify(manifest, own)
         return self._verify_for_all(manifest, own, lease)
 
     def _verify_for_all(self, manifest: Manifest, own: int, lease: VersionLease) -> VersionMemory:

@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +134,16 @@ class HFServer:
         dtype = getattr(torch, config.dtype)
         self.model = kind.from_pretrained(model_path, dtype=dtype, attn_implementation="sdpa").eval()
         self._finished, self._loop = asyncio.Event(), asyncio.get_running_loop()
-        self._names = _names_of(self.model, model_path)
+        self._model_path = model_path
         self._weights, self._staged = WeightReader(), StagedWeights()
         self.batcher = self._batcher(model_path, seed)
         self._loading: asyncio.Task[None] | None = None
         self._staging: asyncio.Task[None] | None = None
+
+    @cached_property
+    def _names(self) -> HubNames | None:
+        """Made by the first load, beside the decoding: the first token needs none of it."""
+        return _names_of(self.model, self._model_path)
 
     def _batcher(self, model_path: str, seed: int) -> Batcher | VisionBatcher:
         if self._sees:

@@ -106,16 +106,22 @@ class AnswerStream(ABC):
 
     async def close(self) -> None:
         """Servers abort a request whose connection closes; that of a complete answer is kept for the next one."""
-        self.read()
-        if self.finish_reason is not None and not self._over:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LAST_EVENT_S):
-                    while not self._over:
-                        self._news.clear()
-                        await self._news.wait()
-        self._exchange.close()
-        if self._timer is not None:
-            self._timer.cancel()
+        try:
+            self.read()
+            if self.finish_reason is not None:
+                await self._until_over()
+        finally:
+            self._exchange.close()
+            if self._timer is not None:
+                self._timer.cancel()
+
+    async def _until_over(self) -> None:
+        """Or `LAST_EVENT_S` later."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_EVENT_S):
+                while not self._over:
+                    self._news.clear()
+                    await self._news.wait()
 
     def hold_first(self) -> None:
         """The first tokens wait for those of `COALESCE_S`, as all others do; called before anything is received."""

@@ -11,10 +11,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import ValidationError
 
 from penstock.rollout_server.config import RolloutConfig
@@ -32,6 +34,10 @@ from penstock.weight_sync import LoadReport, Manifest, WeightsRefused
 
 KEY_VARIABLE = "PENSTOCK_SERVED_KEY"
 ASK_S = 30.0
+READ_BYTES = 16 << 20
+"""Of an answer, before it is taken apart: the first event of vLLM has the ids of the whole prompt on one line."""
+MOST_SAID = 500
+"""Bytes of a line that cannot be read, in a message."""
 OURS = "penstock"
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -51,7 +57,13 @@ class ServedEngine:
     async def start(self) -> EngineInfo:
         key = os.environ.get(KEY_VARIABLE)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._http = aiohttp.ClientSession(f"{self._url}/", headers=headers)
+        self._http = aiohttp.ClientSession(
+            f"{self._url}/",
+            headers=headers,
+            # No limit: a health check must not wait for one of the streamed answers to end.
+            connector=aiohttp.TCPConnector(limit=0),
+            read_bufsize=READ_BYTES,
+        )
         try:
             self._served = (await self._get("v1/models"))["data"][0]
             await self._try_out()
@@ -73,9 +85,11 @@ class ServedEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
         ended = False
-        async for chunk in self._ours(request) if self._served.get("owned_by") == OURS else self._theirs(request):
-            ended = chunk.finish_reason is not None
-            yield chunk
+        answer = self._ours if self._served.get("owned_by") == OURS else self._theirs
+        async with aclosing(answer(request)) as chunks:
+            async for chunk in chunks:
+                ended = chunk.finish_reason is not None
+                yield chunk
         if not ended:
             raise EngineError(f"{self._url} broke off the answer")
 
@@ -114,7 +128,8 @@ class ServedEngine:
     async def _try_out(self) -> None:
         """One token. Raises `EngineError` where no ids come back."""
         request = GenerateRequest(token_ids=[0], sampling=Sampling(max_new_tokens=1))
-        sampled = [token async for chunk in self.generate(request) for token in chunk.token_ids]
+        async with aclosing(self.generate(request)) as chunks:
+            sampled = [token async for chunk in chunks for token in chunk.token_ids]
         if not sampled:
             raise EngineError(
                 f"{self._url} returns no token ids from /v1/completions (return_token_ids): episodes are made of the "
@@ -145,16 +160,18 @@ class ServedEngine:
 
     async def _ours(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
         """Raises `EngineError`."""
-        async for line in self._lines("generate", request.model_dump(mode="json")):
-            if line.strip():
-                yield _chunk(self._url, line)
+        async with aclosing(self._lines("generate", request.model_dump(mode="json"))) as lines:
+            async for line in lines:
+                if line.strip():
+                    yield _chunk(self._url, line)
 
     async def _theirs(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
         """Raises `EngineError`."""
-        async for line in self._lines("v1/completions", self._body(request)):
-            if line.startswith(b"data: {"):
-                for chunk in _chunks_of(self._url, json.loads(line[6:])):
-                    yield chunk
+        async with aclosing(self._lines("v1/completions", self._body(request))) as lines:
+            async for line in lines:
+                if line.startswith(b"data: {"):
+                    for chunk in _chunks_of(self._url, line[6:]):
+                        yield chunk
 
     async def _lines(self, path: str, body: dict[str, Any]) -> AsyncGenerator[bytes]:
         """Of the streamed answer. Raises `EngineError`."""
@@ -165,12 +182,19 @@ class ServedEngine:
                     raise refusal(self._url, response.status, await response.read())
                 async for line in response.content:
                     yield line
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except (aiohttp.ClientError, HttpProcessingError, TimeoutError, ValueError) as error:
             raise EngineError(f"{self._url}/{path} broke off: {error!r}") from error
 
 
-def _chunks_of(url: str, event: dict[str, Any]) -> Iterator[Chunk]:
+def _chunks_of(url: str, event: bytes) -> list[Chunk]:
     """Of one event of a server of completions. Raises `EngineError`."""
+    try:
+        return list(_choices_of(url, json.loads(event)))
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise EngineError(f"{url} sent an event of another form than expected: {error!r}") from error
+
+
+def _choices_of(url: str, event: dict[str, Any]) -> Iterator[Chunk]:
     if error := event.get("error"):
         raise EngineError(f"{url}: {error.get('message', error)}")
     for choice in event.get("choices", ()):
@@ -187,8 +211,16 @@ def _chunks_of(url: str, event: dict[str, Any]) -> Iterator[Chunk]:
 
 
 def _chunk(url: str, line: bytes) -> Chunk:
+    """Of one line of a rollout server. Raises `EngineError`."""
     try:
         return Chunk.model_validate_json(line)
     except ValidationError:
-        said = json.loads(line).get("error", line)
-        raise EngineError(f"{url}/generate: {said}") from None
+        raise EngineError(f"{url}/generate: {_error_in(line)}") from None
+
+
+def _error_in(line: bytes) -> Any:
+    """What the server says; the line itself where it says nothing."""
+    try:
+        return json.loads(line)["error"]
+    except (LookupError, TypeError, ValueError):
+        return line[:MOST_SAID]

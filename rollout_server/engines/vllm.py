@@ -11,11 +11,12 @@ vLLM's own spans arrive with the last event.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,8 @@ MAX_TEMPERATURE = 2.0
 READ_POLL_S = 0.01
 STAGE_S = 30.0
 """Beside a broadcast's own deadline."""
+GIVE_UP_S = 5.0
+"""For ending the session of a swap that was cancelled: the engine ends soon after."""
 PAUSES = {
     "keep": "mode=keep&clear_cache=false",
     "recompute": "mode=keep&clear_cache=true",
@@ -179,7 +182,11 @@ class VLLMStream(AnswerStream):
 
 
 class VLLMWeights(HttpWeights[Manifest]):
-    """By our weight-transfer engine in vLLM's workers (`vllm_worker`), which receives manifests."""
+    """By our weight-transfer engine in vLLM's workers (`vllm_worker`), which receives manifests.
+
+    vLLM has one session of updates at a time, and a swap has one from its first byte until the weights are loaded. A
+    broadcast may begin meanwhile: it is staged in that session, which it leaves as it is, or else in one of its own.
+    """
 
     version_path = "/weight_info"
     verifies_late = True
@@ -187,6 +194,15 @@ class VLLMWeights(HttpWeights[Manifest]):
     world_size = 1
     _compared = Path()
     """Where the workers say how they found what they hold since the last load."""
+
+    def __init__(
+        self, config: RolloutConfig, model: str, server: ChildServer, streams: Collection[AnswerStream]
+    ) -> None:
+        super().__init__(config, model, server, streams)
+        self._calls = asyncio.Lock()
+        """Held from a look at `_in_session` until the calls that depend on it are answered; never while waiting."""
+        self._in_session = False
+        """A swap's session is open in vLLM."""
 
     async def _look(self) -> list[str]:
         await self.server.call("POST", "/update_weight_version", {"new_version": "0"})
@@ -197,31 +213,62 @@ class VLLMWeights(HttpWeights[Manifest]):
     async def _fetch(self, manifest: Manifest) -> AsyncGenerator[Manifest]:
         """The workers read and verify in the background: what is left of it later would lengthen the pause."""
         check_complete(manifest, self.shapes)
-        report = self._folder("read-")
-        await self.server.call("POST", "/start_weight_update")
         try:
-            await self._update(manifest, "fetch", report=str(report))
-            if refusal := await self._until_said(report, "read the weights"):
-                raise WeightsUnreachable(refusal) if refusal.startswith(LOST) else WeightsRefused(refusal)
-        except (WeightsRefused, WeightsUnreachable):
-            await self.server.call("POST", "/finish_weight_update")  # ends the session, without a label
+            await self._read(manifest)
+            yield manifest
+        except asyncio.CancelledError:
+            await self._give_up_session()
             raise
         finally:
+            self._in_session = False  # ended; or the server is, by who sees the error
+
+    async def _read(self, manifest: Manifest) -> None:
+        """Begins the swap's session, which is open afterwards unless this raises `WeightsRefused`,
+        `WeightsUnreachable`."""
+        report = self._folder("read-")
+        try:
+            async with self._calls:
+                self._in_session = True
+                await self.server.call("POST", "/start_weight_update")
+                await self._update(manifest, "fetch", report=str(report))
+            if refusal := await self._until_said(report, "read the weights"):
+                await self._finish()  # without a label
+                raise WeightsUnreachable(refusal) if refusal.startswith(LOST) else WeightsRefused(refusal)
+        finally:
             shutil.rmtree(report, ignore_errors=True)
-        yield manifest
+
+    async def _finish(self, label: Mapping[str, str] | None = None) -> None:
+        """Ends the swap's session."""
+        async with self._calls:
+            self._in_session = False
+            await self.server.call("POST", "/finish_weight_update", label)
+
+    async def _give_up_session(self) -> None:
+        """The swap was cancelled, in whatever call; the server may have ended with it."""
+        if self._in_session:
+            with contextlib.suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(GIVE_UP_S):
+                    await self._finish()
 
     async def stage(self, offer: Offer) -> str:
-        """Let all workers receive a broadcast. See `StagingEngine.stage_weights`."""
+        """Let all workers receive a broadcast, also while a swap is under way. See `StagingEngine.stage_weights`."""
         report = self._folder("staged-")
         info = {"manifest": {}, "phase": "stage", "report": str(report), "offer": offer.as_dict()}
         try:
-            async with self._one_at_a_time:
-                await self.server.call("POST", "/start_weight_update")
-                await self.server.call("POST", "/update_weights", {"update_info": info})
-                await self.server.call("POST", "/finish_weight_update")  # without a label
+            async with self._calls:
+                await self._stage(info)
             return await self._until_staged(offer, report)
         finally:
             shutil.rmtree(report, ignore_errors=True)
+
+    async def _stage(self, info: Mapping[str, Any]) -> None:
+        """In the session of a swap: one of its own would drop what that swap has read."""
+        alone = not self._in_session
+        if alone:
+            await self.server.call("POST", "/start_weight_update")
+        await self.server.call("POST", "/update_weights", {"update_info": info})
+        if alone:
+            await self.server.call("POST", "/finish_weight_update")  # without a label
 
     async def _until_staged(self, offer: Offer, report: Path) -> str:
         """The state that every worker holds. Raises `WeightsUnreachable` where not all hold one, `EngineError`."""
@@ -257,7 +304,7 @@ class VLLMWeights(HttpWeights[Manifest]):
     async def _load(self, version: int, fetched: Manifest) -> None:
         self._compared = self._folder("held-")
         try:
-            await self._update(fetched, "load", report=str(self._compared))
+            await self._load_in_session(fetched)
         except EngineError as error:
             shutil.rmtree(self._compared, ignore_errors=True)
             # Of several ranks one may have refused what the others loaded: then the server must end.
@@ -265,7 +312,15 @@ class VLLMWeights(HttpWeights[Manifest]):
             if refused and self.world_size == 1:
                 raise WeightsRefused(reason) from error
             raise
-        await self.server.call("POST", "/finish_weight_update", {"weight_version": str(version)})
+        await self._finish({"weight_version": str(version)})
+
+    async def _load_in_session(self, fetched: Manifest) -> None:
+        async with self._calls:
+            try:
+                await self._update(fetched, "load", report=str(self._compared))
+            except BaseException:
+                self._in_session = False  # vLLM ends the session of an update that fails
+                raise
 
     async def _verify(self, fetched: Manifest) -> None:
         """Each worker compares what it holds since the load with the verified bytes."""

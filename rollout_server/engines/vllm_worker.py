@@ -13,8 +13,8 @@ One update is one session of vLLM's weight-transfer routes, driven by `VLLMWeigh
     /resume                                          the thread compares what the layers hold with that copy; the
                                                      verdict is a file in the folder `report` of that call
 
-A broadcast is received before its version is announced, in a session that loads nothing; the fetch above then finds the
-tensors in this worker's memory:
+A broadcast is received before its version is announced, in a session that loads nothing or in that of another version's
+load, which it leaves as it is; the fetch above then finds the tensors in this worker's memory:
 
     /update_weights {"phase": "stage", offer…}       a thread receives; the call returns, decoding continues
                                                      the state that came is a file in the folder `report`
@@ -190,6 +190,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
             if isinstance(tensors, VersionMemory):
                 tensors.unmap()
                 self._weights.done()
+            self._staged.release()
 
     def _without_tied_head(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         # One parameter under two names: loaded twice it would count twice, and its layer would be complete too early.

@@ -11,7 +11,7 @@ import pytest
 from tests.broadcasting import broadcasting
 from tests.rollout_server.conftest import TOKEN, RunningServer, StubQueue, rollout_server, small_config
 
-from penstock.rollout_server import FakeEngine
+from penstock.rollout_server import FakeEngine, Sidecar
 from penstock.transfer_queue import Announcement
 from penstock.weight_sync import LoadReport, Manifest
 
@@ -120,6 +120,15 @@ async def test_a_server_that_missed_links_of_a_chain_takes_what_it_needs(tmp_pat
         queue.announced = Announcement(13, manifest.as_dict())
         await server.until(lambda: server.engine.version == 13)
         assert torch.equal(server.engine.held["w"], weights)
+
+
+async def test_a_draining_server_waits_for_no_broadcast() -> None:
+    """Its end would cost all other members theirs."""
+    sidecar = Sidecar("s0", "http://s0", lambda: FakeEngine(small_config(), "", None, 0), StubQueue(), slots=1)
+    sidecar.weights.newest = Announcement(1, {"round": "http://trainer/broadcasts/1"})
+    assert sidecar._meeting() == "http://trainer/broadcasts/1"
+    await sidecar.drain(0.0)
+    assert sidecar._meeting() == ""
 
 
 async def test_servers_receive_broadcasts_and_hand_on_what_came_as_a_file(tmp_path: Path) -> None:

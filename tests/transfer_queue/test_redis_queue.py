@@ -52,6 +52,14 @@ async def queue(redis_server: RedisServer) -> AsyncIterator[RedisTransferQueue]:
     await made.close()
 
 
+async def test_a_run_that_was_announced_before_there_were_marks_has_one(queue: RedisTransferQueue) -> None:
+    assert await queue.renew_manifest(Announcement(0, {"path": "base"}))
+    mark = await queue.latest_mark()
+    assert await queue._connection.command("HDEL", queue._keys.steps, "announced") == 1
+    assert mark is not None
+    assert await queue.latest_mark() == mark
+
+
 @pytest.fixture
 async def cut(queue: RedisTransferQueue, redis_server: RedisServer) -> AsyncIterator[tuple[RedisTransferQueue, Proxy]]:
     """The same run through a proxy that loses replies on demand."""

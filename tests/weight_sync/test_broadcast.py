@@ -6,6 +6,8 @@ import asyncio
 import os
 import random
 import signal
+import time
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -185,6 +187,20 @@ async def test_memory_of_a_loaded_version_is_used_again(trainer: BroadcastingTra
     assert places[0] == places[1] != places[2] == places[3] == places[4]
 
 
+async def test_memory_that_is_released_goes_with_its_last_reader(
+    trainer: BroadcastingTrainer, members: Members
+) -> None:
+    server = members.join("a")
+    tensors = await server.receive(await trainer.publish(1, small_tensors(1), members=1))
+    freed = weakref.ref(tensors["last"].untyped_storage())
+    server.staged.release()
+    assert same(tensors, small_tensors(1))
+    del tensors
+    await asyncio.sleep(0)  # the event loop refers to what it has just given out
+    assert freed() is None
+    assert same(await server.receive(await trainer.publish(2, small_tensors(2), members=1)), small_tensors(2))
+
+
 async def test_member_that_never_comes_costs_the_broadcast_only(tmp_path: Path) -> None:
     async with broadcasting(tmp_path / "published", full_every=4, silence_s=0.5) as trainer:
         waiting = asyncio.create_task(trainer.files.broadcaster.park(1, "gloo/1"))
@@ -240,6 +256,20 @@ async def test_places_are_given_to_servers_of_this_wire_and_token_only(trainer: 
         assert (answer.status_code, "rollout.weight_transport" in answer.text) == (409, True)
         for bad in ({"count": 0}, {"count": "many"}, {"count": None}, {"wire": None, "count": -1}):
             assert (await client.post(url, json=good | bad, headers=bearer)).status_code in (400, 409)
+
+
+async def test_place_given_as_the_wait_ends_is_taken() -> None:
+    """The others of the group would wait for it in vain."""
+    broadcaster, given = Broadcaster(), []
+    waiting = asyncio.create_task(broadcaster.park(1, "gloo/1", wait_s=0.02))
+    await asyncio.sleep(0)
+    asyncio.get_running_loop().call_later(0.01, lambda: given.append(broadcaster.open(1, ())))
+    time.sleep(0.05)  # both timers are due in one turn of the loop, the place first
+    offer = await waiting
+    assert given[0].servers == 1
+    given[0].listener.close()
+    assert offer is not None
+    assert offer.name == given[0].name
 
 
 async def test_trainer_that_cannot_listen_publishes_by_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -215,6 +215,16 @@ def test_memory_that_is_not_sealed_or_of_another_size_is_not_taken(tmp_path: Pat
     os.close(given)
 
 
+def test_holders_that_come_and_go_are_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.weight_sync.node_copy.WAIT_S", 0.1)
+    monkeypatch.setattr("penstock.weight_sync.node_copy.VersionLease.take", lambda _name: None)
+    monkeypatch.setattr("penstock.weight_sync.node_copy.ask_holder", lambda _name, _wait_s: None)
+    reader = NodeReader()
+    check_holds(reader.read(published(tmp_path)), small_tensors())
+    assert reader.verified == 1
+    reader.close()
+
+
 def test_a_lease_of_another_user_is_left_alone(tmp_path: Path, holder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = published(tmp_path)
     holder(lease_name(manifest.state))

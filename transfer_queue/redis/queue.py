@@ -303,7 +303,12 @@ class RedisTransferQueue:
 
     async def latest_mark(self) -> AnnouncementMark | None:
         packed = await self._connection.command("HGET", self._keys.steps, "announced")
-        return None if packed is None else unpack_mark(packed)
+        return unpack_mark(packed) if packed is not None else await self._made_mark()
+
+    async def _made_mark(self) -> AnnouncementMark | None:
+        """A release before marks has announced."""
+        blob = await self._connection.command("HGET", self._keys.steps, "announcement")
+        return None if blob is None else mark_of(unpack_announcement(blob).version, blob)
 
     async def heartbeat(self, server: ServerInfo) -> None:
         await self._script("heartbeat", server.server_id, pack_record(server), self._registry_ttl_ms)

@@ -3,6 +3,7 @@
     receive(offer, worker)   in a thread: bucket k from the group, checksums of bucket k − 1
     take(manifest)           the tensors, if all of them are what the manifest says
     give_back()              they are loaded: the next version comes into their memory
+    release()                they are loaded, and a parameter may still lie in their memory
 
 One version is held at most: a broadcast that begins drops one that was received and not loaded. Its memory stays,
 because new memory costs more than the bytes that come into it.
@@ -68,7 +69,7 @@ class StagedWeights:
         return state_of(staged.entries)
 
     def take(self, manifest: Manifest) -> dict[str, torch.Tensor]:
-        """The version's tensors, which are the caller's until `give_back`.
+        """The version's tensors, which are the caller's until `give_back` or `release`.
 
         Raises `WeightsUnreachable` where this broadcast is not held, `WeightsRefused` naming a tensor that differs.
         """
@@ -86,6 +87,11 @@ class StagedWeights:
         with self._lock:
             if self._taken is not None:
                 self._spare, self._taken = self._taken.stream, None
+
+    def release(self) -> None:
+        """What `take` has returned is held by its readers alone, and freed by the last of them."""
+        with self._lock:
+            self._taken = None
 
 
 def _receive(offer: Offer, worker: int, stream: torch.Tensor) -> _Staged:

@@ -95,7 +95,9 @@ class Broadcaster:
             async with asyncio.timeout(wait_s):
                 return await parked.offer
         except TimeoutError:
-            return None
+            # A place that was given in the same moment is a member that the others wait for.
+            given = parked.offer.done() and not parked.offer.cancelled()
+            return parked.offer.result() if given else None
         finally:
             if parked in self._parked:
                 self._parked.remove(parked)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -120,6 +122,79 @@ async def test_what_is_no_server_is_named(model: str, tmp_path: Path) -> None:
     await engine.stop()
     with pytest.raises(EngineError, match=r"rollout\.url is not set"):
         engine_at(None, model, tmp_path)
+
+
+class Crowd:
+    """Answers that stay open: each has sent one token, and ends once `go` is set."""
+
+    def __init__(self) -> None:
+        self.open, self.go = 0, asyncio.Event()
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        if (await request.json())["max_tokens"] == 1:
+            return await streamed(request, choice([5], "length"))
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(f"data: {json.dumps(choice([6]))}\n\n".encode())
+        self.open += 1
+        await self.go.wait()
+        await response.write(f"data: {json.dumps(choice([9], 'stop'))}\n\n".encode())
+        return response
+
+
+async def test_health_waits_for_no_answer(model: str, tmp_path: Path) -> None:
+    """However many are streamed at a time."""
+    crowd = Crowd()
+    async with completions(crowd.complete) as url:
+        engine = engine_at(url, model, tmp_path)
+        try:
+            await engine.start()
+            answers = [asyncio.create_task(answer_of(engine, [1], 8)) for _ in range(101)]
+            while crowd.open < len(answers):
+                await asyncio.sleep(0.01)
+            assert await engine.healthy()
+            crowd.go.set()
+            assert all(chunks[-1].finish_reason == "stop" for chunks in await asyncio.gather(*answers))
+        finally:
+            crowd.go.set()
+            await engine.stop()
+
+
+async def test_a_first_event_with_a_long_prompt(model: str, tmp_path: Path) -> None:
+    async def complete(request: web.Request) -> web.StreamResponse:
+        first = choice([5])
+        first["choices"][0]["prompt_token_ids"] = [123456] * 100_000
+        return await streamed(request, first, choice([9], "stop"))
+
+    async with completions(complete) as url:
+        engine = engine_at(url, model, tmp_path)
+        try:
+            await engine.start()
+            chunks = await answer_of(engine, [1], 8)
+        finally:
+            await engine.stop()
+    assert [token for chunk in chunks for token in chunk.token_ids] == [5, 9]
+
+
+@pytest.mark.parametrize("line", [b"data: {no json\n", b'data: {"choices": [7]}\n', b"data: {" + b"x" * (40 << 20)])
+async def test_an_event_that_cannot_be_read(line: bytes, model: str, tmp_path: Path) -> None:
+    async def complete(request: web.Request) -> web.StreamResponse:
+        if (await request.json())["max_tokens"] == 1:
+            return await streamed(request, choice([5], "length"))
+        response = web.StreamResponse()
+        await response.prepare(request)
+        with contextlib.suppress(ConnectionError):  # the reader has given up
+            await response.write(line)
+        return response
+
+    async with completions(complete) as url:
+        engine = engine_at(url, model, tmp_path)
+        try:
+            await engine.start()
+            with pytest.raises(EngineError):
+                await answer_of(engine, [1], 8)
+        finally:
+            await engine.stop()
 
 
 async def test_a_rollout_server_of_ours(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

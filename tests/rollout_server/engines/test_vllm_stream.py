@@ -177,6 +177,20 @@ async def test_errors_inside_the_stream(events: list[dict[str, Any]], text: str,
     assert caught.value.retryable == retryable
 
 
+async def test_an_answer_whose_close_is_cancelled_leaves_nothing_open() -> None:
+    """While it waits for the end of the stream of a complete answer."""
+    async with serving(lambda request: stream_events(request, [event([1], "length")], keep_open=True)) as engine:
+        stream = VLLMStream(engine, {}, 0)
+        await all_chunks(stream)
+        closing = asyncio.create_task(stream.close())
+        await asyncio.sleep(0)
+        assert not closing.done()
+        closing.cancel()
+        await asyncio.wait({closing})
+        assert stream._exchange.reply is None
+        assert stream._timer is None or stream._timer.cancelled()
+
+
 async def test_a_refusal_carries_vllms_message() -> None:
     async def refuse(_request: web.Request) -> web.StreamResponse:
         return web.json_response({"error": {"message": "temperature must be in [0, 2]"}}, status=400)

@@ -20,7 +20,7 @@ from tests.rollout_server.engines.test_vllm_stream import event
 
 from penstock.rollout_server import Chunk, EngineError, EngineInfo, RequestQueue, RolloutConfig, RolloutMetrics
 from penstock.rollout_server.engines import EventClient, vllm
-from penstock.weight_sync import ChainFile, Manifest, WeightsRefused, state_of
+from penstock.weight_sync import ChainFile, Manifest, Offer, WeightsRefused, state_of
 
 MANIFEST = Manifest("shm", (ChainFile(3, None, "/dev/null", 0, "", state_of(())),), ())
 
@@ -28,7 +28,8 @@ MANIFEST = Manifest("shm", (ChainFile(3, None, "/dev/null", 0, "", state_of(()))
 class Server:
     """Answers what a vLLM that holds version 3 would.
 
-    `report` is where the workers are to say that they have read, `verdict` that they hold what they read.
+    `report` is where the workers are to say that they have read, `verdict` that they hold what they read, `staged` what
+    they have received.
     """
 
     name, alive = "vLLM", True
@@ -36,6 +37,8 @@ class Server:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.calls: list[str] = []
+        self.refuses_load = False
+        self.staged = asyncio.get_running_loop().create_future()
         self.report = asyncio.get_running_loop().create_future()
         self.verdict = asyncio.get_running_loop().create_future()
         self.streams: set[vllm.VLLMStream] = set()
@@ -46,6 +49,10 @@ class Server:
         self.calls.append(path.partition("?")[0] + (f" {info['phase']}" if info else ""))
         if info.get("phase") == "fetch":
             self.report.set_result(Path(info["report"]))
+        if info.get("phase") == "stage":
+            self.staged.set_result(Path(info["report"]))
+        if info.get("phase") == "load" and self.refuses_load:
+            raise EngineError(f"{vllm.REFUSED}tensor 'a' differs")
         if info.get("phase") == "load":
             self.verdict.set_result(Path(info["report"]))
         return {"weight_version": "3"}
@@ -106,6 +113,58 @@ async def test_a_server_that_ends_meanwhile_is_an_error(tmp_path: Path) -> None:
     server.alive = False
     with pytest.raises(EngineError, match="did not read the weights"):
         await swap
+
+
+OFFER = Offer(4, 1, "life-1", 1, 1, 2, 1, 1.0, 1.0, ())
+
+
+async def received(server: Server) -> None:
+    """What the worker says of a broadcast."""
+    ((await server.staged) / "101").write_text("state of 4")
+
+
+async def test_a_broadcast_that_begins_during_a_load_is_staged_in_its_session(tmp_path: Path) -> None:
+    """A session of its own would drop what was read, and waiting for the load would cost all members the broadcast."""
+    server = Server(tmp_path)
+    weights = await weights_of(server, 1)
+    swap = asyncio.create_task(weights.swap(MANIFEST))
+    report = await server.report
+    stage = asyncio.create_task(weights.stage(OFFER))
+    await received(server)
+    assert await asyncio.wait_for(stage, 60) == "state of 4"
+    assert server.calls == ["/start_weight_update", "/update_weights fetch", "/update_weights stage"]
+    (report / "101").write_text("")
+    assert (await swap).version == 3
+    after = ["/pause", "/update_weights load", "/finish_weight_update", "/weight_info", "/resume"]
+    assert server.calls[3:] == after
+    await server.stop()
+
+
+@pytest.mark.parametrize("before", ["nothing", "a load", "a refusal", "a refused load", "a cancelled load"])
+async def test_a_broadcast_beside_no_load_has_a_session_of_its_own(before: str, tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    weights = await weights_of(server, 1)
+    if before != "nothing":
+        server.refuses_load = before == "a refused load"
+        swap = asyncio.create_task(weights.swap(MANIFEST))
+        report = await server.report
+        if before == "a cancelled load":
+            swap.cancel()
+        (report / "101").write_text("tensor 'a' is damaged" if before == "a refusal" else "")
+        await asyncio.wait({swap})
+        assert swap.cancelled() == (before == "a cancelled load")
+        refused = not swap.cancelled() and isinstance(swap.exception(), WeightsRefused)
+        assert refused == (before in ("a refusal", "a refused load"))
+        assert server.alive
+        # vLLM itself ends the session of an update that fails.
+        ended = server.calls.count("/finish_weight_update") + (before == "a refused load")
+        assert server.calls.count("/start_weight_update") == ended == 1
+    server.calls.clear()
+    stage = asyncio.create_task(weights.stage(OFFER))
+    await received(server)
+    assert await asyncio.wait_for(stage, 60) == "state of 4"
+    assert server.calls == ["/start_weight_update", "/update_weights stage", "/finish_weight_update"]
+    await server.stop()
 
 
 class Client:
