@@ -51,6 +51,22 @@ async def test_prefixes_are_reused_and_never_over_a_swap(subject: Subject, refer
     await asyncio.gather(*tasks)
 
 
+async def test_a_broadcast_that_begins_while_a_file_is_loaded_is_received(
+    subject: Subject, reference: Reference
+) -> None:
+    """A server that reads files takes its place in the next broadcast all the same."""
+    if subject.trainer is None:
+        pytest.skip("takes files only")
+    first, second = next(subject.versions), next(subject.versions)
+    loads = subject.engine.load_weights(reference.publish(first, reference.other(6)))
+    sends = subject.trainer.publish(second, reference.other(7), members=1)
+    loaded, manifest = await asyncio.gather(loads, sends)
+    assert loaded.version == first
+    subject.holds_first = False
+    subject.reports.append(await subject.engine.load_weights(await subject.fetch(manifest)))
+    await exactly(subject, reference, second, reference.other(7))
+
+
 async def test_changes_of_the_version_before_lead_to_exactly_the_new_weights(
     subject: Subject, reference: Reference, tmp_path: Path
 ) -> None:
