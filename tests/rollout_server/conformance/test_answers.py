@@ -11,7 +11,7 @@ import pytest_asyncio
 from tests.rollout_server.conformance.subject import PROMPT, SEEDS, Subject
 from tests.rollout_server.conftest import VOCAB, Reference, ask, whole
 
-from penstock.rollout_server import BadRequest, GenerateRequest
+from penstock.rollout_server import BadRequest, Chunk, GenerateRequest
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(900)]
 
@@ -48,8 +48,12 @@ async def test_temperature_zero_is_greedy_with_the_logprobs_of_temperature_one(
 
 
 async def test_a_streamed_answer_is_the_one_that_is_not_streamed(subject: Subject) -> None:
-    request, chunks = ask(PROMPT, 160, temperature=0.0), []
-    streamed = await whole(subject.engine, request, chunks.append)
+    request = ask(PROMPT, 160, temperature=0.0)
+    for _ in range(5):
+        chunks: list[Chunk] = []
+        streamed = await whole(subject.engine, request, chunks.append)
+        if len(chunks) > 1:
+            break  # else this process had no core while all of it came
     ids, logprobs = await subject.asked_in_one(request)
     assert len(chunks) > 1
     assert all(chunk.finish_reason is None for chunk in chunks[:-1])

@@ -149,17 +149,19 @@ IN_FLIGHT = 8
 
 
 async def test_requests_in_flight_go_on_over_an_adapter(setting: Setting, policy: PeftPolicy) -> None:
-    before = copy.deepcopy(policy)
-    old = await setting.load(setting.publish(policy))
-    policy.train(2, seed=9)
-    manifest = setting.publish(policy)
-    long = [asyncio.create_task(setting.ask(setting.long, temperature=1.0)) for _ in range(IN_FLIGHT)]
-    await all_sampling(setting.server.url, IN_FLIGHT)
-    new = await setting.load(manifest)
-    answers = await asyncio.gather(*long)
-    versions = [[version for version, _, _ in answer.version_spans] for answer in answers]
-    assert [old, new] in versions
-    assert all(seen in ([old], [old, new]) for seen in versions)
+    for seed in range(9, 12):
+        before = copy.deepcopy(policy)
+        old = await setting.load(setting.publish(policy))
+        policy.train(2, seed=seed)
+        manifest = setting.publish(policy)
+        long = [asyncio.create_task(setting.ask(setting.long, temperature=1.0)) for _ in range(IN_FLIGHT)]
+        await all_sampling(setting.server.url, IN_FLIGHT)
+        new = await setting.load(manifest)
+        answers = await asyncio.gather(*long)
+        versions = [[version for version, _, _ in answer.version_spans] for answer in answers]
+        assert all(seen in ([old], [old, new]) for seen in versions)
+        if [old, new] in versions:
+            break  # else the merge had no core while all of them were sampled
     answer = answers[versions.index([old, new])]
     swap = answer.version_spans[1][1]
     expected = before.logprobs(PROMPT, answer.token_ids[:swap])
