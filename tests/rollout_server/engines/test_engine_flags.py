@@ -161,4 +161,4 @@ async def test_the_installed_server_lists_the_flags_that_it_is_given(product: Pr
     found = await find_installation(RolloutConfig(engine=product.key))  # type: ignore[arg-type]
     assert await known_flags(product, found) >= OURS[product]
     with pytest.raises(EngineError, match="trust-remote-code"):
-        await check_flags(product, found, {"trust_remote_cod": True})
+        await check_flags(product, found, {"trust_remote_coed": True})
