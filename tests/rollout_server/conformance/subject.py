@@ -32,6 +32,7 @@ ENGINES = [
     pytest.param("vllm+broadcast", marks=[pytest.mark.vllm, pytest.mark.deep]),
     SGLANG,
 ]
+BROADCASTS = [engine for engine in ENGINES if str(engine.values[0]).endswith("+broadcast")]
 PROMPT = [(7 * i + 3) % VOCAB for i in range(24)]
 SETTINGS: dict[str, dict[str, Any]] = {
     "hf": {},

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.rollout_server.conformance.subject import PROMPT, Subject
+from tests.rollout_server.conformance.subject import BROADCASTS, PROMPT, Subject
 from tests.rollout_server.conftest import VOCAB, Reference, ask, whole
 
 from penstock.weight_sync import Manifest, WeightsRefused
@@ -51,12 +51,12 @@ async def test_prefixes_are_reused_and_never_over_a_swap(subject: Subject, refer
     await asyncio.gather(*tasks)
 
 
+@pytest.mark.parametrize("subject", BROADCASTS, indirect=True)
 async def test_a_broadcast_that_begins_while_a_file_is_loaded_is_received(
     subject: Subject, reference: Reference
 ) -> None:
     """A server that reads files takes its place in the next broadcast all the same."""
-    if subject.trainer is None:
-        pytest.skip("takes files only")
+    assert subject.trainer is not None
     first, second = next(subject.versions), next(subject.versions)
     loads = subject.engine.load_weights(reference.publish(first, reference.other(6)))
     sends = subject.trainer.publish(second, reference.other(7), members=1)
