@@ -37,12 +37,19 @@ def box_cgroups(owner: str) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    missing = {"bwrap": None if shutil.which("bwrap") else "bubblewrap is not installed"}
-    if any(item.get_closest_marker("docker") for item in items):
-        missing["docker"] = why_no_docker()
     for item in items:
         if is_deep(item):
             item.add_marker(pytest.mark.deep)
+    skip_missing_backends(items)
+
+
+def skip_missing_backends(items: list[pytest.Item], folder: Path | None = None) -> None:
+    """Of `items`, those below `folder` (None: all) that are marked with a backend which is not here."""
+    here = [item for item in items if folder is None or folder in item.path.parents]
+    missing = {"bwrap": None if shutil.which("bwrap") else "bubblewrap is not installed"}
+    if any(item.get_closest_marker("docker") for item in here):
+        missing["docker"] = why_no_docker()
+    for item in here:
         for marker, reason in missing.items():
             if reason is not None and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,16 +55,9 @@ BACKENDS = [pytest.param("bwrap", marks=pytest.mark.bwrap), pytest.param("docker
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    from tests.sandbox.conftest import why_no_docker
+    from tests.sandbox.conftest import skip_missing_backends
 
-    here = [item for item in items if Path(__file__).parent in item.path.parents]
-    missing = {"bwrap": None if shutil.which("bwrap") else "bubblewrap is not installed"}
-    if any(item.get_closest_marker("docker") for item in here):
-        missing["docker"] = why_no_docker()
-    for item in here:
-        for marker, reason in missing.items():
-            if reason is not None and item.get_closest_marker(marker):
-                item.add_marker(pytest.mark.skip(reason=reason))
+    skip_missing_backends(items, Path(__file__).parent)
 
 
 @pytest_asyncio.fixture(params=["bwrap"])

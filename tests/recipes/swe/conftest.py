@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.sandbox.conftest import why_no_docker
+from tests.sandbox.conftest import skip_missing_backends
 
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "recipes" / "swe"
@@ -53,11 +52,4 @@ def data(tmp_path_factory) -> Data:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = [item for item in items if Path(__file__).parent in item.path.parents]
-    missing = {"bwrap": None if shutil.which("bwrap") else "bubblewrap is not installed"}
-    if any(item.get_closest_marker("docker") for item in here):
-        missing["docker"] = why_no_docker()
-    for item in here:
-        for marker, reason in missing.items():
-            if reason is not None and item.get_closest_marker(marker):
-                item.add_marker(pytest.mark.skip(reason=reason))
+    skip_missing_backends(items, Path(__file__).parent)
