@@ -1,4 +1,4 @@
-"""Results of single episodes, kept as they come in: an evaluation that was killed goes on without them.
+"""Results of single episodes, kept as they come in: an evaluation that was killed continues and does not repeat them.
 
 episodes.jsonl            one line per episode that carries a reward
 trajectories/step_*.jsonl the episodes to read, and to fine-tune on (`sft.runs`), one file per part

@@ -212,7 +212,7 @@ class SftReporter:
 
 
 def write_sft_summary(config: RunConfig, run: RunDir, prepared: PreparedData, total: LivesTotal) -> Path:
-    """summary.json: what was trained on, and what became of the loss, over all lives."""
+    """summary.json: what was trained on, and the loss from first to last step, over all lives."""
     rows = last_by(read_jsonl(run.metrics), "step")
     evaluations = [line["loss"] for line in last_by(read_jsonl(run.evaluations), "version")]
     ended = None

@@ -4,7 +4,7 @@
     sft.runs     ─┼─► segments ─► bad rows, long rows ─► held out? ────┼─► data/validation.safetensors
     sft.policy   ─┘                                                    └─► data/about.json, written last
 
-They are made once: a run that is resumed trains on the very rows it began with, whatever became of their sources.
+They are made once: a resumed run trains on the rows that it began with, even where their sources have changed.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class CommandSession(GatewaySession):
         if self.facts.get("truncated") and not self.replay.left:  # replayed requests came before the budget's end
             self._beyond_budget += 1
             if self._beyond_budget > BEYOND_BUDGET:
-                self.end_program(f"it goes on asking, {BEYOND_BUDGET} times since its budget was used up")
+                self.end_program(f"it kept asking: {BEYOND_BUDGET} times since its budget was used up")
         try:
             pending = await super().answer(request, retried=retried)
         except (InvalidRequest, GatewayError) as error:

@@ -31,7 +31,9 @@ class SftConfig(BaseModel):
     policy_rows: int = Field(512, ge=0, description="Tasks that the policy plays; 0: all.")
     min_reward: float | None = Field(None, description="Of a trajectory of `runs`; None: any.")
     newest_versions: int = Field(
-        0, ge=0, description="Trajectories of `runs` sampled by the newest so many versions alone; 0: by any."
+        0,
+        ge=0,
+        description="Take only trajectories of `runs` that the newest N versions sampled; 0: those of any version.",
     )
     per_task: int = Field(
         0, ge=0, description="Most trajectories of one task of `runs`: highest reward first, then newest; 0: all."
