@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from tests.until import until
 
 from penstock.agent_loops import AgentConfig, AgentLoopBase, FakeClient, Worker, WorkerJob, WorkerStopped
 from penstock.tools.parsers import ToolCall
@@ -34,12 +35,6 @@ async def running(worker):
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError, WorkerStopped):
             await task
-
-
-async def until(condition, deadline_s=60.0):
-    async with asyncio.timeout(deadline_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_worker_respects_concurrency(worker_of, queue_of, tasks_of, calling_policy, calculator):

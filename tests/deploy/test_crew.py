@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.until import until
 
 from penstock.deploy import Kind, Role, RoleFailed, RoleProcess, RoleSpec, Supervisor
 
@@ -53,12 +54,6 @@ def crew_of(roles: Roles) -> Supervisor:
     for role in (roles.role("rollout", 0), roles.role("agent", 0), roles.role("agent", 1), roles.role("trainer", None)):
         supervisor.add(role)
     return supervisor
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def names(supervisor: Supervisor, kind: str) -> list[str]:

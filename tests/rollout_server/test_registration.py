@@ -4,54 +4,40 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.rollout_server.conftest import StubQueue
+from tests.faulty_queue import FaultyQueue
+from tests.until import until
 
 from penstock.rollout_server import QueueConnection, Registration
 from penstock.transfer_queue import ServerInfo
 
 
-class SlowQueue(StubQueue):
-    """A heartbeat arrives only when `let` is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.let, self.sent = asyncio.Event(), asyncio.Event()
-
-    async def heartbeat(self, server: ServerInfo) -> None:
-        self.sent.set()
-        await self.let.wait()
-        await super().heartbeat(server)
-
-
 async def test_a_heartbeat_under_way_does_not_bring_back_who_left() -> None:
-    queue, going = SlowQueue(), False
+    queue, going = FaultyQueue(), False
+    arrive = queue.waits_for["heartbeat"] = asyncio.Event()
     registration = Registration(QueueConnection(queue), lambda: None if going else ServerInfo("s", "http://s", 1))
     keeping = asyncio.create_task(registration.keep())
-    await asyncio.wait_for(queue.sent.wait(), 60)
+    await until(lambda: queue.asked == [("heartbeat", "s")])
     going = True
     leaving = asyncio.create_task(registration.leave("s"))
     await asyncio.sleep(0.05)
-    queue.let.set()
+    arrive.set()
     await leaving
-    assert queue.registered == {}
+    assert await queue.servers() == []
     registration.changed.set()
     await asyncio.sleep(0.05)
-    assert queue.registered == {}
-    assert len(queue.heartbeats) == 1
+    assert queue.asked == [("heartbeat", "s"), ("deregister", "s")]
     keeping.cancel()
 
 
-async def test_a_queue_that_is_away_is_told_later() -> None:
-    queue = StubQueue()
+async def test_a_queue_that_is_away_hears_of_the_server_later() -> None:
+    queue = FaultyQueue()
     line = QueueConnection(queue)
     registration = Registration(line, lambda: ServerInfo("s", "http://s", 1))
     queue.down = True
     keeping = asyncio.create_task(registration.keep())
-    await asyncio.sleep(0.05)
-    assert line.error == "the stub is down"
+    await until(lambda: line.error == "the queue is down")
     queue.down = False
     registration.changed.set()
-    await asyncio.sleep(0.05)
-    assert list(queue.registered) == ["s"]
-    assert line.error is None
+    await until(lambda: line.error is None)
+    assert [server.server_id for server in await queue.servers()] == ["s"]
     keeping.cancel()

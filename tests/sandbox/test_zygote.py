@@ -9,13 +9,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 from tests.sandbox.conftest import CONFIG, OWNER, box_cgroups
 from tests.sandbox.orphans import Maker, zygote_processes
+from tests.until import until
 
 from penstock.sandbox import BwrapSandbox, SandboxError, SandboxLost, Session
 
@@ -37,12 +37,6 @@ def zygote() -> int:
 def parent_name(pid: int) -> str:
     parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
     return Path(f"/proc/{parent}/comm").read_text().strip()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 async def printed(session: Session, code: str) -> str:

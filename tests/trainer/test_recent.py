@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
+from tests.virtual_clock import VirtualClock
+
 from penstock.trainer import RecentBatches
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_steps_are_remembered_until_long_after_their_commit() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     recent = RecentBatches(keep_s=60.0, clock=clock)
     for step in range(4):
         recent.add(step, [[f"{step}#0"]])
@@ -28,7 +23,7 @@ def test_steps_are_remembered_until_long_after_their_commit() -> None:
 
 
 def test_each_commit_has_its_own_time() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     recent = RecentBatches(keep_s=10.0, clock=clock)
     recent.update({4: [["4#0"]], 5: [["5#0"]]})
     recent.add(6, [["6#0"]])

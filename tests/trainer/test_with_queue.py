@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
-import time
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,89 +13,15 @@ import pytest
 
 pytest.importorskip("torch")
 
+from tests.faulty_queue import Crash, FaultyQueue
 from trainer_support import assert_books_balance, make_job, make_trajectory, write_rows
 
 from penstock.trainer import PayloadsLost, RecentBatches, TrainJob, train
-from penstock.transfer_queue import Batch, BatchLog, MemoryTransferQueue, TrainerFenced
+from penstock.transfer_queue import BatchLog, TrainerFenced
 from penstock.weight_sync import Manifest, read_verified
 
 pytestmark = pytest.mark.torch
 STEPS = 6
-
-
-class Crash(Exception):
-    """The trainer died here."""
-
-
-class Clock:
-    """Shared by all copies of the queue's state."""
-
-    ahead_s = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.ahead_s
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Clock:
-        return self
-
-
-class DyingQueue(MemoryTransferQueue):
-    """Raises `Crash` once, before or after the call named in `crash_at`."""
-
-    def __init__(self, batch_log: BatchLog) -> None:
-        self.clock = Clock()
-        super().__init__(clock=self.clock, batch_log=batch_log)
-
-    crash_at: tuple[str, str, int] | None = None
-    lose_at: tuple[int, int] = (-1, 0)
-    """A step, and how many payloads of it are lost as soon as it is fixed, once."""
-    lost: Sequence[str] = ()
-    replace_at: tuple[str, int] | None = None
-    """Before this call another trainer claims the run, once."""
-
-    durable_until: tuple[str, int] | None = None
-    """The last call whose effect is on disk."""
-    _durable: Any = None
-
-    async def _call(self, name: str, number: int, *arguments: Any) -> Any:
-        if self.replace_at == (name, number):
-            self.replace_at = None
-            await self.beside().claim_training("the one in its place")
-        if self.crash_at == ("before", name, number):
-            self.crash_at = None
-            raise Crash
-        result = await getattr(super(), name)(*arguments)
-        if self.durable_until == (name, number):
-            self._durable = copy.deepcopy(self._state)
-        if self.crash_at == ("after", name, number):
-            self.crash_at = None
-            raise Crash
-        return result
-
-    def lose_the_last_second(self) -> None:
-        """Its machine is gone, and with it what came after the call `durable_until`."""
-        assert self._durable is not None
-        self._state, self._durable = self._durable, None
-        self.clock.ahead_s += 3600.0  # leases that were held then are over
-
-    async def lease_batch(self, step: int) -> Any:
-        batch = await self._call("lease_batch", step, step)
-        if step == self.lose_at[0] and isinstance(batch, Batch) and not self.lost:
-            self.lost = [name for group in batch.groups for name in group][: self.lose_at[1]]
-            for name in self.lost:
-                member = self._member(name)
-                assert member is not None
-                member.payload = None
-        return batch
-
-    async def publish_version(self, announcement: Any) -> Any:
-        return await self._call("publish_version", announcement.version, announcement)
-
-    async def spill(self, step: int, episode_ids: Any) -> Any:
-        return await self._call("spill", step, step, episode_ids)
-
-    async def commit(self, step: int, batches: Any = None) -> Any:
-        return await self._call("commit", step, step, batches)
 
 
 async def work(queue: Any) -> None:
@@ -112,6 +35,7 @@ async def work(queue: Any) -> None:
 
 
 async def run(job: TrainJob, lives: int) -> None:
+    job.run.queue.clock.now += 3600.0  # what an earlier worker held is free
     worker = asyncio.create_task(work(job.run.queue))
     try:
         for _ in range(lives - 1):
@@ -139,7 +63,7 @@ async def make(
     folder: Path, model: str, max_staleness: int, config: dict[str, Any] | None = None, spill: bool = True
 ) -> TrainJob:
     settings = {"steps": STEPS, **(config or {})}
-    queue = DyingQueue(batch_log=BatchLog(folder / "batches"))
+    queue = FaultyQueue(batch_log=BatchLog(folder / "batches"))
     job = make_job(folder, model, settings, queue=queue, max_staleness=max_staleness, spill=spill)
     await job.run.queue.create_run(job.limits, "")
     return job

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+from tests.virtual_clock import VirtualClock
+
 from penstock.weight_sync import FetchProgress
 
 MIB = 1 << 20
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_a_slow_fetch_that_advances_is_never_given_up() -> None:
-    clock = Clock()
+    clock = VirtualClock(100.0)
     progress, have = FetchProgress(10_000 * MIB, 0, 30, clock), 0
     while have < 10_000 * MIB:
         clock.now += 25
@@ -26,7 +21,7 @@ def test_a_slow_fetch_that_advances_is_never_given_up() -> None:
 
 
 def test_a_fetch_that_brings_nothing_is_given_up_after_the_stall_time() -> None:
-    clock = Clock()
+    clock = VirtualClock(100.0)
     progress = FetchProgress(10_000 * MIB, 5 * MIB, 30, clock)
     clock.now += 30
     assert progress.problem() == ""
@@ -36,7 +31,7 @@ def test_a_fetch_that_brings_nothing_is_given_up_after_the_stall_time() -> None:
 
 
 def test_a_trickle_is_a_stall() -> None:
-    clock = Clock()
+    clock = VirtualClock(100.0)
     progress = FetchProgress(10_000 * MIB, 0, 30, clock)
     for have in range(1, 5):
         clock.now += 7
@@ -47,7 +42,7 @@ def test_a_trickle_is_a_stall() -> None:
 
 
 def test_the_end_of_a_file_needs_no_more_than_what_is_missing() -> None:
-    clock = Clock()
+    clock = VirtualClock(100.0)
     progress = FetchProgress(100, 0, 30, clock)
     clock.now += 29
     progress.note(100)
@@ -56,7 +51,7 @@ def test_the_end_of_a_file_needs_no_more_than_what_is_missing() -> None:
 
 
 def test_bytes_that_were_wrong_and_begin_anew_are_a_new_beginning() -> None:
-    clock = Clock()
+    clock = VirtualClock(100.0)
     progress = FetchProgress(10 * MIB, 9 * MIB, 30, clock)
     clock.now += 29
     progress.note(0)
@@ -65,7 +60,7 @@ def test_bytes_that_were_wrong_and_begin_anew_are_a_new_beginning() -> None:
 
 
 def test_waiting_for_a_turn_is_no_stall_and_has_an_end() -> None:
-    clock = Clock()
+    clock = VirtualClock(100.0)
     progress, waited = FetchProgress(100_000_000, 0, 30, clock), 0.0
     while not progress.problem():
         clock.now += 0.1

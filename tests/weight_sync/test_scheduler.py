@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from tests.virtual_clock import VirtualClock
 
 from penstock.weight_sync import FAN_OUT, TRAINER, TURN_S, TransferScheduler
 
 FILE = "weights-00000001.safetensors"
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def ask(turns: TransferScheduler, server: str, *avoid: str) -> str | None:
@@ -39,7 +33,7 @@ def test_one_copy_leaves_the_trainer_however_many_ask() -> None:
 
 
 def test_a_broken_upload_and_a_silent_server_give_up_their_turn() -> None:
-    clock = Clock()
+    clock = VirtualClock()
     turns = TransferScheduler(clock)
     assert ask(turns, "s0") == TRAINER
     assert ask(turns, "s1") is None
@@ -53,7 +47,7 @@ def test_a_broken_upload_and_a_silent_server_give_up_their_turn() -> None:
 @pytest.mark.parametrize(("size", "more_s"), [(0, 0.0), (10**9, 50.0)])
 def test_a_turn_ends_with_the_time_that_its_file_takes(size: int, more_s: float) -> None:
     """At 20 MB/s, beside `TURN_S`."""
-    clock = Clock()
+    clock = VirtualClock()
     turns = TransferScheduler(clock)
     assert turns.ask(FILE, size, "killed") == TRAINER
     clock.now = TURN_S + more_s - 1

@@ -20,6 +20,7 @@ import pytest_asyncio
 import redis.asyncio as aioredis
 from tests.agent_loops.kill.gated_sandbox import GatedSandbox
 from tests.agent_loops.kill.worker_process import PASSWORD, TOKEN
+from tests.until import until
 
 from penstock.common import HttpServer, listen
 from penstock.sandbox import SandboxConfig, make_sandbox
@@ -44,12 +45,6 @@ JUDGE = """
 async def compute_score(data_source, solution_str, ground_truth, extra_info):
     return float(ground_truth in extra_info["final_text"])
 """
-
-
-async def until(condition: Callable[[], bool], deadline_s: float = 200.0) -> None:
-    async with asyncio.timeout(deadline_s):
-        while not condition():
-            await asyncio.sleep(0.05)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 from fastapi import FastAPI
-from tests.agent_loops.kill.conftest import stop, until
+from tests.agent_loops.kill.conftest import stop
 from tests.tools.conftest import serve  # noqa: F401 - the fixture
+from tests.until import until
 
 pytestmark = [pytest.mark.redis, pytest.mark.crash, pytest.mark.deep]
 EPISODES = 4

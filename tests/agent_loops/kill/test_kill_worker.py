@@ -7,8 +7,9 @@ import json
 import shutil
 
 import pytest
-from tests.agent_loops.kill.conftest import stop, until
+from tests.agent_loops.kill.conftest import stop
 from tests.agent_loops.kill.gated_sandbox import HELD
+from tests.until import until
 
 from penstock.transfer_queue import JournalKind
 

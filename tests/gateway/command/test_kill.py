@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from tests.agent_loops.conftest import tokenizer_for
-from tests.agent_loops.kill.conftest import stage, stop, until
+from tests.agent_loops.kill.conftest import stage, stop
 from tests.gateway.command.conftest import CLIENT
 from tests.sandbox.orphans import Maker, box_processes
+from tests.until import until
 
 from penstock.transfer_queue import JournalKind
 
