@@ -31,7 +31,7 @@ from tests.rollout_server.conftest import TOKEN, VOCAB, Reference, check_answer
 from tests.transfer_queue.queue_samples import finish_all, task
 
 import penstock
-from penstock.rollout_server import GenerateRequest, Generation, RolloutClient, Sampling, next_token
+from penstock.rollout_server import GenerateRequest, Generation, RolloutClient, Sampling, fake_manifest, next_token
 from penstock.transfer_queue import Announcement, Batch, Limits, RedisServer, RedisTransferQueue, TransferQueueConfig
 
 pytestmark = [pytest.mark.crash, pytest.mark.redis, pytest.mark.timeout(1800)]
@@ -269,13 +269,12 @@ def check_logprobs(scene: Scene, reference: Reference) -> int:
 async def test_kills_of_servers_lose_nothing(redis: RedisServer, tmp_path: Path, kills: int) -> None:
     """The quick variant: the fake engine's tokens are a function of context and version."""
 
-    def write(version: int) -> dict[str, Any]:
-        return {"version": version}
-
-    scene, seconds = await play("fake", redis, "fake", tmp_path / "servers", write, kills)
+    scene, seconds = await play("fake", redis, "fake", tmp_path / "servers", fake_manifest, kills)
     check_whole(scene)
     resumptions = check_contexts(scene)
     assert resumptions > 0
+    served = {version for _, answer in scene.load.answers.values() for version, _, _ in answer.version_spans}
+    assert {0, scene.published[-1]} <= served <= {0, *scene.published}
     checked = 0
     for request, answer in scene.load.answers.values():
         context = list(request.token_ids)
