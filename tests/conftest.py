@@ -14,6 +14,8 @@ TOGETHER = (
     ROOT / "recipes" / "swe",  # tasks that are made once
     ROOT / "sandbox" / "attacks",  # one planted host, and the process's descriptors are counted around every attack
 )
+LONG_S = 1200
+"""A test whose deadline is at least so far away may take minutes: begun last, it would run alone at the end."""
 OUTCOMES = ("passed", "failed", "error", "skipped")
 
 
@@ -22,6 +24,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder = next((folder for folder in TOGETHER if folder in item.path.parents), item.path)
         item.add_marker(pytest.mark.xdist_group(str(folder.relative_to(ROOT))))
+    long = {_group(item) for item in items if (limit := item.get_closest_marker("timeout")) and limit.args[0] >= LONG_S}
+    items.sort(key=lambda item: _group(item) not in long)
+
+
+def _group(item: pytest.Item) -> str:
+    marker = item.get_closest_marker("xdist_group")
+    assert marker is not None
+    return str(marker.args[0])
 
 
 @pytest.hookimpl(optionalhook=True)
