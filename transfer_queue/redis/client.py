@@ -56,13 +56,18 @@ class WriteAndRun:
     def written(self) -> bool:
         return all(write.error is None for write in self.writes)
 
+    @property
+    def ended(self) -> bool:
+        """Whether all have succeeded, or the script is refused."""
+        return self.script.error is None and self.written
+
     def end(self, refusal: QueueError) -> None:
         self.refusal = refusal
         for call in self.calls:
             call.error = None
 
     def forget_unfinished(self) -> None:
-        if any(call.error is not None for call in self.calls):
+        if not self.ended:
             for call in self.calls:
                 call.forget()
 
@@ -163,14 +168,25 @@ class Connection:
         """A `write_and_run` to be made beside others by `run_jobs`."""
         return WriteAndRun([RedisCall(write) for write in writes], self._script_call(name, key, args, keys))
 
-    async def run_jobs(self, jobs: Sequence[WriteAndRun]) -> None:
+    async def run_jobs(self, jobs: Sequence[WriteAndRun], since: float | None = None) -> None:
         """Several `write_and_run` in one round trip (two on a cluster). Each ends for itself: with its script's reply,
-        or with its refusal. Raises `QueueUnavailable` where the deadline leaves some unfinished; others have ended."""
+        or with its refusal. Raises `QueueUnavailable` where the deadline leaves some unfinished; others have ended.
+        `since`: the deadline counts from this time of the event loop; None: from now."""
+        await self._finish(jobs[0].script.script, self._phases(jobs), jobs, since)
+
+    async def try_jobs(self, jobs: Sequence[WriteAndRun]) -> None:
+        """One attempt of `run_jobs`. What it leaves unfinished has not `ended`, and may be given to `run_jobs`."""
+        try:
+            writes = [write for job in jobs for write in job.writes]
+            await self._attempt(self._phases(jobs), jobs, min(_limit_s(writes), self._deadline_s))
+        finally:
+            for job in jobs:
+                job.forget_unfinished()
+
+    def _phases(self, jobs: Sequence[WriteAndRun]) -> list[list[RedisCall]]:
         if self.spreads:
-            phases = [[write for job in jobs for write in job.writes], [job.script for job in jobs]]
-        else:
-            phases = [[call for job in jobs for call in job.calls]]
-        await self._finish(jobs[0].script.script, phases, jobs)
+            return [[write for job in jobs for write in job.writes], [job.script for job in jobs]]
+        return [[call for job in jobs for call in job.calls]]
 
     async def scan(self, pattern: str) -> AsyncIterator[list[bytes]]:
         """All keys of a glob pattern, in chunks; a key may come twice. Waits for servers that are down."""
@@ -204,14 +220,19 @@ class Connection:
         await self._finish("PING", [[RedisCall(("PING",))]])  # a cluster's map of slots is known then
         return self._routes.masters
 
-    async def _finish(self, what: str, phases: Sequence[Sequence[RedisCall]], jobs: Sequence[WriteAndRun] = ()) -> None:
+    async def _finish(
+        self,
+        what: str,
+        phases: Sequence[Sequence[RedisCall]],
+        jobs: Sequence[WriteAndRun] = (),
+        since: float | None = None,
+    ) -> None:
         """Run the calls phase by phase until all have succeeded. `jobs`: those whose calls are repeated together, and
         which are refused without an end for the others."""
         loop = asyncio.get_running_loop()
-        started, pauses, loaded = loop.time(), _BACKOFF.pauses(), 0
+        started, pauses, loaded = loop.time() if since is None else since, _BACKOFF.pauses(), 0
         deadline = started + self._deadline_s
-        calls = [call for phase in phases for call in phase]
-        limit_s = ATTEMPT_S + sum(map(_bytes_of, calls)) / SLOWEST_BYTES_PER_S
+        limit_s = _limit_s([call for phase in phases for call in phase])
         while True:
             cause = await self._attempt(phases, jobs, min(limit_s, max(deadline - loop.time(), FIRST_PAUSE_S)))
             if cause is None:
@@ -247,9 +268,12 @@ class Connection:
                 for phase in phases:
                     waiting = {job.script for job in jobs if not job.written} if self.spreads else ()
                     await self._run_missing([call for call in phase if call not in waiting])
+        failed = [call for phase in phases for call in phase if call.error is not None]
+        if not failed:
+            return None
         job_of = {call: job for job in jobs for call in job.calls if call.error is not None}
         cause: Exception | None = None
-        for call in [call for phase in phases for call in phase if call.error is not None]:
+        for call in failed:
             if call.error is None:  # its job has ended
                 continue
             try:
@@ -301,6 +325,11 @@ def _is_unknown(call: RedisCall) -> bool:
     return isinstance(error, NoScriptError) or (
         isinstance(error, ResponseError) and bool(call.script) and str(error) == "Function not found"
     )
+
+
+def _limit_s(calls: Sequence[RedisCall]) -> float:
+    """Longest time of one attempt at them."""
+    return ATTEMPT_S + sum(map(_bytes_of, calls)) / SLOWEST_BYTES_PER_S
 
 
 def _bytes_of(call: RedisCall) -> int:

@@ -1,6 +1,6 @@
 """Ended episodes: their payloads are stored and acknowledged in one round trip, one episode or several.
 
-    complete        SET payload; script ``complete``
+    complete        SET payload; script ``complete``; together with other calls that wait (`coalescing`)
     complete_many   the same for each, in shares, of which `SHARES_AT_ONCE` are under way
 
 On a cluster the payloads of a share go first, to their nodes, and the scripts after them.
@@ -8,6 +8,7 @@ On a cluster the payloads of a share go first, to their nodes, and the scripts a
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from penstock.transfer_queue.codec.trajectories import outcome_to_plain
 from penstock.transfer_queue.errors import BadPayload, Refusal
 from penstock.transfer_queue.metrics import payload_cost
 from penstock.transfer_queue.redis.client import Connection, WriteAndRun
+from penstock.transfer_queue.redis.coalescing import Coalescing
 from penstock.transfer_queue.redis.keys import Keys
 from penstock.transfer_queue.redis.payloads import Payloads, StoredPayload
 from penstock.transfer_queue.types import Lease, Trajectory
@@ -46,11 +48,21 @@ class Completions:
         self._keys = keys
         self._payloads = payloads
         self._compression = compression
+        self._coalescing = Coalescing(connection, SHARE_EPISODES, SHARE_BYTES)
 
     async def complete(self, lease: Lease, trajectory: Trajectory) -> None:
-        refusal = (await self._acknowledge([self._completion(lease, trajectory)]))[0]
-        if refusal is not None:
-            raise refusal
+        started = asyncio.get_running_loop().time()
+        one = self._completion(lease, trajectory)
+        await self._coalescing.attempt(one.job, one.stored.size)
+        if not one.job.ended:
+            await self._connection.run_jobs([one.job], started)
+        if one.job.refusal is not None:
+            await self._payloads.delete([one.stored])
+            raise one.job.refusal
+
+    async def close(self) -> None:
+        """Calls under way go on alone."""
+        await self._coalescing.close()
 
     async def complete_many(self, finished: Sequence[tuple[Lease, Trajectory]]) -> list[Refusal | None]:
         check_leases([lease for lease, _ in finished])
