@@ -15,7 +15,7 @@ import pytest
 from queue_samples import LIMITS, at, tasks, trajectory
 from redis_parts import CONFIG, PASSWORD, Proxy
 
-from penstock.transfer_queue import Lease, LeaseLost, QueueUnavailable, RedisServer, RedisTransferQueue
+from penstock.transfer_queue import Lease, LeaseLost, QueueError, QueueUnavailable, RedisServer, RedisTransferQueue
 
 pytestmark = pytest.mark.redis
 ROOMY = replace(LIMITS, group_size=8, groups_per_step=8)
@@ -169,6 +169,27 @@ async def test_an_error_of_all_is_repeated_by_each(
     monkeypatch.setattr(queue._connection, "try_jobs", only_alone)
     assert await ended(start(queue, leases)) == [None] * 16
     assert "one of them cannot be sent" in caplog.text
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["complete", "complete_many"])
+async def test_a_script_that_breaks_off_fails_only_whose_keys_are_broken(queue: RedisTransferQueue, many: bool) -> None:
+    """The script ends the episodes of a round trip one by one; what it stops at must not take the others along."""
+    leases = await leased(queue, 3)
+    group = f"{queue._keys.index}group:{leases[8].task.task_id}"
+    await queue._connection.command("RENAME", group, f"{queue._keys.index}aside")
+    await queue._connection.command("SET", group, "no hash")
+    if many:
+        with pytest.raises(QueueError, match="WRONGTYPE"):
+            await queue.complete_many([(lease, trajectory(lease)) for lease in leases])
+    else:
+        found = await ended(start(queue, leases))
+        broken = [place for place, outcome in enumerate(found) if outcome is not None]
+        assert broken == list(range(8, 16))
+        assert all("WRONGTYPE" in str(found[place]) for place in broken)
+    await queue._connection.command("RENAME", f"{queue._keys.index}aside", group)
+    status = await queue.status()
+    assert (status.episodes["completed"], status.workers) == (16, {"worker": 8})
+    assert await ended(start(queue, leases)) == [None] * 24
 
 
 @pytest.mark.parametrize("begun", [True, False], ids=["under-way", "not-begun"])

@@ -175,13 +175,27 @@ class Connection:
         await self._finish(jobs[0].script.script, self._phases(jobs), jobs, since)
 
     async def try_jobs(self, jobs: Sequence[WriteAndRun]) -> None:
-        """One attempt of `run_jobs`. What it leaves unfinished has not `ended`, and may be given to `run_jobs`."""
+        """One attempt at several `write_and_run` of one script, which is called once with the keys and arguments of all;
+        of more than one it answers a list. What this leaves unfinished has not `ended`, and may be given to `run_jobs`.
+        """
+        writes = [write for job in jobs for write in job.writes]
         try:
-            writes = [write for job in jobs for write in job.writes]
-            await self._attempt(self._phases(jobs), jobs, min(_limit_s(writes), self._deadline_s))
+            with contextlib.suppress(TimeoutError):  # what got no reply says so
+                async with asyncio.timeout(min(_limit_s(writes), self._deadline_s)):
+                    await self._run_together(writes, jobs)
+            self._judge([call for job in jobs for call in job.calls], jobs)
         finally:
             for job in jobs:
                 job.forget_unfinished()
+
+    async def _run_together(self, writes: Sequence[RedisCall], jobs: Sequence[WriteAndRun]) -> None:
+        if self.spreads:
+            await self._run_missing(writes)
+            jobs, writes = [job for job in jobs if job.written], ()
+        if jobs:
+            together = _together([job.script for job in jobs])
+            await self._run_missing([*writes, together])
+            _hand_out(together, [job.script for job in jobs])
 
     def _phases(self, jobs: Sequence[WriteAndRun]) -> list[list[RedisCall]]:
         if self.spreads:
@@ -268,7 +282,11 @@ class Connection:
                 for phase in phases:
                     waiting = {job.script for job in jobs if not job.written} if self.spreads else ()
                     await self._run_missing([call for call in phase if call not in waiting])
-        failed = [call for phase in phases for call in phase if call.error is not None]
+        return self._judge([call for phase in phases for call in phase], jobs)
+
+    def _judge(self, calls: Sequence[RedisCall], jobs: Sequence[WriteAndRun]) -> Exception | None:
+        """Ends refused jobs. Returns and raises as `_attempt`."""
+        failed = [call for call in calls if call.error is not None]
         if not failed:
             return None
         job_of = {call: job for job in jobs for call in job.calls if call.error is not None}
@@ -318,6 +336,30 @@ class Connection:
         failed = [load.error for load in loads if load.error and "already exists" not in str(load.error)]
         self._may_load = not any(isinstance(error, NoPermissionError) for error in failed)
         return FunctionsMissing(library().name, failed[0] if self._may_load else None) if failed else None
+
+
+def _together(scripts: Sequence[RedisCall]) -> RedisCall:
+    """One call with the keys and arguments of several calls of a script, which have their first key in common."""
+    if len(scripts) == 1:
+        return scripts[0]
+    command, name, _, key = scripts[0].args[:4]
+    keys: list[Any] = []
+    args: list[Any] = []
+    for script_call in scripts:
+        behind = 3 + script_call.args[2]
+        keys += script_call.args[4:behind]
+        args += script_call.args[behind:]
+    return RedisCall((command, name, 1 + len(keys), key, *keys, *args), script=scripts[0].script)
+
+
+def _hand_out(together: RedisCall, scripts: Sequence[RedisCall]) -> None:
+    """The answers in the reply of `together` to the calls that it was made of. Its error is nobody's in particular: they
+    stay as if they were not sent, and the repeat of each shows whose it is."""
+    if together is scripts[0] or together.error is not None:
+        return
+    for script_call, answer in zip(scripts, together.reply, strict=True):
+        refused = isinstance(answer, ResponseError)
+        script_call.reply, script_call.error = (None, answer) if refused else (answer, None)
 
 
 def _is_unknown(call: RedisCall) -> bool:

@@ -1,7 +1,7 @@
 """Ended episodes: their payloads are stored and acknowledged in one round trip, one episode or several.
 
     complete        SET payload; script ``complete``; together with other calls that wait (`coalescing`)
-    complete_many   the same for each, in shares, of which `SHARES_AT_ONCE` are under way
+    complete_many   SET of each payload; script ``complete`` for all of them; in shares, of which `SHARES_AT_ONCE` are under way
 
 On a cluster the payloads of a share go first, to their nodes, and the scripts after them.
 """
@@ -103,7 +103,9 @@ class Completions:
     def _completion(self, lease: Lease, trajectory: Trajectory) -> _Completion:
         result = finish(lease, trajectory, compression=self._compression)
         stored = StoredPayload(f"{lease.episode_id}@{lease.fence}", result.packed.size)
+        keys = [] if self._connection.spreads else self._payloads.keys(stored)
         numbers = (
+            len(keys),
             stored.size,
             payload_cost(stored.size),
             "" if result.reward is None else repr(result.reward),
@@ -111,17 +113,21 @@ class Completions:
             result.highest_version,
             result.tokens,
         )
-        outcome = pack_plain(outcome_to_plain(trajectory.outcome), "outcome")
+        outcome = pack_plain(outcome_to_plain(trajectory.outcome), "outcome") if result.reward is None else ""
         job = self._connection.write_and_run_job(
             self._payloads.writes(stored, result.packed),
             *("complete", self._keys.index, lease.episode_id, lease.fence, *numbers, outcome),
-            keys=[] if self._connection.spreads else self._payloads.keys(stored),
+            keys=keys,
         )
         return _Completion(stored, job)
 
     async def _acknowledge(self, completions: Sequence[_Completion]) -> list[Refusal | None]:
         """Store and acknowledge in one round trip; the payloads of refused ones are deleted."""
-        await self._connection.run_jobs([one.job for one in completions])
+        started = asyncio.get_running_loop().time()
+        await self._connection.try_jobs([one.job for one in completions])
+        unfinished = [one.job for one in completions if not one.job.ended]
+        if unfinished:
+            await self._connection.run_jobs(unfinished, started)
         gone = [one.stored for one in completions if one.job.refusal is not None]
         if gone:
             await self._payloads.delete(gone)
