@@ -10,8 +10,9 @@
     raw_redis_pipelined    SETs, and GETs, many in each round trip        (in the cells ``…_at_once`` alone)
 
 Each producer stores one payload after the other; in the cells ``…_at_once`` it has `AT_ONCE` calls under way, as an
-agent worker has whose episodes end while others' ends are under way. Producers and consumer are processes of their own for every store. The redis-server is set as `penstock run` sets it:
-its append-only file is on disk, which TransferQueue has no counterpart of. Hence the ratios `…_without_aof` too.
+agent worker has whose episodes end while others' ends are under way. Producers and consumer are processes of their own
+for every store. The redis-server is set as `penstock run` sets it: its append-only file is on disk, which TransferQueue
+has no counterpart of. Hence the ratios `…_without_aof` too.
 
 Environment: PENSTOCK_BENCH_ROUNDS (9; at most 5 for the index), PENSTOCK_BENCH_SIZES (32kb,1mb,8mb),
 PENSTOCK_BENCH_PRODUCERS (1,8), PENSTOCK_BENCH_MAX_QUEUED (1000000), PENSTOCK_BENCH_PYTHON (the interpreter that has

@@ -80,7 +80,9 @@ class StoreSide:
         active = list(enumerate(self._producers[: plan.producers]))
         await consumer.ask({"do": "start_round", "run": run, "size": plan.size, "count": plan.count})
         await asyncio.gather(*(producer.ask({**ready, "worker": number}) for number, producer in active))
-        produced = await asyncio.gather(*(producer.ask({"do": "produce", "at_once": plan.at_once}) for _, producer in active))
+        produced = await asyncio.gather(
+            *(producer.ask({"do": "produce", "at_once": plan.at_once}) for _, producer in active)
+        )
         wanted = {"size": plan.size, "workers": plan.producers, "count": plan.count, "at_once": plan.at_once}
         took = await consumer.ask({"do": "consume", **wanted}, CONSUME_TIMEOUT_S)
         await consumer.ask({"do": "end_round"})

@@ -1,4 +1,4 @@
-"""Round trips that calls share: how many and how large, and what a broken, silent or killed Redis does to each caller."""
+"""Round trips that calls share: their number and size, and each caller's end beside a cut, silent or killed Redis."""
 
 from __future__ import annotations
 

@@ -175,9 +175,8 @@ class Connection:
         await self._finish(jobs[0].script.script, self._phases(jobs), jobs, since)
 
     async def try_jobs(self, jobs: Sequence[WriteAndRun]) -> None:
-        """One attempt at several `write_and_run` of one script, which is called once with the keys and arguments of all;
-        of more than one it answers a list. What this leaves unfinished has not `ended`, and may be given to `run_jobs`.
-        """
+        """One attempt at several `write_and_run` of one script, which is called once with the keys and arguments of all
+        and then answers a list. What this leaves unfinished has not `ended`, and may be given to `run_jobs`."""
         writes = [write for job in jobs for write in job.writes]
         try:
             with contextlib.suppress(TimeoutError):  # what got no reply says so
@@ -353,8 +352,8 @@ def _together(scripts: Sequence[RedisCall]) -> RedisCall:
 
 
 def _hand_out(together: RedisCall, scripts: Sequence[RedisCall]) -> None:
-    """The answers in the reply of `together` to the calls that it was made of. Its error is nobody's in particular: they
-    stay as if they were not sent, and the repeat of each shows whose it is."""
+    """The answers in the reply of `together` to the calls that it was made of. Its error may be that of any of them:
+    they stay as if they were not sent, and the repeat of each shows whose it is."""
     if together is scripts[0] or together.error is not None:
         return
     for script_call, answer in zip(scripts, together.reply, strict=True):

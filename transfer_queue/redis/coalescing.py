@@ -7,10 +7,10 @@ task             consumes          waits for             woken by
 caller           its own job       its turn              the end of the shared attempt that took its job
 shared attempt   jobs that wait    one round trip        created by the end of another attempt
 
-Only the first attempt at a job is shared: what it leaves unfinished its caller repeats alone, by its own deadline. So an
-error of one job, a broken connection and a silent Redis are no other's concern for longer than one attempt; and after an
-attempt that left something unfinished whoever still waits goes alone too. A caller that is cancelled leaves the queue;
-where its job is under way already, that attempt ends without it.
+Only the first attempt at a job is shared: what it leaves unfinished its caller repeats alone, by its own deadline. So
+an error of one job, a broken connection or a silent Redis delays the other callers by one attempt at most. After an
+attempt that left something unfinished every caller that waits goes alone too. A caller that is cancelled leaves the
+queue; where its job is under way already, that attempt ends without it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ended episodes: their payloads are stored and acknowledged in one round trip, one episode or several.
 
     complete        SET payload; script ``complete``; together with other calls that wait (`coalescing`)
-    complete_many   SET of each payload; script ``complete`` for all of them; in shares, of which `SHARES_AT_ONCE` are under way
+    complete_many   SET of each payload, one script ``complete`` for all; in shares, `SHARES_AT_ONCE` of them under way
 
 On a cluster the payloads of a share go first, to their nodes, and the scripts after them.
 """
@@ -61,7 +61,7 @@ class Completions:
             raise one.job.refusal
 
     async def close(self) -> None:
-        """Calls under way go on alone."""
+        """Calls under way continue alone."""
         await self._coalescing.close()
 
     async def complete_many(self, finished: Sequence[tuple[Lease, Trajectory]]) -> list[Refusal | None]:

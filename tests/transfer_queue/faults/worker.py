@@ -44,7 +44,7 @@ Ended = tuple[Lease, Trajectory, dict[str, Any]]
 COROUTINES = 4
 LEASES = 2
 TOGETHER = 0.3
-"""Share of rounds whose completed episodes are ended together: half of them by one call, half by a call each at once."""
+"""Share of rounds whose completed episodes are ended together: half by one call, half by a call each at once."""
 INFRA = Outcome(OutcomeKind.INFRA_ERROR, "the box died", "sandbox")
 ENDINGS = {"complete": 0.86, "fail": 0.09, "release": 0.05}
 SHORT_PAUSE_S, IDLE_S = 0.004, 0.02
