@@ -134,7 +134,7 @@ class Wire(asyncio.BufferedProtocol):
             self._end_long()
         elif length := self._long_begins(nbytes):
             head = self._buffer.index(b"\n") + 1
-            self._long = memoryview(np.empty(length + 2, np.uint8))  # not filled with zeros first
+            self._long = np.empty(length + 2, np.uint8).data  # not filled with zeros first
             self._filled = nbytes - head
             self._long[: self._filled] = self._view[head:nbytes]
         else:
