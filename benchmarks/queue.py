@@ -7,9 +7,12 @@
     ledger_batched        the same with one complete_many per producer
     transferqueue          kv_put each; kv_batch_get, kv_clear            (where scripts/setup-bench has been run)
     transferqueue_batched  the same with one kv_batch_put per producer
+    raw_redis_pipelined    SETs, and GETs, many in each round trip        (in the cells ``…_at_once`` alone)
 
-Producers and consumer are processes of their own for every store. The redis-server is set as `penstock run` sets it:
-its append-only file is on disk, which TransferQueue has no counterpart of. Hence the ratios `…_without_aof` too.
+Each producer stores one payload after the other; in the cells ``…_at_once`` it has `AT_ONCE` calls under way, as an
+agent worker has whose episodes end while others' ends are under way. Producers and consumer are processes of their own
+for every store. The redis-server is set as `penstock run` sets it: its append-only file is on disk, which TransferQueue
+has no counterpart of. Hence the ratios `…_without_aof` too.
 
 Environment: PENSTOCK_BENCH_ROUNDS (9; at most 5 for the index), PENSTOCK_BENCH_SIZES (32kb,1mb,8mb),
 PENSTOCK_BENCH_PRODUCERS (1,8), PENSTOCK_BENCH_MAX_QUEUED (1000000), PENSTOCK_BENCH_PYTHON (the interpreter that has
@@ -21,7 +24,7 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -48,6 +51,7 @@ from penstock.transfer_queue import RedisServer
 COUNTS = {"32kb": 512, "1mb": 128, "8mb": 32}
 """Payloads per round, all producers together."""
 OURS = {"ledger", "ledger_batched"}
+AT_ONCE = 16
 INDEX_ROUNDS = 5
 MISSING = "missing: TransferQueue is not installed; scripts/setup-bench makes an environment for it"
 
@@ -78,9 +82,13 @@ async def _measure() -> dict[str, Any]:
         others = await _transferqueue(stack, setup)
         host = await stack.enter_async_context(_redis())
         setup |= await machine(host.client)
-        sides = [*await _stores(stack, host), *others]
+        stores = await _stores(stack, host)
+        sides = [*(stores[name] for name in ("raw_redis", "ledger", "ledger_batched")), *others]
         cells = await _cells(sides, host, extent, extent.sizes)
         figures, ratios = _figures(cells), _ratios(cells)
+        together = await _at_once(stores, host, extent)
+        figures[f"{AT_ONCE}_at_once"] = _figures(together)
+        ratios |= {f"{name}_{AT_ONCE}_at_once": value for name, value in _ratios(together).items()}
         await host.client.config_set("appendonly", "no")
         without_aof = await _cells(sides, host, extent, ["1mb"])
         figures["without_aof"] = _figures(without_aof)
@@ -110,12 +118,13 @@ async def _redis() -> AsyncIterator[Host]:
             yield Host(server, password, client)
 
 
-async def _stores(stack: AsyncExitStack, host: Host) -> list[QueueSide]:
-    sides: list[QueueSide] = []
-    for name, kind in (("raw_redis", "raw"), ("ledger", "ledger"), ("ledger_batched", "ledger_batched")):
-        side = StoreSide(name, kind, host.server, host.password)
+async def _stores(stack: AsyncExitStack, host: Host) -> dict[str, QueueSide]:
+    kinds = {name: name for name in ("ledger", "ledger_batched")}
+    kinds |= {"raw_redis": "raw", "raw_redis_pipelined": "raw_pipelined"}
+    sides: dict[str, QueueSide] = {}
+    for name, kind in kinds.items():
+        sides[name] = side = StoreSide(name, kind, host.server, host.password)
         stack.push_async_callback(side.stop)
-        sides.append(side)
     return sides
 
 
@@ -140,13 +149,21 @@ Cells = dict[tuple[str, int], dict[str, Cell]]
 """(size, producers) → side → cell"""
 
 
-async def _cells(sides: Sequence[QueueSide], host: Host, extent: QueueExtent, sizes: Sequence[str]) -> Cells:
+async def _at_once(stores: Mapping[str, QueueSide], host: Host, extent: QueueExtent) -> Cells:
+    """Of the smallest payloads, whose time is that of the calls."""
+    sides = [stores[name] for name in ("raw_redis", "raw_redis_pipelined", "ledger")]
+    return await _cells(sides, host, extent, ["32kb"], AT_ONCE)
+
+
+async def _cells(
+    sides: Sequence[QueueSide], host: Host, extent: QueueExtent, sizes: Sequence[str], at_once: int = 1
+) -> Cells:
     settle = partial(settled, host.client, host.server.directory)
     cells = {}
     for size in sizes:
         payload_bytes = sum(values.nbytes for values in payload_arrays(size).values())
         for producers in extent.producers:
-            plan = QueuePlan(size, producers, COUNTS[size])
+            plan = QueuePlan(size, producers, COUNTS[size], at_once)
             cells[size, producers] = await compare(sides, plan, extent.rounds, payload_bytes, settle)
     return cells
 
@@ -167,7 +184,7 @@ def _ratios(cells: Cells) -> dict[str, float]:
     for (size, producers), by_side in cells.items():
         suffix = "" if producers == 1 else f"_{producers}_producers"
         for ours in OURS:
-            for name in by_side.keys() - OURS:
+            for name in by_side.keys() - OURS if ours in by_side else ():
                 ratios[f"{ours}_over_{name}_{size}{suffix}"] = ratio(by_side, ours, name)
     return ratios
 

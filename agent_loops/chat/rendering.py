@@ -17,6 +17,8 @@ from penstock.agent_loops.segment import MessageDelta
 from penstock.tools.parsers import ToolCall
 
 CACHED_PROMPTS = 512
+WRAPPER = "transformers.tokenization_utils"
+"""Prefix of the modules in which transformers' own tokenizers encode and decode."""
 Tools = Sequence[Mapping[str, Any]]
 
 
@@ -27,6 +29,7 @@ class Rendering:
         self, tokenizer: Any, template_settings: Mapping[str, Any] | None, stop_ids: Sequence[int], processor: Any
     ) -> None:
         self.tokenizer = tokenizer
+        self._backend = backend_of(tokenizer)
         self.template = ChatTemplate(tokenizer, template_settings)
         words = AddedTokens(tokenizer)
         self.continuation = Continuation(self.template, any_of(words.special))
@@ -43,7 +46,12 @@ class Rendering:
     def encode(self, text: str) -> list[int]:
         """Ids of `text`. Raises `TemplateError` where the tokenizer panics."""
         try:
-            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+            untouched = self._backend is not None and is_untouched(self._backend)
+            ids: list[int] = (
+                self._backend.encode(text, add_special_tokens=False).ids
+                if untouched
+                else self.tokenizer.encode(text, add_special_tokens=False)
+            )
         except BaseException as error:
             # A panic of the Rust library is no Exception: it would pass every handler and end the process.
             if type(error).__name__ != "PanicException":
@@ -54,7 +62,11 @@ class Rendering:
     def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
         """Text of `ids`, character for character; special tokens kept unless `special` is False."""
         ids = ids.ids if isinstance(ids, MessageDelta) else ids
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        text: str
+        if self._backend is not None and type(ids) is list:
+            text = self._backend.decode(ids, skip_special_tokens=not special)
+            return text
+        text = self.tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         return text
 
     # messages and ids ----------------------------------------------------------------------------------------------
@@ -103,6 +115,26 @@ class Rendering:
         if self.places is None and parts:
             raise TemplateError("this model takes no images: its folder has no image processor (preprocessor_config)")
         return parts
+
+
+def backend_of(tokenizer: Any) -> Any:
+    """The Rust tokenizer of a transformers tokenizer that only wraps it; else None. The wrapper asks the same of it, at
+    several times the cost: a batch of one, masks beside the ids, a look at each id."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    own = [getattr(type(tokenizer), name, None) for name in ("encode", "_encode_plus", "decode", "_decode")]
+    if backend is None or not all(getattr(one, "__module__", "").startswith(WRAPPER) for one in own):
+        return None
+    # The wrapper sets the Rust tokenizer up at each call, here as it is left behind.
+    probe = "A word, <|im_end|>\n<s> and </s>  two\u00e4."
+    ids = tokenizer.encode(probe, add_special_tokens=False)
+    same = ids == backend.encode(probe, add_special_tokens=False).ids
+    text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return backend if same and text == backend.decode(ids, skip_special_tokens=False) else None
+
+
+def is_untouched(backend: Any) -> bool:
+    """Whether the Rust tokenizer is not set to cut, pad or split special tokens, which the wrapper would undo."""
+    return backend.truncation is None and backend.padding is None and not backend.encode_special_tokens
 
 
 def key_of(messages: Sequence[Message], tools: Tools) -> str:

@@ -6,6 +6,7 @@ import ast
 import itertools
 import json
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -242,7 +243,31 @@ def test_chat_prompt_ids_and_counts_are_those_of_the_text(chat_for):
     assert chat.count_tokens("12+34") == len(chat.encode("12+34")) > 1
 
 
-def test_chat_names_a_text_on_which_the_tokenizer_panics(chat_for, monkeypatch):
+def test_chat_encodes_as_the_tokenizer_does_whatever_was_set_on_it(chat_for):
+    """`chat` asks the Rust tokenizer itself, which keeps what others had it set to: cuts, padding, split words."""
+    chat = chat_for("qwen2_5")
+    texts = [
+        "<|im_start|>user\n 12 +34 \u00e4\u4e2d\n\n<|im_end|>",
+        "",
+        " a\u0000b ",
+        chat.template.render([USER], TOOLS, prompt=True),
+    ]
+    plain = [chat.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    assert chat.rendering._backend is not None
+    rust = chat.tokenizer.backend_tokenizer
+    for leave in (
+        lambda: rust.enable_truncation(max_length=3),
+        lambda: rust.enable_padding(length=40),
+        lambda: chat.tokenizer("12+34 and more", split_special_tokens=True),
+    ):
+        leave()
+        assert [chat.encode(text) for text in texts] == plain
+        assert [chat.decode(ids) for ids in plain] == [chat.tokenizer.decode(ids) for ids in plain]
+    assert [chat.encode(text) for text in texts] == plain
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_chat_names_a_text_on_which_the_tokenizer_panics(chat_for, monkeypatch, direct):
     """The library's panic is a `BaseException`; an interrupt is one too, and passes."""
     chat, panic = chat_for("qwen2_5"), type("PanicException", (BaseException,), {})
 
@@ -250,6 +275,8 @@ def test_chat_names_a_text_on_which_the_tokenizer_panics(chat_for, monkeypatch):
         def encode(*_arguments, **_settings):
             raise error
 
+        rust = SimpleNamespace(truncation=None, padding=None, encode_special_tokens=False, encode=encode)
+        monkeypatch.setattr(chat.rendering, "_backend", rust if direct else None)
         monkeypatch.setattr(chat.tokenizer, "encode", encode)
 
     raises(panic("index out of bounds"))

@@ -7,7 +7,7 @@ import gc
 import shutil
 import subprocess
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -59,12 +59,13 @@ def nothing_left_open() -> Iterator[None]:
 
 class Proxy:
     """Between client and Redis. `let_through`: bytes of replies until it cuts; `hold_for`: replies wait for these
-    bytes in a request."""
+    bytes in a request; `pieces`: draws in how many bytes at a time replies are sent on."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self.let_through: int | None = None
         self.hold_for = b""
+        self.pieces: Callable[[], int] | None = None
         self._seen = asyncio.Event()
 
     async def __aenter__(self) -> Proxy:
@@ -86,13 +87,21 @@ class Proxy:
                     writer.write(data[: self.let_through])
                     self.let_through = None
                     break
-                writer.write(data)
+                await self._send(writer, data)
         except asyncio.CancelledError:
             return  # the test is over
         finally:
             forward.cancel()
             writer.close()
             up_writer.close()
+
+    async def _send(self, writer: asyncio.StreamWriter, data: bytes) -> None:
+        while data:
+            size = len(data) if self.pieces is None else self.pieces()
+            writer.write(data[:size])
+            await writer.drain()
+            await asyncio.sleep(0 if self.pieces is None else 0.0005)  # else the socket joins what follows
+            data = data[size:]
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1 << 16):

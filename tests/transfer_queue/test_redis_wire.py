@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import uvloop
-from redis_parts import PASSWORD, make_certificates, open_to
+from redis_parts import PASSWORD, Proxy, make_certificates, open_to
 
 from penstock.transfer_queue import QueueError, RedisServer
 
@@ -57,3 +57,40 @@ async def test_a_refusal_among_replies_stays_with_its_command(redis_server: Redi
         await connection.many([("LLEN", "list"), ("INCR", "list"), ("LLEN", "list")])
     assert await connection.command("LLEN", "list") == 3
     await connection.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_replies_arrive_in_any_pieces(redis_server: RedisServer, seed: int) -> None:
+    """Long strings as replies and as parts of one, between numbers, lists, nothing and refusals, cut anywhere."""
+    chance = random.Random(seed)
+    values = {f"piece {size}": chance.randbytes(size) for size in (5, 65_535, 65_536, 70_000, 200_000)}
+    answers: list[tuple[tuple[Any, ...], Any]] = [
+        *((("GET", name), value) for name, value in values.items()),
+        (("MGET", *values, "missing"), [*values.values(), None]),
+        (("MGET", "piece 70000"), [values["piece 70000"]]),
+        (("GET", "missing"), None),
+        (("STRLEN", "piece 65536"), 65_536),
+        (("ECHO", b"$70000\r\n"), b"$70000\r\n"),
+    ]
+    async with Proxy(redis_server.port) as proxy:
+        connection = await open_to(proxy.url)
+        await connection.many([("SET", name, value) for name, value in values.items()])
+        proxy.pieces = lambda: chance.choice([1, 2, 7, 5_000, 65_536, 65_536, 100_000])
+        asked = chance.choices(answers, k=12)
+        assert await connection.many([command for command, _ in asked]) == [answer for _, answer in asked]
+        with pytest.raises(QueueError, match="WRONGTYPE"):
+            await connection.many([("GET", "piece 200000"), ("LLEN", "piece 5"), ("GET", "piece 70000")])
+        assert await connection.many([("GET", "piece 70000"), ("PING",)]) == [values["piece 70000"], True]
+        await connection.close()
+
+
+async def test_a_long_reply_that_is_cut_off_is_asked_for_again(redis_server: RedisServer) -> None:
+    value = random.Random(5).randbytes(150_000)
+    async with Proxy(redis_server.port) as proxy:
+        connection = await open_to(proxy.url)
+        await connection.many([("SET", "long", value)])
+        for let_through in (3, 10, 60_000):
+            proxy.let_through = let_through
+            assert await connection.many([("GET", "long"), ("GET", "long")]) == [value, value]
+            assert proxy.let_through is None, "no reply was cut"
+        await connection.close()

@@ -56,13 +56,18 @@ class WriteAndRun:
     def written(self) -> bool:
         return all(write.error is None for write in self.writes)
 
+    @property
+    def ended(self) -> bool:
+        """Whether all have succeeded, or the script is refused."""
+        return self.script.error is None and self.written
+
     def end(self, refusal: QueueError) -> None:
         self.refusal = refusal
         for call in self.calls:
             call.error = None
 
     def forget_unfinished(self) -> None:
-        if any(call.error is not None for call in self.calls):
+        if not self.ended:
             for call in self.calls:
                 call.forget()
 
@@ -163,14 +168,38 @@ class Connection:
         """A `write_and_run` to be made beside others by `run_jobs`."""
         return WriteAndRun([RedisCall(write) for write in writes], self._script_call(name, key, args, keys))
 
-    async def run_jobs(self, jobs: Sequence[WriteAndRun]) -> None:
+    async def run_jobs(self, jobs: Sequence[WriteAndRun], since: float | None = None) -> None:
         """Several `write_and_run` in one round trip (two on a cluster). Each ends for itself: with its script's reply,
-        or with its refusal. Raises `QueueUnavailable` where the deadline leaves some unfinished; others have ended."""
+        or with its refusal. Raises `QueueUnavailable` where the deadline leaves some unfinished; others have ended.
+        `since`: the deadline counts from this time of the event loop; None: from now."""
+        await self._finish(jobs[0].script.script, self._phases(jobs), jobs, since)
+
+    async def try_jobs(self, jobs: Sequence[WriteAndRun]) -> None:
+        """One attempt at several `write_and_run` of one script, which is called once with the keys and arguments of all
+        and then answers a list. What this leaves unfinished has not `ended`, and may be given to `run_jobs`."""
+        writes = [write for job in jobs for write in job.writes]
+        try:
+            with contextlib.suppress(TimeoutError):  # what got no reply says so
+                async with asyncio.timeout(min(_limit_s(writes), self._deadline_s)):
+                    await self._run_together(writes, jobs)
+            self._judge([call for job in jobs for call in job.calls], jobs)
+        finally:
+            for job in jobs:
+                job.forget_unfinished()
+
+    async def _run_together(self, writes: Sequence[RedisCall], jobs: Sequence[WriteAndRun]) -> None:
         if self.spreads:
-            phases = [[write for job in jobs for write in job.writes], [job.script for job in jobs]]
-        else:
-            phases = [[call for job in jobs for call in job.calls]]
-        await self._finish(jobs[0].script.script, phases, jobs)
+            await self._run_missing(writes)
+            jobs, writes = [job for job in jobs if job.written], ()
+        if jobs:
+            together = _together([job.script for job in jobs])
+            await self._run_missing([*writes, together])
+            _hand_out(together, [job.script for job in jobs])
+
+    def _phases(self, jobs: Sequence[WriteAndRun]) -> list[list[RedisCall]]:
+        if self.spreads:
+            return [[write for job in jobs for write in job.writes], [job.script for job in jobs]]
+        return [[call for job in jobs for call in job.calls]]
 
     async def scan(self, pattern: str) -> AsyncIterator[list[bytes]]:
         """All keys of a glob pattern, in chunks; a key may come twice. Waits for servers that are down."""
@@ -204,14 +233,19 @@ class Connection:
         await self._finish("PING", [[RedisCall(("PING",))]])  # a cluster's map of slots is known then
         return self._routes.masters
 
-    async def _finish(self, what: str, phases: Sequence[Sequence[RedisCall]], jobs: Sequence[WriteAndRun] = ()) -> None:
+    async def _finish(
+        self,
+        what: str,
+        phases: Sequence[Sequence[RedisCall]],
+        jobs: Sequence[WriteAndRun] = (),
+        since: float | None = None,
+    ) -> None:
         """Run the calls phase by phase until all have succeeded. `jobs`: those whose calls are repeated together, and
         which are refused without an end for the others."""
         loop = asyncio.get_running_loop()
-        started, pauses, loaded = loop.time(), _BACKOFF.pauses(), 0
+        started, pauses, loaded = loop.time() if since is None else since, _BACKOFF.pauses(), 0
         deadline = started + self._deadline_s
-        calls = [call for phase in phases for call in phase]
-        limit_s = ATTEMPT_S + sum(map(_bytes_of, calls)) / SLOWEST_BYTES_PER_S
+        limit_s = _limit_s([call for phase in phases for call in phase])
         while True:
             cause = await self._attempt(phases, jobs, min(limit_s, max(deadline - loop.time(), FIRST_PAUSE_S)))
             if cause is None:
@@ -247,9 +281,16 @@ class Connection:
                 for phase in phases:
                     waiting = {job.script for job in jobs if not job.written} if self.spreads else ()
                     await self._run_missing([call for call in phase if call not in waiting])
+        return self._judge([call for phase in phases for call in phase], jobs)
+
+    def _judge(self, calls: Sequence[RedisCall], jobs: Sequence[WriteAndRun]) -> Exception | None:
+        """Ends refused jobs. Returns and raises as `_attempt`."""
+        failed = [call for call in calls if call.error is not None]
+        if not failed:
+            return None
         job_of = {call: job for job in jobs for call in job.calls if call.error is not None}
         cause: Exception | None = None
-        for call in [call for phase in phases for call in phase if call.error is not None]:
+        for call in failed:
             if call.error is None:  # its job has ended
                 continue
             try:
@@ -296,11 +337,40 @@ class Connection:
         return FunctionsMissing(library().name, failed[0] if self._may_load else None) if failed else None
 
 
+def _together(scripts: Sequence[RedisCall]) -> RedisCall:
+    """One call with the keys and arguments of several calls of a script, which have their first key in common."""
+    if len(scripts) == 1:
+        return scripts[0]
+    command, name, _, key = scripts[0].args[:4]
+    keys: list[Any] = []
+    args: list[Any] = []
+    for script_call in scripts:
+        behind = 3 + script_call.args[2]
+        keys += script_call.args[4:behind]
+        args += script_call.args[behind:]
+    return RedisCall((command, name, 1 + len(keys), key, *keys, *args), script=scripts[0].script)
+
+
+def _hand_out(together: RedisCall, scripts: Sequence[RedisCall]) -> None:
+    """The answers in the reply of `together` to the calls that it was made of. Its error may be that of any of them:
+    they stay as if they were not sent, and the repeat of each shows whose it is."""
+    if together is scripts[0] or together.error is not None:
+        return
+    for script_call, answer in zip(scripts, together.reply, strict=True):
+        refused = isinstance(answer, ResponseError)
+        script_call.reply, script_call.error = (None, answer) if refused else (answer, None)
+
+
 def _is_unknown(call: RedisCall) -> bool:
     error = call.error
     return isinstance(error, NoScriptError) or (
         isinstance(error, ResponseError) and bool(call.script) and str(error) == "Function not found"
     )
+
+
+def _limit_s(calls: Sequence[RedisCall]) -> float:
+    """Longest time of one attempt at them."""
+    return ATTEMPT_S + sum(map(_bytes_of, calls)) / SLOWEST_BYTES_PER_S
 
 
 def _bytes_of(call: RedisCall) -> int:

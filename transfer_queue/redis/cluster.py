@@ -13,6 +13,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import redis.asyncio as aioredis
@@ -78,7 +79,7 @@ class Node:
             )
         except ValueError as error:
             raise QueueError(f"queue URL {redact(url)!r}: {error}") from error
-        self._take(pool.connection_class, pool.connection_kwargs)
+        self._take(pool.connection_class, {**_driver(), **pool.connection_kwargs})
 
     def _take(self, kind: Any, settings: dict[str, Any]) -> None:
         self._kind = kind
@@ -173,6 +174,17 @@ class _Link:
             self._wire.abort()
             self._wire = None
         await self._connection.disconnect(nowait=True)
+
+
+@cache
+def _driver() -> dict[str, Any]:
+    """What redis-py says of itself to a server, made once: else every connection reads the package's metadata first, a
+    millisecond in which the event loop stands still."""
+    try:
+        from redis.driver_info import DriverInfo
+    except ImportError:  # an older redis-py
+        return {}
+    return {"driver_info": DriverInfo()}
 
 
 def redact(url: str) -> str:

@@ -1,13 +1,14 @@
 """Ended episodes: their payloads are stored and acknowledged in one round trip, one episode or several.
 
-    complete        SET payload; script ``complete``
-    complete_many   the same for each, in shares, of which `SHARES_AT_ONCE` are under way
+    complete        SET payload; script ``complete``; together with other calls that wait (`coalescing`)
+    complete_many   SET of each payload, one script ``complete`` for all; in shares, `SHARES_AT_ONCE` of them under way
 
 On a cluster the payloads of a share go first, to their nodes, and the scripts after them.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from penstock.transfer_queue.codec.trajectories import outcome_to_plain
 from penstock.transfer_queue.errors import BadPayload, Refusal
 from penstock.transfer_queue.metrics import payload_cost
 from penstock.transfer_queue.redis.client import Connection, WriteAndRun
+from penstock.transfer_queue.redis.coalescing import Coalescing
 from penstock.transfer_queue.redis.keys import Keys
 from penstock.transfer_queue.redis.payloads import Payloads, StoredPayload
 from penstock.transfer_queue.types import Lease, Trajectory
@@ -46,11 +48,21 @@ class Completions:
         self._keys = keys
         self._payloads = payloads
         self._compression = compression
+        self._coalescing = Coalescing(connection, SHARE_EPISODES, SHARE_BYTES)
 
     async def complete(self, lease: Lease, trajectory: Trajectory) -> None:
-        refusal = (await self._acknowledge([self._completion(lease, trajectory)]))[0]
-        if refusal is not None:
-            raise refusal
+        started = asyncio.get_running_loop().time()
+        one = self._completion(lease, trajectory)
+        await self._coalescing.attempt(one.job, one.stored.size)
+        if not one.job.ended:
+            await self._connection.run_jobs([one.job], started)
+        if one.job.refusal is not None:
+            await self._payloads.delete([one.stored])
+            raise one.job.refusal
+
+    async def close(self) -> None:
+        """Calls under way continue alone."""
+        await self._coalescing.close()
 
     async def complete_many(self, finished: Sequence[tuple[Lease, Trajectory]]) -> list[Refusal | None]:
         check_leases([lease for lease, _ in finished])
@@ -91,7 +103,9 @@ class Completions:
     def _completion(self, lease: Lease, trajectory: Trajectory) -> _Completion:
         result = finish(lease, trajectory, compression=self._compression)
         stored = StoredPayload(f"{lease.episode_id}@{lease.fence}", result.packed.size)
+        keys = [] if self._connection.spreads else self._payloads.keys(stored)
         numbers = (
+            len(keys),
             stored.size,
             payload_cost(stored.size),
             "" if result.reward is None else repr(result.reward),
@@ -99,17 +113,21 @@ class Completions:
             result.highest_version,
             result.tokens,
         )
-        outcome = pack_plain(outcome_to_plain(trajectory.outcome), "outcome")
+        outcome = pack_plain(outcome_to_plain(trajectory.outcome), "outcome") if result.reward is None else ""
         job = self._connection.write_and_run_job(
             self._payloads.writes(stored, result.packed),
             *("complete", self._keys.index, lease.episode_id, lease.fence, *numbers, outcome),
-            keys=[] if self._connection.spreads else self._payloads.keys(stored),
+            keys=keys,
         )
         return _Completion(stored, job)
 
     async def _acknowledge(self, completions: Sequence[_Completion]) -> list[Refusal | None]:
         """Store and acknowledge in one round trip; the payloads of refused ones are deleted."""
-        await self._connection.run_jobs([one.job for one in completions])
+        started = asyncio.get_running_loop().time()
+        await self._connection.try_jobs([one.job for one in completions])
+        unfinished = [one.job for one in completions if not one.job.ended]
+        if unfinished:
+            await self._connection.run_jobs(unfinished, started)
         gone = [one.stored for one in completions if one.job.refusal is not None]
         if gone:
             await self._payloads.delete(gone)

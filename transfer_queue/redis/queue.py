@@ -371,6 +371,7 @@ class RedisTransferQueue:
         return deleted
 
     async def close(self) -> None:
+        await self._completions.close()
         await self._connection.close()
 
 

@@ -2,16 +2,22 @@
 
 redis-py connects, encrypts and logs in; then a `Wire` takes its socket over. What arrives is parsed by hiredis from
 one buffer of the `Node`: a StreamReader between them would copy every byte twice more, and each reply would cost the
-calls of redis-py's connection.
+calls of redis-py's connection. A long string is received where it stays: through hiredis it would be copied twice, and
+its reader would be woken for every piece.
+
+    socket ──► buffer of the node ──► hiredis ──► reply
+        └────► memory of its own, once the buffer began with the head of a long string ──► reply
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import hiredis
+import numpy as np
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import DataError, InvalidResponse
@@ -19,6 +25,11 @@ from redis.exceptions import DataError, InvalidResponse
 from penstock.transfer_queue.codec.packing import Packed
 
 READ_BYTES = 1 << 16
+LONG_BYTES = READ_BYTES
+"""A string of at least this length is received into memory of its own."""
+_HEAD_BYTES = 16
+"""Within these a head ``$LENGTH\\r\\n`` ends."""
+_STRING = ord("$")
 _NOTHING = object()
 _NOT_COPIED = frozenset({Packed, memoryview})
 
@@ -69,6 +80,15 @@ class Wire(asyncio.BufferedProtocol):
         )
         self._buffer = buffer
         self._view = memoryview(buffer)
+        self._long: memoryview | None = None
+        """The long string that is being received, and its line end."""
+        self._filled = 0
+        """Bytes of it that have arrived."""
+        self._received: deque[memoryview] = deque()
+        """Long strings that nobody has read yet; what `_parser` holds came after them."""
+        self._parsing = False
+        """hiredis was fed since its last whole reply, or holds more than that: what comes next may be in the middle of
+        a reply, or after one that nobody has read."""
         self._arrived: asyncio.Future[None] | None = None
         self._lost: Exception | None = None
         self._transport = connection._writer.transport
@@ -81,12 +101,21 @@ class Wire(asyncio.BufferedProtocol):
         self._transport.writelines(chunks)
 
     async def reply(self) -> Any:
-        """The next reply; Redis's refusal is returned, not raised. Raises what ended the connection."""
-        while (found := self._parser.gets()) is _NOTHING:
+        """The next reply; Redis's refusal is returned, not raised; a long string is a read-only memoryview. Raises what
+        ended the connection."""
+        while (found := self._next()) is _NOTHING:
             if self._lost is not None:
                 raise self._lost
             self._arrived = asyncio.get_running_loop().create_future()
             await self._arrived
+        return found
+
+    def _next(self) -> Any:
+        if self._received:
+            return self._received.popleft()
+        found = self._parser.gets()
+        if found is not _NOTHING:
+            self._parsing = self._parser.has_data()
         return found
 
     def abort(self) -> None:
@@ -95,14 +124,44 @@ class Wire(asyncio.BufferedProtocol):
 
     # called by the transport ---------------------------------------------------------------------------------------
     def get_buffer(self, sizehint: int) -> memoryview:
+        if self._long is not None:
+            return self._long[self._filled :]
         return self._view  # TLS fills slices of it: those of a bytearray would be copies
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._parser.feed(self._buffer, 0, nbytes)
-        self._wake()
+        if self._long is not None:
+            self._filled += nbytes
+            self._end_long()
+        elif length := self._long_begins(nbytes):
+            head = self._buffer.index(b"\n") + 1
+            self._long = np.empty(length + 2, np.uint8).data  # not filled with zeros first
+            self._filled = nbytes - head
+            self._long[: self._filled] = self._view[head:nbytes]
+        else:
+            self._parser.feed(self._buffer, 0, nbytes)
+            self._parsing = True
+            self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = exc if isinstance(exc, OSError) else RedisConnectionError("Connection closed by server.")
+        self._wake()
+
+    def _long_begins(self, nbytes: int) -> int:
+        """Length of the long string whose head the buffer begins with, where it is a reply by itself; else 0."""
+        if self._parsing or self._buffer[0] != _STRING:
+            return 0
+        length, end, _ = bytes(self._view[1 : min(nbytes, _HEAD_BYTES)]).partition(b"\r\n")
+        return int(length) if end and length.isdigit() and int(length) >= LONG_BYTES else 0
+
+    def _end_long(self) -> None:
+        long = self._long
+        if long is None or self._filled < len(long):
+            return
+        if long[-2:] != b"\r\n":
+            self._lost = InvalidResponse(f"a string of {len(long) - 2} bytes is not followed by a line end")
+        else:
+            self._received.append(long[:-2].toreadonly())
+        self._long = None
         self._wake()
 
     def _wake(self) -> None:

@@ -44,7 +44,7 @@ Ended = tuple[Lease, Trajectory, dict[str, Any]]
 COROUTINES = 4
 LEASES = 2
 TOGETHER = 0.3
-"""Share of rounds whose completed episodes are ended by one call."""
+"""Share of rounds whose completed episodes are ended together: half by one call, half by a call each at once."""
 INFRA = Outcome(OutcomeKind.INFRA_ERROR, "the box died", "sandbox")
 ENDINGS = {"complete": 0.86, "fail": 0.09, "release": 0.05}
 SHORT_PAUSE_S, IDLE_S = 0.004, 0.02
@@ -87,7 +87,7 @@ class Worker:
             self._told.write("leased", episode=lease.episode_id, fence=lease.fence, owner=owner)
             await self._attempt(lease, version, ended)
         if ended:
-            await self._complete_many(ended)
+            await (self._complete_many if self._chance.random() < 0.5 else self._complete_at_once)(ended)
         if not leases:
             await asyncio.sleep(IDLE_S)
 
@@ -176,6 +176,20 @@ class Worker:
                 self._acknowledged(facts)
             else:
                 await self._refused(lease, refusal)
+
+    async def _complete_at_once(self, ended: list[Ended]) -> None:
+        """Their calls share round trips with each other and with those of the other coroutines."""
+        calls = [self._queue.complete(lease, trajectory) for lease, trajectory, _ in ended]
+        unavailable: list[BaseException] = []
+        for (lease, _, facts), outcome in zip(ended, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if outcome is None:
+                self._acknowledged(facts)
+            elif isinstance(outcome, LeaseLost | BadPayload):
+                await self._refused(lease, outcome)
+            else:
+                unavailable.append(outcome)
+        if unavailable:
+            raise unavailable[0]
 
     def _acknowledged(self, facts: dict[str, Any]) -> None:
         self._told.write("acknowledged", **facts)
