@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from queue_samples import LIMITS, at, tasks, trajectory
+from queue_samples import LIMITS, at, same, tasks, trajectory
 from redis_parts import CONFIG, PASSWORD
 
 from penstock.transfer_queue import (
@@ -46,6 +46,33 @@ async def spilled(queue: RedisTransferQueue) -> str:
     (episode, *_), *_ = batch.groups
     assert await queue.spill(0, [episode]) == 1
     return episode
+
+
+async def test_long_payloads_are_read_cut_and_spilled(
+    redis_server: RedisServer, queue: RedisTransferQueue, tmp_path: Path
+) -> None:
+    """Long enough to be received into memory of their own, in one key and in several; what comes of it is read-only."""
+    trainer = await RedisTransferQueue.connect(
+        redis_server.url, queue._run, CONFIG, PASSWORD, batch_log=BatchLog(tmp_path)
+    )
+    await queue.submit(tasks(2), cursor=at(2))
+    leases = await queue.lease_episodes("worker", 4, 0)
+    sent = [trajectory(lease, tokens=tokens) for lease, tokens in zip(leases, (2, 6_000, 40_000, 90_000), strict=True)]
+    assert await queue.complete_many(list(zip(leases, sent, strict=True))) == [None] * 4
+    names = [lease.episode_id for lease in leases]
+    assert isinstance(await trainer.lease_batch(0), Batch)
+    await trainer.publish_version(Announcement(1, {}))
+    for spill in (False, True):
+        if spill:
+            assert await trainer.spill(0, names) == 4
+        found = await trainer.read(names)
+        assert all(same(one.segments, work.segments) for one, work in zip(found, sent, strict=True))
+        assert not any(one.segments[0].response_ids.flags.writeable for one in found)
+        cut = await trainer.get(names[1:], ["response_ids", "version_spans"], 100, 5_000)
+        for values, work in zip(cut, sent[1:], strict=True):
+            assert values.segments[0]["response_ids"].tolist() == work.segments[0].response_ids[100:5_000].tolist()
+            assert same(values.segments[0]["version_spans"], work.segments[0].version_spans)
+    await trainer.close()
 
 
 async def test_payloads_of_refused_episodes_are_deleted_beside_an_error_of_another_kind(
