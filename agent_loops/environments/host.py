@@ -293,7 +293,7 @@ def serve(lines: Lines, make: Callable[..., Any]) -> None:
                 return
             if asked["op"] == "reset":
                 _seed(asked["seed"])
-                episode = _wrapped(make(**asked["options"]), asked["settings"])
+                episode = _wrapped(make(**asked["options"], **_seed_for(make, asked)), asked["settings"])
                 lines.send(episode.reset(asked["seed"]))
             elif episode is not None:
                 lines.send(episode.step(asked["action"]))
@@ -306,6 +306,15 @@ def serve(lines: Lines, make: Callable[..., Any]) -> None:
 def _wrapped(env: Any, settings: Json) -> Stepped:
     theirs = callable(getattr(env, "get_observation", None)) and hasattr(env, "step")
     return (TextArena if theirs else Stepped)(env, settings)
+
+
+def _seed_for(make: Callable[..., Any], asked: Json) -> Json:
+    """For a factory that makes the environment from its seed: one with a parameter of that name."""
+    try:
+        takes = "seed" in inspect.signature(make).parameters
+    except ValueError:
+        return {}
+    return {"seed": asked["seed"]} if takes and "seed" not in asked["options"] else {}
 
 
 def _seed(seed: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from penstock.agent_loops.errors import InfraFailure
 from penstock.agent_loops.rewards.base import Answer, BaseReward, Value
 from penstock.agent_loops.rewards.maths import LineProcesses, ProcessEnded
-from penstock.sandbox import Sandbox
+from penstock.sandbox import RunResult, Sandbox
 
 PROGRAM = Path(__file__).with_name("reasoning_gym_process.py")
 MODULE = "penstock.agent_loops.rewards.reasoning_gym_process"
@@ -107,8 +107,19 @@ class ReasoningGym(BaseReward):
             result = await session.run(command, stdin=json.dumps(asked) + "\n", timeout_s=self._timeout_s)
         finally:
             await session.close()
-        try:
-            found: dict[str, Any] = json.loads(result.stdout)
-            return found if "error" in found else {**found, "score": min(1.0, max(0.0, float(found["score"])))}
-        except (ValueError, KeyError, TypeError):
-            return {"score": 0.0, "raised": result.limit or "ended"}
+        return _verdict(result)
+
+
+def _verdict(result: RunResult) -> dict[str, Any]:
+    """Of a box's run. Before the problem was loaded a failure is the box's, from then on the answer's."""
+    first, _, rest = result.stdout.partition("\n")
+    if '"error"' in first:
+        return dict(json.loads(first))
+    if '"loaded"' not in first:
+        ended = f"limit {result.limit}" if result.limit else f"exit status {result.exit_code}"
+        return {"error": f"its box ended before the answer was read: {ended} {result.stderr[-400:]}"}
+    try:
+        found = json.loads(rest.partition("\n")[0])
+        return {**found, "score": min(1.0, max(0.0, float(found["score"])))}
+    except (ValueError, KeyError, TypeError):
+        return {"score": 0.0, "raised": result.limit or "ended"}

@@ -19,22 +19,35 @@ def main() -> None:
     kind, folders = sys.argv[1], sys.argv[2:]
     sys.path[:0] = folders
     out, sys.stdout = sys.stdout, sys.stderr
-    for line in sys.stdin:
-        out.write(json.dumps(answer(json.loads(line), in_box=kind == "box")) + "\n")
+
+    def say(message: dict[str, Any]) -> None:
+        out.write(json.dumps(message) + "\n")
         out.flush()
 
+    for line in sys.stdin:
+        asked = json.loads(line)
+        problems, entry, refused = load(asked, in_box=kind == "box")
+        if refused is not None:
+            say(refused)
+            continue
+        if kind == "box":
+            say({"loaded": True})  # what happens from here on is the answer's doing
+        say(scored(problems, asked["answer"], entry))
 
-def answer(asked: dict[str, Any], *, in_box: bool) -> dict[str, Any]:
+
+def load(asked: dict[str, Any], *, in_box: bool) -> tuple[Any, Any, dict[str, Any] | None]:
+    """The task's problems, the asked one, and why there is none."""
     try:
         problems, compares_text = problems_of(asked["task"], asked["config"])
         if not compares_text and not in_box:
-            return {"needs_box": True}
+            return None, None, {"needs_box": True}
         entry = problems[asked["number"]]
     except Exception as error:  # noqa: BLE001 - it is the reward that fails, with these words
-        return {"error": f"{type(error).__name__}: {error}"}
+        return None, None, {"error": f"{type(error).__name__}: {error}"}
     if asked["question"] and entry["question"] != asked["question"]:
-        return {"error": "the problem is another one than the row's: rows were made with another version of reasoning-gym"}
-    return scored(problems, asked["answer"], entry)
+        words = "the problem is another one than the row's: rows were made with another version of reasoning-gym"
+        return None, None, {"error": words}
+    return problems, entry, None
 
 
 def scored(problems: Any, given: str, entry: Any) -> dict[str, Any]:

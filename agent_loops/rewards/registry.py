@@ -39,6 +39,7 @@ REWARDS = {
     "search_f1": f"{PACKAGE}.search_qa:f1",
     "reward_server": f"{PACKAGE}.reward_server:RewardServer",
     "judge": f"{PACKAGE}.judge:Judge",
+    "program_file": f"{PACKAGE}.program_file:compute_score",
     "reasoning_gym": f"{PACKAGE}.reasoning_gym:ReasoningGym",
 }
 """Name → path, imported when it is used. The functions among them are rules: their scores are not journaled."""
