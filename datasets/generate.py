@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qsl
 
 from penstock.datasets import calculator, reasoning_gym
@@ -70,8 +71,12 @@ def write_seeds(folder: Path, train: int, evaluation: int, seed: int) -> dict[st
     return counts
 
 
+def _write_calculator(*given: Any) -> dict[str, int]:
+    return calculator.write_calculator(*given)
+
+
 GENERATORS: dict[str, Callable[[Path, int, int, int], dict[str, int]]] = {
-    "calculator": lambda *given: calculator.write_calculator(*given),
+    "calculator": _write_calculator,
     "seeds": write_seeds,
 }
 

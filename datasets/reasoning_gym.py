@@ -3,9 +3,9 @@
     reasoning_gym:chain_sum?size=1000&seed=0&max_terms=3
     reasoning_gym:chain_sum,leg_counting?size=1000&system=direct
 
-Options but `size`, `seed`, `system` and `path` are those of the task's own configuration. Rows hold task, configuration
-and number, from which the reward `reasoning_gym` makes the problem again: its entries are not all JSON. The package runs
-in a process of its own, with the folder `path` before others, so that it need not be where a run's other packages are.
+Options but `size`, `seed`, `system` and `path` are those of the task's own configuration. Rows hold task,
+configuration and number, from which the reward `reasoning_gym` makes the problem again: its entries are not all JSON.
+The package runs in a process of its own, with the folder `path` before others.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def write_tasks(source: str, directory: Path) -> Path:
     path = directory / asked.name()
     made = _made(source, asked)
     rows = [
-        _row(asked, task, number, made["system"], *made["tasks"][place][number])
+        _row(asked, task, number, made["system"], made["tasks"][place][number])
         for number in range(asked.config["size"])
         for place, task in enumerate(asked.tasks)
     ]
@@ -92,7 +92,9 @@ def write_tasks(source: str, directory: Path) -> Path:
 
 def _made(source: str, asked: GymTasks) -> dict[str, Any]:
     question = {"tasks": asked.tasks, "config": dict(asked.config), "system": asked.system}
-    path = os.pathsep.join(filter(None, [str(Path(asked.path).absolute()) if asked.path else "", os.environ.get("PYTHONPATH", "")]))
+    path = os.pathsep.join(
+        filter(None, [str(Path(asked.path).absolute()) if asked.path else "", os.environ.get("PYTHONPATH", "")])
+    )
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", PROGRAM],
@@ -114,7 +116,8 @@ def _made(source: str, asked: GymTasks) -> dict[str, Any]:
     return made
 
 
-def _row(asked: GymTasks, task: str, number: int, system: str, question: str, answer: str) -> Row:
+def _row(asked: GymTasks, task: str, number: int, system: str, entry: tuple[str, str]) -> Row:
+    question, answer = entry
     return {
         "data_source": f"reasoning_gym/{task}",
         "prompt": [{"role": "system", "content": system.strip()}, {"role": "user", "content": question}],

@@ -4,8 +4,8 @@
                      ▲────────────── lines of JSON over a unix socket ──────────────────────┘
 
 Not in the worker: packages block, keep state in globals, and end their process. Not in a box: the package is the
-recipe's code, as its loop, its tools and its reward are, and what the model says reaches it as text. An environment that
-runs what the model writes as code keeps it in a box itself, or is a tool.
+recipe's code, as its loop, its tools and its reward are, and what the model says reaches it as text. An environment
+that runs what the model writes as code keeps it in a box itself, or is a tool.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import secrets
 import socket
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -57,10 +57,14 @@ class GymnasiumLoop(EnvironmentLoop):
         """On the worker's host of this kind; the first episode starts it."""
         settings = self.settings
         name = _absolute(settings.env, self._services.recipe_dir)
-        path = tuple(str(Path(folder).absolute()) for folder in settings.path)
+        path = _folders(settings.path)
         key = ("environment", name, path)
         host: EnvironmentHost = self._services.shared.get(key, lambda: EnvironmentHost(name, path))
         return await host.open(options, settings)
+
+
+def _folders(path: Sequence[str]) -> tuple[str, ...]:
+    return tuple(os.path.abspath(folder) for folder in path)
 
 
 def _absolute(env: str, recipe_dir: Path) -> str:
@@ -129,6 +133,7 @@ class EnvironmentHost:
             )
         except BaseException:
             self.end(number)
+            self.forget(number)
             raise
         finally:
             self._arrivals.pop(number, None)
@@ -200,7 +205,9 @@ class EnvironmentHost:
         control.send({"env": self._env, "path": list(self._path)})
         answer = await control.receive()
         if answer is None or "error" in answer:
-            raise InfraFailure(COMPONENT, f"{self._env} cannot be imported: {(answer or {}).get('error', 'its process ended')}")
+            raise InfraFailure(
+                COMPONENT, f"{self._env} cannot be imported: {(answer or {}).get('error', 'its process ended')}"
+            )
         self._control = control
         self._reading = asyncio.create_task(self._read(control), name="environment host")
 

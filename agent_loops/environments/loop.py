@@ -10,8 +10,8 @@ recorded answers; where it then says something else than before, the episode sta
 from __future__ import annotations
 
 import asyncio
+import math
 import re
-import time
 from abc import abstractmethod
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -19,21 +19,24 @@ from typing import Any, ClassVar
 
 import xxhash
 
-from penstock.agent_loops.base import AgentLoopBase
+from penstock.agent_loops.base import AgentLoopBase, WorkerServices
 from penstock.agent_loops.environments.protocol import COMPONENT, Environment, EnvStep, InvalidAction, StepFailed
 from penstock.agent_loops.environments.settings import EnvironmentSettings, options_of, seed_of
 from penstock.agent_loops.environments.talk import Talk, WholeTalk, WindowedTalk
 from penstock.agent_loops.errors import InfraFailure
+from penstock.agent_loops.journal import EpisodeJournal
 from penstock.agent_loops.llm import Reply
 from penstock.agent_loops.loops.react import read_settings, with_system
 from penstock.agent_loops.segment import TRUNCATED_DEADLINE, TRUNCATED_TURNS, AgentLoopOutput
 from penstock.agent_loops.tracing import span
-from penstock.transfer_queue import COMPLETED, Outcome, OutcomeKind, Task
+from penstock.transfer_queue import COMPLETED, Lease, Outcome, OutcomeKind, Task
 
 THOUGHT = re.compile(r"^.*</think>", re.DOTALL)
 TRIMMED = " \t\n\r\"'`.,:;!*[]()"
 """Around an action's name."""
 MAX_ACTION_CHARS = 4000
+SHARE_OF_DEADLINE = 0.9
+"""Of the episode's deadline: past that itself nothing would be left of what the turns earned."""
 
 
 @dataclass(slots=True)
@@ -67,6 +70,10 @@ class EnvironmentLoop(AgentLoopBase):
     settings: Any
     _environment: Environment | None = None
 
+    def equip(self, services: WorkerServices, lease: Lease, journal: EpisodeJournal) -> None:
+        super().equip(services, lease, journal)
+        self._deadline_s = services.config.episode_deadline_s
+
     @abstractmethod
     async def open(self, task: Task, options: dict[str, Any]) -> Environment:
         """A fresh environment for this episode alone. Raises `InfraFailure`."""
@@ -81,15 +88,35 @@ class EnvironmentLoop(AgentLoopBase):
         self._turns = PlayedTurns()
 
     async def run(self, task: Task) -> list[AgentLoopOutput]:
+        limit_s = min(self.settings.max_seconds or math.inf, self._deadline_s * SHARE_OF_DEADLINE)
+        outcome: Outcome | None
+        try:
+            async with asyncio.timeout(limit_s) as deadline:
+                first = await self._begin(task)
+                talk = self._talk(task, first)
+                outcome = await self._play(talk, first)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            outcome = self._out_of_time(limit_s)
+        return self._finished(talk, outcome)
+
+    async def _begin(self, task: Task) -> EnvStep:
         seed = seed_of(task)
         self._environment = await self.open(task, options_of(task, self.settings))
         with span("tool", "reset"):
             first = await self._environment.reset(seed)
         if first.done:
             raise InfraFailure(COMPONENT, f"it ends with its reset, seed {seed}")
-        talk = self._talk(task, first)
-        outcome = await self._play(talk, first)
-        return self._finished(talk, outcome)
+        return first
+
+    def _out_of_time(self, limit_s: float) -> Outcome:
+        """The turn in progress, where it has an answer, earned nothing yet."""
+        turns = self._turns
+        if not turns.states:
+            raise InfraFailure(COMPONENT, f"reset and first answer took longer than {limit_s:g} s")
+        turns.rewards += [0.0] * (len(turns.states) - len(turns.rewards))
+        return TRUNCATED_DEADLINE
 
     async def teardown(self) -> None:
         if self._environment is not None:
@@ -99,14 +126,15 @@ class EnvironmentLoop(AgentLoopBase):
     def _talk(self, task: Task, first: EnvStep) -> Talk:
         messages, text = with_system(task.messages, self.settings.system), self._told(first)
         remembered = self.settings.remembered_turns
-        talk: Talk = WholeTalk(self, messages, text) if remembered is None else WindowedTalk(self, messages, text, remembered)
+        talk: Talk = (
+            WholeTalk(self, messages, text) if remembered is None else WindowedTalk(self, messages, text, remembered)
+        )
         if talk.done:
             raise InfraFailure("loop", "task and first observation leave no room for an answer")
         return talk
 
     async def _play(self, talk: Talk, now: EnvStep) -> Outcome | None:
         """To the episode's end; None: the model's budget is used up."""
-        ends_at = time.monotonic() + (self.settings.max_seconds or float("inf"))
         while not talk.done:
             reply = await self.llm.generate(talk.segment)
             self._turns.states.append(f"{xxhash.xxh3_64_intdigest(now.state.encode()):016x}")
@@ -120,14 +148,16 @@ class EnvironmentLoop(AgentLoopBase):
             except InvalidAction as error:
                 self._turns.add_invalid(self.settings.invalid_reward)
                 if self._turns.invalid["in a row"] == self.settings.max_invalid_turns:
-                    return Outcome(OutcomeKind.POLICY_ERROR, f"{self.settings.max_invalid_turns} turns in a row without an action")
+                    return Outcome(
+                        OutcomeKind.POLICY_ERROR, f"{self.settings.max_invalid_turns} turns in a row without an action"
+                    )
                 talk.observe(reply, text, str(error))
             except StepFailed as error:
                 self._turns.rewards.append(0.0)
                 return self._of_failed_step(error)
             else:
                 self._turns.add_step(now)
-                if (outcome := self._end_of(now, ends_at)) is not None:
+                if (outcome := self._end_of(now)) is not None:
                     return outcome
                 talk.observe(reply, text, self._told(now))
         return None
@@ -150,12 +180,12 @@ class EnvironmentLoop(AgentLoopBase):
         assert self._environment is not None
         return await self._environment.step(action)
 
-    def _end_of(self, step: EnvStep, ends_at: float) -> Outcome | None:
+    def _end_of(self, step: EnvStep) -> Outcome | None:
         if step.terminated:
             return COMPLETED
         if step.truncated or self._turns.steps == self.settings.max_steps:
             return TRUNCATED_TURNS
-        return TRUNCATED_DEADLINE if time.monotonic() >= ends_at else None
+        return None
 
     def _of_failed_step(self, error: StepFailed) -> Outcome:
         if self.settings.on_step_error == "infra_error":

@@ -4,9 +4,9 @@
 
     {"type": "reset", "data": {"seed": 7, "episode_id": "…"}}    {"type": "step", "data": ACTION}    {"type": "close"}
 
-answered ``{"type": "observation", "data": {"observation", "reward", "done"}}`` or ``{"type": "error", "data": {"message",
-"code"}}``. Actions are objects: the answer's text is put into one of their fields, found in the server's ``/schema``.
-The protocol is that of openenv 0.10, spoken without its package, which needs some hundred others.
+answered ``{"type": "observation", "data": {"observation", "reward", "done"}}``, or ``{"type": "error", "data": …}``
+with a message and a code. Actions are objects: the answer's text is put into one of their fields, found in the server's
+``/schema``. The protocol is that of openenv 0.10, spoken without its package, which needs some hundred others.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class OpenEnvServer:
         if not wanted and len(self._fields) == 1:
             return self._fields[0]
         known = ", ".join(self._fields) or "none"
-        raise InfraFailure("loop", f"agent.settings.action_field {wanted!r}: text fields of an action at {self.url}: {known}")
+        raise InfraFailure(
+            "loop", f"agent.settings.action_field {wanted!r}: text fields of an action at {self.url}: {known}"
+        )
 
     async def _text_fields(self) -> tuple[str, ...]:
         async with self._http.get(f"{self.url}/schema") as answer:
@@ -161,7 +163,9 @@ class ServedEnvironment:
             if answer["type"] not in ("observation", "error") or not isinstance(answer["data"], dict):
                 raise ValueError(f"type {answer['type']!r}")
         except (ValueError, KeyError, TypeError) as error:
-            raise InfraFailure(COMPONENT, f"{title}: not an answer of OpenEnv: {received.data[:200]!r} ({error})") from error
+            raise InfraFailure(
+                COMPONENT, f"{title}: not an answer of OpenEnv: {received.data[:200]!r} ({error})"
+            ) from error
         return dict(answer)
 
     def _step_of(self, answer: Mapping[str, Any]) -> EnvStep:

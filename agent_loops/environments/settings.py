@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import xxhash
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from penstock.agent_loops.errors import InfraFailure
@@ -47,7 +48,9 @@ class EnvironmentSettings(BaseModel):
         "infra_error", description="`step` raised: tried again without a reward, or graded with what was earned."
     )
     max_steps: int | None = Field(None, gt=0, description="Of the environment; then truncated(turns).")
-    max_seconds: float | None = Field(None, gt=0, description="Of an episode; then truncated(deadline).")
+    max_seconds: float | None = Field(
+        None, gt=0, description="Of an episode; then truncated(deadline). Unset: nine tenths of its deadline."
+    )
     start_timeout_s: float = Field(300.0, gt=0, description="For its import, or the connection to its server.")
     reset_timeout_s: float = Field(120.0, gt=0, description="A reset that takes longer is an infra_error.")
     step_timeout_s: float = Field(60.0, gt=0, description="A step that takes longer is an infra_error.")
@@ -82,19 +85,23 @@ class OpenEnvSettings(EnvironmentSettings):
     """`agent.settings` of `openenv`. `options` are those of reset."""
 
     url: str = Field(description="Of the environment's server, such as http://127.0.0.1:8000.")
-    action_field: str = Field("", description="Field of its action that the answer's text goes to. Empty: the only one.")
-    observation_field: str = Field("", description="Field of its observation that the model reads. Empty: all, as JSON.")
+    action_field: str = Field(
+        "", description="Field of its action that the answer's text goes to. Empty: the only one."
+    )
+    observation_field: str = Field(
+        "", description="Field of its observation that the model reads. Empty: the only one, else all as JSON."
+    )
 
 
 def seed_of(task: Task) -> int:
     """The row's column `seed`, else one made of the task's id: the same for all members of a group. Below 2³¹."""
     given = task.extra_info.get("seed")
     if given is None:
-        import xxhash
-
         return xxhash.xxh3_64_intdigest(task.task_id.encode()) & 0x7FFFFFFF
     if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given < 1 << 31:
-        raise InfraFailure("task", f"column seed of {task.task_id} must be a number from 0 to 2^31 - 1, found {given!r}")
+        raise InfraFailure(
+            "task", f"column seed of {task.task_id} must be a number from 0 to 2^31 - 1, found {given!r}"
+        )
     return given
 
 
@@ -103,4 +110,7 @@ def options_of(task: Task, settings: EnvironmentSettings) -> dict[str, Any]:
     given = task.extra_info.get("env") or {}
     if not isinstance(given, dict):
         raise InfraFailure("task", f"column env of {task.task_id} must be a mapping of options, found {given!r}")
-    return {**settings.options, **{name: value for name, value in given.items() if value is not None}}  # Parquet fills gaps
+    return {
+        **settings.options,
+        **{name: value for name, value in given.items() if value is not None},
+    }  # Parquet fills gaps

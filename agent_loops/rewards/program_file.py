@@ -26,7 +26,9 @@ def compute_score(
     found = program["files"].get(file)
     if found is None:
         ended = f"exit status {program['exit_code']}, {str(program['stderr'])[-400:]}"
-        raise InfraFailure("reward", f"program_file: the program left no {file} ({ended}); is it in agent.settings.collect?")
+        raise InfraFailure(
+            "reward", f"program_file: the program left no {file} ({ended}); is it in agent.settings.collect?"
+        )
     given = _read(found, file)
     metrics = given.get("metrics") or {}
     numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, bool | int | float)}

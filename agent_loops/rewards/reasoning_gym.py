@@ -26,7 +26,7 @@ MAX_ANSWER_CHARS = 100_000
 
 
 class ReasoningGym(BaseReward):
-    """The package's score of the last ``<answer>``, without one of the whole text; metric `raised`: its scorer raised."""
+    """The package's score of the last ``<answer>``, else of the whole text; metric `raised`: its scorer raised."""
 
     journaled = True
 
@@ -85,7 +85,9 @@ class ReasoningGym(BaseReward):
         try:
             task, config, number = str(row["task"]), str(row["config"]), int(row["number"])
         except (KeyError, ValueError, TypeError) as error:
-            raise InfraFailure("reward", f"reasoning_gym: the row has no task, config and number ({error!r})") from error
+            raise InfraFailure(
+                "reward", f"reasoning_gym: the row has no task, config and number ({error!r})"
+            ) from error
         asked = answer.messages[-1]["content"] if answer.messages else ""
         return {"task": task, "config": config, "number": number, "question": asked, "answer": given}
 
@@ -98,7 +100,9 @@ class ReasoningGym(BaseReward):
     async def _in_box(self, asked: dict[str, Any]) -> dict[str, Any]:
         """A box per answer. One that its code ends, or does not end, is a wrong answer."""
         if self.sandbox is None:
-            raise InfraFailure("reward", f"reasoning_gym: {asked['task']} may evaluate answers as code: it needs a sandbox")
+            raise InfraFailure(
+                "reward", f"reasoning_gym: {asked['task']} may evaluate answers as code: it needs a sandbox"
+            )
         session = await self.sandbox.start(f"reward reasoning_gym/{asked['task']}")
         try:
             await session.write_file("score.py", PROGRAM.read_bytes())

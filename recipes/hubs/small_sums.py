@@ -29,7 +29,10 @@ def right(completion: Any, answer: str, **further: Any) -> float:
 
 def load_environment(terms: int = 2) -> vf.Environment:
     rows = [
-        {"question": "What is " + "+".join(str(number + place) for place in range(terms)) + "?", "answer": str(sum(number + place for place in range(terms)))}
+        {
+            "question": "What is " + "+".join(str(number + place) for place in range(terms)) + "?",
+            "answer": str(sum(number + place for place in range(terms))),
+        }
         for number in range(64)
     ]
     return TwoTries(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[right]), max_turns=2)

@@ -19,7 +19,13 @@ class Room:
 
     def __init__(self, file: Path) -> None:
         wanted = textworld.EnvInfos(
-            admissible_commands=True, description=True, inventory=True, location=True, objective=True, policy_commands=True, won=True
+            admissible_commands=True,
+            description=True,
+            inventory=True,
+            location=True,
+            objective=True,
+            policy_commands=True,
+            won=True,
         )
         self._env = textworld.start(str(file), wanted)
         self._state: Any = None

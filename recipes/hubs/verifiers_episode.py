@@ -1,4 +1,4 @@
-"""One rollout of an environment of verifiers (its classic API) on the model of this episode; `agent.loop: command` runs it.
+"""One rollout of an environment of verifiers (its classic API) on the model of this episode, run by the loop `command`.
 
     python3 verifiers_episode.py ENVIRONMENT NUMBER [ARGUMENTS as JSON]
 
@@ -22,7 +22,11 @@ async def main(name: str, number: str, arguments: str = "{}") -> int:
     environment = load_environment(name, **json.loads(arguments))
     rows = environment.get_dataset()
     client = ClientConfig(
-        api_base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY", max_retries=0, max_connections=8, max_keepalive_connections=8
+        api_base_url=os.environ["OPENAI_BASE_URL"],
+        api_key_var="OPENAI_API_KEY",
+        max_retries=0,
+        max_connections=8,
+        max_keepalive_connections=8,
     )
     row = dict(rows[int(number) % len(rows)])
     output = await environment.run_rollout(row, client, os.environ["OPENAI_MODEL"], {})

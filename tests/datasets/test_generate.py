@@ -44,7 +44,9 @@ def test_a_bad_spec_is_named(tmp_path: Path, spec: str) -> None:
 
 def test_makes_seeds_that_no_other_split_has(tmp_path: Path) -> None:
     spec = "generate:seeds/{}?train=12&eval=4&seed=5"
-    train, evaluation = (pq.read_table(materialise(spec.format(split), tmp_path)).to_pylist() for split in ("train", "eval"))
+    train, evaluation = (
+        pq.read_table(materialise(spec.format(split), tmp_path)).to_pylist() for split in ("train", "eval")
+    )
     seeds = [row["extra_info"]["seed"] for row in train + evaluation]
     assert seeds == list(range(5, 21))
     assert {row["prompt"][0]["role"] for row in train} == {"system"}

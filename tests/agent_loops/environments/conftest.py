@@ -54,7 +54,7 @@ async def shared() -> AsyncIterator[SharedParts]:
 
 @pytest.fixture
 def play(queue_of, tasks_of, parts_of, chat_for, shared: SharedParts) -> Play:
-    """One lease of one task; `says` are the model's answers in order, the last one repeated, or a function of the context."""
+    """One lease of one task. `says`: the model's answers, the last one repeated, or a function of the context."""
 
     async def go(
         loop: Any,

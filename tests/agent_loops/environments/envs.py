@@ -11,25 +11,30 @@ import time
 from pathlib import Path
 from typing import Any
 
-made = 0
-"""In a process of an episode: how many environments it made."""
+made: list[Any] = []
+"""In a process of an episode: the environments it made."""
 
 
 class Corridor:
     """Gymnasium's shape without its package: `goal` steps to the right; a global generator decides the start."""
 
     def __init__(self, goal: int = 3, noise: bool = False) -> None:
-        global made
-        made += 1
+        made.append(self)
         self.goal, self.noise, self.at = goal, noise, 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         self.at = 0
-        return self._seen(), {"made": made, "pid": os.getpid(), "drawn": random.random(), "seed": seed}
+        return self._seen(), {"made": len(made), "pid": os.getpid(), "drawn": random.random(), "seed": seed}
 
     def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.at += action == "right"
-        return self._seen(), -0.1 + (self.at >= self.goal), self.at >= self.goal, False, {"made": made, "at": self.at}
+        return (
+            self._seen(),
+            -0.1 + (self.at >= self.goal),
+            self.at >= self.goal,
+            False,
+            {"made": len(made), "at": self.at},
+        )
 
     def key(self) -> int:
         return self.at
@@ -64,7 +69,11 @@ class Scores:
 
     def step(self, action: str) -> tuple[dict[str, Any], int, bool]:
         self.score += 2
-        return {"feedback": f"> {action}", "won": self.score >= 4, "admissible_commands": []}, self.score, self.score >= 4
+        return (
+            {"feedback": f"> {action}", "won": self.score >= 4, "admissible_commands": []},
+            self.score,
+            self.score >= 4,
+        )
 
 
 class Broken(Corridor):

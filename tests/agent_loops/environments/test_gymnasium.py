@@ -81,7 +81,12 @@ async def test_textworlds_shape_with_a_score_so_far(play: Play, chat_for) -> Non
 @pytest.mark.parametrize("where", ["reset", "step"])
 @pytest.mark.parametrize(
     ("how", "named"),
-    [("raises", "ValueError: the door is stuck"), ("dies", "SIGSEGV"), ("exits", "3"), ("leaves", "SystemExit: enough")],
+    [
+        ("raises", "ValueError: the door is stuck"),
+        ("dies", "SIGSEGV"),
+        ("exits", "3"),
+        ("leaves", "SystemExit: enough"),
+    ],
 )
 async def test_an_environment_that_fails_is_a_typed_failure(play: Play, where: str, how: str, named: str) -> None:
     played = await play("gymnasium", ["right"], settings("Broken", options={"where": where, "how": how}))

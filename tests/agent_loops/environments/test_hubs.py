@@ -104,7 +104,11 @@ async def test_textworlds_room_is_won_by_its_walkthrough(play: Play, tmp_path: P
 
     played = [await play("gymnasium", says, settings, {"seed": 7}) for _ in range(2)]
     for one in played:
-        assert (one.done.outcome.kind, one.done.metrics["env/won"], one.done.reward) == (OutcomeKind.COMPLETED, 1.0, 1.0)
+        assert (one.done.outcome.kind, one.done.metrics["env/won"], one.done.reward) == (
+            OutcomeKind.COMPLETED,
+            1.0,
+            1.0,
+        )
         assert one.done.num_turns == len(one.done.segments) == 2
         check_fed(one.client, one.done)
     assert played[0].done.extra["turn_states"] == played[1].done.extra["turn_states"]
@@ -181,7 +185,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subp
     port = free_port()
     program = SERVER.format(recipe=str(ROOT / "recipes/hubs"))
     argv = [sys.executable, "-P", "-c", program, "--port", str(port), "--sessions", "2"]
-    process = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": str(HUBS / "openenv")}, cwd=tmp_path_factory.mktemp("openenv"))
+    process = subprocess.Popen(
+        argv, env={**os.environ, "PYTHONPATH": str(HUBS / "openenv")}, cwd=tmp_path_factory.mktemp("openenv")
+    )
     try:
         wait_for_port(port, process)
         yield f"http://127.0.0.1:{port}", process

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from typing import Any
 
@@ -103,7 +104,6 @@ async def test_answers_without_an_action_end_the_episode_where_they_are_bounded(
     [
         ({"max_steps": 2}, {}, Outcome(TRUNCATED, "turns"), 2),
         ({}, {"max_turns": 3}, Outcome(TRUNCATED, "turns"), 3),
-        ({"max_seconds": 1e-9}, {}, Outcome(TRUNCATED, "deadline"), 1),
         ({}, {"max_new_tokens": 2}, Outcome(TRUNCATED, "length"), 1),
         ({"remembered_turns": 1}, {"max_turns": 3}, Outcome(TRUNCATED, "turns"), 3),
         ({}, {"max_response_tokens": 60}, Outcome(TRUNCATED, "length"), None),
@@ -115,6 +115,36 @@ async def test_an_environment_that_never_ends_is_cut(play: Play, settings, confi
     assert played.outcome == expected
     assert played.done.num_turns == (turns or played.done.num_turns)
     assert len(played.done.turn_rewards) == len(played.done.extra["turn_states"]) == played.done.num_turns
+    assert environment.closed
+
+
+@pytest.mark.parametrize(
+    ("settings", "config"),
+    [({"max_seconds": 3.0}, {}), ({}, {"episode_deadline_s": 3.0}), ({"remembered_turns": 1, "max_seconds": 3.0}, {})],
+)
+async def test_an_episode_that_is_out_of_time_keeps_what_it_earned(play: Play, settings, config) -> None:
+    class Slow(FakeEnvironment):
+        async def step(self, action: str) -> EnvStep:
+            if self.actions:
+                await asyncio.Event().wait()
+            return await super().step(action)
+
+    environment = Slow()
+    played = await play(loop_on(environment), ["good"], settings, **config)
+    assert played.outcome == Outcome(TRUNCATED, "deadline")
+    assert (played.done.turn_rewards, played.done.reward, environment.closed) == ((1.0, 0.0), 1.0, True)
+    check_fed(played.client, played.done)
+
+
+async def test_a_reset_that_never_ends_is_a_failure_of_the_environment(play: Play) -> None:
+    class Stuck(FakeEnvironment):
+        async def reset(self, seed: int) -> EnvStep:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    environment = Stuck()
+    played = await play(loop_on(environment), ["good"], episode_deadline_s=1.0)
+    assert (played.outcome.kind, played.outcome.component) == (OutcomeKind.INFRA_ERROR, "environment")
     assert environment.closed
 
 

@@ -197,7 +197,9 @@ async def test_an_action_that_the_server_refuses_is_answered(play: Play, serve) 
 
 
 async def test_fields_are_found_or_named(play: Play, serve) -> None:
-    two = await serve(fields={"message": TEXT, "language": {"anyOf": [TEXT, {"type": "null"}]}, "count": {"type": "integer"}})
+    two = await serve(
+        fields={"message": TEXT, "language": {"anyOf": [TEXT, {"type": "null"}]}, "count": {"type": "integer"}}
+    )
     asked = await play("openenv", ["stop"], {"url": two.url})
     assert asked.outcome.kind == OutcomeKind.INFRA_ERROR
     assert "message, language" in asked.outcome.reason

@@ -31,7 +31,13 @@ async def test_a_number_or_json(text: str, expected: dict[str, float]) -> None:
 
 @pytest.mark.parametrize(
     ("extra", "named"),
-    [(told(None), "it broke"), (told("NaN"), "finite"), (told("{"), "no JSON"), (told("{}"), "None"), ({}, "agent.loop: command")],
+    [
+        (told(None), "it broke"),
+        (told("NaN"), "finite"),
+        (told("{"), "no JSON"),
+        (told("{}"), "None"),
+        ({}, "agent.loop: command"),
+    ],
 )
 async def test_anything_else_is_a_failure_and_never_a_zero(extra: dict[str, Any], named: str) -> None:
     with pytest.raises(InfraFailure, match=named):

@@ -19,12 +19,12 @@ from penstock.sandbox import FakeSandbox, Sandbox, SandboxConfig, make_sandbox
 from penstock.trainer import load_rows
 
 PATH = HUBS / "reasoning_gym"
-PACKAGE = '''
+PACKAGE = """
 class ProceduralDataset:
     def score_answer(self, answer, entry):
         return float(answer == entry["answer"])
-'''
-TASKS = '''
+"""
+TASKS = """
 from reasoning_gym.dataset import ProceduralDataset
 class Plain(ProceduralDataset):
     def __getitem__(self, number):
@@ -34,7 +34,7 @@ class Evaluating(Plain):
         return float(eval(answer) == int(entry["answer"]))
 def create_dataset(task, **config):
     return {"plain": Plain, "evaluating": Evaluating}[task]()
-'''
+"""
 
 
 @pytest.fixture
@@ -54,7 +54,12 @@ def answer_of(task: str, said: str, number: int = 3, question: str = "3?", **row
 async def test_text_is_compared_in_a_process(small_package: str) -> None:
     reward = ReasoningGym(None, path=small_package, processes=1)
     try:
-        said = ["<answer>2</answer> no, <answer> 3 </answer>", "3", "<think><answer>3</answer></think>4", "<answer>4</answer>"]
+        said = [
+            "<answer>2</answer> no, <answer> 3 </answer>",
+            "3",
+            "<think><answer>3</answer></think>4",
+            "<answer>4</answer>",
+        ]
         scores = [(await reward.score(answer_of("plain", one)))["score"] for one in said]
         assert scores == [1.0, 1.0, 0.0, 0.0]
         with pytest.raises(InfraFailure, match="another version"):
@@ -112,7 +117,9 @@ async def test_the_packages_own_answers_earn_everything(sandbox: Sandbox, tmp_pa
     attack = f"[__import__('os').system('touch {marker}')]"
     try:
         for row in rows:
-            right = Answer(row.data_source, f"<answer>{row.ground_truth}</answer>", row.ground_truth, row.extra_info, row.messages)
+            right = Answer(
+                row.data_source, f"<answer>{row.ground_truth}</answer>", row.ground_truth, row.extra_info, row.messages
+            )
             assert (await reward.score(right))["score"] == 1.0, row.data_source
         spiral = next(row for row in rows if row.extra_info["task"] == "spiral_matrix")
         hostile = Answer(spiral.data_source, f"<answer>{attack}</answer>", "", spiral.extra_info, spiral.messages)

@@ -22,7 +22,7 @@ from penstock.transfer_queue import OutcomeKind
 pytestmark = [pytest.mark.hubs, pytest.mark.bwrap, pytest.mark.deep, hub("verifiers", "verifiers")]
 ROOT = Path(__file__).parents[3]
 CONFIG = load_config(ROOT / "recipes/hubs/verifiers.yaml")
-FOLDERS = {"/hubs": str(HUBS / "verifiers"), "/recipe": str(ROOT / "recipes/hubs")}
+FOLDERS = {"/site-packages": str(HUBS / "verifiers"), "/recipe": str(ROOT / "recipes/hubs")}
 
 
 @pytest_asyncio.fixture
@@ -41,11 +41,19 @@ def rollout(queue_of, tasks_of, parts_of, chat_for, sandbox: Sandbox) -> Callabl
             return [*chat.encode(says[min(len(client.requests), len(says)) - 1]), chat.turn_end_id]
 
         client = FakeClient(reply)
-        config = CONFIG.agent.model_copy(update={"settings": {**CONFIG.agent.settings, **settings}, "max_new_tokens": 200, "max_response_tokens": 2000})
+        config = CONFIG.agent.model_copy(
+            update={
+                "settings": {**CONFIG.agent.settings, **settings},
+                "max_new_tokens": 200,
+                "max_response_tokens": 2000,
+            }
+        )
         task = replace(tasks_of()[0], extra_info={"seed": seed})
         queue = queue_of([task])
         reward = load_reward(config, ROOT)
-        outcome = await Episode(parts_of(queue, client, config=config, sandbox=sandbox, reward=reward), queue.lease(task)).run()
+        outcome = await Episode(
+            parts_of(queue, client, config=config, sandbox=sandbox, reward=reward), queue.lease(task)
+        ).run()
         return outcome, queue.done.get(task.task_id), client
 
     return go

@@ -19,8 +19,9 @@ pytestmark = [
 ]
 STEPS = 10
 SHORT = (
-    f"trainer.steps={STEPS}", "groups_per_step=1", "group_size=4", "agent.workers=1", "data.eval=null", "trainer.checkpoint_every=5"
-)  # fmt: skip
+    *(f"trainer.steps={STEPS}", "trainer.checkpoint_every=5", "data.eval=null"),
+    *("groups_per_step=1", "group_size=4", "agent.workers=1"),
+)
 
 
 def check(run: LivingRun, episodes: int) -> dict[str, Any]:
