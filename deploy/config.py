@@ -33,7 +33,9 @@ def _staleness(value: Any) -> Any:
 class DataConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    train: str = Field(description="Parquet or JSONL with verl's columns, or generate:SPEC (see docs).")
+    train: str = Field(
+        description="Parquet or JSONL with verl's columns, or generate:SPEC, reasoning_gym:TASK (see docs)."
+    )
     eval: str | None = Field(None, description="Same for evaluation; None: no evaluation.")
     eval_limit: int = Field(0, ge=0, description="Evaluate on the first rows only; 0 takes all.")
     shuffle: bool = Field(True, description="A new order each epoch, from the seed.")

@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import secrets
+import signal
 import socket
 import struct
 import sys
@@ -166,6 +167,7 @@ class EnvironmentHost:
             self._control.writer.close()
         if self._server is not None:
             self._server.close()
+        self._all_ended()
         process, self._process, self._control = self._process, None, None
         if process is not None and process.returncode is None:
             assert process.stdin is not None
@@ -246,9 +248,13 @@ class EnvironmentHost:
                 ended.set_result(message["status"])
         log.warning("the host of environment %s ended", self._env)
         self._control = None
+        self._all_ended()
+
+    def _all_ended(self) -> None:
+        """Episodes' processes die with their host."""
         for ended in self._ends.values():
             if not ended.done():
-                ended.set_result(9)  # they die with it
+                ended.set_result(signal.SIGKILL)
 
 
 def _is_ours(writer: asyncio.StreamWriter) -> bool:

@@ -157,6 +157,8 @@ class EnvironmentLoop(AgentLoopBase):
                 return self._of_failed_step(error)
             else:
                 self._turns.add_step(now)
+                if not math.isfinite(now.reward):
+                    raise InfraFailure(COMPONENT, f"step {self._turns.steps} gave the reward {now.reward}")
                 if (outcome := self._end_of(now)) is not None:
                     return outcome
                 talk.observe(reply, text, self._told(now))

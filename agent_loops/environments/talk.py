@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from penstock.agent_loops.base import AgentLoopBase
+from penstock.agent_loops.chat.chat import ChatTokens
 from penstock.agent_loops.conversation import Conversation
 from penstock.agent_loops.llm import Reply
 from penstock.agent_loops.segment import TRUNCATED_LENGTH, TRUNCATED_TURNS, AgentLoopOutput, SegmentBuilder
@@ -43,7 +44,7 @@ class WholeTalk:
     """One conversation."""
 
     def __init__(self, loop: AgentLoopBase, messages: Messages, first: str) -> None:
-        self._talk = Conversation(loop.chat, with_observation(messages, first))
+        self._talk = Conversation(loop.chat, with_observation(loop.chat, messages, first))
 
     @property
     def segment(self) -> SegmentBuilder:
@@ -98,7 +99,7 @@ class WindowedTalk:
     def _next(self) -> SegmentBuilder:
         memory = self._memory()
         text = f"{memory}\n\nNow:\n{self._observed[-1]}" if memory else self._observed[-1]
-        return self._chat.start(with_observation(self._messages, text))
+        return self._chat.start(with_observation(self._chat, self._messages, text))
 
     def _memory(self) -> str:
         first = max(0, len(self._actions) - self._remembered_turns)
@@ -110,8 +111,12 @@ class WindowedTalk:
         return "\n".join(["Before:", *lines]) if lines else ""
 
 
-def with_observation(messages: Messages, text: str) -> list[Mapping[str, Any]]:
-    """The task's messages and the observation: below the last one where that is the user's, else one of its own."""
+def with_observation(chat: ChatTokens, messages: Messages, text: str) -> list[Mapping[str, Any]]:
+    """The task's messages and the observation: below the last one where that is the user's, else one of its own.
+
+    Special tokens that it spells out are defused: neither an environment nor what a model said can open a turn.
+    """
+    text = str(chat.defused({"role": "user", "content": text})["content"])
     last = messages[-1]
     if last["role"] == "user" and isinstance(last["content"], str):
         return [*messages[:-1], {**last, "content": f"{last['content']}\n\n{text}"}]

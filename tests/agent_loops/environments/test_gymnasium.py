@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -152,6 +153,40 @@ async def test_a_host_that_was_killed_is_started_again(play: Play, shared: Share
     played = await play("gymnasium", ["right"], settings("Corridor"))
     assert played.done.num_turns == 3
     assert host._process is not first
+
+
+WORKER = """
+import asyncio, os, sys, uvloop
+from penstock.agent_loops.environments import EnvironmentHost, GymnasiumSettings
+
+async def main():
+    host = EnvironmentHost(sys.argv[1], ())
+    environment = await host.open({}, GymnasiumSettings(env="x"))
+    first = await environment.reset(1)
+    print(host._process.pid, int(first.numbers["pid"]), flush=True)
+    await environment.step("right")
+    await asyncio.Event().wait()
+
+uvloop.new_event_loop().run_until_complete(main())
+"""
+
+
+async def test_nothing_is_left_of_a_worker_that_is_killed() -> None:
+    """On the event loop that a run's workers have."""
+    worker = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", WORKER, f"{FILE}:Corridor"),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(FILE.parents[3] / "src")},
+    )
+    try:
+        assert worker.stdout is not None
+        async with asyncio.timeout(60):
+            pids = [int(pid) for pid in (await worker.stdout.readline()).split()]
+    finally:
+        worker.kill()
+        await worker.wait()
+    assert len(pids) == 2
+    await until(lambda: all(map(_gone, pids)))
 
 
 async def test_nothing_is_left_when_the_worker_closes() -> None:
