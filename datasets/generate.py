@@ -13,12 +13,15 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from penstock.datasets import calculator, reasoning_gym
-from penstock.datasets.reasoning_gym import BadSpec
 from penstock.datasets.rows import write_parquet
 
 PREFIX = "generate:"
 DEFAULTS = {"train": 4096, "eval": 128, "seed": 0}
 INSTRUCTION = "You act in an environment. Each message tells what you observe; each of your answers is one action."
+
+
+class BadSpec(ValueError):
+    """The source names no generator, split, task or option that exists."""
 
 
 def is_generated(source: str) -> bool:
@@ -43,7 +46,10 @@ def materialise_all(sources: Sequence[str], directory: Path) -> list[str]:
 
 def _made(source: str, directory: Path, made: set[Path]) -> str:
     if source.startswith(reasoning_gym.PREFIX):
-        return str(reasoning_gym.write_tasks(source, directory))
+        try:
+            return str(reasoning_gym.write_tasks(source, directory))
+        except reasoning_gym.BadTasks as error:
+            raise BadSpec(str(error)) from error
     name, options = _parsed(source)
     kind, _, split = name.partition("/")
     folder = directory / (f"{kind}-" + "{train}-{eval}-{seed}".format(**options))
@@ -83,10 +89,13 @@ GENERATORS: dict[str, Callable[[Path, int, int, int], dict[str, int]]] = {
 
 def check_spec(source: str) -> None:
     """Raises `BadSpec` where `materialise` would, but for what only the package of a task knows."""
-    if source.startswith(reasoning_gym.PREFIX):
-        reasoning_gym.check_tasks(source)
-    else:
+    if not source.startswith(reasoning_gym.PREFIX):
         _parsed(source)
+        return
+    try:
+        reasoning_gym.check_tasks(source)
+    except reasoning_gym.BadTasks as error:
+        raise BadSpec(str(error)) from error
 
 
 def _parsed(source: str) -> tuple[str, dict[str, int]]:
