@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 MAX_NUMBERS = 32
 Json = dict[str, Any]
@@ -61,7 +61,7 @@ class Stepped:
     def _action(self, action: str) -> Any:
         """A number where the environment's actions are numbered: by its name, where the settings name them."""
         space = getattr(self.env, "action_space", None)
-        first, count = int(getattr(space, "start", 0)), getattr(space, "n", None)
+        first, count = int(getattr(space, "start", 0)), cast(Any, getattr(space, "n", None))
         if not hasattr(count, "__index__"):
             return action
         names = self._settings.get("actions")

@@ -110,13 +110,17 @@ def check_reward(config: RunConfig) -> Check | None:
     return Check(NAME, True, config.agent.reward)
 
 
+GIVEN = ("", "program_file")
+"""Rewards that nothing but an episode has."""
+
+
 def check_score(config: RunConfig) -> Check | None:
     """The first row of the data is scored, by a reward server or judge for real."""
     from penstock.agent_loops import InfraFailure, LoadError
     from penstock.trainer import DataError
 
-    if not config.agent.reward:
-        return None  # loops or tools give the rewards
+    if config.agent.reward in GIVEN:
+        return None  # loops, tools or programs give the rewards
     try:
         row = first_rows(config, 1)[0]
     except (DataError, BadSpec):
