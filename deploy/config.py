@@ -128,8 +128,8 @@ class ConfigError(Exception):
 def load_config(recipe: Path, overrides: Sequence[str] = (), *, with_tasks: bool = True) -> RunConfig:
     """Read `recipe`, apply ``a.b=value`` overrides (values are YAML), resolve paths, check everything.
 
-    Paths of `model`, `data.train`, `data.eval`, `sft`, loop, environment, rewards and tools become absolute, so that every
-    role finds them: those in the file relative to its folder, those in overrides relative to the current directory,
+    Paths of `model`, `data.train`, `data.eval`, `sft`, loop, environment, rewards and tools become absolute, so that
+    every role finds them: those in the file relative to its folder, those in overrides to the current directory,
     each to the other where there is nothing. `with_tasks`: `data.train` is needed. Raises `ConfigError`.
     """
     tree = _read_yaml(recipe)

@@ -129,8 +129,8 @@ def serve(lines: Lines, make: Callable[..., Any]) -> None:
             if asked["op"] == "close":
                 if episode is not None:
                     episode.close()
-                return
-            if asked["op"] == "reset":
+                lines.send({"closed": True})  # and lives on: what it started is found below it
+            elif asked["op"] == "reset":
                 _seed(asked["seed"])
                 episode = shapes.wrapped(make(**asked["options"], **_seed_for(make, asked)), asked["settings"])
                 lines.send(episode.reset(asked["seed"]))
@@ -195,6 +195,8 @@ class Host:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         try:
             self._loop(make, woken)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the worker is gone
         finally:
             for episode in list(self._pids):
                 self._kill(episode)

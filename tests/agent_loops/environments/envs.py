@@ -112,6 +112,15 @@ class Broken(Corridor):
             sys.exit("enough")
 
 
+class Starts(Corridor):
+    """Leaves a process behind."""
+
+    def __init__(self, pid_file: str) -> None:
+        super().__init__(goal=1)
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        Path(pid_file).write_text(f"{os.getpid()} {child.pid}")
+
+
 class Floods(Corridor):
     def _seen(self) -> str:
         return "x" * 5_000_000

@@ -113,6 +113,13 @@ async def test_an_environment_that_never_answers_is_ended_with_all_it_started(
         await until(lambda: all(_gone(int(pid)) for pid in file.read_text().split()))
 
 
+async def test_an_episode_that_ends_well_leaves_no_process(play: Play, tmp_path: Path) -> None:
+    file = tmp_path / "pids"
+    played = await play("gymnasium", ["right"], settings("Starts", options={"pid_file": str(file)}))
+    assert played.outcome.kind == OutcomeKind.COMPLETED
+    await until(lambda: all(_gone(int(pid)) for pid in file.read_text().split()))
+
+
 def _gone(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

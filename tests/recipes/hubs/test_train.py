@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.agent_loops.environments.conftest import HUBS, hub
-from tests.deploy.conftest import LivingRun, assert_accounts_balance
+from tests.deploy.conftest import LivingRun, assert_accounts_balance, assert_nothing_left
 from tests.recipes.conftest import RECIPES
 
 pytestmark = [
@@ -37,6 +37,19 @@ def check(run: LivingRun, episodes: int) -> dict[str, Any]:
 def test_an_environment_of_gymnasium_trains_with_gigpo(start_run: Callable[..., LivingRun]) -> None:
     run = start_run("gymnasium", *SHORT, "trainer.advantage=gigpo", recipe=RECIPES / "hubs/gymnasium.yaml")
     check(run, STEPS * 4)
+
+
+@pytest.mark.crash
+@hub("text", "gymnasium")
+def test_episodes_of_a_killed_worker_are_played_again(start_run: Callable[..., LivingRun]) -> None:
+    run = start_run("killed-player", *SHORT, recipe=RECIPES / "hubs/gymnasium.yaml")
+    worker = ("penstock.deploy.cli agent", "agent-0")
+    run.wait_for(lambda: run.steps() >= 2 and bool(run.pids(*worker)) and bool(run.pids("environments/host.py")))
+    seen = run.pids()
+    run.kill_one(*worker)
+    summary = check(run, STEPS * 4)
+    assert summary["restarts"]["agent-0"] == 1
+    assert_nothing_left(run, seen)
 
 
 @pytest.fixture
