@@ -310,6 +310,9 @@ class ProcessEnvironment:
                     async with asyncio.timeout(STATUS_DEADLINE_S):
                         self._connection.send({"op": "close"})
                         await self._connection.receive()
+            self._host.end(self._number)
+            # Before its connection is closed, at which it would end by itself: what it started is found below it.
+            await self._host.status(self._number)
         finally:
             self._host.end(self._number)
             self._connection.writer.close()
