@@ -63,7 +63,7 @@ class Mismatches:
         return new
 
 
-class Closable(Protocol):
+class SharedPart(Protocol):
     async def close(self) -> None: ...
 
 
@@ -73,7 +73,7 @@ class SharedParts:
     def __init__(self) -> None:
         self._parts: dict[Hashable, Any] = {}
 
-    def get(self, key: Hashable, make: Callable[[], Closable]) -> Any:
+    def get(self, key: Hashable, make: Callable[[], SharedPart]) -> Any:
         """The part of this key; made where there is none yet."""
         if key not in self._parts:
             self._parts[key] = make()

@@ -81,7 +81,7 @@ def _absolute(env: str, recipe_dir: Path) -> str:
 
 
 @dataclass(slots=True)
-class Connection:
+class HostConnection:
     """One of a host's or of an episode's process."""
 
     reader: asyncio.StreamReader
@@ -112,8 +112,8 @@ class EnvironmentHost:
         self._starting = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._server: asyncio.Server | None = None
-        self._control: Connection | None = None
-        self._arrivals: dict[int, asyncio.Future[Connection]] = {}
+        self._control: HostConnection | None = None
+        self._arrivals: dict[int, asyncio.Future[HostConnection]] = {}
         """Episode (0: the host) → its connection, once it has connected."""
         self._ends: dict[int, asyncio.Future[int]] = {}
         """Episode → wait status of its process."""
@@ -219,7 +219,7 @@ class EnvironmentHost:
         path = os.pathsep.join([*self._path, *filter(None, [usual.get("PYTHONPATH", "")])])
         return {**ONE_THREAD, **usual, "PYTHONHASHSEED": "0", "PYTHONPATH": path}
 
-    async def _first(self, arrived: asyncio.Future[Connection], number: int) -> Connection:
+    async def _first(self, arrived: asyncio.Future[HostConnection], number: int) -> HostConnection:
         """The connection of a process that was started; fails where that ends before it connects."""
         assert self._process is not None
         ended = asyncio.ensure_future(self._process.wait() if number == 0 else asyncio.shield(self._ends[number]))
@@ -232,7 +232,7 @@ class EnvironmentHost:
         return arrived.result()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = Connection(reader, writer)
+        connection = HostConnection(reader, writer)
         first = await connection.receive() if _is_ours(writer) else None
         waiting = self._arrivals.get(first.get("episode", 0)) if first is not None else None
         if waiting is None or waiting.done():
@@ -240,7 +240,7 @@ class EnvironmentHost:
         else:
             waiting.set_result(connection)
 
-    async def _read(self, control: Connection) -> None:
+    async def _read(self, control: HostConnection) -> None:
         """Takes reports of ended processes. The host's own end leaves `_control` empty: the next `open` starts one."""
         while (message := await control.receive()) is not None:
             ended = self._ends.get(message.get("ended", -1))
@@ -270,7 +270,7 @@ class ProcessEnvironment:
         self,
         host: EnvironmentHost,
         number: int,
-        connection: Connection,
+        connection: HostConnection,
         options: dict[str, Any],
         settings: GymnasiumSettings,
     ) -> None:

@@ -172,7 +172,7 @@ def connect(address: Any) -> socket.socket:
     return connection
 
 
-class Host:
+class EpisodeForker:
     """Forks; reports the end of what it forked. One thread, so that a fork has no lock that another one holds."""
 
     def __init__(self, address: Any) -> None:
@@ -296,4 +296,4 @@ def die_with(parent: int) -> None:
 if __name__ == "__main__":
     faulthandler.enable()
     os.dup2(2, 1)  # what an environment prints goes where its errors go
-    Host(json.loads(sys.argv[1])).run()
+    EpisodeForker(json.loads(sys.argv[1])).run()
