@@ -1,5 +1,6 @@
 from .base import AgentLoopBase as AgentLoopBase
 from .base import Mismatches as Mismatches
+from .base import SharedParts as SharedParts
 from .base import WorkerServices as WorkerServices
 from .base import find_loop as find_loop
 from .base import register as register

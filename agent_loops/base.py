@@ -6,12 +6,13 @@ A loop is named by ``@register("my_agent")``, or by the path of any class.
 from __future__ import annotations
 
 import inspect
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast
 
 from penstock.agent_loops.chat.chat import ChatTokens
 from penstock.agent_loops.config import AgentConfig
@@ -28,6 +29,7 @@ from penstock.sandbox import Sandbox
 from penstock.tools import BaseTool, ToolConfig
 from penstock.transfer_queue import Lease, Task, TransferQueue
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 PACKAGE = "penstock.agent_loops.loops"
 FUNCTION_LOOP = "penstock.gateway.openai_agent:loop_of"
@@ -41,6 +43,8 @@ LOOPS: Registry[type[AgentLoopBase]] = Registry(
         "stepwise": f"{PACKAGE}.stepwise:StepwiseLoop",
         "multi_agent": f"{PACKAGE}.multi_agent:MultiAgentLoop",
         "command": "penstock.gateway.command:CommandLoop",
+        "gymnasium": "penstock.agent_loops.environments:GymnasiumLoop",
+        "openenv": "penstock.agent_loops.environments:OpenEnvLoop",
     },
     unique=True,
     error=LoadError,
@@ -57,6 +61,32 @@ class Mismatches:
     def take(self) -> int:
         new, self.reported = self.seen - self.reported, self.seen
         return new
+
+
+class SharedPart(Protocol):
+    async def close(self) -> None: ...
+
+
+class SharedParts:
+    """What loops of one worker share between episodes (processes, connections): made on first use, closed with it."""
+
+    def __init__(self) -> None:
+        self._parts: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable, make: Callable[[], SharedPart]) -> Any:
+        """The part of this key; made where there is none yet."""
+        if key not in self._parts:
+            self._parts[key] = make()
+        return self._parts[key]
+
+    async def close(self) -> None:
+        """All of them, also where one fails, which is logged."""
+        while self._parts:
+            key, part = self._parts.popitem()
+            try:
+                await part.close()
+            except Exception:
+                log.exception("%s could not be closed", key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +107,9 @@ class WorkerServices:
     mismatches: Mismatches = field(default_factory=Mismatches)
     on_span: OnSpan | None = None
     """Called with each span of each episode when it ends."""
+    recipe_dir: Path = Path()
+    """Where files that settings name are looked for first."""
+    shared: SharedParts = field(default_factory=SharedParts)
 
 
 class AgentLoopBase(ABC):

@@ -225,7 +225,10 @@ async def _try(  # noqa: PLR0917 - called in one place
     client.reply = _player(services.chat, says)
     await queue.submit([task], cursor=DataCursor(0, 1))
     (lease,) = await queue.lease_episodes("trial", 1, 0)
-    outcome = await Episode(services, lease).run()
+    try:
+        outcome = await Episode(services, lease).run()
+    finally:
+        await services.shared.close()
     if not outcome.may_carry_reward:
         raise InfraFailure(outcome.component or str(outcome.kind), outcome.reason)
     (trajectory,) = await queue.read([lease.episode_id])

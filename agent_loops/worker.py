@@ -105,6 +105,7 @@ def build_services(job: WorkerJob, sandbox: Sandbox | None) -> WorkerServices:
         sandbox=sandbox,
         on_lost=job.sandbox.on_lost,
         reward=load_reward(job.config, run.recipe_dir, sandbox),
+        recipe_dir=run.recipe_dir,
     )
 
 
@@ -122,6 +123,7 @@ async def run_worker(job: WorkerJob) -> None:
             await Worker(job, services).run()
     finally:
         if services is not None:
+            await services.shared.close()
             await close_tools(services.tools.values())
             if services.reward is not None:
                 await services.reward.close()

@@ -33,7 +33,9 @@ def _staleness(value: Any) -> Any:
 class DataConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    train: str = Field(description="Parquet or JSONL with verl's columns, or generate:SPEC (see docs).")
+    train: str = Field(
+        description="Parquet or JSONL with verl's columns, or generate:SPEC, reasoning_gym:TASK (see docs)."
+    )
     eval: str | None = Field(None, description="Same for evaluation; None: no evaluation.")
     eval_limit: int = Field(0, ge=0, description="Evaluate on the first rows only; 0 takes all.")
     shuffle: bool = Field(True, description="A new order each epoch, from the seed.")
@@ -126,8 +128,8 @@ class ConfigError(Exception):
 def load_config(recipe: Path, overrides: Sequence[str] = (), *, with_tasks: bool = True) -> RunConfig:
     """Read `recipe`, apply ``a.b=value`` overrides (values are YAML), resolve paths, check everything.
 
-    Paths of `model`, `data.train`, `data.eval`, `agent.loop`, `sft`, rewards and tools become absolute, so that every
-    role finds them: those in the file relative to its folder, those in overrides relative to the current directory,
+    Paths of `model`, `data.train`, `data.eval`, `sft`, loop, environment, rewards and tools become absolute, so that
+    every role finds them: those in the file relative to its folder, those in overrides to the current directory,
     each to the other where there is nothing. `with_tasks`: `data.train` is needed. Raises `ConfigError`.
     """
     tree = _read_yaml(recipe)
@@ -211,7 +213,7 @@ def _parse_value(text: str) -> Any:
 
 
 _PATH_KEYS = (
-    *(("model",), ("data", "train"), ("data", "eval"), ("agent", "loop"), ("tools",), ("sft", "policy")),
+    *(("model",), ("data", "train"), ("data", "eval"), ("tools",), ("sft", "policy")),
     *(("sft", "messages"), ("sft", "runs"), ("sft", "validation")),
 )
 
@@ -223,10 +225,18 @@ def _resolve_paths(tree: dict[str, Any], roots: Sequence[Path]) -> None:
             node = node.get(section) if isinstance(node, dict) else None
         if isinstance(node, dict) and isinstance(node.get(leaf), str):
             node[leaf] = _resolve_path(node[leaf], roots)
-    for holder, key in (*_named_rewards(tree), *_named_tools(tree)):
+    for holder, key in (*_named_loop(tree), *_named_rewards(tree), *_named_tools(tree)):
         holder[key] = _resolve_path(holder[key], roots)
     for listed in _listed_files(tree):
         listed[:] = [_resolve_path(path, roots) if isinstance(path, str) else path for path in listed]
+
+
+def _named_loop(tree: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where `agent.loop` or `agent.settings.env` names a file: a folder `gymnasium` makes no path of that name."""
+    agent = tree.get("agent")
+    settings = agent.get("settings") if isinstance(agent, dict) else None
+    places = [(agent, "loop"), (settings, "env")]
+    yield from ((one, key) for one, key in places if isinstance(one, dict) and ".py:" in str(one.get(key)))
 
 
 def _named_rewards(tree: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:

@@ -10,6 +10,7 @@ from .programs import program_of as program_of
 from .programs import read_cases as read_cases
 from .programs import same_text as same_text
 from .programs import same_value as same_value
+from .reasoning_gym import ReasoningGym as ReasoningGym
 from .registry import BY_SOURCE as BY_SOURCE
 from .registry import DATA_SOURCES as DATA_SOURCES
 from .registry import REWARDS as REWARDS

@@ -39,6 +39,8 @@ REWARDS = {
     "search_f1": f"{PACKAGE}.search_qa:f1",
     "reward_server": f"{PACKAGE}.reward_server:RewardServer",
     "judge": f"{PACKAGE}.judge:Judge",
+    "program_file": f"{PACKAGE}.program_file:compute_score",
+    "reasoning_gym": f"{PACKAGE}.reasoning_gym:ReasoningGym",
 }
 """Name → path, imported when it is used. The functions among them are rules: their scores are not journaled."""
 DATA_SOURCES = {
@@ -57,6 +59,7 @@ DATA_SOURCES = {
     "codeforces": "code",
     "taco": "code",
     "searchR1_*": "search_em",
+    "reasoning_gym/*": "reasoning_gym",
 }
 """verl's names, and patterns of them → name of a reward."""
 
@@ -191,7 +194,7 @@ class _NoSandbox:
 def may_need_sandbox(config: AgentConfig) -> bool:
     """Whether a worker without tools should try to have one for its rewards."""
     names = {config.reward, *(getattr(choice, "name", choice) for choice in config.rewards.sources.values())}
-    return bool(names & {"code", BY_SOURCE})
+    return bool(names & {"code", "reasoning_gym", BY_SOURCE})
 
 
 def _to_score(value: Any, name: str) -> Score:

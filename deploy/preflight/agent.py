@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.agent_loops import load_object
-from penstock.datasets import PREFIX, BadSpec
+from penstock.datasets import BadSpec, is_generated
 from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.check import Check, skipped
 from penstock.deploy.preflight.data import data_sources, first_rows
@@ -76,7 +76,7 @@ def check_loop(config: RunConfig) -> Check | None:
 def _named_by_rows(config: RunConfig) -> set[str]:
     from penstock.trainer import DataError, load_rows
 
-    files = [spec for spec in (config.data.train, config.data.eval) if spec and not spec.startswith(PREFIX)]
+    files = [spec for spec in (config.data.train, config.data.eval) if spec and not is_generated(spec)]
     try:
         return {row.agent_name for spec in files for row in load_rows(spec) if row.agent_name}
     except DataError:
@@ -110,13 +110,17 @@ def check_reward(config: RunConfig) -> Check | None:
     return Check(NAME, True, config.agent.reward)
 
 
+GIVEN = ("", "program_file")
+"""Rewards that nothing but an episode has."""
+
+
 def check_score(config: RunConfig) -> Check | None:
     """The first row of the data is scored, by a reward server or judge for real."""
     from penstock.agent_loops import InfraFailure, LoadError
     from penstock.trainer import DataError
 
-    if not config.agent.reward:
-        return None  # loops or tools give the rewards
+    if config.agent.reward in GIVEN:
+        return None  # loops, tools or programs give the rewards
     try:
         row = first_rows(config, 1)[0]
     except (DataError, BadSpec):

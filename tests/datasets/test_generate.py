@@ -40,3 +40,13 @@ def test_makes_splits_of_the_same_options_once(tmp_path: Path, monkeypatch: pyte
 def test_a_bad_spec_is_named(tmp_path: Path, spec: str) -> None:
     with pytest.raises(BadSpec, match="generate:"):
         materialise(spec, tmp_path)
+
+
+def test_makes_seeds_that_no_other_split_has(tmp_path: Path) -> None:
+    spec = "generate:seeds/{}?train=12&eval=4&seed=5"
+    train, evaluation = (
+        pq.read_table(materialise(spec.format(split), tmp_path)).to_pylist() for split in ("train", "eval")
+    )
+    seeds = [row["extra_info"]["seed"] for row in train + evaluation]
+    assert seeds == list(range(5, 21))
+    assert {row["prompt"][0]["role"] for row in train} == {"system"}

@@ -141,3 +141,12 @@ def test_a_file_of_tools_that_is_not_there_is_named(recipe: Path) -> None:
     recipe.write_text(RECIPE + "tools: [{name: 'money.py:convert'}]\n")
     with pytest.raises(LoadError, match=r"no file 'money\.py'"), opened_tools(load_config(recipe)):
         pass
+
+
+def test_load_config_resolves_loops_and_environments_in_files(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (recipe.parent / "rooms.py").touch()
+    (recipe.parent / "gymnasium").mkdir()
+    monkeypatch.chdir(recipe.parent)
+    config = load_config(recipe, ["agent.loop=gymnasium", "agent.settings.env=rooms.py:room"])
+    assert (config.agent.loop, config.agent.settings["env"]) == ("gymnasium", f"{recipe.parent / 'rooms.py'}:room")
+    assert load_config(recipe, ["agent.loop=rooms.py:Loop"]).agent.loop == f"{recipe.parent / 'rooms.py'}:Loop"

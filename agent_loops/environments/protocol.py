@@ -1,0 +1,77 @@
+"""What a loop asks of an environment, wherever it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+COMPONENT = "environment"
+"""Of its failures, in outcomes."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvStep:
+    """What a reset or a step returned."""
+
+    text: str
+    """The observation, as the model reads it."""
+    reward: float = 0.0
+    terminated: bool = False
+    """The environment's own end."""
+    truncated: bool = False
+    """A limit of the environment's, as its number of steps."""
+    state: str = ""
+    """Key of the state it is in, for estimators that compare turns of the same state."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """Of its info."""
+    shown: Mapping[str, Any] = field(default_factory=dict)
+    """What the settings ask to show beside the observation."""
+
+    @property
+    def done(self) -> bool:
+        return self.terminated or self.truncated
+
+
+class InvalidAction(Exception):
+    """The environment has no such action; it was not stepped. The message is for the model."""
+
+
+class StepFailed(Exception):
+    """`step` raised; the message says what. The environment cannot be stepped any more."""
+
+
+class Environment(Protocol):
+    """One episode's environment. `reset` once, then `step` until done; `close` however it ends."""
+
+    async def reset(self, seed: int) -> EnvStep:
+        """Raises `InfraFailure`."""
+
+    async def step(self, action: str) -> EnvStep:
+        """Raises `InvalidAction`, `StepFailed`, and `InfraFailure` where it is gone or late."""
+
+    async def close(self) -> None:
+        """Ends it with all it started. Never raises; safe to call twice, and during another call."""
+
+
+class FakeEnvironment:
+    """Counts: ends after `steps`, with a reward of 1 for each action ``good``."""
+
+    def __init__(self, steps: int = 3) -> None:
+        self.steps = steps
+        self.seed: int | None = None
+        self.actions: list[str] = []
+        self.closed = False
+        self.options: Mapping[str, Any] = {}
+
+    async def reset(self, seed: int) -> EnvStep:
+        self.seed = seed
+        return EnvStep(f"room {seed}", state=f"{seed}")
+
+    async def step(self, action: str) -> EnvStep:
+        self.actions.append(action)
+        count = len(self.actions)
+        return EnvStep(f"step {count}", float(action == "good"), count >= self.steps, state=f"{count}")
+
+    async def close(self) -> None:
+        self.closed = True

@@ -1,0 +1,123 @@
+"""How the model reads an episode: as one conversation, or each turn by itself with a memory of the last ones.
+
+conversation    task, observation ─► action ─► observation ─► action …            one segment, ids appended
+windowed        task, memory(last n turns), observation ─► action                 a segment per turn
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from penstock.agent_loops.base import AgentLoopBase
+from penstock.agent_loops.chat.chat import ChatTokens
+from penstock.agent_loops.conversation import Conversation
+from penstock.agent_loops.llm import Reply
+from penstock.agent_loops.segment import TRUNCATED_LENGTH, TRUNCATED_TURNS, AgentLoopOutput, SegmentBuilder
+from penstock.transfer_queue import Outcome
+
+Messages = Sequence[Mapping[str, Any]]
+MAX_REMEMBERED_CHARS = 2000
+"""Of one observation in a memory."""
+
+
+class Talk(Protocol):
+    """One episode's."""
+
+    @property
+    def segment(self) -> SegmentBuilder:
+        """In which the next answer is sampled."""
+
+    @property
+    def done(self) -> bool:
+        """No further answer fits."""
+
+    def observe(self, reply: Reply, action: str, text: str) -> None:
+        """What came of the last answer. Raises `TemplateError`."""
+
+    def outputs(self, outcome: Outcome | None, turn_rewards: Sequence[float]) -> list[AgentLoopOutput]:
+        """All segments; at least one was sampled. `outcome` None: read off the end of the last one."""
+
+
+class WholeTalk:
+    """One conversation."""
+
+    def __init__(self, loop: AgentLoopBase, messages: Messages, first: str) -> None:
+        self._talk = Conversation(loop.chat, with_observation(loop.chat, messages, first))
+
+    @property
+    def segment(self) -> SegmentBuilder:
+        return self._talk.segment
+
+    @property
+    def done(self) -> bool:
+        return self._talk.done
+
+    def observe(self, reply: Reply, action: str, text: str) -> None:
+        self._talk.go_on(reply, [{"role": "user", "content": text}])
+
+    def outputs(self, outcome: Outcome | None, turn_rewards: Sequence[float]) -> list[AgentLoopOutput]:
+        return self._talk.outputs(outcome, turn_rewards)
+
+
+class WindowedTalk:
+    """Each turn is a prompt of its own: prompts stay short, however long the episode."""
+
+    def __init__(self, loop: AgentLoopBase, messages: Messages, first: str, remembered_turns: int) -> None:
+        self._chat = loop.chat
+        self._messages = messages
+        self._remembered_turns = remembered_turns
+        self._observed = [first]
+        self._actions: list[str] = []
+        self._segments = [self._next()]
+
+    @property
+    def segment(self) -> SegmentBuilder:
+        return self._segments[-1]
+
+    @property
+    def done(self) -> bool:
+        return self.segment.done
+
+    def observe(self, reply: Reply, action: str, text: str) -> None:
+        self._actions.append(action)
+        self._observed.append(text)
+        if not self.done:
+            self._segments.append(self._next())
+
+    def outputs(self, outcome: Outcome | None, turn_rewards: Sequence[float]) -> list[AgentLoopOutput]:
+        spoken = [segment for segment in self._segments if segment.num_turns]
+        outputs = [one.output(turn_rewards=[reward]) for one, reward in zip(spoken, turn_rewards, strict=True)]
+        return [*outputs[:-1], replace(outputs[-1], outcome=outcome or self._ending(outputs[-1].outcome))]
+
+    def _ending(self, own: Outcome) -> Outcome:
+        if self._chat.budget.turns_left == 0:
+            return TRUNCATED_TURNS
+        return TRUNCATED_LENGTH if self.done else own
+
+    def _next(self) -> SegmentBuilder:
+        memory = self._memory()
+        text = f"{memory}\n\nNow:\n{self._observed[-1]}" if memory else self._observed[-1]
+        return self._chat.start(with_observation(self._chat, self._messages, text))
+
+    def _memory(self) -> str:
+        first = max(0, len(self._actions) - self._remembered_turns)
+        told = zip(self._observed[first:], self._actions[first:], strict=False)
+        lines = [
+            f"{number}. {observed[:MAX_REMEMBERED_CHARS]}\n   > {action}"
+            for number, (observed, action) in enumerate(told, start=first + 1)
+        ]
+        return "\n".join(["Before:", *lines]) if lines else ""
+
+
+def with_observation(chat: ChatTokens, messages: Messages, text: str) -> list[Mapping[str, Any]]:
+    """The task's messages and the observation: below the last one where that is the user's, else one of its own.
+
+    Special tokens that it spells out are defused: neither an environment nor what a model said can open a turn.
+    """
+    text = str(chat.defused({"role": "user", "content": text})["content"])
+    last = messages[-1]
+    if last["role"] == "user" and isinstance(last["content"], str):
+        return [*messages[:-1], {**last, "content": f"{last['content']}\n\n{text}"}]
+    return [*messages, {"role": "user", "content": text}]

@@ -1,0 +1,19 @@
+"""Scripted policies that prove the problems of `reasoning_gym.yaml` without a model.
+
+penstock rehearse recipes/hubs/reasoning_gym.yaml --policy recipes/hubs/policies.py:oracle --expect 1
+penstock rehearse recipes/hubs/reasoning_gym.yaml --policy recipes/hubs/policies.py:null --expect 0
+"""
+
+from __future__ import annotations
+
+from penstock.agent_loops import EpisodeState
+
+
+def oracle(scene: EpisodeState) -> str:
+    """The row's own answer."""
+    return f"<answer>{scene.task.ground_truth}</answer>"
+
+
+def null(scene: EpisodeState) -> str:
+    """None."""
+    return "<answer></answer>"
