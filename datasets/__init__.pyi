@@ -11,9 +11,9 @@ from .calculator import Profile as Profile
 from .calculator import problems as problems
 from .calculator import random_expression as random_expression
 from .calculator import write_calculator as write_calculator
-from .generate import PREFIX as PREFIX
 from .generate import BadSpec as BadSpec
 from .generate import check_spec as check_spec
+from .generate import is_generated as is_generated
 from .generate import materialise as materialise
 from .generate import materialise_all as materialise_all
 from .gsm8k import BadInput as BadInput

@@ -1,6 +1,7 @@
-"""`generate:SPEC` in a recipe's data section: problems made at the run's start, so that it needs no files.
+"""`generate:SPEC` and `harbor:FOLDER` in a recipe's data section: rows made at the run's start.
 
-generate:calculator/train?train=4096&eval=128&seed=0
+generate:calculator/train?train=4096&eval=128&seed=0      problems, so that a run needs no files
+harbor:tasks                                              the task folders of a folder, as they are
 """
 
 from __future__ import annotations
@@ -10,17 +11,24 @@ from pathlib import Path
 from urllib.parse import parse_qsl
 
 from penstock.datasets import calculator
+from penstock.datasets.harbor.rows import HARBOR, BadFolder, harbor_rows, write_harbor
 
 PREFIX = "generate:"
 DEFAULTS = {"train": 4096, "eval": 128, "seed": 0}
 
 
 class BadSpec(ValueError):
-    """The text after `generate:` names no generator, split or option that exists."""
+    """The text after `generate:` names no generator, split or option that exists, that after `harbor:` no folder of
+    tasks that can be used."""
+
+
+def is_generated(source: str) -> bool:
+    """Whether `source` is a text that `materialise` makes a file of."""
+    return source.startswith((PREFIX, HARBOR))
 
 
 def materialise(source: str, directory: Path) -> str:
-    """The path to read for `source`: itself, or for `generate:SPEC` a Parquet file made under `directory`.
+    """The path to read for `source`: itself, or where it is generated a Parquet file made under `directory`.
 
     Train and eval are disjoint when their specs carry the same options. Raises `BadSpec`.
     """
@@ -31,10 +39,15 @@ def materialise(source: str, directory: Path) -> str:
 def materialise_all(sources: Sequence[str], directory: Path) -> list[str]:
     """`materialise` of each; both splits of the same options are made once."""
     made: set[Path] = set()
-    return [_made(source, directory, made) if source.startswith(PREFIX) else source for source in sources]
+    return [_made(source, directory, made) if is_generated(source) else source for source in sources]
 
 
 def _made(source: str, directory: Path, made: set[Path]) -> str:
+    if source.startswith(HARBOR):
+        try:
+            return str(write_harbor(source, directory))
+        except BadFolder as error:
+            raise BadSpec(str(error)) from error
     name, options = _parsed(source)
     folder = directory / "calculator-{train}-{eval}-{seed}".format(**options)
     if folder not in made:
@@ -45,7 +58,13 @@ def _made(source: str, directory: Path, made: set[Path]) -> str:
 
 def check_spec(source: str) -> None:
     """Raises `BadSpec` where `materialise` would."""
-    _parsed(source)
+    if not source.startswith(HARBOR):
+        _parsed(source)
+        return
+    try:
+        harbor_rows(Path(source.removeprefix(HARBOR)).expanduser())
+    except BadFolder as error:
+        raise BadSpec(str(error)) from error
 
 
 def _parsed(source: str) -> tuple[str, dict[str, int]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.agent_loops import load_object
-from penstock.datasets import PREFIX, BadSpec
+from penstock.datasets import BadSpec, is_generated
 from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.check import Check, skipped
 from penstock.deploy.preflight.data import data_sources, first_rows
@@ -76,7 +76,7 @@ def check_loop(config: RunConfig) -> Check | None:
 def _named_by_rows(config: RunConfig) -> set[str]:
     from penstock.trainer import DataError, load_rows
 
-    files = [spec for spec in (config.data.train, config.data.eval) if spec and not spec.startswith(PREFIX)]
+    files = [spec for spec in (config.data.train, config.data.eval) if spec and not is_generated(spec)]
     try:
         return {row.agent_name for spec in files for row in load_rows(spec) if row.agent_name}
     except DataError:

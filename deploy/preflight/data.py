@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.datasets import PREFIX, BadSpec, check_spec, materialise
+from penstock.datasets import BadSpec, check_spec, is_generated, materialise
 from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.check import Check
 
@@ -19,7 +19,7 @@ def data_sources(config: RunConfig) -> set[str]:
     """Every data_source of the training data; none where it is generated for the run, or is no dataset."""
     from penstock.trainer import DataError, load_rows
 
-    if config.data.train.startswith(PREFIX):
+    if is_generated(config.data.train):
         return set()
     try:
         return {row.data_source for row in load_rows(config.data.train)}
@@ -58,7 +58,7 @@ def check_data(config: RunConfig) -> Check:
         if spec is None:
             continue
         try:
-            if spec.startswith(PREFIX):
+            if is_generated(spec):
                 check_spec(spec)
             else:
                 counts.append(f"{len(load_rows(spec))} rows in {spec}")
