@@ -258,7 +258,7 @@ def _listed_files(tree: Mapping[str, Any]) -> Iterator[list[Any]]:
 
 
 def _resolve_path(text: str, roots: Sequence[Path]) -> str:
-    """`FILE.py:name` keeps its name, `harbor:FOLDER` its kind; hub names, dotted paths and generators stay as they are."""
+    """`FILE.py:name` keeps its name, `harbor:FOLDER` its kind; hub names, dotted paths, generators stay as they are."""
     if text.startswith(HARBOR):
         return HARBOR + _resolve_path(text.removeprefix(HARBOR), roots)
     file, colon, name = text.partition(":") if ".py:" in text else (text, "", "")

@@ -9,7 +9,7 @@ import secrets
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -45,7 +45,7 @@ class SessionSlot:
     image: str | None
     slot: int
     """No box of another living session of this maker has it."""
-    needs: BoxNeeds = BoxNeeds()
+    needs: BoxNeeds = field(default_factory=BoxNeeds)
 
 
 def shared_folders(config: SandboxConfig) -> dict[str, str]:

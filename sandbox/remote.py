@@ -20,7 +20,16 @@ import aiohttp
 from penstock.common import bearer_headers
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.idempotency import HEADER, request_key
-from penstock.sandbox.protocol import BoxNeeds, NoSuchImage, Output, RunResult, SandboxBusy, SandboxError, SandboxLost, UnmetNeeds
+from penstock.sandbox.protocol import (
+    BoxNeeds,
+    NoSuchImage,
+    Output,
+    RunResult,
+    SandboxBusy,
+    SandboxError,
+    SandboxLost,
+    UnmetNeeds,
+)
 from penstock.sandbox.session import GRACE_S
 
 START_TIMEOUT_S = 150.0
@@ -272,6 +281,9 @@ def _checked(url: str, line: dict[str, Any]) -> dict[str, Any]:
     return line
 
 
+_REFUSED: dict[str, type[SandboxError]] = {"body.image": NoSuchImage, "body.needs": UnmetNeeds}
+
+
 def _failure(url: str, answer: HttpReply) -> Exception:
     body = _error_of(answer)
     field = f"{body['field']}: " if "field" in body else ""
@@ -282,13 +294,10 @@ def _failure(url: str, answer: HttpReply) -> Exception:
         return OSError(body["errno"], detail)
     if answer.status == 401:
         return SandboxError(f"sandbox server {url} refuses this token")
-    if answer.status == 422 and body.get("field") == "body.image":
-        return NoSuchImage(f"sandbox server {url}: {detail}")
-    if answer.status == 422 and body.get("field") == "body.needs":
-        return UnmetNeeds(f"sandbox server {url}: {detail}")
     if answer.status in (429, 503) and answer.retry_after is not None:
         return SandboxBusy(f"sandbox server {url}: {detail}", float(answer.retry_after))
-    return SandboxError(f"sandbox server {url} answered {answer.status}: {detail}")
+    kind = _REFUSED.get(str(body.get("field")), SandboxError) if answer.status == 422 else SandboxError
+    return kind(f"sandbox server {url} answered {answer.status}: {detail}")
 
 
 def _error_of(answer: HttpReply) -> dict[str, Any]:

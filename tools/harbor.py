@@ -123,7 +123,9 @@ class HarborBox(EpisodeBox):
         await asyncio.to_thread(keep_prediction, self._settings.predictions, self._label, self._task.name, patch)
 
     def _without_reward(self, grade: HarborGrade) -> float:
-        cause = grade.why_none() or f"no reward is called {self._settings.reward_key!r}: {', '.join(grade.rewards)}"
+        key = self._settings.reward_key
+        wrong_key = f"no reward is called {key!r}: it has {', '.join(grade.rewards)}" if key and grade.rewards else ""
+        cause = grade.cause or wrong_key or grade.why_none()
         if self._settings.no_reward == "zero" and grade.cause:
             log.info("%s: %s earns 0: %s", self._label, self._task.name, cause)
             return 0.0

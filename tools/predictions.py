@@ -1,4 +1,4 @@
-"""What a graded episode did to its repository, kept as a file: `penstock data export` makes SWE-bench's format of them."""
+"""What a graded episode did to its repository, as a file; `penstock data export` makes SWE-bench's format of them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ DATA_SOURCE = "harbor"
 
 
 class BadFolder(ValueError):
-    """The text after `harbor:` is no folder of tasks, or one of its tasks cannot be used: the text names all of them."""
+    """The text after `harbor:` is no folder of tasks, or some of them cannot be used: the text names all of these."""
 
 
 def harbor_rows(folder: Path) -> list[Row]:

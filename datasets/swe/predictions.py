@@ -42,7 +42,9 @@ def _recorded(folder: Path) -> Iterator[dict[str, Any]]:
     """By name of episode. Raises `BadFile`."""
     files = sorted(folder.glob("*.json")) if folder.is_dir() else []
     if not files:
-        raise BadFile(f"{folder}: no predictions; the tools `swe` and `harbor` write them with settings: {{predictions: FOLDER}}")
+        raise BadFile(
+            f"{folder}: no predictions; the tools `swe` and `harbor` write them with settings: {{predictions: FOLDER}}"
+        )
     for file in files:
         try:
             fields = json.loads(file.read_text(encoding="utf-8"))

@@ -26,7 +26,9 @@ def check(  # noqa: PLR0917 - options of a command
     recipe: Annotated[
         Path | None, typer.Option(help="Check in the boxes of this recipe: its `sandbox`, and its `harbor` tools.")
     ] = None,
-    backend: Annotated[str, typer.Option(help="Without a recipe: docker, or bwrap for tasks without an image.")] = "docker",
+    backend: Annotated[
+        str, typer.Option(help="Without a recipe: docker, or bwrap for tasks without an image.")
+    ] = "docker",
     image: Annotated[
         str, typer.Option(help="Backend docker: of tasks that name no image and have no Dockerfile.")
     ] = "penstock-box:base",

@@ -16,7 +16,8 @@ README = "README.md"
 def init(
     folder: Annotated[Path, typer.Argument(help="A new or empty folder.", metavar="FOLDER")],
     template: Annotated[
-        str, typer.Option("--from", help="calculator, retool, search_r1, swe, harbor or openai; each is described above.")
+        str,
+        typer.Option("--from", help="calculator, retool, search_r1, swe, harbor or openai; each is described above."),
     ] = "calculator",
 ) -> None:
     """Make a small project that trains at once: a recipe, the parts that are yours to change, a README of ten lines.

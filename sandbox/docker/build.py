@@ -34,7 +34,9 @@ async def build_image(name: str, context: bytes, timeout_s: float, network: str 
     try:
         status, said = await _docker(argv, context, timeout_s)
     except TimeoutError as error:
-        raise NoSuchImage(f"image {name} was not built within {timeout_s:g} s (environment.build_timeout_sec)") from error
+        raise NoSuchImage(
+            f"image {name} was not built within {timeout_s:g} s (environment.build_timeout_sec)"
+        ) from error
     if status != 0:
         raise NoSuchImage(f"image {name} cannot be built: {said.strip()}")
 

@@ -145,9 +145,7 @@ class DockerSandbox(LimitedSandbox):
             _require_root(image)
             storage_bytes = (slot.needs.storage_mb or self.config.own_limits.storage_mb) << 20
         labels = labels_of(self._owner, slot.label, slot.session_id)
-        spec = container_spec(
-            config, self._engine, image, command, slot=slot.slot, labels=labels, own_root=own_root
-        )
+        spec = container_spec(config, self._engine, image, command, slot=slot.slot, labels=labels, own_root=own_root)
         user = spec["User"]
         if kept:
             spec["User"] = keeper_of(self._engine.remaps_uids)

@@ -40,8 +40,12 @@ MAX_PATCH_BYTES = 16 << 20
 SOLVE_OUTPUT = "/logs/agent/oracle.txt"
 NO_REWARD_KEY = "it has several rewards and none is called 'reward'"
 _FOLDERS = "mkdir -p /logs/agent /logs/verifier /logs/artifacts && chmod 777 /logs/agent /logs/verifier /logs/artifacts"
-_WORKDIR = f'w="${{1:-${{{WORKDIR_VARIABLE}:-/app}}}}"; mkdir -p -- "$w" && cd -- "$w" && pwd -P'
-_ENTRYPOINT = f'[ -z "${ENTRYPOINT_VARIABLE}" ] || {{ cd -- "$1"; eval "set -- ${ENTRYPOINT_VARIABLE}"; exec "$@" true; }}'
+_LIFE = "cut -d ' ' -f 22 /proc/1/stat"
+"""When the box's first process started: a box that takes the place of one that is gone has another."""
+_WORKDIR = f'w="${{1:-${{{WORKDIR_VARIABLE}:-/app}}}}"; mkdir -p -- "$w" && cd -- "$w" && pwd -P && {_LIFE}'
+_ENTRYPOINT = (
+    f'[ -z "${ENTRYPOINT_VARIABLE}" ] || {{ cd -- "$1"; eval "set -- ${ENTRYPOINT_VARIABLE}"; exec "$@" true; }}'
+)
 _SCRIPT = 'cd -- "$1" && chmod +x "$2" && exec "$2" >"$3" 2>&1'
 _EMPTY_TESTS = "[ ! -L /tests ] && [ ! -f /tests ] || rm -f /tests; rm -rf /tests/* /tests/.[!.]* /tests/..?*; "
 _HAS_TESTS = '[ -n "$(ls -A /tests 2>/dev/null)" ] || echo none; '
@@ -81,9 +85,10 @@ class HarborGrade:
 class HarborEnvironment:
     """Made by `open`, or by `around` on a session in which another process opened it. The maker closes it."""
 
-    def __init__(self, task: HarborTask, session: Session, folder: str, passed: Mapping[str, str]) -> None:
+    def __init__(self, task: HarborTask, session: Session, folder: str, life: str, passed: Mapping[str, str]) -> None:
         self.task = task
         self.session = session
+        self._life = life
         self.folder = folder
         """The working directory in the box, absolute."""
         where = f"task {task.name}"
@@ -120,9 +125,7 @@ class HarborEnvironment:
         cls, session: Session, task: HarborTask, passed: Mapping[str, str] | None = None
     ) -> HarborEnvironment:
         """The environment that `open` made in this session."""
-        result = await session.run(["sh", "-c", _WORKDIR, "harbor", task.workdir or ""], timeout_s=HOUSEKEEPING_S)
-        _require(result, task, f"its working directory {task.workdir or ''} cannot be made")
-        return cls(task, session, result.stdout.rstrip("\n"), passed or {})
+        return cls(task, session, *await _located(session, task), passed or {})
 
     async def run(
         self, command: str, timeout_s: float | None = None, variables: Mapping[str, str] | None = None
@@ -159,8 +162,18 @@ class HarborEnvironment:
             return None
 
     async def grade(self) -> HarborGrade:
-        """By the task's tests, in this box. Raises `SandboxError`, `HarborTaskError`."""
+        """By the task's tests, in this box. Raises `SandboxError`, `HarborTaskError`.
+
+        Where the agent broke a limit that took the whole box, a fresh one is set up: it earns what doing nothing earns.
+        """
         started = time.monotonic()
+        try:
+            _, life = await _located(self.session, self.task)
+        except HarborTaskError as error:
+            return HarborGrade(cause=str(error))
+        if life != self._life:
+            self._life = life
+            await self._set_up()
         forget = _FORGET if self._image_has_tests else _EMPTY_TESTS + _FORGET
         result = await self.session.run(["sh", "-c", forget], timeout_s=HOUSEKEEPING_S)
         if result.exit_code != 0:
@@ -170,9 +183,7 @@ class HarborEnvironment:
             await self._put("/tests", await asyncio.to_thread(packed, self.task.tests, script), "tests")
         except HarborTaskError as error:  # the agent may have broken the box: that is no failure of the task
             return HarborGrade(cause=str(error), seconds=time.monotonic() - started)
-        ran = await self._script(
-            "/tests/test.sh", TEST_OUTPUT, self.task.verifier_timeout_s, self._verifier_variables
-        )
+        ran = await self._script("/tests/test.sh", TEST_OUTPUT, self.task.verifier_timeout_s, self._verifier_variables)
         rewards, cause = await self._rewards(ran)
         return HarborGrade(rewards, cause, time.monotonic() - started)
 
@@ -221,9 +232,7 @@ class HarborEnvironment:
         variables = {**self.variables, **(more or {})}
         return ["env", *(f"{name}={value}" for name, value in variables.items()), *argv] if variables else argv
 
-    async def _script(
-        self, path: str, output: str, timeout_s: float, variables: Mapping[str, str]
-    ) -> RunResult:
+    async def _script(self, path: str, output: str, timeout_s: float, variables: Mapping[str, str]) -> RunResult:
         """Its output goes to a file: it may be long."""
         argv = self._with_variables(["sh", "-c", _SCRIPT, "harbor", self.folder, path, output], variables)
         return await self.session.run(argv, timeout_s=timeout_s)
@@ -256,6 +265,14 @@ class HarborEnvironment:
             return await self.output_of(TEST_OUTPUT) or "they wrote nothing"
         except SandboxError as error:
             return str(error)
+
+
+async def _located(session: Session, task: HarborTask) -> tuple[str, str]:
+    """(the working directory, which is made; the box's life). Raises `SandboxError`, `HarborTaskError`."""
+    result = await session.run(["sh", "-c", _WORKDIR, "harbor", task.workdir or ""], timeout_s=HOUSEKEEPING_S)
+    _require(result, task, f"its working directory {task.workdir or ''} cannot be made")
+    folder, life = result.stdout.rstrip("\n").rsplit("\n", 1)
+    return folder, life
 
 
 def _of_text(text: str) -> dict[str, float]:

@@ -60,7 +60,9 @@ def packed(folder: Path | None, more: Mapping[str, bytes] | None = None, left_ou
 _LINK = 0o120000
 
 
-def _entries(folder: Path | None, more: Mapping[str, bytes], left_out: frozenset[str]) -> Iterator[tuple[str, int, bytes]]:
+def _entries(
+    folder: Path | None, more: Mapping[str, bytes], left_out: frozenset[str]
+) -> Iterator[tuple[str, int, bytes]]:
     """(path, mode, content, of a link its target), by path."""
     found = {name: (0o755 if name.endswith(".sh") else 0o644, content) for name, content in more.items()}
     for path in sorted(folder.rglob("*")) if folder is not None else ():

@@ -49,7 +49,7 @@ class HarborTask:
     build_timeout_s: float = DEFAULT_BUILD_S
     workdir: str | None = None
     """None: that of the image."""
-    needs: BoxNeeds = BoxNeeds(own_root=True)
+    needs: BoxNeeds = field(default_factory=lambda: BoxNeeds(own_root=True))
     agent_timeout_s: float | None = None
     verifier_timeout_s: float = DEFAULT_VERIFIER_S
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -75,16 +75,16 @@ def resolved(variables: Mapping[str, str], passed: Mapping[str, str], where: str
 
     Raises `HarborTaskError`.
     """
-    found = {}
-    for name, value in variables.items():
-        match = _TEMPLATE.fullmatch(value)
-        if match is not None:
-            source, default = match.groups()
-            if source not in passed and default is None:
-                raise HarborTaskError(
-                    f"{where}: {name} is the variable {source} of this machine, which tasks do not see: name it in"
-                    " pass_env"
-                )
-            value = passed.get(source, default or "")
-        found[name] = value
-    return found
+    return {name: _filled(name, value, passed, where) for name, value in variables.items()}
+
+
+def _filled(name: str, value: str, passed: Mapping[str, str], where: str) -> str:
+    match = _TEMPLATE.fullmatch(value)
+    if match is None:
+        return value
+    source, default = match.groups()
+    if source not in passed and default is None:
+        raise HarborTaskError(
+            f"{where}: {name} is the variable {source} of this machine, which tasks do not see: name it in pass_env"
+        )
+    return passed.get(source, default or "")

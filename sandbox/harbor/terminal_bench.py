@@ -2,9 +2,9 @@
 
 task.yaml, Dockerfile, docker-compose.yaml (one container), run-tests.sh, tests/, solution.sh
 
-The mapping is that of Harbor's own converter: the status of run-tests.sh is the reward, /tests holds the tests, and the
-compose file's variables, folder and entry point become lines of the Dockerfile. What Harbor keeps as a compose file, and
-what it drops in silence although it decides the grade, is refused by its name.
+The mapping is that of Harbor's own converter: the status of run-tests.sh is the reward, /tests holds the tests, and
+the compose file's variables, folder and entry point become lines of the Dockerfile. What Harbor keeps as a compose
+file, and what it drops in silence although it decides the grade, is refused by its name.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ class _Reader:
             raise self.error(f"{COMPOSE}: build.context {context!r} is outside of the task's folder")
         path = folder / dockerfile
         if not path.is_file():
-            raise self.error(f"{path.relative_to(self.folder.resolve())} is missing: there is no image to make a box of")
+            raise self.error(
+                f"{path.relative_to(self.folder.resolve())} is missing: there is no image to make a box of"
+            )
         text = path.read_text(encoding="utf-8")
         left_out = {name for name in _HANDLED if not _copies(text, name)} if context == "." else set()
         lines = "\n".join(["", "ENV TEST_DIR=/tests", *self._dockerfile_lines(service), ""])

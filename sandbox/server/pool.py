@@ -111,9 +111,7 @@ class BoxPool:
     def warm(self) -> int:
         return sum(map(len, self._warm.values()))
 
-    async def take(
-        self, label: str, image: str | None, timeout_s: float, needs: BoxNeeds | None = None
-    ) -> Session:
+    async def take(self, label: str, image: str | None, timeout_s: float, needs: BoxNeeds | None = None) -> Session:
         """A responsive box of `image`; it belongs to the taker until `give_back`. With `needs` it is no warm one.
 
         Raises:

@@ -9,9 +9,10 @@ from penstock.deploy import load_config
 HERE = Path(__file__).parent
 
 
-def test_the_policies_that_prove_the_tasks_are_there() -> None:
-    assert callable(policies.oracle({"patch": "--- a/f.py\n+++ b/f.py\n@@ -1 +1 @@\n-1\n+2\n"}))
-    assert callable(policies.null({}))
+def test_the_policies_that_prove_the_tasks_end_with_submit() -> None:
+    patch = "--- a/f.py\n+++ b/f.py\n@@ -1 +1 @@\n-1\n+2\n"
+    for answers in (policies.oracle({"patch": patch}), policies.null({})):
+        assert "submit" in answers[-1]
 
 
 def test_the_recipe_is_sound() -> None:
