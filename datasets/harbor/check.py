@@ -111,12 +111,21 @@ class Checker:
 
     async def check(self, folders: Sequence[Path], *, again: bool = False) -> list[CheckedTask]:
         """In the order of `folders`. `again`: whatever the record says."""
-        record = [] if again else [Probe(**line) for line in read_jsonl(self._record)]
-        self._known = {(one.task, one.digest, one.agent): one for one in record}
+        record: dict[tuple[str, str, str], Probe] = {}
+        for one in self._recorded():
+            record[one.task, one.digest, one.agent] = one
         self._record.parent.mkdir(parents=True, exist_ok=True)
-        rewrite_jsonl(self._record, [asdict(one) for one in self._known.values()])
+        rewrite_jsonl(self._record, [asdict(one) for one in record.values()])  # without a line that was cut short
+        self._known = {} if again else record
         self._ended, self._count = 0, len(folders)
         return list(await asyncio.gather(*(self._in_turn(folder) for folder in folders)))
+
+    def _recorded(self) -> list[Probe]:
+        """Of a later line and an earlier one of the same probe the later one counts. Raises `HarborTaskError`."""
+        try:
+            return [Probe(**line) for line in read_jsonl(self._record)]
+        except TypeError as error:
+            raise HarborTaskError(f"{self._record} is no record of a check ({error}): name another --record") from error
 
     async def _in_turn(self, folder: Path) -> CheckedTask:
         async with self._turns:

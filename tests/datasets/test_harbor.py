@@ -17,7 +17,7 @@ from penstock.datasets import BadSpec, check_spec, is_generated, materialise
 from penstock.datasets.harbor import Checker
 from penstock.deploy import app, load_config
 from penstock.sandbox import FakeSandbox, Sandbox, SandboxError, make_sandbox
-from penstock.sandbox.harbor import HarborTask
+from penstock.sandbox.harbor import HarborTask, HarborTaskError
 
 __all__ = ["write_task"]
 
@@ -106,6 +106,15 @@ async def test_a_check_that_was_stopped_continues(boxes: Sandbox, write_task: Wr
     assert nothing.started == 2, "a failure of the sandbox says nothing of a task, and is tried again"
     assert all(one.sound for one in await Checker(boxes, record, no_build, {}).check([done, changed, new]))
     assert len(record.read_text().splitlines()) == 8
+    await Checker(boxes, record, no_build, {}).check([new], again=True)
+    assert {json.loads(line)["task"] for line in record.read_text().splitlines()} == {"done", "changed", "new"}
+
+
+async def test_another_file_is_no_record_and_is_left_alone(write_task: WriteTask, tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"mine": 1}\n')
+    with pytest.raises(HarborTaskError, match=r"mine\.jsonl is no record"):
+        await Checker(FakeSandbox(), tmp_path / "mine.jsonl", no_build, {}).check([write_task()])
+    assert (tmp_path / "mine.jsonl").read_text() == '{"mine": 1}\n'
 
 
 async def test_an_image_that_cannot_be_built_is_the_tasks_problem(write_task: WriteTask, tmp_path: Path) -> None:
