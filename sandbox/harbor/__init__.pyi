@@ -11,3 +11,4 @@ from .packing import packed as packed
 from .task import HarborTask as HarborTask
 from .task import HarborTaskError as HarborTaskError
 from .task import Healthcheck as Healthcheck
+from .task import resolved as resolved
