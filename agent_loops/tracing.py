@@ -205,9 +205,9 @@ class _Proxy:
 
 
 class TracedSandbox(_Proxy):
-    async def start(self, label: str, *, image: str | None = None) -> Session:
+    async def start(self, label: str, **asked: Any) -> Session:
         with exported_span("sandbox", "start"):
-            return cast(Session, TracedSession(await self._inner.start(label, image=image)))
+            return cast(Session, TracedSession(await self._inner.start(label, **asked)))
 
     async def attach(self, session_id: str) -> Session:
         with exported_span("sandbox", "attach"):

@@ -1,8 +1,9 @@
-"""Rows that a run makes at its start, so that it needs no files: `generate:SPEC` and `reasoning_gym:TASK`.
+"""Rows that a run makes at its start: `generate:SPEC`, `reasoning_gym:TASK` and `harbor:FOLDER` in `data`.
 
 generate:calculator/train?train=4096&eval=128&seed=0     arithmetic
 generate:seeds/train?train=4096&eval=128&seed=0          a seed per row, for environments that make the rest
 reasoning_gym:chain_sum?size=1000&seed=0                 see `reasoning_gym`
+harbor:tasks                                             the task folders of a folder, as they are
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from penstock.datasets import calculator, reasoning_gym
+from penstock.datasets.harbor.rows import HARBOR, BadFolder, harbor_rows, write_harbor
 from penstock.datasets.rows import write_parquet
 
 PREFIX = "generate:"
@@ -21,12 +23,12 @@ INSTRUCTION = "You act in an environment. Each message tells what you observe; e
 
 
 class BadSpec(ValueError):
-    """The source names no generator, split, task or option that exists."""
+    """The source names no generator, split, task, folder or option that exists."""
 
 
 def is_generated(source: str) -> bool:
     """Whether `source` names rows that are made, rather than a file."""
-    return source.startswith((PREFIX, reasoning_gym.PREFIX))
+    return source.startswith((PREFIX, reasoning_gym.PREFIX, HARBOR))
 
 
 def materialise(source: str, directory: Path) -> str:
@@ -45,11 +47,13 @@ def materialise_all(sources: Sequence[str], directory: Path) -> list[str]:
 
 
 def _made(source: str, directory: Path, made: set[Path]) -> str:
-    if source.startswith(reasoning_gym.PREFIX):
-        try:
+    try:
+        if source.startswith(reasoning_gym.PREFIX):
             return str(reasoning_gym.write_tasks(source, directory))
-        except reasoning_gym.BadTasks as error:
-            raise BadSpec(str(error)) from error
+        if source.startswith(HARBOR):
+            return str(write_harbor(source, directory))
+    except (reasoning_gym.BadTasks, BadFolder) as error:
+        raise BadSpec(str(error)) from error
     name, options = _parsed(source)
     kind, _, split = name.partition("/")
     folder = directory / (f"{kind}-" + "{train}-{eval}-{seed}".format(**options))
@@ -89,12 +93,14 @@ GENERATORS: dict[str, Callable[[Path, int, int, int], dict[str, int]]] = {
 
 def check_spec(source: str) -> None:
     """Raises `BadSpec` where `materialise` would, but for what only the package of a task knows."""
-    if not source.startswith(reasoning_gym.PREFIX):
-        _parsed(source)
-        return
     try:
-        reasoning_gym.check_tasks(source)
-    except reasoning_gym.BadTasks as error:
+        if source.startswith(reasoning_gym.PREFIX):
+            reasoning_gym.check_tasks(source)
+        elif source.startswith(HARBOR):
+            harbor_rows(Path(source.removeprefix(HARBOR)).expanduser())
+        else:
+            _parsed(source)
+    except (reasoning_gym.BadTasks, BadFolder) as error:
         raise BadSpec(str(error)) from error
 
 

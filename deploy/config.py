@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from penstock.agent_loops import AgentConfig
 from penstock.dashboard import DashboardConfig
+from penstock.datasets.harbor import HARBOR
 from penstock.rollout_server import RolloutConfig
 from penstock.sandbox import SandboxConfig
 from penstock.tools import ToolConfig, read_tools
@@ -34,7 +35,7 @@ class DataConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     train: str = Field(
-        description="Parquet or JSONL with verl's columns, or generate:SPEC, reasoning_gym:TASK (see docs)."
+        description="Parquet or JSONL with verl's columns, harbor:FOLDER, generate:SPEC or reasoning_gym:TASK (see docs)."
     )
     eval: str | None = Field(None, description="Same for evaluation; None: no evaluation.")
     eval_limit: int = Field(0, ge=0, description="Evaluate on the first rows only; 0 takes all.")
@@ -267,7 +268,9 @@ def _listed_files(tree: Mapping[str, Any]) -> Iterator[list[Any]]:
 
 
 def _resolve_path(text: str, roots: Sequence[Path]) -> str:
-    """`FILE.py:name` keeps its name; hub names, dotted paths and generators stay as they are."""
+    """`FILE.py:name` keeps its name, `harbor:FOLDER` its kind; hub names, dotted paths, generators stay as they are."""
+    if text.startswith(HARBOR):
+        return HARBOR + _resolve_path(text.removeprefix(HARBOR), roots)
     file, colon, name = text.partition(":") if ".py:" in text else (text, "", "")
     for root in roots:
         if file and (root / file).exists():

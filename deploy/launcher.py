@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from penstock.common import NotPrivate, rewrite_jsonl
-from penstock.datasets import materialise_all
+from penstock.datasets import BadSpec, materialise_all
 from penstock.deploy.config import ConfigError, RunConfig, dump_config
 from penstock.deploy.connection import (
     TOKEN_VARIABLE,
@@ -92,9 +92,15 @@ async def _enter(config: RunConfig, run: RunDir, queue: TransferQueue, limits: L
 
 
 def _for_all_roles(config: RunConfig, run: RunDir) -> RunConfig:
-    """The configuration as all roles get it: absolute runs_dir, and generated datasets as files of the run."""
+    """The configuration as all roles get it: absolute runs_dir, and generated datasets as files of the run.
+
+    Raises `ConfigError` where a dataset cannot be made.
+    """
     sources = {split: source for split, source in (("train", config.data.train), ("eval", config.data.eval)) if source}
-    paths = materialise_all(list(sources.values()), run.data)
+    try:
+        paths = materialise_all(list(sources.values()), run.data)
+    except BadSpec as error:
+        raise ConfigError(f"data: {error}") from error
     data = config.data.model_copy(update=dict(zip(sources, paths, strict=True)))
     return config.model_copy(update={"runs_dir": str(Path(config.runs_dir).resolve()), "data": data})
 

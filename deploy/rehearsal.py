@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.agent_loops import SPLIT, EnvCheck, Policy, check_env
-from penstock.datasets import materialise
+from penstock.datasets import BadSpec, materialise
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.connection import TOKEN_VARIABLE
 from penstock.trainer import DataError, DatasetRow, load_rows
@@ -20,7 +20,10 @@ def rows_of(config: RunConfig, split: str, limit: int = 0) -> list[DatasetRow]:
     if split not in sources:
         raise ConfigError(f"--split {split}: this recipe has {', '.join(sources)}")
     with tempfile.TemporaryDirectory() as folder:
-        return load_rows(materialise(sources[split], Path(folder)), limit)
+        try:
+            return load_rows(materialise(sources[split], Path(folder)), limit)
+        except BadSpec as error:
+            raise ConfigError(f"data: {error}") from error
 
 
 def full_reward(row: DatasetRow) -> float:

@@ -63,6 +63,11 @@ class Box(ABC):
     def stderr_tail(self) -> str:
         """What the driver wrote to its stderr."""
 
+    @property
+    def broken_limit(self) -> str | None:
+        """A limit for which the whole box was ended."""
+        return None
+
     @abstractmethod
     def new_oom_kills(self) -> int:
         """Processes of this box that ran out of memory since the last call; also after its end."""

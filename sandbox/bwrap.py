@@ -26,7 +26,7 @@ from penstock.sandbox.cgroups import CgroupMaker, open_cgroups
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.inside import memory
 from penstock.sandbox.limited import QUEUE_TIMEOUT_S, DriverSandbox, SessionSlot, shared_folders
-from penstock.sandbox.protocol import SandboxError
+from penstock.sandbox.protocol import OWN_FOLDERS, BoxNeeds, SandboxError, UnmetNeeds
 from penstock.sandbox.seccomp import build_filter
 from penstock.sandbox.zygote import ForkedBox, Zygote, ZygoteCommand, why_no_zygote
 
@@ -87,11 +87,23 @@ class BwrapSandbox(DriverSandbox):
             )
         command = self._zygote_command()
         self._why_no_zygote = why_no_zygote(command, _uid(0))
+        if self._why_no_zygote and config.own_root:
+            raise SandboxError(f"sandbox.own_root needs boxes forked by a zygote: {self._why_no_zygote}")
         self._zygote = None if self._why_no_zygote else Zygote(command)
         self.containment = self._describe()
         if self._why_no_zygote:
             logger.info("sandbox: bwrap starts each box by itself, which takes longer: %s", self._why_no_zygote)
         logger.log(logging.INFO if self._cgroups else logging.WARNING, "sandbox: %s", self.containment)
+
+    def check_needs(self, needs: BoxNeeds) -> None:
+        """All boxes have the limits of the settings: a session may not ask for more, and gets no less."""
+        super().check_needs(needs)
+        for name, setting in (("memory_mb", "memory_mb"), ("cpus", "cpus"), ("storage_mb", "tmp_mb")):
+            if (wanted := getattr(needs, name)) is not None and wanted > getattr(self.config, setting):
+                raise UnmetNeeds(
+                    f"a session asks for {name} {wanted:g}, and boxes of bwrap have sandbox.{setting}"
+                    f" {getattr(self.config, setting):g}: raise it"
+                )
 
     async def close(self) -> None:
         await super().close()
@@ -141,8 +153,11 @@ class BwrapSandbox(DriverSandbox):
 
     def _zygote_command(self) -> ZygoteCommand:
         options = [*_ZYGOTE_WALLS.split(), *([] if os.geteuid() == 0 else ["--unshare-user"]), *_ENVIRONMENT.split()]
-        files = ["--perms", "0755", "--dir", "/etc", *_system_folders(), *self._folders, *_ZYGOTE_FILES.split()]
+        own = OWN_FOLDERS if self.config.own_root else ()
+        made = [part for folder in ("/etc", *own) for part in ("--perms", "0755", "--dir", folder)]
+        files = [*made, *_system_folders(), *self._folders, *_ZYGOTE_FILES.split()]
         settings = {**self._settings(), "shm_bytes": _SHM_BYTES, "tmp_bytes": self.config.tmp_mb << 20}
+        settings["own_folders"] = own
         settings["worker"] = os.getpid()  # names whose it is in a list of processes
         if self._cgroups is None:
             files += _UNMAPPED_ZERO.split()

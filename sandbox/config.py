@@ -5,12 +5,17 @@ from __future__ import annotations
 import posixpath
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
+
+from penstock.sandbox.protocol import OWN_FOLDERS
 
 DEFAULT_IMAGE = "default"
 """In `warm`: the backend's own default image."""
 SYSTEM_FOLDERS = frozenset({"bin", "dev", "etc", "lib", "lib64", "proc", "root", "run", "sbin", "sys", "tmp", "usr"})
 """First parts of paths in a box that are its system's, or its own to write."""
+
+
+OWN_FOLDER_NAMES = frozenset(folder[1:] for folder in OWN_FOLDERS)
 
 
 class CallerConfig(BaseModel):
@@ -39,6 +44,18 @@ class SandboxServerConfig(BaseModel):
     )
 
 
+class OwnLimitsConfig(BaseModel):
+    """The most that one session may ask for itself."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    memory_mb: int = Field(8192, gt=0, description="Most memory of a box whose task asks for its own.")
+    cpus: float = Field(8.0, gt=0, description="Most CPU share of a box whose task asks for its own.")
+    storage_mb: int = Field(
+        10240, gt=0, description="Most that a box with an own root writes to its image's file system."
+    )
+
+
 class SandboxConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -63,6 +80,12 @@ class SandboxConfig(BaseModel):
     run_timeout_s: float = Field(5.0, gt=0, description="Wall-clock limit of one run.")
     output_bytes: int = Field(65536, gt=0, description="Output of one run; more is cut and said so.")
     tmp_mb: int = Field(64, gt=0, description="Size of the private /tmp.")
+    own_root: bool = Field(
+        False,
+        description="Sessions may have a file system of their own to write, of an image as its root user, as tasks of"
+        " Harbor need it. A weaker wall.",
+    )
+    own_limits: OwnLimitsConfig = OwnLimitsConfig()
     folders: dict[str, str] = Field(
         default_factory=dict,
         description="Folders of this machine that every box sees, read-only: path in the box, as /agents → path here.",
@@ -82,3 +105,10 @@ class SandboxConfig(BaseModel):
             if inside.split("/")[1] in {"", *SYSTEM_FOLDERS}:
                 raise ValueError(f"{inside!r} is a box's own: choose another path, such as /agents")
         return folders
+
+    @model_validator(mode="after")
+    def _own_folders_are_free(self) -> SandboxConfig:
+        taken = [inside for inside in self.folders if self.own_root and inside.split("/")[1] in OWN_FOLDER_NAMES]
+        if taken:
+            raise ValueError(f"folders: {taken[0]} is a box's own to write where own_root is set: choose another path")
+        return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from penstock.sandbox.protocol import Output, RunResult, SandboxError, SandboxLost
+from penstock.sandbox.protocol import BoxNeeds, Output, RunResult, SandboxError, SandboxLost
 
 
 class FakeSession:
@@ -69,7 +69,7 @@ class FakeSandbox:
         self.start_s = 0.0
         self.broken_images: set[str | None] = set()
 
-    async def start(self, label: str, *, image: str | None = None) -> FakeSession:
+    async def start(self, label: str, *, image: str | None = None, needs: BoxNeeds | None = None) -> FakeSession:
         self.started += 1
         session = FakeSession(self, f"box-{self.started}", image)
         self.living.add(session)  # a box counts from the moment its start begins

@@ -9,13 +9,21 @@ import secrets
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from penstock.sandbox.box import Box
 from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.protocol import NoSuchImage, SandboxBusy, SandboxError, SandboxLost, Session
+from penstock.sandbox.protocol import (
+    BoxNeeds,
+    NoSuchImage,
+    SandboxBusy,
+    SandboxError,
+    SandboxLost,
+    Session,
+    UnmetNeeds,
+)
 from penstock.sandbox.session import DriverSession
 
 logger = logging.getLogger(__name__)
@@ -37,6 +45,7 @@ class SessionSlot:
     image: str | None
     slot: int
     """No box of another living session of this maker has it."""
+    needs: BoxNeeds = field(default_factory=BoxNeeds)
 
 
 def shared_folders(config: SandboxConfig) -> dict[str, str]:
@@ -109,9 +118,22 @@ class LimitedSandbox(ABC):
                 " images need sandbox.backend: docker"
             )
 
-    async def start(self, label: str, *, image: str | None = None) -> Session:
+    def check_needs(self, needs: BoxNeeds) -> None:
+        """Raises `UnmetNeeds` where a box may not or cannot be made so."""
+        if needs.own_root and not self.config.own_root:
+            raise UnmetNeeds("a session asks for a root of its own: allow that with sandbox.own_root: true")
+        for name, most in self.config.own_limits.model_dump().items():
+            if (wanted := getattr(needs, name)) is not None and wanted > most:
+                raise UnmetNeeds(
+                    f"a session asks for {name} {wanted:g}, and a session may have {most:g}: raise"
+                    f" sandbox.own_limits.{name}, or leave its task out"
+                )
+
+    async def start(self, label: str, *, image: str | None = None, needs: BoxNeeds | None = None) -> Session:
+        needs = needs or BoxNeeds()
         self.check_image(image)
-        slot = SessionSlot(secrets.token_hex(12), label, image, await self._free_slot())
+        self.check_needs(needs)
+        slot = SessionSlot(secrets.token_hex(12), label, image, await self._free_slot(), needs)
 
         def release() -> None:
             self._sessions.pop(slot.session_id, None)

@@ -21,6 +21,10 @@ class NoSuchImage(SandboxError):
     """Boxes of the requested image cannot be made here; the message names the fix."""
 
 
+class UnmetNeeds(SandboxError):
+    """A session asks for a box that this maker may not or cannot make; the message names the setting."""
+
+
 class SandboxBusy(SandboxError):
     """No room now (all boxes in use, or a quota reached): nothing was started, the caller may retry."""
 
@@ -39,7 +43,8 @@ class RunResult:
     exit_code: int | None
     """None where it was killed by a limit."""
     limit: str | None = None
-    """``wall``, ``cpu``, ``memory`` or ``output`` where a limit ended or cut it; ``stopped`` where its caller did."""
+    """``wall``, ``cpu``, ``memory``, ``output`` or ``storage`` where a limit ended or cut it; ``stopped`` where its
+    caller did."""
     duration_s: float = 0.0
     state_lost: bool = False
     """State that earlier calls had built up is gone: of `run_python` its interpreter's names, of `run_shell` its
@@ -56,6 +61,27 @@ class Output:
     data: str
     result: RunResult | None = None
     """On the last item alone (its `data` is empty): what `run` would have returned, texts included."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoxNeeds:
+    """What one session asks for instead of its maker's settings; None: those settings."""
+
+    own_root: bool = False
+    """A file system of its own to write, under its usual paths: of an image all of it, as the image's root user, with
+    `WORKDIR_VARIABLE` and `ENTRYPOINT_VARIABLE` in the environment; of bubblewrap's boxes `OWN_FOLDERS`."""
+    memory_mb: int | None = None
+    cpus: float | None = None
+    storage_mb: int | None = None
+    """Of all that is written to the file system of an image; None: the most that a session may have."""
+
+
+WORKDIR_VARIABLE = "PENSTOCK_WORKDIR"
+"""The folder that the image of an `own_root` box names as its working directory."""
+ENTRYPOINT_VARIABLE = "PENSTOCK_ENTRYPOINT"
+"""That image's entry point, which was not run, quoted for a shell; empty where it has none."""
+OWN_FOLDERS = ("/app", "/logs", "/solution", "/tests")
+"""What an `own_root` box of bubblewrap can write beside /tmp."""
 
 
 class Session(Protocol):
@@ -130,10 +156,10 @@ class ServedSession(Session, Protocol):
 class Sandbox(Protocol):
     """A maker of boxes, one per worker process or sandbox server."""
 
-    async def start(self, label: str, *, image: str | None = None) -> Session:
+    async def start(self, label: str, *, image: str | None = None, needs: BoxNeeds | None = None) -> Session:
         """A fresh box of `image` (None: the backend's default); `label` (run and episode) marks it for reaping.
 
-        Raises `SandboxError`, `NoSuchImage` and `SandboxBusy` among them.
+        Raises `SandboxError`, `NoSuchImage`, `UnmetNeeds` and `SandboxBusy` among them.
         """
 
     async def attach(self, session_id: str) -> Session:

@@ -12,7 +12,7 @@ import os
 import random
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import aiohttp
@@ -20,7 +20,16 @@ import aiohttp
 from penstock.common import bearer_headers
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.idempotency import HEADER, request_key
-from penstock.sandbox.protocol import Output, RunResult, SandboxBusy, SandboxError, SandboxLost
+from penstock.sandbox.protocol import (
+    BoxNeeds,
+    NoSuchImage,
+    Output,
+    RunResult,
+    SandboxBusy,
+    SandboxError,
+    SandboxLost,
+    UnmetNeeds,
+)
 from penstock.sandbox.session import GRACE_S
 
 START_TIMEOUT_S = 150.0
@@ -114,8 +123,10 @@ class RemoteSandbox:
         self.client = RemoteClient(url, token, config.max_boxes + 16)
         self._ttl_s = ttl_s
 
-    async def start(self, label: str, *, image: str | None = None) -> RemoteSession:
+    async def start(self, label: str, *, image: str | None = None, needs: BoxNeeds | None = None) -> RemoteSession:
         body = {"label": label[:256], "ttl_s": self._ttl_s, "image": image}
+        if needs is not None:
+            body["needs"] = asdict(needs)
         answer = await self.client.request("POST", "/sessions", START_TIMEOUT_S, json=body)
         return RemoteSession(self, answer.json()["session_id"])
 
@@ -270,6 +281,9 @@ def _checked(url: str, line: dict[str, Any]) -> dict[str, Any]:
     return line
 
 
+_REFUSED: dict[str, type[SandboxError]] = {"body.image": NoSuchImage, "body.needs": UnmetNeeds}
+
+
 def _failure(url: str, answer: HttpReply) -> Exception:
     body = _error_of(answer)
     field = f"{body['field']}: " if "field" in body else ""
@@ -282,7 +296,8 @@ def _failure(url: str, answer: HttpReply) -> Exception:
         return SandboxError(f"sandbox server {url} refuses this token")
     if answer.status in (429, 503) and answer.retry_after is not None:
         return SandboxBusy(f"sandbox server {url}: {detail}", float(answer.retry_after))
-    return SandboxError(f"sandbox server {url} answered {answer.status}: {detail}")
+    kind = _REFUSED.get(str(body.get("field")), SandboxError) if answer.status == 422 else SandboxError
+    return kind(f"sandbox server {url} answered {answer.status}: {detail}")
 
 
 def _error_of(answer: HttpReply) -> dict[str, Any]:

@@ -241,6 +241,8 @@ class DriverSession(OneBoxSession[Box]):
         except TimeoutError:
             return RunResult("", "", None, limit="wall", duration_s=limit_s)
         except BoxEnded as error:
+            if box.broken_limit is not None:
+                return RunResult("", "", None, limit=box.broken_limit)
             if box.new_oom_kills() > 0:
                 return RunResult("", "", None, limit="memory")
             await self.close()  # from inside, nothing but lack of memory can end the driver

@@ -16,7 +16,7 @@ from penstock.sandbox.box import BoxCommand, ProcessBox
 from penstock.sandbox.bundle import compile_driver, driver_command
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.limited import QUEUE_TIMEOUT_S, DriverSandbox, SessionSlot
-from penstock.sandbox.protocol import SandboxError
+from penstock.sandbox.protocol import BoxNeeds, SandboxError, UnmetNeeds
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,10 @@ class UnsafeSubprocessSandbox(DriverSandbox):
         self._driver = compile_driver(sys.executable)
         self._folder = tempfile.mkdtemp(prefix=f"penstock-unsafe-{os.getpid()}-")
         logger.warning("sandbox: %s", self.containment)
+
+    def check_needs(self, needs: BoxNeeds) -> None:
+        if needs != BoxNeeds():
+            raise UnmetNeeds("unsafe_subprocess has no boxes with limits or roots of their own: use docker or bwrap")
 
     async def _launch(self, slot: SessionSlot) -> ProcessBox:
         root = os.path.join(self._folder, str(slot.slot))

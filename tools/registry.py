@@ -32,6 +32,7 @@ TOOLS: Registry[type[BaseTool] | type[ToolGroup] | BaseTool] = Registry(
         "shell": "penstock.tools.shell:ShellTool",
         "editor": "penstock.tools.editor:EditorTool",
         "final_answer": "penstock.tools.final_answer:FinalAnswerTool",
+        "harbor": "penstock.tools.harbor:HarborTools",
         "mcp": "penstock.tools.mcp:McpTools",
         "search": "penstock.tools.search:SearchTool",
         "swe": "penstock.tools.swe:SweTools",

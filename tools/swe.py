@@ -6,6 +6,7 @@ A row of the dataset has the fields of `penstock.sandbox.swe.SweTask` as columns
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shlex
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ from penstock.sandbox.swe import (
 from penstock.tools.base import BaseTool, ToolGroup, ToolInfraError, ToolResult
 from penstock.tools.editor import EditorTool
 from penstock.tools.episode_box import BoxTool, EpisodeBox
+from penstock.tools.predictions import DESCRIPTION, keep_prediction
 from penstock.tools.shell import ShellTool
 from penstock.transfer_queue import Task
 
@@ -42,6 +44,8 @@ class SweSettings(SweLimits):
         "resolved", description="1 where all tests pass, else 0; or the share of FAIL_TO_PASS, 0 where another broke."
     )
     repositories: Path = Field(Path(), description="What rows' relative `repository` and `packages` are relative to.")
+
+    predictions: Path | None = Field(None, description=DESCRIPTION)
 
     @property
     def limits(self) -> SweLimits:
@@ -97,6 +101,10 @@ class SweBox(EpisodeBox):
         self._graded = True
         patch = await self._patch(self._environment)
         await self._environment.close()
+        if self._settings.predictions is not None:
+            await asyncio.to_thread(
+                keep_prediction, self._settings.predictions, self._label, self._task.instance_id, patch
+            )
         if not patch.strip():
             return 0.0
         found = await grade(self._sandbox, self._task, patch, self._settings.limits, f"{self._label} grading")

@@ -24,7 +24,7 @@ from penstock.agent_loops.loader import load_object, nearest
 from penstock.agent_loops.rewards.base import Answer, BaseReward, FunctionReward, Value
 from penstock.agent_loops.segment import little_endian
 from penstock.common import describe_error
-from penstock.sandbox import Sandbox, SandboxError, Session
+from penstock.sandbox import BoxNeeds, Sandbox, SandboxError, Session
 from penstock.tools import ToolInfraError
 from penstock.transfer_queue import Segment, Task
 
@@ -181,7 +181,7 @@ def check_reward(config: AgentConfig, data_sources: Iterable[str]) -> None:
 class _NoSandbox:
     """In place of the worker's sandbox while a recipe is checked."""
 
-    async def start(self, label: str, *, image: str | None = None) -> Session:
+    async def start(self, label: str, *, image: str | None = None, needs: BoxNeeds | None = None) -> Session:
         raise SandboxError("no sandbox is available while a recipe is checked")
 
     async def attach(self, session_id: str) -> Session:

@@ -14,6 +14,7 @@ from .package import NoPytest as NoPytest
 from .package import PackageError as PackageError
 from .package import read_package as read_package
 from .package import write_box_packages as write_box_packages
+from .predictions import export_predictions as export_predictions
 from .rows import BadFile as BadFile
 from .rows import BadRow as BadRow
 from .store import GitFailed as GitFailed

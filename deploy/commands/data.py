@@ -7,10 +7,12 @@ from typing import Annotated
 
 import typer
 
-from penstock.deploy.commands import data_swe
+from penstock.deploy.commands import data_harbor, data_swe
 
 app = typer.Typer(help="Turn raw data into Parquet files with verl's columns.", no_args_is_help=True)
 
+app.command("check")(data_harbor.check)
+app.command("export")(data_harbor.export)
 app.command("swe-mutations")(data_swe.swe_mutations)
 app.command("swe-check")(data_swe.swe_check)
 app.command("swe-bench")(data_swe.swe_bench)

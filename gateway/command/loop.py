@@ -53,6 +53,7 @@ class CommandLoop(RecordedLoop):
         self._deadline_s = services.config.episode_deadline_s
         self._handle = handle_of(lease.episode_id, lease.fence)
         self._own_session: Session | None = None
+        self._task_ends_at = float("inf")
 
     async def run(self, task: Task) -> list[AgentLoopOutput]:
         settings = read_settings(CommandSettings, self)
@@ -74,6 +75,7 @@ class CommandLoop(RecordedLoop):
         shared = await self.tools.episode_box()
         if shared is not None:
             session, folder, variables = await shared.session(), shared.folder, shared.variables
+            self._task_ends_at = time.monotonic() + shared.seconds_left
         else:
             if self.sandbox is None:
                 raise InfraFailure("sandbox", "the loop `command` runs its program in a box, and there is no sandbox")
@@ -89,7 +91,7 @@ class CommandLoop(RecordedLoop):
             port = await box.session.open_port()
             places = Placeholders(task, self._facts(endpoint, port, box))
             await box.put(self._files(task, settings, places))
-            limit_s = min(settings.max_seconds or self._deadline_s, ends_at - time.monotonic())
+            limit_s = min(settings.max_seconds or self._deadline_s, min(ends_at, self._task_ends_at) - time.monotonic())
             if limit_s <= 0:
                 raise InfraFailure("sandbox", f"no box was ready within {self._deadline_s * SHARE_OF_DEADLINE:g} s")
             argv, stdin = places.argv(settings.command), places.fill(settings.stdin, "stdin")

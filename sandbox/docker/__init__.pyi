@@ -1,3 +1,6 @@
+from .build import BUILD_NETWORKS as BUILD_NETWORKS
+from .build import build_image as build_image
+from .build import has_image as has_image
 from .container import Container as Container
 from .engine import IMAGE_NAME as IMAGE_NAME
 from .engine import DockerEngine as DockerEngine

@@ -15,6 +15,7 @@ import contextlib
 import json
 import logging
 import secrets
+import time
 from typing import TYPE_CHECKING, Any
 
 from penstock.sandbox.box import START_DEADLINE_S, Box, BoxEnded
@@ -42,6 +43,10 @@ END_DEADLINE_S = 30.0
 """The engine itself may wait 10 s for the end of a process that it killed."""
 OOM_DEADLINE_S = 1.0
 """How long the engine may take to report why a container ended."""
+STORAGE_LOOK_S = 2.0
+"""Between two looks at what a box has written to its image's file system; longer where a look takes long."""
+_LOOK_SHARE = 20
+_FAILED_LOOKS = 3
 _STDERR_BYTES = 2000
 _GONE, _BEING_REMOVED = 404, 409
 _OUT, _ERR = 1, 2
@@ -52,6 +57,9 @@ class Container:
     """A running container; the owner awaits `end` whatever happened."""
 
     def __init__(self, control: Docker, user: str) -> None:
+        self.broken_limit: str | None = None
+        """``storage`` where it was ended for what it had written."""
+        self._watch: asyncio.Task[None] | None = None
         self.name = f"penstock-{secrets.token_hex(8)}"
         self.stdout = asyncio.StreamReader()
         """What its first process writes."""
@@ -67,8 +75,13 @@ class Container:
         self._pump: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, control: Docker, spec: dict[str, Any], user: str) -> Container:
-        """Created, attached to and started. Raises `SandboxError`; nothing is left then."""
+    async def start(
+        cls, control: Docker, spec: dict[str, Any], user: str, storage_bytes: int | None = None
+    ) -> Container:
+        """Created, attached to and started; ended once it has written more than `storage_bytes`.
+
+        Raises `SandboxError`; nothing is left then.
+        """
         container = cls(control, user)
         starting = asyncio.create_task(container._start(spec))
         try:
@@ -76,6 +89,8 @@ class Container:
         except BaseException:
             await asyncio.shield(asyncio.create_task(container._end_after(starting)))
             raise
+        if storage_bytes is not None:
+            container._watch = asyncio.create_task(container._watch_storage(storage_bytes))
         return container
 
     async def _end_after(self, starting: asyncio.Task[None]) -> None:
@@ -108,6 +123,32 @@ class Container:
             logger.debug("docker: %s: %s", self.name, error)
         finally:
             self.stdout.feed_eof()
+
+    async def _watch_storage(self, most_bytes: int) -> None:
+        """Engines on most file systems have no quota: without this a box could fill the host's disk.
+
+        A box whose size the engine does not tell is ended: it is then lost, not over its limit.
+        """
+        failed = 0
+        while self.alive:
+            started = time.monotonic()
+            try:
+                written = await self._written_bytes()
+                failed = 0
+            except SandboxError as error:
+                logger.debug("docker: %s: its size is not known: %s", self.name, error)
+                written, failed = 0, failed + 1
+            if written > most_bytes or failed >= _FAILED_LOOKS:
+                self.broken_limit = "storage" if written > most_bytes else None
+                with contextlib.suppress(SandboxError):
+                    await remove(self.control, self.name)
+                return
+            await asyncio.sleep(max(STORAGE_LOOK_S, _LOOK_SHARE * (time.monotonic() - started)))
+
+    async def _written_bytes(self) -> int:
+        async with calling("asking what a box has written"):
+            found = await self.control.containers.container(self.name).show(size=1)
+        return int(found.get("SizeRw") or 0)
 
     @property
     def alive(self) -> bool:
@@ -168,8 +209,9 @@ class Container:
 
     async def end(self) -> None:
         """Everything in it is gone afterwards; an engine that cannot say so is logged, and `orphans` comes by."""
-        if self._pump is not None:
-            self._pump.cancel()
+        for task in (self._watch, self._pump):
+            if task is not None:
+                task.cancel()
         if self._stream is not None:
             with contextlib.suppress(AssertionError):  # aiodocker's word for a connection that is closed already
                 await self._stream.close()
@@ -260,6 +302,10 @@ class ContainerBox(Box):
     @property
     def alive(self) -> bool:
         return self._container.alive
+
+    @property
+    def broken_limit(self) -> str | None:
+        return self._container.broken_limit
 
     @property
     def stderr_tail(self) -> str:

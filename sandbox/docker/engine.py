@@ -68,6 +68,9 @@ class DockerImage:
     image_id: str
     volumes: tuple[str, ...]
     """Paths that the image declares as volumes: the engine would make them writable folders of the host's disk."""
+    user: str = ""
+    workdir: str = "/"
+    entrypoint: tuple[str, ...] = ()
 
 
 def connect(api_version: str = "auto") -> Docker:
@@ -158,7 +161,15 @@ async def find_image(client: Docker, name: str) -> DockerImage:
         raise NoSuchImage(f"docker: {name[:100]!r} is no image's name: REGISTRY/NAME:TAG, NAME@sha256:… or an id is")
     async with calling(f"looking for image {name}"):
         found = await client.images.inspect(name)
-    return DockerImage(name, found["Id"], tuple((found.get("Config") or {}).get("Volumes") or ()))
+    given = found.get("Config") or {}
+    return DockerImage(
+        name,
+        found["Id"],
+        tuple(given.get("Volumes") or ()),
+        user=given.get("User") or "",
+        workdir=given.get("WorkingDir") or "/",
+        entrypoint=tuple(given.get("Entrypoint") or ()),
+    )
 
 
 def require_runtime(engine: DockerEngine, runtime: str | None) -> None:

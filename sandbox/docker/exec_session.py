@@ -199,6 +199,9 @@ class ExecSession(OneBoxSession[Container]):
         return (128 - code if code > 128 else code), program.limit
 
     async def _why_gone(self, container: Container, program: Program) -> str:
+        if container.broken_limit is not None:
+            await self._end_box()
+            return container.broken_limit
         if not await container.ran_out_of_memory():
             await self.close()  # from inside, nothing but lack of memory can end the first process
             raise SandboxLost(f"the box of session {self.session_id} ended during a run")

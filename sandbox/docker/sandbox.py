@@ -42,7 +42,7 @@ from penstock.sandbox.docker.engine import (
 from penstock.sandbox.docker.exec_session import KEEPER_COMMAND, ExecSession
 from penstock.sandbox.docker.spec import container_spec, keeper_of
 from penstock.sandbox.limited import QUEUE_TIMEOUT_S, LimitedSandbox, SessionSlot
-from penstock.sandbox.protocol import SandboxError, Session
+from penstock.sandbox.protocol import SandboxError, Session, UnmetNeeds
 from penstock.sandbox.seccomp import build_filter
 from penstock.sandbox.session import DriverSession
 
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 PYTHON = "python3"
+NO_CPU_LIMIT_S = 1_000_000
+"""Of one process of a box with a root of its own: builds and services; its share and the time of its runs hold."""
 T = TypeVar("T")
 
 
@@ -112,27 +114,42 @@ class DockerSandbox(LimitedSandbox):
     async def _driver_session(
         self, image: DockerImage, slot: SessionSlot, release: Callable[[], None]
     ) -> DriverSession:
-        async def launch() -> ContainerBox:
-            return await ContainerBox.open(await self._container(image, self._driver_command(), slot), self._driver)
+        config = self._config_of(slot)
 
-        return DriverSession(slot.session_id, self.config, await launch(), launch, release)
+        async def launch() -> ContainerBox:
+            command = self._driver_command(config)
+            return await ContainerBox.open(await self._container(image, command, slot, config), self._driver)
+
+        return DriverSession(slot.session_id, config, await launch(), launch, release)
 
     async def _exec_session(self, image: DockerImage, slot: SessionSlot, release: Callable[[], None]) -> ExecSession:
-        def launch() -> Awaitable[Container]:
-            return self._container(image, KEEPER_COMMAND, slot, kept=True)
+        config = self._config_of(slot)
 
-        return ExecSession(slot.session_id, self.config, await launch(), launch, release)
+        def launch() -> Awaitable[Container]:
+            return self._container(image, KEEPER_COMMAND, slot, config, kept=True)
+
+        return ExecSession(slot.session_id, config, await launch(), launch, release)
+
+    def _config_of(self, slot: SessionSlot) -> SandboxConfig:
+        """The settings, with what the session asks for instead."""
+        needs = slot.needs
+        asked = {"memory_mb": needs.memory_mb, "cpus": needs.cpus, "cpu_s": NO_CPU_LIMIT_S if needs.own_root else None}
+        return self.config.model_copy(update={name: value for name, value in asked.items() if value is not None})
 
     async def _container(
-        self, image: DockerImage, command: list[str], slot: SessionSlot, kept: bool = False
+        self, image: DockerImage, command: list[str], slot: SessionSlot, config: SandboxConfig, kept: bool = False
     ) -> Container:
         """`kept`: the first process gets its own uid: it cannot hide from programs that share its uid."""
+        own_root, storage_bytes = slot.needs.own_root, None
+        if own_root:
+            _require_root(image)
+            storage_bytes = (slot.needs.storage_mb or self.config.own_limits.storage_mb) << 20
         labels = labels_of(self._owner, slot.label, slot.session_id)
-        spec = container_spec(self.config, self._engine, image, command, slot=slot.slot, labels=labels)
+        spec = container_spec(config, self._engine, image, command, slot=slot.slot, labels=labels, own_root=own_root)
         user = spec["User"]
         if kept:
             spec["User"] = keeper_of(self._engine.remaps_uids)
-        return await self.in_turn(lambda: Container.start(self._connected(), spec, user))
+        return await self.in_turn(lambda: Container.start(self._connected(), spec, user, storage_bytes))
 
     def _connected(self) -> Docker:
         if self._client is None:
@@ -145,21 +162,30 @@ class DockerSandbox(LimitedSandbox):
             await self._client.close()
             self._client = None
 
-    def _driver_command(self) -> list[str]:
+    def _driver_command(self, config: SandboxConfig) -> list[str]:
         settings: dict[str, object] = {
             "boxed": True,
             "pipes": True,
             "counts_oom_kills": True,
-            "cpu_s": self.config.cpu_s,
-            "output_bytes": self.config.output_bytes,
+            "cpu_s": config.cpu_s,
+            "output_bytes": config.output_bytes,
         }
         if self._filter is not None:
             settings["filter"] = base64.b64encode(self._filter).decode("ascii")
         if not self._engine.limits_memory:
-            settings["address_space"] = self.config.memory_mb << 20
+            settings["address_space"] = config.memory_mb << 20
         if not self._engine.limits_pids:
-            settings["processes"] = self.config.pids
+            settings["processes"] = config.pids
         return driver_command_from_stdin(PYTHON, settings)
+
+
+def _require_root(image: DockerImage) -> None:
+    """Raises `UnmetNeeds`: with an own root everything in a box runs as one user, and files are put in by it."""
+    if image.user.partition(":")[0] not in ("", "0", "root"):
+        raise UnmetNeeds(
+            f"image {image.name} runs as user {image.user}: a box with a root of its own runs as root; give the image"
+            " USER root"
+        )
 
 
 def describe(engine: DockerEngine, config: SandboxConfig, filtered: bool) -> tuple[str, bool]:
@@ -179,6 +205,8 @@ def describe(engine: DockerEngine, config: SandboxConfig, filtered: bool) -> tup
         missing.append("CPU share is not limited")
     if not limits_socket_memory(engine.cgroup_version):
         missing.append("buffers of sockets are not limited (cgroup v1, and this process may not write there)")
+    if config.own_root:
+        missing.append("sessions with an own root run as root, with what they write watched, not limited")
     if missing:
         walls.append(f"missing here: {', '.join(missing)}")
     else:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 from typing import Any
 
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.docker.engine import DockerEngine, DockerImage
 from penstock.sandbox.limited import shared_folders
+from penstock.sandbox.protocol import ENTRYPOINT_VARIABLE, WORKDIR_VARIABLE
 
 UID_BASE = 1_895_825_408
 """Right above the range of bubblewrap's boxes."""
@@ -19,6 +21,10 @@ NO_CORE = 1
 """Bytes: too few for a core file, and the one value that also keeps a core from the host's handler behind a pipe."""
 
 
+OWN_ROOT_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
+"""What root needs to install and own files and to become other users; all of it acts on the container's own alone."""
+
+
 def container_spec(
     config: SandboxConfig,
     engine: DockerEngine,
@@ -27,23 +33,38 @@ def container_spec(
     *,
     slot: int,
     labels: dict[str, str],
+    own_root: bool = False,
 ) -> dict[str, Any]:
     """Body of the engine's create call for a box whose first process is `command`."""
-    uid = uid_of(slot, engine.remaps_uids)
+    uid = 0 if own_root else uid_of(slot, engine.remaps_uids)
     return {
         "Image": image.image_id,
         "Entrypoint": command[:1],
         "Cmd": command[1:],
         "User": f"{uid}:{uid}",
         "WorkingDir": "/tmp",  # noqa: S108 - the box's own
-        "Env": ["HOME=/tmp", "LANG=C.UTF-8"],
+        "Env": _own_environment(image) if own_root else ["HOME=/tmp", "LANG=C.UTF-8"],
         "Hostname": "sandbox",
         "Labels": labels,
         "Healthcheck": {"Test": ["NONE"]},  # an image's own would run its code in the box
         "NetworkDisabled": True,
         # the engine closes stdin when the one attached connection is gone: that ends the box of a killed worker
         **{"AttachStdin": True, "AttachStdout": True, "AttachStderr": True, "OpenStdin": True, "StdinOnce": True},
-        "HostConfig": _host_config(config, image, uid),
+        "HostConfig": _host_config(config, image, uid) | (_own_root(config, image) if own_root else {}),
+    }
+
+
+def _own_environment(image: DockerImage) -> list[str]:
+    """The rest is the image's."""
+    return [f"{WORKDIR_VARIABLE}={image.workdir}", f"{ENTRYPOINT_VARIABLE}={shlex.join(image.entrypoint)}"]
+
+
+def _own_root(config: SandboxConfig, image: DockerImage) -> dict[str, Any]:
+    """The image's file system to write; what is written has no limit here: `Container` watches it."""
+    return {
+        "ReadonlyRootfs": False,
+        "CapAdd": list(OWN_ROOT_CAPABILITIES),
+        "Tmpfs": dict.fromkeys(image.volumes, _tmpfs(config, 0)),
     }
 
 

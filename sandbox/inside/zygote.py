@@ -38,7 +38,7 @@ CLONE_NUMBERS = {"x86_64": 56, "aarch64": 220}
 NEW_NAMESPACES = 0x7C020000
 """CLONE_NEW*: mount, uts, ipc, user, pid, network."""
 CLONE_NEWCGROUP = 0x02000000
-MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND = 2, 4, 8, 4096
 PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 1, 24, 47, 4
 CAPABILITY_VERSION_3 = 0x20080522
 LAST_CAPABILITY = "/proc/sys/kernel/cap_last_cap"
@@ -220,6 +220,9 @@ def furnish(settings: dict[str, Any]) -> None:
     mount("proc", "/proc", quiet | MS_NOEXEC, "")
     mount("tmpfs", "/dev/shm", quiet, f"mode=0755,size={settings['shm_bytes']}")  # noqa: S108 - the box's own
     mount("tmpfs", "/tmp", quiet, f"mode=0755,size={settings['tmp_bytes']}")  # noqa: S108 - the box's own
+    for folder in settings["own_folders"]:  # on the box's /tmp, so that one size and one count holds for all of them
+        os.mkdir("/tmp" + folder, 0o755)  # noqa: S108 - the box's own
+        bind("/tmp" + folder, folder)  # noqa: S108 - the box's own
     mount("devpts", "/dev/pts", MS_NOSUID | MS_NOEXEC, "newinstance,ptmxmode=0666,mode=620")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
@@ -240,6 +243,11 @@ def drop_capabilities(count: int) -> None:
 def mount(kind: str, target: str, flags: int, options: str) -> None:
     failed = mount_one(kind.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
     check(failed, f"mount {kind} on {target}")
+
+
+def bind(source: str, target: str) -> None:
+    failed = mount_one(source.encode(), target.encode(), None, ctypes.c_ulong(MS_BIND), None)
+    check(failed, f"bind {source} to {target}")
 
 
 def check(failed: bool | int, what: str) -> None:

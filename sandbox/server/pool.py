@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 
 from penstock.common import Backoff, cancel_and_wait
-from penstock.sandbox.protocol import Sandbox, SandboxBusy, SandboxError, Session
+from penstock.sandbox.protocol import BoxNeeds, Sandbox, SandboxBusy, SandboxError, Session
 
 ASK_AGAIN_S = 2.0
 
@@ -111,14 +111,14 @@ class BoxPool:
     def warm(self) -> int:
         return sum(map(len, self._warm.values()))
 
-    async def take(self, label: str, image: str | None, timeout_s: float) -> Session:
-        """A responsive box of `image`; it belongs to the taker until `give_back`.
+    async def take(self, label: str, image: str | None, timeout_s: float, needs: BoxNeeds | None = None) -> Session:
+        """A responsive box of `image`; it belongs to the taker until `give_back`. With `needs` it is no warm one.
 
         Raises:
             SandboxBusy: no slot came free in `timeout_s`.
             SandboxError: the box did not start.
         """
-        session = await self._take_warm(image)
+        session = await self._take_warm(image) if needs is None else None
         if session is not None:
             self.counts["taken_warm"] += 1
             self._wanted.set()
@@ -127,7 +127,11 @@ class BoxPool:
             self._give_one_up()
             await self.slots.take(timeout_s)
         try:
-            started = await self._sandbox.start(label, image=image)
+            started = await (
+                self._sandbox.start(label, image=image)
+                if needs is None
+                else self._sandbox.start(label, image=image, needs=needs)
+            )
         except BaseException:
             self._free_slot()
             raise

@@ -157,7 +157,8 @@ async def start(
     """Open a session: a warm box of that image, a fresh one, or one that another session gives back."""
     longest_s = server.config.server.queue_timeout_s
     wait_s = longest_s if body.wait_s is None else min(body.wait_s, longest_s)
-    wanted = SessionRequest(caller, body.label, server.usual_image(body.image), body.ttl_s)
+    needs = body.needs.to_needs() if body.needs is not None else None
+    wanted = SessionRequest(caller, body.label, server.usual_image(body.image), body.ttl_s, needs)
     with server.metrics.call("start"):
         entry = await server.sessions.start(wanted, wait_s, key)
     if (

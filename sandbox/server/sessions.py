@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from penstock.sandbox.idempotency import IdempotencyCache
-from penstock.sandbox.protocol import SandboxLost, Session
+from penstock.sandbox.protocol import BoxNeeds, SandboxLost, Session
 from penstock.sandbox.server.callers import Caller, Quotas
 from penstock.sandbox.server.metrics import SandboxMetrics
 from penstock.sandbox.server.pool import BoxPool
@@ -64,6 +64,7 @@ class SessionRequest:
     label: str
     image: str | None
     ttl_s: float
+    needs: BoxNeeds | None = None
 
 
 class Sessions:
@@ -89,7 +90,7 @@ class Sessions:
         self._quotas.take_box(caller)
         try:
             with self._metrics.start_s.time():
-                session = await self._pool.take(wanted.label, wanted.image, wait_s)
+                session = await self._pool.take(wanted.label, wanted.image, wait_s, wanted.needs)
         except BaseException:
             self._quotas.free_box(caller)
             raise

@@ -16,7 +16,15 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
 
 from penstock.common import add_error_handlers, complete_openapi, error_response
-from penstock.sandbox.protocol import NoSuchImage, RunResult, SandboxBusy, SandboxError, SandboxLost
+from penstock.sandbox.protocol import (
+    BoxNeeds,
+    NoSuchImage,
+    RunResult,
+    SandboxBusy,
+    SandboxError,
+    SandboxLost,
+    UnmetNeeds,
+)
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -35,10 +43,23 @@ class WireRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+class NeedsRequest(WireRequest):
+    """What the session asks for instead of the server's settings, as far as `sandbox.own_limits` goes."""
+
+    own_root: bool = Field(False, description="A file system to write; refused unless the server has `own_root`.")
+    memory_mb: int | None = Field(None, gt=0)
+    cpus: float | None = Field(None, gt=0, allow_inf_nan=False)
+    storage_mb: int | None = Field(None, gt=0)
+
+    def to_needs(self) -> BoxNeeds:
+        return BoxNeeds(**self.model_dump())
+
+
 class StartRequest(WireRequest):
     label: str = Field("", max_length=256, description="For people and for ending sessions by label.")
     ttl_s: float = Field(900.0, gt=0, le=86400, allow_inf_nan=False, description="Ended after this time without use.")
     image: str | None = Field(None, max_length=512, description="Null: the backend's default.")
+    needs: NeedsRequest | None = Field(None, description="Null: a box as the server's settings have it.")
     wait_s: float | None = Field(
         None, ge=0, le=120, allow_inf_nan=False, description="For a free box; at most the server's own limit."
     )
@@ -135,6 +156,8 @@ def _sandbox_refusal(error: SandboxError) -> Response:
         return error_response(404, None, str(error))
     if isinstance(error, NoSuchImage):
         return error_response(422, "body.image", str(error))
+    if isinstance(error, UnmetNeeds):
+        return error_response(422, "body.needs", str(error))
     status = 429 if isinstance(error, OverQuota) else 503
     retry_after_s = (error.after_s or 1.0) if isinstance(error, SandboxBusy) else None
     return error_response(status, None, str(error), retry_after_s=retry_after_s)

@@ -29,7 +29,7 @@ ALL = sorted(str(path.relative_to(RECIPES)) for path in FILES)
 SIZES = ("cpu", "gpu1", "gpu8", "gpu64")
 MADE_LATER = {"data", "model", "rollout.engine", "sandbox"}
 """What a recipe's page has people make or install first."""
-GPU_MACHINES = {"moe_megatron.yaml": {"gpus", "model size"}}
+GPU_MACHINES = {"moe_megatron.yaml": {"gpus", "model size"}, "harbor/agent.yaml": {"gpus", "model size"}}
 """What a machine without GPUs lacks for a recipe that is not named for them."""
 CHECKS = (check_algorithm, check_correction, check_lengths, check_sampling, check_training_engine)
 

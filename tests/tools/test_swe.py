@@ -69,6 +69,15 @@ async def test_swe_tools_played_agent_repairs_the_repository(play):
     assert rewards == {"tool_reward/shell": 1.0}
 
 
+async def test_swe_tools_the_patch_of_each_episode_is_kept(play, rows, tmp_path):
+    kept = tmp_path / "kept"
+    await play([REPAIR[1], call("submit")], {"predictions": str(kept), "decoys": 0})
+    (file,) = kept.iterdir()
+    line = json.loads(file.read_text())
+    assert line["instance_id"] == rows[0]["instance_id"]
+    assert "+    return sep.join(words)" in line["model_patch"]
+
+
 async def test_swe_tools_what_does_not_repair_it_earns_nothing(play):
     assert (await play(["I see nothing wrong."])).reward == 0.0
     assert (await play([call("shell", command="ls"), "Done."])).reward == 0.0

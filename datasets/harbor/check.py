@@ -1,0 +1,202 @@
+"""Proves tasks: each one's own solution must earn the full reward, and an agent that does nothing must not.
+
+    folder ─► task read ─► image built ─► oracle: open, solve, grade ─► empty: open, grade ─► record, a line each
+
+A line of the record is a probe that came to its end, with the digest of the task's files: a check that was killed
+continues, and a task that has changed is checked anew. What failed for want of a sandbox is reported and tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from penstock.common import append_jsonl, read_jsonl, rewrite_jsonl
+from penstock.sandbox import Sandbox, SandboxConfig, SandboxError
+from penstock.sandbox.harbor import (
+    SOLVE_OUTPUT,
+    HarborEnvironment,
+    HarborTask,
+    HarborTaskError,
+    find_task_folders,
+    packed,
+    read_task,
+)
+
+AgentName = Literal["oracle", "empty"]
+AGENTS: tuple[AgentName, ...] = ("oracle", "empty")
+FULL = 1.0
+Report = Callable[[str], None]
+
+
+class Builder(Protocol):
+    """Makes the image of a task, where it is not there yet. Raises `SandboxError`."""
+
+    async def __call__(self, task: HarborTask) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One agent's run of one task; a line of the record."""
+
+    task: str
+    digest: str
+    agent: AgentName
+    reward: float | None
+    cause: str = ""
+    """Why there is no reward, or why it is not the one that was to come."""
+    seconds: float = 0.0
+
+    @property
+    def right(self) -> bool:
+        if self.reward is None:
+            return False
+        return self.reward >= FULL if self.agent == "oracle" else self.reward < FULL
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedTask:
+    """What is known of one task."""
+
+    task: str
+    probes: Mapping[str, Probe]
+    cause: str = ""
+    """Why it was not run; empty where both agents were."""
+
+    @property
+    def sound(self) -> bool:
+        return not self.cause and all(name in self.probes and self.probes[name].right for name in AGENTS)
+
+    @property
+    def problem(self) -> str:
+        """In a line; empty where it is sound."""
+        if self.cause:
+            return self.cause
+        return "; ".join(_problem_of(self.probes[name]) for name in AGENTS if not self.probes[name].right)
+
+
+def check_config(backend: str, image: str, concurrency: int) -> SandboxConfig:
+    """Boxes for tasks that say nothing of their limits. Raises `ValidationError` for an unknown backend."""
+    limits = {"memory_mb": 2048, "tmp_mb": 512, "cpu_s": 3600, "cpus": 2.0, "pids": 512, "own_root": True}
+    return SandboxConfig.model_validate({"backend": backend, "image": image, "max_boxes": concurrency, **limits})
+
+
+class Checker:
+    """Runs what the record lacks, `concurrency` tasks at once."""
+
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        record: Path,
+        build: Builder,
+        passed: Mapping[str, str],
+        *,
+        concurrency: int = 1,
+        report: Report = lambda text: None,
+    ) -> None:
+        self._sandbox = sandbox
+        self._record = record
+        self._build = build
+        self._passed = passed
+        self._turns = asyncio.Semaphore(concurrency)
+        self._report = report
+        self._known: dict[tuple[str, str, str], Probe] = {}
+        self._ended = 0
+        self._count = 0
+
+    async def check(self, folders: Sequence[Path], *, again: bool = False) -> list[CheckedTask]:
+        """In the order of `folders`. `again`: whatever the record says."""
+        record: dict[tuple[str, str, str], Probe] = {}
+        for one in self._recorded():
+            record[one.task, one.digest, one.agent] = one
+        self._record.parent.mkdir(parents=True, exist_ok=True)
+        rewrite_jsonl(self._record, [asdict(one) for one in record.values()])  # without a line that was cut short
+        self._known = {} if again else record
+        self._ended, self._count = 0, len(folders)
+        return list(await asyncio.gather(*(self._in_turn(folder) for folder in folders)))
+
+    def _recorded(self) -> list[Probe]:
+        """Of a later line and an earlier one of the same probe the later one counts. Raises `HarborTaskError`."""
+        try:
+            return [Probe(**line) for line in read_jsonl(self._record)]
+        except TypeError as error:
+            raise HarborTaskError(f"{self._record} is no record of a check ({error}): name another --record") from error
+
+    async def _in_turn(self, folder: Path) -> CheckedTask:
+        async with self._turns:
+            found = await self._check(folder)
+        self._ended += 1
+        self._report(f"{self._ended} of {self._count}: {found.task}: {found.problem or 'sound'}")
+        return found
+
+    async def _check(self, folder: Path) -> CheckedTask:
+        """Never raises for what a task does: the others are checked whatever this one is."""
+        probes: dict[str, Probe] = {}
+        try:
+            task = await asyncio.to_thread(read_task, folder)
+            digest = await asyncio.to_thread(digest_of, folder)
+            missing = [name for name in AGENTS if (task.name, digest, name) not in self._known]
+            if missing:
+                await self._build(task)
+            for name in AGENTS:
+                known = self._known.get((task.name, digest, name))
+                probes[name] = known or await self._run(task, digest, name)
+        except (HarborTaskError, SandboxError, OSError) as error:
+            return CheckedTask(folder.name, probes, str(error))
+        return CheckedTask(task.name, probes)
+
+    async def _run(self, task: HarborTask, digest: str, agent: AgentName) -> Probe:
+        """Raises `SandboxError`: it says nothing of the task, and is not recorded."""
+        self._report(f"{task.name}: {agent} …")
+        started = time.monotonic()
+        reward, cause = await run_agent(self._sandbox, task, agent, self._passed)
+        probe = Probe(task.name, digest, agent, reward, cause, round(time.monotonic() - started, 2))
+        append_jsonl(self._record, [asdict(probe)])
+        return probe
+
+
+async def run_agent(
+    sandbox: Sandbox, task: HarborTask, agent: AgentName, passed: Mapping[str, str]
+) -> tuple[float | None, str]:
+    """(reward, what went wrong). Raises `SandboxError`, `HarborTaskError`."""
+    environment = await HarborEnvironment.open(sandbox, task, f"check {task.name} {agent}", passed)
+    try:
+        how = await _solved(environment) if agent == "oracle" else ""
+        grade = await environment.grade()
+        return grade.reward, "; ".join(filter(None, (grade.why_none(), how if grade.reward != FULL else "")))
+    finally:
+        await environment.close()
+
+
+async def _solved(environment: HarborEnvironment) -> str:
+    """What went wrong with the task's own solution; its status counts for nothing, as with Harbor."""
+    result = await environment.solve()
+    if result.exit_code == 0:
+        return ""
+    how = f"limit {result.limit}" if result.exit_code is None else f"status {result.exit_code}"
+    return f"its solution ended with {how}: {await environment.output_of(SOLVE_OUTPUT)}".rstrip(": ")
+
+
+def digest_of(folder: Path) -> str:
+    """Of all files of a task. Raises `OSError`."""
+    return hashlib.sha256(packed(folder)).hexdigest()[:16]
+
+
+def select(folder: Path, names: Sequence[str]) -> list[Path]:
+    """The tasks' folders, those of `names` alone where it is not empty. Raises `HarborTaskError`."""
+    found = find_task_folders(folder)
+    unknown = sorted(set(names) - {one.name for one in found})
+    if unknown:
+        raise HarborTaskError(f"{folder} has no task {unknown[0]}; it has {', '.join(one.name for one in found)}")
+    return [one for one in found if not names or one.name in names]
+
+
+def _problem_of(probe: Probe) -> str:
+    what = "no reward" if probe.reward is None else f"reward {probe.reward:g}"
+    wanted = "its own solution must earn 1" if probe.agent == "oracle" else "doing nothing must earn less than 1"
+    return f"{probe.agent}: {what}, {wanted}" + (f": {probe.cause}" if probe.cause else "")

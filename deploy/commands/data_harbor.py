@@ -1,0 +1,204 @@
+"""`penstock data check` and `penstock data export`: tasks of Harbor proven, patches as SWE-bench's predictions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
+
+import typer
+
+if TYPE_CHECKING:
+    from penstock.datasets.harbor import CheckedTask
+    from penstock.sandbox import SandboxConfig
+    from penstock.sandbox.harbor import HarborTask
+
+T = TypeVar("T")
+RECORD_SUFFIX = ".check.jsonl"
+
+
+def check(  # noqa: PLR0917 - options of a command
+    folder: Annotated[Path, typer.Argument(help="A task's folder, or a folder of tasks.", metavar="FOLDER")],
+    recipe: Annotated[
+        Path | None, typer.Option(help="Check in the boxes of this recipe: its `sandbox`, and its `harbor` tools.")
+    ] = None,
+    backend: Annotated[
+        str, typer.Option(help="Without a recipe: docker, or bwrap for tasks without an image.")
+    ] = "docker",
+    image: Annotated[
+        str, typer.Option(help="Backend docker: of tasks that name no image and have no Dockerfile.")
+    ] = "penstock-box:base",
+    only: Annotated[list[str] | None, typer.Option("--task", help="This task alone; may be repeated.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Tasks at once.")] = 2,
+    build: Annotated[bool, typer.Option(help="Build images of Dockerfiles that are not there yet.")] = True,
+    network: Annotated[str, typer.Option(help="Of these builds: default, none or host. Boxes have none.")] = "default",
+    record: Annotated[
+        Path | None, typer.Option(help="Where results are kept; default: FOLDER.check.jsonl beside it.")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Run what the record has, too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per task instead of a table.")] = False,
+) -> None:
+    """Prove tasks of Harbor or Terminal-Bench: each one's own solution must earn 1, doing nothing less.
+
+    Ends with status 1 where a task is unsound. A check that was stopped continues where it was; a task whose files have
+    changed is checked anew.
+
+    Example: penstock data check tasks --concurrency 4
+    """
+    found = _refusing(
+        lambda: asyncio.run(
+            _check(
+                folder,
+                _config(recipe, backend, image, concurrency),
+                _passed(recipe),
+                record=record or folder.absolute().with_name(folder.absolute().name + RECORD_SUFFIX),
+                names=only or [],
+                concurrency=concurrency,
+                network=network if build else None,
+                again=again,
+            )
+        )
+    )
+    for line in _as_json(found) if as_json else _table(found):
+        typer.echo(line)
+    raise typer.Exit(0 if all(one.sound for one in found) else 1)
+
+
+def export(
+    folder: Annotated[Path, typer.Argument(help="The folder that the tools' setting `predictions` names.")],
+    out: Annotated[Path, typer.Option("--out", help="The file to write: JSON lines.")],
+    model: Annotated[str, typer.Option(help="Its name in the predictions, model_name_or_path.")],
+    sample: Annotated[int, typer.Option(min=0, help="Which one of several episodes of an instance.")] = 0,
+) -> None:
+    """Write the patches of graded episodes in SWE-bench's prediction format.
+
+    Example: penstock data export predictions --model mine --out predictions.jsonl
+    """
+    from penstock.datasets.swe import export_predictions
+
+    written, missing = _refusing(lambda: export_predictions(folder, out, model, sample))
+    typer.echo(f"{out}: {written} predictions")
+    if missing:
+        typer.secho(f"without a sample {sample}: {', '.join(missing)}", fg="yellow", err=True)
+
+
+async def _check(
+    folder: Path,
+    config: SandboxConfig,
+    passed: dict[str, str],
+    *,
+    record: Path,
+    names: Sequence[str],
+    concurrency: int,
+    network: str | None,
+    again: bool,
+) -> list[CheckedTask]:
+    from penstock.datasets.harbor import Checker, select
+    from penstock.deploy.connection import TOKEN_VARIABLE
+    from penstock.sandbox import make_sandbox
+
+    folders = select(folder, names)
+    sandbox = make_sandbox(config, "harbor-check", os.environ.get(TOKEN_VARIABLE), 3600.0)
+    try:
+        make_image = _Images(config.backend, network)
+        checker = Checker(sandbox, record, make_image, passed, concurrency=concurrency, report=_progress)
+        return await checker.check(folders, again=again)
+    finally:
+        await sandbox.close()
+
+
+class _Images:
+    """Builds what Dockerfiles describe, one image at a time, where this machine's engine makes the boxes."""
+
+    def __init__(self, backend: str, network: str | None) -> None:
+        """`network`: of builds; None: nothing is built."""
+        self._backend, self._network = backend, network
+        self._turn = asyncio.Lock()
+
+    async def __call__(self, task: HarborTask) -> None:
+        from penstock.sandbox.docker import build_image, has_image
+
+        if task.build is None or task.image is None or self._network is None or self._backend == "bwrap":
+            return
+        async with self._turn:
+            if await has_image(task.image):
+                return
+            _progress(f"{task.name}: building {task.image} …")
+            context = await asyncio.to_thread(task.build.packed)
+            await build_image(task.image, context, task.build_timeout_s, self._network)
+
+
+def _config(recipe: Path | None, backend: str, image: str, concurrency: int) -> SandboxConfig:
+    """Raises `ConfigError`, `ValidationError`."""
+    from penstock.datasets.harbor import check_config
+    from penstock.deploy.config import load_config
+
+    if recipe is None:
+        return check_config(backend, image, concurrency)
+    return load_config(recipe).sandbox.model_copy(update={"max_boxes": concurrency})
+
+
+def _passed(recipe: Path | None) -> dict[str, str]:
+    """Variables that the recipe's `harbor` tools let tasks read."""
+    from penstock.deploy.config import load_config
+
+    tools = load_config(recipe).tools if recipe is not None else []
+    names = [name for tool in tools if tool.name == "harbor" for name in tool.settings.get("pass_env", ())]
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def _table(found: Sequence[CheckedTask]) -> list[str]:
+    width = max(len(one.task) for one in found)
+    head = f"{'task':{width}}  {'oracle':>8}  {'empty':>8}  {'seconds':>8}  verdict"
+    lines = [f"{one.task:{width}}  {_figures(one)}  {one.problem or 'sound'}" for one in found]
+    sound = sum(one.sound for one in found)
+    return [head, *(" ".join(line.split("\n")) for line in lines), f"{sound} of {len(found)} tasks are sound"]
+
+
+def _figures(one: CheckedTask) -> str:
+    rewards = {name: probe.reward for name, probe in one.probes.items()}
+    cells = ["-" if rewards.get(name) is None else f"{rewards[name]:g}" for name in ("oracle", "empty")]
+    seconds = sum(probe.seconds for probe in one.probes.values())
+    return "  ".join(f"{cell:>8}" for cell in [*cells, f"{seconds:.1f}"])
+
+
+def _as_json(found: Sequence[CheckedTask]) -> list[str]:
+    return [
+        json.dumps(
+            {
+                "task": one.task,
+                "sound": one.sound,
+                "problem": one.problem,
+                "probes": {name: asdict(probe) for name, probe in one.probes.items()},
+            }
+        )
+        for one in found
+    ]
+
+
+def _progress(text: str) -> None:
+    typer.secho(text, dim=True, err=True)
+
+
+def _refusing(work: Callable[[], T]) -> T:
+    """Mistakes of people are one message, not a traceback."""
+    from pydantic import ValidationError
+
+    from penstock.datasets.swe import BadFile
+    from penstock.deploy.config import ConfigError
+    from penstock.sandbox import SandboxError
+    from penstock.sandbox.harbor import HarborTaskError
+
+    try:
+        return work()
+    except (BadFile, ConfigError, HarborTaskError, OSError, SandboxError, ValidationError) as error:
+        _refuse(str(error))
+
+
+def _refuse(message: str) -> NoReturn:
+    typer.secho(message, fg="red", err=True)
+    raise typer.Exit(2)

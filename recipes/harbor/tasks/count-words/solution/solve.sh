@@ -1,0 +1,2 @@
+#!/bin/bash
+echo 'wc -w' > count.sh

@@ -1,0 +1,21 @@
+"""The project's parts, without a model: `pytest test_project.py` takes seconds."""
+
+from pathlib import Path
+
+import policies
+
+from penstock.deploy import load_config
+
+HERE = Path(__file__).parent
+
+
+def test_the_policies_that_prove_the_tasks_end_with_submit() -> None:
+    patch = "--- a/f.py\n+++ b/f.py\n@@ -1 +1 @@\n-1\n+2\n"
+    for answers in (policies.oracle({"patch": patch}), policies.null({})):
+        assert "submit" in answers[-1]
+
+
+def test_the_recipe_is_sound() -> None:
+    config = load_config(HERE / "recipe.yaml")
+    assert Path(config.agent.loop.partition(":")[0]).parent == HERE
+    assert [tool.name for tool in config.tools] == ["swe"]

@@ -1,0 +1,309 @@
+"""A task open in a box: set up as Harbor's container is, worked in, solved by its own solution, graded by its tests.
+
+    open ─► entry point, files, health check ─► agent, or `solve` ─► `grade`: /tests in, test.sh, reward file out
+
+Grading is Harbor's: in the agent's own box, as root, after the agent; the script's status counts for nothing. A reward
+file that is missing, empty or no number is no reward, never a 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.sandbox.harbor.packing import packed
+from penstock.sandbox.harbor.task import HarborTask, HarborTaskError, resolved
+from penstock.sandbox.protocol import (
+    ENTRYPOINT_VARIABLE,
+    WORKDIR_VARIABLE,
+    RunResult,
+    Sandbox,
+    SandboxError,
+    Session,
+)
+from penstock.sandbox.session import put_folder
+
+SET_UP_S = 120.0
+"""The entry point of an image; making folders takes no time."""
+HOUSEKEEPING_S = 60.0
+LONGEST_S = 3600.0
+"""Of a solution, where the task gives its agent no time limit."""
+MAX_REWARD_BYTES = 1 << 20
+REWARD_JSON, REWARD_TEXT = "/logs/verifier/reward.json", "/logs/verifier/reward.txt"
+TEST_OUTPUT = "/logs/verifier/test-stdout.txt"
+PATCH_FILE = "/tmp/.penstock_harbor.patch"  # noqa: S108 - the box's own
+MAX_PATCH_BYTES = 16 << 20
+SOLVE_OUTPUT = "/logs/agent/oracle.txt"
+NO_REWARD_KEY = "it has several rewards and none is called 'reward'"
+_FOLDERS = "mkdir -p /logs/agent /logs/verifier /logs/artifacts && chmod 777 /logs/agent /logs/verifier /logs/artifacts"
+_LIFE = "cut -d ' ' -f 22 /proc/1/stat"
+"""When the box's first process started: a box that takes the place of one that is gone has another."""
+_WORKDIR = f'w="${{1:-${{{WORKDIR_VARIABLE}:-/app}}}}"; mkdir -p -- "$w" && cd -- "$w" && pwd -P && {_LIFE}'
+_ENTRYPOINT = (
+    f'[ -z "${ENTRYPOINT_VARIABLE}" ] || {{ cd -- "$1"; eval "set -- ${ENTRYPOINT_VARIABLE}"; exec "$@" true; }}'
+)
+_SCRIPT = 'cd -- "$1" && chmod +x "$2" && exec "$2" >"$3" 2>&1'
+_EMPTY_TESTS = "[ ! -L /tests ] && [ ! -f /tests ] || rm -f /tests; rm -rf /tests/* /tests/.[!.]* /tests/..?*; "
+_HAS_TESTS = '[ -n "$(ls -A /tests 2>/dev/null)" ] || echo none; '
+_GIT = "git -c safe.directory='*' -c core.hooksPath=/dev/null"
+_HEAD = f'cd -- "$1" && {_GIT} rev-parse --verify HEAD 2>/dev/null'
+_DIFF = (
+    'cd -- "$1" && export GIT_INDEX_FILE="$3.index" && rm -f "$GIT_INDEX_FILE" && '
+    f'{_GIT} read-tree "$2" && {_GIT} add -A && {_GIT} diff --cached --binary "$2" >"$3"'
+)
+_FORGET = f"rm -rf {REWARD_JSON} {REWARD_TEXT} {TEST_OUTPUT} && mkdir -p /logs/verifier"
+
+
+@dataclass(frozen=True, slots=True)
+class HarborGrade:
+    """What the tests of a task said of a box."""
+
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Empty where there is none."""
+    cause: str = ""
+    """Why there is none."""
+    seconds: float = 0.0
+
+    @property
+    def reward(self) -> float | None:
+        """The one called ``reward``, else the only one."""
+        if "reward" in self.rewards:
+            return self.rewards["reward"]
+        return next(iter(self.rewards.values())) if len(self.rewards) == 1 else None
+
+    def why_none(self) -> str:
+        """Empty where there is a reward."""
+        if self.reward is not None:
+            return ""
+        return self.cause or (f"{NO_REWARD_KEY}: {', '.join(self.rewards)}" if self.rewards else "")
+
+
+class HarborEnvironment:
+    """Made by `open`, or by `around` on a session in which another process opened it. The maker closes it."""
+
+    def __init__(self, task: HarborTask, session: Session, folder: str, life: str, passed: Mapping[str, str]) -> None:
+        self.task = task
+        self.session = session
+        self._life = life
+        self.folder = folder
+        """The working directory in the box, absolute."""
+        where = f"task {task.name}"
+        self.variables = resolved(task.variables, passed, f"{where}: environment.env")
+        """What everything in it sees beside the image's own."""
+        self._verifier_variables = resolved(task.verifier_variables, passed, f"{where}: verifier.env")
+        self._solution_variables = resolved(task.solution_variables, passed, f"{where}: solution.env")
+        self._base_commit = ""
+        """Of the repository in the working directory, before the agent."""
+        self._image_has_tests = True
+        """Whether /tests may be the image's own: what an agent puts there is taken away before its tests come."""
+
+    @classmethod
+    async def open(
+        cls, sandbox: Sandbox, task: HarborTask, label: str = "", passed: Mapping[str, str] | None = None
+    ) -> HarborEnvironment:
+        """A fresh box of the task, set up. `passed`: variables of this machine that tasks may read.
+
+        Raises:
+            SandboxError: the box failed, or may not be had as the task asks (`NoSuchImage`, `UnmetNeeds`).
+            HarborTaskError: it cannot be set up.
+        """
+        session = await sandbox.start(label or task.name, image=task.image, needs=task.needs)
+        try:
+            environment = await cls.around(session, task, passed)
+            await environment._set_up()
+        except BaseException:
+            await session.close()
+            raise
+        return environment
+
+    @classmethod
+    async def around(
+        cls, session: Session, task: HarborTask, passed: Mapping[str, str] | None = None
+    ) -> HarborEnvironment:
+        """The environment that `open` made in this session."""
+        return cls(task, session, *await _located(session, task), passed or {})
+
+    async def run(
+        self, command: str, timeout_s: float | None = None, variables: Mapping[str, str] | None = None
+    ) -> RunResult:
+        """A shell command in the working directory."""
+        argv = self._with_variables(["sh", "-c", command], variables)
+        return await self.session.run(argv, timeout_s=timeout_s, cwd=self.folder)
+
+    async def solve(self) -> RunResult:
+        """The task's own solution, as an agent that is right. Raises `HarborTaskError` where it has none."""
+        if not self.task.has_solution:
+            raise HarborTaskError(f"task {self.task.name}: it has no solution: nothing proves that it can be solved")
+        script = self.task.solve_script
+        more = {"solve.sh": script} if script is not None else {}
+        await self._put("/solution", await asyncio.to_thread(packed, self.task.solution, more), "solution")
+        variables = {"DEBIAN_FRONTEND": "noninteractive", **self._solution_variables}
+        return await self._script("/solution/solve.sh", SOLVE_OUTPUT, self.task.agent_timeout_s or LONGEST_S, variables)
+
+    async def patch(self) -> bytes | None:
+        """What was changed in the repository of the working directory since the box was opened; None without one.
+
+        By an index of its own: the repository's stays as the agent left it. Raises `SandboxError`.
+        """
+        if not self._base_commit:
+            return None
+        made = await self.session.run(
+            ["sh", "-c", _DIFF, "harbor", self.folder, self._base_commit, PATCH_FILE], timeout_s=HOUSEKEEPING_S
+        )
+        if made.exit_code != 0:
+            return None
+        try:
+            return await self.session.read_file(PATCH_FILE, MAX_PATCH_BYTES)
+        except OSError:
+            return None
+
+    async def grade(self) -> HarborGrade:
+        """By the task's tests, in this box. Raises `SandboxError`, `HarborTaskError`.
+
+        Where the agent broke a limit that took the whole box, a fresh one is set up: it earns what doing nothing earns.
+        """
+        started = time.monotonic()
+        try:
+            _, life = await _located(self.session, self.task)
+        except HarborTaskError as error:
+            return HarborGrade(cause=str(error))
+        if life != self._life:
+            self._life = life
+            await self._set_up()
+        forget = _FORGET if self._image_has_tests else _EMPTY_TESTS + _FORGET
+        result = await self.session.run(["sh", "-c", forget], timeout_s=HOUSEKEEPING_S)
+        if result.exit_code != 0:
+            return HarborGrade(cause=f"old reward files cannot be removed: {_end_of(result)}")
+        script = {"test.sh": self.task.test_script} if self.task.test_script is not None else {}
+        try:
+            await self._put("/tests", await asyncio.to_thread(packed, self.task.tests, script), "tests")
+        except HarborTaskError as error:  # the agent may have broken the box: that is no failure of the task
+            return HarborGrade(cause=str(error), seconds=time.monotonic() - started)
+        ran = await self._script("/tests/test.sh", TEST_OUTPUT, self.task.verifier_timeout_s, self._verifier_variables)
+        rewards, cause = await self._rewards(ran)
+        return HarborGrade(rewards, cause, time.monotonic() - started)
+
+    async def output_of(self, path: str, characters: int = 400) -> str:
+        """The end of a file of the box; empty where there is none. Raises `SandboxError`."""
+        result = await self.session.run(["tail", "-c", str(characters), path], timeout_s=HOUSEKEEPING_S)
+        return result.stdout.strip() if result.exit_code == 0 else ""
+
+    async def close(self) -> None:
+        await self.session.close()
+
+    # ---- set up
+
+    async def _set_up(self) -> None:
+        found = await self.session.run(["sh", "-c", _HAS_TESTS + _FOLDERS], timeout_s=SET_UP_S)
+        _require(found, self.task, "its folders of logs cannot be made")
+        self._image_has_tests = not found.stdout.startswith("none")
+        argv = self._with_variables(["sh", "-c", _ENTRYPOINT, "harbor", self.folder])
+        _require(await self.session.run(argv, timeout_s=SET_UP_S), self.task, "the image's entry point failed")
+        if self.task.uploads is not None:
+            files = await asyncio.to_thread(packed, self.task.uploads)
+            await self._put(self.folder, files, "environment")
+        await self._wait_until_healthy()
+        head = await self.session.run(["sh", "-c", _HEAD, "harbor", self.folder], timeout_s=HOUSEKEEPING_S)
+        self._base_commit = head.stdout.strip() if head.exit_code == 0 else ""
+
+    async def _wait_until_healthy(self) -> None:
+        """Failures within the start period do not count. Raises `HarborTaskError`."""
+        check = self.task.healthcheck
+        if check is None:
+            return
+        started, failures = time.monotonic(), 0
+        while True:
+            result = await self.run(check.command, check.timeout_s)
+            if result.exit_code == 0:
+                return
+            starting = time.monotonic() - started < check.start_period_s
+            failures += not starting
+            if failures >= max(1, check.retries):
+                raise HarborTaskError(f"task {self.task.name}: its health check fails: {_end_of(result)}")
+            await asyncio.sleep(check.start_interval_s if starting else check.interval_s)
+
+    # ---- parts
+
+    def _with_variables(self, argv: list[str], more: Mapping[str, str] | None = None) -> list[str]:
+        variables = {**self.variables, **(more or {})}
+        return ["env", *(f"{name}={value}" for name, value in variables.items()), *argv] if variables else argv
+
+    async def _script(self, path: str, output: str, timeout_s: float, variables: Mapping[str, str]) -> RunResult:
+        """Its output goes to a file: it may be long."""
+        argv = self._with_variables(["sh", "-c", _SCRIPT, "harbor", self.folder, path, output], variables)
+        return await self.session.run(argv, timeout_s=timeout_s)
+
+    async def _put(self, path: str, tar: bytes, what: str) -> None:
+        try:
+            await put_folder(self.session, path, tar)
+        except OSError as error:
+            raise HarborTaskError(
+                f"task {self.task.name}: {what} ({len(tar)} bytes) cannot be put into the box at {path}: {error}"
+            ) from error
+
+    async def _rewards(self, ran: RunResult) -> tuple[Mapping[str, float], str]:
+        """(rewards, why there are none)"""
+        if ran.limit == "wall":
+            return {}, f"its tests ran longer than {self.task.verifier_timeout_s:g} s"
+        for path, read in ((REWARD_JSON, _of_json), (REWARD_TEXT, _of_text)):
+            try:
+                text = (await self.session.read_file(path, MAX_REWARD_BYTES)).decode("utf-8", "replace")
+            except OSError:
+                continue
+            try:
+                return read(text), ""
+            except ValueError as error:
+                return {}, f"{path}: {error}"
+        return {}, f"its tests wrote no reward ({_end_of(ran)}): {await self._last_words()}"
+
+    async def _last_words(self) -> str:
+        try:
+            return await self.output_of(TEST_OUTPUT) or "they wrote nothing"
+        except SandboxError as error:
+            return str(error)
+
+
+async def _located(session: Session, task: HarborTask) -> tuple[str, str]:
+    """(the working directory, which is made; the box's life). Raises `SandboxError`, `HarborTaskError`."""
+    result = await session.run(["sh", "-c", _WORKDIR, "harbor", task.workdir or ""], timeout_s=HOUSEKEEPING_S)
+    _require(result, task, f"its working directory {task.workdir or ''} cannot be made")
+    folder, life = result.stdout.rstrip("\n").rsplit("\n", 1)
+    return folder, life
+
+
+def _of_text(text: str) -> dict[str, float]:
+    """Raises `ValueError`."""
+    if not text:
+        raise ValueError("it is empty")
+    return {"reward": _finite(float(text))}
+
+
+def _of_json(text: str) -> dict[str, float]:
+    """Raises `ValueError`."""
+    if not text:
+        raise ValueError("it is empty")
+    found = json.loads(text)
+    rewards = found if isinstance(found, dict) else {"reward": found}
+    if not rewards:
+        raise ValueError("it names no reward")
+    return {str(name): _finite(value) for name, value in rewards.items()}
+
+
+def _finite(value: object) -> float:
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is no finite number")
+    return float(value)
+
+
+def _require(result: RunResult, task: HarborTask, what: str) -> None:
+    if result.exit_code != 0:
+        raise HarborTaskError(f"task {task.name}: {what}: {_end_of(result)}")
+
+
+def _end_of(result: RunResult) -> str:
+    words = (result.stderr or result.stdout).strip()[-400:]
+    return words or (f"limit {result.limit}" if result.exit_code is None else f"status {result.exit_code}")

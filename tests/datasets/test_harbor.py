@@ -1,0 +1,172 @@
+"""Folders of Harbor's tasks as a dataset, and the check that proves them: resumed, in a table, as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import pytest_asyncio
+from tests.sandbox.harbor.conftest import BOXES, TASKS, WriteTask, write_task
+from typer.testing import CliRunner
+
+from penstock.datasets import BadSpec, check_spec, is_generated, materialise
+from penstock.datasets.harbor import Checker
+from penstock.deploy import app, load_config
+from penstock.sandbox import FakeSandbox, Sandbox, SandboxError, make_sandbox
+from penstock.sandbox.harbor import HarborTask, HarborTaskError
+
+__all__ = ["write_task"]
+
+
+async def no_build(task: HarborTask) -> None:
+    """Tasks without an image."""
+
+
+def test_a_folder_of_tasks_is_a_dataset(tmp_path: Path) -> None:
+    rows = pq.read_table(materialise(f"harbor:{TASKS}", tmp_path)).to_pylist()
+    assert [row["extra_info"]["instance_id"] for row in rows] == sorted(path.name for path in TASKS.iterdir())
+    (hello,) = (row for row in rows if row["extra_info"]["instance_id"] == "hello-file")
+    assert hello["prompt"] == [{"role": "user", "content": (TASKS / "hello-file/instruction.md").read_text().strip()}]
+    assert hello["extra_info"]["harbor_task"] == str(TASKS / "hello-file")
+    assert is_generated("harbor:x")
+
+
+def test_a_folder_that_cannot_be_used_is_named_before_the_run(write_task: WriteTask, tmp_path: Path) -> None:
+    folder = write_task("without-tests", files={"tests/test.sh": ""}).parent
+    for refuse in (check_spec, lambda spec: materialise(spec, tmp_path)):
+        with pytest.raises(BadSpec, match=r"harbor:.*task without-tests: tests/test.sh is missing"):
+            refuse(f"harbor:{folder}")
+
+
+def test_a_recipe_names_a_folder_beside_it(write_task: WriteTask, tmp_path: Path) -> None:
+    folder = write_task().parent
+    recipe = folder.parent / "recipe.yaml"
+    recipe.write_text("model: m\ndata: {train: 'harbor:tasks'}\n")
+    assert load_config(recipe).data.train == f"harbor:{folder}"
+
+
+@pytest_asyncio.fixture
+async def boxes() -> AsyncIterator[Sandbox]:
+    made = make_sandbox(BOXES, f"tests-{os.getpid()}")
+    yield made
+    await made.close()
+
+
+@pytest.mark.bwrap
+async def test_unsound_tasks_are_found_and_the_others_proven(
+    boxes: Sandbox, write_task: WriteTask, tmp_path: Path
+) -> None:
+    folders = [
+        write_task("a-sound"),
+        write_task("b-solution-is-wrong", solve="echo tried; exit 4"),
+        write_task("c-nothing-is-enough", test="echo 1 > /logs/verifier/reward.txt"),
+        write_task("d-no-reward", test="echo broken; exit 1"),
+        write_task("e-no-solution", files={"solution/solve.sh": ""}),
+        write_task("f-no-tests", files={"tests/test.sh": ""}),
+        write_task("g-never-ends", toml="[agent]\ntimeout_sec = 1\n", solve="sleep 1000"),
+    ]
+    said: list[str] = []
+    checker = Checker(boxes, tmp_path / "record.jsonl", no_build, {}, concurrency=3, report=said.append)
+    found = {one.task[0]: one for one in await checker.check(folders)}
+    assert [name for name, one in found.items() if one.sound] == ["a"]
+    assert "oracle: reward 0" in found["b"].problem
+    assert "status 4: tried" in found["b"].problem
+    assert "empty: reward 1, doing nothing must earn less" in found["c"].problem
+    assert "wrote no reward" in found["d"].problem
+    assert "no solution" in found["e"].problem
+    assert "tests/test.sh is missing" in found["f"].problem
+    assert "limit wall" in found["g"].problem
+    assert len([line for line in said if " of 7: " in line]) == 7
+
+
+class Counting(FakeSandbox):
+    """Fails where it would start a box: what is recorded asks for none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failures = 1000
+
+
+@pytest.mark.bwrap
+async def test_a_check_that_was_stopped_continues(boxes: Sandbox, write_task: WriteTask, tmp_path: Path) -> None:
+    record = tmp_path / "record.jsonl"
+    done, changed, new = write_task("done"), write_task("changed"), write_task("new")
+    await Checker(boxes, record, no_build, {}).check([done, changed])
+    with record.open("a") as file:
+        file.write('{"task": "new", "dig')  # as a killed check leaves it
+    (changed / "instruction.md").write_text("Something else.\n")
+    nothing = Counting()
+    found = {one.task: one for one in await Checker(nothing, record, no_build, {}).check([done, changed, new])}
+    assert found["done"].sound
+    assert {name for name, one in found.items() if "no box today" in one.problem} == {"changed", "new"}
+    assert nothing.started == 2, "a failure of the sandbox says nothing of a task, and is tried again"
+    assert all(one.sound for one in await Checker(boxes, record, no_build, {}).check([done, changed, new]))
+    assert len(record.read_text().splitlines()) == 8
+    await Checker(boxes, record, no_build, {}).check([new], again=True)
+    assert {json.loads(line)["task"] for line in record.read_text().splitlines()} == {"done", "changed", "new"}
+
+
+async def test_another_file_is_no_record_and_is_left_alone(write_task: WriteTask, tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"mine": 1}\n')
+    with pytest.raises(HarborTaskError, match=r"mine\.jsonl is no record"):
+        await Checker(FakeSandbox(), tmp_path / "mine.jsonl", no_build, {}).check([write_task()])
+    assert (tmp_path / "mine.jsonl").read_text() == '{"mine": 1}\n'
+
+
+async def test_an_image_that_cannot_be_built_is_the_tasks_problem(write_task: WriteTask, tmp_path: Path) -> None:
+    async def fails(task: HarborTask) -> None:
+        raise SandboxError(f"image {task.name} cannot be built")
+
+    (found,) = await Checker(FakeSandbox(), tmp_path / "record.jsonl", fails, {}).check([write_task()])
+    assert (found.sound, found.problem) == (False, "image made cannot be built")
+
+
+@pytest.mark.bwrap
+def test_the_command_prints_a_table_or_json_and_its_status(write_task: WriteTask) -> None:
+    folder = write_task("good").parent
+    write_task("bad", test="echo 1 > /logs/verifier/reward.txt")
+    command = ["data", "check", str(folder), "--backend", "bwrap"]
+    ended = CliRunner().invoke(app, command)
+    assert ended.exit_code == 1, ended.output
+    assert "1 of 2 tasks are sound" in ended.output
+    assert (folder.parent / "tasks.check.jsonl").is_file()
+    ended = CliRunner().invoke(app, [*command, "--task", "good", "--json"])
+    assert ended.exit_code == 0, ended.output
+    found = json.loads(ended.output.splitlines()[-1])
+    assert (found["task"], found["sound"]) == ("good", True)
+    assert found["probes"]["oracle"]["reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [(["--task", "none"], "has no task none"), (["--backend", "vm"], "backend"), (["--recipe", "no.yaml"], "no.yaml")],
+)
+def test_the_command_names_what_is_wrong(write_task: WriteTask, more: list[str], named: str) -> None:
+    ended = CliRunner().invoke(app, ["data", "check", str(write_task().parent), "--backend", "bwrap", *more])
+    assert ended.exit_code == 2
+    assert named in ended.output
+
+
+def test_patches_are_exported_as_predictions(tmp_path: Path) -> None:
+    folder, out = tmp_path / "predictions", tmp_path / "out/predictions.jsonl"
+    folder.mkdir()
+    for episode, instance, patch in (("e.0", "a__a-1", "one\n"), ("e.1", "a__a-1", "two\n"), ("e.2", "b__b-2", "")):
+        (folder / f"{episode}.json").write_text(json.dumps({"instance_id": instance, "model_patch": patch}))
+    command = ["data", "export", str(folder), "--out", str(out), "--model", "mine"]
+    ended = CliRunner().invoke(app, command)
+    assert ended.exit_code == 0, ended.output
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert lines == [
+        {"instance_id": "a__a-1", "model_name_or_path": "mine", "model_patch": "one\n"},
+        {"instance_id": "b__b-2", "model_name_or_path": "mine", "model_patch": ""},
+    ]
+    ended = CliRunner().invoke(app, [*command, "--sample", "1"])
+    assert "without a sample 1: b__b-2" in ended.output
+    assert [json.loads(line)["model_patch"] for line in out.read_text().splitlines()] == ["two\n"]
+    for given, named in ((tmp_path / "none", "no predictions"), (tmp_path / "out", "no predictions")):
+        ended = CliRunner().invoke(app, ["data", "export", str(given), "--out", str(out), "--model", "m"])
+        assert (ended.exit_code, named in ended.output) == (2, True)

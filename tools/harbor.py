@@ -1,0 +1,209 @@
+"""The `harbor` tools: `shell`, `editor` and `submit` in the box of a Harbor task, graded by its tests at the end.
+
+A row of the dataset (`data.train: harbor:FOLDER`) names the task's folder. The loop `command` runs its program in the
+same box. The reward is that of the task's own tests, in the box that the agent worked in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+import os
+import shlex
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from penstock.sandbox import Sandbox, SandboxError, Session
+from penstock.sandbox.harbor import HarborEnvironment, HarborGrade, HarborTask, HarborTaskError, read_task
+from penstock.tools.base import BaseTool, ToolGroup, ToolInfraError, ToolResult
+from penstock.tools.editor import EditorTool
+from penstock.tools.episode_box import BoxTool, EpisodeBox
+from penstock.tools.predictions import DESCRIPTION, keep_prediction
+from penstock.tools.shell import ShellTool
+from penstock.transfer_queue import Task
+
+FOLDER = "harbor_task"
+"""The column that names a task's folder."""
+SETTING_UP_S = 900.0
+"""Waiting for a box, its entry point, its health check."""
+TIME_IS_UP = "The time for this task is up."
+log = logging.getLogger(__name__)
+
+
+class HarborSettings(BaseModel):
+    """`settings` of the recipe's entry ``harbor``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tasks: Path = Field(Path(), description="What rows' relative folders are relative to.")
+    no_reward: Literal["infra_error", "zero"] = Field(
+        "infra_error",
+        description="Tests that write no reward: tried again as a failure, as Harbor counts it, or the agent's own 0.",
+    )
+    reward_key: str = Field("", description="Which one of several rewards in reward.json; empty: `reward`.")
+    pass_env: list[str] = Field(
+        default_factory=list, description="Variables of the worker that tasks may read as ${NAME}; no others."
+    )
+    predictions: Path | None = Field(None, description=DESCRIPTION)
+    longest_tests_s: float = Field(3600.0, gt=0, description="Most that a task's verifier.timeout_sec may be.")
+
+
+class HarborTools(ToolGroup):
+    """One entry of a recipe, three tools, one box."""
+
+    def __init__(self, sandbox: Sandbox | None = None, **settings: Any) -> None:
+        self._sandbox = sandbox
+        self._settings = HarborSettings(**settings)
+
+    def tools(self) -> list[BaseTool]:
+        return [kind(self._sandbox, self._settings) for kind in (HarborShell, HarborEditor, HarborSubmit)]
+
+
+class HarborBox(EpisodeBox):
+    """The episode's box with the task set up in it; its first shell begins in the working directory."""
+
+    def __init__(self, sandbox: Sandbox, task: HarborTask, label: str, settings: HarborSettings) -> None:
+        super().__init__(sandbox, label)
+        self._task = task
+        self._settings = settings
+        self._environment: HarborEnvironment | None = None
+        self._graded = False
+        self._opened_at = 0.0
+
+    @property
+    def seconds_left(self) -> float:
+        """Of the task's agent.timeout_sec, from the box's opening on; another worker that takes over begins anew."""
+        limit = self._task.agent_timeout_s
+        return float("inf") if limit is None else self._opened_at + limit - time.monotonic()
+
+    async def _open(self) -> Session:
+        passed = {name: os.environ[name] for name in self._settings.pass_env if name in os.environ}
+        environment = await HarborEnvironment.open(self._sandbox, self._task, self._label, passed)
+        self._settle(environment)
+        return environment.session
+
+    async def adopt(self, session_id: str) -> None:
+        await super().adopt(session_id)
+        if self._environment is None:
+            passed = {name: os.environ[name] for name in self._settings.pass_env if name in os.environ}
+            self._settle(await HarborEnvironment.around(await self.session(), self._task, passed))
+
+    def _settle(self, environment: HarborEnvironment) -> None:
+        self._environment, self.folder = environment, environment.folder
+        self._opened_at = time.monotonic()
+        self.variables = environment.variables
+        exports = [f"export {name}={shlex.quote(value)}" for name, value in environment.variables.items()]
+        self.begin = "; ".join([*exports, f"cd -- {shlex.quote(environment.folder)}"])
+
+    async def reward(self) -> float | None:
+        """Of what is in the box now; once, None when asked again. Raises `ToolInfraError`."""
+        if self._graded or self._environment is None:
+            return None
+        self._graded = True
+        await self._keep_patch(self._environment)
+        grade = await self._environment.grade()
+        value = grade.rewards.get(self._settings.reward_key) if self._settings.reward_key else grade.reward
+        log.info("%s: %s reward=%s %s", self._label, self._task.name, value, json.dumps(dict(grade.rewards)))
+        return value if value is not None else self._without_reward(grade)
+
+    async def _keep_patch(self, environment: HarborEnvironment) -> None:
+        """Before the tests come. A task without a repository has no patch."""
+        if self._settings.predictions is None:
+            return
+        patch = await environment.patch()
+        if patch is None:
+            log.info("%s: %s: its working directory is no git repository: no patch", self._label, self._task.name)
+            return
+        await asyncio.to_thread(keep_prediction, self._settings.predictions, self._label, self._task.name, patch)
+
+    def _without_reward(self, grade: HarborGrade) -> float:
+        key = self._settings.reward_key
+        wrong_key = f"no reward is called {key!r}: it has {', '.join(grade.rewards)}" if key and grade.rewards else ""
+        cause = grade.cause or wrong_key or grade.why_none()
+        if self._settings.no_reward == "zero" and grade.cause:
+            log.info("%s: %s earns 0: %s", self._label, self._task.name, cause)
+            return 0.0
+        raise ToolInfraError("harbor", f"task {self._task.name}: {cause}")
+
+
+class _HarborTool(BoxTool):
+    """What the three have in common: the box, opened before the first call, and its reward."""
+
+    box_kind = HarborBox
+
+    def __init__(self, sandbox: Sandbox | None, settings: HarborSettings) -> None:
+        super().__init__(sandbox)
+        self._harbor = settings
+        self.create_timeout_s = SETTING_UP_S
+        self.reward_timeout_s = settings.longest_tests_s + SETTING_UP_S
+
+    def _box_of(self, task: Task) -> HarborBox:
+        folder = task.extra_info.get(FOLDER)
+        if not folder:
+            raise ToolInfraError("harbor", f"the row has no {FOLDER}: it is none of data.train: harbor:FOLDER")
+        try:
+            found = _task_in((self._harbor.tasks / str(folder)).absolute())
+        except HarborTaskError as error:
+            raise ToolInfraError("harbor", str(error)) from error
+        if found.verifier_timeout_s > self._harbor.longest_tests_s:
+            raise ToolInfraError(
+                "harbor",
+                f"task {found.name}: verifier.timeout_sec {found.verifier_timeout_s:g} is more than the setting"
+                f" longest_tests_s {self._harbor.longest_tests_s:g}",
+            )
+        return HarborBox(self._sandbox, found, task.task_id, self._harbor)
+
+    async def create(self, task: Task) -> EpisodeBox:
+        try:
+            return await super().create(task)
+        except HarborTaskError as error:
+            raise ToolInfraError("harbor", str(error)) from error
+
+    async def attach(self, task: Task, session_id: str) -> EpisodeBox:
+        try:
+            return await super().attach(task, session_id)
+        except HarborTaskError as error:
+            raise ToolInfraError("harbor", str(error)) from error
+
+    async def calc_reward(self, state: Any) -> float | None:
+        try:
+            reward: float | None = await state.reward()
+        except (HarborTaskError, SandboxError) as error:
+            raise ToolInfraError("harbor", str(error)) from error
+        return reward
+
+
+class HarborShell(_HarborTool, ShellTool):
+    """`shell`, beginning in the working directory, until the task's time is up."""
+
+    async def execute(self, state: EpisodeBox, arguments: Mapping[str, Any]) -> ToolResult:
+        if isinstance(state, HarborBox) and state.seconds_left <= 0:
+            return ToolResult(TIME_IS_UP, final=True)
+        return await super().execute(state, arguments)
+
+
+class HarborEditor(_HarborTool, EditorTool):
+    """`editor`, its paths relative to the working directory."""
+
+
+class HarborSubmit(_HarborTool):
+    """Ends the episode; what counts is what is in the box."""
+
+    name = "submit"
+    description = "Hand in your work; nothing comes after it."
+    parameters: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+    async def execute(self, state: EpisodeBox, arguments: Mapping[str, Any]) -> ToolResult:
+        return ToolResult("submitted", final=True)
+
+
+@functools.lru_cache(maxsize=4096)
+def _task_in(folder: Path) -> HarborTask:
+    """Read once per process: its image is named by its files. Raises `HarborTaskError`."""
+    return read_task(folder)
