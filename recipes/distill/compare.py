@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -33,6 +34,7 @@ CELLS: Mapping[str, Sequence[str]] = {
     "teacher alone": ("trainer.distill.reward_weight=0",),
 }
 TEACHER_START_S = 180.0
+STOP_S = 60.0
 RUN_S = 3600.0
 
 
@@ -70,16 +72,23 @@ def teacher(model: str, out: Path) -> Iterator[tuple[str, dict[str, str]]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {**os.environ, TOKEN: os.environ.get(TOKEN) or secrets.token_hex(16)}
-    with (out / "teacher.log").open("ab") as log:
-        command = [*COMMAND, "teacher-server", "--model", model, "--port", str(port)]
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    command = ["teacher-server", "--model", model, "--port", str(port)]
+    with started(command, environment, out / "teacher.log") as process:
+        _wait_until_up(process, f"http://127.0.0.1:{port}", environment[TOKEN])
+        yield f"http://127.0.0.1:{port}", environment
+
+
+@contextmanager
+def started(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A `penstock` command that ends with this block."""
+    with log.open("ab") as file:
+        process = subprocess.Popen([*COMMAND, *command], env=environment, stdout=file, stderr=file)
         try:
-            _wait_until_up(process, f"http://127.0.0.1:{port}", environment[TOKEN])
-            yield f"http://127.0.0.1:{port}", environment
+            yield process
         finally:
             process.terminate()
             try:
-                process.wait(30)
+                process.wait(STOP_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -108,12 +117,16 @@ def _curve(options: argparse.Namespace, cell: str, seed: int, url: str, environm
             f"runs_dir={options.out.resolve()}",
             f"seed={seed}",
             f"trainer.steps={options.steps}",
+            "data.eval=null",
         ]
         stop = [f"trainer.stop.{key}={value}" for key, value in _stop(options.goal).items()]
         taught = ["agent.teachers={'*': {url: '" + url + "'}}"]
-        command = [*COMMAND, "run", str(RECIPE), *settings, *stop, *taught, *CELLS[cell], *options.override]
-        with (options.out / f"{name}.log").open("ab") as log:
-            subprocess.run(command, env=environment, stdout=log, stderr=log, check=True, timeout=RUN_S)
+        again = ["--resume"] if folder.exists() else []
+        command = ["run", str(RECIPE), *settings, *stop, *taught, *CELLS[cell], *options.override, *again]
+        log = options.out / f"{name}.log"
+        with started(command, environment, log) as process:
+            if process.wait(RUN_S):
+                raise SystemExit(f"{name} failed; see {log}")
     return [json.loads(line)["reward"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -152,4 +165,5 @@ def _options(given: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended
     main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -37,6 +38,10 @@ class FakeServer:
         """In place of every logprob."""
         self.tokens: list[int] | None = None
         """What /tokenize answers; None: there is no such route."""
+        self.entered = asyncio.Event()
+        self.open = asyncio.Event()
+        """Answers wait for it."""
+        self.open.set()
         self.app = FastAPI()
         self.app.post("/v1/completions")(self.completions)
         self.app.post("/tokenize")(self.tokenize)
@@ -52,6 +57,8 @@ class FakeServer:
 
     async def completions(self, request: Request) -> Any:
         body = await request.json()
+        self.entered.set()
+        await self.open.wait()
         assert body["model"] == "teacher"
         if self.failures:
             raise HTTPException(self.failures.pop(0), "not now")
@@ -149,6 +156,33 @@ async def test_a_failed_teacher_is_infrastructure(
     outcome, trajectory = await run(await serve(server.app), retries=2)
     assert (outcome.kind, outcome.component, trajectory) == (OutcomeKind.INFRA_ERROR, "teacher", None)
     assert named in outcome.reason
+
+
+async def test_a_worker_that_dies_while_the_teacher_answers_leaves_nothing(
+    serve: Callable[[Any], Any], queue_of, tasks_of, parts_of, calling_policy, calculator
+) -> None:
+    """The next one samples nothing and runs no tool again, and records what a worker that lived would have."""
+    server, (task,) = FakeServer(), tasks_of()
+    queue, client = queue_of([task]), FakeClient(calling_policy())
+    teachers = Teachers({"*": TeacherConfig(url=await serve(server.app))})
+    parts = dataclasses.replace(parts_of(queue, client, calculator), teachers=teachers)
+    server.open.clear()
+    dying = asyncio.create_task(Episode(parts, queue.lease(task)).run())
+    await server.entered.wait()
+    queue.expire_all()  # from here on nothing that the dead worker does counts
+    dying.cancel()
+    await asyncio.gather(dying, return_exceptions=True)
+    assert task.task_id not in queue.done
+    sampled, executed = len(client.requests), list(calculator.executed)
+    server.open.set()
+    outcome = await Episode(parts, queue.lease(task)).run()
+    assert outcome.kind is OutcomeKind.COMPLETED
+    assert (len(client.requests), calculator.executed) == (sampled, executed)
+    (segment,) = queue.done[task.task_id].segments
+    ids = [*segment.prompt_ids.tolist(), *segment.response_ids.tolist()]
+    expected = [judged(ids, n) for n in range(len(segment.prompt_ids), len(ids))]
+    np.testing.assert_allclose(segment.teacher_logprobs, np.where(segment.response_mask, expected, 0), atol=1e-6)
+    await teachers.close()
 
 
 async def test_a_teacher_that_is_away_is_named(run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from trainer_support import make_trajectory
+from safetensors.torch import load_file
+from trainer_support import Crash, make_job, make_trajectory
 
-from penstock.trainer import BadJob, Learner, Ranks, TrainerConfig, check_job, make_step_batch, pack_rows
+from penstock.trainer import BadJob, Learner, Ranks, TrainerConfig, check_job, make_step_batch, pack_rows, train
 from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.transfer_queue import Batch, Trajectory
 
@@ -127,6 +129,30 @@ def test_the_policy_comes_nearer_to_its_teacher(tiny_model: str, ranks: Ranks) -
         metrics = step.run()
         found.append(metrics["loss"] if "teacher_kl" not in metrics else metrics["teacher_kl"])
     assert abs(found[-1]) < abs(found[0])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"distill": {"in_loss": 0.5, "in_advantage": 0.5}}, {"advantage": "prime", "critic": {"lr": 1e-3}}],
+    ids=["teacher", "prime"],
+)
+async def test_a_crash_changes_nothing(tmp_path: Path, tiny_model: str, settings: dict[str, Any]) -> None:
+    """The replayed steps have the teacher's numbers of the first time; PRIME's reward model is in the checkpoint."""
+    weights = []
+    for gap in (None, "before:publish:4"):
+        folder = tmp_path / ("whole" if gap is None else "crashed")
+        folder.mkdir()
+        job = make_job(folder, tiny_model, settings)
+        queue: Any = job.run.queue
+        queue.produce = lambda *names: taught(make_trajectory(*names))
+        if gap is not None:
+            queue.crash_at = gap
+            with pytest.raises(Crash):
+                await train(job)
+        await train(job)
+        weights.append(load_file(job.run_dir / "final_model" / "model.safetensors"))
+    for name, tensor in weights[0].items():
+        assert torch.equal(tensor, weights[1][name]), name
 
 
 def test_a_filter_by_reward_beside_a_teacher_is_refused(tmp_path: Any) -> None:
