@@ -43,8 +43,13 @@ class TeacherConfig(BaseModel):
         "PENSTOCK_TEACHER_TOKEN", description="Environment variable of its bearer token; unset: none is sent."
     )
     timeout_s: float = Field(120.0, gt=0, description="Of one request, which judges one segment.")
-    retries: int = Field(8, ge=0, description="Further requests where it was busy or not reached, with pauses.")
-    deadline_s: float = Field(600.0, gt=0, description="Of a segment, waits and retries included; then infra_error.")
+    retries: int = Field(30, ge=0, description="Further requests where it was busy or not reached, with pauses.")
+    deadline_s: float = Field(
+        240.0,
+        gt=0,
+        description="Of a segment's requests and the pauses between them; then infra_error. Below stall_timeout_s, so"
+        " that a teacher that is away is named.",
+    )
     concurrency: int = Field(8, gt=0, description="Requests at once from one agent worker.")
 
 

@@ -13,9 +13,12 @@ step has the same numbers, and the trainer waits for no teacher. A teacher that 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -31,6 +34,8 @@ from penstock.tools import JsonClient, ToolInfraError, ToolUnavailable
 from penstock.transfer_queue import Segment, Task, Trajectory
 
 COMPONENT = "teacher"
+log = logging.getLogger(__name__)
+TURN_S = 1800.0
 BACKOFF = Backoff(0.5, 30.0, jitter=(0.5, 1.0))
 LOWEST = -100.0
 """Servers write −inf in their own ways (vLLM: −9999); all of them become this."""
@@ -72,9 +77,9 @@ class Teacher:
     async def logprobs(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """ids [L] → [L], each given the ids before it; the first is 0. Raises `InfraFailure`."""
         try:
-            async with asyncio.timeout(self._config.deadline_s), self._turns:
+            async with self._turn(), asyncio.timeout(self._config.deadline_s):
                 return await retry(
-                    lambda: self._ask_in_known_form(ids),
+                    lambda: self._attempt(ids),
                     BACKOFF,
                     retries=self._config.retries,
                     on=ToolUnavailable,
@@ -85,6 +90,20 @@ class Teacher:
         except TimeoutError as error:
             reason = f"{self._url}: no logprobs within {self._config.deadline_s:g} s (agent.teachers.*.deadline_s)"
             raise InfraFailure(COMPONENT, reason) from error
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Waiting for others' requests is load, no failure of the teacher: it has a deadline apart from its own."""
+        try:
+            async with asyncio.timeout(TURN_S):
+                await self._turns.acquire()
+        except TimeoutError as error:
+            reason = f"{self._url}: no turn within {TURN_S:g} s (agent.teachers.*.concurrency)"
+            raise InfraFailure(COMPONENT, reason) from error
+        try:
+            yield
+        finally:
+            self._turns.release()
 
     async def close(self) -> None:
         await self._http.close()
@@ -115,6 +134,13 @@ class Teacher:
             )
         return f"{self._model} at {self._url}, {'same ids' if compared else 'ids not compared: no /tokenize'}"
 
+    async def _attempt(self, ids: Sequence[int]) -> NDArray[np.float32]:
+        try:
+            return await self._ask_in_known_form(ids)
+        except ToolUnavailable as error:
+            log.warning("teacher: %s", error.reason)
+            raise
+
     async def _ask_in_known_form(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """Raises `ToolInfraError`."""
         if self._form is not None:
@@ -124,7 +150,7 @@ class Teacher:
             try:
                 found = await self._ask(form, ids)
             except ToolUnavailable:
-                raise
+                raise  # another form would not be answered either
             except ToolInfraError as error:
                 refusals.append(f"{form}: {error.reason}")
             else:
@@ -202,9 +228,11 @@ class Teachers:
         teacher = self.of(task.data_source)
         if teacher is None or task.split != "train":
             return trajectory
+        began = time.monotonic()
         with span(COMPONENT):
             segments = await gather_or_cancel([_annotated(teacher, segment) for segment in trajectory.segments])
-        return replace(trajectory, segments=segments)
+        metrics = {**trajectory.metrics, "teacher_latency_s": time.monotonic() - began}
+        return replace(trajectory, segments=segments, metrics=metrics)
 
     async def close(self) -> None:
         for teacher in self._teachers.values():
