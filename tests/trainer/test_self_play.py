@@ -24,18 +24,17 @@ from penstock.trainer import (
     TrainerConfig,
     check_algorithm,
     make_step_batch,
+    outcome_loss,
     pack_rows,
 )
-from penstock.trainer.advantages import Episodes
-from penstock.trainer.advantages.prime import outcome_loss, prime
-from penstock.trainer.advantages.sppo import sppo
+from penstock.trainer.advantages import ADVANTAGES, Episodes
 from penstock.trainer.engines.fsdp import FSDPEngine
-from penstock.trainer.losses import LossInput, Sequences
-from penstock.trainer.losses.spin import spin
-from penstock.trainer.losses.sppo import sppo as sppo_loss
+from penstock.trainer.losses import LOSSES, LossInput, Sequences
 from penstock.transfer_queue import Batch
 
 pytestmark = pytest.mark.torch
+prime, sppo = ADVANTAGES.get("prime"), ADVANTAGES.get("sppo")
+sppo_loss, spin = LOSSES.get("sppo"), LOSSES.get("spin")
 
 
 def episodes(rewards: list[float], group: list[int], lengths: list[int], **more: Any) -> Episodes:
