@@ -193,13 +193,13 @@ class Learner:
         sums = sum_by(rewards, everything, len(outcomes))
         lengths = torch.bincount(everything, minlength=len(outcomes))
 
-        def loss(pack: Pack, logprobs: Tensor) -> Tensor:
+        def loss(pack: Pack, values: Tensor) -> Tensor:
             assert pack.reference is not None
             if not len(pack.token):  # the graph stays whole: other ranks' backward waits for this one
-                return logprobs.sum() * 0
+                return values.sum() * 0
             episodes, index = pack.episode.cpu().unique(return_inverse=True)
-            place = index.to(logprobs.device)
-            now = sum_by(self._beta * (logprobs - pack.reference), place, len(episodes))
+            place = index.to(values.device)
+            now = sum_by(self._beta * (values - pack.reference), place, len(episodes))
             rest = sums[episodes] - sum_by(rewards[pack.token.cpu()], index, len(episodes))
             entropy = outcome_loss(now, rest.to(now.device), outcomes[episodes].to(now.device))
             share = (torch.bincount(index) / lengths[episodes]).to(now.device)

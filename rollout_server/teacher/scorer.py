@@ -36,11 +36,11 @@ class TokenScorer:
         self._tokenizer = AutoTokenizer.from_pretrained(model)
         self._tokenizer_turn = threading.Lock()
         try:
-            loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+            loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
         except (ValueError, KeyError) as error:
             raise UnfitTeacher(f"{model} is no causal language model: {error}") from error
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._model: Any = loaded.to(self._device).eval()
+        self._model = loaded.to(self._device).eval()
         config = loaded.config.get_text_config()
         self.vocabulary = int(loaded.get_input_embeddings().num_embeddings)
         context = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
