@@ -207,8 +207,9 @@ class Learner:
 
         tally.add("value/process_reward", rewards.double().numpy())
         tally.add("value/loss", outcome_loss(sums, torch.zeros_like(sums), outcomes)[lengths > 0].double().numpy())
+        nothing = torch.zeros(0, dtype=torch.long)
         counted = [
-            (packs, self._ranks.sum(len({int(e) for pack in packs for e in pack.episode})))
+            (packs, self._ranks.sum(len(torch.cat([nothing, *(pack.episode for pack in packs)]).unique())))
             for packs in scored.minibatches
         ]
         updates = [self._engine.update_critic(packs, loss, episodes) for packs, episodes in counted if episodes]
