@@ -3,8 +3,9 @@
     penstock sft recipes/distill/cpu.yaml sft.out=data/distill/teacher
     python recipes/distill/compare.py --teacher data/distill/teacher --out runs/distill-comparison
 
-Each cell is a `penstock run` of cpu.yaml that ends when the mean reward of three steps reaches the goal. Writes
-comparison.json and comparison.png into --out; a run that is there is not run again.
+Each cell is a `penstock run` of cpu.yaml that ends when the mean reward of three steps is at the goal; `GRPO alone` has
+the optimizer of recipes/calculator.yaml. Writes comparison.json and comparison.png into --out; a run that is there is
+not run again.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ RECIPE = Path(__file__).with_name("cpu.yaml")
 COMMAND = [sys.executable, "-m", "penstock.deploy.cli"]
 TOKEN = "PENSTOCK_TEACHER_TOKEN"  # noqa: S105 - the name of a variable
 WINDOW = 3
+UNTAUGHT = ("agent.teachers={}", "trainer.distill.in_advantage=0")
 CELLS: Mapping[str, Sequence[str]] = {
-    "GRPO alone": ("agent.teachers={}", "trainer.distill.in_advantage=0"),
+    "GRPO alone": (*UNTAUGHT, "trainer.lr=7e-4", "trainer.warmup_steps=3", "trainer.max_grad_norm=0.3"),
+    "GRPO alone, same optimizer": UNTAUGHT,
     "teacher and GRPO": (),
     "teacher alone": ("trainer.distill.reward_weight=0",),
 }
@@ -109,7 +112,7 @@ def _wait_until_up(process: subprocess.Popen[bytes], url: str, token: str) -> No
 
 def _curve(options: argparse.Namespace, cell: str, seed: int, url: str, environment: dict[str, str]) -> list[float]:
     """Reward by step."""
-    name = f"{cell.replace(' ', '-').lower()}-{seed}"
+    name = f"{cell.replace(', ', '-').replace(' ', '-').lower()}-{seed}"
     folder = options.out / name
     if not (folder / "summary.json").exists():
         settings = [
@@ -157,7 +160,7 @@ def _options(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--teacher", default="data/distill/teacher", help="folder of the teacher")
     parser.add_argument("--out", type=Path, default=Path("runs/distill-comparison"), help="folder of the runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--cells", nargs="+", choices=list(CELLS), default=list(CELLS))
+    parser.add_argument("--cells", nargs="+", choices=list(CELLS), default=["GRPO alone", "teacher and GRPO"])
     parser.add_argument("--goal", type=float, default=0.9, help="mean reward of three steps")
     parser.add_argument("--steps", type=int, default=50, help="most steps of a run; the schedule decays over them")
     parser.add_argument("--override", nargs="*", default=[], help="further settings of the runs")
