@@ -121,11 +121,12 @@ class Teacher:
         try:
             entry = await self._entry()
             compared = await self._check_vocabulary(encoded)
-            await self._ask_in_known_form([*encoded, highest])
+            await self._ask_in_known_form(encoded)
         except ToolUnavailable as error:
             raise BadTeacher(error.reason, "start the server, or correct agent.teachers.*.url") from error
         except ToolInfraError as error:
-            raise BadTeacher(error.reason, _fix_of(error, highest)) from error
+            raise BadTeacher(error.reason, _fix_of(error)) from error
+        await self._check_highest(encoded, highest)
         room = entry.get("max_model_len")
         if isinstance(room, int) and room <= longest:
             raise BadTeacher(
@@ -133,6 +134,14 @@ class Teacher:
                 f"serve the teacher with a context of {longest + 1} or more, or lower rollout.max_model_len",
             )
         return f"{self._model} at {self._url}, {'same ids' if compared else 'ids not compared: no /tokenize'}"
+
+    async def _check_highest(self, encoded: Sequence[int], highest: int) -> None:
+        """Last of all: SGLang ends at an id that its model does not have. Raises `BadTeacher`."""
+        try:
+            await self._ask_in_known_form([*encoded, highest])
+        except ToolInfraError as error:
+            fix = f"the model's highest token id is {highest}: take a teacher whose vocabulary has it; is it still up?"
+            raise BadTeacher(error.reason, fix) from error
 
     async def _attempt(self, ids: Sequence[int]) -> NDArray[np.float32]:
         try:
@@ -265,10 +274,7 @@ def _echoed(choice: Mapping[str, Any], ids: Sequence[int]) -> list[float]:
     return [float(value) for value in found[1 : len(ids)]]
 
 
-def _fix_of(error: ToolInfraError, highest: int) -> str:
+def _fix_of(error: ToolInfraError) -> str:
     if "HTTP 401" in error.reason or "HTTP 403" in error.reason:
         return "the server refuses the key: set the environment variable that agent.teachers.*.key_variable names"
-    return (
-        "serve the teacher with vLLM, SGLang or `penstock teacher-server`, which give logprobs of prompts, with a "
-        f"vocabulary that has the token id {highest}"
-    )
+    return "serve the teacher with vLLM, SGLang or `penstock teacher-server`, which give logprobs of prompts"
