@@ -4,8 +4,8 @@
     python recipes/distill/compare.py --teacher data/distill/teacher --out runs/distill-comparison
 
 Each cell is a `penstock run` of cpu.yaml that ends when the mean reward of three steps is at the goal; `GRPO alone` has
-the optimizer of recipes/calculator.yaml. Another student: --student, for example what student.py makes. Writes
-comparison.json and comparison.png into --out; a run that is there is not run again.
+the optimizer of recipes/calculator.yaml. Writes comparison.json and comparison.png into --out; a run that is there is
+not run again.
 """
 
 from __future__ import annotations
@@ -124,10 +124,8 @@ def _curve(options: argparse.Namespace, cell: str, seed: int, url: str, environm
         ]
         stop = [f"trainer.stop.{key}={value}" for key, value in _stop(options.goal).items()]
         taught = ["agent.teachers={'*': {url: '" + url + "'}}"]
-        student = [f"model={options.student}"] if options.student else []
         again = ["--resume"] if folder.exists() else []
-        command = ["run", str(RECIPE), *settings, *stop, *taught, *student, *CELLS[cell], *options.override]
-        command += again
+        command = ["run", str(RECIPE), *settings, *stop, *taught, *CELLS[cell], *options.override, *again]
         log = options.out / f"{name}.log"
         with started(command, environment, log) as process:
             if process.wait(RUN_S):
@@ -160,7 +158,6 @@ def draw(curves: Mapping[str, Mapping[int, Sequence[float]]], goal: float, file:
 def _options(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--teacher", default="data/distill/teacher", help="folder of the teacher")
-    parser.add_argument("--student", help="folder of the student; default: the recipe's model")
     parser.add_argument("--out", type=Path, default=Path("runs/distill-comparison"), help="folder of the runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--cells", nargs="+", choices=list(CELLS), default=["GRPO alone", "teacher and GRPO"])
