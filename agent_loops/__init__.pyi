@@ -13,6 +13,7 @@ from .concurrency import WatchedClient as WatchedClient
 from .config import AgentConfig as AgentConfig
 from .config import CaptureConfig as CaptureConfig
 from .config import RewardChoice as RewardChoice
+from .config import TeacherConfig as TeacherConfig
 from .conversation import Conversation as Conversation
 from .demonstration import BadDemonstration as BadDemonstration
 from .demonstration import segments_of as segments_of
@@ -60,6 +61,10 @@ from .segment import Budget as Budget
 from .segment import MessageDelta as MessageDelta
 from .segment import SegmentBuilder as SegmentBuilder
 from .segment import little_endian as little_endian
+from .teachers import PROBE as PROBE
+from .teachers import BadTeacher as BadTeacher
+from .teachers import Teacher as Teacher
+from .teachers import Teachers as Teachers
 from .tool_runner import CallNames as CallNames
 from .tool_runner import ToolBox as ToolBox
 from .tool_runner import hash_of as hash_of

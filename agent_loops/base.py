@@ -22,6 +22,7 @@ from penstock.agent_loops.llm import EpisodeLLM, GenerateClient
 from penstock.agent_loops.loader import load_object
 from penstock.agent_loops.rewards.registry import RewardFunction
 from penstock.agent_loops.segment import AgentLoopOutput
+from penstock.agent_loops.teachers import Teachers
 from penstock.agent_loops.tool_runner import ToolBox
 from penstock.agent_loops.tracing import OnSpan
 from penstock.common import Registry, gather_or_cancel
@@ -104,6 +105,7 @@ class WorkerServices:
     sandbox: Sandbox | None = None
     on_lost: Literal["replay", "restart"] = "replay"
     reward: RewardFunction | None = None
+    teachers: Teachers | None = None
     mismatches: Mismatches = field(default_factory=Mismatches)
     on_span: OnSpan | None = None
     """Called with each span of each episode when it ends."""

@@ -29,6 +29,30 @@ class RewardsConfig(BaseModel):
     timeout_s: float = Field(60.0, gt=0, description="An answer not scored by then is an infra_error, never a 0.")
 
 
+class TeacherConfig(BaseModel):
+    """A server that judges the tokens of finished episodes (docs/distillation.md)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: str = Field(
+        description="Of vLLM, SGLang, `penstock teacher-server` or another OpenAI-compatible server with logprobs of"
+        " prompts, such as http://127.0.0.1:8950."
+    )
+    model: str = Field("", description="Its name there; empty: the first that the server lists.")
+    key_variable: str = Field(
+        "PENSTOCK_TEACHER_TOKEN", description="Environment variable of its bearer token; unset: none is sent."
+    )
+    timeout_s: float = Field(120.0, gt=0, description="Of one request, which judges one segment.")
+    retries: int = Field(30, ge=0, description="Further requests where it was busy or not reached, with pauses.")
+    deadline_s: float = Field(
+        240.0,
+        gt=0,
+        description="Of a segment's requests and the pauses between them; then infra_error. Below stall_timeout_s, so"
+        " that a teacher that is away is named.",
+    )
+    concurrency: int = Field(8, gt=0, description="Requests at once from one agent worker.")
+
+
 class CaptureConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -88,3 +112,7 @@ class AgentConfig(BaseModel):
         " Empty: the loop sets rewards.",
     )
     rewards: RewardsConfig = RewardsConfig()
+    teachers: dict[str, TeacherConfig] = Field(
+        default_factory=dict,
+        description="Data source or pattern (`my_*`, `*`) → its teacher; trainer.distill says how it is learned from.",
+    )

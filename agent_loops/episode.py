@@ -1,8 +1,8 @@
 """One leased episode: from its lease to its completed trajectory.
 
-lease ─► equip loop ─► setup, run (deadline) ─► teardown ─► tools' rewards ─► release ─► reward ─► complete
-              ▲                │                                                            │
-              └── restart ◄────┤ journal left                        infra failure ─────────┴──► fail
+lease ─► equip loop ─► setup, run (deadline) ─► teardown ─► tools' rewards ─► release ─► reward ─► teacher ─► complete
+              ▲                │                                                            │          │
+              └── restart ◄────┤ journal left                        infra failure ─────────┴──────────┴──► fail
 
 Cancelled, or lease lost: teardown, then the tools' states are left to the next owner. `FinishedAttempt` checks a loop's
 outputs against what was sampled, adds reward and metrics, and builds the trajectory.
@@ -79,6 +79,8 @@ class Episode:
 
     # endings -------------------------------------------------------------------------------------------------------
     async def _complete(self, trajectory: Trajectory) -> Outcome:
+        if self._services.teachers is not None:
+            trajectory = await self._services.teachers.annotate(self._lease.task, trajectory)
         try:
             await self._services.queue.complete(self._lease, trajectory)
         except BadPayload as error:

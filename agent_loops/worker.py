@@ -36,6 +36,7 @@ from penstock.agent_loops.loader import allow_imports_from, load_object
 from penstock.agent_loops.loop_watch import LoopWatch
 from penstock.agent_loops.metrics import WorkerMetrics, WorkerStats
 from penstock.agent_loops.rewards.registry import load_reward, may_need_sandbox
+from penstock.agent_loops.teachers import Teachers
 from penstock.agent_loops.tracing import traced
 from penstock.common import Backoff, cancel_and_wait, frozen_start, uncollected
 from penstock.sandbox import Sandbox, SandboxConfig, SandboxError, make_sandbox
@@ -106,6 +107,7 @@ def build_services(job: WorkerJob, sandbox: Sandbox | None) -> WorkerServices:
         on_lost=job.sandbox.on_lost,
         reward=load_reward(job.config, run.recipe_dir, sandbox),
         recipe_dir=run.recipe_dir,
+        teachers=Teachers(job.config.teachers) if job.config.teachers else None,
     )
 
 
@@ -127,6 +129,8 @@ async def run_worker(job: WorkerJob) -> None:
             await close_tools(services.tools.values())
             if services.reward is not None:
                 await services.reward.close()
+            if services.teachers is not None:
+                await services.teachers.close()
         if sandbox is not None:
             await sandbox.close()
 

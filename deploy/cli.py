@@ -32,6 +32,7 @@ with uncollected():
     from penstock.deploy.commands.sft import sft
     from penstock.deploy.commands.simulate import simulate
     from penstock.deploy.commands.status import status
+    from penstock.deploy.commands.teacher_server import teacher_server
     from penstock.deploy.commands.trace import trace
 
 app = typer.Typer(
@@ -58,6 +59,7 @@ app.command()(search_server)
 app.command()(dashboard)
 app.command()(rehearse)
 app.command()(reward_server)
+app.command()(teacher_server)
 app.command()(sft)
 app.command(name="eval")(evaluate)
 app.command()(simulate)

@@ -11,7 +11,7 @@ from pathlib import Path
 from fastapi import APIRouter
 from starlette.types import ASGIApp
 
-from penstock.agent_loops import AgentConfig, AgentError, ChatTokens, allow_imports_from
+from penstock.agent_loops import AgentConfig, AgentError, ChatTokens, Teachers, allow_imports_from
 from penstock.agent_loops.chat import chat_of, tools_problem, verify_template
 from penstock.agent_loops.rewards import RewardFunction, load_reward
 from penstock.common import LimitBody
@@ -43,6 +43,7 @@ class Gateway:
         self._client = RolloutClient(job.run.queue, job.run.token, job.request_timeout_s, home=url)
         self._manager: SessionManager | None = None
         self._reward: RewardFunction | None = None
+        self._teachers = Teachers(job.config.teachers) if job.config.teachers else None
         self._loading = asyncio.Lock()
         self._router = make_router(self.manager, url, job.run.token, lambda: sidecar.version)
 
@@ -72,6 +73,8 @@ class Gateway:
             await self._manager.close()
         if self._reward is not None:
             await self._reward.close()
+        if self._teachers is not None:
+            await self._teachers.close()
         await self._client.close()
 
     async def _context(self) -> GatewayContext:
@@ -92,6 +95,7 @@ class Gateway:
             longest_token=longest_token(chat.tokenizer),
             draining=lambda: sidecar.draining,
             reward=self._reward,
+            teachers=self._teachers,
         )
 
     def _load(self) -> tuple[ChatTokens, RewardFunction | None]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.agent_loops import AgentConfig, ChatTokens, GenerateClient, Mismatches
+from penstock.agent_loops import AgentConfig, ChatTokens, GenerateClient, Mismatches, Teachers
 from penstock.agent_loops.rewards import RewardFunction
 from penstock.gateway.errors import UnknownModel
 from penstock.gateway.wire import CallSyntax, Detokenizer, token_bytes_of
@@ -35,6 +35,7 @@ class GatewayContext:
     draining: Callable[[], bool] = lambda: False
     """The server is stopping and leases no further episodes."""
     reward: RewardFunction | None = None
+    teachers: Teachers | None = None
     mismatches: Mismatches = field(default_factory=Mismatches)
     tokenizing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_TOKENIZING))
     """Held for a long request while a thread tokenizes it."""

@@ -80,6 +80,8 @@ async def _complete(episode: GatewaySession, outcome: Outcome) -> FinishResult:
         raise Conflict("nothing was sampled yet; finish with outcome infra_error or cancelled to give the task back")
     try:
         trajectory = await _trajectory(episode, outcome)
+        if episode.context.teachers is not None:
+            trajectory = await episode.context.teachers.annotate(episode.lease.task, trajectory)
         await episode.context.queue.complete(episode.lease, trajectory)
     except (InfraFailure, BadPayload) as error:
         return await fail(episode, _failure(episode, error))

@@ -98,6 +98,7 @@ def _context_of(services: WorkerServices) -> GatewayContext:
         detokenizer=_text_of(services.chat),
         model=MODEL,
         reward=services.reward,
+        teachers=services.teachers,
         mismatches=services.mismatches,
         tokenizing=_TOKENIZING.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_TOKENIZING)),
     )

@@ -1,3 +1,4 @@
+from .advantages.prime import outcome_loss as outcome_loss
 from .bad_batch import BadBatches as BadBatches
 from .bad_batch import BadDump as BadDump
 from .batch import BadBatch as BadBatch

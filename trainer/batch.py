@@ -55,6 +55,8 @@ class Row:
     keys and values of the weights before: no forward pass of any one version repeats its logprobs."""
     turn: NDArray[np.int64]
     """[N] index among the segment's turns"""
+    teacher: NDArray[np.float32] | None = None
+    """[N] the teacher's logprobs; None where the segment has none."""
     first_token: int = 0
     """Index of the first sampled token among all of the rank's, in the order of rows"""
 
@@ -156,7 +158,9 @@ def make_row(episode: int, segment: Segment, where: str, *, step: int, bound: in
     turn = np.searchsorted(segment.turn_starts, sampled, side="right").astype(np.int64) - 1
     # Every token of the call has staleness 0.
     same_version = ~np.isin(turn, np.unique(turn[staleness != 0]))
-    return Row(episode, ids, targets, finite, staleness, mask, same_version, turn)
+    taught = segment.teacher_logprobs
+    teacher = None if taught is None else taught[sampled].astype(np.float32)
+    return Row(episode, ids, targets, finite, staleness, mask, same_version, turn, teacher)
 
 
 def _where(trajectory: Trajectory, segment: int) -> str:

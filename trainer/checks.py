@@ -24,6 +24,11 @@ def check_job(job: TrainJob) -> None:
             f"{config.turn_reward_weight}: groups of equal rewards would be filtered although their turns differ. Set "
             "the one to none, or the other to 0"
         )
+    if job.limits.filter_groups == "zero_variance" and config.distill.enabled:
+        raise BadJob(
+            "transfer_queue.filter_groups is zero_variance and trainer.distill is on: groups of equal rewards would be "
+            "filtered although the teacher judges their tokens. Set transfer_queue.filter_groups=none"
+        )
     _check_stop(job)
     for sink in config.sinks:
         SINKS.get(sink)
@@ -55,7 +60,7 @@ def _check_stop(job: TrainJob) -> None:
 
 def check_algorithm(config: TrainerConfig, group_size: int) -> None:
     """Raises `BadJob`, `UnknownName` or `BadOptions`."""
-    from penstock.trainer.advantages import ADVANTAGES
+    from penstock.trainer.advantages import ADVANTAGES, needs_of
     from penstock.trainer.corrections import CORRECTIONS
     from penstock.trainer.filters import FILTERS
     from penstock.trainer.losses import LOSSES
@@ -67,6 +72,7 @@ def check_algorithm(config: TrainerConfig, group_size: int) -> None:
     if config.filter is not None:
         FILTERS.bind(config.filter, config.filter_options)
     _check_needs(config, needs_of_advantage(config), group_size)
+    _check_loss_needs(config, needs_of(LOSSES.get(config.loss)), group_size)
     _check_settings(config)
 
 
@@ -76,10 +82,20 @@ def _check_needs(config: TrainerConfig, needs: frozenset[str], group_size: int) 
             f"trainer.advantage={config.advantage} compares the episodes of one task, and group_size is {group_size}: "
             "set group_size to 2 or more"
         )
-    if config.critic.warmup_steps and "values" not in needs:
+    if config.critic.warmup_steps and not needs & {"values", "implicit"}:
         raise BadJob(
             f"trainer.critic.warmup_steps is {config.critic.warmup_steps}, and trainer.advantage={config.advantage} "
-            "has no critic: use gae, turn_gae or vapo"
+            "has no critic: use gae, turn_gae, vapo or prime"
+        )
+
+
+def _check_loss_needs(config: TrainerConfig, needs: frozenset[str], group_size: int) -> None:
+    if "groups" in needs and group_size < 2:
+        raise BadJob(f"trainer.loss={config.loss} compares the episodes of one task: set group_size to 2 or more")
+    if "sequences" in needs and config.aggregation not in ("episode_sum", "constant"):
+        raise BadJob(
+            f"trainer.loss={config.loss} is one number per episode, and trainer.aggregation={config.aggregation} would "
+            "divide it by its tokens: set trainer.aggregation=episode_sum"
         )
 
 

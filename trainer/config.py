@@ -41,8 +41,31 @@ class KLConfig(BaseModel):
         return self.in_reward > 0 or self.in_loss > 0
 
 
+class DistillConfig(BaseModel):
+    """The pull towards the teachers of `agent.teachers`, token by token (docs/distillation.md)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    in_advantage: float = Field(
+        0.0, ge=0, description="Each token's advantage loses this times logπ − log p of the teacher; 0: none."
+    )
+    in_loss: float = Field(0.0, ge=0, description="Coefficient of the reverse KL to the teacher in the loss; 0: none.")
+    estimator: Literal["k2", "k3", "low_variance"] = Field(
+        "k2", description="How in_loss estimates it; the gradient of k2 is that of the reverse KL."
+    )
+    reward_weight: float = Field(
+        1.0, ge=0, description="The estimator's advantages count this much beside the teacher; 0: the teacher alone."
+    )
+    clip: float = Field(20.0, gt=0, description="logπ − log p of a token is held within this of 0.")
+
+    @property
+    def enabled(self) -> bool:
+        return self.in_advantage > 0 or self.in_loss > 0
+
+
 class CriticConfig(BaseModel):
-    """The value model of `gae`, `turn_gae` and `vapo`: the run's model with a head of one number."""
+    """The value model of `gae`, `turn_gae` and `vapo`, the run's model with a head of one number; the implicit reward
+    model of `prime`, the run's model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -180,6 +203,7 @@ class TrainerConfig(BaseModel):
     )
     entropy_bonus: float = Field(0.0, description="Entropy of each token's distribution, times this, is maximised.")
     kl: KLConfig = KLConfig()
+    distill: DistillConfig = DistillConfig()
     critic: CriticConfig = CriticConfig()
     overlong: OverlongConfig = OverlongConfig()
     minibatches: int = Field(1, gt=0, description="Optimizer updates per step; each takes its share of the groups.")

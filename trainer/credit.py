@@ -38,7 +38,11 @@ class TokenScores:
     kl_rewards: Tensor | None = None
     """[N] −coefficient · KL, under trainer.kl.in_reward"""
     values: Tensor | None = None
-    """[N] under a critic"""
+    """[N] under a critic; under an implicit reward model its logprobs"""
+    process_rewards: Tensor | None = None
+    """[N] of the implicit reward model"""
+    teacher_gap: Tensor | None = None
+    """[N] logπ − log p of the teacher at the start of the step, under trainer.distill.in_advantage"""
 
 
 def episodes_of(batch: StepBatch, config: TrainerConfig, scores: TokenScores) -> Episodes:
@@ -58,6 +62,7 @@ def episodes_of(batch: StepBatch, config: TrainerConfig, scores: TokenScores) ->
         token_rewards=nothing if scores.kl_rewards is None else scores.kl_rewards.double(),
         trained=_joined([row.mask for row in batch.rows], np.bool_),
         values=None if scores.values is None else scores.values.double(),
+        process_rewards=None if scores.process_rewards is None else scores.process_rewards.double(),
     )
     return replace(episodes, greedy=greedy_baselines(batch, episodes.returns))
 

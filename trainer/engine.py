@@ -69,7 +69,7 @@ class Engine(Protocol):
         """Logprobs [N] of each pack under the weights before training."""
 
     def values(self, packs: Sequence[Pack]) -> list[Tensor]:
-        """The critic's values [N] of each pack."""
+        """The critic's values [N] of each pack; an implicit reward model's logprobs."""
 
     def update(self, packs: Sequence[Pack], loss: PackLoss, divisor: float, step: int) -> Update:
         """Gradients of sum(loss) / `divisor` over all packs of all ranks, clipped, then one optimizer update."""

@@ -58,6 +58,21 @@ def centred(values: Tensor, group: Tensor) -> Tensor:
     return torch.where(all_equal(values, group), 0.0, values - group_means(values, group))
 
 
+def best_and_worst(values: Tensor, group: Tensor, eligible: Tensor) -> tuple[Tensor, Tensor]:
+    """All [M] → (partner, side) [M] int64: of each group the eligible members of highest and lowest value, the first of
+    equals, are each other's partner and have side +1 and −1. Where all are equal, and for all others, side is 0."""
+    partner, side = torch.arange(len(values)), torch.zeros(len(values), dtype=torch.long)
+    for one in group.unique():
+        members = torch.nonzero((group == one) & eligible).flatten()
+        if not len(members):
+            continue
+        best, worst = members[values[members].argmax()], members[values[members].argmin()]
+        if values[best] > values[worst]:
+            partner[best], partner[worst] = worst, best
+            side[best], side[worst] = 1, -1
+    return partner, side
+
+
 def standardised(values: Tensor, group: Tensor, epsilon: float) -> Tensor:
     """values [M] → [M] less the group's mean, over its standard deviation (n − 1) + epsilon."""
     shifted = centred(values, group)

@@ -9,19 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.trainer.advantages import ADVANTAGES, Advantages
+from penstock.common import options_of
+from penstock.trainer.advantages import ADVANTAGES, Advantages, needs_of
+from penstock.trainer.advantages.prime import outcome_loss
 from penstock.trainer.bad_batch import BadBatches, MinibatchPlace, RankShare
 from penstock.trainer.batch import BadBatch, StepBatch, minibatch_bounds
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.credit import TokenScores, episodes_of, whitened
+from penstock.trainer.distillation import mixed, teacher_gap
 from penstock.trainer.engine import Engine, Update
 from penstock.trainer.filters import FILTERS
+from penstock.trainer.grouping import best_and_worst, sum_by
 from penstock.trainer.loss import (
     ESTIMATORS,
     Objective,
     Targets,
     divisor,
     episode_weights,
+    proximal_logprobs,
     select_tokens,
     steered,
     trained_tokens,
@@ -56,6 +61,7 @@ class Learner:
         self._estimate = ADVANTAGES.bind(config.advantage, config.advantage_options)
         self._bad_batches = bad_batches
         self._watch = BadSteps(config.max_bad_steps)
+        self._has_implicit = "implicit" in needs_of(ADVANTAGES.get(config.advantage))
 
     def score(self, batch: StepBatch) -> Scored:
         """With one minibatch the training forward's own logprobs are those at the start of the step; with more, the
@@ -65,26 +71,38 @@ class Learner:
         minibatches = [pack_rows(rows, budget, share=share) for rows in self._split(batch)]
         if self._scores_first:
             minibatches = self._with(minibatches, self._engine.score, "proximal")
-        if self._config.kl.needs_reference:
+        if self._config.kl.needs_reference or self._has_implicit:
             minibatches = self._with(minibatches, self._engine.score_reference, "reference")
         kl_rewards, kl = self._kl_rewards(minibatches, batch) if self._config.kl.in_reward else (None, 0.0)
         values = self._in_order(minibatches, self._engine.values, batch) if self._engine.has_critic else None
-        return Scored(minibatches, TokenScores(kl_rewards, values), kl)
+        implicit = self._implicit_rewards(minibatches, values) if self._has_implicit else None
+        gap = self._teacher_gap(minibatches, batch) if self._config.distill.in_advantage else None
+        return Scored(minibatches, TokenScores(kl_rewards, values, implicit, gap), kl)
 
     def advantages(self, batch: StepBatch, scored: Scored) -> Advantages:
         """Of the rank's N sampled tokens. Raises `BadBatch`, on all ranks."""
         problem = ""
         try:
             episodes = episodes_of(batch, self._config, scored.tokens)
+            if self._has_implicit:
+                check_outcomes(batch)
         except BadBatch as error:
             problem = str(error)
         raise_together(self._ranks, problem)
-        return whitened(self._estimate(episodes), episodes.trained, self._ranks)
+        advantages = whitened(self._estimate(episodes), episodes.trained, self._ranks)
+        gap = scored.tokens.teacher_gap
+        if gap is None:
+            gap = torch.zeros(len(advantages.tokens))
+        return mixed(advantages, gap, self._config.distill) if self._config.distill.enabled else advantages
 
     def update(self, batch: StepBatch, scored: Scored, advantages: Advantages) -> dict[str, Any]:
         """New weights; returns the step's metrics, the same on all ranks. Raises `TrainingDiverged`."""
         tally = MetricAccumulator()
-        of_critic = self._learn_values(scored, advantages, tally) if self._engine.has_critic else []
+        of_critic: list[Update] = []
+        if self._has_implicit:
+            of_critic = self._learn_implicit(batch, scored, tally)
+        elif self._engine.has_critic:
+            of_critic = self._learn_values(scored, advantages, tally)
         updates: list[Update | None] = [None] * len(scored.minibatches)
         if not self._engine.has_critic or batch.step >= self._config.critic.warmup_steps:
             updates = [self._update_one(batch, scored, number, advantages, tally) for number in range(len(updates))]
@@ -97,7 +115,8 @@ class Learner:
     def _scores_first(self) -> bool:
         config = self._config
         recomputed = config.minibatches > 1 and config.proximal == "recomputed"
-        return recomputed or config.kl.in_reward > 0 or hasattr(LOSSES.get(config.loss), "choose")
+        penalised = config.kl.in_reward > 0 or config.distill.in_advantage > 0
+        return recomputed or penalised or hasattr(LOSSES.get(config.loss), "choose")
 
     def _update_one(
         self, batch: StepBatch, scored: Scored, number: int, advantages: Advantages, tally: MetricAccumulator
@@ -110,13 +129,26 @@ class Learner:
             return None
         weights = episode_weights(config.aggregation, tokens) * self._filter_weights(batch)
         chosen = select_tokens(config, packs, advantages.tokens, batch.step, self._ranks)
-        targets = Targets(advantages.tokens.float(), weights, chosen)
+        targets = Targets(advantages.tokens.float(), weights, chosen, self._sequences(batch, packs, tokens))
         by = divisor(config.aggregation, total, episodes, config.aggregation_length)
         update = self._engine.update(packs, Objective(config, targets, tally), by, batch.step)
         if update.skipped:
             share = RankShare(packs, targets, [one.episode_id for one in batch.trajectories])
             self._keep(batch, share, MinibatchPlace(number, by), update)
         return update
+
+    def _sequences(self, batch: StepBatch, packs: Sequence[Pack], tokens: Tensor) -> Tensor | None:
+        """tokens [E], trained ones → [E, 4] as in `Targets`. A collective."""
+        if "sequences" not in needs_of(LOSSES.get(self._config.loss)):
+            return None
+        ratio = torch.zeros(len(tokens), dtype=torch.float64)
+        if self._scores_first or self._config.proximal != "recomputed":
+            for pack, now in zip(packs, self._engine.score(packs), strict=True):
+                change = now - proximal_logprobs(self._config.proximal, pack, now)
+                ratio.index_add_(0, pack.episode[pack.mask], change[pack.mask].double())
+        partner, side = best_and_worst(torch.from_numpy(batch.rewards), torch.from_numpy(batch.group), tokens > 0)
+        rival = torch.where(side != 0, ratio[partner], 0.0)
+        return torch.stack([ratio, tokens.clamp(min=1).double(), rival, side.double()], dim=1).float()
 
     def _keep(self, batch: StepBatch, share: RankShare, place: MinibatchPlace, update: Update) -> None:
         """The weights are still those that the batch was trained on: the update was skipped."""
@@ -150,6 +182,63 @@ class Learner:
         updates = [self._engine.update_critic(packs, loss, tokens) for packs, tokens in counted if tokens]
         tally.add("value/grad_norm", [update.grad_norm for update in updates])
         return updates
+
+    def _learn_implicit(self, batch: StepBatch, scored: Scored, tally: MetricAccumulator) -> list[Update]:
+        """The cross-entropy of `prime`: each episode's reward as its label. Segments of an episode in other packs count
+        as they were scored at the start of the step."""
+        assert scored.tokens.process_rewards is not None
+        rewards, outcomes = scored.tokens.process_rewards.float(), torch.from_numpy(batch.rewards).float()
+        of_rows = [torch.full((len(row.targets),), row.episode) for row in batch.rows]
+        everything = torch.cat([torch.zeros(0, dtype=torch.long), *of_rows])
+        sums = sum_by(rewards, everything, len(outcomes))
+        lengths = torch.bincount(everything, minlength=len(outcomes))
+
+        def loss(pack: Pack, values: Tensor) -> Tensor:
+            assert pack.reference is not None
+            if not len(pack.token):  # the graph stays whole: other ranks' backward waits for this one
+                return values.sum() * 0
+            episodes, index = pack.episode.cpu().unique(return_inverse=True)
+            place = index.to(values.device)
+            now = sum_by(self._beta * (values - pack.reference), place, len(episodes))
+            rest = sums[episodes] - sum_by(rewards[pack.token.cpu()], index, len(episodes))
+            entropy = outcome_loss(now, rest.to(now.device), outcomes[episodes].to(now.device))
+            share = (torch.bincount(index) / lengths[episodes]).to(now.device)
+            return (entropy + (share - 1) * entropy.detach()).sum()
+
+        tally.add("value/process_reward", rewards.double().numpy())
+        tally.add("value/loss", outcome_loss(sums, torch.zeros_like(sums), outcomes)[lengths > 0].double().numpy())
+        nothing = torch.zeros(0, dtype=torch.long)
+        counted = [
+            (packs, self._ranks.sum(len(torch.cat([nothing, *(pack.episode for pack in packs)]).unique())))
+            for packs in scored.minibatches
+        ]
+        updates = [self._engine.update_critic(packs, loss, episodes) for packs, episodes in counted if episodes]
+        tally.add("value/grad_norm", [update.grad_norm for update in updates])
+        return updates
+
+    @property
+    def _beta(self) -> float:
+        """Of the implicit reward"""
+        options = {**options_of(ADVANTAGES.get(self._config.advantage)), **self._config.advantage_options}
+        return float(options["beta"])
+
+    def _implicit_rewards(self, minibatches: Sequence[Sequence[Pack]], logprobs: Tensor | None) -> Tensor:
+        """logprobs [N] of the implicit reward model → [N] β · (logprobs − the reference's)"""
+        assert logprobs is not None
+        rewards = torch.zeros_like(logprobs)
+        for pack in (pack for packs in minibatches for pack in packs):
+            assert pack.reference is not None
+            rewards[pack.token] = self._beta * (logprobs[pack.token] - pack.reference)
+        return rewards
+
+    def _teacher_gap(self, minibatches: Sequence[Sequence[Pack]], batch: StepBatch) -> Tensor:
+        """[N] see `distillation`"""
+        gap = torch.zeros(_tokens(batch))
+        for pack in (pack for packs in minibatches for pack in packs):
+            assert pack.proximal is not None
+            if pack.teacher is not None:
+                gap[pack.token] = teacher_gap(pack.proximal, pack.teacher, self._config.distill.clip)
+        return gap
 
     def _kl_rewards(self, minibatches: Sequence[Sequence[Pack]], batch: StepBatch) -> tuple[Tensor, float]:
         """([N] −coefficient · KL of each token, KL per episode over all ranks)"""
@@ -194,6 +283,16 @@ class Learner:
     def _split(self, batch: StepBatch) -> list[list]:
         bounds = minibatch_bounds(len(batch.groups), self._config.minibatches)
         return [[row for row in batch.rows if start <= batch.group[row.episode] < end] for start, end in bounds]
+
+
+def check_outcomes(batch: StepBatch) -> None:
+    """Raises `BadBatch` for a reward that is no label of the implicit reward model."""
+    for trajectory, reward in zip(batch.trajectories, batch.rewards, strict=True):
+        if not 0 <= reward <= 1:
+            raise BadBatch(
+                f"episode {trajectory.episode_id}: reward {reward:g} is not from 0 to 1, and trainer.advantage=prime "
+                "learns from it as a label: scale the rewards"
+            )
 
 
 def _tokens(batch: StepBatch) -> int:

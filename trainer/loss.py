@@ -48,8 +48,9 @@ from torch import Tensor
 from penstock.common import options_of
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.corrections import CORRECTIONS, Corrected, CorrectionInput
+from penstock.trainer.distillation import teacher_gap
 from penstock.trainer.engine import Outputs
-from penstock.trainer.losses import LOSSES, LossInput
+from penstock.trainer.losses import LOSSES, LossInput, Sequences
 from penstock.trainer.metrics import MetricAccumulator
 from penstock.trainer.packing import Pack
 from penstock.trainer.ranks.distributed import Ranks
@@ -65,6 +66,8 @@ class Targets:
     """[E] float64, the loss of each token counts this often: aggregation times filter"""
     chosen: Tensor | None = None
     """[N] bool, see `losses.Choice`"""
+    sequences: Tensor | None = None
+    """[E, 4] float32, the fields of `losses.Sequences` by episode, where the loss needs them"""
 
 
 class Objective:
@@ -91,16 +94,22 @@ class Objective:
             corrected.weights,
             pack.segment[kept],
             self._of_tokens(self._targets.chosen, pack.token[kept]) if self._targets.chosen is not None else None,
+            self._sequences(pack),
         )
         result = self._loss(given)
         per_token = torch.where(corrected.kept, result.per_token, 0.0)
         metrics = {"loss": per_token, **result.metrics, "tokens_rejected_share": ~corrected.kept}
-        per_token = per_token + self._penalties(pack, outputs, metrics)
+        per_token = per_token + self._penalties(pack, outputs, corrected, metrics)
         self._measure(pack, logprobs, proximal, corrected)
         self._add(metrics)
         weights = self._targets.episode_weights.to(logprobs.device)[pack.episode[kept]].to(per_token.dtype)
         # `logprobs.sum() * 0` keeps the graph where no token is kept: the other ranks' backward waits for this one's.
         return (per_token * weights).sum() if bool(kept.any()) else outputs.logprobs.sum() * 0
+
+    def _sequences(self, pack: Pack) -> Sequences | None:
+        if self._targets.sequences is None:
+            return None
+        return Sequences(*self._of_tokens(self._targets.sequences, pack.episode[pack.mask]).unbind(1))
 
     def _of_tokens(self, values: Tensor, token: Tensor) -> Tensor:
         return values.to(token.device)[token]
@@ -111,17 +120,30 @@ class Objective:
             return Corrected(ones, ones.bool())
         return self._correction(given)
 
-    def _penalties(self, pack: Pack, outputs: Outputs, metrics: dict[str, Tensor]) -> Tensor:
-        """[kept] coefficient · KL − bonus · entropy"""
+    def _penalties(self, pack: Pack, outputs: Outputs, corrected: Corrected, metrics: dict[str, Tensor]) -> Tensor:
+        """[kept] coefficients · KL to reference and teacher − bonus · entropy"""
         total = torch.zeros_like(outputs.logprobs[pack.mask])
         if pack.reference is not None:
             difference = outputs.logprobs[pack.mask] - pack.reference[pack.mask]
             metrics["kl_reference"] = ESTIMATORS[self._config.kl.estimator](difference)
             total = total + self._config.kl.in_loss * metrics["kl_reference"]
+        if pack.teacher is not None:
+            total = total + self._teacher_loss(pack, outputs.logprobs[pack.mask], corrected, metrics)
         if outputs.entropy is not None:
             metrics["entropy"] = outputs.entropy[pack.mask]
             total = total - self._config.entropy_bonus * metrics["entropy"]
         return total
+
+    def _teacher_loss(self, pack: Pack, logprobs: Tensor, corrected: Corrected, metrics: dict[str, Tensor]) -> Tensor:
+        """[kept] see `distillation`"""
+        assert pack.teacher is not None
+        config, teacher = self._config.distill, pack.teacher[pack.mask]
+        gap = teacher_gap(logprobs, teacher, config.clip)
+        metrics["teacher_kl"] = gap[~teacher.isnan()]
+        if not config.in_loss:
+            return torch.zeros_like(gap)
+        weights = torch.where(corrected.kept, corrected.weights, 0.0)
+        return config.in_loss * weights * ESTIMATORS[config.estimator](gap)
 
     def _measure(self, pack: Pack, logprobs: Tensor, proximal: Tensor, corrected: Corrected) -> None:
         """The mismatch between trainer and engine, always: against the start of the step, whatever `proximal` is."""

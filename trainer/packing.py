@@ -60,6 +60,8 @@ class Pack:
     """[N] logprobs at the start of the step; None where the training forward's own are those."""
     reference: Tensor | None = None
     """[N] logprobs of the reference policy, where there is one"""
+    teacher: Tensor | None = None
+    """[N] float32, the teacher's logprobs, NaN for rows without a teacher; None: no row of the pack has one."""
     parents: Tensor | None = None
     """[R] int32, the run that a run continues from, −1 for none. None: no row shares anything."""
 
@@ -151,8 +153,16 @@ def join_bundles(bundles: Sequence[Bundle]) -> Pack:
         episode=_join([np.full(len(row.targets), row.episode) for row in rows]),
         segment=_join([np.full(len(row.targets), number) for number, row in enumerate(rows)]),
         token=_join([row.first_token + np.arange(len(row.targets)) for row in rows]),
+        teacher=_teacher(rows),
         parents=parents if any(bundle.shared for bundle in bundles) else None,
     )
+
+
+def _teacher(rows: Sequence[Row]) -> Tensor | None:
+    if all(row.teacher is None for row in rows):
+        return None
+    unknown = (np.full(len(row.targets), np.nan, dtype=np.float32) for row in rows)
+    return _join([none if row.teacher is None else row.teacher for row, none in zip(rows, unknown, strict=True)])
 
 
 class _Run(NamedTuple):

@@ -103,6 +103,8 @@ class Segment:
     """[S, 3] rows (policy version, start, end) over response positions; they cover every sampled position once."""
     turn_starts: Ids
     """[num_turns] response position of each model call's first sampled id."""
+    teacher_logprobs: Logprobs | None = None
+    """[T] a teacher's logprob of each sampled id at temperature 1; 0.0 where the mask is 0. None: no teacher."""
 
     @property
     def num_turns(self) -> int:

@@ -148,8 +148,8 @@ def _is_plain(segment: Segment, floor: int) -> bool:
         and _are_ids(ids)
         and _is_row(mask, _U1, len(ids))
         and (not len(ids) or int(np.maximum.reduce(mask)) <= 1)
-        and _is_row(logprobs, _F4, len(ids))
-        and bool(np.logical_and.reduce(np.isfinite(logprobs)))
+        and _are_logprobs(logprobs, len(ids))
+        and (segment.teacher_logprobs is None or _are_logprobs(segment.teacher_logprobs, len(ids)))
         and _are_turns(segment.turn_starts, len(ids))
         and _cover(segment.version_spans, mask, floor)
     )
@@ -157,6 +157,10 @@ def _is_plain(segment: Segment, floor: int) -> bool:
 
 def _is_row(values: Any, dtype: np.dtype[Any], length: int) -> bool:
     return isinstance(values, np.ndarray) and values.dtype == dtype and values.shape == (length,)
+
+
+def _are_logprobs(values: Any, length: int) -> bool:
+    return _is_row(values, _F4, length) and bool(np.logical_and.reduce(np.isfinite(values)))
 
 
 def _are_ids(values: Any) -> bool:
@@ -196,6 +200,10 @@ def _refuse_bad(segment: Segment, min_version: int, where: str) -> None:
         expect(values.shape == (length,), f"{where}.{name}", f"shape {values.shape}, response_ids has {length}")
     _check_mask(mask, f"{where}.response_mask")
     _check_logprobs(logprobs, f"{where}.response_logprobs")
+    if segment.teacher_logprobs is not None:
+        taught = np.asarray(segment.teacher_logprobs)
+        expect(taught.shape == (length,), f"{where}.teacher_logprobs", f"shape {taught.shape}, not [{length}]")
+        _check_logprobs(taught, f"{where}.teacher_logprobs")
     _check_turns(np.asarray(segment.turn_starts), length, f"{where}.turn_starts")
     _check_spans(np.asarray(segment.version_spans), mask, min_version, f"{where}.version_spans")
 

@@ -59,3 +59,4 @@ from .suite import all_checks as all_checks
 from .suite import evaluation_checks as evaluation_checks
 from .suite import joining_checks as joining_checks
 from .suite import run_checks as run_checks
+from .teachers import check_teachers as check_teachers

@@ -42,6 +42,7 @@ from penstock.deploy.preflight.settings import (
     check_training_job,
     check_versions,
 )
+from penstock.deploy.preflight.teachers import check_teachers
 
 Asked = Callable[[RunConfig], Check | Iterable[Check] | None]
 
@@ -70,6 +71,7 @@ FACTS: tuple[Asked, ...] = (
     check_data,
     check_loop,
     check_template,
+    check_teachers,
 )
 TRIALS: tuple[Asked, ...] = (
     check_versions,

@@ -12,7 +12,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
+T = TypeVar("T")
 CLOSE_DEADLINE_S = 10.0
 
 
@@ -28,15 +30,18 @@ class Late(Exception):
 class _Waiting:
     ids: Sequence[int]
     deadline: float
-    done: asyncio.Future[float] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    done: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
-class Batcher:
-    """`start`, then `submit` from any number of tasks, then `close`, which fails waiting rows with `Late`."""
+class Batcher(Generic[T]):
+    """Rows of token ids in, a `T` for each out.
+
+    `start`, then `submit` from any number of tasks, then `close`, which fails waiting rows with `Late`.
+    """
 
     def __init__(
         self,
-        score: Callable[[Sequence[Sequence[int]]], list[float]],
+        score: Callable[[Sequence[Sequence[int]]], list[T]],
         *,
         max_rows: int = 32,
         max_tokens: int = 16384,
@@ -65,7 +70,7 @@ class Batcher:
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="reward batches")
 
-    async def submit(self, rows: Sequence[Sequence[int]], timeout_s: float) -> list[float]:
+    async def submit(self, rows: Sequence[Sequence[int]], timeout_s: float) -> list[T]:
         """A score per row, in order. Raises `Busy`, `Late`, or the error of `score`."""
         if len(self._queue) + len(rows) > self._max_waiting:
             raise Busy(f"{len(self._queue)} answers wait already")
@@ -81,7 +86,7 @@ class Batcher:
         finally:
             for one in waiting:
                 one.done.cancel()
-        scores = [score for score in ended if not isinstance(score, BaseException)]
+        scores: list[T] = [score for score in ended if not isinstance(score, BaseException)]
         if len(scores) < len(ended):
             raise next(error for error in ended if isinstance(error, BaseException))
         return scores

@@ -59,7 +59,7 @@ class ScoreRequest(BaseModel):
 class RewardMetrics(Metrics):
     """``penstock_reward_*`` of one server."""
 
-    def __init__(self, batcher: Batcher) -> None:
+    def __init__(self, batcher: Batcher[float]) -> None:
         super().__init__("reward", process=False)
         self.requests = self.counter("requests", "Requests by outcome", ["outcome"])
         self.rows = self.counter("answers", "Answers scored")
@@ -68,7 +68,7 @@ class RewardMetrics(Metrics):
         self.gauge("waiting", "Answers that wait").set_function(lambda: len(batcher))
 
 
-def build_app(classifier: Classifier, token: str, model: str, batcher: Batcher | None = None) -> ASGIApp:
+def build_app(classifier: Classifier, token: str, model: str, batcher: Batcher[float] | None = None) -> ASGIApp:
     """The server as an ASGI app; its lifespan starts and stops the batcher. Raises `ValueError` on an empty token."""
     if not token:
         raise ValueError("the reward server needs a token")
@@ -101,7 +101,7 @@ def build_app(classifier: Classifier, token: str, model: str, batcher: Batcher |
     return RequireToken(LimitBody(app), token, message="a bearer token of this run is needed")
 
 
-def _add_score(app: FastAPI, classifier: Classifier, batches: Batcher, counters: RewardMetrics) -> None:
+def _add_score(app: FastAPI, classifier: Classifier, batches: Batcher[float], counters: RewardMetrics) -> None:
     @app.post("/score")
     async def score(body: ScoreRequest) -> Any:
         """Scores of the answers, in order, and which were cut; 429 queue full, 504 not in time, 503 no number."""

@@ -51,6 +51,13 @@ def _reward() -> FastAPI:
     return _innermost(build_app(NOTHING, "TOKEN", "MODEL", batcher=Batcher(lambda _: [])))
 
 
+def _teacher() -> FastAPI:
+    from penstock.rollout_server.reward_model import Batcher
+    from penstock.rollout_server.teacher import build_app
+
+    return _innermost(build_app(NOTHING, "TOKEN", "MODEL", batcher=Batcher(lambda _: [])))
+
+
 def _search() -> FastAPI:
     from penstock.tools.retrieval import build_app
 
@@ -79,5 +86,6 @@ SERVERS: Sequence[Server] = (
     Server(
         "Reward server", "`penstock reward-server`, port 8900; see [rewards](../rewards.md#a-reward-model).", _reward
     ),
+    Server("Teacher server", "`penstock teacher-server`, port 8950; see [distillation](../distillation.md).", _teacher),
     Server("Search server", "`penstock search-server`, port 8800; see [tools](../tools.md#search).", _search),
 )

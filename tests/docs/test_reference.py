@@ -57,7 +57,14 @@ def test_every_command_of_the_program_is_there() -> None:
 def test_every_server_and_its_refusals_are_there() -> None:
     page = (DOCS / "reference/http.md").read_text()
     titles = [section.splitlines()[0] for section in page.split("\n## ")[1:]]
-    assert titles == ["Rollout server", "Sandbox server", "Dashboard", "Reward server", "Search server"]
+    assert titles == [
+        "Rollout server",
+        "Sandbox server",
+        "Dashboard",
+        "Reward server",
+        "Teacher server",
+        "Search server",
+    ]
     for route in (
         "POST /generate",
         "POST /episodes/{handle}/v1/chat/completions",

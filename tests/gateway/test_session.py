@@ -10,6 +10,7 @@ import pytest
 from tests.agent_loops.families import THINKS_FIRST
 from tests.gateway.conftest import TOOLS, USER, MakeBench, asked, back, call_text, sampled, say, whole
 
+from penstock.agent_loops import InfraFailure
 from penstock.gateway import Gone, NotNow, TooLong, refusal_of
 from penstock.gateway.wire import InvalidRequest
 from penstock.rollout_server import BadRequest, EngineError
@@ -438,3 +439,32 @@ async def test_kept_thinking_is_one_segment(make_bench: MakeBench) -> None:
     assert len(trajectory.segments) == 1
     assert trajectory.metrics["mismatch/rewritten"] == 0
     assert trajectory.metrics["merged_turns"] == 1.0
+
+
+class StubTeachers:
+    """Judges every sampled token with −1; fails where `cause` is set."""
+
+    cause = ""
+
+    async def annotate(self, task: Any, trajectory: Any) -> Any:
+        if self.cause:
+            raise InfraFailure("teacher", self.cause)
+        segments = [replace(one, teacher_logprobs=-one.response_mask.astype("float32")) for one in trajectory.segments]
+        return replace(trajectory, segments=segments)
+
+
+async def test_recorded_episodes_have_their_teacher(make_bench):
+    """A teacher that fails is infrastructure, never a number."""
+    bench, teachers = await make_bench("It is 46.", "It is 46."), StubTeachers()
+    bench.parts = replace(bench.parts, teachers=teachers)
+    bench.restart()
+    episode = await bench.open()
+    await say(episode)
+    for segment in (await bench.trajectory(episode)).segments:
+        assert segment.teacher_logprobs.tolist() == (-segment.response_mask.astype(float)).tolist()
+    teachers.cause = "it is away"
+    failing = await bench.open()
+    await say(failing)
+    await failing.note(reward=1.0)
+    result = await bench.manager.finish(failing.handle, None)
+    assert (result.outcome, result.reason, result.reward) == ("infra_error", "it is away", None)

@@ -128,6 +128,7 @@ def segments(draw: st.DrawFn) -> Segment:
         response_logprobs=(-rng.random(len(mask)) * np.array(mask)).astype(np.float32),
         version_spans=np.array(spans, dtype=np.int32).reshape(-1, 3),
         turn_starts=np.array(starts, dtype=np.int32),
+        teacher_logprobs=draw(st.none() | st.just((-rng.random(len(mask)) * np.array(mask)).astype(np.float32))),
     )
 
 

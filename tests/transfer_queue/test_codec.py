@@ -33,6 +33,7 @@ from penstock.transfer_queue.codec import (
     HEAD_GUESS,
     KIND_TRAJECTORY,
     MAGIC,
+    OPTIONAL_FIELDS,
     PLAIN_FIELDS,
     PREAMBLE,
     SEGMENT_FIELDS,
@@ -62,7 +63,7 @@ def test_trajectories_come_back_equal(sent: Trajectory, codec: str) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.data(), trajectories, CODECS)
 def test_fields_and_slices_equal_those_of_the_whole(data: st.DataObject, sent: Trajectory, codec: str) -> None:
-    fields = data.draw(st.lists(st.sampled_from(SEGMENT_FIELDS + PLAIN_FIELDS), unique=True))
+    fields = data.draw(st.lists(st.sampled_from(SEGMENT_FIELDS + OPTIONAL_FIELDS + PLAIN_FIELDS), unique=True))
     edge = st.integers(-9, 9) | st.integers(-70_000, 70_000)
     start, stop = data.draw(edge), data.draw(st.none() | edge)
     found = get_fields(encode_trajectory(sent, codec), fields, start, stop)
@@ -71,8 +72,9 @@ def test_fields_and_slices_equal_those_of_the_whole(data: st.DataObject, sent: T
 
 def expected(sent: Trajectory, fields: list[str], start: int, stop: int | None) -> FieldValues:
     rows = {name: slice(start, stop) if name in TOKEN_FIELDS else slice(None) for name in fields}
+    named = [name for name in fields if name in SEGMENT_FIELDS + OPTIONAL_FIELDS]
     segments = [
-        {name: getattr(s, name)[rows[name]] for name in fields if name in SEGMENT_FIELDS} for s in sent.segments
+        {name: getattr(s, name)[rows[name]] for name in named if getattr(s, name) is not None} for s in sent.segments
     ]
     return FieldValues(
         sent.episode_id, {name: getattr(sent, name) for name in fields if name in PLAIN_FIELDS}, segments
@@ -186,6 +188,9 @@ def test_a_trajectory_with_other_fields_is_refused() -> None:
     good = {field: None for field in PLAIN_FIELDS} | {"segments": 1, "outcome": ["completed", "", ""]}
     with pytest.raises(BadPayload, match="head: 0 fields for 1 segments"):
         decode_trajectory(sealed(1, {"fields": [], "plain": good}))
+    lacking = [Column(f"0.{name}", "f4", []) for name in (*SEGMENT_FIELDS[1:], *OPTIONAL_FIELDS)]
+    with pytest.raises(BadPayload, match="head: 6 fields for 1 segments"):
+        decode_trajectory(pack(1, lacking, good).joined())
     foreign = pack(1, [Column(f"0.{name}", "f4", []) for name in SEGMENT_FIELDS], good).joined()
     with pytest.raises(BadPayload, match=r"head: field 0\.prompt_ids of dtype f4 is unknown"):
         decode_trajectory(foreign)

@@ -67,6 +67,8 @@ def test_compression_reaches_the_payload() -> None:
         ({"response_logprobs": np.array([0, np.nan, 0, 0], dtype=np.float32)}, "response_logprobs: holds NaN"),
         ({"response_logprobs": np.array([0, -1e300, 0, 0])}, "response_logprobs: holds NaN"),
         ({"response_logprobs": np.array(["a", "b", "c", "d"])}, "response_logprobs: dtype"),
+        ({"teacher_logprobs": np.zeros(3, dtype=np.float32)}, "teacher_logprobs: shape"),
+        ({"teacher_logprobs": np.array([0, np.nan, 0, 0], dtype=np.float32)}, "teacher_logprobs: holds NaN"),
         ({"response_ids": i4(1, -2, 3, 4)}, "response_ids: holds negative"),
         ({"response_ids": np.array([1, 2**31, 3, 4])}, "response_ids: holds values over int32"),
         ({"response_ids": np.array([1, 2**31, 3, 4], dtype=np.uint32)}, "response_ids: holds values over int32"),
@@ -127,7 +129,8 @@ def test_more_spans_than_the_quick_look_counts_are_checked_too() -> None:
 def perhaps_bad(draw: st.DrawFn) -> Segment:
     """A segment of an engine with some of its numbers changed."""
     found = draw(segments())
-    arrays = {name: getattr(found, name).copy() for name in Segment.__dataclass_fields__}
+    given = {name: getattr(found, name) for name in Segment.__dataclass_fields__}
+    arrays = {name: values.copy() for name, values in given.items() if values is not None}
     for name in draw(st.lists(st.sampled_from(sorted(arrays)), max_size=2)):
         values = arrays[name].reshape(-1)
         if values.size:

@@ -37,6 +37,8 @@ class Episodes:
     """[N] bool; the others carry no loss, but are part of the episode"""
     values: Tensor | None = None
     """[N] the critic's, of the context before the token"""
+    process_rewards: Tensor | None = None
+    """[N] of the implicit reward model, where the estimator needs one"""
     greedy: Tensor | None = None
     """[E] reward of the greedy episode of the same task"""
 
@@ -97,7 +99,8 @@ ADVANTAGES: Registry[Estimator] = Registry("advantage estimator", package="penst
 
 
 def needs_of(function: Callable[..., object]) -> frozenset[str]:
-    """``groups`` (two members or more), ``values`` (a critic), ``greedy`` (a greedy member of each group)."""
+    """Of an estimator ``groups`` (two members or more), ``values`` (a critic), ``implicit`` (an implicit reward model),
+    ``greedy`` (a greedy member of each group); of a loss ``sequences`` and ``groups``."""
     return frozenset(getattr(function, "needs", ()))
 
 

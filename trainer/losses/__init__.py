@@ -14,6 +14,20 @@ from penstock.trainer.lazy_torch import Tensor, torch
 
 
 @dataclass(frozen=True, slots=True)
+class Sequences:
+    """What a loss over whole episodes needs of them, for each of N tokens; the same for all tokens of an episode."""
+
+    ratio: Tensor
+    """[N] Σ (logπ − logπ_prox) over the trained tokens of the token's episode, at the start of this update"""
+    tokens: Tensor
+    """[N] the number of these tokens"""
+    rival: Tensor
+    """[N] `ratio` of the other episode of its pair; 0 where it is in none"""
+    side: Tensor
+    """[N] +1 for the better one of a pair, −1 for the worse one, 0 for the others"""
+
+
+@dataclass(frozen=True, slots=True)
 class LossInput:
     """N trained tokens of one micro-batch; segments are whole in it. Only `logprobs` carries a gradient."""
 
@@ -31,6 +45,14 @@ class LossInput:
     """[N] int64 from 0: the segment of each token, the sequence of sequence-level losses"""
     chosen: Tensor | None = None
     """[N] bool, what the loss's `Choice` picked among all trained tokens of the minibatch; None where it has none"""
+    sequences: Sequences | None = None
+    """Where the loss is registered with ``needs=("sequences",)``"""
+
+    def of_sequences(self, value: Tensor, slope: Tensor) -> Tensor:
+        """[N] numbers whose sum over an episode is `value`, and whose gradient is that of slope · Σ logπ; both [N], the
+        same for all tokens of an episode. So an episode's loss does not depend on the packs that its tokens are in."""
+        assert self.sequences is not None
+        return value / self.sequences.tokens + slope * (self.logprobs - self.logprobs.detach())
 
     @property
     def ratio(self) -> Tensor:

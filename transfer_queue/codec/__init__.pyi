@@ -18,6 +18,7 @@ from .packing import read_arrays as read_arrays
 from .packing import unpack_plain as unpack_plain
 from .packing import whole_head as whole_head
 from .trajectories import KIND_TRAJECTORY as KIND_TRAJECTORY
+from .trajectories import OPTIONAL_FIELDS as OPTIONAL_FIELDS
 from .trajectories import PLAIN_FIELDS as PLAIN_FIELDS
 from .trajectories import SEGMENT_FIELDS as SEGMENT_FIELDS
 from .trajectories import TOKEN_FIELDS as TOKEN_FIELDS

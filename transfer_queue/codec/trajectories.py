@@ -43,14 +43,19 @@ SEGMENT_DTYPES = {
     "turn_starts": "i4",
 }
 SEGMENT_FIELDS = tuple(SEGMENT_DTYPES)
-TOKEN_FIELDS = ("response_ids", "response_mask", "response_logprobs")
+OPTIONAL_DTYPES = {"teacher_logprobs": "f4"}
+"""Fields that a segment may lack: None in `Segment`, no column in the payload, no entry in `FieldValues`."""
+OPTIONAL_FIELDS = tuple(OPTIONAL_DTYPES)
+TOKEN_FIELDS = ("response_ids", "response_mask", "response_logprobs", *OPTIONAL_FIELDS)
 """Fields with one value per response token; readers may ask for some positions only."""
 PLAIN_FIELDS = tuple(one.name for one in dataclass_fields(Trajectory) if one.name != "segments")
 JOURNAL_DTYPES = {"ids": "i4", "logprobs": "f4", "version_spans": "i4"}
 MARK_DIGITS = 32
 """128 bits of SHA-256: two announcements of a run never have the same."""
 _TASK_FIELDS = tuple(one.name for one in dataclass_fields(Task))
-_COLUMNS = [(name, dtype, name in TOKEN_FIELDS) for name, dtype in SEGMENT_DTYPES.items()]
+_ALL_DTYPES = {**SEGMENT_DTYPES, **OPTIONAL_DTYPES}
+_OPTIONAL_ENDS = tuple(f".{name}" for name in OPTIONAL_FIELDS)
+_COLUMNS = [(name, dtype, name in TOKEN_FIELDS) for name, dtype in _ALL_DTYPES.items()]
 
 
 def encode_trajectory(trajectory: Trajectory, compression: str = "none") -> bytes:
@@ -67,6 +72,7 @@ def pack_trajectory(trajectory: Trajectory, compression: str = "none") -> Packed
         Column(f"{index}.{name}", dtype, getattr(segment, name), sliced)
         for index, segment in enumerate(trajectory.segments)
         for name, dtype, sliced in _COLUMNS
+        if name in SEGMENT_DTYPES or getattr(segment, name) is not None
     ]
     plain = {name: getattr(trajectory, name) for name in PLAIN_FIELDS}
     plain["outcome"] = outcome_to_plain(trajectory.outcome)
@@ -79,7 +85,10 @@ def decode_trajectory(blob: bytes) -> Trajectory:
     head = whole_head(blob, KIND_TRAJECTORY)
     count = _count(head)
     arrays = read_arrays(head, blob)
-    segments = [Segment(**{name: arrays[f"{index}.{name}"] for name in SEGMENT_FIELDS}) for index in range(count)]
+    segments = [
+        Segment(**{name: arrays[f"{index}.{name}"] for name in _ALL_DTYPES if f"{index}.{name}" in arrays})
+        for index in range(count)
+    ]
     return Trajectory(segments=segments, **_plain_values(head, PLAIN_FIELDS))
 
 
@@ -89,7 +98,8 @@ def wanted_fields(head: PayloadHead, fields: Sequence[str]) -> list[str]:
     Raises `QueueError` for an unknown field, `BadPayload` for a head of another kind.
     """
     asked = _segment_fields(fields)
-    return [f"{index}.{name}" for index in range(_count(head)) for name in asked]
+    found = (f"{index}.{name}" for index in range(_count(head)) for name in asked)
+    return [name for name in found if name in head.fields]
 
 
 def values_of(
@@ -101,7 +111,11 @@ def values_of(
     """
     rows = {name: (start, stop) if name in TOKEN_FIELDS else (0, None) for name in _segment_fields(fields)}
     segments = [
-        {name: head.fields[f"{index}.{name}"].decode(raws[f"{index}.{name}"], *cut) for name, cut in rows.items()}
+        {
+            name: head.fields[f"{index}.{name}"].decode(raws[f"{index}.{name}"], *cut)
+            for name, cut in rows.items()
+            if f"{index}.{name}" in head.fields
+        }
         for index in range(_count(head))
     ]
     plain = _plain_values(head, [name for name in fields if name in PLAIN_FIELDS])
@@ -176,16 +190,17 @@ def outcome_from_plain(plain: list[str]) -> Outcome:
 
 def _segment_fields(fields: Sequence[str]) -> list[str]:
     for name in fields:
-        if name not in SEGMENT_DTYPES and name not in PLAIN_FIELDS:
-            valid = ", ".join((*SEGMENT_FIELDS, *PLAIN_FIELDS))
+        if name not in _ALL_DTYPES and name not in PLAIN_FIELDS:
+            valid = ", ".join((*_ALL_DTYPES, *PLAIN_FIELDS))
             raise QueueError(f"{name!r} is no field of a trajectory; one of {valid}")
-    return [name for name in fields if name in SEGMENT_DTYPES]
+    return [name for name in fields if name in _ALL_DTYPES]
 
 
 def _count(head: PayloadHead) -> int:
     """Number of segments of a trajectory's head. Raises `BadPayload` unless it has exactly their fields."""
     count = head.plain.get("segments")
-    if not isinstance(count, int) or len(head.fields) != count * len(SEGMENT_FIELDS):
+    optional = sum(name.endswith(_OPTIONAL_ENDS) for name in head.fields)
+    if not isinstance(count, int) or len(head.fields) - optional != count * len(SEGMENT_FIELDS):
         raise BadPayload(f"head: {len(head.fields)} fields for {count!r:.80} segments")
     _check_table(head, _segment_table(count))
     return count
@@ -193,7 +208,7 @@ def _count(head: PayloadHead) -> int:
 
 @lru_cache(maxsize=8)
 def _segment_table(count: int) -> dict[str, str]:
-    return {f"{index}.{name}": dtype for index in range(count) for name, dtype in SEGMENT_DTYPES.items()}
+    return {f"{index}.{name}": dtype for index in range(count) for name, dtype in _ALL_DTYPES.items()}
 
 
 def _check_table(head: PayloadHead, dtypes: Mapping[str, str]) -> None:

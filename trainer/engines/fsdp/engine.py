@@ -19,7 +19,13 @@ from penstock.trainer.config import TrainerConfig, learning_rate
 from penstock.trainer.engine import Flops, PackLoss, Update, ValueLoss
 from penstock.trainer.engines.fsdp.hashing_writer import HashingWriter
 from penstock.trainer.engines.fsdp.lora import gathered, merged, named_weights
-from penstock.trainer.engines.fsdp.models import Policy, load_critic, load_policy, load_reference
+from penstock.trainer.engines.fsdp.models import (
+    Policy,
+    load_critic,
+    load_implicit,
+    load_policy,
+    load_reference,
+)
 from penstock.trainer.engines.fsdp.publishing import local_shards
 from penstock.trainer.engines.fsdp.saved_model import save_settings, save_tensors
 from penstock.trainer.engines.fsdp.sharded import ShardedModule, TrainableModule
@@ -41,11 +47,14 @@ class FSDPEngine:
         self.flops = Flops.of(self.policy.model, learns_all=self.policy.adapter is None)
         self._actor = TrainableModule(self.policy, config, ranks)
         self.reference: ShardedModule | None = None
-        if config.kl.needs_reference and self.policy.adapter is None:
+        needs = needs_of(ADVANTAGES.get(config.advantage))
+        if (config.kl.needs_reference or "implicit" in needs) and self.policy.adapter is None:
             self.reference = ShardedModule(load_reference(model, temperature, config), config, ranks).freeze()
         self.critic: TrainableModule | None = None
-        if "values" in needs_of(ADVANTAGES.get(config.advantage)):
+        if "values" in needs:
             self.critic = TrainableModule(load_critic(model, config, in_slices=True), config, ranks)
+        elif "implicit" in needs:
+            self.critic = TrainableModule(load_implicit(model, temperature, config), config, ranks)
         self.kl_coefficient = config.kl.in_reward
 
     @property

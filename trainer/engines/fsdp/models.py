@@ -205,3 +205,17 @@ def load_critic(model: str, config: TrainerConfig, *, in_slices: bool = False) -
     critic = Critic(loaded)
     keep_in(critic, getattr(torch, config.critic.dtype))
     return critic
+
+
+class ImplicitReward(Policy):
+    """The policy's like, which says the logprobs [N] of `pack.targets` alone: what `prime` learns rewards with."""
+
+    def forward(self, pack: Pack) -> Tensor:  # type: ignore[override]
+        return super().forward(pack).logprobs
+
+
+def load_implicit(model: str, temperature: float, config: TrainerConfig) -> ImplicitReward:
+    """As `load_critic`, with the language model's own head."""
+    implicit = ImplicitReward(load_model(model, in_slices=True), temperature)
+    keep_in(implicit, getattr(torch, config.critic.dtype))
+    return implicit

@@ -16,7 +16,7 @@ SETUP_HINT = "scripts/setup-megatron makes the environment; trainer.megatron.pyt
 
 def check(config: TrainerConfig) -> None:
     """Raises `BadJob`."""
-    if "values" in needs_of_advantage(config):
+    if needs_of_advantage(config) & {"values", "implicit"}:
         raise BadJob(
             f"trainer.advantage={config.advantage} needs a critic, and trainer.engine megatron has none: take an "
             "estimator without one, or trainer.engine fsdp"

@@ -1,0 +1,83 @@
+"""Checks of teachers: is each reached, does it have the model's vocabulary, does it give logprobs of prompts?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.deploy.config import RunConfig
+from penstock.deploy.preflight.check import Check, warning
+from penstock.deploy.preflight.data import data_sources
+
+if TYPE_CHECKING:
+    from penstock.agent_loops import TeacherConfig
+
+NAME = "agent.teachers"
+
+
+def check_teachers(config: RunConfig) -> Iterator[Check]:
+    teachers, learns = config.agent.teachers, config.trainer.distill.enabled
+    if not teachers and not learns:
+        return
+    if not teachers:
+        found, fix = "none, and trainer.distill is on", "name a teacher per data source, or set trainer.distill to 0"
+        yield Check(NAME, False, found, fix)
+        return
+    if not learns:
+        fix = "set trainer.distill.in_advantage or trainer.distill.in_loss, or remove agent.teachers"
+        yield warning(NAME, "episodes are judged, and nothing is learned from it", fix)
+    yield from _sources(config)
+    for pattern, teacher in teachers.items():
+        yield _asked(config, pattern, teacher)
+
+
+def _sources(config: RunConfig) -> Iterator[Check]:
+    """Rows without a teacher learn from their reward alone."""
+    from penstock.agent_loops import Teachers
+
+    known = Teachers(config.agent.teachers)
+    untaught = sorted({source for source in data_sources(config) if known.of(source) is None})
+    if not untaught:
+        return
+    found = f"no teacher for data_source {', '.join(untaught)}"
+    fix = "add them to agent.teachers; `*` stands for all others"
+    if config.trainer.distill.reward_weight == 0:
+        yield Check(NAME, False, f"{found}, and trainer.distill.reward_weight is 0: they would teach nothing", fix)
+    else:
+        yield warning(NAME, found, fix)
+
+
+def _asked(config: RunConfig, pattern: str, teacher: TeacherConfig) -> Check:
+    from penstock.agent_loops import AgentError, BadTeacher
+    from penstock.agent_loops.chat import chat_of
+
+    name = f"{NAME}.{pattern}"
+    if not Path(config.model).is_dir():
+        return warning(
+            name, f"{teacher.url}: not asked, {config.model} is no folder here", "it is asked when tokens come"
+        )
+    try:
+        tokenizer = chat_of(config.model, config.agent).tokenizer
+    except (AgentError, OSError, ValueError):
+        return warning(
+            name, f"{teacher.url}: not asked, the model has no usable tokenizer", "see the model's own check"
+        )
+    try:
+        return Check(name, True, asyncio.run(_ask(teacher, tokenizer, config.rollout.max_model_len)))
+    except BadTeacher as error:
+        return Check(name, False, str(error), error.fix)
+
+
+async def _ask(config: TeacherConfig, tokenizer: Any, longest: int) -> str:
+    """Raises `BadTeacher`."""
+    from penstock.agent_loops import PROBE, Teacher
+
+    encoded = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
+    highest = max(tokenizer.get_vocab().values())
+    teacher = Teacher(config)
+    try:
+        return await teacher.check(encoded, highest, longest)
+    finally:
+        await teacher.close()

@@ -1,0 +1,94 @@
+"""A causal language model that returns the logprob of each given token. Runs in one thread; no HTTP here.
+
+    logprob_n = z_n,id − log Σ_v exp z_nv        z: the model's logits after token n − 1, float32, temperature 1
+
+Logits exist for a tile of positions at a time where the model's head alone makes them from its hidden states, which is
+tried at the start; models that do more to their logits (scaling, soft-capping) have all of a row's at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any, Literal
+
+logger = logging.getLogger(__name__)
+TILE = 512
+"""Positions whose logits exist at a time."""
+TRIED = tuple(range(8))
+"""Ids on which the two ways to the logits are compared."""
+TOLERANCE = 1e-3
+
+
+class UnfitTeacher(ValueError):
+    """The model cannot be served as a teacher; the message has the cause."""
+
+
+class TokenScorer:
+    """Any `AutoModelForCausalLM`."""
+
+    def __init__(self, model: str, dtype: Literal["float32", "bfloat16"], max_tokens: int | None = None) -> None:
+        """Raises `UnfitTeacher`, and `OSError` where there is no such model."""
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(model)
+        self._tokenizer_turn = threading.Lock()
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+        except (ValueError, KeyError) as error:
+            raise UnfitTeacher(f"{model} is no causal language model: {error}") from error
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._model = loaded.to(self._device).eval()
+        config = loaded.config.get_text_config()
+        self.vocabulary = int(loaded.get_input_embeddings().num_embeddings)
+        context = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
+        self.max_tokens = min(context, max_tokens or context)
+        self._tiled = self._head_alone()
+        logger.info("%s: up to %d tokens, logits %s", model, self.max_tokens, "in tiles" if self._tiled else "whole")
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """From any thread."""
+        with self._tokenizer_turn:
+            ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        return ids
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        """ids [L] each → [L − 1] each: the logprob of every token but the first. One call at a time."""
+        import torch
+
+        longest = max(len(row) for row in rows)
+        ids = torch.zeros(len(rows), longest, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for index, row in enumerate(rows):  # padded on the right: a causal model's tokens never see it
+            ids[index, : len(row)] = torch.tensor(row, dtype=torch.long)
+            mask[index, : len(row)] = 1
+        given = {"input_ids": ids.to(self._device), "attention_mask": mask.to(self._device), "use_cache": False}
+        with torch.inference_mode():
+            whole = self._model.base_model(**given)[0] if self._tiled else self._model(**given).logits
+            return [self._row(whole[index, : len(row) - 1], row[1:]) for index, row in enumerate(rows)]
+
+    def _row(self, states: Any, targets: Sequence[int]) -> list[float]:
+        """states [L − 1, H] or logits [L − 1, V]"""
+        import torch
+
+        wanted = torch.tensor(list(targets), dtype=torch.long, device=self._device)
+        found: list[float] = []
+        for start in range(0, len(states), TILE):
+            part, ids = states[start : start + TILE], wanted[start : start + TILE]
+            logits = (self._model.get_output_embeddings()(part) if self._tiled else part).float()
+            found += (logits.gather(-1, ids[:, None]).squeeze(-1) - logits.logsumexp(-1)).tolist()
+        return found
+
+    def _head_alone(self) -> bool:
+        import torch
+
+        given = {"input_ids": torch.tensor([TRIED], device=self._device) % self.vocabulary, "use_cache": False}
+        with torch.inference_mode():
+            logits = self._model(**given).logits
+            head = self._model.get_output_embeddings()
+            if head is None:
+                return False
+            made = head(self._model.base_model(**given)[0])
+        return made.shape == logits.shape and bool((made - logits).abs().max() <= TOLERANCE)

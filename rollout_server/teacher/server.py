@@ -1,0 +1,166 @@
+"""`penstock teacher-server`: a model that judges given tokens, under the part of OpenAI's API that teachers need.
+
+    POST /v1/completions  {"model", "prompt": [ids], "prompt_logprobs": 0, "max_tokens", "temperature"}
+                          → {"choices": [{"prompt_logprobs": [null, {"ID": {"logprob": −1.2}}, …], "text": ""}]}
+                          nothing is sampled   429 the queue is full   504 not in time   422 bad ids, or too many
+    POST /tokenize        {"prompt": "text", "add_special_tokens": false} → {"tokens": [ids], "count"}
+    GET  /v1/models       the model and its context length
+    GET  /health          {"model", "waiting", "batches"}    503 where the scoring task has ended
+    GET  /metrics         Prometheus
+
+Every route needs ``Authorization: Bearer TOKEN``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+from fastapi import FastAPI, HTTPException, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.types import ASGIApp
+
+from penstock.common import LimitBody, Metrics, RequireToken, listen
+from penstock.common import serve as serve_http
+from penstock.common.prometheus import CONTENT_TYPE
+from penstock.rollout_server.reward_model.batcher import Batcher, Busy, Late
+
+REQUEST_S = 300.0
+"""Longest time that a request may wait for its logprobs."""
+LAST_REQUESTS_S = 5
+logger = logging.getLogger(__name__)
+
+
+class Scorer(Protocol):
+    """What the server asks; `score` one call at a time, from one thread."""
+
+    max_tokens: int
+    vocabulary: int
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        """ids [L] each → logprobs [L − 1] each"""
+
+    def encode(self, text: str, *, special: bool) -> list[int]: ...
+
+
+class CompletionBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = ""
+    prompt: list[int] = Field(min_length=1)
+    prompt_logprobs: int = Field(ge=0, le=0, description="0: of the given tokens alone.")
+    max_tokens: int = Field(1, ge=0, le=1, description="Nothing is sampled, whatever it says.")
+    temperature: float = Field(0.0, ge=0.0, description="Of sampling; logprobs are those at temperature 1.")
+
+
+class TokenizeBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = ""
+    prompt: str = Field(max_length=1 << 20)
+    add_special_tokens: bool = True
+
+
+class TeacherMetrics(Metrics):
+    """``penstock_teacher_*`` of one server."""
+
+    def __init__(self, batcher: Batcher[list[float]]) -> None:
+        super().__init__("teacher", process=False)
+        self.requests = self.counter("requests", "Requests by outcome", ["outcome"])
+        self.tokens = self.counter("tokens", "Tokens judged")
+        self.gauge("waiting", "Rows that wait").set_function(lambda: len(batcher))
+
+
+def build_app(scorer: Scorer, token: str, model: str, batcher: Batcher[list[float]] | None = None) -> ASGIApp:
+    """The server as an ASGI app; its lifespan starts and stops the batcher. Raises `ValueError` on an empty token."""
+    if not token:
+        raise ValueError("the teacher server needs a token")
+    batches = Batcher(scorer.score) if batcher is None else batcher
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        batches.start()
+        try:
+            yield
+        finally:
+            await batches.close()
+
+    app = FastAPI(lifespan=lifespan, openapi_url=None)
+    metrics = TeacherMetrics(batches)
+    _add_completions(app, scorer, model, batches, metrics)
+    _add_facts(app, scorer, model, batches, metrics)
+    return RequireToken(LimitBody(app), token, message="a bearer token of this teacher is needed")
+
+
+def _add_completions(
+    app: FastAPI, scorer: Scorer, model: str, batches: Batcher[list[float]], metrics: TeacherMetrics
+) -> None:
+    @app.post("/v1/completions")
+    async def completions(body: CompletionBody) -> Any:
+        """Logprobs of the prompt's tokens; nothing is sampled."""
+        if problem := _problem(body.prompt, scorer):
+            metrics.requests.labels("refused").inc()
+            raise HTTPException(422, problem)
+        try:
+            (found,) = await batches.submit([body.prompt], REQUEST_S)
+        except (Busy, Late) as error:
+            metrics.requests.labels(type(error).__name__.lower()).inc()
+            busy = isinstance(error, Busy)
+            return JSONResponse({"detail": str(error)}, 429 if busy else 504, {"Retry-After": "1"} if busy else None)
+        if not all(math.isfinite(value) for value in found):
+            raise HTTPException(503, "the model's logprobs are not finite")
+        metrics.requests.labels("judged").inc()
+        metrics.tokens.inc(len(found))
+        judged = [{str(token): {"logprob": value}} for token, value in zip(body.prompt[1:], found, strict=True)]
+        choice = {"index": 0, "text": "", "finish_reason": "length", "prompt_logprobs": [None, *judged]}
+        return {"object": "text_completion", "model": model, "choices": [choice]}
+
+
+def _add_facts(
+    app: FastAPI, scorer: Scorer, model: str, batches: Batcher[list[float]], metrics: TeacherMetrics
+) -> None:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        """Token ids of a text: by them a student compares vocabularies."""
+        ids = await asyncio.to_thread(scorer.encode, body.prompt, special=body.add_special_tokens)
+        return {"tokens": ids, "count": len(ids), "max_model_len": scorer.max_tokens}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The one model."""
+        entry = {"id": model, "object": "model", "owned_by": "penstock", "max_model_len": scorer.max_tokens}
+        return {"object": "list", "data": [entry]}
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        """The model, and how many rows wait; 503 where the scoring task has ended."""
+        if not batches.alive:
+            raise HTTPException(503, "the scoring task has ended")
+        return {"model": model, "waiting": len(batches), "batches": batches.batches}
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        """Prometheus text."""
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
+
+
+def _problem(ids: Sequence[int], scorer: Scorer) -> str:
+    if len(ids) > scorer.max_tokens:
+        return f"prompt: {len(ids)} tokens, the model reads {scorer.max_tokens}"
+    wrong = next((token for token in ids if not 0 <= token < scorer.vocabulary), None)
+    return "" if wrong is None else f"prompt: token id {wrong} is outside the vocabulary of {scorer.vocabulary}"
+
+
+async def serve(app: ASGIApp, host: str, port: int) -> None:
+    """Serves until cancelled or told by SIGTERM. Raises `OSError` where the port is taken."""
+    await serve_http(
+        app,
+        listen(host, port),
+        stop_s=LAST_REQUESTS_S,
+        on_ready=lambda url: logger.info("teacher server on %s", url),
+    )

@@ -1,0 +1,44 @@
+"""What `penstock run` says of teachers before it starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from penstock.deploy import load_config
+from penstock.deploy.preflight import Check, check_teachers
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "calculator.yaml"
+
+
+def found(*overrides: str) -> list[Check]:
+    return list(check_teachers(load_config(RECIPE, overrides)))
+
+
+def test_runs_without_teachers_are_not_asked() -> None:
+    assert found() == []
+
+
+def test_learning_needs_a_teacher() -> None:
+    (check,) = found("trainer.distill.in_loss=1")
+    assert not check.ok
+    assert "name a teacher per data source" in check.fix
+
+
+def test_a_teacher_that_is_away_is_refused_by_its_field() -> None:
+    *warned, check = found("agent.teachers={sums: {url: 'http://127.0.0.1:9'}}")
+    assert [one.verdict for one in warned] == ["warn"]
+    assert (check.name, check.ok) == ("agent.teachers.sums", False)
+    assert "127.0.0.1:9" in check.found
+    assert "agent.teachers.*.url" in check.fix
+
+
+def test_rows_without_a_teacher_need_a_reward(tmp_path: Path) -> None:
+    prompt = [{"role": "user", "content": "1+1?"}]
+    row = {"prompt": prompt, "data_source": "code", "reward_model": {"ground_truth": "2"}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    given = (f"data.train={tmp_path / 'rows.jsonl'}", "agent.teachers={sums: {url: 'http://127.0.0.1:9'}}")
+    mixed = found(*given, "trainer.distill.in_loss=1")[0]
+    assert (mixed.verdict, "code" in mixed.found) == ("warn", True)
+    alone = found(*given, "trainer.distill.in_loss=1", "trainer.distill.reward_weight=0")[0]
+    assert (alone.verdict, "they would teach nothing" in alone.found) == ("FAIL", True)

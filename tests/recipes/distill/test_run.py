@@ -1,0 +1,33 @@
+"""With its teacher the tiny student earns what the teacher earns in fewer steps than by GRPO alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.deploy.conftest import assert_accounts_balance
+from tests.recipes.conftest import RECIPES, script
+
+pytestmark = [
+    pytest.mark.deep,
+    *(pytest.mark.recipes, pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch),
+]
+
+
+def test_fewer_steps_than_grpo_alone(tmp_path: Path) -> None:
+    model = tmp_path / "teacher"
+    command = [sys.executable, "-m", "penstock.deploy.cli", "sft", str(RECIPES / "distill/cpu.yaml")]
+    subprocess.run([*command, f"sft.out={model}", f"runs_dir={tmp_path / 'sft'}"], check=True, timeout=900)
+    cells = ["GRPO alone", "teacher and GRPO"]
+    found = script("distill/compare.py").main(
+        ["--teacher", str(model), "--out", str(tmp_path / "runs"), "--seeds", "0", "--cells", *cells]
+    )
+    alone, taught = (found["steps"][cell][0] for cell in cells)
+    assert taught is not None
+    assert alone is None or taught < alone
+    assert (tmp_path / "runs" / "comparison.png").stat().st_size > 0
+    summary = json.loads((tmp_path / "runs" / "teacher-and-grpo-0" / "summary.json").read_text())
+    assert_accounts_balance(summary)

@@ -1,0 +1,171 @@
+"""Teachers in the step: the row, the pack, advantage and loss by hand, mixtures, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file
+from trainer_support import Crash, make_job, make_trajectory
+
+from penstock.trainer import BadJob, Learner, Ranks, TrainerConfig, check_job, make_step_batch, pack_rows, train
+from penstock.trainer.engines.fsdp import FSDPEngine
+from penstock.transfer_queue import Batch, Trajectory
+
+pytestmark = pytest.mark.torch
+ALONE = {"reward_weight": 0.0}
+
+
+def taught(trajectory: Trajectory) -> Trajectory:
+    """With logprobs of a teacher on sampled tokens."""
+    segments = []
+    for number, segment in enumerate(trajectory.segments):
+        rng = np.random.default_rng(number)
+        values = np.where(segment.response_mask == 1, -rng.random(len(segment.response_ids)) * 6, 0.0)
+        segments.append(replace(segment, teacher_logprobs=values.astype(np.float32)))
+    return replace(trajectory, segments=segments)
+
+
+class Step:
+    """Two groups of three; the first group has a teacher, and its first episode two segments."""
+
+    def __init__(self, model: str, ranks: Ranks, teachers: bool = True, **settings: Any) -> None:
+        config = TrainerConfig(**{"lr": 1e-2, "eps": 1e-4, "max_grad_norm": 1e9, "correction": None, **settings})
+        self.engine = FSDPEngine(model, config, ranks)
+        self.learner = Learner(config, self.engine, ranks)
+        groups = [[make_trajectory(f"train/{g}", m, 1) for m in range(3)] for g in range(2)]
+        groups[0][0] = replace(groups[0][0], segments=[*groups[0][0].segments, *groups[0][1].segments], num_turns=4)
+        if teachers:
+            groups[0] = [taught(one) for one in groups[0]]
+        flat = [one for group in groups for one in group]
+        ids = Batch(1, [[one.episode_id for one in group] for group in groups])
+        self.batch = make_step_batch(ids, [0, 1], flat, 2, self.engine.limits)
+
+    def run(self) -> dict[str, Any]:
+        scored = self.learner.score(self.batch)
+        return self.learner.update(self.batch, scored, self.learner.advantages(self.batch, scored))
+
+    def weights(self) -> Any:
+        return torch.cat([tensor.flatten() for _, tensor in self.engine.weights(torch.float32)])
+
+
+def test_rows_and_packs_have_the_teacher_of_each_token(tiny_model: str, ranks: Ranks) -> None:
+    step = Step(tiny_model, ranks)
+    packs = pack_rows(step.batch.rows, 64) + pack_rows(step.batch.rows, 4096)
+    for pack in packs:
+        for token, value in zip(pack.token.tolist(), (pack.teacher if pack.teacher is not None else []), strict=False):
+            row = next(r for r in step.batch.rows if r.first_token <= token < r.first_token + len(r.targets))
+            if row.teacher is None:
+                assert value.isnan()
+            else:
+                assert float(value) == row.teacher[token - row.first_token]
+    assert all(pack.teacher is None for pack in pack_rows(step.batch.rows[-3:], 4096))
+
+
+def test_advantages_by_hand(tiny_model: str, ranks: Ranks) -> None:
+    plain = Step(tiny_model, ranks)
+    expected = plain.learner.advantages(plain.batch, plain.learner.score(plain.batch)).tokens
+    mixed = Step(tiny_model, ranks, distill={"in_advantage": 0.5, "reward_weight": 2.0, "clip": 3.0})
+    scored = mixed.learner.score(mixed.batch)
+    found = mixed.learner.advantages(mixed.batch, scored).tokens
+    gap = torch.zeros_like(found)
+    for pack in (pack for packs in scored.minibatches for pack in packs):
+        if pack.teacher is not None:
+            difference = (pack.proximal - pack.teacher).double()
+            gap[pack.token] = torch.where(difference.isnan(), 0.0, difference.clamp(-3, 3))
+    assert int((gap != 0).sum()) == sum(len(row.targets) for row in mixed.batch.rows if row.teacher is not None)
+    assert float(gap.abs().max()) == 3.0
+    torch.testing.assert_close(found, 2.0 * expected - 0.5 * gap)
+
+
+@pytest.mark.parametrize("correction", [None, "truncated_is"])
+@pytest.mark.parametrize("where", ["in_advantage", "in_loss"])
+def test_the_gradient_is_that_of_the_reverse_kl(
+    where: str, correction: str | None, tiny_model: str, ranks: Ranks
+) -> None:
+    """Alone, both forms move the policy along Σ ρ · d · ∇logπ / N."""
+    step = Step(tiny_model, ranks, distill={where: 0.7, "reward_weight": 0.0}, correction=correction)
+    (pack,) = pack_rows(step.batch.rows, 100000)
+    logprobs = step.engine.policy(pack).logprobs
+    gap = torch.where(pack.teacher.isnan(), 0.0, logprobs.detach() - pack.teacher)
+    ratio = (logprobs.detach() - pack.behaviour).exp().clamp(max=2.0) if correction else torch.ones(len(gap))
+    expected = 0.7 * (ratio * gap * logprobs).sum() / len(logprobs)
+    gradients = torch.autograd.grad(expected, list(step.engine.policy.parameters()))
+    norm = float(torch.sqrt(sum(one.square().sum() for one in gradients)))
+    metrics = step.run()
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert metrics["teacher_kl"] == pytest.approx(float(gap[~pack.teacher.isnan()].mean()), rel=1e-5)
+
+
+def test_a_teacher_alone_needs_no_reward(tiny_model: str, ranks: Ranks) -> None:
+    found = []
+    for reward in (0.0, 1.0):
+        step = Step(tiny_model, ranks, distill={"in_loss": 1.0, **ALONE})
+        step.batch = replace(step.batch, trajectories=[replace(t, reward=reward) for t in step.batch.trajectories])
+        step.run()
+        found.append(step.weights())
+    assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("where", ["in_advantage", "in_loss"])
+def test_tokens_without_a_teacher_carry_none(where: str, tiny_model: str, ranks: Ranks) -> None:
+    step = Step(tiny_model, ranks, teachers=False, distill={where: 1.0, **ALONE})
+    before = step.weights()
+    metrics = step.run()
+    assert torch.equal(step.weights(), before)
+    assert "teacher_kl" not in metrics
+
+
+def test_the_policy_comes_nearer_to_its_teacher(tiny_model: str, ranks: Ranks) -> None:
+    step = Step(tiny_model, ranks, lr=3e-3, distill={"in_loss": 1.0, **ALONE})
+    found = []
+    for _ in range(6):
+        metrics = step.run()
+        found.append(metrics["loss"] if "teacher_kl" not in metrics else metrics["teacher_kl"])
+    assert abs(found[-1]) < abs(found[0])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"distill": {"in_loss": 0.5, "in_advantage": 0.5}}, {"advantage": "prime", "critic": {"lr": 1e-3}}],
+    ids=["teacher", "prime"],
+)
+async def test_a_crash_changes_nothing(tmp_path: Path, tiny_model: str, settings: dict[str, Any]) -> None:
+    """The replayed steps have the teacher's numbers of the first time; PRIME's reward model is in the checkpoint."""
+    weights = []
+    for gap in (None, "before:publish:4"):
+        folder = tmp_path / ("whole" if gap is None else "crashed")
+        folder.mkdir()
+        job = make_job(folder, tiny_model, settings)
+        queue: Any = job.run.queue
+        queue.produce = lambda *names: taught(make_trajectory(*names))
+        if gap is not None:
+            queue.crash_at = gap
+            with pytest.raises(Crash):
+                await train(job)
+        await train(job)
+        weights.append(load_file(job.run_dir / "final_model" / "model.safetensors"))
+    for name, tensor in weights[0].items():
+        assert torch.equal(tensor, weights[1][name]), name
+
+
+def test_a_filter_by_reward_beside_a_teacher_is_refused(tmp_path: Any) -> None:
+    from penstock.trainer import TrainJob
+    from penstock.transfer_queue import Limits, MemoryTransferQueue, RunContext
+
+    job = TrainJob(
+        run=RunContext(MemoryTransferQueue(), "m", "t"),
+        config=TrainerConfig(distill={"in_loss": 1.0}),
+        limits=Limits(2, 2, 1, filter_groups="zero_variance"),
+        run_dir=tmp_path,
+        weights_dir=tmp_path,
+        train_data="",
+    )
+    with pytest.raises(BadJob, match=r"filter_groups is zero_variance and trainer\.distill"):
+        check_job(job)
