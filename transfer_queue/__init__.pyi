@@ -46,6 +46,7 @@ from .turns import TurnQueue as TurnQueue
 from .turns import TurnReport as TurnReport
 from .turns import Turns as Turns
 from .turns import TurnSettings as TurnSettings
+from .turns import TurnTable as TurnTable
 from .turns import TurnTimeout as TurnTimeout
 from .types import COMPLETED as COMPLETED
 from .types import KEPT_UPDATES as KEPT_UPDATES

@@ -35,6 +35,7 @@ from typing import Protocol
 
 from penstock.transfer_queue.errors import Refusal
 from penstock.transfer_queue.status import Status
+from penstock.transfer_queue.turns import TurnCall, TurnReport, Turns
 from penstock.transfer_queue.types import (
     Announcement,
     AnnouncementMark,
@@ -55,7 +56,6 @@ from penstock.transfer_queue.types import (
     Waiting,
     WeightUpdate,
 )
-from penstock.transfer_queue.turns import TurnCall, TurnReport, Turns
 
 
 class TransferQueue(Protocol):

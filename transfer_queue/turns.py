@@ -8,13 +8,13 @@ Several engines hold the devices at once, a trainer holds them alone. While a tr
 An entry that is not renewed for its time to live is over, whoever it was: a killed side gives its turn back so. Bytes
 are claimed before they are allocated, and the sum of all claims never exceeds the budget.
 
-`TurnTable` is the rule, which the queue in memory has as it is and Redis as a script; `DeviceTurn` is one process's part.
+`TurnTable` is the rule, which the queue in memory has as it is and Redis as a script; `DeviceTurn` is the part of one
+process.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from penstock.common import cancel_and_wait
-from penstock.transfer_queue.errors import QueueError
+from penstock.transfer_queue.errors import QueueError, QueueUnavailable
 
 logger = logging.getLogger(__name__)
 Side = Literal["engine", "trainer"]
@@ -32,8 +32,9 @@ KEPT_TURN_REPORTS = 4000
 ALL_THAT_IS_FREE = -1
 """Claimed while a model is loaded, before it is known what it needs."""
 ASK_S = 0.2
-"""Between two calls of who waits, and of who holds: the other side is waiting, or may be."""
-REST_S = 2.0
+"""Between two calls of those that wait, and of engines that hold: a trainer may be waiting."""
+REST_S = 1.0
+"""Between those of the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,13 +226,14 @@ class DeviceTurn:
 
     @asynccontextmanager
     async def kept(self) -> AsyncGenerator[DeviceTurn]:
-        """Renewed until the end of the block; the turn is given back then."""
+        """Renewed until the end of the block; an entry that rests is taken away then."""
         keeping = asyncio.create_task(self._keep(), name="device turn")
         try:
             yield self
         finally:
             await cancel_and_wait([keeping])
-            with contextlib.suppress(QueueError):  # it is over by itself
+            # Who still holds them has its memory on them until its process has ended: the entry is over by itself.
+            if not self.holds:
                 await self.give_back()
 
     def check(self) -> None:
@@ -259,19 +261,29 @@ class DeviceTurn:
 
     async def claim(self, needs: int) -> None:
         """Changes the claim of a turn that is held, before memory grows. Raises `OverBudget`, `TurnLost`."""
-        if not await self._try(needs):
+        if not await self._try(needs) and not self.holds:
             self._lost = self._lost or f"{self._holder} does not hold the devices any more"
             self.check()
 
     async def give_back(self, kept: int = 0) -> None:
-        """The other side may take the devices; `kept` bytes of them stay with this process."""
+        """The other side may take the devices; `kept` bytes of them stay with this process.
+
+        Where the queue is away `kept` says it again, or the entry is over after its time.
+        """
         async with self._one_call:
             self.fence, self.wanted, self._bytes, self._lost = 0, False, kept, ""
-            await self._call(holds=False, size=kept)
+            try:
+                await self._call(holds=False, size=kept)
+            except QueueUnavailable as error:
+                logger.warning("the turn on the devices is not given back yet: %s", error)
 
     async def _try(self, needs: int) -> bool:
         async with self._one_call:
-            found = await self._call(holds=True, size=needs)
+            try:
+                found = await self._call(holds=True, size=needs)
+            except QueueUnavailable as error:
+                logger.warning("the queue does not say whose turn it is: %s", error)
+                return False
             self.fence, self.wanted = found.fence, found.wanted
             self._others = [one for one in found.holders if one.holder != self._holder]
             self._check_budget(found, needs)
@@ -281,7 +293,7 @@ class DeviceTurn:
         return self.holds
 
     def _check_budget(self, found: Turns, needs: int) -> None:
-        """Others that are on the devices may leave some, and entries of killed ones end; those that rest keep theirs."""
+        """Others on the devices may leave some, and entries of killed ones end; those that rest keep what they have."""
         if not found.over_budget or any(one.holds for one in self._others):
             self._over_since = None
             return
@@ -311,7 +323,8 @@ class DeviceTurn:
     async def _keep(self) -> None:
         """Renews what was last said. A queue that is away gives the devices to no other side."""
         while True:
-            await asyncio.sleep(ASK_S if self.holds else min(REST_S, self.settings.ttl_s / 4))
+            asks = self.holds and self._side == "engine"
+            await asyncio.sleep(ASK_S if asks else min(REST_S, self.settings.ttl_s / 4))
             if self._asks:
                 continue
             try:

@@ -42,6 +42,7 @@ from penstock.deploy.preflight.settings import (
     check_training_job,
     check_versions,
 )
+from penstock.deploy.preflight.turns import check_turns
 
 Asked = Callable[[RunConfig], Check | Iterable[Check] | None]
 
@@ -54,6 +55,7 @@ FACTS: tuple[Asked, ...] = (
     check_lengths,
     check_sampling,
     check_capacity,
+    check_turns,
     check_ports,
     check_redis,
     check_devices,

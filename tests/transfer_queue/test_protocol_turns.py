@@ -106,9 +106,7 @@ async def test_a_repeat_or_an_overtaken_call_changes_nothing(make_queue) -> None
 
 async def test_claims_stay_within_the_budget(make_queue) -> None:
     queue = await make_queue(LIMITS)
-    one, other, trainer = (
-        Party(queue, *who, BUDGET) for who in (("engine", "a"), ("engine", "b"), ("trainer", "t"))
-    )
+    one, other, trainer = (Party(queue, *who, BUDGET) for who in (("engine", "a"), ("engine", "b"), ("trainer", "t")))
     assert (await one(holds=True, bytes=600)).fence
     refused = await other(holds=True, bytes=500)
     assert (refused.fence, refused.over_budget) == (0, True)
@@ -134,7 +132,11 @@ async def test_any_interleaving_is_as_in_memory(make_queue, seed: int) -> None:
     parties = [(Party(queue, *who, BUDGET), Party(rule, *who, BUDGET)) for who in names]
     for _ in range(120):
         pair = draw.choice(parties)
-        said = {"holds": draw.random() < 0.6, "bytes": draw.choice([-1, 0, 100, 450, 900, 1100]), "used": draw.randint(0, 3)}
+        said = {
+            "holds": draw.random() < 0.6,
+            "bytes": draw.choice([-1, 0, 100, 450, 900, 1100]),
+            "used": draw.randint(0, 3),
+        }
         found, wanted = [await party(**said) for party in pair]
         assert found == wanted
         holding = [one for one in found.holders if one.holds]
@@ -161,7 +163,7 @@ async def test_a_turn_is_handed_over_and_back(make_queue, another_client) -> Non
             await waiting
         assert (trainer.holds, engine.holds) == (True, False)
         await trainer.claim(800)
-        with pytest.raises(OverBudget, match="placement.memory_budget_bytes"):
+        with pytest.raises(OverBudget, match=r"placement\.memory_budget_bytes"):
             await trainer.claim(901)
         await trainer.give_back()
         async with asyncio.timeout(30):

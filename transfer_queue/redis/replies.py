@@ -69,7 +69,9 @@ def journal_from_values(values: Sequence[bytes]) -> list[JournalEntry]:
 
 def turns_from_map(found: Mapping[str, Any]) -> Turns:
     """Of scripts ``take_turn`` and ``turns``; Lua has no empty list, and packs one as it packs an empty map."""
-    rows = [TurnHolder(side, name, bool(holds), bool(waits), *rest) for side, name, holds, waits, *rest in found["rows"]]
+    rows = [
+        TurnHolder(side, name, bool(holds), bool(waits), *rest) for side, name, holds, waits, *rest in found["rows"]
+    ]
     return Turns(found["fence"], bool(found["wanted"]), bool(found["over"]), tuple(rows))
 
 
