@@ -76,6 +76,11 @@ class SharingQueue(ScriptedQueue):
         return [report for report in self.table.reports if report.side == "trainer"]
 
 
+def folder(parent: Path, name: str) -> Path:
+    (parent / name).mkdir(exist_ok=True)
+    return parent / name
+
+
 def final_weights(job: TrainJob) -> dict[str, Any]:
     return load_file(job.run_dir / "final_model" / "model.safetensors")
 
@@ -89,12 +94,12 @@ CONFIGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("config", CONFIGS, ids=["plain", "critic-reference-bfloat16"])
 async def test_a_run_in_turns_is_the_run_alone(tmp_path: Path, tiny_model: str, config: dict[str, Any]) -> None:
     """The same weights bit for bit; nothing is on the devices while an engine is, with checkpoints and publishing."""
-    alone = make_job(tmp_path / "alone", tiny_model, {"steps": 4, **config}, queue=ScriptedQueue(LIMITS))
+    alone = make_job(folder(tmp_path, "alone"), tiny_model, {"steps": 4, **config}, queue=ScriptedQueue(LIMITS))
     await train(alone)
     budget = 64 << 20
     queue = SharingQueue(budget)
     turn = TurnSettings(budget, hand_over_s=60.0)
-    shared = make_job(tmp_path / "shared", tiny_model, {"steps": 4, **config}, queue=queue, turn=turn)
+    shared = make_job(folder(tmp_path, "shared"), tiny_model, {"steps": 4, **config}, queue=queue, turn=turn)
     await train(shared)
     expected = final_weights(alone)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in final_weights(shared).items())
@@ -107,12 +112,12 @@ async def test_a_run_in_turns_is_the_run_alone(tmp_path: Path, tiny_model: str, 
 
 async def test_it_resumes_in_turns(tmp_path: Path, tiny_model: str) -> None:
     """A checkpoint that is being written while the states leave their device is whole."""
-    alone = make_job(tmp_path / "alone", tiny_model, {"checkpoint_every": 1}, queue=ScriptedQueue(LIMITS))
+    alone = make_job(folder(tmp_path, "alone"), tiny_model, {"checkpoint_every": 1}, queue=ScriptedQueue(LIMITS))
     await train(alone)
     queue, turn = SharingQueue(64 << 20), TurnSettings(64 << 20)
-    first = make_job(tmp_path / "shared", tiny_model, {"steps": 3, "checkpoint_every": 1}, queue=queue, turn=turn)
+    first = make_job(folder(tmp_path, "shared"), tiny_model, {"steps": 3, "checkpoint_every": 1}, queue=queue, turn=turn)
     await train(first)
-    second = make_job(tmp_path / "shared", tiny_model, {"checkpoint_every": 1}, queue=queue, turn=turn)
+    second = make_job(folder(tmp_path, "shared"), tiny_model, {"checkpoint_every": 1}, queue=queue, turn=turn)
     await train(second)
     expected = final_weights(alone)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in final_weights(second).items())
