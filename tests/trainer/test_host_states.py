@@ -115,7 +115,9 @@ async def test_it_resumes_in_turns(tmp_path: Path, tiny_model: str) -> None:
     alone = make_job(folder(tmp_path, "alone"), tiny_model, {"checkpoint_every": 1}, queue=ScriptedQueue(LIMITS))
     await train(alone)
     queue, turn = SharingQueue(64 << 20), TurnSettings(64 << 20)
-    first = make_job(folder(tmp_path, "shared"), tiny_model, {"steps": 3, "checkpoint_every": 1}, queue=queue, turn=turn)
+    first = make_job(
+        folder(tmp_path, "shared"), tiny_model, {"steps": 3, "checkpoint_every": 1}, queue=queue, turn=turn
+    )
     await train(first)
     second = make_job(folder(tmp_path, "shared"), tiny_model, {"checkpoint_every": 1}, queue=queue, turn=turn)
     await train(second)
