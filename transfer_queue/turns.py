@@ -5,7 +5,7 @@
        └── rest ◄─ offload ◄─ publish ◄─ train ◄─ load ◄─ hold ◄────── trainer
 
 Several engines hold the devices at once, a trainer holds them alone. While a trainer waits no further engine begins.
-An entry that is not renewed for its time to live is over, whoever it was: a killed side gives its turn back so. Bytes
+An entry that is not renewed for its time to live is over: that is how a killed side gives its turn back. Bytes
 are claimed before they are allocated, and the sum of all claims never exceeds the budget.
 
 `TurnTable` is the rule, which the queue in memory has as it is and Redis as a script; `DeviceTurn` is the part of one

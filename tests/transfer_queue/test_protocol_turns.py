@@ -168,11 +168,11 @@ async def test_a_turn_is_handed_over_and_back(make_queue, another_client) -> Non
         await trainer.give_back()
         async with asyncio.timeout(30):
             await engine.take(700)
-    # Its memory may be on the devices until its process has ended: nobody takes the turn from it before its time.
+    # Its memory may be on the devices until its process has ended: no other side gets the turn before its time.
     assert [(one.holds, one.bytes) for one in (await queue.turns()).holders] == [(True, 700), (False, 0)]
 
 
-async def test_who_was_silent_for_too_long_is_told_so(make_queue) -> None:
+async def test_a_silent_holder_finds_its_turn_lost(make_queue) -> None:
     queue = await make_queue(LIMITS)
     engine = DeviceTurn(queue, "engine", "rollout-0", TurnSettings(ttl_s=SHORT_S))
     await engine.take(0)  # nothing renews it

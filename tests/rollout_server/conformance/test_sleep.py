@@ -27,7 +27,7 @@ async def test_answers_end_and_the_weights_survive(subject: Subject, reference: 
     assert await subject.engine.healthy()
     resting = await subject.engine.device_bytes()
     await subject.engine.wake()
-    # What each had goes on from its last token, as the client does it.
+    # An answer continues from its last token, as the client does it.
     context = [*prompt(0), *ended[0].token_ids]
     rest = await whole(subject.engine, ask(context, 8, temperature=0.0))
     assert rest.token_ids == reference.greedy(context, 8)
