@@ -1,17 +1,15 @@
-"""Every engine gives its devices up and has them back: answers end as ``abort``, weights survive or are loaded again.
-
-The builds for CPUs of vLLM and SGLang free nothing by it; what is tested of them is the order of calls.
-"""
+"""The engine hf gives its devices up and has them back: answers end as ``abort``, weights survive or are loaded again."""
 
 from __future__ import annotations
 
 import asyncio
 
 import pytest
-from tests.rollout_server.conformance.subject import PROMPT, Subject, prompt
+from tests.rollout_server.conformance.subject import ENGINES, PROMPT, Subject, prompt
 from tests.rollout_server.conftest import Reference, ask, whole
 
-pytestmark = pytest.mark.asyncio(loop_scope="package")
+HF = [engine for engine in ENGINES if str(engine.values[0]).startswith("hf")]
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.parametrize("subject", HF, indirect=True)]
 
 
 async def test_answers_end_and_the_weights_survive(subject: Subject, reference: Reference) -> None:
