@@ -1,4 +1,4 @@
-"""The engine hf gives its devices up and has them back: answers end as ``abort``, weights survive or are loaded again."""
+"""The engine hf gives its devices up and has them back: answers end as ``abort``, weights survive or come again."""
 
 from __future__ import annotations
 
