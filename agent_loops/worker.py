@@ -196,11 +196,17 @@ class Worker:
             leases = await self._job.run.queue.lease_episodes(self._job.name, min(free, CHUNK), version)
         for lease in leases:
             self.episodes.start(lease)
-        self._server_seen = time.monotonic() if version is not None else self._server_seen
+        if version is not None or await self._asleep():
+            self._server_seen = time.monotonic()
         if leases:
             self._pauses.reset()
         else:
             await self._back_off("server" if version is None else "admission", free)
+
+    async def _asleep(self) -> bool:
+        """Whether servers are there that wait for the trainer to hand their devices back."""
+        client = self._job.client
+        return isinstance(client, WatchedClient) and any(server.asleep for server in await client.servers())
 
     async def _back_off(self, cause: str, free: int) -> None:
         pause_s = self._pauses.next_s()

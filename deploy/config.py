@@ -42,6 +42,32 @@ class DataConfig(BaseModel):
     shuffle: bool = Field(True, description="A new order each epoch, from the seed.")
 
 
+class PlacementConfig(BaseModel):
+    """Which devices the roles of one machine compute on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    colocated: bool = Field(
+        False,
+        description="Engines and trainer share the same devices, in turns: engines sleep while the trainer takes its"
+        " step, and its states wait in host memory while they sample. `penstock run` on one machine.",
+    )
+    memory_budget_bytes: int = Field(
+        0,
+        ge=0,
+        description="Most bytes of the shared devices together that weights, KV caches, gradients and moments of both"
+        " sides may take; engine hf. 0: the devices' own size.",
+    )
+    sleep_level: Literal[1, 2] = Field(
+        1,
+        description="What an engine gives up besides its KV cache: 1 moves its weights to host memory, 2 drops them and"
+        " loads the newest version when it wakes.",
+    )
+    hand_over_timeout_s: float = Field(
+        900.0, gt=0, description="Longest wait of the trainer for the engines to hand the devices over; then it ends."
+    )
+
+
 class TelemetryConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -118,6 +144,7 @@ class RunConfig(BaseModel):
     trainer: TrainerConfig = TrainerConfig()
     sft: SftConfig = SftConfig()
     dashboard: DashboardConfig = DashboardConfig()
+    placement: PlacementConfig = PlacementConfig()
     ray: RayConfig = RayConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 

@@ -3,6 +3,7 @@
 The trainer's ranks get the first GPUs, servers the ones that follow:
 
     8 GPUs, trainer.ranks=4, 2 servers split over 2 each:   trainer 0 1 2 3   rollout-0 4 5   rollout-1 6 7
+    the same, placement.colocated:                          trainer 0 1 2 3   rollout-0 0 1   rollout-1 2 3
 """
 
 from __future__ import annotations
@@ -212,5 +213,5 @@ def gpus_of(role: Role, config: RunConfig, gpus: Sequence[str]) -> tuple[str, ..
 def places_of_server(config: RunConfig, number: int, count: int) -> list[int]:
     """Which of `count` GPUs rollout server `number` computes on."""
     each = gpus_of_server(config.rollout)
-    start = config.trainer.ranks + number * each
+    start = number * each + (0 if config.placement.colocated else config.trainer.ranks)
     return [(start + i) % count for i in range(min(each, count))]

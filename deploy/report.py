@@ -131,6 +131,7 @@ def describe(config: RunConfig) -> str:
         f"episodes in flight; tokens up to {config.max_staleness} versions old; {config.trainer.steps} steps; "
         f"{config.rollout.servers} {config.rollout.engine} server(s), {config.agent.workers} agent worker(s), "
         f"{config.trainer.ranks} trainer rank(s)"
+        + (", in turns on the same devices" if config.placement.colocated else "")
     )
 
 

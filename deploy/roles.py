@@ -36,7 +36,7 @@ from penstock.deploy.telemetry import MetricsTarget, metrics_served, with_spans
 from penstock.deploy.weights_folder import local_weights_dir, weights_dir, weights_entered
 from penstock.rollout_server import keep_scans
 from penstock.sandbox import SandboxConfig
-from penstock.transfer_queue import RunContext, TransferQueue
+from penstock.transfer_queue import OverBudget, RunContext, TransferQueue, TurnSettings
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -126,6 +126,19 @@ def context_of(link: RunConnection, queue: TransferQueue, config: RunConfig) -> 
     )
 
 
+def turn_of(config: RunConfig) -> TurnSettings | None:
+    """Of devices that engines and trainer share; None: each has its own."""
+    placement = config.placement
+    if not placement.colocated:
+        return None
+    return TurnSettings(
+        placement.memory_budget_bytes,
+        config.transfer_queue.lease_ttl_s,
+        placement.hand_over_timeout_s,
+        placement.sleep_level,
+    )
+
+
 def seed_of_server(seed: int, name: str) -> int:
     """Of its engine's sampling: servers with one seed would answer one prompt alike. The same after a restart."""
     return xxhash.xxh32_intdigest(f"{seed}/{name}".encode()) >> 1  # 31 bits: engines take a signed number
@@ -153,9 +166,10 @@ async def rollout(
         evaluates=evaluates,
         metrics_token=metrics_token(link.token),
         mount=mount(recorded),
+        turn=turn_of(config),
     )
     # The sidecar has restarted its engine as often as it may; `NotPrivate` is an `OSError`.
-    with fatal(EngineError, OSError), weights_entered(config, link.token), frozen_start():
+    with fatal(EngineError, OverBudget, OSError), weights_entered(config, link.token), frozen_start():
         await _closing(queue, with_spans("rollout", run.name, name, serve(job)))
 
 
@@ -235,6 +249,7 @@ async def train_rank(link: RunConnection) -> None:
         lost_payloads=config.transfer_queue.lost_payloads,
         spill=config.transfer_queue.spill,
         stop_timeout_s=TRAINER_STOP_S,
+        turn=turn_of(config),
         settings=config.model_dump(mode="json"),
         watchers=(metrics,),
     )
@@ -242,7 +257,7 @@ async def train_rank(link: RunConnection) -> None:
     if os.environ.get("RANK", "0") == "0":
         work = _watched(config, link, MetricsTarget("", run.name, "trainer", "trainer"), metrics.registry, work)
     final = (BadJob, BadBatch, DataError, UnknownName, BatchTimeout, TrainingDiverged, TooManyFiltered)
-    with fatal(*final, PayloadsLost, TrainerFenced, NotPrivate):
+    with fatal(*final, PayloadsLost, TrainerFenced, OverBudget, NotPrivate):
         async with sole_trainer(run_dir):
             with weights_entered(config, link.token):
                 await _closing(queue, work)

@@ -82,6 +82,11 @@ class RunDir:
         return self.root / "weight_updates.jsonl"
 
     @property
+    def turns(self) -> Path:
+        """Who held the shared devices, and how much of them, of a colocated run; written when it ends."""
+        return self.root / "turns.jsonl"
+
+    @property
     def timeline(self) -> Path:
         return self.root / "timeline.jsonl"
 
@@ -202,5 +207,6 @@ def _forget_untrained(root: Path) -> None:
         run.lives,
         run.timeline,
         run.weight_updates,
+        run.turns,
     ):
         file.unlink(missing_ok=True)

@@ -101,6 +101,8 @@ def _no_server(snapshot: Snapshot, status: Status) -> StallCause | None:
     if not snapshot.servers:
         names = _named(snapshot.roles, "rollout") or "rollout servers"
         return StallCause(names, "no server is in the registry: its engine has not started yet, or none was started")
+    if all(server.asleep for server in snapshot.servers):
+        return StallCause("trainer", "it has the devices' turn, engines are asleep, and it publishes no version")
     if not any(server.accepting for server in snapshot.servers):
         return StallCause(_ids(snapshot.servers), "none of them accepts requests; GET /health of each reports why")
     return None

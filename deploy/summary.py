@@ -18,7 +18,7 @@ from penstock.dashboard import flat_rewards
 from penstock.deploy.config import RunConfig
 from penstock.deploy.lives import LivesTotal
 from penstock.deploy.run_dir import RunDir
-from penstock.transfer_queue import Status, TransferQueue, WeightUpdate
+from penstock.transfer_queue import Status, TransferQueue, TurnReport, WeightUpdate
 
 
 async def write_summary(config: RunConfig, run: RunDir, queue: TransferQueue, total: LivesTotal) -> dict[str, Any]:
@@ -26,6 +26,9 @@ async def write_summary(config: RunConfig, run: RunDir, queue: TransferQueue, to
     rows = last_by(read_jsonl(run.metrics), "step")
     status, updates = await queue.status(), await queue.updates()
     rewrite_jsonl(run.weight_updates, map(asdict, updates))
+    turns = await queue.turn_reports() if config.placement.colocated else []
+    if turns:
+        rewrite_jsonl(run.turns, map(asdict, turns))
     summary = {
         "name": config.name,
         "steps": len(rows),
@@ -38,6 +41,7 @@ async def write_summary(config: RunConfig, run: RunDir, queue: TransferQueue, to
         **_tokens(rows),
         "checkpoints_damaged": rows[-1].get("checkpoints_damaged", 0) if rows else 0,
         **_updates(updates),
+        **(_turns(turns) if turns else {}),
         "wait_s": {key: round(seconds, 2) for key, seconds in sorted(status.waits_s.items())},
         "restarts": dict(total.restarts),
     }
@@ -119,6 +123,19 @@ def _updates(updates: Sequence[WeightUpdate]) -> dict[str, Any]:
         "requests_in_flight_at_updates": sum(update.in_flight for update in updates),
         "pause_ms_p50": round(float(np.percentile(pauses, 50)), 2) if pauses else None,
         "pause_ms_p99": round(float(np.percentile(pauses, 99)), 2) if pauses else None,
+    }
+
+
+def _turns(reports: Sequence[TurnReport]) -> dict[str, Any]:
+    """Of the newest `KEPT_TURN_REPORTS`."""
+    begun, holding = Counter[str](), set[str]()
+    for report in reports:
+        begun[report.side] += report.holds and report.holder not in holding
+        (holding.add if report.holds else holding.discard)(report.holder)
+    return {
+        "turns": {"engine": begun["engine"], "trainer": begun["trainer"]},
+        "device_bytes_claimed_max": max(report.total_bytes for report in reports),
+        "device_bytes_used_max": max(report.total_used for report in reports),
     }
 
 

@@ -40,6 +40,8 @@ SILENCE_S = 20.0
 """Longest silence of a live server, which sends a line every 5 s."""
 BACKOFF = Backoff(0.05, 0.5, jitter=(0.5, 1.5))
 LINE_LIMIT_BYTES = 16 << 20
+MOST_ASLEEP_S = 3600.0
+"""Turns of the trainer do not count as time of an answer, for this long."""
 Blame = Literal["nobody", "answer", "full", "gone"]
 """Cause of an answer that broke off: none of the server's, this answer, a long queue, or an unreachable server."""
 BLAMES: dict[int, Blame] = {408: "nobody", 409: "nobody", 429: "full", 503: "gone", 504: "nobody"}
@@ -94,11 +96,12 @@ class RolloutClient:
     async def _stream(self, answer: AnswerBuilder, *, may_take_back: bool = True) -> AsyncGenerator[Chunk]:
         """`may_take_back`: the reader keeps no chunk, so that disproved tokens may be sampled again."""
         timeout_s = min(self.timeout_s, answer.request.deadline_s or self.timeout_s)
-        deadline = time.monotonic() + timeout_s
+        deadline, asleep_until = time.monotonic() + timeout_s, time.monotonic() + MOST_ASLEEP_S
         cause, avoid, failures = "", "", 0
         while answer.finish_reason is None:
             if time.monotonic() >= deadline:
                 raise EngineError(f"no whole answer in {timeout_s:g} s ({len(answer.token_ids)} tokens): {cause}")
+            began = time.monotonic()
             try:
                 async with aclosing(self._attempt(answer, deadline, avoid)) as chunks:
                     async for chunk in chunks:
@@ -118,6 +121,13 @@ class RolloutClient:
                 return
             if failures:
                 await asyncio.sleep(min(BACKOFF.pause_s(failures), max(0.0, deadline - time.monotonic())))
+            deadline += self._slept_s(answer.request, began, asleep_until)
+
+    def _slept_s(self, request: GenerateRequest, began: float, until: float) -> float:
+        """Since `began`, where no server could answer for want of its devices, which the trainer has: no time of an
+        answer, unless the request has a deadline of its own. At most `until`."""
+        asleep = request.deadline_s is None and began < until and self._router.asleep(request.split)
+        return time.monotonic() - began if asleep else 0.0
 
     async def _attempt(self, answer: AnswerBuilder, deadline: float, avoid: str) -> AsyncGenerator[Chunk]:
         """Adds what one server, or the faster of two, streams. Raises `_Broken`, `QueueError`, `TimeoutError`.

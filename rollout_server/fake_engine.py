@@ -14,10 +14,21 @@ from typing import Any
 import xxhash
 
 from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.protocol import Chunk, EngineError, EngineInfo, FinishReason, GenerateRequest, fit_request
+from penstock.rollout_server.protocol import (
+    Chunk,
+    DeviceBytes,
+    EngineError,
+    EngineInfo,
+    FinishReason,
+    GenerateRequest,
+    SleepLevel,
+    fit_request,
+)
 from penstock.weight_sync import ChainFile, LoadReport, Manifest, TensorEntry, WeightsRefused, state_of
 
 VOCAB = 512
+FAKE_BYTES = 100
+"""Of the device of an engine that is awake."""
 
 
 def next_token(context: Sequence[int], version: int) -> tuple[int, float]:
@@ -49,6 +60,9 @@ class FakeEngine:
         """Requests so far."""
         self.loaded: list[int] = []
         """Versions that were loaded, in order."""
+        self.sleeps: list[int] = []
+        """Levels, as they were asked for; the first is that of `will_sleep`."""
+        self._asleep = False
         self._dead = asyncio.Event()
         self._resumed = asyncio.Event()
         self._resumed.set()
@@ -80,6 +94,9 @@ class FakeEngine:
             for position in range(sampling.max_new_tokens):
                 await asyncio.sleep(self.token_s)
                 await self._resumed.wait()
+                if self._asleep:
+                    yield Chunk(finish_reason="abort")
+                    return
                 if self._dead.is_set():
                     raise EngineError("the fake engine crashed")
                 token, logprob = next_token(context, self.version)
@@ -108,6 +125,21 @@ class FakeEngine:
         self._resumed.set()
         pause_s = time.perf_counter() - started
         return LoadReport(version=self.version, fetch_s=0.0, pause_s=pause_s, load_s=pause_s, in_flight=self.running)
+
+    def will_sleep(self, level: SleepLevel) -> None:
+        self.sleeps.append(level)
+
+    async def device_bytes(self) -> DeviceBytes:
+        return DeviceBytes(0 if self._asleep else FAKE_BYTES, FAKE_BYTES)
+
+    async def sleep(self, level: SleepLevel) -> None:
+        if self._dead.is_set():
+            raise EngineError("the fake engine crashed")
+        self.sleeps.append(level)
+        self._asleep = True
+
+    async def wake(self) -> None:
+        self._asleep = False
 
     async def healthy(self) -> bool:
         return not self._dead.is_set()

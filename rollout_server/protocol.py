@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal, NamedTuple, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, Strict
 
@@ -155,6 +155,36 @@ class Engine(Protocol):
 
     def stderr_tail(self) -> str:
         """The last lines of the engine's log, for error messages."""
+
+
+SleepLevel = Literal[1, 2]
+"""What an engine gives up in the trainer's turn besides its KV cache: 1 moves its weights to the host, 2 drops them."""
+
+
+class DeviceBytes(NamedTuple):
+    """Of what an engine keeps on its devices: weights and KV cache. 0 and 0 where it is not measured."""
+
+    used: int
+    most: int
+    """It never has more while it is awake."""
+
+
+@runtime_checkable
+class SleepingEngine(Protocol):
+    """An engine that can give up the memory of its devices. All but `will_sleep` come between `start` and `stop`."""
+
+    def will_sleep(self, level: SleepLevel) -> None:
+        """Before `start`: the process is made for it."""
+
+    async def device_bytes(self) -> DeviceBytes:
+        """Raises `EngineError`."""
+
+    async def sleep(self, level: SleepLevel) -> None:
+        """Answers in flight, and those asked for until `wake`, end as ``abort`` with the tokens that they have. Returns
+        when the memory is free. Raises `EngineError`: then only its end frees it."""
+
+    async def wake(self) -> None:
+        """Has its memory back; after level 2 it samples nothing before `load_weights`. Raises `EngineError`."""
 
 
 def fit_request(request: GenerateRequest, info: EngineInfo) -> GenerateRequest:

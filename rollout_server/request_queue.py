@@ -72,6 +72,8 @@ class RequestQueue:
         """Prompts and expected answers."""
         self.answered = 0
         """Answers that were completed."""
+        self.turns_away = False
+        """Those that wait for a slot end as ``abort``: the engine is about to sleep, or does."""
         self.idle = asyncio.Event()
         self.idle.set()
         self._slots = asyncio.Semaphore(slots)
@@ -115,6 +117,10 @@ class RequestQueue:
         try:
             await self._take_slot(deadline)
             try:
+                if self.turns_away:
+                    outcome = "abort"
+                    yield Chunk(finish_reason="abort")
+                    return
                 async with (
                     aclosing(engine.generate(request)) as chunks,
                     aclosing(_merge(chunks, deadline, whole=request.whole)) as merged,

@@ -94,6 +94,11 @@ class Router:
         self.stick(episode_id, chosen.url)
         return chosen
 
+    def asleep(self, split: str = TRAIN) -> bool:
+        """Of those that the registry had lately, all wait for the trainer to hand their devices back."""
+        servers = _of_split(self._servers, split)
+        return bool(servers) and all(server.asleep for server in servers)
+
     def _allows(self, url: str, now: float) -> bool:
         state = self._states.get(url)
         return state is None or (now >= state.full_until and state.breaker.allows(now))
@@ -163,6 +168,8 @@ class Router:
             return f"rests after: {state.breaker.cause}"
         if now < state.full_until:
             return "has a long queue"
+        if server.asleep:
+            return "is asleep in the trainer's turn"
         return "accepts" if server.accepting else "does not accept"
 
 

@@ -9,6 +9,7 @@ import asyncio
 import errno
 import logging
 import os
+import secrets
 import shutil
 import socket
 from collections.abc import Callable
@@ -16,15 +17,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from penstock.common import HttpServer, cancel_and_wait, listen, url_of
+from penstock.common import HttpServer, cancel_and_wait, listen, process_identity, url_of
 from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.engine_devices import EngineDevices
 from penstock.rollout_server.engines.checkpoint import find_model
 from penstock.rollout_server.engines.registry import MakeEngine, make_engine
 from penstock.rollout_server.engines.server_process import open_private
 from penstock.rollout_server.protocol import EngineError
 from penstock.rollout_server.routes import Mounted, make_app
 from penstock.rollout_server.sidecar import Sidecar
-from penstock.transfer_queue import RunContext
+from penstock.transfer_queue import DeviceTurn, RunContext, TurnSettings
 from penstock.weight_sync import BroadcastMember, ClosableFetch, Fetcher, MergingFetcher, StagedFetch, WeightsRefused
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,8 @@ class ServerJob:
     """Opens ``/metrics`` and nothing else; empty: only the run's token does."""
     mount: Callable[[Sidecar, str], Mounted] | None = None
     """Makes further routes from the sidecar and its URL, before the first request."""
+    turn: TurnSettings | None = None
+    """Of the devices that this server shares with the trainer; None: they are its own."""
 
 
 async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:
@@ -66,6 +70,7 @@ async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:
 
     Raises:
         EngineError: the engine could not be kept alive.
+        OverBudget: it needs more of the shared devices than there is.
         OSError: the port is taken, or the address is not this machine's.
     """
     run = job.run
@@ -77,7 +82,7 @@ async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:
             job.name, url, partial(new_engine, job.config, run.model, _log_dir(job), run.seed), run.queue,
             slots=job.config.max_concurrent, fetch=fetcher, member=member,
             truncated_sampling=job.config.truncated_sampling, stall_s=job.config.request_timeout_s,
-            evaluates=job.evaluates,
+            evaluates=job.evaluates, devices=_devices(job),
         )  # fmt: skip
         mounted = job.mount(sidecar, url) if job.mount else None
         drain = asyncio.Event()
@@ -113,6 +118,13 @@ async def _run(job: ServerJob, sidecar: Sidecar, http: HttpServer, drain: asynci
     for task in (running, serving):
         if not task.cancelled():
             task.result()
+
+
+def _devices(job: ServerJob) -> EngineDevices | None:
+    if job.turn is None:
+        return None
+    holder = f"{job.name} ({process_identity()}-{secrets.token_hex(4)})"
+    return EngineDevices(DeviceTurn(job.run.queue, "engine", holder, job.turn), job.turn.sleep_level)
 
 
 def _listen(job: ServerJob) -> socket.socket:

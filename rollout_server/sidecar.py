@@ -2,6 +2,7 @@
 
     supervise   start engine → load the newest announced weights → open → pull every 0.15 s, check it every 1 s
                 engine gone, hung or behind the others → closed → back off → start again
+                trainer waits for shared devices → closed → asleep in its turn → awake → newest weights → open
     receive     under ``broadcast``, beside each engine: the next version, while this one is served
     heartbeat   once open: this server's `ServerInfo` to the queue, every second and on each change
     generate    one call per HTTP request: waits for a slot, then for the engine
@@ -16,10 +17,11 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from typing import Protocol
 
 from penstock.common import Backoff, cancel_and_wait
+from penstock.rollout_server.engine_devices import ASLEEP, WAITS, EngineDevices
 from penstock.rollout_server.metrics import RolloutMetrics
 from penstock.rollout_server.protocol import Chunk, Engine, EngineError, EngineInfo, GenerateRequest, Health, Sampling
 from penstock.rollout_server.registration import QueueConnection, Registration, ServerQueue, wait_for_event
@@ -100,12 +102,14 @@ class Sidecar:
         truncated_sampling: bool = False,
         stall_s: float = 120.0,
         evaluates: bool = False,
+        devices: EngineDevices | None = None,
     ) -> None:
         """Args:
         slots: requests decoded together.
         member: takes part in broadcasts for the engine; `fetch` knows it.
         stall_s: the engine is restarted after this long without a token while requests are in flight.
         evaluates: serves evaluations only, each by one policy version.
+        devices: shared with the trainer, in turns.
         """
         self.name, self.url = name, url
         self.metrics = RolloutMetrics()
@@ -124,9 +128,11 @@ class Sidecar:
         self._new_engine, self._stall_s, self._member = new_engine, stall_s, member
         self._registration = Registration(self.connection, self._entry)
         self._registered = False
+        self._devices = devices
         self._wake = asyncio.Event()
         self._suspect = False
         """A request failed in the engine: its health is checked at once."""
+        self._checked_at = 0.0
 
     @property
     def in_flight(self) -> int:
@@ -142,7 +148,8 @@ class Sidecar:
         """Keeps an engine serving until cancelled. Raises `EngineError` after `max_restarts` in a row."""
         heartbeat = asyncio.create_task(self._registration.keep())
         try:
-            await self._supervise(max_restarts)
+            async with self._devices.kept() if self._devices else nullcontext():
+                await self._supervise(max_restarts)
         finally:
             heartbeat.cancel()
 
@@ -168,7 +175,12 @@ class Sidecar:
         """One engine's life; ends with an `EngineError`."""
         self.engine = self._new_engine()
         try:
+            if self._devices is not None:
+                self.cause = WAITS
+                await self._devices.enter(self.engine)
             self.info = await self.engine.start()
+            if self._devices is not None:
+                await self._devices.started(self.engine)
             self.weights.begin(self.info.version)
             self.cause = self.weights.cause
             async with self._receiving(self.engine) as receiving:
@@ -176,18 +188,45 @@ class Sidecar:
         finally:
             self.open = False
             await self.engine.stop()
+            if self._devices is not None:
+                self.requests.turns_away = False
+                await self._devices.leave()
+
+    async def _hand_over(self, engine: Engine, devices: EngineDevices) -> None:
+        """The trainer's turn. Answers end where they are, and their clients resume them when the engine is awake."""
+        self._close(ASLEEP)
+        self.requests.turns_away = True
+        slept_since = time.monotonic()
+        announced = self.weights.announced and self.pin is None  # an evaluation continues with the version that it has
+        dropped = await devices.sleep_until_ours(
+            engine, has_announced=announced, beside=lambda: self._check_asleep(engine)
+        )
+        if dropped:
+            self.weights.dropped()
+        self.requests.turns_away = False
+        self.cause = "awake; the newest weights are not loaded yet"
+        logger.info("the trainer had the devices for %.1f s", time.monotonic() - slept_since)
+
+    async def _check_asleep(self, engine: Engine) -> None:
+        """Raises `EngineError`: one that has ended is not waited for."""
+        if time.monotonic() - self._checked_at > HEALTH_S:
+            self._checked_at = time.monotonic()
+            if not await engine.healthy():
+                raise EngineError(f"the engine ended in its sleep\n{engine.stderr_tail()}")
 
     async def _keep_current(self, engine: Engine, receiving: asyncio.Task[None] | None) -> None:
         """Until the engine is gone. Raises `EngineError`."""
-        checked = time.monotonic()
+        self._checked_at = time.monotonic()
         while True:
+            if self._devices is not None and self._devices.wanted:
+                await self._hand_over(engine, self._devices)
             await self._pull(engine)
             if receiving is not None and receiving.done():
                 receiving.result()
-            if self._suspect or time.monotonic() - checked > HEALTH_S:
+            if self._suspect or time.monotonic() - self._checked_at > HEALTH_S:
                 self._suspect = False
                 await self._check(engine)
-                checked = time.monotonic()
+                self._checked_at = time.monotonic()
             await wait_for_event(self._wake, PULL_S)
             self._wake.clear()
 
@@ -232,6 +271,8 @@ class Sidecar:
 
     async def _check(self, engine: Engine) -> None:
         """Raises `EngineError` where only a new engine helps."""
+        if self._devices is not None:
+            await self._devices.measure(engine)
         if not await engine.healthy():
             raise EngineError(f"the engine does not answer any more\n{engine.stderr_tail()}")
         silent_s = self.requests.silent_s
@@ -290,8 +331,9 @@ class Sidecar:
         self.metrics.version.set(self.version)
         tokens, evaluates = self.requests.in_flight_tokens, self.pin is not None
         number, cause = (None, "") if refused is None else (refused.version, self.weights.cause[:MOST_REFUSAL])
+        asleep = self._devices is not None and self._devices.asleep
         return ServerInfo(
-            self.name, self.url, self.version, self.in_flight, self.open, tokens, evaluates, number, cause
+            self.name, self.url, self.version, self.in_flight, self.open, tokens, evaluates, number, cause, asleep
         )
 
     # answers -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +110,25 @@ class Engine(Protocol):
 
     def save_adapter(self, folder: Path) -> None:
         """Write what LoRA learned as a folder that peft loads; rank 0 does."""
+
+
+@runtime_checkable
+class SharingEngine(Protocol):
+    """An `Engine` that shares its devices with rollout engines, in turns. Between steps, in the torch thread."""
+
+    @property
+    def turn_bytes(self) -> int:
+        """What this rank keeps on its device at most in a turn; what it computes with comes on top on CPUs."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Of its device now; may be asked from another thread in the middle of a step."""
+
+    def leave_device(self) -> None:
+        """Move what stays between steps to host memory, and free the device."""
+
+    def enter_device(self) -> None:
+        """The reverse; values are the same, bit for bit."""
 
 
 @dataclass(frozen=True, slots=True)

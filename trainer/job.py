@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.sinks import MetricSink
-from penstock.transfer_queue import Limits, RunContext
+from penstock.transfer_queue import Limits, RunContext, TurnSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,8 @@ class TrainJob:
     """Trained trajectories wait for their commit in the queue's batch log, which `run.queue` then has."""
     stop_timeout_s: float = 60.0
     """After a cancellation: time for the step under way, the last checkpoint and its commit."""
+    turn: TurnSettings | None = None
+    """Of devices that the ranks share with rollout engines; None: they are the trainer's own."""
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """The run's resolved recipe as plain data, for sinks that show it."""
     watchers: Sequence[MetricSink] = ()

@@ -25,7 +25,8 @@ async def train(job: TrainJob) -> None:
 
     Cancelled, it finishes the step under way, saves, commits and raises `CancelledError`, all within
     `job.stop_timeout_s`. Raises `BadJob`, `DataError`, `BatchTimeout`, `BadBatch`, `BatchesDiffer`, `TrainingDiverged`,
-    `QueueError`; of the queue's, `TrainerFenced` and `TooManyFiltered` are permanent.
+    `QueueError`; of the queue's, `TrainerFenced` and `TooManyFiltered` are permanent. Where devices are shared also
+    `TurnTimeout`, `TurnLost` and, permanent, `OverBudget`.
     """
     check_job(job)
     stop = asyncio.Event()
@@ -58,15 +59,16 @@ async def _train(job: TrainJob, stop: asyncio.Event) -> None:
             if batch is None:
                 break
             p.source.prefetch(step + 1)
-            scored = await p.work("score", p.learner.score, batch)
-            advantages = await p.work("advantages", p.learner.advantages, batch, scored)
-            metrics = await p.work("update", p.learner.update, batch, scored, advantages)
-            await p.announce(step + 1)
-            await p.record(batch, metrics, advantages.tokens)
-            if (step + 1) % job.config.checkpoint_every == 0:
-                await p.save()
-            elif step + 1 < job.config.steps:
-                await p.spiller.begin(batch)
+            async with p.turn():
+                scored = await p.work("score", p.learner.score, batch)
+                advantages = await p.work("advantages", p.learner.advantages, batch, scored)
+                metrics = await p.work("update", p.learner.update, batch, scored, advantages)
+                await p.announce(step + 1)
+                await p.record(batch, metrics, advantages.tokens)
+                if (step + 1) % job.config.checkpoint_every == 0:
+                    await p.save()
+                elif step + 1 < job.config.steps:
+                    await p.spiller.begin(batch)
             if job.config.eval_every and (step + 1) % job.config.eval_every == 0:
                 p.evaluate()
         await p.finish()

@@ -55,6 +55,10 @@ class Saver:
         """Checkpoints of this run that were found damaged and set aside, in all its lives."""
         return self._store.damaged
 
+    def has(self, step: int) -> bool:
+        """Whether the state after `step` steps is saved, or is being saved."""
+        return step == self._saved
+
     async def restore(self) -> int:
         """Load the newest whole checkpoint; returns the step to continue with, 0 for a fresh run.
 

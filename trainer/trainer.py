@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -39,6 +39,7 @@ from penstock.trainer.sinks.async_sink import AsyncSink
 from penstock.trainer.source import BatchSource
 from penstock.trainer.stopping import Stopping
 from penstock.trainer.timeline import Timeline, Track
+from penstock.trainer.trainer_devices import TrainerDevices
 from penstock.transfer_queue import DataCursor, QueueError, check_quotas
 
 CLOSE_TIMEOUT_S = 10.0
@@ -54,6 +55,7 @@ class Trainer:
     job: TrainJob
     in_torch: TorchThread
     ranks: Ranks
+    devices: TrainerDevices
     engine: Engine
     learner: Learner
     publisher: Publisher
@@ -88,7 +90,10 @@ class Trainer:
             feeder, recorder, evaluator = (
                 await asyncio.to_thread(first_rank_parts, job, timeline) if ranks.is_rank0 else [None] * 3
             )
+            devices = TrainerDevices(job, ranks, in_torch, timeline)
+            await stack.enter_async_context(devices.kept())
             engine = await in_torch(ENGINES.get(job.config.engine), job, ranks)
+            await devices.started(engine)
             publisher = Publisher(job, engine, ranks, in_torch, timeline)
             saver = Saver(job, engine, ranks, in_torch, timeline)
             spiller = Spiller(job, publisher, ranks.is_rank0, is_replica_leader=ranks.is_replica_leader)
@@ -109,10 +114,10 @@ class Trainer:
             bad_batches = BadBatches(folder, job.config.bad_batch_dumps, job.run.model, engine, ranks)
             learner = Learner(job.config, engine, ranks.data, bad_batches)
             leaving = (publisher, saver, spiller)
-            parts = cls(
-                job, in_torch, ranks, engine, learner, *leaving, source, recorder, evaluator, feeder, timeline, 0, 0.0
-            )
+            places = (job, in_torch, ranks, devices)
+            parts = cls(*places, engine, learner, *leaving, source, recorder, evaluator, feeder, timeline, 0, 0.0)
             await parts._resume()
+            await devices.leave(publisher)
             if watch is not None:
                 stack.push(watch.leave)  # once more: the first of all to hear of an error
             yield parts
@@ -139,8 +144,13 @@ class Trainer:
 
     async def work(self, name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """In the torch thread; a phase of the step under way."""
+        self.devices.check()
         with self.timeline.during(Track.STEPS, name, self.step):
             return await self.in_torch(function, *args, **kwargs)
+
+    def turn(self) -> AbstractAsyncContextManager[None]:
+        """The devices are the trainer's in the block; where no engine shares them, they always are."""
+        return self.devices.held(self.publisher, self.step)
 
     async def announce(self, version: int) -> None:
         """The weights are copied, and go out in the background; the version before is waited for."""
@@ -154,7 +164,7 @@ class Trainer:
         if self.recorder is None:
             return
         self.saver.remember(batch.step, batch.groups)
-        wait_s = self.source.last_wait_s
+        wait_s = self.source.last_wait_s + self.devices.last_wait_s
         busy_s = max(wall_s - wait_s, 1e-9)
         times = {
             "wall_s": wall_s,
@@ -198,19 +208,28 @@ class Trainer:
 
     async def finish(self) -> None:
         """Publish, save and commit what is trained; where the run is over also the final model and evaluation."""
+        is_over = self.step >= self.job.config.steps or bool(self.over)
         await self.publisher.settle()
+        if is_over or not self.saver.has(self.step):
+            async with self.turn():
+                await self._save_last(is_over=is_over)
+        await self.saver.settle()
+        if not is_over:
+            return
+        if self.evaluator is not None:
+            await self.evaluator.finish(self.step, self.job.eval_timeout_s)
+        if self.recorder is not None:
+            self.recorder.ended(self.step, self.over or f"all {self.step} steps are trained")
+
+    async def _save_last(self, *, is_over: bool) -> None:
         await self.save()
         await self.saver.settle()
-        if self.step < self.job.config.steps and not self.over:
+        if not is_over:
             return
         folder = self.job.run_dir / "final_model"
         await self.in_torch(save_final_model, self.engine, self.ranks, self.job.run.model, folder)
         if self.engine.adapter_settings is not None:
             await self.in_torch(self.engine.save_adapter, self.job.run_dir / "final_adapter")
-        if self.evaluator is not None:
-            await self.evaluator.finish(self.step, self.job.eval_timeout_s)
-        if self.recorder is not None:
-            self.recorder.ended(self.step, self.over or f"all {self.step} steps are trained")
 
     async def _claim(self) -> int:
         """Fence off every earlier trainer of the run, also one that is alive because its lock lapsed. Our epoch."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from penstock.transfer_queue.admission import check_limits
 from penstock.transfer_queue.errors import NoSuchRun, QueueError, RunTaken
 from penstock.transfer_queue.memory_state import MemoryState
+from penstock.transfer_queue.turns import TurnCall, TurnReport, Turns, TurnTable
 from penstock.transfer_queue.types import KEPT_UPDATES, Head, Limits, RunIdentity, RunRecord, ServerInfo, WeightUpdate
 
 
@@ -30,6 +31,7 @@ class MemoryRun:
         self._servers: dict[str, tuple[ServerInfo, float]] = {}
         self._updates: deque[WeightUpdate] = deque(maxlen=KEPT_UPDATES)
         self._waits: Counter[str] = Counter()
+        self._turns = TurnTable(self._clock)
 
     async def create_run(self, limits: Limits, config: str, identity: RunIdentity | None = None) -> RunRecord | None:
         check_limits(limits)
@@ -89,3 +91,13 @@ class MemoryRun:
 
     async def add_wait(self, role: str, cause: str, seconds: float) -> None:
         self._waits[f"{role}:{cause}"] += seconds  # type: ignore[assignment]
+
+    async def take_turn(self, call: TurnCall) -> Turns:
+        await self.config()
+        return self._turns.take(call)
+
+    async def turns(self) -> Turns:
+        return self._turns.look()
+
+    async def turn_reports(self) -> list[TurnReport]:
+        return list(self._turns.reports)

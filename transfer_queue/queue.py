@@ -35,6 +35,7 @@ from typing import Protocol
 
 from penstock.transfer_queue.errors import Refusal
 from penstock.transfer_queue.status import Status
+from penstock.transfer_queue.turns import TurnCall, TurnReport, Turns
 from penstock.transfer_queue.types import (
     Announcement,
     AnnouncementMark,
@@ -231,6 +232,20 @@ class TransferQueue(Protocol):
 
     async def updates(self) -> list[WeightUpdate]:
         """The newest `KEPT_UPDATES`, in the order in which they were reported."""
+
+    # turns on devices that engines and trainer share, see `turns` -----------------------------------------------------
+    async def take_turn(self, call: TurnCall) -> Turns:
+        """Hold the devices, or wait for them, or rest; renews the caller's entry for `call.ttl_s`.
+
+        Held where no other side holds them, no trainer waits before this engine, and the claim is within the budget.
+        A call whose number is not above the holder's last one changes nothing: it is a repeat, or was overtaken.
+        """
+
+    async def turns(self) -> Turns:
+        """All entries, as an onlooker sees them."""
+
+    async def turn_reports(self) -> list[TurnReport]:
+        """The newest `KEPT_TURN_REPORTS`, oldest first: every change of who holds, claims and uses what."""
 
     async def held(self) -> set[str]:
         """Ids of finished training episodes in unfinished, ready and uncommitted groups.

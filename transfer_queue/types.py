@@ -328,6 +328,8 @@ class ServerInfo:
     """The newest version, where the server has refused to load it."""
     refusal: str = ""
     """Why, for people."""
+    asleep: bool = False
+    """Its devices are the trainer's for the moment: it takes no requests until it has them back."""
     age_s: float = field(default=0.0, compare=False)
     """Age of the heartbeat by the queue's clock when the registry was read; set by the queue only."""
 

@@ -154,12 +154,24 @@ class WeightUpdater:
         """Weights that could not be fetched are asked for again from then on."""
         self._behind_since: float | None = None
         self._refusals = 0
+        self._dropped = False
+        """The engine has given up the weights that it had loaded."""
 
     def begin(self, version: int) -> None:
         """A new engine holds the model's own weights, `version` by its own account."""
         self.version, self.refused, self._loaded, self._retry_at = version, None, None, 0.0
-        self._behind_since, self._refusals = None, 0
+        self._behind_since, self._refusals, self._dropped = None, 0, False
         self.cause = "the newest weights are not loaded yet"
+
+    @property
+    def announced(self) -> bool:
+        """The engine's weights are of an announcement: they can be had again."""
+        return self._loaded is not None
+
+    def dropped(self) -> None:
+        """The engine samples from nothing until what is announced is loaded, be it the version that it had."""
+        self._dropped = True
+        self.try_again()
 
     def try_again(self) -> None:
         """What was refused or not reached is tried at the next pull."""
@@ -177,7 +189,7 @@ class WeightUpdater:
         except QueueError:
             return False
         newest = self.newest
-        held = newest is None or self._holds(newest)
+        held = newest is None or (not self._dropped and self._holds(newest))
         if held:
             self.cause, self._behind_since = "", None
         else:
@@ -186,7 +198,7 @@ class WeightUpdater:
             self._behind_since = None if stays else self._behind_since or time.monotonic()
             if not stays and newest != self.refused and time.monotonic() >= self._retry_at:
                 await self._load(engine, newest)
-                held = self._holds(newest)
+                held = not self._dropped and self._holds(newest)
         self.pulls += 1
         self._metrics.lag.set(self.behind_versions)
         return held
@@ -244,6 +256,7 @@ class WeightUpdater:
     async def _took(self, report: LoadReport, newest: Announcement) -> None:
         now = time.time()
         self.version, self.refused, self._loaded, self.last = report.version, None, newest, report
+        self._dropped = False
         self.cause, self._refusals, self._behind_since = "", 0, None
         self.history.append(WeightsLoad(version=report.version, at_unix_s=now, outcome="loaded", report=report))
         self._metrics.updated(report)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from penstock.common import uncollected
 from penstock.deploy.config import ConfigError, RunConfig, dump_config, load_config
-from penstock.deploy.preflight import run_checks
+from penstock.deploy.preflight import check_turns, refuse_elsewhere, run_checks
 from penstock.deploy.supervisor import Placement
 from penstock.transfer_queue import QueueError
 
@@ -37,6 +37,10 @@ def run_recipe(
         if dry_run:
             print(dump_config(config))
             console.print(describe(config), markup=False, soft_wrap=True)
+            for check in check_turns(config):
+                console.print(f"{check.name}: {check.found}", markup=False, soft_wrap=True)
+        if on_ray:
+            refuse_elsewhere(config, "Ray")
         _refuse_doomed(config, here=not on_ray)
         if dry_run:
             return 0

@@ -13,6 +13,7 @@ from penstock.deploy.commands.guard import guarded
 from penstock.deploy.config import ConfigError, load_config, parse_config
 from penstock.deploy.placements.slurm.placement import place, server_gpus
 from penstock.deploy.placements.slurm.script import Runtime, SlurmJob
+from penstock.deploy.preflight import refuse_elsewhere
 from penstock.deploy.run_dir import RunDir
 
 
@@ -86,6 +87,7 @@ def run(
         job = SlurmJob(partition, account, time, gpus_per_node, cpus_per_node, sbatch or (), setup or (), container,
                   container_runtime, mount or ())  # fmt: skip
         config = load_config(recipe, overrides or [])
+        refuse_elsewhere(config, "Slurm")
         at = place(
             config, nodes, trainer_nodes=trainer_nodes, gpus_per_node=gpus_per_node, gpus_per_server=gpus_per_server
         )

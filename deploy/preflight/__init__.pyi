@@ -60,3 +60,6 @@ from .suite import evaluation_checks as evaluation_checks
 from .suite import joining_checks as joining_checks
 from .suite import run_checks as run_checks
 from .teachers import check_teachers as check_teachers
+from .turns import check_turns as check_turns
+from .turns import refuse_elsewhere as refuse_elsewhere
+from .turns import turn_bytes as turn_bytes

@@ -1,6 +1,7 @@
 """The memory of one device that trainer and engines share, and of every recipe below a folder.
 
     one device  =  what a trainer's rank keeps on it  +  the share that each engine on it claims
+    colocated   =  the larger one of the two  +  what sleeping processes keep
 
 An engine claims a share of the whole device (vLLM's ``gpu_memory_utilization``, SGLang's ``mem_fraction_static``), and
 its weights and the KV cache of one request must fit into that. Which device has what is as in `plan`: ranks get the
@@ -41,6 +42,10 @@ USABLE = 0.9
 CLAIMS = {"vllm": ("gpu_memory_utilization", 0.9), "sglang": ("mem_fraction_static", 0.9)}
 """What each engine calls its share of a device, and about what it takes where the recipe does not say."""
 ENGINES = "engines"
+ASLEEP = "processes asleep"
+OF_ENGINES = {ENGINES, ASLEEP}
+RESIDUE = 3 << 29
+"""About what a process keeps on its device while it sleeps: the driver's context, NCCL's buffers, CUDA graphs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,26 +76,30 @@ def check_device(name: str, config: RunConfig, shape: ModelShape, gpus: Gpus) ->
 
 def busiest(config: RunConfig, shape: ModelShape, gpus: Gpus) -> dict[str, float]:
     """Bytes by part of the device that is over its limit, else of the fullest that a rank is on."""
-    rank = _rank_parts(config, shape)
+    rank, colocated = _rank_parts(config, shape), config.placement.colocated
     servers = config.rollout.servers + config.rollout.evaluation_server
     placed = [place for number in range(servers) for place in places_of_server(config, number, gpus.count)]
     # Further ranks are on further machines of as many GPUs.
-    devices = [
-        {**(rank if index < config.trainer.ranks else {}), ENGINES: placed.count(index) * _claim(config) * gpus.bytes}
-        for index in range(gpus.count)
-    ]
+    devices: list[dict[str, float]] = []
+    for index in range(gpus.count):
+        on_it, engines = (rank if index < config.trainer.ranks else {}), placed.count(index)
+        claimed = engines * _claim(config) * gpus.bytes
+        if colocated and on_it and engines:
+            devices += [{**on_it, ASLEEP: engines * RESIDUE}, {ENGINES: claimed, ASLEEP: RESIDUE}]
+        else:
+            devices.append({**on_it, ENGINES: claimed})
     return max(devices, key=lambda parts: _fullness(parts, gpus))
 
 
 def _fullness(parts: Mapping[str, float], gpus: Gpus) -> float:
     """Sorts devices. That an engine fills its share of a device of its own says little."""
     share = sum(parts.values()) / limit_of(parts, gpus)
-    return share if share > 1 or parts.keys() != {ENGINES} else 0.0
+    return share if share > 1 or not parts.keys() <= OF_ENGINES else 0.0
 
 
 def limit_of(parts: Mapping[str, float], gpus: Gpus) -> float:
     """An engine alone on a device leaves by its own share what others need."""
-    return gpus.bytes if parts.keys() == {ENGINES} else USABLE * gpus.bytes
+    return gpus.bytes if parts.keys() <= OF_ENGINES else USABLE * gpus.bytes
 
 
 def _rank_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:

@@ -135,6 +135,8 @@ def _enough(config: RunConfig, count: int, names: list[str]) -> Check:
     if ranks > count or (servers and each > count):
         fix = f"set trainer.ranks to {count} or less, and each engine's tensor parallelism, or start parts elsewhere"
         return Check("gpus", False, found, fix)
+    if config.placement.colocated:
+        return Check("gpus", True, f"{found}, in turns with the trainer")
     if ranks + servers * each > count:
         fix = "start servers on other machines, or let each engine take a part of its device (gpu_memory_utilization)"
         return warning("gpus", f"{found}: trainer and engines share devices", fix)

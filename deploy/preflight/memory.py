@@ -204,9 +204,12 @@ def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     states = rank["weights"] + rank["gradients"] + rank["moments"]
     # megatron loads the model whole on every rank; fsdp reads slices.
     loaded = MASTER * shape.parameters if trainer.engine == "megatron" else 0
-    rank_bytes = max(loaded, states if trainer.offload else 0) if on_gpu else sum(rank.values())
+    colocated = config.placement.colocated
+    rank_bytes = max(loaded, states if trainer.offload or colocated else 0) if on_gpu else sum(rank.values())
     served_here = rollout.engine == "hf" or not on_gpu
-    server = sum(server_bytes(shape, config, cached_tokens(config)).values()) if served_here else 0
+    served = server_bytes(shape, config, cached_tokens(config))
+    asleep = served["weights"] if colocated and config.placement.sleep_level == 1 else 0
+    server = sum(served.values()) if served_here else asleep
     torch_processes = rollout.servers + trainer.ranks
     return {
         "trainer": trainer.ranks * rank_bytes,

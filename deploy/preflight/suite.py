@@ -43,6 +43,7 @@ from penstock.deploy.preflight.settings import (
     check_versions,
 )
 from penstock.deploy.preflight.teachers import check_teachers
+from penstock.deploy.preflight.turns import check_turns
 
 Asked = Callable[[RunConfig], Check | Iterable[Check] | None]
 
@@ -55,6 +56,7 @@ FACTS: tuple[Asked, ...] = (
     check_lengths,
     check_sampling,
     check_capacity,
+    check_turns,
     check_ports,
     check_redis,
     check_devices,

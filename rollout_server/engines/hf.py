@@ -29,7 +29,16 @@ from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import fetch_model, start_deadline_s
 from penstock.rollout_server.engines.server_process import Child
 from penstock.rollout_server.pictures import read_pictures
-from penstock.rollout_server.protocol import Chunk, EngineError, EngineInfo, GenerateRequest, Sampling, fit_request
+from penstock.rollout_server.protocol import (
+    Chunk,
+    DeviceBytes,
+    EngineError,
+    EngineInfo,
+    GenerateRequest,
+    Sampling,
+    SleepLevel,
+    fit_request,
+)
 from penstock.weight_sync import LoadReport, Manifest, Offer, WeightsRefused, WeightsUnreachable
 
 LINE_LIMIT_BYTES = 256 << 20
@@ -267,6 +276,23 @@ class HFEngine:
         if "lost" in reply:
             raise WeightsUnreachable(reply["lost"])
         return str(reply["state"])
+
+    def will_sleep(self, level: SleepLevel) -> None:
+        """See `SleepingEngine`: any of these processes can."""
+
+    async def device_bytes(self) -> DeviceBytes:
+        """See `SleepingEngine`."""
+        figures = await self.ping()
+        return DeviceBytes(figures["used_bytes"], figures["most_bytes"])
+
+    async def sleep(self, level: SleepLevel) -> None:
+        """See `SleepingEngine`."""
+        async with self._one_load_at_a_time:
+            await self._call("sleep", LOAD_S, level=level)
+
+    async def wake(self) -> None:
+        """See `SleepingEngine`."""
+        await self._call("wake", LOAD_S)
 
     async def healthy(self) -> bool:
         """The process lives and its event loop answers within `PING_S`."""

@@ -75,6 +75,7 @@ class Batcher(LiveRequests[Row]):
         """Held for each pass; `swap` holds it while the weights are exchanged."""
         self._swaps_waiting = 0
         self._any_cancelled = False
+        self._asleep = False
         self._news = threading.Event()
         self._stopping = False
         self._fatal: str | None = None
@@ -114,6 +115,29 @@ class Batcher(LiveRequests[Row]):
         """Pages that requests hold; those kept only for their prefixes do not count."""
         return self.cache.pages_in_use
 
+    def sleep(self) -> None:
+        """Between two passes: all answers end with what they have, and no cache is left.
+
+        To be called from another thread than the event loop's.
+        """
+        self._swaps_waiting += 1
+        with self._turn:
+            self._swaps_waiting -= 1
+            self._asleep = True
+            self._turn_away()
+            self.cache.clear()
+            self._turn.notify_all()
+
+    def wake(self) -> None:
+        """Requests are computed again."""
+        self._asleep = False
+        self._news.set()
+
+    @property
+    def cache_bytes(self) -> tuple[int, int]:
+        """(held now, held at most)"""
+        return self.cache.held_bytes, self.cache.most_bytes
+
     def swap(self, load: Callable[[], None], version: int) -> tuple[float, float, int]:
         """Between two passes: `load()`, then `version` names the weights. Returns (pause_s, load_s, in_flight).
 
@@ -138,12 +162,22 @@ class Batcher(LiveRequests[Row]):
     @torch.inference_mode()
     def _abort(self) -> None:
         """Those that have begun end with what they have; `collect` hands it on."""
-        begun = [*self._running, *(row for row in self._waiting if row.record.samples)]
-        for row in begun:
+        self._end_early([*self._running, *(row for row in self._waiting if row.record.samples)])
+
+    @torch.inference_mode()
+    def _turn_away(self) -> None:
+        """All that are here."""
+        self._receive()
+        if self._running or self._waiting:
+            self._end_early([*self._running, *self._waiting])
+
+    def _end_early(self, rows: list[Row]) -> None:
+        for row in rows:
             self.cache.drop(row)
             row.finish_reason = "abort"
         self._running.clear()
         self._waiting = deque(row for row in self._waiting if not row.finish_reason)
+        self._full = False
         self._on_finish()
 
     @torch.inference_mode()
@@ -171,6 +205,9 @@ class Batcher(LiveRequests[Row]):
         """Whether there was anything to compute."""
         with self._turn:
             self._turn.wait_for(lambda: not self._swaps_waiting, timeout=self._config.request_timeout_s)
+            if self._asleep:
+                self._turn_away()
+                return False
             self._receive()
             self._admit()
             self._choose()

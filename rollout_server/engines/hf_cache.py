@@ -72,6 +72,12 @@ class Layout:
         self.counts[tensor] += 1
         return tensor, self.counts[tensor] - 1
 
+    @property
+    def token_bytes(self) -> int:
+        """Of one token in all planes."""
+        sizes = zip(self.counts, self.kinds, strict=True)
+        return sum(count * heads * width for count, (heads, width) in sizes) * self.dtype.itemsize
+
     def zeros(self, rows: int, capacity: int) -> Planes:
         """Zeros: what is masked must be a number all the same."""
         pairs = zip(self.counts, self.kinds, strict=True)
@@ -154,6 +160,23 @@ class KVCache:
     def pages_in_use(self) -> int:
         """Of rows; those kept only as prefixes do not count."""
         return sum(-(-row.fed // PAGE_TOKENS) for bucket in list(self._buckets.values()) for row in list(bucket.rows))
+
+    @property
+    def held_bytes(self) -> int:
+        """Of rows, in use or not, and of prefixes."""
+        planes = [plane for bucket in list(self._buckets.values()) for plane in bucket.planes]
+        planes += [plane for prefix in list(self._prefixes.values()) for plane in prefix.held]
+        return sum(plane.nbytes for plane in planes)
+
+    @property
+    def most_bytes(self) -> int:
+        """Of `limit` tokens."""
+        return self.limit * self.layout.token_bytes
+
+    def clear(self) -> None:
+        """No row is in use: nothing is kept, be it allocated or a prefix."""
+        self.forget_prefixes()
+        self._buckets.clear()
 
     # rows ----------------------------------------------------------------------------------------------------------
     def start(self, row: Row) -> bool:

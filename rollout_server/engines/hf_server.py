@@ -5,9 +5,11 @@ a killed sidecar leaves no engine behind. One JSON object per line, both ways:
 
     in   {"op": "generate", "id", "token_ids", "sampling", "images"} · {"op": "abort", "id"}
          {"op": "load", "call", "manifest"} · {"op": "stage", "call", "offer"} · {"op": "ping", "call"}
+         {"op": "sleep", "call", "level"} · {"op": "wake", "call"}
     out  {"event": "ready", "info"} · {"event": "tokens", "answers": [[id, chunk], …], "errors": [[id, message], …]}
          {"event": "reply", "call", "report" | "refused" | "lost"} · {"event": "reply", "call", "steps", "in_flight", …}
          {"event": "reply", "call", "state" | "lost"}   of `stage`: what was received by a broadcast
+         {"event": "reply", "call"}   of `sleep` and `wake`
 
 Tokens of all requests are sent together every `TICK_S`, those of a finished request at once: a line per token and
 request would cost more than sampling them.
@@ -64,6 +66,8 @@ logger = logging.getLogger("penstock.hf")
 TICK_S = 0.12
 LINE_LIMIT_BYTES = 256 << 20
 UNBATCHED = "Of a vision-language model it decodes one request at a time and reuses no prefix."
+DROPS_WEIGHTS = 2
+"""The level of sleep."""
 WEIGHTS_DAMAGED = 3
 """Exit status where memory did not take the weights: only a new process is safe."""
 
@@ -122,6 +126,33 @@ def _plan_one(version: int, name: str, target: torch.Tensor, source: torch.Tenso
     return Copy(name, target, rounded, checksum(rounded))
 
 
+class GivenUpWeights:
+    """A model's parameters in the trainer's turn: moved to host memory, which is where they are anyway, or dropped."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._parameters = list(model.parameters())
+        self._shapes = [parameter.shape for parameter in self._parameters]
+        self.weight_bytes = sum(parameter.nbytes for parameter in self._parameters)
+        self._away = False
+        self.dropped = False
+        """What the parameters hold are no weights."""
+
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self._away else self.weight_bytes
+
+    def give_up(self, *, drop: bool) -> None:
+        """Nothing is computed meanwhile."""
+        self._away, self.dropped = True, self.dropped or drop
+        for parameter in self._parameters if drop else ():
+            parameter.data = parameter.data.new_empty(0)
+
+    def take_back(self) -> None:
+        self._away = False
+        for parameter, shape in zip(self._parameters, self._shapes, strict=True) if self.dropped else ():
+            parameter.data = parameter.data.new_empty(shape)
+
+
 class HFServer:
     """One connection's worth of engine. `run` returns when the owner is gone."""
 
@@ -139,6 +170,8 @@ class HFServer:
         self.batcher = self._batcher(model_path, seed)
         self._loading: asyncio.Task[None] | None = None
         self._staging: asyncio.Task[None] | None = None
+        self._resting: asyncio.Task[None] | None = None
+        self.given_up = GivenUpWeights(self.model)
 
     @cached_property
     def _names(self) -> HubNames | None:
@@ -187,6 +220,13 @@ class HFServer:
                     self._loading = asyncio.create_task(self._load(message["call"], message["manifest"]))
                 case "stage":
                     self._staging = asyncio.create_task(self._stage(message["call"], message["offer"]))
+                case "sleep":
+                    self._resting = asyncio.create_task(self._sleep(message["call"], message["level"]))
+                case "wake":
+                    self.given_up.take_back()
+                    if not self.given_up.dropped:
+                        self.batcher.wake()
+                    self._send({"event": "reply", "call": message["call"]})
                 case "ping":
                     self._send({"event": "reply", "call": message["call"], **self._figures()})
 
@@ -203,7 +243,18 @@ class HFServer:
             "kv_blocks": self.batcher.kv_blocks_in_use,
             "reused_tokens": self.batcher.reused_tokens,
             "version": self.batcher.sampler.version,
+            **self._bytes(),
         }
+
+    def _bytes(self) -> dict[str, int]:
+        """Of weights and cache; weights that were moved or dropped do not count."""
+        held, most = self.batcher.cache_bytes
+        return {"used_bytes": self.given_up.held_bytes + held, "most_bytes": self.given_up.weight_bytes + most}
+
+    async def _sleep(self, call: int, level: int) -> None:
+        await asyncio.to_thread(self.batcher.sleep)
+        self.given_up.give_up(drop=level == DROPS_WEIGHTS)
+        self._send({"event": "reply", "call": call})
 
     async def _send_tokens(self) -> None:
         ticked = 0.0
@@ -253,6 +304,9 @@ class HFServer:
             pause_s, load_s, in_flight = self.batcher.swap(lambda: _run(copies), manifest.version)
         finally:
             self._staged.give_back()
+        if self.given_up.dropped:
+            self.given_up.dropped = False
+            self.batcher.wake()
         return LoadReport(
             version=self.batcher.sampler.version, fetch_s=fetch_s, pause_s=pause_s, load_s=load_s, in_flight=in_flight
         )

@@ -50,6 +50,8 @@ class VisionBatcher(LiveRequests[Seeing]):
 
     kv_blocks_in_use = 0
     reused_tokens = 0
+    cache_bytes = 0, 0
+    """Not measured."""
 
     def __init__(
         self, model: Any, model_path: str, config: RolloutConfig, seed: int, on_finish: Callable[[], None]
@@ -62,6 +64,7 @@ class VisionBatcher(LiveRequests[Seeing]):
         self._turn = threading.Condition()
         """Held for each token; `swap` holds it while the weights are exchanged."""
         self._swaps_waiting = 0
+        self._asleep = False
         self._fatal: str | None = None
         self._thread = threading.Thread(target=self._run, name="hf-vision", daemon=True)
         self._thread.start()
@@ -96,6 +99,25 @@ class VisionBatcher(LiveRequests[Seeing]):
         in_flight = 0 if self._config.pause == "abort" else len(begun)
         return time.perf_counter() - paused, load_s, in_flight
 
+    def sleep(self) -> None:
+        """As `Batcher.sleep`."""
+        self._swaps_waiting += 1
+        with self._turn:
+            self._swaps_waiting -= 1
+            self._asleep = True
+            self._turn_away()
+            self._turn.notify_all()
+
+    def wake(self) -> None:
+        """As `Batcher.wake`."""
+        self._asleep = False
+
+    def _turn_away(self) -> None:
+        for live in list(self._live.values()):
+            if not live.finish_reason and not live.error:
+                live.cache, live.finish_reason = None, "abort"
+        self._on_finish()
+
     # the decoding thread -------------------------------------------------------------------------------------------
     def _run(self) -> None:
         try:
@@ -112,6 +134,11 @@ class VisionBatcher(LiveRequests[Seeing]):
 
     def _admitted(self) -> Iterator[Seeing]:
         """The oldest ones, as many as the cache has room for."""
+        if self._asleep:
+            with self._turn:
+                if self._live:
+                    self._turn_away()
+            return
         room, places = self._config.kv_cache_tokens, self._config.max_concurrent
         for live in list(self._live.values())[:places]:
             room -= live.tokens_at_most

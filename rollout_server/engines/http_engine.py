@@ -24,7 +24,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Collection, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Collection, Iterator
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -33,7 +33,16 @@ from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import tensor_shapes, vocab_size
 from penstock.rollout_server.engines.http_stream import AnswerStream, NotAdmitted, version_of
 from penstock.rollout_server.engines.server_process import ChildServer
-from penstock.rollout_server.protocol import Chunk, EngineError, EngineInfo, GenerateRequest, Sampling, fit_request
+from penstock.rollout_server.protocol import (
+    Chunk,
+    DeviceBytes,
+    EngineError,
+    EngineInfo,
+    GenerateRequest,
+    Sampling,
+    SleepLevel,
+    fit_request,
+)
 from penstock.weight_sync import LoadReport, Manifest, WeightsRefused
 
 logger = logging.getLogger(__name__)
@@ -52,6 +61,8 @@ class HttpEngine(ABC):
     weights_class: ClassVar[type[HttpWeights[Any]]]
     routes: ClassVar[tuple[str, ...]]
     """What the server must offer."""
+    sleep_routes: ClassVar[tuple[str, ...]]
+    """And what beside it, where it shares devices with the trainer."""
     health_path: ClassVar[str]
     """Answered at once, paused or not, as long as the server can sample."""
 
@@ -100,6 +111,24 @@ class HttpEngine(ABC):
         await self.server.stop()
         await self.weights.until_verified()
 
+    def will_sleep(self, level: SleepLevel) -> None:
+        """See `SleepingEngine`."""
+        self.server.sleep_level = level
+
+    async def device_bytes(self) -> DeviceBytes:
+        """See `SleepingEngine`: the server does not say."""
+        return DeviceBytes(0, 0)
+
+    async def sleep(self, level: SleepLevel) -> None:
+        """See `HttpWeights.sleep`."""
+        self._check_running()
+        await self.weights.sleep(level)
+
+    async def wake(self) -> None:
+        """See `HttpWeights.wake`."""
+        self._check_running()
+        await self.weights.wake()
+
     async def healthy(self) -> bool:
         """The process lives and what samples in it answers, within `HEALTH_S`."""
         return await self.server.answers(self.health_path, HEALTH_S)
@@ -120,6 +149,9 @@ class HttpEngine(ABC):
         self._check_sampling(request.sampling)
         deadline = time.monotonic() + self.config.request_timeout_s
         while True:
+            if self.weights.asleep:
+                yield Chunk(finish_reason="abort")
+                return
             pauses = await self.weights.admission.wait(deadline)
             try:
                 async with self._answer(request, deadline) as chunks:
@@ -152,7 +184,8 @@ class HttpEngine(ABC):
 
     async def _check_routes(self, version: str) -> None:
         paths = (await self.server.call("GET", "/openapi.json")).get("paths", {})
-        if missing := [route for route in self.routes if route not in paths]:
+        needed = (*self.routes, *(self.sleep_routes if self.server.sleep_level else ()))
+        if missing := [route for route in needed if route not in paths]:
             text = f"{self.server.name} {version} does not offer {', '.join(missing)}; take one that does"
             raise EngineError(text, retryable=False)
 
@@ -206,6 +239,8 @@ class HttpWeights(ABC, Generic[Fetched]):
         self.verified = True
         """What the server holds was found to be `version`; False while that is being looked at, and if it is not."""
         self.admission = Admission()
+        self.asleep = False
+        """No request is sent to the server."""
         self._loads = 0
         """A version that comes a second time with other weights must not find the first one's prefixes."""
         self._one_at_a_time = asyncio.Lock()
@@ -234,6 +269,42 @@ class HttpWeights(ABC, Generic[Fetched]):
     @abstractmethod
     async def _resume(self) -> None:
         """Decoding continues."""
+
+    @abstractmethod
+    async def _sleep(self, level: SleepLevel) -> None:
+        """End what is in flight, and free the devices' memory."""
+
+    @abstractmethod
+    async def _wake(self) -> None:
+        """The reverse."""
+
+    async def sleep(self, level: SleepLevel) -> None:
+        """Answers in flight end as ``abort``. Any failure ends the server, which frees the memory in any case.
+
+        Raises `EngineError`.
+        """
+        async with self._one_at_a_time:
+            await self.until_verified()  # the workers compare what they hold, which must be there
+            self.asleep = True
+            await self._or_end(self._sleep(level), "fall asleep")
+            self._loads += 1  # no prefix is left
+
+    async def wake(self) -> None:
+        """Raises `EngineError`; the server has ended then."""
+        async with self._one_at_a_time:
+            await self._or_end(self._wake(), "wake up")
+            self.asleep = False
+
+    async def _or_end(self, work: Awaitable[None], what: str) -> None:
+        try:
+            async with asyncio.timeout(self.config.start_timeout_s):
+                await work
+        except TimeoutError as error:
+            await self.server.stop()
+            raise EngineError(f"{self.server.name} did not {what} in {self.config.start_timeout_s:g} s") from error
+        except BaseException:
+            await self.server.stop()
+            raise
 
     @property
     def cache_salt(self) -> str:

@@ -28,7 +28,7 @@ from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import fetch_model, start_deadline_s
 from penstock.rollout_server.engines.event_client import EngineAddress, EventClient
 from penstock.rollout_server.engines.http_stream import AnswerStream, refusal
-from penstock.rollout_server.protocol import EngineError
+from penstock.rollout_server.protocol import EngineError, SleepLevel
 
 TAIL_BYTES = 16384
 _EXCEPTION = re.compile(r"(?:^|\s)(\w*(?:Error|Exception|error): .+)$")
@@ -261,6 +261,8 @@ class ChildServer(Child, ABC):
         self.folder = Path()
         """Private to this user: sockets, keys, links to weights."""
         self._start_s = config.start_timeout_s
+        self.sleep_level: SleepLevel | None = None
+        """Under placement.colocated; None: it never sleeps."""
 
     @abstractmethod
     async def find_installation(self) -> Installation:

@@ -33,7 +33,14 @@ from penstock.rollout_server.engines.http_engine import HttpEngine, HttpWeights
 from penstock.rollout_server.engines.http_stream import AnswerEvent, AnswerStream, version_of
 from penstock.rollout_server.engines.server_process import ChildServer
 from penstock.rollout_server.engines.sglang_server import SGLangServer
-from penstock.rollout_server.protocol import BadRequest, EngineError, FinishReason, GenerateRequest, Sampling
+from penstock.rollout_server.protocol import (
+    BadRequest,
+    EngineError,
+    FinishReason,
+    GenerateRequest,
+    Sampling,
+    SleepLevel,
+)
 from penstock.weight_sync import Manifest
 
 ABORT_S = 5.0
@@ -41,6 +48,7 @@ ABORT_S = 5.0
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 PAUSES = {"keep": "in_place", "recompute": "retract", "abort": "abort"}
 """rollout.pause → SGLang's word."""
+MEMORY_TAGS = ["weights", "kv_cache", "cuda_graph"]
 Fetched = tuple[Path, dict[str, str]]
 """(a folder that holds the version, the checksums that SGLang must tell after loading it)"""
 
@@ -206,6 +214,7 @@ class SGLangWeights(HttpWeights[Fetched]):
         self.checked: list[str] = []
         """SGLang's parameters whose checksums we can compute, on every rank; none where they are of another kind."""
         self._ranks = 1
+        self._released: list[str] = []
         self._reader = VersionReader(self.shapes)
 
     async def _look(self) -> list[str]:
@@ -263,6 +272,17 @@ class SGLangWeights(HttpWeights[Fetched]):
         # Its default empties the cache of a GPU, and fails where there is none.
         await self.server.call("POST", "/continue_generation", {"torch_empty_cache": False})
 
+    async def _sleep(self, level: SleepLevel) -> None:
+        """What stays of the weights at level 1 is a copy in host memory that the server was started with."""
+        # Without that copy they are lost: then they stay where they are, unless they may be dropped.
+        self._released = MEMORY_TAGS if level == self.server.sleep_level else MEMORY_TAGS[1:]
+        await self.server.call("POST", "/pause_generation", {"mode": "abort"})
+        await self.server.call("POST", "/release_memory_occupation", {"tags": self._released})
+
+    async def _wake(self) -> None:
+        await self.server.call("POST", "/resume_memory_occupation", {"tags": self._released})
+        await self._resume()
+
     async def _checksums(self, *, all_of_them: bool = True) -> list[dict[str, str]]:
         """Of each parameter, for each rank; of no parameter unless `all_of_them`."""
         body: dict[str, Any] = {"action": "checksum"}
@@ -288,6 +308,7 @@ class SGLangEngine(HttpEngine):
         "/model_info",
         "/server_info",
     )
+    sleep_routes = ("/release_memory_occupation", "/resume_memory_occupation")
 
     @property
     def _seeds(self) -> bool:

@@ -128,7 +128,13 @@ class SGLangServer(ChildServer):
             "sleep-on-idle": True,
             "grammar-backend": "none",
         }
-        return ours | (self._cpu_defaults() if installation.cpu else {})
+        return ours | (self._cpu_defaults() if installation.cpu else self._sleep_defaults())
+
+    def _sleep_defaults(self) -> dict[str, Any]:
+        if not self.sleep_level:
+            return {}
+        # With a copy in host memory, versions that were never announced survive too: the model itself is one.
+        return {"enable-memory-saver": True, "enable-weights-cpu-backup": self.sleep_level == 1}
 
     def _cpu_defaults(self) -> dict[str, Any]:
         return {

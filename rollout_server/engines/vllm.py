@@ -35,7 +35,14 @@ from penstock.rollout_server.engines.server_process import (
     inherited_environment,
 )
 from penstock.rollout_server.engines.vllm_plugin import BACKEND, LOST, REFUSED
-from penstock.rollout_server.protocol import BadRequest, EngineError, FinishReason, GenerateRequest, Sampling
+from penstock.rollout_server.protocol import (
+    BadRequest,
+    EngineError,
+    FinishReason,
+    GenerateRequest,
+    Sampling,
+    SleepLevel,
+)
 from penstock.weight_sync import Manifest, Offer, WeightsRefused, WeightsUnreachable
 
 MODEL_NAME = "policy"
@@ -107,6 +114,8 @@ class VLLMServer(ChildServer):
         if not installation.cpu:
             # Each front end has a label of its own for the weights: with data parallelism there would be several.
             ours["api-server-count"] = 1
+            if self.sleep_level:  # refused by the build for CPUs, whose routes say that it sleeps and free nothing
+                ours["enable-sleep-mode"] = True
         return flag_words(VLLM.merge_flags(ours, self.config.vllm_args), negative=True)
 
 
@@ -334,6 +343,12 @@ class VLLMWeights(HttpWeights[Manifest]):
     async def _resume(self) -> None:
         await self.server.call("POST", "/resume")
 
+    async def _sleep(self, level: SleepLevel) -> None:
+        await self.server.call("POST", f"/sleep?level={level}&mode=abort")  # returns when it sleeps
+
+    async def _wake(self) -> None:
+        await self.server.call("POST", "/wake_up")
+
     async def _update(self, manifest: Manifest, phase: str, *, report: str = "") -> None:
         info = {"manifest": manifest.as_dict(), "phase": phase, "report": report}
         await self.server.call("POST", "/update_weights", {"update_info": info})
@@ -362,6 +377,7 @@ class VLLMEngine(HttpEngine):
         "/weight_info",
         "/get_world_size",
     )
+    sleep_routes = ("/sleep", "/wake_up")
 
     @property
     def weight_workers(self) -> int:

@@ -187,6 +187,21 @@ async def test_no_server_for_too_long_stops_the_worker(worker_of, queue_of, call
         await worker_of(queue_of([]), client).run()
 
 
+async def test_servers_asleep_in_the_trainers_turn_are_waited_for(worker_of, queue_of, calling_policy):
+    class Asleep(FakeClient):
+        refused = 0
+
+        async def servers(self):
+            return [ServerInfo("s0", "http://s0", 0, accepting=False, asleep=True)]
+
+    for client, is_broken in ((FakeClient(calling_policy(), version=None), True), (Asleep(None, version=None), False)):
+        worker = worker_of(queue_of([]), client)
+        worker._server_seen = time.monotonic() - 1e6
+        await worker._admit()
+        with pytest.raises(WorkerStopped) if is_broken else contextlib.nullcontext():
+            worker._stop_if_broken()
+
+
 async def test_a_queue_that_is_gone_ends_the_worker(worker_of, queue_of, calling_policy):
     from penstock.transfer_queue import QueueUnavailable
 

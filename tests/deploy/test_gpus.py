@@ -72,6 +72,14 @@ def test_gpus_too_few_are_shared_from_the_first():
     assert shares(("0", "1"), "rollout.vllm_args={tensor_parallel_size: 4}")["rollout-0"] == "10"
 
 
+def test_colocated_servers_begin_with_the_trainers_gpus():
+    found = shares(EIGHT, "placement.colocated=true", "trainer.ranks=8", "rollout.servers=8")
+    assert [found[f"rollout-{n}"] for n in range(8)] == list(EIGHT)
+    assert found["trainer"] == "01234567"
+    found = shares(("0",), "placement.colocated=true")
+    assert (found["rollout-0"], found["trainer"]) == ("0", "0")
+
+
 def test_the_hf_engine_and_a_machine_without_gpus_are_left_alone():
     assert shares(EIGHT, "rollout.engine=hf")["rollout-0"] is None
     assert set(shares(()).values()) == {None}

@@ -37,6 +37,7 @@ CASES = {
     "ready": (snapshot(groups(ready=4)), "trainer", "4 make a step"),
     "no server": (snapshot(LEASED, ()), "rollout-0", "no server is in the registry"),
     "closed": (snapshot(LEASED, (replace(UP, accepting=False),)), "rollout-0", "GET /health"),
+    "asleep": (snapshot(LEASED, (replace(UP, accepting=False, asleep=True),)), "trainer", "engines are asleep"),
     "old": (snapshot(LEASED, (replace(UP, version=1),)), "rollout-0", "weights are version 1, version 3 is published"),
     "in flight": (snapshot(LEASED, (replace(UP, in_flight=7), replace(UP, server_id="b"))), "rollout-0", "7 requests"),
     "tools": (snapshot(LEASED), "agent-1", "12 episodes are held and no server has a request"),

@@ -17,6 +17,7 @@ from penstock.transfer_queue import (
     RedisTransferQueue,
     ServerInfo,
     TransferQueueConfig,
+    TurnCall,
     WeightUpdate,
 )
 from penstock.transfer_queue.redis import RIGHTS, role_users
@@ -24,6 +25,7 @@ from penstock.transfer_queue.redis import RIGHTS, role_users
 pytestmark = pytest.mark.redis
 PASSWORD = "a-test-password"
 CONFIG = TransferQueueConfig(deadline_s=10.0)
+ENGINE = TurnCall("engine", "s0", 1, holds=True, ttl_s=30.0)
 PASSWORDS = {role: f"{role}-password" for role in RIGHTS}
 
 
@@ -73,6 +75,9 @@ async def test_each_role_can_do_its_work(queues: dict[str, RedisTransferQueue]) 
     assert mark is not None
     assert latest.version == mark.version == 2
     await rollout.report_update(WeightUpdate("s0", 2, 0.1, 0.1, 0.1, 3))
+    assert (await rollout.take_turn(ENGINE)).fence
+    assert (await trainer.take_turn(TurnCall("trainer", "t", 1, holds=True, ttl_s=30.0))).fence == 0
+    assert [one.holds for one in (await watch.turns()).holders] == [True, False]
     await rollout.deregister("s0")
     (recorded,) = await rollout.lease_episodes("s0", 1, 2)
     await rollout.journal(recorded, turn(1), 0)
@@ -93,6 +98,7 @@ async def watch_everything(watch: RedisTransferQueue) -> None:
     await watch.updates()
     await watch.dead_letters()
     await watch.cursor()
+    await watch.turn_reports()
 
 
 async def test_no_role_can_do_the_work_of_another(queues: dict[str, RedisTransferQueue]) -> None:
@@ -115,6 +121,8 @@ async def test_no_role_can_do_the_work_of_another(queues: dict[str, RedisTransfe
     await refused(watch.submit(tasks(1, start=10), cursor=at(10)))
     await refused(agent.heartbeat(ServerInfo("false", "http://false", 9)))
     await refused(watch.deregister("s0"))
+    for queue in (agent, watch):
+        await refused(queue.take_turn(ENGINE))
     assert await watch.status() == before
     assert await queues["owner"].config() == "config: 1"
 

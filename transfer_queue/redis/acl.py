@@ -12,7 +12,7 @@ No role may send a script: one that never ends would stop Redis for all. Roles c
 | `run`: identity, limits and configuration; `head` | write | read | read | read | read |
 | `steps`, `trained_ahead`: versions, batches, commits | write | write | read | read | read |
 | groups, episodes, leases, journals, letters, splits, counts; payloads | write | write | write | write | read |
-| `servers`, `updates` | write | write | read | write | read |
+| `servers`, `updates`, `turn*` | write | write | read | write | read |
 | `once:*`, `waits`, `nothing` | write | write | write | write | read |
 
 `owner` creates and drops the run: `penstock run` itself and the person behind it. SCAN, which owner, trainer and watch
@@ -35,7 +35,7 @@ _EPISODES = (
     *("journal:*", "letter*", "split*", "lengths", "in_system", "garbage", "losses", "suspects", "emptying"),
     "asked:*",
 )
-_SERVERS = ("servers", "servers_until", "updates")
+_SERVERS = ("servers", "servers_until", "updates", "turns", "turn_fence", "turn_reports")
 _CALLS = ("once:*", "waits", "nothing")
 _ALL = ("*",)
 

@@ -3,6 +3,7 @@
     penstock:{RUN}:run                   hash: identity, limits, configuration. The prefix alone is KEYS[1] of a script
     penstock:{RUN}:clock                 hash: the queue's clock, and Redis's when it was kept
     penstock:{RUN}:head                  hash: the process that owns the run, and until when
+    penstock:{RUN}:turns                 hash: holder → packed entry, of devices that engines and trainer share
     penstock:{RUN}:steps                 hash: version, next and committed step, announcement, batch:STEP → groups
     penstock:{RUN}:counters, counts      hashes: bytes, fences, the cursor; what ever happened
     penstock:{RUN}:queue[:SOURCE], admitted, ready, open:train, open:other, leases, letters   sorted sets
@@ -38,6 +39,7 @@ class Keys:
         self.counters = self.index + "counters"
         self.garbage = self.index + "garbage"
         self.updates = self.index + "updates"
+        self.turn_reports = self.index + "turn_reports"
         self._payload = f"penstock:payload:{run}:"
 
     def payload(self, name: str, piece: int = 0) -> str:

@@ -45,8 +45,11 @@ from penstock.transfer_queue.redis.replies import (
     limits_to_args,
     pack_record,
     status_from_map,
+    turn_report_from_map,
+    turns_from_map,
 )
 from penstock.transfer_queue.status import Status
+from penstock.transfer_queue.turns import KEPT_TURN_REPORTS, TurnCall, TurnReport, Turns
 from penstock.transfer_queue.types import (
     KEPT_UPDATES,
     Announcement,
@@ -331,6 +334,18 @@ class RedisTransferQueue:
     async def updates(self) -> list[WeightUpdate]:
         blobs = await self._connection.command("LRANGE", self._keys.updates, 0, -1)
         return [WeightUpdate(**unpack_plain(blob, "update")) for blob in blobs]
+
+    async def take_turn(self, call: TurnCall) -> Turns:
+        asked = (call.side, call.holder, call.number, int(call.holds), round(call.ttl_s * 1000))
+        blob = await self._script("take_turn", *asked, call.bytes, call.used, call.budget, KEPT_TURN_REPORTS)
+        return turns_from_map(unpack_plain(blob, "turns"))
+
+    async def turns(self) -> Turns:
+        return turns_from_map(unpack_plain(await self._script("turns"), "turns"))
+
+    async def turn_reports(self) -> list[TurnReport]:
+        blobs = await self._connection.command("LRANGE", self._keys.turn_reports, 0, -1)
+        return [turn_report_from_map(unpack_plain(blob, "turn report")) for blob in blobs]
 
     async def held(self) -> set[str]:
         return {name.decode() for name in await self._script("held")}

@@ -43,6 +43,7 @@ from penstock.transfer_queue.errors import (
 from penstock.transfer_queue.metrics import deciles
 from penstock.transfer_queue.redis.keys import LAYOUT
 from penstock.transfer_queue.status import EPISODE_TOTALS, Status
+from penstock.transfer_queue.turns import TurnHolder, TurnReport, Turns
 from penstock.transfer_queue.types import DeadLetter, JournalEntry, Lease, Limits
 
 _POSITION = struct.Struct(">I")
@@ -64,6 +65,20 @@ def letter_from_row(row: Sequence[Any]) -> DeadLetter:
 def journal_from_values(values: Sequence[bytes]) -> list[JournalEntry]:
     """Entries in the order they were appended: each value starts with its position, big-endian, so bytes sort so."""
     return [decode_journal(value[_POSITION.size :]) for value in sorted(values)]
+
+
+def turns_from_map(found: Mapping[str, Any]) -> Turns:
+    """Of scripts ``take_turn`` and ``turns``; Lua has no empty list, and packs one as it packs an empty map."""
+    rows = [
+        TurnHolder(side, name, bool(holds), bool(waits), *rest) for side, name, holds, waits, *rest in found["rows"]
+    ]
+    return Turns(found["fence"], bool(found["wanted"]), bool(found["over"]), tuple(rows))
+
+
+def turn_report_from_map(found: Mapping[str, Any]) -> TurnReport:
+    """Of the list ``turn_reports``."""
+    rest = {name: found[name] for name in ("side", "holder", "bytes", "used", "total_bytes", "total_used")}
+    return TurnReport(at_s=found["at"] / 1000, holds=bool(found["holds"]), **rest)
 
 
 def pack_record(record: Any) -> bytes:

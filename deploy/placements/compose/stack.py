@@ -37,6 +37,7 @@ import yaml
 from penstock.deploy.commands.dashboard import VIEW_TOKEN_VARIABLE
 from penstock.deploy.config import ConfigError, RunConfig, load_config
 from penstock.deploy.connection import PASSWORD_VARIABLE, TOKEN_VARIABLE, USER_VARIABLE
+from penstock.deploy.preflight import refuse_elsewhere
 from penstock.transfer_queue.redis import user_rules
 
 HEADER = "# Which NVIDIA GPUs each service has, by their numbers in nvidia-smi. Needs the NVIDIA container toolkit.\n"
@@ -148,6 +149,7 @@ def make_stack(stack: Stack) -> RunConfig:
     Raises `ConfigError`: the recipe is wrong, or names what containers will not see; the folder holds something.
     """
     config = load_config(stack.recipe, stack.overrides)
+    refuse_elsewhere(config, "Compose")
     _check_paths(config, stack.recipe)
     if stack.folder.exists() and any(stack.folder.iterdir()):
         raise ConfigError(f"{stack.folder} is not empty: a stack's secrets and queue belong to one run; name another")

@@ -7,6 +7,7 @@ from .context import ContextGroup as ContextGroup
 from .context import Exchange as Exchange
 from .context import whole_part as whole_part
 from .engine import FSDPEngine as FSDPEngine
+from .host_states import HostStates as HostStates
 from .lora import Adapter as Adapter
 from .models import Policy as Policy
 from .models import load_policy as load_policy

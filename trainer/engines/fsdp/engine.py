@@ -18,6 +18,7 @@ from penstock.trainer.checkpoint import CheckpointInfo
 from penstock.trainer.config import TrainerConfig, learning_rate
 from penstock.trainer.engine import Flops, PackLoss, Update, ValueLoss
 from penstock.trainer.engines.fsdp.hashing_writer import HashingWriter
+from penstock.trainer.engines.fsdp.host_states import HostStates, on_this_rank
 from penstock.trainer.engines.fsdp.lora import gathered, merged, named_weights
 from penstock.trainer.engines.fsdp.models import (
     Policy,
@@ -56,6 +57,8 @@ class FSDPEngine:
         elif "implicit" in needs:
             self.critic = TrainableModule(load_implicit(model, temperature, config), config, ranks)
         self.kl_coefficient = config.kl.in_reward
+        self._modules: list[ShardedModule] = [one for one in (self._actor, self.reference, self.critic) if one]
+        self._states = HostStates(self._kept_states, ranks.device)
 
     @property
     def has_critic(self) -> bool:
@@ -117,6 +120,37 @@ class FSDPEngine:
         trained = [self.policy, *([self.critic.module] if self.critic else [])]
         learning = [one for module in trained for one in module.parameters() if one.requires_grad]
         return sum(3 * local_part(one)[0].nbytes for one in learning)
+
+    def _kept_states(self) -> Iterator[Tensor]:
+        for module in self._modules:
+            yield from module.states()
+
+    @property
+    def turn_bytes(self) -> int:
+        """See `SharingEngine`: weights, and of what learns gradients and moments."""
+        weights = sum(local_part(one)[0].nbytes for module in self._modules for one in module.module.parameters())
+        needed = weights + self.state_bytes
+        return max(needed, torch.cuda.max_memory_reserved()) if self._ranks.device.type == "cuda" else needed
+
+    @property
+    def used_bytes(self) -> int:
+        """See `SharingEngine`."""
+        if self._ranks.device.type == "cuda":
+            return torch.cuda.memory_reserved()
+        gradients = (one.grad for module in self._modules for one in module.module.parameters())
+        return self._states.on_device + sum(on_this_rank(one).nbytes for one in gradients if one is not None)
+
+    def leave_device(self) -> None:
+        """See `SharingEngine`."""
+        for module in self._modules:
+            module.reshard()
+        self._states.move_to_host()
+        if self._ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def enter_device(self) -> None:
+        """See `SharingEngine`."""
+        self._states.move_back()
 
     def begin_save(self, path: Path) -> Future[Any]:
         state = {**_model_state(self), f"rng_{self._ranks.rank}": torch.get_rng_state()}

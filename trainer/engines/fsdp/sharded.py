@@ -12,7 +12,7 @@ context   the C ranks that share out the tokens of each pack
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -46,12 +46,19 @@ class ShardedModule:
     def score(self, packs: Sequence[Pack]) -> list[Any]:
         """What the module says of each pack, without gradient."""
         found = [self.module(pack.to(self._ranks.device)) for pack in self._in_step(packs)][: len(packs)]
-        # Where there is one shard only, a forward leaves the weights as it computed with them, in bfloat16 under that
-        # dtype: who then reads them must find the masters.
+        self.reshard()
+        return found
+
+    def reshard(self) -> None:
+        """Where there is one shard only, a forward leaves the weights as it computed with them, in bfloat16 under that
+        dtype: who then reads them must find the masters."""
         for part in self.module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
-        return found
+
+    def states(self) -> Iterator[Tensor]:
+        """What stays in memory between steps."""
+        yield from self.module.parameters()
 
     def freeze(self) -> ShardedModule:
         self.module.requires_grad_(False)
@@ -76,6 +83,12 @@ class TrainableModule(ShardedModule):
             eps=config.eps,
             weight_decay=config.weight_decay,
         )
+
+    def states(self) -> Iterator[Tensor]:
+        yield from super().states()
+        # Copied first: the step that makes the moments may be under way in another thread.
+        kept = (value for state in list(self.optimizer.state.values()) for value in list(state.values()))
+        yield from (one for one in kept if isinstance(one, Tensor) and one.dim())  # a step number stays on the host
 
     def update(self, packs: Sequence[Pack], loss: Callable[[Pack, Any], Tensor], divisor: float, lr: float) -> Update:
         """Gradients of sum(loss) / `divisor` over all packs of all ranks, clipped, then one optimizer update."""

@@ -1,0 +1,109 @@
+"""What `placement.colocated` needs: settings that go together, and each side's memory while the other one sleeps.
+
+    engines' turn    =  servers: weights + KV cache        trainer: nothing but what its process needs anyway
+    trainer's turn   =  ranks: weights + gradients + moments, on a GPU activations too     engines: nothing
+
+Each must be within the budget by itself. On GPUs the budget is the device, and `device_memory` has the sum.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from penstock.deploy.config import ConfigError, RunConfig
+from penstock.deploy.plan import NODES_VARIABLE
+from penstock.deploy.preflight.check import Check, human
+from penstock.deploy.preflight.device_memory import find_shape
+from penstock.deploy.preflight.memory import cached_tokens, needs_critic, server_bytes, trainer_bytes
+
+STATES = ("weights", "gradients", "moments")
+NAME = "placement.colocated"
+
+
+def refuse_elsewhere(config: RunConfig, where: str) -> None:
+    """Raises `ConfigError`: roles that are placed on several machines share no device."""
+    if config.placement.colocated:
+        raise ConfigError(
+            f"{NAME}: engines and trainer share the devices of one machine, and {where} places roles on several:"
+            " use `penstock run RECIPE` on that machine, or set placement.colocated=false"
+        )
+
+
+def check_turns(config: RunConfig) -> Iterator[Check]:
+    """Nothing where the devices are not shared."""
+    if not config.placement.colocated:
+        return
+    for found, fix in _unfit(config):
+        yield Check(NAME, False, found, fix)
+    yield _check_budget(config)
+
+
+def _unfit(config: RunConfig) -> Iterator[tuple[str, str]]:
+    rollout, trainer = config.rollout, config.trainer
+    nodes = int(os.environ.get(NODES_VARIABLE) or 1)
+    if nodes > 1:
+        yield (
+            f"the trainer is on {nodes} machines ({NODES_VARIABLE})",
+            "run it on one machine, or placement.colocated=false",
+        )
+    if rollout.weight_transport == "broadcast":
+        yield (
+            "rollout.weight_transport=broadcast sends while engines decode, and here they are asleep then",
+            "set rollout.weight_transport=shm: both sides are on this machine",
+        )
+    if rollout.engine == "served":
+        yield "rollout.engine=served is a server of its own, which does not sleep", "rollout.engine=hf, vllm or sglang"
+    if not rollout.servers:
+        yield (
+            "rollout.servers=0: no engine of this run is on the devices",
+            "set rollout.servers, or placement.colocated=false",
+        )
+    if trainer.engine != "fsdp":
+        fix = "set trainer.engine=fsdp, or placement.colocated=false"
+        yield f"trainer.engine={trainer.engine} cannot move its states to the host between steps", fix
+    if config.placement.memory_budget_bytes and rollout.engine != "hf":
+        yield (
+            f"placement.memory_budget_bytes counts what rollout.engine=hf reports; {rollout.engine} reports nothing",
+            f"leave it out: `penstock doctor` compares the devices' size, rollout.{rollout.engine}_args has the share",
+        )
+
+
+def turn_bytes(config: RunConfig) -> dict[str, float] | None:
+    """Bytes of the shared devices together, by side, as the run's processes will claim them; None: sizes unknown.
+
+    Raises `ConfigError`.
+    """
+    shape, _ = find_shape(config)
+    if shape is None:
+        return None
+    servers = config.rollout.servers + config.rollout.evaluation_server
+    rank = trainer_bytes(shape, config.trainer, config.rollout.max_model_len, critic=needs_critic(config))
+    return {
+        "engines": servers * sum(server_bytes(shape, config, cached_tokens(config)).values()),
+        "trainer": config.trainer.ranks * sum(rank[part] for part in STATES),
+    }
+
+
+def _check_budget(config: RunConfig) -> Check:
+    try:
+        sides = turn_bytes(config)
+    except ConfigError as error:  # `check_model` says so
+        sides, why = None, str(error)
+    else:
+        why = f"the sizes of {config.model} are not known before its files are here"
+    if sides is None:
+        return Check("memory in turns", True, why, skipped=True)
+    budget = config.placement.memory_budget_bytes
+    found = ", ".join(f"{side} {human(size)} in their turn" for side, size in sides.items())
+    apart = f"at once they would need {human(sum(sides.values()))}"
+    if not budget:
+        return Check("memory in turns", True, f"{found}; {apart}; no placement.memory_budget_bytes is set")
+    side, most = max(sides.items(), key=lambda one: one[1])
+    lower = "rollout.kv_cache_tokens" if side == "engines" else "the model, or set trainer.lora.rank"
+    return Check(
+        "memory in turns",
+        most <= budget,
+        f"{found}; {apart}; the budget is {human(budget)}",
+        f"set placement.memory_budget_bytes={int(most)} or more, or lower {lower}",
+    )

@@ -1,0 +1,124 @@
+"""What a colocated run is refused for, and the sums that it is shown; no process is started."""
+
+from __future__ import annotations
+
+import pytest
+from tests.deploy.preflight.planting import REPOSITORY
+
+from penstock.deploy import ConfigError, RunConfig, load_config, run_recipe
+from penstock.deploy.preflight import (
+    Check,
+    Gpus,
+    ModelShape,
+    check_device,
+    check_turns,
+    refuse_elsewhere,
+    shape_from_config,
+    turn_bytes,
+)
+
+RECIPE = REPOSITORY / "recipes" / "calculator.yaml"
+SHARED = "placement.colocated=true"
+
+
+def configured(*overrides: str) -> RunConfig:
+    return load_config(RECIPE, [SHARED, *overrides])
+
+
+def failures(*overrides: str) -> list[Check]:
+    return [check for check in check_turns(configured(*overrides)) if not check.ok]
+
+
+def test_the_recipe_with_one_key_changed_passes() -> None:
+    assert failures() == []
+    assert list(check_turns(load_config(RECIPE))) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "named", "fix"),
+    [
+        (("rollout.weight_transport=broadcast",), "rollout.weight_transport", "rollout.weight_transport=shm"),
+        (("rollout.engine=served",), "rollout.engine", "rollout.engine=hf"),
+        (("rollout.servers=0",), "rollout.servers", "rollout.servers"),
+        (("trainer.engine=megatron",), "trainer.engine", "trainer.engine=fsdp"),
+        (
+            ("rollout.engine=vllm", "placement.memory_budget_bytes=1000000000"),
+            "placement.memory_budget_bytes",
+            "rollout.vllm_args",
+        ),
+        (("placement.memory_budget_bytes=1000000",), "1.0 MiB|976", "placement.memory_budget_bytes="),
+    ],
+)
+def test_what_cannot_work_is_named_with_its_fix(words: tuple[str, ...], named: str, fix: str) -> None:
+    (found,) = failures(*words)
+    assert any(name in found.found for name in named.split("|"))
+    assert fix in found.fix
+
+
+def test_several_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_TRAIN_NODES", "2")
+    (found,) = failures()
+    assert "2 machines" in found.found
+    with pytest.raises(ConfigError, match="Slurm"):
+        refuse_elsewhere(configured(), "Slurm")
+    refuse_elsewhere(load_config(RECIPE), "Slurm")
+
+
+def test_the_suggested_budget_is_enough() -> None:
+    (small,) = failures("placement.memory_budget_bytes=1000000")
+    words = small.fix.split()[1]
+    assert failures(words) == []
+
+
+def test_dry_run_prints_both_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_recipe(RECIPE, [SHARED], resume=False, dry_run=True) == 0
+    printed = capsys.readouterr().err
+    assert "in turns on the same devices" in printed
+    assert "engines" in printed
+    assert "trainer" in printed
+    assert "in their turn" in printed
+
+
+def test_the_sums_are_of_weights_cache_and_states() -> None:
+    sides = turn_bytes(configured())
+    twice = turn_bytes(configured("rollout.servers=2", "trainer.ranks=2"))
+    assert sides is not None
+    assert twice is not None
+    assert twice["engines"] == 2 * sides["engines"]
+    assert twice["trainer"] == pytest.approx(sides["trainer"], rel=0.01)
+
+
+# one GPU ------------------------------------------------------------------------------------------------------------
+GPU = Gpus(1, 80 << 30)
+SMALL = {
+    **{"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 2, "num_hidden_layers": 36},
+    **{"intermediate_size": 11008, "vocab_size": 151936, "tie_word_embeddings": True},
+}
+"""About 3 billion parameters: 12 GB of weights in float32, 49 GB with gradients and moments."""
+
+
+@pytest.fixture
+def shape() -> ModelShape:
+    found = shape_from_config(SMALL)
+    assert found is not None
+    return found
+
+
+def on_vllm(*words: str) -> RunConfig:
+    settings = ("rollout.engine=vllm", "rollout.dtype=bfloat16", "trainer.dtype=bfloat16", "trainer.recompute=true")
+    return load_config(RECIPE, [*settings, *words])
+
+
+def test_in_turns_a_device_holds_what_it_cannot_hold_at_once(shape: ModelShape) -> None:
+    together = check_device("gpu memory", on_vllm(), shape, GPU)
+    assert not together.ok
+    assert "engines" in together.found
+    in_turns = check_device("gpu memory", on_vllm(SHARED), shape, GPU)
+    assert in_turns.ok, in_turns.found
+    assert "asleep" in in_turns.found
+
+
+def test_in_turns_each_side_must_fit_by_itself(shape: ModelShape) -> None:
+    found = check_device("gpu memory", on_vllm(SHARED), shape, Gpus(1, 40 << 30))
+    assert not found.ok
+    assert "trainer.offload=true" in found.fix

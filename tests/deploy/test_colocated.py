@@ -1,0 +1,99 @@
+"""Whole runs whose engine and trainer share one device in turns: what they learn, the byte budget, kills in a turn."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from typing import Any
+
+import pytest
+from tests.deploy.conftest import LivingRun, assert_accounts_balance, assert_nothing_left
+
+from penstock.deploy import RunConnection
+from penstock.transfer_queue import Turns
+
+pytestmark = [
+    *(pytest.mark.deep, pytest.mark.crash, pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch),
+    pytest.mark.timeout(1500),
+]
+
+BUDGET = 72 << 20
+"""Above what either side needs of the calculator's model, and below what both need together."""
+SHARED = ("placement.colocated=true", f"placement.memory_budget_bytes={BUDGET}")
+
+
+def reports_of(run: LivingRun) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.root / "turns.jsonl").read_text().splitlines()]
+
+
+def assert_the_budget_holds(run: LivingRun) -> None:
+    """Both sides report, their claims and what they measure are never above it together, and each had turns."""
+    reports = reports_of(run)
+    assert max(report["total_bytes"] for report in reports) <= BUDGET
+    assert max(report["total_used"] for report in reports) <= BUDGET
+    for side in ("engine", "trainer"):
+        own = [report for report in reports if report["side"] == side]
+        assert max(report["used"] for report in own) > BUDGET // 10
+        claimed = [report for report in own if report["holds"]]
+        assert all(report["used"] <= report["bytes"] for report in claimed)
+        assert {report["used"] for report in own if not report["holds"]} == {0}
+
+
+SMALL = ("groups_per_step=2", "group_size=4", "data.eval_limit=8", "trainer.checkpoint_every=2", "agent.workers=1")
+VICTIMS = [("trainer", ("train-rank",)), ("engine", ("penstock.deploy.cli rollout",)), ("engine", ("hf_server",))]
+
+
+def test_each_side_killed_in_its_turn(start_run) -> None:
+    """Trainer, sidecar and engine, each while it has the devices: the other side gets them, and the run ends whole."""
+    run = start_run("killed", *SHARED, *SMALL, "trainer.steps=9")
+    seen: list[int] = []
+    for number, (side, victim) in enumerate(VICTIMS):
+        run.wait_for(lambda goal=2 + 2 * number: run.steps() >= goal)
+        seen += run.pids()
+        fence = kill_in_its_turn(run, side, *victim)
+        run.wait_for(lambda after=fence, dead=side: gets_on(run, after, dead))
+    summary = run.finish()
+    assert summary["steps"] == 9
+    assert_accounts_balance(summary)
+    assert (summary["restarts"]["trainer"], summary["restarts"]["rollout-0"]) == (1, 1)
+    assert_the_budget_holds(run)
+    assert_nothing_left(run, seen)
+
+
+def kill_in_its_turn(run: LivingRun, side: str, *victim: str) -> int:
+    """Stops the process, looks whose turn it is, and kills it where it is its own. Returns the fence of that turn."""
+    killed = []
+
+    def tried() -> bool:
+        pids = run.pids(*victim)
+        if not pids:
+            return False
+        os.kill(pids[0], signal.SIGSTOP)
+        holding = {one.side: one.fence for one in turns_of(run).holders if one.holds}
+        if side in holding:
+            killed.append(holding[side])
+            os.kill(pids[0], signal.SIGKILL)
+            return True
+        os.kill(pids[0], signal.SIGCONT)
+        return False
+
+    run.wait_for(tried)
+    return killed[0]
+
+
+def gets_on(run: LivingRun, fence: int, dead: str) -> bool:
+    return any(one.fence > fence and one.holds for one in turns_of(run).holders if one.side != dead)
+
+
+def turns_of(run: LivingRun) -> Turns:
+    async def ask() -> Turns:
+        link = RunConnection.from_lines((run.root / "connect.env").read_text())
+        queue, _ = await link.join()
+        try:
+            return await queue.turns()
+        finally:
+            await queue.close()
+
+    return asyncio.run(ask())

@@ -1,0 +1,132 @@
+"""States that leave their device between steps come back bit for bit; a run that shares its devices is the same run."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file
+from trainer_support import ScriptedQueue, make_job
+
+from penstock.trainer import TrainJob, train
+from penstock.trainer.engines.fsdp import HostStates
+from penstock.transfer_queue import Limits, OverBudget, TurnCall, TurnReport, Turns, TurnSettings, TurnTable
+
+pytestmark = pytest.mark.torch
+LIMITS = Limits(group_size=4, groups_per_step=2, max_staleness=1)
+
+
+def test_storages_are_freed_and_come_back_in_place() -> None:
+    base = torch.randn(3, 5)
+    tensors = [base, base[1:], torch.randn(7, dtype=torch.bfloat16), torch.zeros(0)]
+    before, place = [one.clone() for one in tensors], tensors[1].storage_offset()
+    states = HostStates(lambda: tensors, torch.device("cpu"))
+    assert states.on_device == 3 * 5 * 4 + 7 * 2
+    for _ in range(2):
+        states.move_to_host()
+        states.move_to_host()
+        assert states.on_device == 0
+        states.move_back()
+        assert all(torch.equal(one, was) for one, was in zip(tensors, before, strict=True))
+    assert tensors[1].storage_offset() == place
+    tensors[0][1, 0] = 42.0
+    assert tensors[1][0, 0] == 42.0
+
+
+def test_tensors_of_another_device_stay() -> None:
+    here = torch.ones(4)
+    states = HostStates(lambda: [here], torch.device("meta"))
+    states.move_to_host()
+    assert torch.equal(here, torch.ones(4))
+
+
+class SharingQueue(ScriptedQueue):
+    """With turns, and an engine that takes the devices whenever it can, for `BUSY` calls at a time."""
+
+    BUSY = 2
+
+    def __init__(self, budget: int) -> None:
+        super().__init__(LIMITS)
+        self.table = TurnTable(lambda: 0.0)
+        self.budget = budget
+        self._busy = self._number = 0
+
+    async def take_turn(self, call: TurnCall) -> Turns:
+        self._of_engine(holds=False)
+        found = self.table.take(call)
+        if not call.holds:
+            self._busy = self.BUSY
+            self._of_engine(holds=True)
+        return found
+
+    def _of_engine(self, *, holds: bool) -> None:
+        self._busy -= not holds
+        if holds or self._busy <= 0:
+            self._number += 1
+            size = self.budget if holds else 0
+            self.table.take(TurnCall("engine", "e", self._number, holds, 60.0, size, size, self.budget))
+
+    @property
+    def of_trainer(self) -> list[TurnReport]:
+        return [report for report in self.table.reports if report.side == "trainer"]
+
+
+def folder(parent: Path, name: str) -> Path:
+    (parent / name).mkdir(exist_ok=True)
+    return parent / name
+
+
+def final_weights(job: TrainJob) -> dict[str, Any]:
+    return load_file(job.run_dir / "final_model" / "model.safetensors")
+
+
+CONFIGS: list[dict[str, Any]] = [
+    {},
+    {"advantage": "gae", "kl": {"in_loss": 0.01}, "dtype": "bfloat16"},
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["plain", "critic-reference-bfloat16"])
+async def test_a_run_in_turns_is_the_run_alone(tmp_path: Path, tiny_model: str, config: dict[str, Any]) -> None:
+    """The same weights bit for bit; nothing is on the devices while an engine is, with checkpoints and publishing."""
+    alone = make_job(folder(tmp_path, "alone"), tiny_model, {"steps": 4, **config}, queue=ScriptedQueue(LIMITS))
+    await train(alone)
+    budget = 64 << 20
+    queue = SharingQueue(budget)
+    turn = TurnSettings(budget, hand_over_s=60.0)
+    shared = make_job(folder(tmp_path, "shared"), tiny_model, {"steps": 4, **config}, queue=queue, turn=turn)
+    await train(shared)
+    expected = final_weights(alone)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in final_weights(shared).items())
+    states = max(report.bytes for report in queue.of_trainer[1:])
+    assert 0 < max(report.used for report in queue.of_trainer) <= states
+    assert all(report.used == 0 for report in queue.of_trainer if not report.holds)
+    assert all(report.total_bytes <= budget for report in queue.table.reports)
+    assert queue.waits["trainer:turn"] > 0
+
+
+async def test_it_resumes_in_turns(tmp_path: Path, tiny_model: str) -> None:
+    """A checkpoint that is being written while the states leave their device is whole."""
+    alone = make_job(folder(tmp_path, "alone"), tiny_model, {"checkpoint_every": 1}, queue=ScriptedQueue(LIMITS))
+    await train(alone)
+    queue, turn = SharingQueue(64 << 20), TurnSettings(64 << 20)
+    first = make_job(
+        folder(tmp_path, "shared"), tiny_model, {"steps": 3, "checkpoint_every": 1}, queue=queue, turn=turn
+    )
+    await train(first)
+    second = make_job(folder(tmp_path, "shared"), tiny_model, {"checkpoint_every": 1}, queue=queue, turn=turn)
+    await train(second)
+    expected = final_weights(alone)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in final_weights(second).items())
+
+
+async def test_states_over_the_budget_end_the_trainer(tmp_path: Path, tiny_model: str) -> None:
+    queue = SharingQueue(1000)
+    job = make_job(tmp_path, tiny_model, queue=queue, turn=TurnSettings(1000, ttl_s=0.5))
+    with pytest.raises(OverBudget, match=r"placement\.memory_budget_bytes, 1000"):
+        await asyncio.wait_for(train(job), 60)

@@ -1,0 +1,201 @@
+"""What `TransferQueue` promises of devices that engines and trainer share: turns, their ends, and the byte budget."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from queue_samples import LIMITS
+
+from penstock.transfer_queue import (
+    ALL_THAT_IS_FREE,
+    DeviceTurn,
+    MemoryTransferQueue,
+    OverBudget,
+    Side,
+    TransferQueue,
+    TurnCall,
+    TurnLost,
+    Turns,
+    TurnSettings,
+    TurnTimeout,
+)
+
+LONG_S, SHORT_S = 60.0, 0.3
+BUDGET = 1000
+
+
+class Party:
+    """One process that calls by itself, without a `DeviceTurn`."""
+
+    def __init__(self, queue: TransferQueue, side: Side, name: str, budget: int = 0) -> None:
+        self.queue, self.last = queue, TurnCall(side, name, 0, holds=False, ttl_s=LONG_S, budget=budget)
+
+    async def __call__(self, *, holds: bool, **said: Any) -> Turns:
+        self.last = replace(self.last, number=self.last.number + 1, holds=holds, **said)
+        return await self.queue.take_turn(self.last)
+
+    async def again(self, **changed: Any) -> Turns:
+        return await self.queue.take_turn(replace(self.last, **changed))
+
+
+async def test_engines_share_and_a_trainer_is_alone(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    one, other, trainer = (Party(queue, *who) for who in (("engine", "a"), ("engine", "b"), ("trainer", "t")))
+    fences = [(await one(holds=True)).fence, (await other(holds=True)).fence]
+    assert 0 < fences[0] < fences[1]
+    assert (await trainer(holds=True)).fence == 0
+    assert (await one(holds=True)).wanted
+    await one(holds=False)
+    assert (await trainer(holds=True)).fence == 0
+    await other(holds=False)
+    held = await trainer(holds=True)
+    assert held.fence > fences[1]
+    assert not held.wanted
+    assert (await one(holds=True)).fence == 0
+    assert (await trainer(holds=True)).wanted
+    assert (await trainer(holds=True)).fence == held.fence
+    await trainer(holds=False)
+    assert (await one(holds=True)).fence > held.fence
+
+
+async def test_a_waiting_trainer_comes_before_further_engines(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    one, other, trainer = (Party(queue, *who) for who in (("engine", "a"), ("engine", "b"), ("trainer", "t")))
+    await one(holds=True)
+    await trainer(holds=True)
+    assert (await other(holds=True)).fence == 0
+    assert (await one(holds=True)).fence
+    await trainer(holds=False)
+    assert (await other(holds=True)).fence
+
+
+@pytest.mark.parametrize(("dead", "next_one"), [("trainer", "engine"), ("engine", "trainer"), ("trainer", "trainer")])
+async def test_a_killed_side_gives_its_turn_back(make_queue, dead: Side, next_one: Side) -> None:
+    queue = await make_queue(LIMITS)
+    killed, living = Party(queue, dead, "killed", BUDGET), Party(queue, next_one, "living", BUDGET)
+    first = await killed(holds=True, bytes=BUDGET, ttl_s=SHORT_S)
+    assert first.fence
+    assert (await living(holds=True, bytes=BUDGET)).fence == 0
+    async with asyncio.timeout(30):
+        while not (found := await living(holds=True, bytes=BUDGET)).fence:
+            await asyncio.sleep(0.05)
+    assert found.fence > first.fence
+    assert [one.holder for one in found.holders] == ["living"]
+    # It lives after all: what it says as one that holds is refused, it waits as any other.
+    woken = await killed(holds=True)
+    assert woken.fence == 0
+    assert [one.holder for one in woken.holders if one.holds] == ["living"]
+
+
+async def test_a_repeat_or_an_overtaken_call_changes_nothing(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    engine = Party(queue, "engine", "a")
+    late = replace(engine.last, number=1, holds=True)
+    first = await engine(holds=True, bytes=5)
+    assert await engine.again() == first
+    assert await engine.again(bytes=7, holds=False) == first
+    rested = await engine(holds=False)
+    assert await queue.take_turn(late) == rested
+    assert [one.holds for one in (await queue.turns()).holders] == [False]
+    assert len(await queue.turn_reports()) == 2
+
+
+async def test_claims_stay_within_the_budget(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    one, other, trainer = (Party(queue, *who, BUDGET) for who in (("engine", "a"), ("engine", "b"), ("trainer", "t")))
+    assert (await one(holds=True, bytes=600)).fence
+    refused = await other(holds=True, bytes=500)
+    assert (refused.fence, refused.over_budget) == (0, True)
+    grown = await one(holds=True, bytes=BUDGET + 1)
+    assert (grown.fence > 0, grown.over_budget, grown.holders[0].bytes) == (True, True, 600)
+    await one(holds=True, bytes=500)
+    assert (await other(holds=True, bytes=500)).fence
+    await other(holds=False, bytes=100, used=90)
+    await one(holds=False, bytes=0)
+    held = await trainer(holds=True, bytes=ALL_THAT_IS_FREE)
+    assert {held_by.holder: held_by.bytes for held_by in held.holders} == {"a": 0, "b": 100, "t": 900}
+    reports = await queue.turn_reports()
+    assert all(report.total_bytes <= BUDGET for report in reports)
+    assert (reports[-1].holder, reports[-1].total_bytes, reports[-1].total_used) == ("t", BUDGET, 90)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_any_interleaving_is_as_in_memory(make_queue, seed: int) -> None:
+    """No two sides at once, never over the budget, and the same answers as the rule itself gives."""
+    queue, rule, draw = await make_queue(LIMITS), MemoryTransferQueue(), random.Random(seed)
+    await rule.create_run(LIMITS, "config: 1")
+    names: list[tuple[Side, str]] = [("engine", "a"), ("engine", "b"), ("trainer", "t"), ("trainer", "u")]
+    parties = [(Party(queue, *who, BUDGET), Party(rule, *who, BUDGET)) for who in names]
+    for _ in range(120):
+        pair = draw.choice(parties)
+        said = {
+            "holds": draw.random() < 0.6,
+            "bytes": draw.choice([-1, 0, 100, 450, 900, 1100]),
+            "used": draw.randint(0, 3),
+        }
+        found, wanted = [await party(**said) for party in pair]
+        assert found == wanted
+        holding = [one for one in found.holders if one.holds]
+        assert {one.side for one in holding} in (set(), {"engine"}, {"trainer"})
+        assert sum(one.side == "trainer" for one in holding) <= 1
+        assert sum(one.bytes for one in found.holders if one.holds) <= BUDGET
+    assert [replace(one, at_s=0) for one in await queue.turn_reports()] == [
+        replace(one, at_s=0) for one in await rule.turn_reports()
+    ]
+
+
+# one process's part ---------------------------------------------------------------------------------------------------
+async def test_a_turn_is_handed_over_and_back(make_queue, another_client) -> None:
+    queue = await make_queue(LIMITS)
+    engine = DeviceTurn(queue, "engine", "rollout-0", TurnSettings(BUDGET))
+    trainer = DeviceTurn(await another_client(queue), "trainer", "trainer", TurnSettings(BUDGET))
+    async with engine.kept(), trainer.kept():
+        await engine.take(700)
+        waiting = asyncio.create_task(trainer.take(900))
+        async with asyncio.timeout(30):
+            while not engine.wanted:
+                await asyncio.sleep(0.02)
+            await engine.give_back(100)
+            await waiting
+        assert (trainer.holds, engine.holds) == (True, False)
+        await trainer.claim(800)
+        with pytest.raises(OverBudget, match=r"placement\.memory_budget_bytes"):
+            await trainer.claim(901)
+        await trainer.give_back()
+        async with asyncio.timeout(30):
+            await engine.take(700)
+    # Its memory may be on the devices until its process has ended: no other side gets the turn before its time.
+    assert [(one.holds, one.bytes) for one in (await queue.turns()).holders] == [(True, 700), (False, 0)]
+
+
+async def test_a_silent_holder_finds_its_turn_lost(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    engine = DeviceTurn(queue, "engine", "rollout-0", TurnSettings(ttl_s=SHORT_S))
+    await engine.take(0)  # nothing renews it
+    trainer = DeviceTurn(queue, "trainer", "trainer", TurnSettings(ttl_s=LONG_S))
+    async with asyncio.timeout(30):
+        await trainer.take(0)
+    async with engine.kept(), asyncio.timeout(30):
+        while engine.holds:
+            await asyncio.sleep(0.02)
+        with pytest.raises(TurnLost, match="given to trainer"):
+            engine.check()
+
+
+async def test_a_hand_over_has_a_deadline_and_a_cause(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await Party(queue, "engine", "rollout-0")(holds=True)
+    trainer = DeviceTurn(queue, "trainer", "trainer", TurnSettings(hand_over_s=SHORT_S))
+    with pytest.raises(TurnTimeout, match="rollout-0"):
+        await trainer.take(0)
+
+
+async def test_a_claim_over_the_whole_budget_is_refused(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    trainer = DeviceTurn(queue, "trainer", "trainer", TurnSettings(BUDGET, ttl_s=SHORT_S))
+    with pytest.raises(OverBudget, match=str(BUDGET)):
+        await trainer.take(BUDGET + 1)
