@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,12 @@ from penstock.trainer.engines.fsdp import (
     FSDPEngine,
     Trial,
     load_policy,
-    mixers,
-    rows,
-    sharded,
     try_copy,
 )
 from penstock.transfer_queue import DataCursor
 
 pytestmark = pytest.mark.torch
+INSIDE = "penstock.trainer.engines.fsdp"
 
 BY_KIND: Mapping[str, Family] = {family.kind: family for family in FAMILIES}
 WITH_STATE = ("Qwen3Next", "NemotronH", "Lfm2")
@@ -60,7 +59,7 @@ def test_a_state_that_leaks_is_found_and_its_rows_are_padded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """As a family that is not in the table: transformers' own loops take a pack for one row."""
-    monkeypatch.setattr(mixers, "MIXERS", {})
+    monkeypatch.setattr(f"{INSIDE}.mixers.MIXERS", {})
     policy = load_policy(BY_KIND[kind].save(tmp_path), 1.0)
     assert policy.rows.layout is RowLayout.PADDED
     assert policy.rows.unpacked_because == "its packed rows differ from the same rows alone"
@@ -69,13 +68,13 @@ def test_a_state_that_leaks_is_found_and_its_rows_are_padded(
 
 @pytest.mark.parametrize("kind", ["Qwen3Next", "GptOss"])
 def test_rows_one_by_one_are_the_last_resort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    original = rows.Probe.by
+    original = import_module(f"{INSIDE}.rows").Probe.by
 
     def by(probe: Any, plan: Any) -> Any:
         found = original(probe, plan)
         return found if plan.layout is RowLayout.ALONE else found + 1
 
-    monkeypatch.setattr(rows.Probe, "by", by)
+    monkeypatch.setattr(f"{INSIDE}.rows.Probe.by", by)
     policy = load_policy(BY_KIND[kind].save(tmp_path), 1.0)
     assert policy.rows.layout is RowLayout.ALONE
     assert "rows one by one (" in str(policy.rows)
@@ -145,7 +144,7 @@ def test_the_choice_is_said_in_the_log(tmp_path: Path, caplog: pytest.LogCapture
 def test_context_parallelism_is_refused_by_name(tmp_path: Path, kind: str, named: str) -> None:
     policy = load_policy(BY_KIND[kind].save(tmp_path), 1.0)
     with pytest.raises(CannotSplitModel, match=rf"{named}.*set trainer.parallel.context to 1"):
-        sharded._check_context(policy, Layout(context=2))
+        import_module(f"{INSIDE}.sharded")._check_context(policy, Layout(context=2))
 
 
 def test_a_part_of_a_larger_model_has_the_names_of_its_files(tmp_path: Path) -> None:

@@ -83,9 +83,9 @@ def _make_small(config: Any) -> None:
     layers = config.num_hidden_layers
     kinds = _kinds_of_layers(config, layers)
     kept = sorted({kinds.index(kind) for kind in kinds})
-    for name, value in _lists(config, layers).items():
+    for name, of_layers in _lists(config, layers).items():
         if name in config.to_dict():
-            setattr(config, name, [value[index] for index in kept])
+            setattr(config, name, [of_layers[index] for index in kept])
     for name, places in _places(config).items():
         setattr(config, name, [new for new, layer in enumerate(kept) if layer in places])
     if dense := getattr(config, "first_k_dense_replace", None):

@@ -31,12 +31,13 @@ class Traits:
 def find_traits(model: PreTrainedModel) -> Traits:
     """`model` has weights and is on the host; it takes the plan for its rows. Raises `BadJob` where there is none."""
     device = torch.device("cuda" if mixers_of(model) and torch.cuda.is_available() else "cpu")
-    model.to(device)  # kernels of layers with a state compute on GPUs alone
+    module: nn.Module = model
+    module.to(device)  # kernels of layers with a state compute on GPUs alone
     try:
         rows = choose_rows(model)
         return Traits(rows, _head_of(model, rows), keeps_shared_prompts(model, rows))
     finally:
-        model.to("cpu")
+        module.to("cpu")
 
 
 @torch.no_grad()
