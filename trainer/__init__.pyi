@@ -67,10 +67,12 @@ from .metrics import Totals as Totals
 from .metrics import exact_parts as exact_parts
 from .metrics import means_by_episode as means_by_episode
 from .packing import Pack as Pack
+from .packing import RowLayout as RowLayout
 from .packing import empty_pack as empty_pack
 from .packing import join_rows as join_rows
 from .packing import pack_rows as pack_rows
 from .packing import split_by_budget as split_by_budget
+from .packing import split_by_length as split_by_length
 from .publish import Publisher as Publisher
 from .publish import PublishTimeout as PublishTimeout
 from .ranks.agreement import BatchesDiffer as BatchesDiffer

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from penstock.trainer.batch import ModelLimits
 from penstock.trainer.checkpoint import CheckpointInfo
-from penstock.trainer.packing import Pack
+from penstock.trainer.packing import Pack, RowLayout
 from penstock.weight_sync import Shard
 
 
@@ -61,6 +61,10 @@ class Engine(Protocol):
     @property
     def shares_prompts(self) -> bool:
         """Whether the packs' rows may share their prompts, see `packing`."""
+
+    @property
+    def row_layout(self) -> RowLayout:
+        """How it takes the rows of a pack."""
 
     def score(self, packs: Sequence[Pack]) -> list[Tensor]:
         """Logprobs [N] of each pack under the present weights, without gradient."""
@@ -170,10 +174,12 @@ class Flops:
 
     @classmethod
     def of(cls, model: PreTrainedModel, *, learns_all: bool) -> Flops | None:
-        """Before the model is sharded. None for a mixture of experts: a token goes through a part of its weights."""
-        if any(parameter.dim() == 3 for parameter in model.parameters()):  # all experts of a layer, stacked
-            return None
+        """Before the model is sharded. None for a mixture of experts, whose tokens go through a part of its
+        weights, and for layers with a state, whose arithmetic is not that of attention."""
         config, head = model.config.get_text_config(), model.get_output_embeddings()
+        # Three dimensions: all experts of a layer, stacked, or the convolution of a layer with a state.
+        if any(one.dim() == 3 for one in model.parameters()) or not hasattr(config, "num_attention_heads"):
+            return None
         body = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m is not head)
         heads = config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -13,7 +13,7 @@ from penstock.common import options_of
 from penstock.trainer.advantages import ADVANTAGES, Advantages, needs_of
 from penstock.trainer.advantages.prime import outcome_loss
 from penstock.trainer.bad_batch import BadBatches, MinibatchPlace, RankShare
-from penstock.trainer.batch import BadBatch, StepBatch, minibatch_bounds
+from penstock.trainer.batch import BadBatch, Row, StepBatch, minibatch_bounds
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.credit import TokenScores, episodes_of, whitened
 from penstock.trainer.distillation import mixed, teacher_gap
@@ -67,8 +67,7 @@ class Learner:
         """With one minibatch the training forward's own logprobs are those at the start of the step; with more, the
         later ones are trained after the weights have moved, so all are scored first, as they are for what needs them
         earlier."""
-        budget, share = self._config.micro_batch_tokens, self._engine.shares_prompts
-        minibatches = [pack_rows(rows, budget, share=share) for rows in self._split(batch)]
+        minibatches = [self._packs(rows) for rows in self._split(batch)]
         if self._scores_first:
             minibatches = self._with(minibatches, self._engine.score, "proximal")
         if self._config.kl.needs_reference or self._has_implicit:
@@ -279,6 +278,10 @@ class Learner:
             for pack, found in zip(packs, score(packs), strict=True):
                 values[pack.token] = found
         return values
+
+    def _packs(self, rows: Sequence[Row]) -> list[Pack]:
+        share, layout = self._engine.shares_prompts, self._engine.row_layout
+        return pack_rows(rows, self._config.micro_batch_tokens, share=share, layout=layout)
 
     def _split(self, batch: StepBatch) -> list[list]:
         bounds = minibatch_bounds(len(batch.groups), self._config.minibatches)

@@ -1,5 +1,7 @@
 """Token-budget micro-batches without padding: whole rows end to end, never one row in two packs.
 
+For a model that cannot keep packed rows apart, rows of about one length, which it takes on lines of their own.
+
 Rows that begin with the same prompt, as those of a group do, may share it: the prompt is computed once, and what each
 row continues with sees it and itself. Gradients of all of them meet in it. Equal to rows apart but for rounding.
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +26,17 @@ from penstock.trainer.batch import Row
 
 SHARING_PAYS_FROM = 0.1
 """Spared share of the tokens. Below it the mask that attention to a parent needs costs what is spared."""
+
+
+class RowLayout(Enum):
+    """How a model takes the rows of a pack: what a pack costs, and so which rows are put together."""
+
+    PACKED = "packed"
+    """End to end: their tokens."""
+    PADDED = "padded"
+    """Each on a line as long as the longest: lines · longest."""
+    ALONE = "alone"
+    """One row is a pack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +112,30 @@ def split_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return packs
 
 
-def pack_rows(rows: Sequence[Row], budget: int, *, share: bool = False) -> list[Pack]:
-    """Packs of all rows that have a sampled token (the others carry neither loss nor metrics)."""
+def split_by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Indices by pack: rows of about one length together, so that few tokens are filled up; all but single long rows
+    within `budget` tokens, filling included."""
+    packs: list[list[int]] = []
+    longest = 0
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if packs and (len(packs[-1]) + 1) * longest <= budget:
+            packs[-1].append(index)
+        else:
+            packs.append([index])
+            longest = lengths[index]
+    return packs
+
+
+def pack_rows(
+    rows: Sequence[Row], budget: int, *, share: bool = False, layout: RowLayout = RowLayout.PACKED
+) -> list[Pack]:
+    """Packs of all rows that have a sampled token (the others carry neither loss nor metrics). `share`: prompts, where
+    rows are packed."""
     rows = [row for row in rows if len(row.targets)]
+    if layout is not RowLayout.PACKED:
+        lengths = [len(row.ids) for row in rows]
+        found = split_by_length(lengths, budget if layout is RowLayout.PADDED else 0)
+        return [join_rows([rows[index] for index in indices]) for indices in found]
     bundles = bundled(rows, budget) if share else [Bundle([row]) for row in rows]
     chosen = split_by_budget([bundle.tokens for bundle in bundles], budget)
     return [join_bundles([bundles[index] for index in indices]) for indices in chosen]

@@ -12,7 +12,7 @@ from benchmarks.support.meter import Meter, peak_bytes
 from benchmarks.support.train_side import Done, Settings
 from benchmarks.support.work import EPSILON, Work
 from penstock.trainer import Learner, Pack, Ranks, StepBatch, TrainerConfig, make_step_batch, pack_rows
-from penstock.trainer.engines.fsdp import FSDPEngine, Policy, load_policy, model_inputs, whole_part
+from penstock.trainer.engines.fsdp import FSDPEngine, Policy, load_policy, run_rows, whole_part
 from penstock.transfer_queue import COMPLETED, Batch, Segment, Trajectory
 
 COLLECTIVE_TIMEOUT_S = 600.0
@@ -119,7 +119,8 @@ def _segment(work: Work, index: int) -> Segment:
 
 
 def _layers(policy: Policy, pack: Pack) -> None:
-    policy.model.base_model(**model_inputs(whole_part(pack), None)).last_hidden_state.sum().backward()
+    base = policy.model.base_model
+    run_rows(lambda inputs: base(**inputs).last_hidden_state, whole_part(pack), policy.rows).sum().backward()
 
 
 def _everything(policy: Policy, pack: Pack) -> None:

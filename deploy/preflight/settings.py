@@ -154,6 +154,9 @@ def _check_split(config: RunConfig) -> None:
     check_model(SimpleNamespace(**declared), config.trainer.parallel, config.model)
 
 
+PACKED = "rows of a pack do not see each other"
+
+
 def check_packing(config: RunConfig) -> Check | None:
     """The engine itself is asked, in a separate process: it loads the model, or a small copy of it."""
     if importlib.util.find_spec("torch") is None or config.trainer.engine != "fsdp":
@@ -167,9 +170,8 @@ def check_packing(config: RunConfig) -> Check | None:
         )
     if found.skipped:
         return skipped(name, f"the trainer tries it when it starts; here {found.skipped}")
-    return Check(
-        name, True, "rows of a pack do not see each other" + (", tried on a small copy" if found.copied else "")
-    )
+    how = f"rows are trained unpacked: {found.unpacked_because}" if found.unpacked_because else PACKED
+    return Check(name, True, how + (", tried on a small copy" if found.copied else ""))
 
 
 def check_lengths(config: RunConfig) -> Check:

@@ -101,7 +101,7 @@ def test_peak_memory_is_near_that_of_the_body_alone(monkeypatch: pytest.MonkeyPa
     from tests.tiny_model import save_tiny_model
     from trainer_support import one_pack
 
-    from penstock.trainer.engines.fsdp import load_policy, model_inputs, whole_part
+    from penstock.trainer.engines.fsdp import load_policy, run_rows, whole_part
 
     monkeypatch.undo()
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 16_384}
@@ -109,8 +109,8 @@ def test_peak_memory_is_near_that_of_the_body_alone(monkeypatch: pytest.MonkeyPa
     policy, pack = load_policy(model, 1.0), one_pack(tokens=4096, vocab=sizes["vocab_size"])
 
     def body() -> None:
-        hidden = policy.model.base_model(**model_inputs(whole_part(pack), None)).last_hidden_state
-        hidden.sum().backward()
+        part, base = whole_part(pack), policy.model.base_model
+        run_rows(lambda inputs: base(**inputs).last_hidden_state, part, policy.rows).sum().backward()
 
     def everything() -> None:
         policy(pack).logprobs.sum().backward()

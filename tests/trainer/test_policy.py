@@ -11,14 +11,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import transformers
 from safetensors.torch import load_file, save_file
 from tests.tiny_model import save_tiny_model
 from trainer_support import make_segment
 from transformers import AutoModelForCausalLM
 
 from penstock.trainer import BadJob, Head, ModelLimits, Row, join_rows, make_row, number_tokens, pack_rows
-from penstock.trainer.engines.fsdp import Trial, UnsupportedAttention, load_policy, packed_attention, try_copy
+from penstock.trainer.engines.fsdp import UnsupportedAttention, load_policy, packed_attention
 
 pytestmark = pytest.mark.torch
 
@@ -146,14 +145,6 @@ def assert_exact(model: Path, *, in_tiles: bool) -> None:
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
 
 
-def test_a_model_that_mixes_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "penstock.trainer.engines.fsdp.attention._two_rows_packed", lambda model: torch.tensor(float("inf"))
-    )
-    with pytest.raises(BadJob, match=r"Qwen3ForCausalLM cannot be trained packed.*differ from the same rows alone"):
-        load_policy(save_tiny_model(tmp_path), 1.0)
-
-
 def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -197,50 +188,6 @@ def test_unknown_attention_arguments_are_refused(given: dict[str, Any], named: s
     bounds = torch.tensor([0, 5], dtype=torch.int32)
     with pytest.raises(UnsupportedAttention, match=named):
         packed_attention(torch.nn.Identity(), heads, heads, heads, cu_seq_lens_q=bounds, **arguments)
-
-
-MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
-MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-GROUPS = {"n_group": 1, "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-INDEX = {"index_topk": 4, "index_head_dim": 8, "index_n_heads": 2, "num_key_value_heads": 4}
-MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1}
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "why"),
-    [
-        ("GptOss", MOE, "GptOssAttention calls attention with s_aux"),
-        (
-            "NemotronH",
-            {"layers_block_type": ["mamba", "attention"], **MAMBA},
-            "packed rows differ from the same rows alone",
-        ),
-        ("DeepseekV32", {**MLA, **GROUPS, **INDEX, "first_k_dense_replace": 1}, "index_topk"),
-        ("Llama4", {**MOE, "num_experts_per_tok": 1, "intermediate_size_mlp": 64}, "attention_chunk_size"),
-    ],
-)
-def test_models_that_cannot_be_packed_are_bad_jobs(
-    tmp_path: Path, kind: str, changes: dict[str, Any], why: str
-) -> None:
-    model = save_tiny_model(tmp_path, kind, **changes)
-    with pytest.raises(BadJob, match=why) as refused:
-        load_policy(model, 1.0)
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "why"),
-    [("Qwen3Moe", {"num_experts": 128, "vocab_size": 151_936}, ""), ("GptOss", {}, "s_aux"), ("Llama4", {}, "chunk")],
-)
-def test_of_a_large_model_a_small_copy_is_tried(tmp_path: Path, kind: str, changes: dict[str, Any], why: str) -> None:
-    """48 layers; the pad token lies beyond the copy's words."""
-    config = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
-    config(hidden_size=256, num_hidden_layers=48, **changes, pad_token_id=151_643).save_pretrained(tmp_path)
-    if why:
-        with pytest.raises(BadJob, match=why):
-            try_copy(str(tmp_path))
-    else:
-        assert try_copy(str(tmp_path)) == Trial(copied=True)
 
 
 def test_a_model_of_an_unknown_kind_is_a_bad_job(tmp_path: Path) -> None:

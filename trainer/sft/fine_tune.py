@@ -158,7 +158,7 @@ class FineTuning:
         began = time.monotonic()
         chosen = rows_of_step(self._order, step, self._job.sft.batch, len(self._train))
         rows = self._rows(self._train, chosen)
-        packs = pack_rows(rows, self._config.micro_batch_tokens, share=self._engine.shares_prompts)
+        packs = self._packs(rows)
         sums = [len(row.ids) for row in rows], [len(row.targets) for row in rows], [len(row.ids) ** 2 for row in rows]
         tokens, trained, squares = (int(self._ranks.data.sum(sum(part))) for part in sums)
         update = self._engine.update(packs, negative_log_likelihood, trained, step)
@@ -231,13 +231,17 @@ class FineTuning:
         verdict = self._records.why_over() if self._records is not None else None
         return str(self._ranks.from_rank0(verdict or ""))
 
+    def _packs(self, rows: Sequence[Row]) -> list[Pack]:
+        share, layout = self._engine.shares_prompts, self._engine.row_layout
+        return pack_rows(rows, self._config.micro_batch_tokens, share=share, layout=layout)
+
     def _validate(self, version: int) -> None:
         """Mean negative log-likelihood of the validation's trained tokens, in nats."""
         if self._validation is None:
             return
         began = time.monotonic()
         rows = self._rows(self._validation, range(len(self._validation)))
-        packs = pack_rows(rows, self._config.micro_batch_tokens, share=self._engine.shares_prompts)
+        packs = self._packs(rows)
         logprobs = self._engine.score(packs)
         total = self._ranks.data.sum(-sum(float(part.double().sum()) for part in logprobs))
         tokens = self._ranks.data.sum(sum(len(row.targets) for row in rows))

@@ -89,5 +89,11 @@ def a_template_with_an_error_in_it(place: Place) -> Sequence[str]:
 
 
 @planted(check_packing, "packed training", r"another model")
-def a_model_that_cannot_be_trained_packed(place: Place) -> Sequence[str]:
-    return [f"model={save_tiny_model(place.folder, 'GptOss', num_local_experts=4, num_experts_per_tok=2)}"]
+def a_model_that_cannot_be_trained(place: Place) -> Sequence[str]:
+    from safetensors.torch import load_file, save_file
+
+    model = save_tiny_model(place.folder)
+    tensors = load_file(place.folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, place.folder / "model.safetensors", metadata={"format": "pt"})
+    return [f"model={model}"]

@@ -11,7 +11,8 @@ from .host_states import HostStates as HostStates
 from .lora import Adapter as Adapter
 from .models import Policy as Policy
 from .models import load_policy as load_policy
-from .models import model_inputs as model_inputs
+from .rows import RowPlan as RowPlan
+from .rows import run_rows as run_rows
 from .saved_model import save_tensors as save_tensors
 from .sharded import Mesh as Mesh
 from .sharded import mesh_of as mesh_of

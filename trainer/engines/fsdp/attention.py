@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 
 from penstock.trainer.engines.fsdp.context import ContextGroup
-from penstock.trainer.job import BadJob
 
 NAME = "penstock_packed"
 HALF = (torch.bfloat16, torch.float16)
@@ -36,15 +35,11 @@ HARMLESS = frozenset(
         "output_hidden_states",
         "output_router_logits",
         "position_ids",
+        "seq_idx",
         "use_cache",
     }
 )
 """Arguments of transformers' models that reach attention and change no score."""
-UNPACKABLE = {
-    "attention_chunk_size": "its chunks would begin with the pack, not with the row",
-    "index_topk": "the keys that its indexer chooses would be those of the pack, not of the row",
-}
-"""Settings of a model → why its packed rows differ from rows alone once they are longer than those that are tried."""
 CAPPED_TILE = 512
 """Queries whose capped scores exist at a time."""
 
@@ -222,118 +217,6 @@ def _capped_tile(
     scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~_seen(q.shape[2], k.shape[2], window, q.device), -torch.inf)
     return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
-
-
-def use_packed_attention(model: PreTrainedModel) -> str:
-    """Choose the fastest attention that is exact on packed rows for this model, by trying; returns its name.
-
-    Raises `BadJob` where there is none.
-    """
-    refuse_unpackable(model)
-    refusal = _refusal(model)
-    try:
-        model.set_attn_implementation("eager")  # sdpa leaves out caps on scores
-        reference = _two_rows_alone(model)
-        name, packed = _tried(model)
-    except Exception as error:  # a model's own code may raise anything on arguments that it was not written for
-        raise BadJob(f"{refusal}: {first_sentence(error)}") from error
-    if not torch.isfinite(reference).all():
-        raise BadJob(f"{type(model).__name__} cannot be trained: {_not_finite(model)}")
-    if not torch.allclose(packed, reference, atol=1e-4, rtol=1e-3):
-        raise BadJob(f"{refusal}: its packed rows differ from the same rows alone")
-    return name
-
-
-def refuse_unpackable(model: PreTrainedModel) -> None:
-    """Raises `BadJob` for what the model's settings say; asks for no weights."""
-    for setting, meaning in UNPACKABLE.items():
-        if getattr(model.config.get_text_config(), setting, None):
-            raise BadJob(f"{_refusal(model)}: {meaning} ({setting})")
-
-
-def _refusal(model: PreTrainedModel) -> str:
-    return f"{type(model).__name__} cannot be trained packed by trainer.engine fsdp"
-
-
-def _not_finite(model: PreTrainedModel) -> str:
-    """Why its logits are not: NaN equals nothing, so that packed rows would be said to differ."""
-    bad = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
-    if not bad:
-        return "its logits are not finite although its weights are"
-    rest = f" and {len(bad) - 1} more parameters" if len(bad) > 1 else ""
-    return f"its weights hold NaN or infinite values, first in {bad[0]}{rest}; take a copy of the model without them"
-
-
-def _tried(model: PreTrainedModel) -> tuple[str, Tensor]:
-    """Only for bounds that do not arrive is transformers' own mask a substitute: it is exact, and slower."""
-    try:
-        model.set_attn_implementation(NAME)
-        return NAME, _two_rows_packed(model)
-    except NoBounds:
-        model.set_attn_implementation("sdpa")
-        return "sdpa", _two_rows_packed(model)
-
-
-def first_sentence(error: Exception) -> str:
-    """transformers follows its own with advice and lists of classes."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    return lines[0].split(". ")[0].rstrip(".:")
-
-
-def keeps_shared_prompts(model: PreTrainedModel) -> bool:
-    """Whether rows that share their prompt give what they give apart, by trying; False for another attention."""
-    if model.config._attn_implementation != NAME:
-        return False
-    first, (*_, last) = PROBE[0], PROBE[1]
-    with torch.no_grad():
-        apart = _forward(model, (*first, *first[:2], last), positions=(0, 1, 2, 3, 4, 0, 1, 2), bounds=(0, 5, 8))
-        shared = _forward(model, (*first, last), positions=(0, 1, 2, 3, 4, 2), bounds=(0, 2, 5, 6), parents=(-1, 0, 0))
-    return torch.allclose(shared, apart[[0, 1, 2, 3, 4, 7]], atol=1e-4, rtol=1e-3)
-
-
-def row_bounds_arguments(row_bounds: Tensor, parents: Tensor | None = None) -> dict[str, Any]:
-    """The keyword arguments by which transformers hands packed rows' bounds to attention."""
-    longest = int(row_bounds.diff().max())
-    arguments: dict[str, Any] = {
-        "cu_seq_lens_q": row_bounds,
-        "cu_seq_lens_k": row_bounds,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
-    return arguments if parents is None else {**arguments, "seen": VisibleKeys.of(row_bounds, parents)}
-
-
-PROBE = ((1, 2, 3, 4, 5), (5, 3, 1))
-
-
-@torch.no_grad()
-def _two_rows_alone(model: PreTrainedModel) -> Tensor:
-    return torch.cat([_forward(model, row) for row in PROBE])
-
-
-@torch.no_grad()
-def _two_rows_packed(model: PreTrainedModel) -> Tensor:
-    first, second = PROBE
-    edge = len(first)
-    positions = (*range(edge), *range(len(second)))
-    return _forward(model, (*first, *second), positions=positions, bounds=(0, edge, edge + len(second)))
-
-
-def _forward(
-    model: PreTrainedModel,
-    ids: tuple[int, ...],
-    *,
-    positions: tuple[int, ...] | None = None,
-    bounds: tuple[int, ...] = (),
-    parents: tuple[int, ...] = (),
-) -> Tensor:
-    """Logits [L, V] of one pack; with neither positions nor bounds: of one row, as anybody would call the model."""
-    arguments: dict[str, Any] = {"input_ids": torch.tensor([ids]), "use_cache": False}
-    if positions is not None:
-        arguments["position_ids"] = torch.tensor([positions])
-        edges = torch.tensor(bounds, dtype=torch.int32)
-        arguments |= row_bounds_arguments(edges, torch.tensor(parents) if parents else None)
-    return model(**arguments).logits[0]
 
 
 AttentionInterface.register(NAME, packed_attention)

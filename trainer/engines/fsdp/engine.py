@@ -31,7 +31,7 @@ from penstock.trainer.engines.fsdp.publishing import local_shards
 from penstock.trainer.engines.fsdp.saved_model import save_settings, save_tensors
 from penstock.trainer.engines.fsdp.sharded import ShardedModule, TrainableModule
 from penstock.trainer.engines.fsdp.shell import local_part
-from penstock.trainer.packing import Pack
+from penstock.trainer.packing import Pack, RowLayout
 from penstock.trainer.ranks.distributed import Ranks
 from penstock.weight_sync import Shard
 
@@ -68,6 +68,10 @@ class FSDPEngine:
     def shares_prompts(self) -> bool:
         """Not over several ranks of a pack's tokens: they cut packs by place, and shared prompts are out of order."""
         return self.config.share_prompts and self.policy.shares_prompts and self.policy.context is None
+
+    @property
+    def row_layout(self) -> RowLayout:
+        return self.policy.rows.layout
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

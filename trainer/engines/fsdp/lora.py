@@ -127,14 +127,32 @@ class Adapter:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
 
 
+EXPERTS_TOO = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+"""Where experts are one parameter, peft takes these names for theirs, wherever in the model they are."""
+MAMBAS = frozenset({"falcon_h1", "nemotron_h"})
+"""Of these types peft refuses a mixer's `out_proj`, whose weight a kernel for training without rows' bounds reads."""
+
+
 def _targets(model: PreTrainedModel, config: LoraConfig) -> str | list[str]:
-    """For peft, whose all-linear would also reach experts that are one parameter."""
-    stacked = any(parameter.dim() == 3 for parameter in model.parameters())
-    if config.targets == "all-linear" and stacked:
-        head = model.get_output_embeddings()
-        linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head]
-        return sorted({name.rpartition(".")[2] for name in linear})
-    return config.targets if isinstance(config.targets, str) else list(config.targets)
+    """For peft, whose all-linear would also reach experts that are one parameter, and layers that it then refuses."""
+    if config.targets != "all-linear":
+        return config.targets if isinstance(config.targets, str) else list(config.targets)
+    stacked = _has_stacked_experts(model)
+    if not stacked and model.config.model_type not in MAMBAS:
+        return "all-linear"
+    head = model.get_output_embeddings()
+    # The class itself: a router that is a kind of linear layer returns more than its product.
+    linear = {
+        name.rpartition(".")[2] for name, part in model.named_modules() if type(part) is nn.Linear and part is not head
+    }
+    left = (EXPERTS_TOO if stacked else set()) | ({"out_proj"} if model.config.model_type in MAMBAS else set())
+    return sorted(linear - left)
+
+
+def _has_stacked_experts(model: PreTrainedModel) -> bool:
+    """All experts of a layer in one parameter [E, …]."""
+    owners = (module for module in model.modules() if not isinstance(module, nn.Conv1d))
+    return any(one.dim() == 3 for module in owners for one in module.parameters(recurse=False))
 
 
 @contextmanager

@@ -20,6 +20,7 @@ on value function clipping).
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,11 +31,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.engine import Outputs
-from penstock.trainer.engines.fsdp.attention import first_sentence, row_bounds_arguments
 from penstock.trainer.engines.fsdp.context import ContextGroup, PackPart, whole_part
 from penstock.trainer.engines.fsdp.lora import Adapter
+from penstock.trainer.engines.fsdp.rows import first_sentence, run_rows
 from penstock.trainer.engines.fsdp.shell import ModelShell, NeedsWholeModel, names_of, open_shell
-from penstock.trainer.engines.fsdp.traits import Traits, find_traits
+from penstock.trainer.engines.fsdp.traits import Traits, body_of, find_traits
 from penstock.trainer.job import BadJob
 from penstock.trainer.logprobs import Head, entropies, target_logprobs, token_logprobs
 from penstock.trainer.packing import Pack
@@ -59,6 +60,7 @@ class Policy(nn.Module):
         head = loaded.traits.head
         self.head = replace(head, temperature=temperature) if head else None
         """As `Traits.head`."""
+        self.rows = loaded.traits.rows
         self.shares_prompts = loaded.traits.shares_prompts
 
     @property
@@ -75,27 +77,22 @@ class Policy(nn.Module):
         return Outputs(joined, None if entropy is None else self.context.join(entropy, part.counts))
 
     def _of_part(self, part: PackPart) -> tuple[Tensor, Tensor | None]:
-        inputs = model_inputs(part, self.context)
         if self.head is None:
-            logits = self.model(**inputs).logits[0][part.predictors]
+            logits = self._run(lambda inputs: self.model(**inputs).logits, part)
             entropy = entropies(logits, self.temperature) if self.with_entropy else None
             return target_logprobs(logits, part.targets, self.temperature), entropy
-        hidden = self.model.base_model(**inputs).last_hidden_state[0][part.predictors]
+        hidden = self._run(lambda inputs: body_of(self.model)(**inputs).last_hidden_state, part)
         weight, bias, head = _local_head(self.model.get_output_embeddings(), self.head)
         return token_logprobs(hidden, weight, bias, part.targets, head, with_entropy=self.with_entropy)
 
-
-def model_inputs(part: PackPart, context: ContextGroup | None) -> dict[str, Any]:
-    """Keyword arguments of a transformers model for one part of a pack."""
-    arguments = row_bounds_arguments(part.row_bounds, part.parents)
-    if context is not None:
-        arguments["context"] = context
-    return {"input_ids": part.ids[None], "position_ids": part.positions[None], "use_cache": False, **arguments}
+    def _run(self, call: Callable[[dict[str, Any]], Tensor], part: PackPart) -> Tensor:
+        """[N, …] at the places that predict a sampled token"""
+        return run_rows(call, part, self.rows, self.context)[part.predictors]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A causal language model with an attention that keeps packed rows apart, in float32, before it is sharded."""
+    """A causal language model that has taken the plan for its rows, in float32, before it is sharded."""
 
     model: PreTrainedModel
     traits: Traits
@@ -120,7 +117,8 @@ def load_policy(
             policy.adapter.lower_base(loaded.model, torch.bfloat16)
     if config is not None and config.liger:
         use_liger(loaded.model)
-    logger.info("%s: attention %s, head %s", model, loaded.traits.attention, "in tiles" if policy.chunked else "whole")
+    head = "in tiles" if policy.chunked else "whole"
+    logger.info("%s: attention %s, head %s, %s", model, policy.rows.attention, head, policy.rows)
     return policy
 
 
@@ -146,13 +144,23 @@ def load_model(model: str, *, in_slices: bool = False) -> LoadedModel:
         except NeedsWholeModel as error:
             logger.warning("%s is loaded whole on every rank: %s", model, error)
         else:
+            freeze_choosers(shell.model)
             return LoadedModel(shell.model, shell.traits, shell.names, shell)
     try:
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     except (ValueError, KeyError) as error:  # of a kind that transformers does not know, or knows no causal model of
         raise BadJob(f"{model} cannot be loaded for training: {first_sentence(error)}") from error
     loaded.eval()
+    freeze_choosers(loaded)
     return LoadedModel(loaded, find_traits(loaded), names_of(loaded, model))
+
+
+def freeze_choosers(model: PreTrainedModel) -> None:
+    """What chooses keys (DeepSeek-V3.2's indexer) has no gradient in transformers. It gets no moments either: a
+    checkpoint would lack them, and could not be loaded."""
+    for module in model.modules():
+        if type(module).__name__.endswith("Indexer"):
+            module.requires_grad_(False)
 
 
 def use_liger(model: PreTrainedModel) -> None:
@@ -180,7 +188,8 @@ class Critic(nn.Module):
 
     def __init__(self, loaded: LoadedModel) -> None:
         super().__init__()
-        self.model: nn.Module = loaded.model.base_model
+        self.model: nn.Module = body_of(loaded.model)
+        self.rows = loaded.traits.rows
         self.shell = loaded.shell
         self.context: ContextGroup | None = None
         """As `Policy.context`."""
@@ -190,7 +199,7 @@ class Critic(nn.Module):
     def forward(self, pack: Pack) -> Tensor:
         """Values [N], float32, of the contexts before `pack.targets`."""
         part = self.context.part(pack) if self.context else whole_part(pack)
-        hidden = self.model(**model_inputs(part, self.context)).last_hidden_state[0]
+        hidden = run_rows(lambda inputs: self.model(**inputs).last_hidden_state, part, self.rows, self.context)
         # A sum over the one column: FSDP's hook on the output would be lost with a view.
         values = self.head(hidden[part.predictors]).float().sum(-1)
         return self.context.join(values, part.counts) if self.context else values

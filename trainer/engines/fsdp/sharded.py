@@ -130,7 +130,7 @@ def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
     if mesh.tensor is not None:
         split_over(module, mesh.tensor)
     if mesh.context is not None:
-        _check_context(module.model, ranks.layout)
+        _check_context(module, ranks.layout)
         module.context = mesh.context
     arguments: dict[str, Any] = {
         "mesh": mesh.shards,
@@ -148,9 +148,15 @@ def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
     return module
 
 
-def _check_context(model: Any, layout: Layout) -> None:
-    """Raises `CannotSplitModel` for a model with another attention (it would see this rank's tokens only), or with too
-    few heads."""
+def _check_context(module: Any, layout: Layout) -> None:
+    """Raises `CannotSplitModel` for a model with another attention, or with layers that carry a state (they would see
+    this rank's tokens only), or with too few heads."""
+    model = module.model
+    if module.rows.mixers:
+        raise CannotSplitModel(
+            f"{type(model).__name__} has layers that carry a state from token to token ({module.rows.mixers}), "
+            "which does not cross ranks; set trainer.parallel.context to 1"
+        )
     used, heads = model.config._attn_implementation, model.config.get_text_config().num_attention_heads
     if used != attention.NAME:
         raise CannotSplitModel(f"{type(model).__name__} runs with attention {used}; set trainer.parallel.context to 1")

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from penstock.trainer.engines.fsdp.attention import first_sentence
+from penstock.trainer.engines.fsdp.rows import first_sentence
 from penstock.trainer.engines.fsdp.small_copy import NoCopy, small_copy
 from penstock.trainer.engines.fsdp.tensor_files import TensorFiles, weight_files
 from penstock.trainer.engines.fsdp.traits import Traits, find_traits
@@ -121,7 +121,7 @@ def open_shell(model: str) -> ModelShell:
     with TensorFiles(files) as stored:
         names = _mapped(shell, model, stored)
         _make_buffers(shell, names, stored)
-    shell.set_attn_implementation(traits.attention)
+    traits.rows.apply(shell)
     return ModelShell(shell, traits, names, files)
 
 

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from penstock.trainer.engines.fsdp.attention import PROBE, first_sentence, refuse_unpackable
+from penstock.trainer.engines.fsdp.rows import FIRST_ROW, first_sentence
 
 MOST_PARAMETERS = 1 << 29
 """Of a copy."""
 SMALL = {"vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+PLACES = ("attn_layer_indices", "full_attn_idxs", "mlp_only_layers", "moe_layers")
+"""Settings that list layers by number."""
 SEED = 0
 """Of the copy's weights: all ranks find the same."""
 
@@ -27,16 +29,16 @@ class NoCopy(ValueError):
 
 
 def small_copy(config: Any) -> PreTrainedModel:
-    """In float32 on the host, with attention `eager`. Raises `NoCopy`, and `BadJob` where the settings alone say that
-    the model cannot be trained packed. `config`: transformers', which stays as it is."""
-    config = copy.deepcopy(config)
+    """In float32 on the host, with attention `eager`; `config` stays as it is. Raises `NoCopy`."""
+    whole, config = config, copy.deepcopy(config)
     try:
         _make_small(config.get_text_config())
         with torch.device("meta"):
-            shape = AutoModelForCausalLM.from_config(config)
+            shape, model = (AutoModelForCausalLM.from_config(one) for one in (config, whole))
     except Exception as error:  # a model's own code may raise anything
         raise NoCopy(f"no small copy of it can be made: {first_sentence(error)}") from error
-    refuse_unpackable(shape)
+    if lacking := _kinds(model) - _kinds(shape):
+        raise NoCopy(f"a small copy of it would have no {min(lacking)}")
     parameters = sum(parameter.numel() for parameter in shape.parameters())
     if parameters > MOST_PARAMETERS:
         raise NoCopy(f"a copy would have {parameters / 1e6:.0f} M parameters")
@@ -45,20 +47,49 @@ def small_copy(config: Any) -> PreTrainedModel:
             torch.manual_seed(SEED)
             made = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
         with torch.no_grad():
-            made(input_ids=torch.tensor([PROBE[0]]), use_cache=False)
+            made(input_ids=torch.tensor([FIRST_ROW]), use_cache=False)
     except Exception as error:
         raise NoCopy(f"a small copy of it does not run: {first_sentence(error)}") from error
     return made
 
 
+def _kinds_of_layers(config: Any, layers: int) -> list[Any]:
+    """What the settings say of each layer; layers alike are of one kind."""
+    of_lists = [value for value in _lists(config, layers).values() if all(type(one) in (str, bool) for one in value)]
+    of_places = [[layer in places for layer in range(layers)] for places in _places(config).values()]
+    dense = getattr(config, "first_k_dense_replace", None) or 0
+    kinds = list(zip(*of_lists, *of_places, [layer < dense for layer in range(layers)], strict=True))
+    return kinds if len(set(kinds)) > 1 else ["first", *["others"] * (layers - 1)]
+
+
+def _lists(config: Any, layers: int) -> dict[str, list[Any]]:
+    """Settings that have a value for each layer; Falcon-H1's multipliers may only be as many."""
+    names = [name for name in (*config.to_dict(), "layers_block_type") if not name.endswith("multipliers")]
+    found = {name: getattr(config, name, None) for name in names if name not in PLACES}
+    return {name: value for name, value in found.items() if isinstance(value, list) and len(value) == layers}
+
+
+def _places(config: Any) -> dict[str, list[int]]:
+    """Settings that list layers by number."""
+    return {name: value for name in PLACES if (value := getattr(config, name, None))}
+
+
+def _kinds(model: PreTrainedModel) -> set[str]:
+    return {type(module).__name__ for module in model.modules()}
+
+
 def _make_small(config: Any) -> None:
     """In place."""
     layers = config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None) or ["first", *["others"] * (layers - 1)]
+    kinds = _kinds_of_layers(config, layers)
     kept = sorted({kinds.index(kind) for kind in kinds})
-    for name, value in config.to_dict().items():
-        if isinstance(value, list) and len(value) == layers:
-            setattr(config, name, [value[index] for index in kept])
+    for name, of_layers in _lists(config, layers).items():
+        if name in config.to_dict():
+            setattr(config, name, [of_layers[index] for index in kept])
+    for name, places in _places(config).items():
+        setattr(config, name, [new for new, layer in enumerate(kept) if layer in places])
+    if dense := getattr(config, "first_k_dense_replace", None):
+        config.first_k_dense_replace = sum(layer < dense for layer in kept)
     config.num_hidden_layers = len(kept)
     for name, value in SMALL.items():
         if isinstance(getattr(config, name, None), int | float):

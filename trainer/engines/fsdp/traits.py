@@ -5,25 +5,23 @@ On the model itself where it is loaded whole; where each rank reads its own slic
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from penstock.trainer.engines.fsdp.attention import (
-    PROBE,
-    keeps_shared_prompts,
-    row_bounds_arguments,
-    use_packed_attention,
-)
+from penstock.trainer.engines.fsdp.mixers import mixers_of
+from penstock.trainer.engines.fsdp.rows import FIRST_ROW, Probe, RowPlan, choose_rows, keeps_shared_prompts, run_rows
 from penstock.trainer.logprobs import Head
 
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    attention: str
-    """transformers' name of the attention that is exact on packed rows."""
+    rows: RowPlan
+    """How the rows of a pack go through it."""
     head: Head | None
     """None where the model changes its logits in a way that `Head` does not know: it is then called whole."""
     shares_prompts: bool
@@ -31,29 +29,39 @@ class Traits:
 
 
 def find_traits(model: PreTrainedModel) -> Traits:
-    """`model` has weights and is on the host; it takes the attention. Raises `BadJob` where none is exact."""
-    attention = use_packed_attention(model)
-    return Traits(attention, _head_of(model), keeps_shared_prompts(model))
+    """`model` has weights and is on the host; it takes the plan for its rows. Raises `BadJob` where there is none."""
+    device = torch.device("cuda" if mixers_of(model) and torch.cuda.is_available() else "cpu")
+    module: nn.Module = model
+    module.to(device)  # kernels of layers with a state compute on GPUs alone
+    try:
+        rows = choose_rows(model)
+        return Traits(rows, _head_of(model, rows), keeps_shared_prompts(model, rows))
+    finally:
+        module.to("cpu")
 
 
 @torch.no_grad()
-def _head_of(model: PreTrainedModel) -> Head | None:
+def _head_of(model: PreTrainedModel, rows: RowPlan) -> Head | None:
     """How this model makes logits, by trying what its settings suggest."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         return None
-    ids = torch.tensor([PROBE[0]])
-    bounds = torch.tensor([0, ids.shape[1]], dtype=torch.int32)
-    inputs = {"input_ids": ids, "use_cache": False, **row_bounds_arguments(bounds)}
-    hidden = model.base_model(**inputs).last_hidden_state[0]
-    expected = model(**inputs).logits[0].float()
+    probe, body = Probe(model, (FIRST_ROW,)), body_of(model)
+    hidden = run_rows(lambda inputs: body(**inputs).last_hidden_state, probe.part(), rows)
     settings = _head_settings(model)
     found = settings.logits(hidden, head.weight, head.bias)
-    return settings if torch.allclose(found, expected, atol=1e-5, rtol=1e-4) else None
+    return settings if torch.allclose(found, probe.by(rows).float(), atol=1e-5, rtol=1e-4) else None
+
+
+def body_of(model: PreTrainedModel) -> Any:
+    """What makes the hidden states that the output head is given. Llama 4 names another part of a larger model as its
+    base, so that `base_model` is the model itself."""
+    return model.base_model if model.base_model is not model else model.model
 
 
 def _head_settings(model: PreTrainedModel) -> Head:
-    """Gemma caps its logits, Cohere multiplies and Granite divides them."""
+    """Gemma caps its logits, Cohere and Falcon-H1 multiply and Granite divides them."""
     config = model.config.get_text_config()
-    scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    factors = [getattr(config, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier")]
+    scale = math.prod(factors) / (getattr(config, "logits_scaling", None) or 1.0)
     return Head(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))

@@ -28,6 +28,8 @@ class Trial:
     """Why that could not be found out."""
     copied: bool = False
     """A copy was tried: nothing is known of the weights."""
+    unpacked_because: str = ""
+    """Why the engine would not pack this model's rows; empty where it would."""
 
 
 def try_model(model: str) -> Trial:
@@ -62,26 +64,26 @@ def _bytes(folder: Path) -> int:
 def _try_whole(model: str) -> Trial:
     from penstock.trainer.engines.fsdp.models import load_model
 
-    load_model(model)
-    return Trial()
+    return Trial(unpacked_because=load_model(model).traits.rows.unpacked_because)
 
 
 def try_copy(model: str) -> Trial:
     """Raises `BadJob`. What fails by itself proves nothing about the model: the copy may be at fault."""
     from transformers import AutoConfig
 
-    from penstock.trainer.engines.fsdp.attention import first_sentence, use_packed_attention
+    from penstock.trainer.engines.fsdp.rows import first_sentence
     from penstock.trainer.engines.fsdp.small_copy import NoCopy, small_copy
+    from penstock.trainer.engines.fsdp.traits import find_traits
 
     try:
         config = AutoConfig.from_pretrained(model)
     except Exception as error:  # noqa: BLE001 - a model's own code may raise anything
         return Trial(skipped=f"no small copy of it can be made: {first_sentence(error)}", copied=True)
     try:
-        use_packed_attention(small_copy(config))
+        rows = find_traits(small_copy(config)).rows
     except NoCopy as error:
         return Trial(skipped=str(error), copied=True)
-    return Trial(copied=True)
+    return Trial(copied=True, unpacked_because=rows.unpacked_because)
 
 
 if __name__ == "__main__":

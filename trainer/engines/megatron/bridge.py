@@ -30,6 +30,9 @@ DATA_PARALLEL = {
     "overlap_grad_reduce": False,
 }
 
+UNCONVERTED = (NotImplementedError, LookupError, AttributeError, AssertionError, TypeError, ValueError)
+"""What mbridge raises on tensors or settings that it does not expect."""
+
 
 class ModelBridge:
     """One model of a run, as many instances of it as `build` is called. megatron's groups must exist."""
@@ -41,6 +44,7 @@ class ModelBridge:
         check_model(self.hf_config, config.parallel, model)
         self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         self._bridge = _open(self.hf_config, self._dtype, model)
+        self._layers = "Transformer Engine's layers" if transformer_engine else "megatron-core's own layers"
         if not transformer_engine:
             if self.config.num_moe_experts and config.parallel.tensor > 1:
                 raise BadJob(
@@ -58,15 +62,22 @@ class ModelBridge:
         return self._bridge.config
 
     def build(self, *, trained: bool) -> list[nn.Module]:
-        """This rank's part of the model, with weights; wrapped for data parallelism where it is trained."""
-        models = self._bridge.get_model(
-            wrap_with_ddp=trained,
-            bf16=self._dtype == torch.bfloat16,
-            use_cpu_initialization=self.config.use_cpu_initialization,
-            data_parallel_random_init=False,
-            ddp_config=dict(DATA_PARALLEL),
-        )
-        self.load(models, self.folder)
+        """This rank's part of the model, with weights; wrapped for data parallelism where it is trained. Raises
+        `BadJob` where mbridge has no place for one of its tensors."""
+        try:
+            models: list[nn.Module] = self._bridge.get_model(
+                wrap_with_ddp=trained,
+                bf16=self._dtype == torch.bfloat16,
+                use_cpu_initialization=self.config.use_cpu_initialization,
+                data_parallel_random_init=False,
+                ddp_config=dict(DATA_PARALLEL),
+            )
+            self.load(models, self.folder)
+        except UNCONVERTED as error:
+            raise BadJob(
+                f"{self.folder} is of type {self.hf_config.model_type}, which mbridge does not convert into "
+                f"{self._layers}: {_first_line(error)}; trainer.engine fsdp takes it"
+            ) from error
         # From here on values keep the dtype that they are given: masters and moments are float32 in a bfloat16 model.
         self._bridge.dtype = None
         return models
@@ -135,11 +146,20 @@ def _open(hf_config: Any, dtype: torch.dtype, model: str) -> Any:
             f"{model} is of type {hf_config.model_type}, which mbridge does not convert; trainer.engine megatron knows "
             f"{known}"
         ) from error
+    except UNCONVERTED as error:
+        raise BadJob(
+            f"{model} is of type {hf_config.model_type}, whose settings mbridge does not take: {_first_line(error)}; "
+            "trainer.engine fsdp does"
+        ) from error
     # mbridge writes a tied model's head into a table of the class, where the next model would find it.
     tied = getattr(hf_config, "tie_word_embeddings", False)
     head = "model.embed_tokens.weight" if tied else "lm_head.weight"
     bridge._DIRECT_MAPPING = {**bridge._DIRECT_MAPPING, "output_layer.weight": head}
     return bridge
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0] or type(error).__name__
 
 
 def _read_config(folder: Path) -> Any:

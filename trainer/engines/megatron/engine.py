@@ -27,7 +27,7 @@ from penstock.trainer.engines.megatron.optimizer import Optimizer
 from penstock.trainer.engines.megatron.settings import check_machine, has_transformer_engine, takes_packed_rows
 from penstock.trainer.engines.megatron.stages import Reading, Stages
 from penstock.trainer.engines.megatron.state import State
-from penstock.trainer.packing import Pack
+from penstock.trainer.packing import Pack, RowLayout
 from penstock.trainer.ranks.distributed import Ranks
 
 NO_CRITIC = "trainer.engine megatron has no critic"
@@ -65,6 +65,11 @@ class MegatronEngine:
     @property
     def shares_prompts(self) -> bool:
         return False
+
+    @property
+    def row_layout(self) -> RowLayout:
+        """Also where rows become a rectangle: what fills it up is not counted."""
+        return RowLayout.PACKED
 
     def score(self, packs: Sequence[Pack]) -> list[Tensor]:
         return self._policy.score(packs)

@@ -1,0 +1,12 @@
+from .beside import BESIDE as BESIDE
+from .beside import Unavailable as Unavailable
+from .beside import found_beside as found_beside
+from .families import FAMILIES as FAMILIES
+from .families import Family as Family
+from .page import CHEAP as CHEAP
+from .page import read_cells as read_cells
+from .page import render as render
+from .trying import SAME as SAME
+from .trying import gaps as gaps
+from .trying import tiny_rows as tiny_rows
+from .trying import try_families as try_families

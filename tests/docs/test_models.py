@@ -1,0 +1,57 @@
+"""docs/models.md is what tiny models of each family show now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from scripts.model_table import BESIDE, CHEAP, FAMILIES, Unavailable, found_beside, read_cells, render, try_families
+
+pytestmark = pytest.mark.torch
+
+PAGE = Path(__file__).parents[2] / "docs/models.md"
+HINT = "run: python -m scripts.model_table"
+KINDS = [family.kind for family in FAMILIES]
+
+
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, str]]]:
+    """(the folder of the models, the cheap cells by kind)"""
+    folder = tmp_path_factory.mktemp("models")
+    return folder, try_families(folder)
+
+
+def test_the_page_is_written_by_the_command() -> None:
+    assert render(read_cells(PAGE.read_text())) == PAGE.read_text(), HINT
+
+
+def test_every_cell_is_filled_and_none_is_wrong() -> None:
+    page = read_cells(PAGE.read_text())
+    cells = [cell for found in page.values() for cell in found.values()]
+    assert len(cells) == len(FAMILIES) * (len(CHEAP) + len(BESIDE))
+    assert not [cell for cell in cells if "WRONG" in cell or "crash" in cell.lower()]
+    assert not [found[column] for found in page.values() for column in CHEAP if len(found[column]) < 3]
+
+
+def test_the_trainer_does_what_the_page_says(tried: tuple[Path, dict[str, dict[str, str]]]) -> None:
+    """Exactness is in the cells: one that differs by more than 1e-5 says so."""
+    page = read_cells(PAGE.read_text())
+    assert {kind: {column: page[kind][column] for column in CHEAP} for kind in KINDS} == tried[1], HINT
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("column", BESIDE)
+def test_other_environments_do_what_the_page_says(column: str, tried: tuple[Path, dict[str, dict[str, str]]]) -> None:
+    try:
+        found = found_beside(column, tried[0], KINDS)
+    except Unavailable as error:
+        if "ended" in str(error):
+            raise
+        pytest.skip(str(error))
+    page = read_cells(PAGE.read_text())
+    assert {kind: page[kind][column] for kind in found if len(page[kind][column]) > 1} == {
+        kind: cell for kind, cell in found.items() if len(page[kind][column]) > 1
+    }, HINT

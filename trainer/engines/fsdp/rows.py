@@ -1,0 +1,277 @@
+"""How the rows of a pack go through a model: chosen once, when the model is loaded, by trying.
+
+    packed   rows end to end on one line; attention and mixers keep them apart        no padding, every speed setting
+    padded   one line for each row, filled up on the right to the longest             any model that looks back only
+    alone    one forward for each row                                                 what stays exact by definition
+
+The first that gives what the rows give alone, by transformers' `eager` attention, is taken. What fills up comes after
+its row's tokens, and a causal model looks back only: no token of a row sees it. A model is refused only where its own
+forward of one row cannot be trained on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from penstock.trainer.engines.fsdp import attention
+from penstock.trainer.engines.fsdp.attention import NoBounds, VisibleKeys
+from penstock.trainer.engines.fsdp.context import ContextGroup, PackPart
+from penstock.trainer.engines.fsdp.mixers import has_kernels, kinds_of_mixers, mix_row_by_row
+from penstock.trainer.job import BadJob
+from penstock.trainer.packing import RowLayout
+
+logger = logging.getLogger(__name__)
+
+UNPACKABLE = {
+    "attention_chunk_size": "its chunks would begin with the pack, not with the row",
+    "index_topk": "the keys that its indexer chooses would be those of the pack, not of the row",
+}
+"""Settings of a model → why its packed rows differ from rows alone once they are longer than those that are tried."""
+SHORT = (5, 3)
+LONG = (70, 90)
+"""Lengths of the rows that are tried; long ones where layers carry a state, whose loops take 64 tokens at a time."""
+FIRST_ROW = (1, 2, 3, 4, 5)
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """Of one model."""
+
+    layout: RowLayout
+    attention: str
+    """transformers' name of it."""
+    mixers: str = ""
+    """The kinds of its layers that carry a state from token to token; empty where it has none."""
+    row_by_row: bool = False
+    """They are called once for every row of a pack."""
+    unpacked_because: str = ""
+    """A sentence; empty where rows are packed."""
+
+    def apply(self, model: PreTrainedModel) -> None:
+        """In place, once for a model that `choose_rows` has not seen."""
+        model.set_attn_implementation(self.attention)
+        if self.row_by_row:
+            mix_row_by_row(model)
+
+    def __str__(self) -> str:
+        if self.layout is RowLayout.PACKED:
+            return f"rows packed, {self.mixers} row by row" if self.row_by_row else "rows packed"
+        how = "padded to the longest of their batch" if self.layout is RowLayout.PADDED else "one by one"
+        return f"rows {how} ({self.unpacked_because})"
+
+
+@dataclass(frozen=True, slots=True)
+class RowInputs:
+    """One call of a model. B = lines, W = their length, L = tokens of the pack that go through it."""
+
+    arguments: dict[str, Any]
+    """Keyword arguments of transformers' model"""
+    line: Tensor | None = None
+    """[L] first index of each token in what the model returns [B, W, …]; None: they are one line, as they lie"""
+    column: Tensor | None = None
+    """[L] second index"""
+
+    def of_pack(self, found: Tensor) -> Tensor:
+        """[B, W, …] → [L, …]"""
+        return found[0] if self.line is None else found[self.line, self.column]
+
+
+def run_rows(
+    call: Callable[[dict[str, Any]], Tensor], part: PackPart, plan: RowPlan, context: ContextGroup | None = None
+) -> Tensor:
+    """[L, …] of a pack's tokens, in its order; `call`: keyword arguments → [B, W, …]."""
+    found = [inputs.of_pack(call(inputs.arguments)) for inputs in row_inputs(part, plan, context)]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def row_inputs(part: PackPart, plan: RowPlan, context: ContextGroup | None = None) -> Iterator[RowInputs]:
+    """The calls by which the rows of one part of a pack go through the model."""
+    if plan.layout is RowLayout.PACKED:
+        arguments = row_bounds_arguments(part.row_bounds, part.parents, numbered=bool(plan.mixers))
+        if context is not None:
+            arguments["context"] = context
+        yield RowInputs(
+            {"input_ids": part.ids[None], "position_ids": part.positions[None], "use_cache": False, **arguments}
+        )
+    elif plan.layout is RowLayout.PADDED:
+        yield _padded(part)
+    else:
+        for row in part.ids.split(part.row_bounds.diff().tolist()):
+            yield RowInputs({"input_ids": row[None], "use_cache": False})
+
+
+def _padded(part: PackPart) -> RowInputs:
+    lengths = part.row_bounds.diff().long()
+    line = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    ids = part.ids.new_zeros(len(lengths), int(lengths.max()))
+    ids[line, part.positions] = part.ids
+    return RowInputs({"input_ids": ids, "use_cache": False}, line, part.positions)
+
+
+def row_bounds_arguments(
+    row_bounds: Tensor, parents: Tensor | None = None, *, numbered: bool = False
+) -> dict[str, Any]:
+    """The keyword arguments by which transformers hands packed rows' bounds to attention; `numbered`: also the row of
+    each token, which mixers ask for."""
+    lengths = row_bounds.diff()
+    longest = int(lengths.max())
+    arguments: dict[str, Any] = {
+        "cu_seq_lens_q": row_bounds,
+        "cu_seq_lens_k": row_bounds,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+    if numbered:
+        numbers = torch.arange(len(lengths), dtype=torch.int32, device=row_bounds.device)
+        arguments["seq_idx"] = torch.repeat_interleave(numbers, lengths.long())[None]
+    return arguments if parents is None else {**arguments, "seen": VisibleKeys.of(row_bounds, parents)}
+
+
+def choose_rows(model: PreTrainedModel) -> RowPlan:
+    """`model` has weights and takes the plan. Raises `BadJob` where its own forward fails or gives no numbers."""
+    probe = Probe.of(model, LONG if kinds_of_mixers(model) else SHORT)
+    try:
+        model.set_attn_implementation("eager")  # sdpa leaves out caps on scores
+        reference = probe.alone()
+    except Exception as error:  # a model's own code may raise anything
+        raise BadJob(f"{_refusal(model)}: {first_sentence(error)}") from error
+    if not torch.isfinite(reference).all():
+        raise BadJob(f"{type(model).__name__} cannot be trained: {_not_finite(model)}")
+    because = _unpackable(model)
+    if not because:
+        packed, because = _packed_plan(model, probe, reference)
+        if packed is not None:
+            return packed
+    return _unpacked_plan(model, probe, reference, because)
+
+
+def _refusal(model: PreTrainedModel) -> str:
+    return f"{type(model).__name__} cannot be trained by trainer.engine fsdp"
+
+
+def _unpackable(model: PreTrainedModel) -> str:
+    """What the model's settings say."""
+    config = model.config.get_text_config()
+    return next((f"{why}: {name}" for name, why in UNPACKABLE.items() if getattr(config, name, None)), "")
+
+
+def _packed_plan(model: PreTrainedModel, probe: Probe, reference: Tensor) -> tuple[RowPlan | None, str]:
+    """(the plan, why there is none)"""
+    because, mixers = "", kinds_of_mixers(model)
+    for row_by_row in ([False] if has_kernels(model) or not mixers else []) + [True] * bool(mixers):
+        if row_by_row:
+            mix_row_by_row(model)
+        for name in (attention.NAME, "sdpa"):
+            plan = RowPlan(RowLayout.PACKED, name, mixers=mixers, row_by_row=row_by_row)
+            try:
+                model.set_attn_implementation(name)
+                packed = probe.by(plan)
+            except NoBounds as error:  # transformers' own mask is a substitute: exact, and slower
+                because = first_sentence(error)
+                continue
+            except Exception as error:  # noqa: BLE001 - as above; the next way may do
+                because = first_sentence(error)
+                break
+            if _same(packed, reference):
+                return plan, ""
+            because = "its packed rows differ from the same rows alone"
+            break
+    return None, because
+
+
+def _unpacked_plan(model: PreTrainedModel, probe: Probe, reference: Tensor, because: str) -> RowPlan:
+    """By sdpa where that is exact, since eager keeps all scores of a row."""
+    for layout in (RowLayout.PADDED, RowLayout.ALONE):
+        for name in ("sdpa", "eager"):
+            plan = RowPlan(layout, name, mixers=kinds_of_mixers(model), unpacked_because=because)
+            try:
+                model.set_attn_implementation(name)
+                found = probe.by(plan)
+            except Exception as error:  # noqa: BLE001 - a model need not have sdpa, nor take several rows
+                logger.debug("%s, %s: %s", layout, name, error)
+                continue
+            if _same(found, reference):
+                return plan
+    raise BadJob(f"{_refusal(model)}: {because}, and one row gives other logits from call to call")
+
+
+def _same(found: Tensor, reference: Tensor) -> bool:
+    return torch.allclose(found, reference, atol=1e-4, rtol=1e-3)
+
+
+def _not_finite(model: PreTrainedModel) -> str:
+    """Why its logits are not: NaN equals nothing, so that packed rows would be said to differ."""
+    bad = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
+    if not bad:
+        return "its logits are not finite although its weights are"
+    rest = f" and {len(bad) - 1} more parameters" if len(bad) > 1 else ""
+    return f"its weights hold NaN or infinite values, first in {bad[0]}{rest}; take a copy of the model without them"
+
+
+def first_sentence(error: Exception) -> str:
+    """transformers follows its own with advice and lists of classes."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[0].split(". ")[0].rstrip(".:")
+
+
+def keeps_shared_prompts(model: PreTrainedModel, plan: RowPlan) -> bool:
+    """Whether rows that share their prompt give what they give apart, by trying; False for another attention, and for
+    layers that would have to carry one prompt's state to several rows."""
+    if plan.layout is not RowLayout.PACKED or plan.attention != attention.NAME or plan.mixers:
+        return False
+    first, last = FIRST_ROW, 1
+    apart = Probe(model, ((*first,), (*first[:2], last))).by(plan)
+    shared = Probe(model, (first[:2], first[2:], (last,)), starts=(0, 2, 2), parents=(-1, 0, 0)).by(plan)
+    return _same(shared, apart[[0, 1, 2, 3, 4, 7]])
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Short rows that a model is tried on."""
+
+    model: PreTrainedModel
+    rows: tuple[tuple[int, ...], ...]
+    starts: tuple[int, ...] = ()
+    """The position of each row's first token; empty: 0"""
+    parents: tuple[int, ...] = ()
+    """As `Pack.parents`; empty: none"""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, lengths: tuple[int, ...]) -> Probe:
+        words = min(model.config.get_text_config().vocab_size, 61)
+        return cls(model, tuple(tuple((7 * n + length) % words for n in range(length)) for length in lengths))
+
+    @torch.no_grad()
+    def alone(self) -> Tensor:
+        """Logits [L, V] of one row after the other, as anybody would call the model."""
+        return torch.cat(
+            [self.model(input_ids=self._tensor(row)[None], use_cache=False).logits[0] for row in self.rows]
+        )
+
+    @torch.no_grad()
+    def by(self, plan: RowPlan) -> Tensor:
+        """Logits [L, V]"""
+        return run_rows(lambda arguments: self.model(**arguments).logits, self.part(), plan)
+
+    def part(self) -> PackPart:
+        starts = self.starts or (0,) * len(self.rows)
+        positions = [start + n for start, row in zip(starts, self.rows, strict=True) for n in range(len(row))]
+        nothing = self._tensor(())
+        return PackPart(
+            ids=self._tensor(token for row in self.rows for token in row),
+            positions=self._tensor(positions),
+            row_bounds=self._tensor((0, *(len(row) for row in self.rows))).cumsum(0, dtype=torch.int32),
+            predictors=nothing,
+            targets=nothing,
+            parents=self._tensor(self.parents) if self.parents else None,
+        )
+
+    def _tensor(self, numbers: Any) -> Tensor:
+        return torch.tensor(list(numbers), dtype=torch.long, device=self.model.device)
