@@ -223,8 +223,9 @@ class EnvironmentHost:
         """The connection of a process that was started; fails where that ends before it connects."""
         assert self._process is not None
         ended = asyncio.ensure_future(self._process.wait() if number == 0 else asyncio.shield(self._ends[number]))
+        either: set[asyncio.Future[Any]] = {arrived, ended}
         try:
-            await asyncio.wait({arrived, ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
             ended.cancel()
         if not arrived.done():
