@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 import time
@@ -68,10 +69,16 @@ def _listening(ports: Set[int]) -> list[tuple[int, int | None]]:
 
 
 def _cgroups(started: Mapping[int, float]) -> list[Path]:
-    """``penstock/OWNER/PID-START-MAKER-SLOT`` in any hierarchy."""
+    """``penstock/OWNER/PID-START-MAKER-SLOT`` in any hierarchy, START in ticks since boot: numbers are given anew."""
     roots = [Path("/sys/fs/cgroup"), *Path("/sys/fs/cgroup").glob("*/")]
     paths = [path for root in roots for path in root.glob("penstock/*/*-*/")]
-    return [path for path in paths if (pid := re.match(r"\d+", path.name)) and int(pid[0]) in started]
+    return [path for path in paths if (made := re.match(r"(\d+)-(\d+)-", path.name)) and _is(*made.groups(), started)]
+
+
+def _is(pid: str, ticks: str, started: Mapping[int, float]) -> bool:
+    """Whether it is that process of the run, not a later one with its number."""
+    created = psutil.boot_time() + int(ticks) / os.sysconf("SC_CLK_TCK")
+    return abs(started.get(int(pid), 0.0) - created) < 2.0
 
 
 def _files(root: Path, started: Mapping[int, float]) -> list[Path]:

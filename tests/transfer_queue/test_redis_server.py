@@ -24,6 +24,7 @@ from redis_parts import open_to
 
 from penstock.transfer_queue import QueueError, RedisServer
 from penstock.transfer_queue.redis import (
+    STARTS,
     Connection,
     RedisBinary,
     RedisCluster,
@@ -147,6 +148,32 @@ async def test_another_redis_at_the_port_is_named(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr("penstock.transfer_queue.redis.server.check_free", lambda *_, **__: None)
         with pytest.raises(QueueError, match=f"port {other.port} is in use: another Redis answers there"):
             await RedisServer(tmp_path / "redis", PASSWORD, port=other.port).start()
+
+
+@pytest.mark.parametrize("kills", [1, STARTS])
+async def test_a_server_killed_before_it_answers_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int
+) -> None:
+    """Invariant 2 holds in its first moments too; what kills it again and again is named."""
+    spawn, started = RedisServer._spawn, []
+
+    async def spawn_and_kill(server: RedisServer, binary: str) -> None:
+        await spawn(server, binary)
+        started.append(server.pid)
+        if len(started) <= kills:
+            os.kill(int(server.pid or 0), signal.SIGKILL)
+
+    monkeypatch.setattr(RedisServer, "_spawn", spawn_and_kill)
+    server = RedisServer(tmp_path, PASSWORD)
+    if kills < STARTS:
+        await server.start()
+        assert server.alive
+        assert len(set(started)) == kills + 1
+        await server.stop()
+    else:
+        with pytest.raises(QueueError, match="signal 9 ended redis-server before it answered"):
+            await server.start()
+        assert len(started) == STARTS
 
 
 async def test_a_server_that_does_not_end_is_killed(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from .replies import journal_from_values as journal_from_values
 from .scripts import Script as Script
 from .scripts import library as library
 from .scripts import make_library as make_library
+from .server import STARTS as STARTS
 from .server import RedisCluster as RedisCluster
 from .server import RedisServer as RedisServer
 from .server_config import USERS_VERSION as USERS_VERSION

@@ -33,6 +33,12 @@ from penstock.transfer_queue.redis.server_config import (
 )
 
 logger = logging.getLogger(__name__)
+STARTS = 4
+"""Starts in a row of a redis-server that a signal ends before it answers."""
+
+
+class KilledInStart(QueueError):
+    """A signal ended redis-server before it answered; it may be started again at once."""
 
 
 class RedisServer:
@@ -116,7 +122,16 @@ class RedisServer:
         """Start it and wait until it answers. Raises `QueueError` with the cause and the fix.
 
         While it loads its file, `start_timeout_s` is the longest time without progress: a large file takes minutes.
+        Killed by a signal meanwhile, it is started again, `STARTS` times in all.
         """
+        for _ in range(STARTS - 1):
+            try:
+                return await self._start_once()
+            except KilledInStart as error:
+                logger.warning("%s; started again", error)
+        await self._start_once()
+
+    async def _start_once(self) -> None:
         binary = await asyncio.to_thread(find_redis_server)
         self._options.check_version(binary)
         self._prepare()
@@ -222,7 +237,9 @@ class RedisServer:
             await client.aclose()
 
     async def _answers(self, client: aioredis.Redis) -> bool:
-        if not self.alive:
+        if (ended := self._process.returncode if self._process else 0) is not None:
+            if ended < 0:
+                raise KilledInStart(f"signal {-ended} ended redis-server before it answered; see {self.log_file}")
             raise QueueError(f"redis-server ended at once: {self._log_tail()} (whole log: {self.log_file})")
         try:
             return bool(await client.execute_command("PING"))
