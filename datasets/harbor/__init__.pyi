@@ -1,7 +1,7 @@
 from .check import AGENTS as AGENTS
 from .check import CheckedTask as CheckedTask
 from .check import Checker as Checker
-from .check import Probe as Probe
+from .check import TaskTrial as TaskTrial
 from .check import check_config as check_config
 from .check import digest_of as digest_of
 from .check import run_agent as run_agent

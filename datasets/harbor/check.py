@@ -41,7 +41,7 @@ class Builder(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class TaskTrial:
     """One agent's run of one task; a line of the record."""
 
     task: str
@@ -64,7 +64,7 @@ class CheckedTask:
     """What is known of one task."""
 
     task: str
-    probes: Mapping[str, Probe]
+    probes: Mapping[str, TaskTrial]
     cause: str = ""
     """Why it was not run; empty where both agents were."""
 
@@ -105,13 +105,13 @@ class Checker:
         self._passed = passed
         self._turns = asyncio.Semaphore(concurrency)
         self._report = report
-        self._known: dict[tuple[str, str, str], Probe] = {}
+        self._known: dict[tuple[str, str, str], TaskTrial] = {}
         self._ended = 0
         self._count = 0
 
     async def check(self, folders: Sequence[Path], *, again: bool = False) -> list[CheckedTask]:
         """In the order of `folders`. `again`: whatever the record says."""
-        record: dict[tuple[str, str, str], Probe] = {}
+        record: dict[tuple[str, str, str], TaskTrial] = {}
         for one in self._recorded():
             record[one.task, one.digest, one.agent] = one
         self._record.parent.mkdir(parents=True, exist_ok=True)
@@ -120,10 +120,10 @@ class Checker:
         self._ended, self._count = 0, len(folders)
         return list(await asyncio.gather(*(self._in_turn(folder) for folder in folders)))
 
-    def _recorded(self) -> list[Probe]:
+    def _recorded(self) -> list[TaskTrial]:
         """Of a later line and an earlier one of the same probe the later one counts. Raises `HarborTaskError`."""
         try:
-            return [Probe(**line) for line in read_jsonl(self._record)]
+            return [TaskTrial(**line) for line in read_jsonl(self._record)]
         except TypeError as error:
             raise HarborTaskError(f"{self._record} is no record of a check ({error}): name another --record") from error
 
@@ -136,7 +136,7 @@ class Checker:
 
     async def _check(self, folder: Path) -> CheckedTask:
         """Never raises for what a task does: the others are checked whatever this one is."""
-        probes: dict[str, Probe] = {}
+        probes: dict[str, TaskTrial] = {}
         try:
             task = await asyncio.to_thread(read_task, folder)
             digest = await asyncio.to_thread(digest_of, folder)
@@ -150,12 +150,12 @@ class Checker:
             return CheckedTask(folder.name, probes, str(error))
         return CheckedTask(task.name, probes)
 
-    async def _run(self, task: HarborTask, digest: str, agent: AgentName) -> Probe:
+    async def _run(self, task: HarborTask, digest: str, agent: AgentName) -> TaskTrial:
         """Raises `SandboxError`: it says nothing of the task, and is not recorded."""
         self._report(f"{task.name}: {agent} …")
         started = time.monotonic()
         reward, cause = await run_agent(self._sandbox, task, agent, self._passed)
-        probe = Probe(task.name, digest, agent, reward, cause, round(time.monotonic() - started, 2))
+        probe = TaskTrial(task.name, digest, agent, reward, cause, round(time.monotonic() - started, 2))
         append_jsonl(self._record, [asdict(probe)])
         return probe
 
@@ -196,7 +196,7 @@ def select(folder: Path, names: Sequence[str]) -> list[Path]:
     return [one for one in found if not names or one.name in names]
 
 
-def _problem_of(probe: Probe) -> str:
+def _problem_of(probe: TaskTrial) -> str:
     what = "no reward" if probe.reward is None else f"reward {probe.reward:g}"
     wanted = "its own solution must earn 1" if probe.agent == "oracle" else "doing nothing must earn less than 1"
     return f"{probe.agent}: {what}, {wanted}" + (f": {probe.cause}" if probe.cause else "")

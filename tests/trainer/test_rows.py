@@ -68,13 +68,13 @@ def test_a_state_that_leaks_is_found_and_its_rows_are_padded(
 
 @pytest.mark.parametrize("kind", ["Qwen3Next", "GptOss"])
 def test_rows_one_by_one_are_the_last_resort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    original = import_module(f"{INSIDE}.rows").Probe.by
+    original = import_module(f"{INSIDE}.rows").TrialRows.by
 
     def by(probe: Any, plan: Any) -> Any:
         found = original(probe, plan)
         return found if plan.layout is RowLayout.ALONE else found + 1
 
-    monkeypatch.setattr(f"{INSIDE}.rows.Probe.by", by)
+    monkeypatch.setattr(f"{INSIDE}.rows.TrialRows.by", by)
     policy = load_policy(BY_KIND[kind].save(tmp_path), 1.0)
     assert policy.rows.layout is RowLayout.ALONE
     assert "rows one by one (" in str(policy.rows)

@@ -136,7 +136,7 @@ def row_bounds_arguments(
 
 def choose_rows(model: PreTrainedModel) -> RowPlan:
     """`model` has weights and takes the plan. Raises `BadJob` where its own forward fails or gives no numbers."""
-    probe = Probe.of(model, LONG if kinds_of_mixers(model) else SHORT)
+    probe = TrialRows.of(model, LONG if kinds_of_mixers(model) else SHORT)
     try:
         model.set_attn_implementation("eager")  # sdpa leaves out caps on scores
         reference = probe.alone()
@@ -162,7 +162,7 @@ def _unpackable(model: PreTrainedModel) -> str:
     return next((f"{why}: {name}" for name, why in UNPACKABLE.items() if getattr(config, name, None)), "")
 
 
-def _packed_plan(model: PreTrainedModel, probe: Probe, reference: Tensor) -> tuple[RowPlan | None, str]:
+def _packed_plan(model: PreTrainedModel, probe: TrialRows, reference: Tensor) -> tuple[RowPlan | None, str]:
     """(the plan, why there is none)"""
     because, mixers = "", kinds_of_mixers(model)
     for row_by_row in ([False] if has_kernels(model) or not mixers else []) + [True] * bool(mixers):
@@ -186,7 +186,7 @@ def _packed_plan(model: PreTrainedModel, probe: Probe, reference: Tensor) -> tup
     return None, because
 
 
-def _unpacked_plan(model: PreTrainedModel, probe: Probe, reference: Tensor, because: str) -> RowPlan:
+def _unpacked_plan(model: PreTrainedModel, probe: TrialRows, reference: Tensor, because: str) -> RowPlan:
     """By sdpa where that is exact, since eager keeps all scores of a row."""
     for layout in (RowLayout.PADDED, RowLayout.ALONE):
         for name in ("sdpa", "eager"):
@@ -227,13 +227,13 @@ def keeps_shared_prompts(model: PreTrainedModel, plan: RowPlan) -> bool:
     if plan.layout is not RowLayout.PACKED or plan.attention != attention.NAME or plan.mixers:
         return False
     first, last = FIRST_ROW, 1
-    apart = Probe(model, ((*first,), (*first[:2], last))).by(plan)
-    shared = Probe(model, (first[:2], first[2:], (last,)), starts=(0, 2, 2), parents=(-1, 0, 0)).by(plan)
+    apart = TrialRows(model, ((*first,), (*first[:2], last))).by(plan)
+    shared = TrialRows(model, (first[:2], first[2:], (last,)), starts=(0, 2, 2), parents=(-1, 0, 0)).by(plan)
     return _same(shared, apart[[0, 1, 2, 3, 4, 7]])
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class TrialRows:
     """Short rows that a model is tried on."""
 
     model: PreTrainedModel
@@ -244,7 +244,7 @@ class Probe:
     """As `Pack.parents`; empty: none"""
 
     @classmethod
-    def of(cls, model: PreTrainedModel, lengths: tuple[int, ...]) -> Probe:
+    def of(cls, model: PreTrainedModel, lengths: tuple[int, ...]) -> TrialRows:
         words = min(model.config.get_text_config().vocab_size, 61)
         return cls(model, tuple(tuple((7 * n + length) % words for n in range(length)) for length in lengths))
 

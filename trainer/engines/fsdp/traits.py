@@ -14,7 +14,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from penstock.trainer.engines.fsdp.mixers import mixers_of
-from penstock.trainer.engines.fsdp.rows import FIRST_ROW, Probe, RowPlan, choose_rows, keeps_shared_prompts, run_rows
+from penstock.trainer.engines.fsdp.rows import (
+    FIRST_ROW,
+    RowPlan,
+    TrialRows,
+    choose_rows,
+    keeps_shared_prompts,
+    run_rows,
+)
 from penstock.trainer.logprobs import Head
 
 
@@ -46,7 +53,7 @@ def _head_of(model: PreTrainedModel, rows: RowPlan) -> Head | None:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         return None
-    probe, body = Probe(model, (FIRST_ROW,)), body_of(model)
+    probe, body = TrialRows(model, (FIRST_ROW,)), body_of(model)
     hidden = run_rows(lambda inputs: body(**inputs).last_hidden_state, probe.part(), rows)
     settings = _head_settings(model)
     found = settings.logits(hidden, head.weight, head.bias)
