@@ -41,6 +41,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 MAX_ERROR = 4000
+MAX_LINE_BYTES = 16 << 20
+"""Of a message to the worker; `gymnasium.MAX_LINE_BYTES` ends a longer one's connection without a word."""
 GYMNASIUM_ID = re.compile(r"(?:[\w./-]+)-v\d+")
 Json = dict[str, Any]
 
@@ -98,7 +100,10 @@ class Lines:
         self._read = b""
 
     def send(self, message: Json) -> None:
-        self.connection.sendall(json.dumps(message, default=repr).encode() + b"\n")
+        line = json.dumps(message, default=repr).encode()
+        if len(line) >= MAX_LINE_BYTES:
+            line = json.dumps({"error": f"an answer of {len(line)} bytes; {MAX_LINE_BYTES - 1} are the most"}).encode()
+        self.connection.sendall(line + b"\n")
 
     def receive(self) -> Json | None:
         """The next line; None at the end of file."""
@@ -242,6 +247,7 @@ class EpisodeForker:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             die_with(host)
+            adopt_orphans()
             self._control.connection.close()
             woken.close()
             lines = Lines(connect(self._address))
@@ -291,6 +297,13 @@ def die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Has what this process starts stay below it, however often it forks: `tree_of` then finds a browser's children."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
 if __name__ == "__main__":

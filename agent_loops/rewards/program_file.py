@@ -23,27 +23,36 @@ def compute_score(
     program = extra_info.get(PROGRAM)
     if program is None:
         raise InfraFailure("reward", "program_file: it is for agent.loop: command")
-    found = program["files"].get(file)
-    if found is None:
+    text = program["files"].get(file)
+    if text is None:
         ended = f"exit status {program['exit_code']}, {str(program['stderr'])[-400:]}"
         raise InfraFailure(
             "reward", f"program_file: the program left no {file} ({ended}); is it in agent.settings.collect?"
         )
-    given = _read(found, file)
+    given = _read(text, file)
     metrics = given.get("metrics") or {}
-    numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, bool | int | float)}
-    return {**numbers, "score": _number(given.get("reward"), file)}
+    if not isinstance(metrics, dict):
+        raise InfraFailure("reward", f"program_file: the metrics in {file} are no object: {metrics!r:.200}")
+    numbers = {name: number for name, value in metrics.items() if (number := finite_number(value)) is not None}
+    reward = finite_number(given.get("reward"))
+    if reward is None or isinstance(given.get("reward"), bool):
+        raise InfraFailure(
+            "reward", f"program_file: the reward in {file} is no finite number: {given.get('reward')!r:.200}"
+        )
+    return {**numbers, "score": reward}
 
 
 def _read(text: str, file: str) -> Mapping[str, Any]:
     try:
         given = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InfraFailure("reward", f"program_file: {file} is no number and no JSON: {text[:200]!r}") from error
     return given if isinstance(given, dict) else {"reward": given}
 
 
-def _number(value: Any, file: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InfraFailure("reward", f"program_file: the reward in {file} is no finite number: {value!r}")
-    return float(value)
+def finite_number(value: Any) -> float | None:
+    """`value` as a float; None where it is no number or has no finite one. What a program wrote may be any JSON."""
+    try:
+        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    except OverflowError:  # an integer of 400 digits
+        return None

@@ -256,7 +256,7 @@ class HarborEnvironment:
                 continue
             try:
                 return read(text), ""
-            except ValueError as error:
+            except (ValueError, OverflowError, RecursionError) as error:  # an agent may have written anything there
                 return {}, f"{path}: {error}"
         return {}, f"its tests wrote no reward ({_end_of(ran)}): {await self._last_words()}"
 

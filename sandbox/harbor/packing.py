@@ -58,12 +58,18 @@ def packed(folder: Path | None, more: Mapping[str, bytes] | None = None, left_ou
 
 
 _LINK = 0o120000
+MAX_PACKED_BYTES = 256 << 20
+"""Of one folder's files, which are held in memory."""
 
 
 def _entries(
     folder: Path | None, more: Mapping[str, bytes], left_out: frozenset[str]
 ) -> Iterator[tuple[str, int, bytes]]:
-    """(path, mode, content, of a link its target), by path."""
+    """(path, mode, content, of a link its target), by path. Raises `OSError`, also where `folder` is a link: a task of
+    others may not bring a folder of this machine into its box; and where its files are more than `MAX_PACKED_BYTES`."""
+    if folder is not None and folder.is_symlink():
+        raise OSError(f"{folder} is a link; a task's folders stand in the task")
+    left = MAX_PACKED_BYTES
     found = {name: (0o755 if name.endswith(".sh") else 0o644, content) for name, content in more.items()}
     for path in sorted(folder.rglob("*")) if folder is not None else ():
         name = str(path.relative_to(folder)) if folder is not None else ""
@@ -72,6 +78,9 @@ def _entries(
         if path.is_symlink():
             found[name] = (_LINK | 0o777, str(path.readlink()).encode("utf-8", "surrogateescape"))
         elif path.is_file():
+            left -= path.stat().st_size
+            if left < 0:
+                raise OSError(f"{folder} has more than {MAX_PACKED_BYTES >> 20} MB of files")
             found[name] = (0o755 if path.stat().st_mode & 0o100 else 0o644, path.read_bytes())
     for name, (mode, content) in sorted(found.items()):
         yield name, mode, content

@@ -86,6 +86,10 @@ async def test_tests_without_a_reward_are_a_failure_or_a_zero(play, write_task: 
     with pytest.raises(InfraFailure, match="harbor: task made: its tests wrote no reward"):
         await play(folder, says)
     assert (await play(folder, says, {"no_reward": "zero"})).reward == 0.0
+    for written in ("1" + 400 * "0", 20_000 * "["):  # no float, and deeper than a parser goes
+        (folder / "tests" / "test.sh").write_text(f"echo '{written}' > /logs/verifier/reward.json")
+        with pytest.raises(InfraFailure, match=r"reward.json"):
+            await play(folder, says)
 
 
 async def test_one_of_several_rewards_is_named(play, write_task: WriteTask) -> None:

@@ -23,7 +23,10 @@ async def score(extra: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("0.5", {"score": 0.5}), ('{"reward": 1, "metrics": {"right": true, "why": "x"}}', {"score": 1.0, "right": 1.0})],
+    [
+        ("0.5", {"score": 0.5}),
+        ('{"reward": 1, "metrics": {"right": true, "why": "x", "far": NaN}}', {"score": 1.0, "right": 1.0}),
+    ],
 )
 async def test_a_number_or_json(text: str, expected: dict[str, float]) -> None:
     assert await score(told(text)) == expected
@@ -34,6 +37,10 @@ async def test_a_number_or_json(text: str, expected: dict[str, float]) -> None:
     [
         (told(None), "it broke"),
         (told("NaN"), "finite"),
+        (told("1" + 400 * "0"), "finite"),
+        (told("true"), "finite"),
+        (told(100_000 * "["), "no JSON"),
+        (told('{"reward": 1, "metrics": [1]}'), "no object"),
         (told("{"), "no JSON"),
         (told("{}"), "None"),
         ({}, "agent.loop: command"),

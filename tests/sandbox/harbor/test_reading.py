@@ -110,6 +110,18 @@ def test_a_pack_is_the_same_for_the_same_files(tmp_path: Path) -> None:
     assert packed(folder) != first
 
 
+def test_a_folder_that_is_a_link_or_too_large_is_not_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a task by others it would be a folder of this machine, which the model then reads."""
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "key").write_bytes(bytes(100))
+    (tmp_path / "tests").symlink_to("theirs")
+    with pytest.raises(OSError, match="tests is a link"):
+        packed(tmp_path / "tests")
+    monkeypatch.setattr("penstock.sandbox.harbor.packing.MAX_PACKED_BYTES", 99)
+    with pytest.raises(OSError, match="theirs has more than"):
+        packed(tmp_path / "theirs")
+
+
 # ---- Terminal-Bench's older format
 
 

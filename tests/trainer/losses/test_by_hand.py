@@ -10,11 +10,14 @@ torch = pytest.importorskip("torch")
 
 from trainer_support import loss_by_hand
 
+from penstock.trainer.advantages import needs_of
 from penstock.trainer.losses import LOSSES
 
 drawn, largest = (getattr(LOSSES.get(name), "choose") for name in ("clip_cov", "kl_cov"))  # noqa: B009
 
 pytestmark = pytest.mark.torch
+OF_TOKENS = [name for name in LOSSES.names() if "sequences" not in needs_of(LOSSES.get(name))]
+"""Losses of tokens; test_self_play.py has those of whole episodes."""
 
 
 def gradient(result, logprobs) -> list[float]:
@@ -85,7 +88,7 @@ def test_what_is_chosen() -> None:
     assert drawn(torch.zeros(3), seed).tolist() == [False] * 3
 
 
-@pytest.mark.parametrize("name", LOSSES.names())
+@pytest.mark.parametrize("name", OF_TOKENS)
 def test_weights_scale_the_loss_and_its_gradient(name: str) -> None:
     ratios, advantages = [0.7, 1.1, 1.4, 0.9], [1.0, -1.0, 0.5, 0.3]
     once, first = loss_by_hand(name, ratios, advantages)
@@ -94,7 +97,7 @@ def test_weights_scale_the_loss_and_its_gradient(name: str) -> None:
     assert gradient(twice, second) == pytest.approx([2 * g for g in gradient(once, first)])
 
 
-@pytest.mark.parametrize("name", [name for name in LOSSES.names() if name != "clip_cov"])
+@pytest.mark.parametrize("name", [name for name in OF_TOKENS if name != "clip_cov"])
 def test_at_the_proximal_policy_every_gradient_is_the_plain_one(name: str) -> None:
     """Where no step has been made yet there is nothing to clip: ∂L/∂logπ = −A."""
     advantages = [0.7, -0.3, 1.5]
@@ -102,7 +105,7 @@ def test_at_the_proximal_policy_every_gradient_is_the_plain_one(name: str) -> No
     assert gradient(result, logprobs) == pytest.approx([-a for a in advantages])
 
 
-@pytest.mark.parametrize("name", LOSSES.names())
+@pytest.mark.parametrize("name", OF_TOKENS)
 def test_the_order_of_segments_does_not_matter(name: str) -> None:
     ratios, advantages, segment = [0.7, 1.1, 1.4, 0.9, 1.0], [1.0, -1.0, 0.5, 0.3, 0.2], [0, 0, 1, 1, 1]
     before, _ = loss_by_hand(name, ratios, advantages, segment=segment)
@@ -112,7 +115,7 @@ def test_the_order_of_segments_does_not_matter(name: str) -> None:
     torch.testing.assert_close(after.per_token, before.per_token[order])
 
 
-@pytest.mark.parametrize("name", LOSSES.names())
+@pytest.mark.parametrize("name", OF_TOKENS)
 def test_no_token_is_no_loss(name: str) -> None:
     result, _ = loss_by_hand(name, [], [])
     assert result.per_token.shape == (0,)

@@ -136,9 +136,10 @@ def entry_print(entry: JournalEntry) -> str:
 
 def trajectory_print(trajectory: Trajectory) -> str:
     arrays = [
-        np.ascontiguousarray(getattr(segment, name)).tobytes()
+        np.ascontiguousarray(array).tobytes()
         for segment in trajectory.segments
         for name in Segment.__dataclass_fields__
+        if (array := getattr(segment, name)) is not None
     ]
     return _print([trajectory.episode_id, trajectory.reward, trajectory.outcome.kind], arrays)
 
