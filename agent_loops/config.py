@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from penstock.common import is_loopback
 from penstock.tools.parsers import ParserName
 
 
@@ -116,3 +118,18 @@ class AgentConfig(BaseModel):
         default_factory=dict,
         description="Data source or pattern (`my_*`, `*`) → its teacher; trainer.distill says how it is learned from.",
     )
+
+    @field_validator("teachers")
+    @classmethod
+    def _one_token_one_host(cls, teachers: dict[str, TeacherConfig]) -> dict[str, TeacherConfig]:
+        """A token goes to the host that it is for, to no other one."""
+        hosts: dict[str, str] = {}
+        for source, teacher in teachers.items():
+            host = urlsplit(teacher.url).hostname or ""
+            host = "this machine" if is_loopback(host) else host
+            if hosts.setdefault(teacher.key_variable, host) != host:
+                raise ValueError(
+                    f"{source}: key_variable {teacher.key_variable} holds the token of the teacher at"
+                    f" {hosts[teacher.key_variable]}, {host} would get it too; name a variable of its own"
+                )
+        return teachers

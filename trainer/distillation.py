@@ -26,10 +26,16 @@ from penstock.trainer.advantages import Advantages
 from penstock.trainer.config import DistillConfig
 
 
-def teacher_gap(logprobs: Tensor, teacher: Tensor, clip: float) -> Tensor:
-    """logprobs [n], teacher [n] with NaN where there is none → d [n], with the gradient of `logprobs`; 0 at NaN."""
+def teacher_gap(logprobs: Tensor, teacher: Tensor, clip: float, *, keep_slope: bool = False) -> Tensor:
+    """logprobs [n], teacher [n] with NaN where there is none → d [n], with the gradient of `logprobs`; 0 at NaN.
+
+    Beyond ±clip the gradient is 0, with `keep_slope` that of `logprobs` still: under k2 a token that the teacher rules
+    out is then unlearned with d = clip, as in the advantage. k3's slope would be e^clip there.
+    """
     known = torch.where(teacher.isnan(), logprobs.detach(), teacher)
-    return (logprobs - known).clamp(-clip, clip)
+    gap = logprobs - known
+    held = gap.clamp(-clip, clip)
+    return gap + (held - gap).detach() if keep_slope else held
 
 
 def mixed(advantages: Advantages, gap: Tensor, config: DistillConfig) -> Advantages:

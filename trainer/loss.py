@@ -138,7 +138,7 @@ class Objective:
         """[kept] see `distillation`"""
         assert pack.teacher is not None
         config, teacher = self._config.distill, pack.teacher[pack.mask]
-        gap = teacher_gap(logprobs, teacher, config.clip)
+        gap = teacher_gap(logprobs, teacher, config.clip, keep_slope=config.estimator == "k2")
         metrics["teacher_kl"] = gap[~teacher.isnan()]
         if not config.in_loss:
             return torch.zeros_like(gap)

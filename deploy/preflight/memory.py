@@ -226,13 +226,14 @@ def cached_tokens(config: RunConfig) -> int:
 
 
 def needs_critic(config: RunConfig) -> bool:
+    """Whether a second model learns beside the policy."""
     if importlib.util.find_spec("torch") is None:
         return False
     from penstock.common import UnknownName
     from penstock.trainer import needs_of_advantage
 
     try:
-        return "values" in needs_of_advantage(config.trainer)
+        return bool(needs_of_advantage(config.trainer) & {"values", "implicit"})
     except UnknownName:
         return False  # `check_algorithm` says so
 

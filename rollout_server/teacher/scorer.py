@@ -84,6 +84,8 @@ class TokenScorer:
     def _head_alone(self) -> bool:
         import torch
 
+        if self._model.base_model is self._model:  # its hidden states are not to be had by themselves
+            return False
         given = {"input_ids": torch.tensor([TRIED], device=self._device) % self.vocabulary, "use_cache": False}
         with torch.inference_mode():
             logits = self._model(**given).logits

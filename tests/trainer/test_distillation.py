@@ -84,16 +84,17 @@ def test_advantages_by_hand(tiny_model: str, ranks: Ranks) -> None:
     torch.testing.assert_close(found, 2.0 * expected - 0.5 * gap)
 
 
-@pytest.mark.parametrize("correction", [None, "truncated_is"])
+@pytest.mark.parametrize(("correction", "clip"), [(None, 20.0), ("truncated_is", 20.0), (None, 0.5)])
 @pytest.mark.parametrize("where", ["in_advantage", "in_loss"])
 def test_the_gradient_is_that_of_the_reverse_kl(
-    where: str, correction: str | None, tiny_model: str, ranks: Ranks
+    where: str, correction: str | None, clip: float, tiny_model: str, ranks: Ranks
 ) -> None:
-    """Alone, both forms move the policy along Σ ρ · d · ∇logπ / N."""
-    step = Step(tiny_model, ranks, distill={where: 0.7, "reward_weight": 0.0}, correction=correction)
+    """Alone, both forms move the policy along Σ ρ · d · ∇logπ / N, with d held within ±clip."""
+    step = Step(tiny_model, ranks, distill={where: 0.7, "reward_weight": 0.0, "clip": clip}, correction=correction)
     (pack,) = pack_rows(step.batch.rows, 100000)
     logprobs = step.engine.policy(pack).logprobs
-    gap = torch.where(pack.teacher.isnan(), 0.0, logprobs.detach() - pack.teacher)
+    gap = torch.where(pack.teacher.isnan(), 0.0, logprobs.detach() - pack.teacher).clamp(-clip, clip)
+    assert clip == 20.0 or bool((gap.abs() == clip).any())
     ratio = (logprobs.detach() - pack.behaviour).exp().clamp(max=2.0) if correction else torch.ones(len(gap))
     expected = 0.7 * (ratio * gap * logprobs).sum() / len(logprobs)
     gradients = torch.autograd.grad(expected, list(step.engine.policy.parameters()))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from penstock.deploy import load_config
+import pytest
+
+from penstock.deploy import ConfigError, load_config
 from penstock.deploy.preflight import Check, check_teachers
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "calculator.yaml"
@@ -31,6 +33,14 @@ def test_a_teacher_that_is_away_is_refused_by_its_field() -> None:
     assert (check.name, check.ok) == ("agent.teachers.sums", False)
     assert "127.0.0.1:9" in check.found
     assert "agent.teachers.*.url" in check.fix
+
+
+def test_a_token_is_sent_to_one_host_only() -> None:
+    two = "sums: {url: 'http://127.0.0.1:9'}, code: {url: 'https://api.example.com'%s}"
+    with pytest.raises(ConfigError, match=r"(?i)agent\.teachers.*PENSTOCK_TEACHER_TOKEN .* api\.example\.com would get it"):
+        found("agent.teachers={" + two % "" + "}")
+    own = load_config(RECIPE, ["agent.teachers={" + two % ", key_variable: THEIRS" + "}"])
+    assert own.agent.teachers["code"].key_variable == "THEIRS"
 
 
 def test_rows_without_a_teacher_need_a_reward(tmp_path: Path) -> None:
