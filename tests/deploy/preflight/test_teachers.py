@@ -37,7 +37,9 @@ def test_a_teacher_that_is_away_is_refused_by_its_field() -> None:
 
 def test_a_token_is_sent_to_one_host_only() -> None:
     two = "sums: {url: 'http://127.0.0.1:9'}, code: {url: 'https://api.example.com'%s}"
-    with pytest.raises(ConfigError, match=r"(?i)agent\.teachers.*PENSTOCK_TEACHER_TOKEN .* api\.example\.com would get it"):
+    with pytest.raises(
+        ConfigError, match=r"(?i)agent\.teachers.*PENSTOCK_TEACHER_TOKEN .* api\.example\.com would get it"
+    ):
         found("agent.teachers={" + two % "" + "}")
     own = load_config(RECIPE, ["agent.teachers={" + two % ", key_variable: THEIRS" + "}"])
     assert own.agent.teachers["code"].key_variable == "THEIRS"
