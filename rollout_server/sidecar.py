@@ -186,10 +186,9 @@ class Sidecar:
             async with self._receiving(self.engine) as receiving:
                 await self._keep_current(self.engine, receiving)
         finally:
-            self.open = False
-            await self.engine.stop()
+            self.open = self.requests.turns_away = False
+            await self.engine.stop()  # where it raises, the devices' memory may be held: their entry then expires
             if self._devices is not None:
-                self.requests.turns_away = False
                 await self._devices.leave()
 
     async def _hand_over(self, engine: Engine, devices: EngineDevices) -> None:

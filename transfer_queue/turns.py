@@ -332,6 +332,9 @@ class DeviceTurn:
                     await self._renew()
             except QueueError as error:
                 logger.warning("the turn on the devices is not renewed: %s", error)
+            except Exception as error:
+                self._lost, self.fence = f"the turn is not renewed any more: {error!r}", 0
+                raise
 
     async def _renew(self) -> None:
         if not self.holds:

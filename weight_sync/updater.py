@@ -189,11 +189,12 @@ class WeightUpdater:
         except QueueError:
             return False
         newest = self.newest
-        held = newest is None or (not self._dropped and self._holds(newest))
+        held = not self._dropped and (newest is None or self._holds(newest))
         if held:
             self.cause, self._behind_since = "", None
+        elif newest is None:
+            self.cause = "the weights were dropped, and the queue that announced them has forgotten where they are"
         else:
-            assert newest is not None
             stays = self._may_move is not None and not await self._may_move()
             self._behind_since = None if stays else self._behind_since or time.monotonic()
             if not stays and newest != self.refused and time.monotonic() >= self._retry_at:

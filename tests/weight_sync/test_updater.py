@@ -91,6 +91,18 @@ def test_updater_has_a_status_while_its_first_engine_starts() -> None:
     assert (status.version, status.newest, status.last, status.refused, status.history) == (0, None, None, None, [])
 
 
+async def test_dropped_weights_are_no_version_where_the_queue_has_forgotten_the_announcement() -> None:
+    """After a sleep at level 2 the engine holds nothing: it may not serve until the weights are announced anew."""
+    server = Server()
+    assert await server.pull(1) is True
+    server.updater.dropped()
+    server.queue.announced = None
+    assert await server.pull() is False
+    assert "forgotten" in server.updater.status().cause
+    assert await server.pull(1) is True
+    assert server.engine.asked == [1, 1]
+
+
 async def test_updater_loads_what_is_announced_once() -> None:
     server = Server()
     assert await server.pull() is True, "nothing is announced: the model's own weights are the newest"
