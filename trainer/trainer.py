@@ -79,7 +79,7 @@ class Trainer:
         async with AsyncExitStack() as stack:
             in_torch = TorchThread(job.config.threads)
             stack.callback(in_torch.close)
-            ranks = await in_torch(_open_ranks, job.config)
+            ranks = await in_torch(_open_ranks, job)
             stack.push_async_callback(_close_ranks, in_torch, ranks)
             watch = await RankWatch.start(ranks, in_torch, job.config.rank_timeout_s)
             if watch is not None:
@@ -256,9 +256,11 @@ class Trainer:
         self.step_began = time.monotonic()
 
 
-def _open_ranks(config: TrainerConfig) -> Ranks:
-    """One rank may hold its batch while another still waits for it: as long as a batch may take, and longer."""
-    patience_s = config.batch_timeout_s + 120
+def _open_ranks(job: TrainJob) -> Ranks:
+    """One rank may hold its batch while another still waits for it: as long as a batch may take, and longer. In a run
+    with turns rank 0 alone waits for the devices."""
+    config, turn = job.config, job.turn
+    patience_s = max(config.batch_timeout_s, turn.hand_over_s if turn else 0.0) + 120
     return Ranks.open(config.collective_timeout_s, config.parallel.layout, patience_s=patience_s)
 
 
