@@ -19,7 +19,6 @@ from torch import Tensor
 
 from penstock.trainer.bad_batch import BadBatches
 from penstock.trainer.batch import GREEDY_MEMBER, BadBatch, StepBatch
-from penstock.trainer.config import TrainerConfig
 from penstock.trainer.data import DataStream, Feeder, load_rows
 from penstock.trainer.engine import Engine, peak_tflops
 from penstock.trainer.engines import ENGINES
