@@ -47,7 +47,7 @@ VICTIMS = [("trainer", ("train-rank",)), ("engine", ("penstock.deploy.cli rollou
 
 def test_each_side_killed_in_its_turn(start_run) -> None:
     """Trainer, sidecar and engine, each while it has the devices: the other side gets them, and the run ends whole."""
-    run = start_run("killed", *SHARED, *SMALL, "trainer.steps=9")
+    run = start_run("killed", *SHARED, *SMALL, "trainer.steps=24")  # three kills, and steps after each
     seen: list[int] = []
     for number, (side, victim) in enumerate(VICTIMS):
         run.wait_for(lambda goal=2 + 2 * number: run.steps() >= goal)
@@ -55,7 +55,7 @@ def test_each_side_killed_in_its_turn(start_run) -> None:
         fence = kill_in_its_turn(run, side, *victim)
         run.wait_for(lambda after=fence, dead=side: gets_on(run, after, dead))
     summary = run.finish()
-    assert summary["steps"] == 9
+    assert summary["steps"] == 24
     assert_accounts_balance(summary)
     assert (summary["restarts"]["trainer"], summary["restarts"]["rollout-0"]) == (1, 1)
     assert_the_budget_holds(run)
