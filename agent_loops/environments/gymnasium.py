@@ -193,7 +193,7 @@ class EnvironmentHost:
 
     async def _begin(self) -> None:
         name = f"penstock-environment-{os.getpid()}-{secrets.token_hex(12)}"
-        # An abstract name: no file is left behind, whoever is killed. Other users may connect: their uid is looked at.
+        # An abstract name leaves no file behind after a kill. Other users may connect: `_is_ours` checks their uid.
         self._server = await asyncio.start_unix_server(self._connected, "\0" + name, limit=MAX_LINE_BYTES)
         loop = asyncio.get_running_loop()
         arrived = self._arrivals[0] = loop.create_future()

@@ -28,12 +28,12 @@ class EnvironmentSettings(BaseModel):
     )
     invalid_reward: float = Field(0.0, description="Of a turn without an action that exists.")
     max_invalid_turns: int | None = Field(
-        None, gt=0, description="So many turns in a row without such an action end the episode as policy_error."
+        None, gt=0, description="This many turns in a row without such an action end the episode as policy_error."
     )
     remembered_turns: int | None = Field(
         None,
         ge=0,
-        description="Each turn is a segment of its own, which tells so many earlier ones. Unset: one conversation.",
+        description="Each turn is a segment of its own, with this many earlier ones in its prompt. Unset: one chat.",
     )
     show: list[str] = Field(
         default_factory=list, description="Entries of its info that are written below each observation."

@@ -21,7 +21,7 @@ class BadAction(Exception):
 
 
 class Stepped:
-    """One environment of Gymnasium's shape, old or new, or of TextWorld's: what `step` returns tells which."""
+    """One environment of Gymnasium's shape, old or new, or of TextWorld's: what `step` returns decides which."""
 
     def __init__(self, env: Any, settings: Json) -> None:
         self.env = env
@@ -32,7 +32,7 @@ class Stepped:
         returned = self._first(seed)
         pair = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
         observation, info = returned if pair else (returned, _as_info(returned))
-        return self._told(observation, info)
+        return self._answer(observation, info)
 
     def _first(self, seed: int) -> Any:
         parameters = inspect.signature(self.env.reset).parameters
@@ -52,7 +52,7 @@ class Stepped:
         # Gymnasium's own mark in the old shape of four: the end is its limit of steps.
         if len(ends) == 1 and (info.get("TimeLimit.truncated") or info.get("truncated")):
             terminated, truncated = False, True
-        return self._told(observation, info, self._reward(reward), terminated, truncated)
+        return self._answer(observation, info, self._reward(reward), terminated, truncated)
 
     def close(self) -> None:
         if callable(getattr(self.env, "close", None)):
@@ -78,7 +78,7 @@ class Stepped:
         before, self._total = self._total, reward
         return reward - before
 
-    def _told(
+    def _answer(
         self,
         observation: Any,
         info: Mapping[str, Any],
@@ -127,16 +127,16 @@ class TextArena(Stepped):
 
     def reset(self, seed: int) -> Json:
         self.env.reset(num_players=1, seed=seed)
-        return self._told(self._news(), {})
+        return self._answer(self._news(), {})
 
     def step(self, action: str) -> Json:
         done, info = self.env.step(action)
         facts = dict(info or {})
         if not done:
-            return self._told(self._news(), facts)
+            return self._answer(self._news(), facts)
         rewards, games = self.env.close()
         mine = (games or {}).get(0) or {}
-        return self._told(str(mine.get("reason") or ""), {**facts, **mine}, float((rewards or {}).get(0, 0.0)), True)
+        return self._answer(str(mine.get("reason") or ""), {**facts, **mine}, float((rewards or {}).get(0, 0.0)), True)
 
     def close(self) -> None:
         """`step` has closed a game that ended; another one has nothing open."""

@@ -103,10 +103,10 @@ class WindowedTalk:
 
     def _memory(self) -> str:
         first = max(0, len(self._actions) - self._remembered_turns)
-        told = zip(self._observed[first:], self._actions[first:], strict=False)
+        turns = zip(self._observed[first:], self._actions[first:], strict=False)
         lines = [
             f"{number}. {observed[:MAX_REMEMBERED_CHARS]}\n   > {action}"
-            for number, (observed, action) in enumerate(told, start=first + 1)
+            for number, (observed, action) in enumerate(turns, start=first + 1)
         ]
         return "\n".join(["Before:", *lines]) if lines else ""
 

@@ -2,7 +2,7 @@
 
 A third of its tasks compare text: a process of the worker's scores them. The others have scorers of their own, of which
 many give the answer to `eval`, or to sympy's parser, which does: the answer is then untrusted code, and is scored in a
-fresh box (about two seconds of CPU, most of it the import). Code that forges its own score cannot be told from a right
+fresh box (about two seconds of CPU, most of it the import). Code that forges its own score looks like a right
 answer there; it reaches no other answer's.
 """
 

@@ -107,7 +107,7 @@ def _wait_until_up(process: subprocess.Popen[bytes], url: str, token: str) -> No
         except OSError as error:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"the teacher is not up: {error}; see teacher.log") from error
-            time.sleep(0.5)
+            time.sleep(0.5)  # a program without an event loop
 
 
 def _curve(options: argparse.Namespace, cell: str, seed: int, url: str, environment: dict[str, str]) -> list[float]:

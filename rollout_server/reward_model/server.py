@@ -12,29 +12,23 @@ Every route needs ``Authorization: Bearer TOKEN``.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import math
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Response
+from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import ASGIApp
 
-from penstock.common import LimitBody, Metrics, RequireToken, listen
-from penstock.common import serve as serve_http
-from penstock.common.prometheus import CONTENT_TYPE
+from penstock.common import Metrics
+from penstock.rollout_server.reward_model.batched_app import batched_app, guarded, serve_batched
 from penstock.rollout_server.reward_model.batcher import Batcher, Busy, Late
 from penstock.rollout_server.reward_model.classifier import BadConversation, Classifier
 
 MAX_ITEMS = 256
 MAX_ANSWER_CHARS = 1 << 20
-LAST_REQUESTS_S = 5
-"""Longest time that requests in progress may take when the server stops."""
-logger = logging.getLogger(__name__)
 
 
 class BadScore(Exception):
@@ -70,35 +64,11 @@ class RewardMetrics(Metrics):
 
 def build_app(classifier: Classifier, token: str, model: str, batcher: Batcher[float] | None = None) -> ASGIApp:
     """The server as an ASGI app; its lifespan starts and stops the batcher. Raises `ValueError` on an empty token."""
-    if not token:
-        raise ValueError("the reward server needs a token")
     batches = Batcher(classifier.score) if batcher is None else batcher
     counters = RewardMetrics(batches)
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        batches.start()
-        try:
-            yield
-        finally:
-            await batches.close()
-
-    app = FastAPI(lifespan=lifespan, openapi_url=None)
+    app = batched_app(batches, model, counters)
     _add_score(app, classifier, batches, counters)
-
-    @app.get("/health")
-    async def health() -> dict[str, Any]:
-        """The model, and how many answers wait; 503 where the scoring task has ended."""
-        if not batches.alive:
-            raise HTTPException(503, "the scoring task has ended")
-        return {"model": model, "waiting": len(batches), "batches": batches.batches}
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        """Prometheus text."""
-        return Response(counters.text(), media_type=CONTENT_TYPE)
-
-    return RequireToken(LimitBody(app), token, message="a bearer token of this run is needed")
+    return guarded(app, token, "this run")
 
 
 def _add_score(app: FastAPI, classifier: Classifier, batches: Batcher[float], counters: RewardMetrics) -> None:
@@ -134,10 +104,5 @@ def _refusal(error: Exception, counters: RewardMetrics) -> JSONResponse:
 
 
 async def serve(app: ASGIApp, host: str, port: int) -> None:
-    """Serves until cancelled or told by SIGTERM. Raises `OSError` where the port is taken."""
-    await serve_http(
-        app,
-        listen(host, port),
-        stop_s=LAST_REQUESTS_S,
-        on_ready=lambda url: logger.info("reward server on %s/score", url),
-    )
+    """Serves until it is cancelled or gets SIGTERM. Raises `OSError` where the port is taken."""
+    await serve_batched(app, host, port, "reward server")

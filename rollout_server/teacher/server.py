@@ -14,26 +14,21 @@ Every route needs ``Authorization: Bearer TOKEN``.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-from fastapi import FastAPI, HTTPException, Response
+from fastapi import FastAPI, HTTPException
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import ASGIApp
 
-from penstock.common import LimitBody, Metrics, RequireToken, listen
-from penstock.common import serve as serve_http
-from penstock.common.prometheus import CONTENT_TYPE
+from penstock.common import Metrics
+from penstock.rollout_server.reward_model.batched_app import batched_app, guarded, serve_batched
 from penstock.rollout_server.reward_model.batcher import Batcher, Busy, Late
 
 REQUEST_S = 300.0
 """Longest time that a request may wait for its logprobs."""
-LAST_REQUESTS_S = 5
-logger = logging.getLogger(__name__)
 
 
 class Scorer(Protocol):
@@ -78,23 +73,12 @@ class TeacherMetrics(Metrics):
 
 def build_app(scorer: Scorer, token: str, model: str, batcher: Batcher[list[float]] | None = None) -> ASGIApp:
     """The server as an ASGI app; its lifespan starts and stops the batcher. Raises `ValueError` on an empty token."""
-    if not token:
-        raise ValueError("the teacher server needs a token")
     batches = Batcher(scorer.score) if batcher is None else batcher
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        batches.start()
-        try:
-            yield
-        finally:
-            await batches.close()
-
-    app = FastAPI(lifespan=lifespan, openapi_url=None)
     metrics = TeacherMetrics(batches)
+    app = batched_app(batches, model, metrics)
     _add_completions(app, scorer, model, batches, metrics)
-    _add_facts(app, scorer, model, batches, metrics)
-    return RequireToken(LimitBody(app), token, message="a bearer token of this teacher is needed")
+    _add_facts(app, scorer, model)
+    return guarded(app, token, "this teacher")
 
 
 def _add_completions(
@@ -121,9 +105,7 @@ def _add_completions(
         return {"object": "text_completion", "model": model, "choices": [choice]}
 
 
-def _add_facts(
-    app: FastAPI, scorer: Scorer, model: str, batches: Batcher[list[float]], metrics: TeacherMetrics
-) -> None:
+def _add_facts(app: FastAPI, scorer: Scorer, model: str) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         """Token ids of a text: by them a student compares vocabularies."""
@@ -136,18 +118,6 @@ def _add_facts(
         entry = {"id": model, "object": "model", "owned_by": "penstock", "max_model_len": scorer.max_tokens}
         return {"object": "list", "data": [entry]}
 
-    @app.get("/health")
-    async def health() -> dict[str, Any]:
-        """The model, and how many rows wait; 503 where the scoring task has ended."""
-        if not batches.alive:
-            raise HTTPException(503, "the scoring task has ended")
-        return {"model": model, "waiting": len(batches), "batches": batches.batches}
-
-    @app.get("/metrics")
-    async def prometheus() -> Response:
-        """Prometheus text."""
-        return Response(metrics.text(), media_type=CONTENT_TYPE)
-
 
 def _problem(ids: Sequence[int], scorer: Scorer) -> str:
     if len(ids) > scorer.max_tokens:
@@ -157,10 +127,5 @@ def _problem(ids: Sequence[int], scorer: Scorer) -> str:
 
 
 async def serve(app: ASGIApp, host: str, port: int) -> None:
-    """Serves until cancelled or told by SIGTERM. Raises `OSError` where the port is taken."""
-    await serve_http(
-        app,
-        listen(host, port),
-        stop_s=LAST_REQUESTS_S,
-        on_ready=lambda url: logger.info("teacher server on %s", url),
-    )
+    """Serves until it is cancelled or gets SIGTERM. Raises `OSError` where the port is taken."""
+    await serve_batched(app, host, port, "teacher server")

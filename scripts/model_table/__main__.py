@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> int:
     """0, or 1 where a cell says that something is wrong; the page is written in any case."""
     parser = argparse.ArgumentParser(prog="python -m scripts.model_table", description=__doc__)
     parser.add_argument("--page", type=Path, default=Path("docs/models.md"), help="The page.")
-    parser.add_argument("--cheap", action="store_true", help="Only what this environment tells, in half a minute.")
+    parser.add_argument("--cheap", action="store_true", help="Only the columns that need no other environment.")
     asked = parser.parse_args(arguments)
     cells = read_cells(asked.page.read_text(encoding="utf-8")) if asked.page.is_file() else {}
     with tempfile.TemporaryDirectory() as models:

@@ -1,4 +1,4 @@
-"""SPIN: the better episode of a pair is told from the worse one by how the policy changed.
+"""SPIN: a logistic loss separates the better episode of a pair from the worse one by how the policy changed.
 
     L(y, y') = −log σ(λ · (log π(y | x) / π_prox(y | x) − log π(y' | x) / π_prox(y' | x)))
 

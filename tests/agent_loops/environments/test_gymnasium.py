@@ -6,12 +6,12 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.agent_loops.environments.conftest import Play
 from tests.agent_loops.loops.conftest import check_fed
+from tests.until import until
 
 from penstock.agent_loops import InfraFailure, SharedParts
 from penstock.agent_loops.environments import EnvironmentHost, GymnasiumSettings
@@ -22,12 +22,6 @@ FILE = Path(__file__).with_name("envs.py")
 
 def settings(name: str, **more: object) -> dict[str, object]:
     return {"env": f"{FILE}:{name}", **more}
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 async def test_an_episode_in_gymnasiums_shape(play: Play, chat_for) -> None:
