@@ -8,8 +8,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import psutil
 import pytest
+from tests.living import alive
 
 from benchmarks.support.cpu_account import CpuAccount, tree_cpu_s
 from benchmarks.support.reaper import reaped
@@ -67,7 +67,7 @@ def test_a_command_ends_with_its_reaper() -> None:
         run.kill()
         run.wait()
         deadline = time.monotonic() + 60
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        while alive(pid):
             assert time.monotonic() < deadline
             time.sleep(0.05)
 

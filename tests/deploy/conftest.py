@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.living import alive, living_below
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = REPOSITORY / "recipes" / "calculator.yaml"
@@ -47,15 +48,7 @@ class LivingRun:
 
     def pids(self, *words: str) -> list[int]:
         """Living descendants whose command line holds all the words."""
-        found = []
-        for child in psutil.Process(self.process.pid).children(recursive=True):
-            try:
-                command = " ".join(child.cmdline())
-            except psutil.Error:
-                continue
-            if child.status() != psutil.STATUS_ZOMBIE and all(word in command for word in words):
-                found.append(child.pid)
-        return found
+        return [process.pid for process in living_below(self.process.pid, *words)]
 
     def kill_one(self, *words: str) -> int:
         pid = self.pids(*words)[0]
@@ -105,9 +98,9 @@ def weights_of(name: str) -> set[Path]:
 def assert_nothing_left(run: LivingRun, pids: list[int]) -> None:
     """Every process that the run started is gone (a zombie not yet reaped counts as gone), its shared memory too."""
     deadline = time.monotonic() + 60
-    while (alive := [pid for pid in pids if _alive(pid)]) and time.monotonic() < deadline:
+    while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert alive == [], [_command(pid) for pid in alive]
+    assert left == [], [_command(pid) for pid in left]
     assert weights_of(run.root.name) <= run.weights_of_others
 
 
@@ -117,13 +110,6 @@ def _command(pid: int) -> str:
         return f"{pid} child of {process.ppid()}: {' '.join(process.cmdline())[:200]}"
     except psutil.NoSuchProcess:
         return f"{pid} is gone by now"
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.fixture

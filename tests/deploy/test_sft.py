@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from tests.deploy.sft_data import MODEL, tool_trace, traces, write_messages
+from tests.living import alive, living_below
 
 pytest.importorskip("torch")
 
@@ -50,11 +50,7 @@ class LivingSft:
         return said
 
     def trainers(self) -> list[int]:
-        found = []
-        for child in psutil.Process(self.process.pid).children(recursive=True):
-            if "sft-rank" in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
-                found.append(child.pid)
-        return found
+        return [process.pid for process in living_below(self.process.pid, "sft-rank")]
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = 300) -> None:
         deadline = time.monotonic() + timeout_s
@@ -174,7 +170,7 @@ def test_a_killed_run_comes_to_the_same_bits(
         os.killpg(run.process.pid, signal.SIGKILL)
         run.process.wait(60)
         deadline = time.monotonic() + 60
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        while alive(pid):
             assert time.monotonic() < deadline, "the trainer outlived its head"
             time.sleep(0.05)
         run = start(*given, resume=True)

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import redis
+from tests.living import living_below
 
 from penstock.transfer_queue.redis import free_port, role_users
 
@@ -49,8 +49,7 @@ class TransferQueue:
             return False
 
     def redis_pid(self) -> int | None:
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return next((child.pid for child in children if "redis-server" in child.name()), None)
+        return next((process.pid for process in living_below(self.process.pid, "redis-server")), None)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

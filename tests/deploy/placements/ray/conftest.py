@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.living import living_below
 
 REPOSITORY = Path(__file__).parents[4]
 QUICK_TO_NOTICE = {
@@ -41,9 +42,7 @@ class Node:
 
     def below(self, *words: str) -> list[psutil.Process]:
         """Living processes of this node whose command line holds all the words."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return living(psutil.Process(self.raylet).children(recursive=True), *words)
-        return []
+        return living_below(self.raylet, *words)
 
     def kill(self) -> None:
         """As when the machine dies: everything on it, and nobody is told. The raylet first: it would tell."""
@@ -51,16 +50,6 @@ class Node:
         for process in [raylet, *raylet.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-
-
-def living(processes: list[psutil.Process], *words: str) -> list[psutil.Process]:
-    found = []
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            line = " ".join(process.cmdline())
-            if process.status() != psutil.STATUS_ZOMBIE and all(word in line for word in words):
-                found.append(process)
-    return found
 
 
 class RayCluster:
@@ -119,7 +108,7 @@ class RayCluster:
         return json.loads(ended.stdout)
 
     def processes(self) -> list[psutil.Process]:
-        return living(psutil.Process(self.process.pid).children(recursive=True))
+        return living_below(self.process.pid)
 
     def text_of_logs(self) -> str:
         """Everything that Ray wrote down."""
