@@ -64,13 +64,24 @@ async def test_too_many_ids_are_not_read(make_bench: MakeBench) -> None:
         await say(episode, api="completions", prompt=[5] * 2048)
 
 
-async def test_long_request_lets_others_pass(make_bench: MakeBench) -> None:
-    """A million characters take seconds to tokenize; the other episode's call reaches the engine meanwhile."""
+async def test_long_request_lets_others_pass(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other episode's call is answered while the tokenizer is in the middle of the long text."""
     bench = await make_bench("A", "B")
     long, short = await bench.open(), await bench.open()
+    entered, answered = threading.Event(), threading.Event()
+    encode = bench.parts.chat.rendering.encode
+
+    def encode_slowly(text: str) -> list[int]:
+        if len(text) > 500_000:
+            entered.set()
+            assert answered.wait(20), "the event loop waits for the tokenizer"
+        return encode(text)
+
+    monkeypatch.setattr(bench.parts.chat.rendering, "encode", encode_slowly)
     slow = asyncio.create_task(say(long, [{"role": "user", "content": "word " * 200_000}]))
-    await asyncio.sleep(0)
+    assert await asyncio.to_thread(entered.wait, 60)
     await say(short, [USER])
+    answered.set()
     await slow
     lengths = [len(request.token_ids) for request in bench.client.requests]
     assert lengths == sorted(lengths)
