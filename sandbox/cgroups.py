@@ -247,8 +247,11 @@ def _end(leftover: Cgroup, deadline_s: float = 5.0) -> None:
 
 
 def _subdirectories(parent: Path) -> Iterator[Path]:
-    if parent.is_dir():
-        yield from (path for path in parent.iterdir() if path.is_dir())
+    try:
+        entries = list(parent.iterdir())
+    except FileNotFoundError:  # none yet, or another process of this owner removed the empty folder just now
+        return
+    yield from (path for path in entries if path.is_dir())
 
 
 def _read_pids(directory: Path) -> list[int]:

@@ -77,6 +77,13 @@ def test_cgroups_only_groups_of_dead_makers_are_reaped(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([mine, "not-ours"])
 
 
+def test_cgroups_reaping_beside_another_who_removes_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes of one owner, as two `penstock doctor`: the folder goes after it was seen."""
+    maker = CgroupMaker(2, (tmp_path / "penstock" / "doctor",), CONFIG)
+    monkeypatch.setattr(Path, "is_dir", lambda _: True)
+    assert maker.reap() == 0
+
+
 def test_cgroups_oom_kills_are_counted_from_either_format(tmp_path: Path) -> None:
     cgroup = CgroupMaker(2, (tmp_path / "penstock" / "run",), CONFIG).make(0)
     assert cgroup.oom_kills() == 0
