@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.common import process_has_ended, process_identity
 from penstock.deploy import (
+    DataConfig,
     HeadLease,
     HeadTaken,
+    RunConfig,
     RunConnection,
     RunDir,
     connect_file,
     describe_found,
     identity_of,
+    launch,
     load_config,
 )
-from penstock.transfer_queue import Limits, MemoryTransferQueue, RunTaken
+from penstock.transfer_queue import Limits, MemoryTransferQueue, RedisServer, RunTaken, TransferQueueConfig
 
 CALCULATOR = Path(__file__).parents[2] / "recipes/calculator.yaml"
 LIMITS = Limits(group_size=2, groups_per_step=1, max_staleness=1)
@@ -58,6 +63,38 @@ async def test_a_silent_head_is_replaced_and_ends() -> None:
         await second.claim()
         with pytest.raises(HeadTaken, match="second has taken this run over"):
             await first.keep()
+
+
+@pytest.mark.redis
+async def test_a_launch_is_refused_beside_a_living_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two machines that share the run's folder, where the lock of the first has lapsed."""
+    names, leading, over = iter(("first", "second")), asyncio.Event(), asyncio.Event()
+
+    async def run_roles(*_: Any, **__: Any) -> None:
+        assert not leading.is_set(), "two heads run the roles"
+        leading.set()
+        await over.wait()
+
+    monkeypatch.setattr("penstock.deploy.launcher._run_roles", run_roles)
+    monkeypatch.setattr("penstock.deploy.launcher.RunLock", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr("penstock.deploy.head._head_name", lambda: next(names))  # as in two processes
+    monkeypatch.setitem(HeadLease.__init__.__kwdefaults__, "renew_s", 0.05)
+    monkeypatch.setitem(HeadLease.__init__.__kwdefaults__, "poll_s", 0.05)
+    monkeypatch.setenv("PENSTOCK_REDIS_PASSWORD", "a-test-password")
+    (tmp_path / "same").mkdir()
+    async with RedisServer(tmp_path / "redis", "a-test-password") as server, asyncio.timeout(60):
+        queue = TransferQueueConfig(url=server.url)
+        data = DataConfig(train="t")
+        config = RunConfig(name="same", model="m", data=data, runs_dir=str(tmp_path), transfer_queue=queue)
+        first = asyncio.create_task(launch(config))
+        waiting = asyncio.create_task(leading.wait())
+        await asyncio.wait((first, waiting), return_when=asyncio.FIRST_COMPLETED)
+        assert leading.is_set(), first
+        with pytest.raises(HeadTaken, match="first heads this run"):
+            await launch(config)
+        assert not first.done()
+        over.set()
+        await first
 
 
 async def test_a_head_that_died_here_is_replaced_at_once() -> None:
