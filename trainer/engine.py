@@ -126,7 +126,7 @@ class SharingEngine(Protocol):
 
     @property
     def used_bytes(self) -> int:
-        """Of its device now; may be asked from another thread in the middle of a step."""
+        """Of its device, now or as last measured; may be asked from another thread in the middle of a step."""
 
     def leave_device(self) -> None:
         """Move what stays between steps to host memory, and free the device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,25 @@ async def test_it_resumes_in_turns(tmp_path: Path, tiny_model: str) -> None:
     await train(second)
     expected = final_weights(alone)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in final_weights(second).items())
+
+
+async def test_only_the_thread_that_computes_reads_tensors(
+    tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn is renewed from the event loop in the middle of steps, where a tensor may be half made."""
+    measured: set[str] = set()
+    on_device = HostStates.on_device.fget
+    assert on_device is not None
+
+    def spy(states: HostStates) -> int:
+        measured.add(threading.current_thread().name.split("_")[0])
+        return on_device(states)
+
+    monkeypatch.setattr(HostStates, "on_device", property(spy))
+    queue = SharingQueue(64 << 20)
+    await train(make_job(tmp_path, tiny_model, {"steps": 2}, queue=queue, turn=TurnSettings(64 << 20)))
+    assert measured == {"torch"}
+    assert max(report.used for report in queue.of_trainer) > 0
 
 
 async def test_states_over_the_budget_end_the_trainer(tmp_path: Path, tiny_model: str) -> None:

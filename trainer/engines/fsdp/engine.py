@@ -59,6 +59,8 @@ class FSDPEngine:
         self.kl_coefficient = config.kl.in_reward
         self._modules: list[ShardedModule] = [one for one in (self._actor, self.reference, self.critic) if one]
         self._states = HostStates(self._kept_states, ranks.device)
+        self._used = 0
+        self._measure()
 
     @property
     def has_critic(self) -> bool:
@@ -92,11 +94,16 @@ class FSDPEngine:
         return [values.cpu() for values in self.critic.score(packs)]
 
     def update(self, packs: Sequence[Pack], loss: PackLoss, divisor: float, step: int) -> Update:
-        return self._actor.update(packs, loss, divisor, learning_rate(self.config, step))
+        return self._update(self._actor, packs, loss, divisor, learning_rate(self.config, step))
 
     def update_critic(self, packs: Sequence[Pack], loss: ValueLoss, divisor: float) -> Update:
         assert self.critic is not None
-        return self.critic.update(packs, loss, divisor, self.config.critic.lr)
+        return self._update(self.critic, packs, loss, divisor, self.config.critic.lr)
+
+    def _update(self, module: TrainableModule, packs: Sequence[Pack], loss: Any, divisor: float, lr: float) -> Update:
+        summed = module.accumulate(packs, loss, divisor)
+        self._measure()  # the most there is: the step that follows frees the gradients
+        return module.step(lr, summed)
 
     def weights(self, dtype: torch.dtype, *, with_adapter: bool = True) -> Iterator[tuple[str, Tensor]]:
         for name, tensor, change in named_weights(self.policy.model, self.policy.adapter):
@@ -138,23 +145,26 @@ class FSDPEngine:
 
     @property
     def used_bytes(self) -> int:
-        """See `SharingEngine`."""
-        if self._ranks.device.type == "cuda":
-            return torch.cuda.memory_reserved()
+        """See `SharingEngine`. On CPUs as last measured: no tensor is read while another thread computes with it."""
+        return torch.cuda.memory_reserved() if self._ranks.device.type == "cuda" else self._used
+
+    def _measure(self) -> None:
         gradients = (one.grad for module in self._modules for one in module.module.parameters())
-        return self._states.on_device + sum(on_this_rank(one).nbytes for one in gradients if one is not None)
+        self._used = self._states.on_device + sum(on_this_rank(one).nbytes for one in gradients if one is not None)
 
     def leave_device(self) -> None:
         """See `SharingEngine`."""
         for module in self._modules:
             module.reshard()
         self._states.move_to_host()
+        self._measure()
         if self._ranks.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def enter_device(self) -> None:
         """See `SharingEngine`."""
         self._states.move_back()
+        self._measure()
 
     def begin_save(self, path: Path) -> Future[Any]:
         state = {**_model_state(self), f"rng_{self._ranks.rank}": torch.get_rng_state()}

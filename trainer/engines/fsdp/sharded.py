@@ -86,17 +86,13 @@ class TrainableModule(ShardedModule):
 
     def states(self) -> Iterator[Tensor]:
         yield from super().states()
-        # Copied first: the step that makes the moments may be under way in another thread.
-        kept = (value for state in list(self.optimizer.state.values()) for value in list(state.values()))
+        kept = (value for state in self.optimizer.state.values() for value in state.values())
         yield from (one for one in kept if isinstance(one, Tensor) and one.dim())  # a step number stays on the host
 
-    def update(self, packs: Sequence[Pack], loss: Callable[[Pack, Any], Tensor], divisor: float, lr: float) -> Update:
-        """Gradients of sum(loss) / `divisor` over all packs of all ranks, clipped, then one optimizer update."""
-        return self.step(lr, self.accumulate(packs, loss, divisor))
-
     def accumulate(self, packs: Sequence[Pack], loss: Callable[[Pack, Any], Tensor], divisor: float) -> float:
-        """The gradients; returns the loss over all ranks. A rank whose loss is not finite goes through every backward
-        like the others: each is a collective."""
+        """Gradients of sum(loss) / `divisor` over all packs of all ranks; returns the loss over all ranks.
+
+        A rank whose loss is not finite goes through every backward like the others: each is a collective."""
         summed = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         for pack in self._in_step(packs):
             moved = pack.to(self._ranks.device)
