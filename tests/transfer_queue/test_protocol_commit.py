@@ -173,6 +173,23 @@ async def test_one_script_forgets_a_bounded_share(make_queue, monkeypatch: pytes
     assert max(before - after for before, after in pairwise(left)) == CHUNK // LIMITS.group_size
 
 
+@pytest.mark.parametrize("pieces", [0, 3])
+async def test_lost_steps_are_owed_no_second_time(make_queue, pieces: int) -> None:
+    """A trainer dies while what its checkpoint holds is forgotten. Its next life reads that these steps are committed,
+    and names only those beyond."""
+    queue = await make_queue(SIX)
+    await queue.submit(tasks(12), cursor=at(12))
+    held = {
+        step: [[f"train/{6 * step + g:04}#{m}" for m in range(SIX.group_size)] for g in range(6)] for step in (0, 1)
+    }
+    await commit_and_die(queue, 2, held, pieces)
+    assert (await queue.status()).committed_step == 2
+    await queue.commit(2, {})
+    status = await queue.status()
+    assert (status.step, status.version, status.committed_step) == (2, 2, 2)
+    assert status.groups["committed"] == status.groups["submitted"] == 12
+
+
 async def test_a_queue_that_caught_up_waits_for_no_ended_group(make_queue) -> None:
     """Two groups are due at step 1, which has one place: the other step that they were admitted for is in the
     checkpoint already, with groups that this queue has lost. Nothing runs, so nothing is worth a wait."""

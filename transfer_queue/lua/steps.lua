@@ -231,13 +231,15 @@ return moved
 -- committed from now on; `forget_committed` then deletes what they hold. Batches that are not known here are kept for it.
 local step = tonumber(ARGV[1])
 local known = ARGV[2] ~= '' and cmsgpack.unpack(ARGV[2]) or {}
-for lost = run.next_step, step - 1 do
+-- Those of a commit that was cut off are kept already; a later life need not name them again.
+local first = math.max(run.next_step, run.committing)
+for lost = first, step - 1 do
   if not known[lost] then
     return refuse('STEP', 'commit of ' .. step .. ': step ' .. lost .. ' was never leased here; steps below '
-      .. run.next_step .. ' were')
+      .. first .. ' were')
   end
 end
-for lost = run.next_step, step - 1 do call('HSET', STEPS, 'ahead:' .. lost, cmsgpack.pack(known[lost])) end
+for lost = first, step - 1 do call('HSET', STEPS, 'ahead:' .. lost, cmsgpack.pack(known[lost])) end
 if step > run.committing then call('HSET', STEPS, 'committing', step) end
 if ARGV[2] ~= '' and step > run.version then call('HSET', STEPS, 'caught_up', step) end
 return 1
