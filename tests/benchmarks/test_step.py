@@ -129,7 +129,7 @@ def _boxes_when_ready(run: subprocess.Popen[bytes], account: CpuAccount, at_leas
     account.look()
     deadline = time.monotonic() + 60
     while account.by_process()["boxes"] < at_least_s and time.monotonic() < deadline:
-        time.sleep(0.05)
+        time.sleep(0.05)  # no event says that a process has been waited for: its time appears in its parent's
         account.look()
     assert list(account.profiled().values()) == ["agent workers"]
     run.stdin.write(b"\n")
@@ -171,7 +171,7 @@ def _look_until(account: CpuAccount, condition: Callable[[], bool]) -> None:
     account.look()
     while not condition():
         assert time.monotonic() < deadline, account.by_process()
-        time.sleep(0.05)
+        time.sleep(0.05)  # no event says that a process has been waited for: its time appears in its parent's
         account.look()
 
 

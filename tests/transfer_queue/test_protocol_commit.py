@@ -174,7 +174,7 @@ async def test_one_script_forgets_a_bounded_share(make_queue, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("pieces", [0, 3])
-async def test_lost_steps_are_owed_no_second_time(make_queue, pieces: int) -> None:
+async def test_a_commit_of_lost_steps_that_was_cut_off_is_continued(make_queue, pieces: int) -> None:
     """A trainer dies while what its checkpoint holds is forgotten. Its next life reads that these steps are committed,
     and names only those beyond."""
     queue = await make_queue(SIX)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,8 @@ class FSDPEngine:
         self.kl_coefficient = config.kl.in_reward
         self._modules: list[ShardedModule] = [one for one in (self._actor, self.reference, self.critic) if one]
         self._states = HostStates(self._kept_states, ranks.device)
-        self._used = 0
-        self._measure()
+        self._used = self._measured()
+        """Bytes on a device that is a CPU, as of the last call that changed them much."""
 
     @property
     def has_critic(self) -> bool:
@@ -100,9 +100,16 @@ class FSDPEngine:
         assert self.critic is not None
         return self._update(self.critic, packs, loss, divisor, self.config.critic.lr)
 
-    def _update(self, module: TrainableModule, packs: Sequence[Pack], loss: Any, divisor: float, lr: float) -> Update:
+    def _update(
+        self,
+        module: TrainableModule,
+        packs: Sequence[Pack],
+        loss: Callable[[Pack, Any], Tensor],
+        divisor: float,
+        lr: float,
+    ) -> Update:
         summed = module.accumulate(packs, loss, divisor)
-        self._measure()  # the most there is: the step that follows frees the gradients
+        self._used = self._measured()  # the most there is: the step that follows frees the gradients
         return module.step(lr, summed)
 
     def weights(self, dtype: torch.dtype, *, with_adapter: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -148,23 +155,24 @@ class FSDPEngine:
         """See `SharingEngine`. On CPUs as last measured: no tensor is read while another thread computes with it."""
         return torch.cuda.memory_reserved() if self._ranks.device.type == "cuda" else self._used
 
-    def _measure(self) -> None:
+    def _measured(self) -> int:
+        """In the torch thread: elsewhere a gradient or a moment may be half made."""
         gradients = (one.grad for module in self._modules for one in module.module.parameters())
-        self._used = self._states.on_device + sum(on_this_rank(one).nbytes for one in gradients if one is not None)
+        return self._states.on_device + sum(on_this_rank(one).nbytes for one in gradients if one is not None)
 
     def leave_device(self) -> None:
         """See `SharingEngine`."""
         for module in self._modules:
             module.reshard()
         self._states.move_to_host()
-        self._measure()
+        self._used = self._measured()
         if self._ranks.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def enter_device(self) -> None:
         """See `SharingEngine`."""
         self._states.move_back()
-        self._measure()
+        self._used = self._measured()
 
     def begin_save(self, path: Path) -> Future[Any]:
         state = {**_model_state(self), f"rng_{self._ranks.rank}": torch.get_rng_state()}

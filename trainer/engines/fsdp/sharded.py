@@ -92,7 +92,8 @@ class TrainableModule(ShardedModule):
     def accumulate(self, packs: Sequence[Pack], loss: Callable[[Pack, Any], Tensor], divisor: float) -> float:
         """Gradients of sum(loss) / `divisor` over all packs of all ranks; returns the loss over all ranks.
 
-        A rank whose loss is not finite goes through every backward like the others: each is a collective."""
+        A rank whose loss is not finite goes through every backward like the others: each is a collective.
+        """
         summed = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         for pack in self._in_step(packs):
             moved = pack.to(self._ranks.device)
