@@ -67,15 +67,23 @@ def check_calls_are_read(parser: ToolCallParser, template: ChatTemplate, tools: 
 
 
 def readers_of(template: ChatTemplate, tools: Tools) -> list[str]:
-    """Names of the parsers that the template proves; of those that read its calls, those that leave least of a call as
-    text: a line of JSON inside `<tool_call>` is read by two.
+    """Names of the parsers that the template proves.
+
+    Of those that read its calls, those whose mark the prompt shows (Phi-4-mini's template asks for ``functools[`` and
+    writes old calls without it), then those that leave least of a call as text: a line of JSON inside `<tool_call>` is
+    read by two.
     """
     text = _written(template, tools)
     parsers = {name: get_parser(name) for name in get_args(ParserName)}
     if text is None:
         return [name for name, parser in parsers.items() if _is_shown(parser, template, tools)]
-    left = {name: len(one.parse(text).content) for name, one in parsers.items() if _reads(one, text, tools)}
-    return [name for name, length in left.items() if length == min(left.values())]
+    marked = {name: one for name, one in parsers.items() if one.opening in text or _is_shown(one, template, tools)}
+    left = {
+        name: (one.opening in text or not _is_shown(one, template, tools), len(one.parse(text).content))
+        for name, one in marked.items()
+        if _reads(one, text, tools)
+    }
+    return [name for name, rank in left.items() if rank == min(left.values())]
 
 
 def name_of(parser: ToolCallParser) -> str:

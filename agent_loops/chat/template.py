@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, settings: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
         self._settings = dict(settings or {})
+        self._no_tools: list[Any] | None = None
         if not getattr(tokenizer, "chat_template", None):
             raise TemplateError(
                 f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; put one into its "
@@ -50,6 +51,7 @@ class ChatTemplate:
             )
         self.source = str(tokenizer.get_chat_template())
         """The template's own text."""
+        self._no_tools = self._find_no_tools()
         self.call_form = self._find_call_form()
         """None: the template writes no tool calls; they are part of a reply's text."""
 
@@ -58,7 +60,7 @@ class ChatTemplate:
         try:
             text: str = self._tokenizer.apply_chat_template(
                 list(messages),
-                tools=list(tools) or None,
+                tools=list(tools) or self._no_tools,
                 tokenize=False,
                 add_generation_prompt=prompt,
                 **self._settings,
@@ -129,9 +131,26 @@ class ChatTemplate:
         closed = self.render([user, self.call_message([call])], tools, prompt=False)
         return closed[_shared(opening, closed) :]
 
+    def _find_no_tools(self) -> list[Any] | None:
+        """What stands for no tools: nothing, or an empty list where a template reads one in any case (Hermes 3)."""
+        user = {"role": "user", "content": "x"}
+        for self._no_tools in (None, []):
+            try:
+                self.render([user], prompt=True)
+            except TemplateError:
+                continue
+            return self._no_tools
+        return None
+
     def _find_call_form(self) -> CallForm | None:
-        """The first form that the template takes without an objection and writes down."""
-        call = ToolCall("probe", {"probe": MARK})
+        """The first form that the template takes without an objection and writes down, if possible not as Python does:
+        templates that print arguments as they are want JSON text (Phi-4-mini)."""
+        arguments = {"probe": MARK}
+        written = list(self._forms_written(ToolCall("probe", arguments)))
+        as_json = [form for form, text in written if repr(arguments) not in text]
+        return next(iter([*as_json, *(form for form, _ in written)]), None)
+
+    def _forms_written(self, call: ToolCall) -> Iterator[tuple[CallForm, str]]:
         for form in CALL_FORMS:
             try:
                 text = self.render(
@@ -140,8 +159,7 @@ class ChatTemplate:
             except TemplateError:
                 continue
             if MARK in text:
-                return form
-        return None
+                yield form, text
 
 
 def _line_of(error: UndefinedError) -> int:

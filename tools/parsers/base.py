@@ -8,7 +8,27 @@ from typing import Any, Literal, Protocol
 
 from penstock.common import Registry
 
-ParserName = Literal["hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek", "glm", "harmony", "code"]
+ParserName = Literal[
+    "hermes",
+    "qwen3_coder",
+    "llama3_json",
+    "mistral",
+    "deepseek",
+    "deepseek_v32",
+    "deepseek_v4",
+    "glm",
+    "harmony",
+    "gemma4",
+    "minimax_m2",
+    "lfm2",
+    "pythonic",
+    "xlam",
+    "phi4_mini",
+    "internlm2",
+    "granite",
+    "seed_oss",
+    "code",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +78,19 @@ PARSERS: Registry[Callable[[], ToolCallParser]] = Registry(
         "llama3_json": "penstock.tools.parsers.llama3_json:Llama3JsonParser",
         "mistral": "penstock.tools.parsers.mistral:MistralParser",
         "deepseek": "penstock.tools.parsers.deepseek:DeepSeekParser",
+        "deepseek_v32": "penstock.tools.parsers.deepseek_v32:DeepSeekV32Parser",
+        "deepseek_v4": "penstock.tools.parsers.deepseek_v32:DeepSeekV4Parser",
         "glm": "penstock.tools.parsers.glm:GlmParser",
         "harmony": "penstock.tools.parsers.harmony:HarmonyParser",
+        "gemma4": "penstock.tools.parsers.gemma4:Gemma4Parser",
+        "minimax_m2": "penstock.tools.parsers.minimax_m2:MiniMaxM2Parser",
+        "lfm2": "penstock.tools.parsers.lfm2:Lfm2Parser",
+        "pythonic": "penstock.tools.parsers.pythonic:PythonicParser",
+        "xlam": "penstock.tools.parsers.xlam:XlamParser",
+        "phi4_mini": "penstock.tools.parsers.phi4_mini:Phi4MiniParser",
+        "internlm2": "penstock.tools.parsers.internlm2:InternLm2Parser",
+        "granite": "penstock.tools.parsers.granite:GraniteParser",
+        "seed_oss": "penstock.tools.parsers.seed_oss:SeedOssParser",
         "code": "penstock.tools.parsers.code:CodeParser",
     },
 )

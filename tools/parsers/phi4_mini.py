@@ -1,0 +1,32 @@
+"""Phi-4-mini: ``functools[{"name": "python", "arguments": {"code": "1 + 1"}}, ...]``.
+
+Its prompt asks for that mark, but its template writes old calls without it and without the list, ``{"name": ...,
+"arguments": {...}}``; that is read too, as `llama3_json` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.tools.parsers.base import ParsedTurn
+from penstock.tools.parsers.json_call import read_call_list
+from penstock.tools.parsers.llama3_json import Llama3JsonParser
+from penstock.tools.parsers.turn import TurnBuilder, read_marked
+
+OPEN = "functools["
+SHAPE = f'calls are written {OPEN}{{"name": ..., "arguments": {{...}}}}, ...]'
+
+
+class Phi4MiniParser:
+    opening, closing = OPEN, ""
+
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
+        return read_marked(text, OPEN, SHAPE, _read_calls) if OPEN in text else Llama3JsonParser().parse(text, tools)
+
+
+def _read_calls(text: str, body: int, turn: TurnBuilder) -> int:
+    calls, end = read_call_list(text, body - 1)
+    for name, arguments in calls:
+        turn.call(name, arguments)
+    return end
