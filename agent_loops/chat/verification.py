@@ -257,6 +257,11 @@ def _reply(template: ChatTemplate, calls: Sequence[ToolCall], content: str) -> M
 
 def _results(template: ChatTemplate, calls: Sequence[ToolCall], texts: Sequence[str]) -> list[Message]:
     return [
-        {"role": "tool", "content": text, "name": call.name, "tool_call_id": template.call_id(call.call_id, index)}
+        {
+            "role": "tool",
+            "content": text,
+            "name": call.name,
+            "tool_call_id": template.call_id(call.call_id, index, call.name),
+        }
         for index, (text, call) in enumerate(zip(texts, calls, strict=True))
     ]

@@ -18,6 +18,7 @@ from tests.tools.parsers.test_round_trip import arguments
 
 from penstock.agent_loops import ChatTokens
 from penstock.agent_loops.chat import name_of, verify_template
+from penstock.tools import ToolResult
 from penstock.tools.parsers import ToolCall
 
 PUBLIC = TEMPLATES / "public"
@@ -55,6 +56,7 @@ READERS: dict[str, tuple[str, Fit]] = {
     "gemma4": ("gemma4", lambda given_arguments: sorted_keys(without_tags(given_arguments))),
     "granite_3_3": ("granite", exact),
     "internlm2": ("internlm2", exact),
+    "kimi_k2": ("kimi_k2", exact),
     "lfm2_5": ("lfm2", unescaped),
     "llama3_2_pythonic": ("pythonic", plain),
     "llama4_pythonic": ("pythonic", plain),
@@ -116,3 +118,35 @@ def test_the_table_says_why_a_template_is_refused(tmp_path: Path):
     (file,) = templates_in([tmp_path])
     assert judge(file).parser == ""
     assert judge(file).reason in judge(file).line()
+
+
+KIMI = """{%- for tool in tools or [] %}<|im_system|>{{ tool | tojson }}<|im_end|>{%- endfor %}
+{%- for m in messages %}<|im_{{ m.role }}|>
+{%- if m.role == 'tool' %}{{ '## Return of ' + m.tool_call_id + '\\n' }}{%- endif %}{{ m.content }}
+{%- if m.tool_calls %}<|tool_calls_section_begin|>
+{%- for c in m.tool_calls %}{{ '<|tool_call_begin|>' + c.id + '<|tool_call_argument_begin|>' }}
+{{- c.function.arguments | tojson + '<|tool_call_end|>' }}
+{%- endfor %}<|tool_calls_section_end|>{%- endif %}<|im_end|>{%- endfor %}
+{%- if add_generation_prompt %}<|im_assistant|>{%- endif %}"""
+"""As Kimi K2's own: the name of a call stands in its id alone."""
+
+
+def test_the_id_that_a_model_wrote_stands_beside_its_result(tmp_path: Path):
+    (tmp_path / "kimi.jinja").write_text(KIMI)
+    chat = auto_chat(tmp_path / "kimi.jinja")
+    assert name_of(chat.parser) == "kimi_k2"
+    assert verify_template(chat, TOOLS).rewritten == ()
+    text = chat.template.reply_with_call(TOOLS, ToolCall("calculator", {"expression": "1"}))
+    (call,) = chat.parser.parse(text.replace(":0", ":7")).calls
+    assert (call.name, call.call_id, call.written_id) == ("calculator", "call_0", "functions.calculator:7")
+    assert "## Return of functions.calculator:7\n4" in chat.decode(chat.render_tools([ToolResult("4")], [call]))
+
+
+def test_the_ids_of_a_client_become_those_of_the_template(tmp_path: Path):
+    (tmp_path / "kimi.jinja").write_text(KIMI)
+    called = {"id": "call_abc", "type": "function", "function": {"name": "calculator", "arguments": {}}}
+    said = {"role": "assistant", "content": "", "tool_calls": [called]}
+    messages = [{"role": "user", "content": "x"}, said, {"role": "tool", "content": "4", "tool_call_id": "call_abc"}]
+    text = auto_chat(tmp_path / "kimi.jinja").rendering.prompt_text(messages, TOOLS)
+    assert "<|tool_call_begin|>functions.calculator:0<|tool_call_argument_begin|>{}" in text
+    assert "## Return of functions.calculator:0\n4" in text

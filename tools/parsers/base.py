@@ -27,6 +27,7 @@ ParserName = Literal[
     "internlm2",
     "granite",
     "seed_oss",
+    "kimi_k2",
     "code",
 ]
 
@@ -40,6 +41,8 @@ class ToolCall:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     call_id: str = ""
     """``call_0``, ``call_1`` ...: position in the turn."""
+    written_id: str = ""
+    """The id that the model wrote, where its results are written beside it (Kimi K2); empty elsewhere."""
     error: str | None = None
     """What is wrong with the call's form, in words for the model."""
 
@@ -91,6 +94,7 @@ PARSERS: Registry[Callable[[], ToolCallParser]] = Registry(
         "internlm2": "penstock.tools.parsers.internlm2:InternLm2Parser",
         "granite": "penstock.tools.parsers.granite:GraniteParser",
         "seed_oss": "penstock.tools.parsers.seed_oss:SeedOssParser",
+        "kimi_k2": "penstock.tools.parsers.kimi_k2:KimiK2Parser",
         "code": "penstock.tools.parsers.code:CodeParser",
     },
 )

@@ -39,8 +39,8 @@ class TurnBuilder:
     def say(self, text: str) -> None:
         self._content.append(text)
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> None:
-        self._add(ToolCall(name, arguments, self._next_id()))
+    def call(self, name: str, arguments: Mapping[str, Any], written_id: str = "") -> None:
+        self._add(ToolCall(name, arguments, self._next_id(), written_id))
 
     def malformed(self, problem: str, name: str = "") -> None:
         """`name`: where it could be read."""

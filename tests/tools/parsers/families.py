@@ -165,6 +165,13 @@ DEEPSEEK_32 = """\
     {{- '</｜DSML｜invoke>\\n' }}
 {%- endfor %}
 {{- '</｜DSML｜function_calls>' }}"""
+KIMI_K2 = """\
+{{- content + '<|tool_calls_section_begin|>' }}
+{%- for call in calls %}
+    {{- '<|tool_call_begin|>functions.' + call.name + ':' + loop.index0 | string }}
+    {{- '<|tool_call_argument_begin|>' + call.arguments | tojson + '<|tool_call_end|>' }}
+{%- endfor %}
+{{- '<|tool_calls_section_end|>' }}"""
 XLAM = """\
 {{- content + '\\n[' }}
 {%- for call in calls %}
@@ -253,6 +260,7 @@ FAMILIES = {
     "deepseek_v32": Family("deepseek_v32", DEEPSEEK_32, ("<｜", "</｜")),
     "deepseek_v4": Family("deepseek_v4", DEEPSEEK_32.replace("function_calls", "tool_calls"), ("<｜", "</｜")),
     "xlam": Family("xlam", XLAM),
+    "kimi_k2": Family("kimi_k2", KIMI_K2),
     "phi4_mini": Family("phi4_mini", PHI4_MINI),
     "granite": Family("granite", GRANITE),
     "internlm2": Family("internlm2", INTERNLM2),

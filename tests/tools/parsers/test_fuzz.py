@@ -41,6 +41,7 @@ MARKS = [
         "<|action_end|>",
         "<|tool_call|>",
     ),
+    *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>"),
     *("<seed:tool_call>", "</seed:tool_call>"),
     *("<|python_tag|>", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|end|>", " to=f "),
     *(
