@@ -1,7 +1,6 @@
 """Phi-4-mini: ``functools[{"name": "python", "arguments": {"code": "1 + 1"}}, ...]``.
 
-Its prompt asks for that mark, but its template writes old calls without it and without the list, ``{"name": ...,
-"arguments": {...}}``; that is read too, as `llama3_json` does.
+Its prompt asks for that mark; its template leaves it out of old calls.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from typing import Any
 
 from penstock.tools.parsers.base import ParsedTurn
 from penstock.tools.parsers.json_call import read_call_list
-from penstock.tools.parsers.llama3_json import Llama3JsonParser
 from penstock.tools.parsers.turn import TurnBuilder, read_marked
 
 OPEN = "functools["
@@ -22,7 +20,7 @@ class Phi4MiniParser:
     opening, closing = OPEN, ""
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
-        return read_marked(text, OPEN, SHAPE, _read_calls) if OPEN in text else Llama3JsonParser().parse(text, tools)
+        return read_marked(text, OPEN, SHAPE, _read_calls)
 
 
 def _read_calls(text: str, body: int, turn: TurnBuilder) -> int:

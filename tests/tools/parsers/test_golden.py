@@ -75,7 +75,6 @@ F = ToolCall("f", {"x": 1}, "call_0")
         ("xlam", f"<think>[{F_JSON}]</think>\n[{F_JSON}]", f"<think>[{F_JSON}]</think>", (F,)),
         ("xlam", '[] and [1] and [{"name": "f"}]', '[] and [1] and [{"name": "f"}]', ()),
         ("phi4_mini", f"functools[{F_JSON}]", "", (F,)),
-        ("phi4_mini", F_JSON, "", (F,)),
         ("granite", f"<|tool_call|> [{F_JSON}]", "", (F,)),
         ("internlm2", f"a<|action_start|><|plugin|>\n{F_JSON}<|action_end|>\n", "a", (F,)),
         ("code", "a\n```python\nx\n```\nb", "a\n\nb", (ToolCall("python", {"code": "x"}, "call_0"),)),
