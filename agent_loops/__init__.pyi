@@ -41,6 +41,7 @@ from .llm import GenerateClient as GenerateClient
 from .llm import Reply as Reply
 from .llm import Watch as Watch
 from .llm import check_generation as check_generation
+from .llm import first_tokens as first_tokens
 from .llm import from_entry as from_entry
 from .llm import to_entry as to_entry
 from .llm import usual_sampling as usual_sampling

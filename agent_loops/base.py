@@ -107,6 +107,8 @@ class WorkerServices:
     on_lost: Literal["replay", "restart"] = "replay"
     reward: RewardFunction | None = None
     teachers: Teachers | None = None
+    routing_replay: bool = False
+    """As `RunContext.routing_replay`."""
     mismatches: Mismatches = field(default_factory=Mismatches)
     on_span: OnSpan | None = None
     """Called with each span of each episode when it ends."""

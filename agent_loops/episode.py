@@ -157,7 +157,10 @@ class Episode:
         services, lease = self._services, self._lease
         loop.chat = services.chat.for_episode(new_budget(services.config))
         sampling = usual_sampling(services.config, services.chat.stop_token_ids, lease)
-        loop.llm = EpisodeLLM(services.client, lease, self._journal, sampling, services.chat.decode)
+        with_routes = services.routing_replay and lease.task.split == "train"
+        loop.llm = EpisodeLLM(
+            services.client, lease, self._journal, sampling, services.chat.decode, with_routes=with_routes
+        )
         loop.tools = ToolBox(
             services.tools,
             services.tool_configs,

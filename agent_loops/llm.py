@@ -33,6 +33,7 @@ from penstock.rollout_server import (
     ImageRef,
     Sampling,
     versions_of,
+    without_last,
 )
 from penstock.transfer_queue import JournalEntry, JournalKind, Lease
 
@@ -162,7 +163,11 @@ class EpisodeLLM:
         journal: EpisodeJournal,
         sampling: Sampling,
         decode: Callable[[Sequence[int]], str],
+        *,
+        with_routes: bool = False,
     ) -> None:
+        """`with_routes`: the engines of the run tell which experts read each token."""
+        self._with_routes = with_routes
         self.counts = CallCounts()
         self.segments: list[SegmentBuilder] = []
         self.seen = SeenContexts()
@@ -198,7 +203,7 @@ class EpisodeLLM:
         self, segment: SegmentBuilder, asked: tuple[int, int], overrides: Mapping[str, Any]
     ) -> Generation:
         context, room = segment.context(), segment.budget.tokens_left
-        generation = await self.draw(context, room, overrides, images=segment.images)
+        generation = await self.draw(context, room, overrides, images=segment.images, routed_up_to=segment.routed_up_to)
         await self._journal.append_naming(to_entry(generation, (asked[0], segment.fed_hash), {}))
         return generation
 
@@ -210,12 +215,17 @@ class EpisodeLLM:
         watch: Watch | None = None,
         *,
         images: Sequence[ImageRef] = (),
+        routed_up_to: int = 0,
     ) -> Generation:
         """Samples at most `tokens_left` tokens on exactly these ids; checks, but neither journals nor appends.
+
+        `routed_up_to`: how much of the context needs no routed experts, where the run has them.
 
         Raises as `generate` does. Cancelling it aborts the request in the engine.
         """
         request = self._request(context, tokens_left, overrides, images)
+        if self._with_routes:
+            request = request.model_copy(update={"routed_experts_from": min(routed_up_to, len(context) - 1)})
         started = time.monotonic()
         try:
             with span("model") as model_span:
@@ -271,7 +281,9 @@ class EpisodeLLM:
         if not any(known is segment for known in self.segments):
             self.segments.append(segment)
         reason = "stop" if len(generation.token_ids) == own_limit else generation.finish_reason
-        segment.append_sampled(generation.token_ids, generation.logprobs, generation.version_spans, reason)
+        segment.append_sampled(
+            generation.token_ids, generation.logprobs, generation.version_spans, reason, generation.routed_experts
+        )
         self.remember(asked, (segment.context_len, segment.context_hash), generation)
 
     def remember(self, asked: tuple[int, int], after: tuple[int, int], generation: Generation) -> None:
@@ -296,6 +308,9 @@ def check_generation(generation: Generation, min_version: int) -> None:
     if bad:
         raise TokenMismatch("rollout", f"logprob {bad[0]} is not a finite number below 0")
     _check_spans(generation.version_spans, len(ids), min_version)
+    experts = generation.routed_experts
+    if experts is not None and (experts.ndim != 3 or len(experts) < len(ids)):
+        raise TokenMismatch("rollout", f"{len(ids)} token ids but routed experts of shape {experts.shape}")
 
 
 def _check_spans(spans: Sequence[tuple[int, int, int]], length: int, min_version: int) -> None:
@@ -314,7 +329,11 @@ def first_tokens(chunk: Chunk, count: int) -> Chunk:
     """`chunk` cut behind its first `count` tokens, as the last one of an answer that a stop string ended."""
     spans = [(version, start, min(end, count)) for version, start, end in chunk.version_spans if start < count]
     return Chunk(
-        token_ids=chunk.token_ids[:count], logprobs=chunk.logprobs[:count], version_spans=spans, finish_reason="stop"
+        token_ids=chunk.token_ids[:count],
+        logprobs=chunk.logprobs[:count],
+        version_spans=spans,
+        finish_reason="stop",
+        routed_experts=without_last(chunk.routed_experts, len(chunk.token_ids) - count),
     )
 
 
@@ -327,6 +346,7 @@ def to_entry(generation: Generation, asked: tuple[int, int], note: Mapping[str, 
         ids=np.array(generation.token_ids, dtype=np.int32),
         logprobs=np.array(generation.logprobs, dtype=np.float32),
         version_spans=np.array(generation.version_spans, dtype=np.int32).reshape(-1, 3),
+        routed_experts=generation.routed_experts,
         data={
             "finish_reason": generation.finish_reason,
             "continued_over_update": generation.continued_over_update,
@@ -350,4 +370,5 @@ def from_entry(entry: JournalEntry) -> Generation:
         finish_reason=reason,
         continued_over_update=bool(entry.data.get("continued_over_update")),
         resumed=int(entry.data.get("resumed", 0)),
+        routed_experts=entry.routed_experts,
     )

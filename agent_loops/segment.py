@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from penstock.agent_loops.errors import AgentError
 from penstock.rollout_server import ImageRef
-from penstock.transfer_queue import COMPLETED, Ids, Logprobs, Mask, Outcome, OutcomeKind, Segment, Spans
+from penstock.transfer_queue import COMPLETED, Ids, Logprobs, Mask, Outcome, OutcomeKind, RoutedExperts, Segment, Spans
 
 TRUNCATED_LENGTH = Outcome(OutcomeKind.TRUNCATED, "length")
 SPOILED = Outcome(OutcomeKind.POLICY_ERROR, "the model sampled the place of an image that is not there")
@@ -208,6 +208,11 @@ class SegmentBuilder:
         names = [image.sha256 for image in self.images]
         return xxhash.xxh3_64_intdigest(":".join([str(self.context_hash), *names]).encode())
 
+    @property
+    def routed_up_to(self) -> int:
+        """Positions of the context before this one need no routed experts: they are known, or never will be."""
+        return self._row.routed_up_to
+
     def context(self) -> list[int]:
         """Prompt and response ids so far: exactly what the next model call is fed."""
         return SHARED.of(np.frombuffer(self._row.ids, dtype=np.int32))
@@ -219,9 +224,13 @@ class SegmentBuilder:
         logprobs: Sequence[float],
         version_spans: Sequence[Sequence[int]],
         finish_reason: str,
+        routed_experts: RoutedExperts | None = None,
     ) -> None:
-        """One model call's answer (N ids, N logprobs, spans over 0…N); for `EpisodeLLM`, which checked them."""
-        self._row.append_sampled(ids, logprobs, version_spans)
+        """One model call's answer (N ids, N logprobs, spans over 0…N); for `EpisodeLLM`, which checked them.
+
+        `routed_experts` [R, layers, k]: of the R positions before the last id's.
+        """
+        self._row.append_sampled(ids, logprobs, version_spans, routed_experts)
         self.budget.response_tokens += len(ids)
         self.budget.turns += 1
         self.finish_reason = finish_reason
@@ -318,7 +327,8 @@ def last_answer(output: AgentLoopOutput) -> list[int]:
 
 
 class TokenRow:
-    """The ids of one segment with mask, logprobs and versions; appending costs time linear in the new ids alone."""
+    """The ids of one segment with mask, logprobs, versions and, of a mixture, routed experts; appending costs time
+    linear in the new ids alone."""
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self.ids = array("i", prompt_ids)
@@ -326,6 +336,9 @@ class TokenRow:
         self.mask = bytearray()
         """Of the response: 1 = sampled."""
         self.turn_starts = array("i")
+        self.routed_up_to = 0
+        self._routed: list[tuple[int, RoutedExperts]] = []
+        """(first position, rows), ascending and apart."""
         self._prompt_len = len(prompt_ids)
         self._logprobs = array("f")
         self._spans = array("i")
@@ -341,14 +354,36 @@ class TokenRow:
         return bool(self.mask) and self.mask[-1] == 1
 
     def append_sampled(
-        self, ids: Sequence[int], logprobs: Sequence[float], version_spans: Sequence[Sequence[int]]
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        version_spans: Sequence[Sequence[int]],
+        routed_experts: RoutedExperts | None = None,
     ) -> None:
-        """One answer (N ids, N logprobs, spans over 0…N)."""
+        """One answer (N ids, N logprobs, spans over 0…N), and rows of the positions before its last id's."""
         start = len(self.mask)
+        if routed_experts is not None:
+            self._route(routed_experts, len(self.ids) + len(ids) - 1)
         self.turn_starts.append(start)
         for version, first, end in version_spans:
             self._spans.extend((version, start + first, start + end))
         self._extend(ids, logprobs, b"\x01")
+
+    def _route(self, rows: RoutedExperts, end: int) -> None:
+        """What is known of a position stays: that pass sampled its token, or was the first that read it."""
+        first = max(end - len(rows), self.routed_up_to)
+        if first < end:
+            self._routed.append((first, rows[len(rows) - (end - first) :]))
+            self.routed_up_to = end
+
+    def _routed_experts(self) -> RoutedExperts | None:
+        if not self._routed:
+            return None
+        _, some = self._routed[0]
+        whole = np.zeros((len(self.ids), *some.shape[1:]), dtype=some.dtype)
+        for first, rows in self._routed:
+            whole[first : first + len(rows)] = rows
+        return whole
 
     def append_fed(self, ids: Sequence[int]) -> None:
         self._extend(ids, [0.0] * len(ids), b"\x00")
@@ -363,6 +398,7 @@ class TokenRow:
             response_logprobs=np.array(self._logprobs, dtype=np.float32),
             version_spans=np.array(self._spans, dtype=np.int32).reshape(-1, 3),
             turn_starts=np.array(self.turn_starts, dtype=np.int32),
+            routed_experts=self._routed_experts(),
         )
 
     def _extend(self, ids: Sequence[int], logprobs: Sequence[float], mark: bytes) -> None:

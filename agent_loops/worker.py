@@ -108,6 +108,7 @@ def build_services(job: WorkerJob, sandbox: Sandbox | None) -> WorkerServices:
         reward=load_reward(job.config, run.recipe_dir, sandbox),
         recipe_dir=run.recipe_dir,
         teachers=Teachers(job.config.teachers) if job.config.teachers else None,
+        routing_replay=run.routing_replay,
     )
 
 

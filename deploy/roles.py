@@ -123,6 +123,7 @@ def context_of(link: RunConnection, queue: TransferQueue, config: RunConfig) -> 
         seed=config.seed,
         recipe_dir=Path.cwd(),
         lease_ttl_s=config.transfer_queue.lease_ttl_s,
+        routing_replay=config.rollout.routing_replay,
     )
 
 

@@ -96,6 +96,7 @@ class Gateway:
             draining=lambda: sidecar.draining,
             reward=self._reward,
             teachers=self._teachers,
+            routing_replay=self._job.run.routing_replay,
         )
 
     def _load(self) -> tuple[ChatTokens, RewardFunction | None]:

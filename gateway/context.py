@@ -36,6 +36,8 @@ class GatewayContext:
     """The server is stopping and leases no further episodes."""
     reward: RewardFunction | None = None
     teachers: Teachers | None = None
+    routing_replay: bool = False
+    """As `RunContext.routing_replay`."""
     mismatches: Mismatches = field(default_factory=Mismatches)
     tokenizing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_TOKENIZING))
     """Held for a long request while a thread tokenizes it."""

@@ -188,7 +188,8 @@ class SessionJournal:
         """The queue may hold an answer that is unknown here: the last write failed."""
         self._context = context
         self._journal = journal
-        self.llm = EpisodeLLM(context.client, lease, self._journal, sampling, chat.decode)
+        with_routes = context.routing_replay and lease.task.split == "train"
+        self.llm = EpisodeLLM(context.client, lease, self._journal, sampling, chat.decode, with_routes=with_routes)
         self._bodies = MessageStore()
         self._writing = asyncio.Lock()
         self._absorb(lease)

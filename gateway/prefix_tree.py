@@ -95,6 +95,11 @@ class PrefixMatch:
     """(length, xxh3-64) of the context, as in the journal."""
 
     @property
+    def routed_up_to(self) -> int:
+        """As that of the segment that the answer will be added to."""
+        return self.parent.segment.routed_up_to if self.parent is not None and self.parent.is_last else 0
+
+    @property
     def may_be_known_elsewhere(self) -> bool:
         """The new messages hold an unknown answer: rewritten by the client, or recorded by another server."""
         if self.prompt is not None:
@@ -227,7 +232,11 @@ class PrefixTree:
             turn.segment = SegmentBuilder(match.context, self.chat.budget, self.chat.stop_token_ids)
             self.segments.append(turn.segment)
         turn.segment.append_sampled(
-            generation.token_ids, generation.logprobs, generation.version_spans, generation.finish_reason
+            generation.token_ids,
+            generation.logprobs,
+            generation.version_spans,
+            generation.finish_reason,
+            generation.routed_experts,
         )
         turn.end = turn.segment.context_len
         turn.match = replace(match, delta=(), context=())  # the segment holds them; copies would grow with turns²

@@ -99,6 +99,7 @@ def _context_of(services: WorkerServices) -> GatewayContext:
         model=MODEL,
         reward=services.reward,
         teachers=services.teachers,
+        routing_replay=services.routing_replay,
         mismatches=services.mismatches,
         tokenizing=_TOKENIZING.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_TOKENIZING)),
     )

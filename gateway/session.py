@@ -324,7 +324,8 @@ async def sample(record: SessionJournal, call: PendingAnswer, match: PrefixMatch
     """
     reader = AnswerReader(call.request, call.head, index, record.detokenizer)
     watch = _watch(call, reader, index) if _must_watch(call.request) else None
-    generation = await record.llm.draw(list(match.context), room, _overrides(call.request, index), watch)
+    overrides = _overrides(call.request, index)
+    generation = await record.llm.draw(list(match.context), room, overrides, watch, routed_up_to=match.routed_up_to)
     if watch is None:
         reader.feed(generation.token_ids, generation.logprobs)
     choice = reader.finish("length" if generation.finish_reason == "length" else "stop")

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Literal, TypeVar
 
 import aiohttp
+import numpy as np
 from pydantic_core import from_json
 
 from penstock.common import Backoff, bearer_headers, cancel_and_wait, current_context, trace_headers
@@ -32,14 +33,16 @@ from penstock.rollout_server.protocol import (
     VersionsDisproved,
     extend_spans,
 )
+from penstock.rollout_server.routed_experts import rows_between
 from penstock.rollout_server.routing import PendingRequest, Registry, Router
-from penstock.transfer_queue import QueueError, ServerInfo
+from penstock.transfer_queue import QueueError, RoutedExperts, ServerInfo
 
 CONNECT_S = 5.0
 SILENCE_S = 20.0
 """Longest silence of a live server, which sends a line every 5 s."""
 BACKOFF = Backoff(0.05, 0.5, jitter=(0.5, 1.5))
-LINE_LIMIT_BYTES = 16 << 20
+LINE_LIMIT_BYTES = 64 << 20
+"""A line may have the routed experts of a whole long prompt."""
 MOST_ASLEEP_S = 3600.0
 """Turns of the trainer do not count as time of an answer, for this long."""
 Blame = Literal["nobody", "answer", "full", "gone"]
@@ -244,6 +247,8 @@ class AnswerBuilder:
         self.resumed = 0
         self.continued_over_update = False
         self.finish_reason: FinishReason | None = None
+        self._experts: list[tuple[int, list[str]]] = []
+        """(tokens so far, blocks whose rows end with the pass that sampled the last of them)"""
         self._server_versions: set[int] = set()
         self._resumes = False
         self._before_server = (0, 0, False)
@@ -257,7 +262,11 @@ class AnswerBuilder:
         left = self.request.sampling.max_new_tokens - len(self.token_ids)
         sampling = self.request.sampling.model_copy(update={"max_new_tokens": left})
         context = [*self.request.token_ids, *self.token_ids]
-        return self.request.model_copy(update={"token_ids": context, "sampling": sampling, "deadline_s": deadline_s})
+        change = {"token_ids": context, "sampling": sampling, "deadline_s": deadline_s}
+        if self.request.routed_experts_from is not None:
+            # What is missing of the tokens so far stays unknown: this server's weights may be others.
+            change["routed_experts_from"] = len(context) - 1
+        return self.request.model_copy(update=change)
 
     def add(self, chunk: Chunk) -> Chunk | None:
         """Adds `chunk`; returns what the reader of this answer gets, None where it holds nothing new."""
@@ -266,11 +275,13 @@ class AnswerBuilder:
         extend_spans(self.spans, chunk.version_spans, len(self.token_ids))
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
+        if chunk.routed_experts:
+            self._experts.append((len(self.token_ids), chunk.routed_experts))
         self._server_versions.update(version for version, _, _ in chunk.version_spans)
         self.continued_over_update |= len(self._server_versions) > 1
         # "abort" comes from the engine, not from the policy: the answer continues at another server.
         self.finish_reason = None if chunk.finish_reason == "abort" else chunk.finish_reason
-        if not chunk.token_ids and self.finish_reason is None:
+        if not chunk.token_ids and not chunk.routed_experts and self.finish_reason is None:
             return None
         return chunk.model_copy(update={"finish_reason": self.finish_reason})
 
@@ -280,6 +291,7 @@ class AnswerBuilder:
         removed = len(self.token_ids) - kept
         del self.token_ids[kept:], self.logprobs[kept:]
         self.spans = [(version, start, min(end, kept)) for version, start, end in self.spans if start < kept]
+        self._experts = [(tokens, blocks) for tokens, blocks in self._experts if tokens <= kept]
         self.finish_reason = None
         return removed
 
@@ -305,7 +317,27 @@ class AnswerBuilder:
             finish_reason=self.finish_reason,
             continued_over_update=self.continued_over_update,
             resumed=self.resumed,
+            routed_experts=self._routed_experts(),
         )
+
+    def _routed_experts(self) -> RoutedExperts | None:
+        """Of all positions from the requested one to the last but one. Raises `EngineError` for what are no rows."""
+        done = self.request.routed_experts_from
+        if done is None or not self._experts:
+            return None
+        parts: list[RoutedExperts] = []
+        try:
+            for tokens, blocks in self._experts:
+                end = len(self.request.token_ids) + tokens - 1
+                if (rows := rows_between(blocks, end, done)) is not None:
+                    parts.append(rows)
+                    done = end
+        except ValueError as error:
+            raise EngineError(str(error)) from error
+        missing = len(self.request.token_ids) + len(self.token_ids) - 1 - done
+        if parts and missing > 0:
+            parts.append(np.zeros((missing, *parts[0].shape[1:]), dtype=parts[0].dtype))
+        return np.concatenate(parts) if parts else None
 
 
 # HTTP --------------------------------------------------------------------------------------------------------------

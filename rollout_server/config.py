@@ -56,6 +56,11 @@ class RolloutConfig(BaseModel):
     hedge_after_s: float = Field(
         0.0, ge=0, description="Silence before the first token after which a second server is asked as well; 0: never."
     )
+    routing_replay: bool = Field(
+        False,
+        description="Mixtures of experts: engines record which experts read each token, and the trainer lets the same"
+        " ones read it (R3). Engines hf, vllm and sglang; text only.",
+    )
     truncated_sampling: bool = Field(
         False, description="Allow top_p below 1 and top_k, which bias the policy gradient."
     )

@@ -11,7 +11,9 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.protocol import (
@@ -24,6 +26,7 @@ from penstock.rollout_server.protocol import (
     SleepLevel,
     fit_request,
 )
+from penstock.rollout_server.routed_experts import encode_rows
 from penstock.weight_sync import ChainFile, LoadReport, Manifest, TensorEntry, WeightsRefused, state_of
 
 VOCAB = 512
@@ -35,6 +38,12 @@ def next_token(context: Sequence[int], version: int) -> tuple[int, float]:
     """The (id, logprob) that a fake engine at `version` samples after `context`."""
     digest = xxhash.xxh3_64_intdigest(f"{version}:{list(context)}".encode())
     return digest % VOCAB, -float(digest % 97 + 1) / 16
+
+
+def fake_experts(token: int, version: int) -> NDArray[np.uint8]:
+    """[2, 2] of 8 that read `token` in a fake engine at `version`."""
+    first = xxhash.xxh3_64_intdigest(f"{version}:{token}".encode()) % 8
+    return np.array([[first, (first + 1) % 8], [(first + 2) % 8, first]], dtype=np.uint8)
 
 
 def fake_manifest(version: int, damaged: str = "", weights: str = "", file: str = __file__) -> dict[str, Any]:
@@ -74,6 +83,7 @@ class FakeEngine:
             version=self.version,
             vocab_size=VOCAB,
             max_model_len=self.config.max_model_len,
+            routed_experts=self.config.routing_replay,
         )
 
     async def stop(self) -> None:
@@ -88,6 +98,9 @@ class FakeEngine:
         info = await self.start()
         sampling = fit_request(request, info).sampling
         context = list(request.token_ids)
+        # Without a start: beyond whatever there will be.
+        start = request.routed_experts_from
+        routed = self.config.max_model_len + 1 if start is None else start
         self.asked += 1
         self.running += 1
         try:
@@ -100,12 +113,18 @@ class FakeEngine:
                 if self._dead.is_set():
                     raise EngineError("the fake engine crashed")
                 token, logprob = next_token(context, self.version)
+                rows = [fake_experts(context[n], self.version) for n in range(routed, len(context))]
+                routed = max(routed, len(context))
                 context.append(token)
                 last = position + 1 == sampling.max_new_tokens
                 reason: FinishReason | None = "length" if last else None
                 reason = "stop" if token in sampling.stop_token_ids else reason
                 yield Chunk(
-                    token_ids=[token], logprobs=[logprob], version_spans=[(self.version, 0, 1)], finish_reason=reason
+                    token_ids=[token],
+                    logprobs=[logprob],
+                    version_spans=[(self.version, 0, 1)],
+                    finish_reason=reason,
+                    routed_experts=[encode_rows(np.stack(rows))] if rows else [],
                 )
                 if reason:
                     return

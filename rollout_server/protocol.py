@@ -12,6 +12,7 @@ from typing import Annotated, Literal, NamedTuple, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, Strict
 
+from penstock.transfer_queue import RoutedExperts
 from penstock.weight_sync import LoadReport, Manifest
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -57,6 +58,9 @@ class GenerateRequest(BaseModel):
     sampling: Sampling = Sampling()
     request_id: Label = ""
     episode_id: Label = ""
+    routed_experts_from: Count | None = Field(None, ge=0, le=MOST)
+    """Of a mixture of experts: the position in `token_ids` from which on the answer has the routers' choices; None: of
+    none."""
     min_version: Count = 0
     """409 where the server's weights are older."""
     split: Label = Field("train", exclude=True)
@@ -76,6 +80,8 @@ class Chunk(BaseModel):
     version_spans: list[tuple[int, int, int]] = []
     """(version, start, end) over positions of THIS chunk's `token_ids`; covers all of them."""
     finish_reason: FinishReason | None = None
+    routed_experts: list[str] = []
+    """Where the request asks for them: see `routed_experts.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,8 @@ class Generation:
     """One server swapped weights in the middle of this answer."""
     resumed: int = 0
     """Times that it was resumed at a server, with the tokens so far, after it broke off."""
+    routed_experts: RoutedExperts | None = None
+    """[R, layers, k] of the R positions before the last token's; None: not asked for, or not told."""
 
 
 class EngineInfo(BaseModel):
@@ -106,6 +114,8 @@ class EngineInfo(BaseModel):
     max_model_len: int
     images: bool = False
     """It takes requests with images."""
+    routed_experts: bool = False
+    """It tells which experts read each token."""
     limits: list[str] = []
     """What this engine cannot do, one sentence each; printed at start."""
 
@@ -197,6 +207,8 @@ def fit_request(request: GenerateRequest, info: EngineInfo) -> GenerateRequest:
         raise BadRequest(f"token_ids.{wrong}", f"{ids[wrong]} is outside the vocabulary of {info.vocab_size}")
     if request.images and not info.images:
         raise BadRequest("images", f"the {info.name} engine takes none with this model")
+    if request.routed_experts_from is not None and not info.routed_experts:
+        raise BadRequest("routed_experts_from", f"the {info.name} engine was not started with routing_replay: true")
     room = info.max_model_len - len(ids)
     if room < 1:
         raise BadRequest(
@@ -250,6 +262,7 @@ def join_chunks(left: Chunk, right: Chunk) -> Chunk:
         logprobs=left.logprobs + right.logprobs,
         version_spans=spans,
         finish_reason=right.finish_reason,
+        routed_experts=left.routed_experts + right.routed_experts,
     )
 
 

@@ -192,6 +192,7 @@ class _Merged:
         self._logprobs: list[float] = []
         self._spans: list[Span] = []
         self._finish_reason: FinishReason | None = None
+        self._routed_experts: list[str] = []
         self._empty = True
 
     def __bool__(self) -> bool:
@@ -202,6 +203,7 @@ class _Merged:
         extend_spans(self._spans, chunk.version_spans, len(self._token_ids))
         self._token_ids += chunk.token_ids
         self._logprobs += chunk.logprobs
+        self._routed_experts += chunk.routed_experts
         self._finish_reason = chunk.finish_reason
 
     def take(self) -> Chunk:
@@ -211,8 +213,10 @@ class _Merged:
             logprobs=self._logprobs,
             version_spans=self._spans,
             finish_reason=self._finish_reason,
+            routed_experts=self._routed_experts,
         )
         self._token_ids, self._logprobs, self._spans, self._finish_reason = [], [], [], None
+        self._routed_experts = []
         self._empty = True
         return taken
 

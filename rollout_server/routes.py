@@ -385,6 +385,8 @@ def chunk_line(chunk: Chunk) -> bytes:
         "version_spans": chunk.version_spans,
         "finish_reason": chunk.finish_reason,
     }
+    if chunk.routed_experts:
+        fields["routed_experts"] = chunk.routed_experts
     return to_json(fields) + b"\n"
 
 

@@ -35,6 +35,7 @@ from .data import load_rows as load_rows
 from .data import missing_groups as missing_groups
 from .engine import Flops as Flops
 from .engine import Outputs as Outputs
+from .engine import RouterLoads as RouterLoads
 from .engine import Update as Update
 from .engine import peak_tflops as peak_tflops
 from .evaluate import Evaluator as Evaluator
@@ -97,6 +98,7 @@ from .recorder import token_ends as token_ends
 from .replay import Replayed as Replayed
 from .replay import replay_dump as replay_dump
 from .replay import same as same
+from .routing import router_metrics as router_metrics
 from .saver import Spiller as Spiller
 from .saver import save_timeout_s as save_timeout_s
 from .sft.config import SftConfig as SftConfig

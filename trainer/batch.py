@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.transfer_queue import Batch, Segment, Trajectory
+from penstock.rollout_server import Mixtures
+from penstock.transfer_queue import Batch, RoutedExperts, Segment, Trajectory
 
 
 class BadBatch(ValueError):
@@ -32,6 +33,8 @@ class ModelLimits:
     vocab: int
     width: int = 1024
     """Of its hidden states: from how long a row on attention costs as much as all else."""
+    mixtures: Mixtures | None = None
+    """Its layers with experts, where it replays the engine's choices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,8 @@ class Row:
     """[N] index among the segment's turns"""
     teacher: NDArray[np.float32] | None = None
     """[N] the teacher's logprobs; None where the segment has none."""
+    experts: RoutedExperts | None = None
+    """[L, layers, k] as `Segment.routed_experts`; None where there are none, or where they are not replayed."""
     first_token: int = 0
     """Index of the first sampled token among all of the rank's, in the order of rows"""
 
@@ -160,7 +165,22 @@ def make_row(episode: int, segment: Segment, where: str, *, step: int, bound: in
     same_version = ~np.isin(turn, np.unique(turn[staleness != 0]))
     taught = segment.teacher_logprobs
     teacher = None if taught is None else taught[sampled].astype(np.float32)
-    return Row(episode, ids, targets, finite, staleness, mask, same_version, turn, teacher)
+    experts = _experts(segment, where, model)
+    return Row(episode, ids, targets, finite, staleness, mask, same_version, turn, teacher, experts)
+
+
+def _experts(segment: Segment, where: str, model: ModelLimits) -> RoutedExperts | None:
+    """Raises `BadBatch` for those of another model."""
+    experts, mixtures = segment.routed_experts, model.mixtures
+    if experts is None or mixtures is None:
+        return None
+    if experts.shape[1:] != (mixtures.layers, mixtures.per_token) or int(experts.max(initial=0)) >= mixtures.experts:
+        raise BadBatch(
+            f"{where}: routed experts up to {experts.max(initial=0)} of {experts.shape[1]} layers, {experts.shape[2]} "
+            f"each; the trainer's model has {mixtures.layers} layers with {mixtures.per_token} of {mixtures.experts} "
+            "experts; do both load one model?"
+        )
+    return experts
 
 
 def _where(trajectory: Trajectory, segment: int) -> str:

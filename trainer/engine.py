@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from penstock.rollout_server import LayerLoad
 from penstock.trainer.batch import ModelLimits
 from penstock.trainer.checkpoint import CheckpointInfo
 from penstock.trainer.packing import Pack, RowLayout
@@ -65,6 +66,9 @@ class Engine(Protocol):
     @property
     def row_layout(self) -> RowLayout:
         """How it takes the rows of a pack."""
+
+    def take_router_loads(self) -> RouterLoads | None:
+        """This rank's, of the updates since the last call; None without experts, and where none are counted."""
 
     def score(self, packs: Sequence[Pack]) -> list[Tensor]:
         """Logprobs [N] of each pack under the present weights, without gradient."""
@@ -133,6 +137,15 @@ class SharingEngine(Protocol):
 
     def enter_device(self) -> None:
         """The reverse; values are the same, bit for bit."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLoads:
+    """How the routers of a mixture shared out tokens."""
+
+    layers: Sequence[LayerLoad]
+    has_aux_loss: bool
+    """The model was pre-trained with a loss that evens out the load of its experts."""
 
 
 @dataclass(frozen=True, slots=True)

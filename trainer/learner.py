@@ -36,6 +36,7 @@ from penstock.trainer.losses import LOSSES
 from penstock.trainer.metrics import MetricAccumulator, exact_sum, step_metrics, tally_batch
 from penstock.trainer.packing import Pack, pack_rows
 from penstock.trainer.ranks.distributed import Ranks
+from penstock.trainer.routing import router_metrics
 from penstock.trainer.stopping import BadSteps
 
 
@@ -71,7 +72,7 @@ class Learner:
         if self._scores_first:
             minibatches = self._with(minibatches, self._engine.score, "proximal")
         if self._config.kl.needs_reference or self._has_implicit:
-            minibatches = self._with(minibatches, self._engine.score_reference, "reference")
+            minibatches = self._with(minibatches, self._score_reference, "reference")
         kl_rewards, kl = self._kl_rewards(minibatches, batch) if self._config.kl.in_reward else (None, 0.0)
         values = self._in_order(minibatches, self._engine.values, batch) if self._engine.has_critic else None
         implicit = self._implicit_rewards(minibatches, values) if self._has_implicit else None
@@ -108,7 +109,16 @@ class Learner:
         self._watch.check(batch, [*updates, *of_critic], self._ranks)
         self._steer(batch, scored, tally)
         tally_batch(tally, batch, advantages.tokens)
-        return step_metrics(batch, tally.reduce(self._ranks), updates)
+        return {**step_metrics(batch, tally.reduce(self._ranks), updates), **self._router_metrics()}
+
+    def _router_metrics(self) -> dict[str, float]:
+        """A collective, where the model is a mixture of experts."""
+        loads = self._engine.take_router_loads()
+        return {} if loads is None else router_metrics(loads, self._ranks)
+
+    def _score_reference(self, packs: Sequence[Pack]) -> list[Tensor]:
+        """By the reference's own experts: those of the engine are another policy's choice."""
+        return self._engine.score_reference([replace(pack, experts=None) for pack in packs])
 
     @property
     def _scores_first(self) -> bool:

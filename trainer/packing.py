@@ -76,6 +76,8 @@ class Pack:
     """[N] logprobs of the reference policy, where there is one"""
     teacher: Tensor | None = None
     """[N] float32, the teacher's logprobs, NaN for rows without a teacher; None: no row of the pack has one."""
+    experts: Tensor | None = None
+    """[L, layers, k] int16, which read each token in the engine; k equal numbers: not known. None: of no token."""
     parents: Tensor | None = None
     """[R] int32, the run that a run continues from, −1 for none. None: no row shares anything."""
 
@@ -145,7 +147,7 @@ def bundled(rows: Sequence[Row], budget: int) -> list[Bundle]:
     """Rows with the same prompt together, as many as `budget` holds, where that spares enough of their tokens."""
     by_prompt: dict[bytes, list[Row]] = {}
     for row in rows:
-        by_prompt.setdefault(_prompt(row).tobytes(), []).append(row)
+        by_prompt.setdefault(_alike(row), []).append(row)
     return [bundle for alike in by_prompt.values() for bundle in _bundles(alike, budget)]
 
 
@@ -164,6 +166,12 @@ def _bundles(alike: Sequence[Row], budget: int) -> list[Bundle]:
 def _prompt(row: Row) -> NDArray[np.int64]:
     """All before the first sampled token."""
     return row.ids[: row.targets[0]]
+
+
+def _alike(row: Row) -> bytes:
+    """Equal for rows whose prompts are computed alike: by the same experts."""
+    prompt = _prompt(row)
+    return prompt.tobytes() + (b"" if row.experts is None else row.experts[: len(prompt)].tobytes())
 
 
 def join_rows(rows: Sequence[Row]) -> Pack:
@@ -189,6 +197,7 @@ def join_bundles(bundles: Sequence[Bundle]) -> Pack:
         segment=_join([np.full(len(row.targets), number) for number, row in enumerate(rows)]),
         token=_join([row.first_token + np.arange(len(row.targets)) for row in rows]),
         teacher=_teacher(rows),
+        experts=_experts(runs),
         parents=parents if any(bundle.shared for bundle in bundles) else None,
     )
 
@@ -207,6 +216,19 @@ class _Run(NamedTuple):
     start: int
     end: int
     parent: int
+
+
+def _experts(runs: Sequence[_Run]) -> Tensor | None:
+    known = next((run.row.experts for run in runs if run.row.experts is not None), None)
+    if known is None:
+        return None
+    parts = [
+        np.zeros((run.end - run.start, *known.shape[1:]), dtype=np.int16)
+        if run.row.experts is None
+        else run.row.experts[run.start : run.end].astype(np.int16)
+        for run in runs
+    ]
+    return _join(parts)
 
 
 def _lay_out(bundles: Sequence[Bundle]) -> tuple[list[_Run], list[NDArray[np.int64]]]:

@@ -66,6 +66,7 @@ from .types import Logprobs as Logprobs
 from .types import Mask as Mask
 from .types import Outcome as Outcome
 from .types import OutcomeKind as OutcomeKind
+from .types import RoutedExperts as RoutedExperts
 from .types import RunIdentity as RunIdentity
 from .types import RunRecord as RunRecord
 from .types import Segment as Segment

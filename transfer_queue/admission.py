@@ -114,13 +114,14 @@ def check_quotas(limits: Limits, sources: Collection[str]) -> None:
         )
 
 
-def check_step_bytes(limits: Limits, response_tokens: int) -> None:
-    """`response_tokens`: maximum per episode. Raises `QueueError` if a step's longest episodes exceed `max_bytes`."""
+def check_step_bytes(limits: Limits, response_tokens: int, token_bytes: int = BYTES_PER_TOKEN) -> None:
+    """`response_tokens`: maximum per episode; `token_bytes`: of one. Raises `QueueError` if a step's longest episodes
+    exceed `max_bytes`."""
     groups, members = limits.groups_per_step, limits.group_size
-    needed = groups * members * BYTES_PER_TOKEN * response_tokens
+    needed = groups * members * token_bytes * response_tokens
     if needed > limits.max_bytes:
         raise QueueError(
             f"max_bytes = {limits.max_bytes} < groups_per_step × group_size × bytes per token × response tokens = "
-            f"{groups} × {members} × {BYTES_PER_TOKEN} × {response_tokens} = {needed}: one step may not fit. "
+            f"{groups} × {members} × {token_bytes} × {response_tokens} = {needed}: one step may not fit. "
             f"Raise max_bytes to at least {needed}, or lower one of the factors"
         )

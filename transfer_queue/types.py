@@ -18,6 +18,10 @@ Ids = NDArray[np.int32]
 Mask = NDArray[np.uint8]
 Logprobs = NDArray[np.float32]
 Spans = NDArray[np.int32]
+RoutedExperts = NDArray[np.uint8] | NDArray[np.uint16]
+"""[tokens, layers, k] of a mixture of experts: the k experts that each layer's router chose for each token; layers
+without experts are left out. uint8 where there are at most 256 experts. k equal numbers, which no router chooses, say
+that the choice is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,10 @@ class Segment:
     """[num_turns] response position of each model call's first sampled id."""
     teacher_logprobs: Logprobs | None = None
     """[T] a teacher's logprob of each sampled id at temperature 1; 0.0 where the mask is 0. None: no teacher."""
+    routed_experts: RoutedExperts | None = None
+    """[P + T, layers, k] which experts read each id, prompt first, in the engine's forward pass. The pass over position
+    i − 1 sampled id i, so the version of a sampled id is that of the choices one position before it. No pass reads the
+    last id. None: the engine did not tell."""
 
     @property
     def num_turns(self) -> int:
@@ -186,6 +194,8 @@ class JournalEntry:
     """[N]"""
     version_spans: Spans | None = None
     """[S, 3] over positions of `ids`."""
+    routed_experts: RoutedExperts | None = None
+    """[R, layers, k] of the R positions of context and `ids` before the last of `ids`. See `Segment`."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """Plain data: ``finish_reason``; tool ``results``; ``sandbox_session``."""
 

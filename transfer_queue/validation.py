@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.transfer_queue.codec.columns import MOST_DIMENSIONS
 from penstock.transfer_queue.codec.packing import Packed
 from penstock.transfer_queue.codec.trajectories import pack_trajectory
 from penstock.transfer_queue.errors import BadPayload, QueueError
@@ -121,7 +122,9 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
-_I4, _U4, _F4, _U1 = (np.dtype(name) for name in ("<i4", "<u4", "<f4", "u1"))
+_I4, _U4, _F4, _U1, _U2 = (np.dtype(name) for name in ("<i4", "<u4", "<f4", "u1", "<u2"))
+LEAST_EXPERTS = 2
+"""Per token and layer: of one alone an unknown choice could not be told from a known one."""
 _FEW_SPANS = 2048
 """Up to here one memchr per span is quicker than counting covers position by position."""
 
@@ -150,6 +153,7 @@ def _is_plain(segment: Segment, floor: int) -> bool:
         and (not len(ids) or int(np.maximum.reduce(mask)) <= 1)
         and _are_logprobs(logprobs, len(ids))
         and (segment.teacher_logprobs is None or _are_logprobs(segment.teacher_logprobs, len(ids)))
+        and (segment.routed_experts is None or _are_experts(segment.routed_experts, len(segment.prompt_ids) + len(ids)))
         and _are_turns(segment.turn_starts, len(ids))
         and _cover(segment.version_spans, mask, floor)
     )
@@ -161,6 +165,12 @@ def _is_row(values: Any, dtype: np.dtype[Any], length: int) -> bool:
 
 def _are_logprobs(values: Any, length: int) -> bool:
     return _is_row(values, _F4, length) and bool(np.logical_and.reduce(np.isfinite(values)))
+
+
+def _are_experts(values: Any, length: int) -> bool:
+    if not (isinstance(values, np.ndarray) and values.dtype in (_U1, _U2) and values.ndim == MOST_DIMENSIONS):
+        return False
+    return len(values) == length and values.shape[1] >= 1 and values.shape[2] >= LEAST_EXPERTS
 
 
 def _are_ids(values: Any) -> bool:
@@ -204,6 +214,8 @@ def _refuse_bad(segment: Segment, min_version: int, where: str) -> None:
         taught = np.asarray(segment.teacher_logprobs)
         expect(taught.shape == (length,), f"{where}.teacher_logprobs", f"shape {taught.shape}, not [{length}]")
         _check_logprobs(taught, f"{where}.teacher_logprobs")
+    if segment.routed_experts is not None:
+        _check_experts(segment.routed_experts, len(segment.prompt_ids) + length, f"{where}.routed_experts")
     _check_turns(np.asarray(segment.turn_starts), length, f"{where}.turn_starts")
     _check_spans(np.asarray(segment.version_spans), mask, min_version, f"{where}.version_spans")
 
@@ -230,6 +242,13 @@ def _check_logprobs(logprobs: NDArray[Any], field: str) -> None:
     with np.errstate(over="ignore"):
         stored = logprobs.astype(_F4)  # a finite float64 may be over what is stored
     expect(bool(np.isfinite(stored).all()), field, "holds NaN or infinite values")
+
+
+def _check_experts(experts: Any, length: int, field: str) -> None:
+    dtype, shape = getattr(experts, "dtype", type(experts).__name__), np.shape(experts)
+    expect(dtype in (_U1, _U2), field, f"dtype {dtype}, uint8 or uint16 expected")
+    problem = f"shape {shape}, not [{length}, layers, k] with k of {LEAST_EXPERTS} or more"
+    expect(_are_experts(experts, length), field, problem)
 
 
 def _check_turns(starts: NDArray[Any], length: int, field: str) -> None:

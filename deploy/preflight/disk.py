@@ -13,8 +13,8 @@ from pathlib import Path
 from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.check import Check, human, warning
 from penstock.deploy.preflight.memory import MASTER, ModelShape, model_shape, needs_critic, published_bytes
+from penstock.deploy.preflight.routing import token_bytes
 from penstock.deploy.run_dir import RunDir
-from penstock.transfer_queue import BYTES_PER_TOKEN
 
 PROBE_BYTES = 32 << 20
 CHUNK_BYTES = 4 << 20
@@ -57,7 +57,7 @@ def step_bytes(config: RunConfig) -> float:
     """Payloads of one step, which wait on the trainer's disk until their commit."""
     if not config.transfer_queue.spill:
         return 0
-    return config.groups_per_step * config.group_size * config.agent.max_response_tokens * BYTES_PER_TOKEN
+    return config.groups_per_step * config.group_size * config.agent.max_response_tokens * token_bytes(config)
 
 
 def existing_folder(config: RunConfig) -> Path:

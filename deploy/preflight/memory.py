@@ -34,9 +34,9 @@ from penstock.deploy.config import RunConfig
 from penstock.deploy.plan import has_gpu
 from penstock.deploy.preflight.check import Check, available_bytes, human, memory_bytes, skipped, warning
 from penstock.deploy.preflight.model import BadModelFiles, WeightFiles, read_config, read_weights
+from penstock.deploy.preflight.routing import token_bytes
 from penstock.deploy.weights_folder import SHARED_MEMORY
 from penstock.trainer import TrainerConfig
-from penstock.transfer_queue import BYTES_PER_TOKEN
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MASTER = 4
@@ -159,7 +159,7 @@ def published_bytes(shape: ModelShape, config: RunConfig) -> float:
 def in_flight_bytes(config: RunConfig) -> float:
     """The longest episodes of all groups that the staleness bound lets be in the system; responses alone."""
     groups = (config.max_staleness + 1) * config.groups_per_step
-    return groups * config.group_size * config.agent.max_response_tokens * BYTES_PER_TOKEN
+    return groups * config.group_size * config.agent.max_response_tokens * token_bytes(config)
 
 
 TORCH_PROCESS = 500 << 20

@@ -17,6 +17,7 @@ from penstock.deploy.connection import limits_of
 from penstock.deploy.preflight.check import Check, skipped, warning
 from penstock.deploy.preflight.data import data_sources
 from penstock.deploy.preflight.model import BadModelFiles, read_config
+from penstock.deploy.preflight.routing import token_bytes
 from penstock.rollout_server import RolloutConfig
 
 REPORTED = ("torch", "transformers", "redis", "numpy")
@@ -201,7 +202,7 @@ def check_capacity(config: RunConfig) -> Check:
     limits = limits_of(config)
     try:
         check_limits(limits)
-        check_step_bytes(limits, config.agent.max_response_tokens)
+        check_step_bytes(limits, config.agent.max_response_tokens, token_bytes(config))
         check_quotas(limits, data_sources(config) if limits.quotas else [])
     except QueueError as error:
         return Check("transfer_queue", False, "no step could be filled or held", str(error))

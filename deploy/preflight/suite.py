@@ -26,6 +26,7 @@ from penstock.deploy.preflight.machine import check_devices, check_gpus, check_o
 from penstock.deploy.preflight.memory import check_memory, check_shared_memory
 from penstock.deploy.preflight.model import check_context, check_model, check_vocabulary
 from penstock.deploy.preflight.network import check_advertised, check_own_redis, check_ports, check_redis
+from penstock.deploy.preflight.routing import check_routing_replay
 from penstock.deploy.preflight.sandbox import check_containment, check_sandbox
 from penstock.deploy.preflight.settings import (
     check_algorithm,
@@ -53,6 +54,7 @@ FACTS: tuple[Asked, ...] = (
     check_algorithm,
     check_training_engine,
     check_training_job,
+    check_routing_replay,
     check_lengths,
     check_sampling,
     check_capacity,

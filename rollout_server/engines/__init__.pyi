@@ -22,6 +22,7 @@ from .hf_cache import Row as Row
 from .hf_sampling import Record as Record
 from .hf_sampling import Sampler as Sampler
 from .http_engine import HttpEngine as HttpEngine
+from .http_stream import RoutedAnswer as RoutedAnswer
 from .http_stream import refusal as refusal
 from .registry import find_installation as find_installation
 from .registry import make_engine as make_engine

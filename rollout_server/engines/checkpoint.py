@@ -8,6 +8,7 @@ from pathlib import Path
 
 from penstock.rollout_server.import_without_torch import no_torch
 from penstock.rollout_server.protocol import EngineError
+from penstock.rollout_server.routed_experts import MixtureLayers, mixture_layers
 from penstock.weight_sync import Manifest, WeightsRefused
 
 Shapes = dict[str, tuple[int, ...]]
@@ -84,6 +85,15 @@ def vocab_size(model: str) -> int:
             raise EngineError(
                 f"model {model}: no readable config.json with a vocab_size: {error}", retryable=False
             ) from error
+
+
+def layers_with_experts(model: str) -> MixtureLayers:
+    """Of a folder or a name in the hub's cache. Raises `EngineError` where no engine records its routed experts."""
+    file = find_model(model) / "config.json"
+    try:
+        return mixture_layers(json.loads(file.read_text()))
+    except (OSError, ValueError, KeyError) as error:
+        raise EngineError(f"rollout.routing_replay: {model}: {error}", retryable=False) from error
 
 
 def tensor_shapes(model: str) -> Shapes:

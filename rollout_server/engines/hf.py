@@ -26,7 +26,7 @@ from pydantic_core import from_json, to_json
 import penstock
 from penstock.common import environment_without_secrets
 from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines.checkpoint import fetch_model, start_deadline_s
+from penstock.rollout_server.engines.checkpoint import fetch_model, layers_with_experts, start_deadline_s
 from penstock.rollout_server.engines.server_process import Child
 from penstock.rollout_server.pictures import read_pictures
 from penstock.rollout_server.protocol import (
@@ -180,7 +180,10 @@ class HFEngine:
 
     async def start(self) -> EngineInfo:
         """Start the process; ready once it has sampled a token. Raises `EngineError` with the end of its log."""
-        start_s = start_deadline_s(self.config.start_timeout_s, await asyncio.to_thread(fetch_model, self.model))
+        folder = await asyncio.to_thread(fetch_model, self.model)
+        if self.config.routing_replay:
+            layers_with_experts(str(folder))
+        start_s = start_deadline_s(self.config.start_timeout_s, folder)
         try:
             async with asyncio.timeout(start_s):
                 self._link = Link(self._reap, self._cause)
@@ -234,7 +237,8 @@ class HFEngine:
         name, answer = self._link.stream()
         sampling = request.sampling.model_dump()
         try:
-            self._link.send("generate", id=name, token_ids=request.token_ids, sampling=sampling, images=images)
+            asked = {"token_ids": request.token_ids, "routed_from": request.routed_experts_from}
+            self._link.send("generate", id=name, sampling=sampling, images=images, **asked)
             while True:
                 chunk = await self._next(answer)
                 yield chunk

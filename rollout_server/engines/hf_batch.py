@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from penstock.rollout_server.config import RolloutConfig
@@ -30,6 +31,7 @@ from penstock.rollout_server.engines.hf_attention import USE_ANOTHER, ForwardSte
 from penstock.rollout_server.engines.hf_cache import PAGE_TOKENS, KVCache, Layout, Row
 from penstock.rollout_server.engines.hf_sampling import LiveRequests, Record, Sampler
 from penstock.rollout_server.protocol import Sampling
+from penstock.rollout_server.routers import NoRouters, Routers
 
 STEP_TOKENS = 256, 2048
 """Least and most tokens of one forward pass: all that decode, filled up with prompts cut to fit."""
@@ -65,6 +67,7 @@ class Batcher(LiveRequests[Row]):
         self._model, self._config = model, config
         self._step_tokens = max(step_tokens or tokens_of_a_step(model), 2 * config.max_concurrent)
         self.cache = make_cache(model, config)
+        self.routers = routers_of(model) if config.routing_replay else None
         self._arrived: deque[Row] = deque()
         self._waiting: deque[Row] = deque()
         self._running: list[Row] = []
@@ -83,9 +86,14 @@ class Batcher(LiveRequests[Row]):
         self._thread.start()
 
     # requests ------------------------------------------------------------------------------------------------------
-    def add(self, name: str, token_ids: list[int], sampling: Sampling) -> None:
-        """Queue a request; its tokens come out of `collect`."""
-        row = self._live[name] = Row(Record(sampling, len(token_ids)), ids=list(token_ids))
+    def add(self, name: str, token_ids: list[int], sampling: Sampling, routed_from: int | None = None) -> None:
+        """Queue a request; its tokens come out of `collect`, with routed experts from position `routed_from` on."""
+        record = Record(sampling, len(token_ids), routed_from=routed_from)
+        row = self._live[name] = Row(record, ids=list(token_ids))
+        if self.routers is not None:
+            mixtures = self.routers.mixtures
+            most = len(token_ids) + sampling.max_new_tokens
+            row.experts = np.zeros((most, mixtures.layers, mixtures.per_token), dtype=mixtures.dtype)
         self._arrived.append(row)
         self._news.set()
 
@@ -215,12 +223,26 @@ class Batcher(LiveRequests[Row]):
             if not step.ids:
                 return False
             sampling = [row for row in step.rows if row.new == row.left]
-            logits = forward(self._model, step, sampling)
+            logits = self._forward(step, sampling)
             self.steps += 1
             self._fed(step)
+            for row in sampling:
+                _keep_experts(row)
             if sampling:
                 self._sampled(sampling, self.sampler.draw(logits, [row.record for row in sampling]).tolist())
             return True
+
+    def _forward(self, step: ForwardStep, sampling: list[Row]) -> torch.Tensor:
+        if self.routers is None:
+            return forward(self._model, step, sampling)
+        with self.routers.recorded() as records:
+            logits = forward(self._model, step, sampling)
+        experts, start = self.routers.rows(records), 0
+        for row in step.rows:
+            assert row.experts is not None
+            row.experts[row.fed : row.fed + row.new] = experts[start : start + row.new]
+            start += row.new
+        return logits
 
     @torch.inference_mode()
     def _receive(self) -> None:
@@ -318,6 +340,16 @@ class Batcher(LiveRequests[Row]):
         self._full = False
 
 
+def _keep_experts(row: Row) -> None:
+    """Of the positions up to the pass that samples its next token, beyond those that its record has."""
+    record = row.record
+    if record.routed_from is None or row.experts is None:
+        return
+    # Its last sample's pass was that of the token before it.
+    done = record.context_len + len(record.samples) - 1 if record.samples else record.routed_from
+    record.routed.append(row.experts[done : row.fed].copy())
+
+
 def _pages(ids: list[int]) -> tuple[int, ...]:
     return tuple(ids[: len(ids) // PAGE_TOKENS * PAGE_TOKENS])
 
@@ -342,6 +374,18 @@ def _pass(
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
     logits: torch.Tensor = model(**inputs, attention_mask=mask, use_cache=False, logits_to_keep=keep, step=step).logits
     return logits[0]
+
+
+def routers_of(model: Any) -> Routers:
+    """Raises `ValueError` for a model whose routers cannot be recorded."""
+    try:
+        routers = Routers(model)
+        # As alone: how a pass of several requests is laid out changes no router.
+        with torch.inference_mode():
+            routers.check(model)
+    except NoRouters as error:
+        raise ValueError(f"rollout.routing_replay: {error}") from error
+    return routers
 
 
 @torch.inference_mode()

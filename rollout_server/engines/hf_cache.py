@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 from penstock.rollout_server.engines.hf_sampling import Live
 
@@ -43,6 +45,8 @@ class Row(Live):
     """Tokens copied from a prefix."""
     bucket: Bucket | None = None
     index: int = -1
+    experts: NDArray[Any] | None = None
+    """[tokens at most, layers, k] that read those of `fed`, of the passes whose keys and values it holds."""
 
     @property
     def left(self) -> int:
@@ -133,6 +137,8 @@ class Prefix:
 
     ids: list[int]
     held: Planes
+    experts: NDArray[Any] | None = None
+    """[tokens, layers, k] of the passes that made them."""
     pages: set[int] = field(default_factory=set)
     """Names of the pages under which it is found."""
 
@@ -186,6 +192,8 @@ class KVCache:
             row.fed = 0
             return False
         row.epoch, row.reused = self.epoch, row.fed
+        if prefix is not None and prefix.experts is not None and row.experts is not None:
+            row.experts[: row.fed] = prefix.experts[: row.fed]
         self.reused_tokens += row.fed
         return True
 
@@ -260,7 +268,8 @@ class KVCache:
             return
         if not self._evict(row.fed):
             return
-        prefix = Prefix(row.ids[: row.fed], _of(row).copy_of(row), set(pages))
+        experts = None if row.experts is None else row.experts[: row.fed].copy()
+        prefix = Prefix(row.ids[: row.fed], _of(row).copy_of(row), experts, set(pages))
         for page in pages:
             self._take_over(page, prefix)
         self._prefixes[id(prefix)] = prefix

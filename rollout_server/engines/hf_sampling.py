@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 
 from penstock.rollout_server.protocol import Chunk, FinishReason, Sampling, slice_spans
+from penstock.rollout_server.routed_experts import encode_rows
 
 BELOW_ONE = 1.0 - 2.0**-40
 """Largest point of a draw: times a sum of weights it stays below the sum."""
@@ -69,6 +72,7 @@ def _take_chunk(live: Live, reason: FinishReason | None) -> Chunk:
         logprobs=[logprob for _, logprob in new],
         version_spans=slice_spans(list(live.record.cuts), start, end),
         finish_reason=reason,
+        routed_experts=[encode_rows(np.concatenate(live.record.routed[start:end]))] if live.record.routed else [],
     )
 
 
@@ -82,6 +86,11 @@ class Record:
     """(id, logprob) in order; one append per token, so that a reader sees both or neither."""
     cuts: list[tuple[int, int]] = field(default_factory=list)
     """(first sampled position, policy version), ascending."""
+    routed_from: int | None = None
+    """Position in the context from which on routed experts are asked for; None: of none."""
+    routed: list[NDArray[Any]] = field(default_factory=list)
+    """By sample, added before it: rows of the positions that no sample before it has, up to the pass that sampled it.
+    Never changed: what a later pass of the same positions chooses, of other weights, is not what sampled this token."""
 
     def append(self, token: int, logprob: float, version: int) -> None:
         if not self.cuts or self.cuts[-1][1] != version:

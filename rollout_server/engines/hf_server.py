@@ -3,7 +3,7 @@
 The connection is an inherited socket pair: no other process can reach the engine, and its end is the owner's death, so
 a killed sidecar leaves no engine behind. One JSON object per line, both ways:
 
-    in   {"op": "generate", "id", "token_ids", "sampling", "images"} · {"op": "abort", "id"}
+    in   {"op": "generate", "id", "token_ids", "sampling", "images", "routed_from"} · {"op": "abort", "id"}
          {"op": "load", "call", "manifest"} · {"op": "stage", "call", "offer"} · {"op": "ping", "call"}
          {"op": "sleep", "call", "level"} · {"op": "wake", "call"}
     out  {"event": "ready", "info"} · {"event": "tokens", "answers": [[id, chunk], …], "errors": [[id, message], …]}
@@ -180,6 +180,8 @@ class HFServer:
 
     def _batcher(self, model_path: str, seed: int) -> Batcher | VisionBatcher:
         if self._sees:
+            if self.config.routing_replay:
+                raise ValueError("rollout.routing_replay: no model that sees pictures records its routers' choices")
             return VisionBatcher(self.model, model_path, self.config, seed, self._wake)
         return Batcher(self.model, self.config, seed, self._wake)
 
@@ -195,6 +197,7 @@ class HFServer:
             vocab_size=self.model.get_input_embeddings().num_embeddings,
             max_model_len=self.config.max_model_len,
             images=self._sees,
+            routed_experts=self.config.routing_replay,
             limits=["The hf engine computes on the CPU, in one process.", *([UNBATCHED] if self._sees else [])],
         )
 
@@ -213,7 +216,7 @@ class HFServer:
             message = json.loads(line)
             match message["op"]:
                 case "generate":
-                    self._add(message["id"], message["token_ids"], Sampling(**message["sampling"]), message["images"])
+                    self._add(message)
                 case "abort":
                     self.batcher.cancel(message["id"])
                 case "load":
@@ -230,11 +233,12 @@ class HFServer:
                 case "ping":
                     self._send({"event": "reply", "call": message["call"], **self._figures()})
 
-    def _add(self, name: str, token_ids: list[int], sampling: Sampling, images: list[dict[str, str]]) -> None:
+    def _add(self, message: Mapping[str, Any]) -> None:
+        name, token_ids, sampling = message["id"], message["token_ids"], Sampling(**message["sampling"])
         if isinstance(self.batcher, VisionBatcher):
-            self.batcher.add(name, token_ids, sampling, [ImageRef(**image) for image in images])
+            self.batcher.add(name, token_ids, sampling, [ImageRef(**image) for image in message["images"]])
         else:
-            self.batcher.add(name, token_ids, sampling)
+            self.batcher.add(name, token_ids, sampling, message["routed_from"])
 
     def _figures(self) -> dict[str, Any]:
         return {

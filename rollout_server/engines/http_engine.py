@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines.checkpoint import tensor_shapes, vocab_size
+from penstock.rollout_server.engines.checkpoint import layers_with_experts, tensor_shapes, vocab_size
 from penstock.rollout_server.engines.http_stream import AnswerStream, NotAdmitted, version_of
 from penstock.rollout_server.engines.server_process import ChildServer
 from penstock.rollout_server.protocol import (
@@ -43,11 +43,14 @@ from penstock.rollout_server.protocol import (
     SleepLevel,
     fit_request,
 )
+from penstock.rollout_server.routed_experts import MixtureLayers
 from penstock.weight_sync import LoadReport, Manifest, WeightsRefused
 
 logger = logging.getLogger(__name__)
 HEALTH_S = 15.0
 """A busy machine may keep a sound server from answering for seconds; ending it would cost far more than waiting."""
+RECOMPUTED = "rollout.pause=recompute would tell the experts of other weights than sampled; set it to keep or abort"
+"""Rows are kept by position: what is computed again after a swap takes the place of the pass that sampled."""
 QUIET_TURNS = 10
 """Turns of the event loop, each of which polls every socket, without a token: then none is on its way."""
 Fetched = TypeVar("Fetched")
@@ -70,6 +73,8 @@ class HttpEngine(ABC):
         self.config = config
         self.model = model
         self.info: EngineInfo | None = None
+        self.layers: MixtureLayers | None = None
+        """Of a mixture whose routed experts the server tells."""
         self.server = self.server_class(config, model, log_dir, seed)
         self.streams = self.server.streams
         self.weights = self.weights_class(config, model, self.server, self.streams)
@@ -89,6 +94,10 @@ class HttpEngine(ABC):
     async def start(self) -> EngineInfo:
         """Start the server, check what it offers, sample one token. Raises `EngineError`."""
         vocabulary = await asyncio.to_thread(vocab_size, self.model)
+        if self.config.routing_replay:
+            if self.config.pause == "recompute":
+                raise EngineError(f"rollout.routing_replay: {RECOMPUTED}", retryable=False)
+            self.layers = await asyncio.to_thread(layers_with_experts, self.model)
         installation = await self.server.start()
         try:
             await self._check_routes(installation.version)
@@ -103,6 +112,7 @@ class HttpEngine(ABC):
             vocab_size=vocabulary,
             max_model_len=self.config.max_model_len,
             limits=limits,
+            routed_experts=self.layers is not None,
         )
         return self.info
 

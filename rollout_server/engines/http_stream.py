@@ -21,13 +21,23 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, ClassVar
 
+from numpy.typing import NDArray
 from pydantic_core import from_json, to_json
 
 from penstock.rollout_server.engines.event_client import EventClient
-from penstock.rollout_server.protocol import Chunk, EngineError, FinishReason, VersionsDisproved, slice_spans
+from penstock.rollout_server.protocol import (
+    Chunk,
+    EngineError,
+    FinishReason,
+    GenerateRequest,
+    VersionsDisproved,
+    slice_spans,
+)
+from penstock.rollout_server.routed_experts import MixtureLayers
 
 
 class NotAdmitted(EngineError):
@@ -41,6 +51,26 @@ LAST_EVENT_S = 2.0
 AnswerEvent = dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class RoutedAnswer:
+    """What an answer's routed experts must be."""
+
+    layers: MixtureLayers
+    context: int
+    """Tokens of the request."""
+    start: int
+    """Position from which on they are asked for."""
+
+    def block(self, rows: NDArray[Any], sampled: int) -> str:
+        """Raises `ValueError`."""
+        return self.layers.block(rows, self.context + sampled - 1 - self.start)
+
+    @classmethod
+    def of(cls, request: GenerateRequest, layers: MixtureLayers | None) -> RoutedAnswer | None:
+        start = request.routed_experts_from
+        return None if start is None or layers is None else cls(layers, len(request.token_ids), start)
+
+
 class AnswerStream(ABC):
     """One answer: the `ResponseSink` of its request. `chunks` is read once; `close` ends a request that still runs."""
 
@@ -49,8 +79,13 @@ class AnswerStream(ABC):
     path: ClassVar[str]
     """Of the route that streams."""
 
-    def __init__(self, events: EventClient, body: dict[str, Any], version: int) -> None:
+    def __init__(
+        self, events: EventClient, body: dict[str, Any], version: int, routed: RoutedAnswer | None = None
+    ) -> None:
         """`version`: what the server holds now."""
+        self._routed = routed
+        self._experts: list[str] = []
+        """Blocks of the whole answer, told with the last event."""
         self.received = 0
         """Tokens, of the bytes that were taken apart: see `read`."""
         self.received_at = 0.0
@@ -217,6 +252,24 @@ class AnswerStream(ABC):
         self._certain = self.received
         self.finish_reason = reason
 
+    def _route(self, found: str | None, reason: FinishReason) -> None:
+        """Before `_end`: the routed experts of the whole answer, as the server tells them. Raises `EngineError` for
+        what are none."""
+        if self._routed is None:
+            return
+        if not found:
+            if reason != "abort":
+                raise EngineError(f"{self.engine} told no routed experts with the answer", retryable=False)
+            return
+        try:
+            self._experts = [self._routed.block(self._rows(found), self.received)]
+        except ValueError as error:
+            raise EngineError(f"{self.engine} sent no routed experts: {error}", retryable=False) from error
+
+    @abstractmethod
+    def _rows(self, found: str) -> NDArray[Any]:
+        """[positions, all layers, k]. Raises `ValueError`."""
+
     def _believe(self, reported: list[tuple[int, int]]) -> None:
         """What was handed on already must agree with the server's versions."""
         if slice_spans(reported, 0, self._emitted) != slice_spans(self._cuts, 0, self._emitted):
@@ -252,6 +305,7 @@ class AnswerStream(ABC):
             logprobs=logprobs,
             version_spans=slice_spans(self._cuts, start, end),
             finish_reason=self.finish_reason if end == self.received else None,
+            routed_experts=self._experts if end == self.received and self.finish_reason else [],
         )
 
 

@@ -21,16 +21,20 @@ import os
 import secrets
 import shutil
 import uuid
+from base64 import b64decode
 from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import Shapes, check_complete
 from penstock.rollout_server.engines.event_client import EventClient
 from penstock.rollout_server.engines.http_engine import HttpEngine, HttpWeights
-from penstock.rollout_server.engines.http_stream import AnswerEvent, AnswerStream, version_of
+from penstock.rollout_server.engines.http_stream import AnswerEvent, AnswerStream, RoutedAnswer, version_of
 from penstock.rollout_server.engines.server_process import ChildServer
 from penstock.rollout_server.engines.sglang_server import SGLangServer
 from penstock.rollout_server.protocol import (
@@ -62,8 +66,10 @@ class SGLangStream(AnswerStream):
     engine = "SGLang"
     path = "/generate"
 
-    def __init__(self, events: EventClient, body: dict[str, Any], version: int) -> None:
-        super().__init__(events, body, version)
+    def __init__(
+        self, events: EventClient, body: dict[str, Any], version: int, routed: RoutedAnswer | None = None
+    ) -> None:
+        super().__init__(events, body, version, routed)
         self._events = events
         self._version = version
         self._rid: str = body["rid"]
@@ -96,7 +102,14 @@ class SGLangStream(AnswerStream):
             raise EngineError(f"SGLang ended the answer by itself: {reason['matched']}")
         spans = meta.get("weight_versions")
         reported = spans and [(span["start"], version_of(span["version"])) for span in spans]
+        self._route(meta.get("routed_experts"), _FINISH[reason["type"]])
         self._end(_FINISH[reason["type"]], reported)
+
+    def _rows(self, found: str) -> NDArray[Any]:
+        """Base64 of int32 numbers, without their shape."""
+        assert self._routed is not None
+        layers = self._routed.layers
+        return np.frombuffer(b64decode(found), dtype="<i4").reshape(-1, layers.all_layers, layers.mixtures.per_token)
 
 
 def logprobs_of(event: dict[str, Any]) -> list[float]:
@@ -335,13 +348,16 @@ class SGLangEngine(HttpEngine):
             raise BadRequest("sampling.seed", "this SGLang honours no seeds; see enable_deterministic_inference")
 
     def _send(self, request: GenerateRequest) -> SGLangStream:
-        return SGLangStream(self.server.events, self._body(request), self.weights.version)
+        routed = RoutedAnswer.of(request, self.layers)
+        return SGLangStream(self.server.events, self._body(request), self.weights.version, routed)
 
     def _body(self, request: GenerateRequest) -> dict[str, Any]:
         params = sampling_params(request.sampling)
         if self._seeds:  # without one SGLang takes the same for all, and a group of answers would be one answer
             seed = request.sampling.seed
             params["sampling_seed"] = secrets.randbits(31) if seed is None else seed
+        start = request.routed_experts_from
+        routed = {} if start is None else {"return_routed_experts": True, "routed_experts_start_len": start}
         return {
             "rid": uuid.uuid4().hex,  # SGLang aborts by prefix: all have one length
             "input_ids": request.token_ids,
@@ -349,6 +365,7 @@ class SGLangEngine(HttpEngine):
             "return_logprob": True,
             "stream": True,
             "cache_salt": self.weights.cache_salt,
+            **routed,
         }
 
 

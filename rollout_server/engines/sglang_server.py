@@ -128,6 +128,8 @@ class SGLangServer(ChildServer):
             "sleep-on-idle": True,
             "grammar-backend": "none",
         }
+        if self.config.routing_replay:
+            ours["enable-return-routed-experts"] = True
         return ours | (self._cpu_defaults() if installation.cpu else self._sleep_defaults())
 
     def _sleep_defaults(self) -> dict[str, Any]:

@@ -21,12 +21,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
+
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import check_complete
 from penstock.rollout_server.engines.engine_flags import check_flags
 from penstock.rollout_server.engines.event_client import EngineAddress
 from penstock.rollout_server.engines.http_engine import HttpEngine, HttpWeights
-from penstock.rollout_server.engines.http_stream import AnswerEvent, AnswerStream, version_of
+from penstock.rollout_server.engines.http_stream import AnswerEvent, AnswerStream, RoutedAnswer, version_of
 from penstock.rollout_server.engines.server_process import (
     ChildServer,
     Installation,
@@ -43,6 +45,7 @@ from penstock.rollout_server.protocol import (
     Sampling,
     SleepLevel,
 )
+from penstock.rollout_server.routed_experts import decode_rows
 from penstock.weight_sync import Manifest, Offer, WeightsRefused, WeightsUnreachable
 
 MODEL_NAME = "policy"
@@ -111,6 +114,13 @@ class VLLMServer(ChildServer):
             "disable-log-stats": True,
             "disable-uvicorn-access-log": True,
         }
+        if self.config.routing_replay:
+            if installation.cpu:
+                raise EngineError(
+                    "rollout.routing_replay: vLLM tells routed experts on GPUs only; rollout.engine hf does on CPUs",
+                    retryable=False,
+                )
+            ours["enable-return-routed-experts"] = True
         if not installation.cpu:
             # Each front end has a label of its own for the weights: with data parallelism there would be several.
             ours["api-server-count"] = 1
@@ -187,7 +197,15 @@ class VLLMStream(AnswerStream):
             raise EngineError(f"vLLM ended the answer with {choice['finish_reason']!r}")
         spans = choice.get("weight_versions")
         reported = spans and [(span["start"], version_of(span["version"])) for span in spans]
-        self._end(_FINISH[choice["finish_reason"]], reported)
+        reason = _FINISH[choice["finish_reason"]]
+        self._route(choice.get("routed_experts"), reason)
+        self._end(reason, reported)
+
+    def _rows(self, found: str) -> NDArray[Any]:
+        """Base64 of a ``.npy`` file."""
+        rows = decode_rows([found])
+        assert rows is not None
+        return rows
 
 
 class VLLMWeights(HttpWeights[Manifest]):
@@ -404,13 +422,18 @@ class VLLMEngine(HttpEngine):
             raise BadRequest("sampling.temperature", f"vLLM takes {MAX_TEMPERATURE:g} at most")
 
     def _send(self, request: GenerateRequest) -> VLLMStream:
-        return VLLMStream(self.server.events, self._body(request), self.weights.version)
+        routed = RoutedAnswer.of(request, self.layers)
+        return VLLMStream(self.server.events, self._body(request), self.weights.version, routed)
 
     def _body(self, request: GenerateRequest) -> dict[str, Any]:
+        params = sampling_params(request.sampling)
+        if self.layers is not None:  # it tells all that it has unless a start is named
+            start = request.routed_experts_from
+            params["routed_experts_prompt_start"] = len(request.token_ids) - 1 if start is None else start
         return {
             "model": MODEL_NAME,
             "token_ids": request.token_ids,
-            "sampling_params": sampling_params(request.sampling),
+            "sampling_params": params,
             "stream": True,
             "cache_salt": self.weights.cache_salt,
         }

@@ -1,7 +1,8 @@
 """A rollout server process to be killed: real queue, hf or fake engine; writes down what its engine is asked.
 
-``killable_server.py hf|fake NAME QUEUE_URL RUN MODEL FOLDER``; secrets from the environment. In FOLDER: ``NAME.pid``,
-the engine's process, and ``NAME.asked``, one JSON object per request: its id and the context that the engine got.
+``killable_server.py hf|mixture|fake NAME QUEUE_URL RUN MODEL FOLDER``; secrets from the environment. In FOLDER:
+``NAME.pid``, the engine's process, and ``NAME.asked``, one JSON object per request: its id and the context that the
+engine got.
 """
 
 from __future__ import annotations
@@ -56,10 +57,15 @@ async def main() -> None:
     queue = await RedisTransferQueue.connect(URL, RUN, TransferQueueConfig(), os.environ["PENSTOCK_REDIS_PASSWORD"])
     # recompute: what follows a swap is what a plain forward pass of the new weights gives.
     config = RolloutConfig(
-        max_model_len=512, max_concurrent=32, kv_cache_tokens=16384, max_restarts=10_000, pause="recompute"
+        max_model_len=512,
+        max_concurrent=32,
+        kv_cache_tokens=16384,
+        max_restarts=10_000,
+        pause="recompute",
+        routing_replay=KIND in ("fake", "mixture"),
     )
     job = ServerJob(NAME, RunContext(queue, MODEL, os.environ["PENSTOCK_TOKEN"]), config, FOLDER)
-    engines: dict[str, Any] = {"hf": WrittenHF, "fake": partial(WrittenFake, token_s=0.004)}
+    engines: dict[str, Any] = {"hf": WrittenHF, "mixture": WrittenHF, "fake": partial(WrittenFake, token_s=0.004)}
     await serve(job, engines[KIND])
 
 

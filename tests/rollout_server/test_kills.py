@@ -26,12 +26,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.rollout_server.conftest import TOKEN, VOCAB, Reference, check_answer
+from tests.rollout_server.routed_mixture import Mixture
 from tests.transfer_queue.queue_samples import finish_all, task
 
 import penstock
-from penstock.rollout_server import GenerateRequest, Generation, RolloutClient, Sampling, fake_manifest, next_token
+from penstock.rollout_server import (
+    GenerateRequest,
+    Generation,
+    RolloutClient,
+    Sampling,
+    fake_experts,
+    fake_manifest,
+    next_token,
+)
 from penstock.transfer_queue import Announcement, Batch, Limits, RedisServer, RedisTransferQueue, TransferQueueConfig
 
 pytestmark = [pytest.mark.crash, pytest.mark.redis, pytest.mark.timeout(1800)]
@@ -108,6 +118,8 @@ class Load:
     """Clients that ask on and on, each answer with a seed of its own."""
 
     client: RolloutClient
+    routed: bool = False
+    """Answers come with the experts that read each token."""
     ending: bool = False
     answers: dict[str, tuple[GenerateRequest, Generation]] = field(default_factory=dict)
 
@@ -121,6 +133,7 @@ class Load:
                 sampling=Sampling(max_new_tokens=draw.randint(*TOKENS), seed=1000 * number + turn),
                 request_id=name,
                 episode_id=f"e{number}",
+                routed_experts_from=0 if self.routed else None,
             )
             self.answers[name] = (request, await self.client.generate(request))
             turn += 1
@@ -180,7 +193,7 @@ async def play(kind: str, redis: RedisServer, model: str, folder: Path, write: A
     run = f"t-{secrets.token_hex(4)}"
     queue = await RedisTransferQueue.connect(redis.url, run, TransferQueueConfig(), PASSWORD)
     await queue.create_run(LIMITS, "config: 1")
-    load = Load(RolloutClient(queue, TOKEN, timeout_s=600))
+    load = Load(RolloutClient(queue, TOKEN, timeout_s=600), routed=kind != "hf")
     scene = Scene(queue, Servers(kind, redis, run, model, folder), load)
     draw, started = random.Random(7), time.monotonic()
     with running(scene.servers):
@@ -190,7 +203,7 @@ async def play(kind: str, redis: RedisServer, model: str, folder: Path, write: A
             if number % max(1, kills // 8) == 0:
                 version = len(scene.published) + 1
                 await scene.publish(version, write(version))
-            await scene.kill_one(draw, engines=kind == "hf")
+            await scene.kill_one(draw, engines=kind != "fake")
         load.ending = True
         await asyncio.gather(*asking)
     await load.client.close()
@@ -284,4 +297,44 @@ async def test_kills_of_servers_lose_nothing(redis: RedisServer, tmp_path: Path,
                 assert (answer.token_ids[position], answer.logprobs[position]) == (token, logprob)
                 context.append(token)
                 checked += 1
+        check_fake_routes(request, answer)
     report(scene, seconds, resumptions, checked)
+
+
+def check_fake_routes(request: GenerateRequest, answer: Generation) -> None:
+    """Of every token but the last: of the pass that sampled the next one, and of the prompt of the first such pass."""
+    versions = [version for version, start, end in answer.version_spans for _ in range(start, end)]
+    whole = request.token_ids + answer.token_ids[:-1]
+    passes = [versions[0]] * (len(request.token_ids) - 1) + versions
+    assert answer.routed_experts is not None
+    expected = np.stack([fake_experts(token, version) for token, version in zip(whole, passes, strict=True)])
+    np.testing.assert_array_equal(answer.routed_experts, expected)
+
+
+@pytest.mark.deep
+async def test_kills_lose_no_routed_experts(redis: RedisServer, tmp_path: Path) -> None:
+    """Of a mixture in the hf engine, with weights changing: each token's experts are those that the routers of the
+    version of its span choose in a plain forward pass, but for rounding at the edge between two experts."""
+    mixture = Mixture(tmp_path / "mixture", tmp_path / "weights")
+
+    def write(version: int) -> dict[str, Any]:
+        return mixture.publish(version).as_dict()
+
+    scene, seconds = await play("mixture", redis, mixture.folder, tmp_path / "servers", write, KILLS)
+    check_whole(scene)
+    resumptions = check_contexts(scene)
+    assert resumptions > KILLS // 4
+    compared, differ = 0, 0
+    for request, answer in scene.load.answers.values():
+        assert answer.routed_experts is not None
+        assert len(answer.routed_experts) == len(request.token_ids) + len(answer.token_ids) - 1
+        assert (answer.routed_experts[..., 0] != answer.routed_experts[..., 1]).all(), "all are known"
+        ids = request.token_ids + answer.token_ids[:-1]
+        for version, start, end in answer.version_spans:
+            first = len(request.token_ids) - 1
+            found = np.sort(answer.routed_experts[first + start : first + end], axis=-1)
+            expected = np.sort(mixture.chosen(version, ids)[first + start : first + end], axis=-1)
+            compared += found.size
+            differ += int((found != expected).sum())
+    assert differ < compared / 1000
+    report(scene, seconds, resumptions, compared)

@@ -14,8 +14,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import numpy as np
 from safetensors.torch import save_file
-from tests.tiny_model import save_poisoned_model
+from tests.tiny_model import save_poisoned_model, save_tiny_model
 from trainer_support import make_trajectory
 from typer.testing import CliRunner
 
@@ -36,7 +37,7 @@ from penstock.trainer import (
 )
 from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.trainer.losses import LOSSES, LossInput, TokenLoss
-from penstock.transfer_queue import Batch
+from penstock.transfer_queue import Batch, Segment, Trajectory
 
 pytestmark = pytest.mark.torch
 
@@ -60,9 +61,11 @@ def broken() -> Iterator[Callable[..., str]]:
 class Run:
     """A learner that keeps bad batches, and its model."""
 
-    def __init__(self, folder: Path, model: str, ranks: Ranks, keep: int = 1, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, model: str, ranks: Ranks, keep: int = 1, *, routing_replay: bool = False, **settings: Any
+    ) -> None:
         self.config = TrainerConfig(**{"lr": 1e-2, "eps": 1e-4, "max_bad_steps": 2, **settings})
-        self.engine = FSDPEngine(model, self.config, ranks, temperature=0.7)
+        self.engine = FSDPEngine(model, self.config, ranks, temperature=0.7, routing_replay=routing_replay)
         self.folder = folder / "bad_batches"
         dumps = BadBatches(self.folder, keep, model, self.engine, ranks)
         self.learner = Learner(self.config, self.engine, ranks, dumps)
@@ -122,6 +125,35 @@ def test_a_token_is_found_by_its_episode_and_place(tmp_path: Path, tiny_model: s
     episode = batch.trajectories[int(pack.episode[2])].episode_id
     assert result.causes[0].startswith("loss inf of ")
     assert result.causes[0].endswith(f"token {place} of its segment (id {int(pack.targets[2])}), episode {episode}")
+
+
+def routed_anyhow(trajectory: Trajectory) -> Trajectory:
+    """Read by experts that no router would choose."""
+
+    def routed(segment: Segment) -> Segment:
+        draw = np.random.default_rng(len(segment.response_ids))
+        tokens = len(segment.prompt_ids) + len(segment.response_ids)
+        order = draw.permuted(np.tile(np.arange(8, dtype=np.uint8), (tokens, 2, 1)), axis=-1)
+        return replace(segment, routed_experts=order[..., :2])
+
+    return replace(trajectory, segments=[routed(one) for one in trajectory.segments])
+
+
+def test_a_batch_is_computed_again_by_the_experts_of_its_dump(tmp_path: Path, ranks: Ranks, broken: Any) -> None:
+    """The loss depends on logprobs, and these on who reads the tokens."""
+
+    def spoil(batch: LossInput, per_token: torch.Tensor) -> torch.Tensor:
+        return per_token + batch.logprobs + (batch.logprobs - batch.logprobs.detach()).sqrt()
+
+    shape = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    mixture = save_tiny_model(tmp_path / "mixture", "Qwen3Moe", tokenizer=True, **shape)
+    run = Run(tmp_path, mixture, ranks, routing_replay=True, loss=broken(spoil))
+    told = run.batch(spoil=routed_anyhow)
+    assert run.step(told)["moe/rerouted"] > 0
+    result = again(run.folder / "step_000001_0", ranks)
+    assert result.reproduced
+    assert math.isfinite(result.loss)
+    assert result.loss != 0
 
 
 def test_a_gradient_alone_is_found_and_the_finite_loss_is_the_same_in_a_later_minibatch(

@@ -121,14 +121,17 @@ def segments(draw: st.DrawFn) -> Segment:
             spans.append((version, len(mask), len(mask) + sampled * scale))
         mask += [1] * sampled * scale + [0] * observed * scale
     rng = np.random.default_rng(draw(st.integers(0, 99)))
+    prompt = draw(st.integers(0, 9)) * scale
+    kind = draw(st.sampled_from([None, np.uint8, np.uint16]))
     return Segment(
-        prompt_ids=rng.integers(0, 2**31, draw(st.integers(0, 9)) * scale, dtype=np.int32),
+        prompt_ids=rng.integers(0, 2**31, prompt, dtype=np.int32),
         response_ids=rng.integers(0, 2**31, len(mask), dtype=np.int32),
         response_mask=np.array(mask, dtype=np.uint8),
         response_logprobs=(-rng.random(len(mask)) * np.array(mask)).astype(np.float32),
         version_spans=np.array(spans, dtype=np.int32).reshape(-1, 3),
         turn_starts=np.array(starts, dtype=np.int32),
         teacher_logprobs=draw(st.none() | st.just((-rng.random(len(mask)) * np.array(mask)).astype(np.float32))),
+        routed_experts=None if kind is None else rng.integers(0, np.iinfo(kind).max, (prompt + len(mask), 3, 2), kind),
     )
 
 

@@ -196,7 +196,7 @@ def test_a_table_with_a_right_checksum_and_wrong_rows_is_refused(place: int, val
         (["a", "i4", [4], 16, "lz4", 16, bytes(8)], "a: codec 'lz4' is unknown"),
         (["a", "i4", [5], 16, "none", 16, bytes(8)], "a: 16 stored bytes do not hold shape"),
         (["a", "i4", [-1, -1], 16, "none", 16, bytes(8)], "a: shape"),
-        (["a", "i4", [2, 2, 1], 16, "none", 16, bytes(8)], "a: shape"),
+        (["a", "i4", [2, 2, 1, 1], 16, "none", 16, bytes(8)], "a: shape"),
         (["a", "i4", [4], 16, "none", 4, bytes(8)], "a: 8 bytes of checksums for 4 blocks"),
         (["a", "i4", [4], 16, "none", 0, bytes(8)], "a: blocks of 0 bytes"),
         (["a", "i4", [4], 16, "none", 17, bytes(8)], "a: blocks of 17 bytes"),
@@ -226,7 +226,7 @@ def test_deep_and_unhashable_plain_data_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("values", "message"),
-    [(["a"], "a: "), (np.float32(1), "a: has 0 dimensions"), (np.zeros((1, 1, 1)), "a: has 3 dimensions")],
+    [(["a"], "a: "), (np.float32(1), "a: has 0 dimensions"), (np.zeros((1, 1, 1, 1)), "a: has 4 dimensions")],
 )
 def test_what_is_no_array_is_not_packed(values: Any, message: str) -> None:
     with pytest.raises(BadPayload, match=message):

@@ -69,6 +69,10 @@ def test_compression_reaches_the_payload() -> None:
         ({"response_logprobs": np.array(["a", "b", "c", "d"])}, "response_logprobs: dtype"),
         ({"teacher_logprobs": np.zeros(3, dtype=np.float32)}, "teacher_logprobs: shape"),
         ({"teacher_logprobs": np.array([0, np.nan, 0, 0], dtype=np.float32)}, "teacher_logprobs: holds NaN"),
+        ({"routed_experts": np.zeros((3, 2, 2), dtype=np.uint8)}, "routed_experts: shape"),
+        ({"routed_experts": np.zeros((5, 2, 1), dtype=np.uint8)}, "routed_experts: shape"),
+        ({"routed_experts": np.zeros((5, 2), dtype=np.uint8)}, "routed_experts: shape"),
+        ({"routed_experts": np.zeros((5, 2, 2), dtype=np.int32)}, "routed_experts: dtype int32"),
         ({"response_ids": i4(1, -2, 3, 4)}, "response_ids: holds negative"),
         ({"response_ids": np.array([1, 2**31, 3, 4])}, "response_ids: holds values over int32"),
         ({"response_ids": np.array([1, 2**31, 3, 4], dtype=np.uint32)}, "response_ids: holds values over int32"),
@@ -135,7 +139,7 @@ def perhaps_bad(draw: st.DrawFn) -> Segment:
         values = arrays[name].reshape(-1)
         if values.size:
             at = draw(st.integers(0, values.size - 1))
-            odd = [0, 1, 2, 255] if values.dtype == np.uint8 else [-1, 0, 1, 2, 3, len(found.response_ids), 2**31 - 128]
+            odd = [0, 1, 2, 255] if values.dtype.kind == "u" else [-1, 0, 1, 2, 3, len(found.response_ids), 2**31 - 128]
             values[at] = draw(st.sampled_from([*odd, np.nan, np.inf] if values.dtype == np.float32 else odd))
     return Segment(**arrays)
 

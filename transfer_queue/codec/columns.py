@@ -7,6 +7,7 @@ field (zstd, by the package `zstandard`) is one block. Rows have no offset: fiel
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,9 @@ from penstock.transfer_queue.errors import BadPayload, QueueError
 BLOCK = 64 << 10
 MAX_RAW_BYTES = 1 << 30
 """Of all fields of a payload, unpacked: no head makes a reader allocate more."""
-DTYPES: dict[str, np.dtype[Any]] = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "u1": np.dtype("u1")}
+_STORED = {"i4": "<i4", "f4": "<f4", "u1": "u1", "u2": "<u2"}
+DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(stored) for name, stored in _STORED.items()}
+MOST_DIMENSIONS = 3
 _DIGEST_BYTES = 8
 
 
@@ -29,7 +32,7 @@ class Column(NamedTuple):
     dtype: str
     """A key of `DTYPES`."""
     values: Any
-    """[rows] or [rows, n]"""
+    """[rows], [rows, n] or [rows, n, m]"""
     sliced: bool = False
     """Readers ask for some of its rows: long ones get a checksum per `BLOCK` instead of one."""
 
@@ -115,8 +118,8 @@ def store(column: Column, compression: str = "none") -> StoredColumn:
         array = np.asarray(values, DTYPES[dtype], order="C")
     except (TypeError, ValueError, OverflowError) as error:
         raise BadPayload(f"{name}: {error}") from error
-    if not 1 <= array.ndim <= 2:
-        raise BadPayload(f"{name}: has {array.ndim} dimensions; 1 or 2 can be stored")
+    if not 1 <= array.ndim <= MOST_DIMENSIONS:
+        raise BadPayload(f"{name}: has {array.ndim} dimensions; 1 to {MOST_DIMENSIONS} can be stored")
     raw, codec = array.data.cast("B") if array.size else b"", "none"
     packed = compress(raw, array.nbytes) if compression == "zstd" else None
     if packed is not None:
@@ -135,12 +138,11 @@ def field_from_row(row: Any, start: int) -> Field:
         raise BadPayload(f"{name}: dtype {dtype!r} is unknown")
     if codec not in COMPRESSIONS:
         raise BadPayload(f"{name}: codec {codec!r} is unknown")
-    rows, columns = shape if len(shape) == 2 else (*shape, 1) if len(shape) == 1 else (-1, -1)
-    if not (_is_length(rows) and _is_length(columns)):
+    if not (1 <= len(shape) <= MOST_DIMENSIONS and all(map(_is_length, shape))):
         raise BadPayload(f"{name}: shape {shape!r:.80} is none of ours")
-    row_bytes = columns * DTYPES[dtype].itemsize
+    row_bytes = math.prod(shape[1:]) * DTYPES[dtype].itemsize
     field = Field(name, dtype, tuple(shape), start, size, codec, block, checksums, row_bytes)
-    _check_sizes(field, rows * row_bytes)
+    _check_sizes(field, shape[0] * row_bytes)
     return field
 
 

@@ -8,6 +8,7 @@ from dataclasses import fields as dataclass_fields
 from functools import lru_cache
 from typing import Any
 
+from penstock.transfer_queue.codec.columns import DTYPES
 from penstock.transfer_queue.codec.packing import (
     Column,
     Packed,
@@ -43,13 +44,14 @@ SEGMENT_DTYPES = {
     "turn_starts": "i4",
 }
 SEGMENT_FIELDS = tuple(SEGMENT_DTYPES)
-OPTIONAL_DTYPES = {"teacher_logprobs": "f4"}
-"""Fields that a segment may lack: None in `Segment`, no column in the payload, no entry in `FieldValues`."""
+OPTIONAL_DTYPES = {"teacher_logprobs": "f4", "routed_experts": "u1|u2"}
+"""Fields that a segment may lack: None in `Segment`, no column in the payload, no entry in `FieldValues`. ``u1|u2``:
+one of these dtypes, the array's own."""
 OPTIONAL_FIELDS = tuple(OPTIONAL_DTYPES)
-TOKEN_FIELDS = ("response_ids", "response_mask", "response_logprobs", *OPTIONAL_FIELDS)
+TOKEN_FIELDS = ("response_ids", "response_mask", "response_logprobs", "teacher_logprobs")
 """Fields with one value per response token; readers may ask for some positions only."""
 PLAIN_FIELDS = tuple(one.name for one in dataclass_fields(Trajectory) if one.name != "segments")
-JOURNAL_DTYPES = {"ids": "i4", "logprobs": "f4", "version_spans": "i4"}
+JOURNAL_DTYPES = {"ids": "i4", "logprobs": "f4", "version_spans": "i4", "routed_experts": "u1|u2"}
 MARK_DIGITS = 32
 """128 bits of SHA-256: two announcements of a run never have the same."""
 _TASK_FIELDS = tuple(one.name for one in dataclass_fields(Task))
@@ -69,7 +71,7 @@ def pack_trajectory(trajectory: Trajectory, compression: str = "none") -> Packed
     Raises `BadPayload` naming what cannot be packed, `QueueError` for an unavailable compression.
     """
     columns = [
-        Column(f"{index}.{name}", dtype, getattr(segment, name), sliced)
+        Column(f"{index}.{name}", _dtype_of(getattr(segment, name), dtype), getattr(segment, name), sliced)
         for index, segment in enumerate(trajectory.segments)
         for name, dtype, sliced in _COLUMNS
         if name in SEGMENT_DTYPES or getattr(segment, name) is not None
@@ -132,7 +134,7 @@ def get_fields(blob: bytes, fields: Sequence[str], start: int = 0, stop: int | N
 
 def encode_journal(entry: JournalEntry) -> bytes:
     columns = [
-        Column(name, dtype, getattr(entry, name))
+        Column(name, _dtype_of(getattr(entry, name), dtype), getattr(entry, name))
         for name, dtype in JOURNAL_DTYPES.items()
         if getattr(entry, name) is not None
     ]
@@ -211,9 +213,16 @@ def _segment_table(count: int) -> dict[str, str]:
     return {f"{index}.{name}": dtype for index in range(count) for name, dtype in _ALL_DTYPES.items()}
 
 
+def _dtype_of(values: Any, dtypes: str) -> str:
+    """One of `dtypes`, as ``u1|u2``: that of the array, else the last one."""
+    found = dtypes.split("|")
+    own = getattr(values, "dtype", None)
+    return next((name for name in found if own == DTYPES[name]), found[-1])
+
+
 def _check_table(head: PayloadHead, dtypes: Mapping[str, str]) -> None:
     for name, field in head.fields.items():
-        if dtypes.get(name) != field.dtype:
+        if field.dtype not in dtypes.get(name, "").split("|"):
             raise BadPayload(f"head: field {name} of dtype {field.dtype} is unknown; one of {dict(dtypes)!r:.200}")
 
 

@@ -11,6 +11,7 @@ from penstock.deploy.preflight import (
     check_data,
     check_loop,
     check_prompts,
+    check_routing_replay,
     check_score,
     check_training_job,
 )
@@ -29,6 +30,16 @@ def more_minibatches_than_groups(place: Place) -> Sequence[str]:
 @planted(check_training_job, "trainer settings", r"lower trainer\.ranks")
 def ranks_that_would_never_have_a_group(place: Place) -> Sequence[str]:
     return ["trainer.ranks=16"]
+
+
+@planted(check_routing_replay, "rollout.routing_replay", r"rollout\.routing_replay=false")
+def experts_of_a_model_that_has_none(place: Place) -> Sequence[str]:
+    return ["rollout.routing_replay=true"]
+
+
+@planted(check_routing_replay, "rollout.routing_replay", r"trainer\.engine=fsdp")
+def experts_for_a_trainer_that_routes_by_itself(place: Place) -> Sequence[str]:
+    return ["rollout.routing_replay=true", "trainer.engine=megatron"]
 
 
 @planted(check_data, "data", r"row 2: column 'prompt' is missing")

@@ -11,8 +11,8 @@ import pytest
 from aiohttp import web
 from tests.rollout_server.engines.event_server import serving, stream_events
 
-from penstock.rollout_server import Chunk, EngineError
-from penstock.rollout_server.engines import SGLangStream, logprobs_of, refusal
+from penstock.rollout_server import Chunk, EngineError, decode_rows, mixture_layers
+from penstock.rollout_server.engines import RoutedAnswer, SGLangStream, logprobs_of, refusal
 
 Event = dict[str, Any]
 
@@ -196,3 +196,30 @@ async def test_a_refusal_carries_sglangs_message() -> None:
 def test_every_form_of_refusal_is_read(body: Any, text: str) -> None:
     with pytest.raises(EngineError, match=text):
         raise refusal("SGLang", 400, json.dumps(body).encode())
+
+
+TOLD = "AAAAAAAAAAABAAAAAgAAAAMAAAAEAAAAAAAAAAAAAAAFAAAABgAAAAcAAAAAAAAAAAAAAAAAAAABAAAAAgAAAAMAAAAEAAAA"
+"""As SGLang sends them: base64 of int32 [tokens - 1, all layers, k] without their shape, rows of dense layers unset."""
+
+
+@pytest.mark.parametrize("told", [{"routed_experts": TOLD}, {"routed_experts": TOLD[:48]}, {}])
+async def test_routed_experts_come_with_the_last_event(told: dict[str, Any]) -> None:
+    """Of two tokens after a context of three whose first position has rows already."""
+    layers = mixture_layers(
+        {"num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [0]}
+    )
+    last = event([2], "0", LENGTH, **spans(("0", 0, 2)), **told)
+    async with serving(Server([event([1]), last])) as engine:
+        stream = SGLangStream(engine, {"rid": "ab" * 16}, 0, RoutedAnswer(layers, context=3, start=1))
+        try:
+            if told.get("routed_experts") != TOLD:
+                with pytest.raises(EngineError, match="routed experts"):
+                    [chunk async for chunk in stream.chunks(60.0)]
+                return
+            chunks = [chunk async for chunk in stream.chunks(60.0)]
+        finally:
+            await stream.close()
+    assert not any(chunk.routed_experts for chunk in chunks[:-1])
+    rows = decode_rows(chunks[-1].routed_experts)
+    assert rows is not None
+    assert rows.tolist() == [[[1, 2], [3, 4]], [[5, 6], [7, 0]], [[1, 2], [3, 4]]]

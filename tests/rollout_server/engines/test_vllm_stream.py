@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 from tests.rollout_server.engines.event_server import serving, stream_events
 
-from penstock.rollout_server import Chunk, EngineError
-from penstock.rollout_server.engines import VLLMStream
+from penstock.rollout_server import Chunk, EngineError, decode_rows, mixture_layers
+from penstock.rollout_server.engines import RoutedAnswer, VLLMStream
 
 
 def event(
@@ -267,3 +267,48 @@ async def test_what_is_being_read_when_the_server_is_stopped_ends_with_what_arri
             await asyncio.wait_for(waiting, 60)
         assert caught.value.retryable
         await stream.close()
+
+
+LAYERS = mixture_layers({"num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [0]})
+TOLD = (
+    "k05VTVBZAQB2AHsnZGVzY3InOiAnfHUxJywgJ2ZvcnRyYW5fb3JkZXInOiBGYWxzZSwgJ3NoYXBlJzogKDMsIDMsIDIpLCB9ICAg"
+    "ICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgIAoAAAECAwQAAAUGBwAAAAECAwQ="
+)
+"""As vLLM 0.33 sends them: base64 of a .npy, [prompt + completion - 1, all layers, k], rows of dense layers unset."""
+
+
+async def routed(last: dict[str, Any]) -> list[Chunk]:
+    """Of an answer of two tokens to a context of three whose first position has rows already."""
+    async with serving(lambda request: stream_events(request, iter([event([1]), last]))) as engine:
+        stream = VLLMStream(engine, {}, 0, RoutedAnswer(LAYERS, context=3, start=1))
+        try:
+            return await all_chunks(stream)
+        finally:
+            await stream.close()
+
+
+def finished(**told: Any) -> dict[str, Any]:
+    last = event([2], "stop", [("default", 0, 2)])
+    last["choices"][0] |= told
+    return last
+
+
+async def test_routed_experts_come_with_the_last_event() -> None:
+    chunks = await routed(finished(routed_experts=TOLD))
+    assert [chunk.routed_experts for chunk in chunks[:-1]] == [[]] * (len(chunks) - 1)
+    rows = decode_rows(chunks[-1].routed_experts)
+    assert rows is not None
+    assert rows.tolist() == [[[1, 2], [3, 4]], [[5, 6], [7, 0]], [[1, 2], [3, 4]]]
+
+
+@pytest.mark.parametrize("told", [{}, {"routed_experts": None}, {"routed_experts": "AAAA"}])
+async def test_an_answer_without_its_routed_experts_is_an_error(told: dict[str, Any]) -> None:
+    with pytest.raises(EngineError, match="routed") as refused:
+        await routed(finished(**told))
+    assert not refused.value.retryable
+
+
+async def test_an_aborted_answer_needs_no_routed_experts() -> None:
+    last = finished()
+    last["choices"][0]["finish_reason"] = "abort"
+    assert (await routed(last))[-1].finish_reason == "abort"

@@ -36,4 +36,5 @@ def check(config: TrainerConfig) -> None:
 def open_fsdp(job: TrainJob, ranks: Ranks) -> Engine:
     from penstock.trainer.engines.fsdp.engine import FSDPEngine
 
-    return FSDPEngine(job.run.model, job.config, ranks, job.temperature)
+    routing_replay = job.run.routing_replay
+    return FSDPEngine(job.run.model, job.config, ranks, job.temperature, routing_replay=routing_replay)

@@ -40,6 +40,8 @@ class PackPart:
     """n of every rank of the group"""
     parents: Tensor | None = None
     """[R] as `Pack.parents`; None over several ranks"""
+    experts: Tensor | None = None
+    """[l, layers, k] as `Pack.experts`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,13 @@ class ContextGroup:
         mine = slice(cuts[self.rank], cuts[self.rank + 1])
         counts = tuple(end - begin for begin, end in pairwise(cuts))
         own = slice(start, start + length)
-        return PackPart(ids[own], positions[own], bounds, pack.predictors[mine] - start, pack.targets[mine], counts)
+        experts = pack.experts
+        if experts is not None:
+            experts = torch.cat([experts, experts.new_zeros(len(ids) - len(experts), *experts.shape[1:])])[own]
+        targets = pack.targets[mine]
+        return PackPart(
+            ids[own], positions[own], bounds, pack.predictors[mine] - start, targets, counts, experts=experts
+        )
 
     def join(self, values: Tensor, counts: tuple[int, ...]) -> Tensor:
         """[n] of every rank → [N] on every rank. Each rank's loss must be the same function of the result."""
@@ -81,7 +89,8 @@ class ContextGroup:
 
 def whole_part(pack: Pack) -> PackPart:
     """Of a pack that one rank computes alone."""
-    return PackPart(pack.ids, pack.positions, pack.row_bounds, pack.predictors, pack.targets, parents=pack.parents)
+    given = {"parents": pack.parents, "experts": pack.experts}
+    return PackPart(pack.ids, pack.positions, pack.row_bounds, pack.predictors, pack.targets, **given)
 
 
 def _filled(pack: Pack, length: int) -> tuple[Tensor, Tensor, Tensor]:

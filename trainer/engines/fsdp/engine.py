@@ -16,7 +16,7 @@ from penstock.trainer.advantages import ADVANTAGES, needs_of
 from penstock.trainer.batch import ModelLimits
 from penstock.trainer.checkpoint import CheckpointInfo
 from penstock.trainer.config import TrainerConfig, learning_rate
-from penstock.trainer.engine import Flops, PackLoss, Update, ValueLoss
+from penstock.trainer.engine import Flops, PackLoss, RouterLoads, Update, ValueLoss
 from penstock.trainer.engines.fsdp.hashing_writer import HashingWriter
 from penstock.trainer.engines.fsdp.host_states import HostStates, on_this_rank
 from penstock.trainer.engines.fsdp.lora import gathered, merged, named_weights
@@ -31,6 +31,7 @@ from penstock.trainer.engines.fsdp.publishing import local_shards
 from penstock.trainer.engines.fsdp.saved_model import save_settings, save_tensors
 from penstock.trainer.engines.fsdp.sharded import ShardedModule, TrainableModule
 from penstock.trainer.engines.fsdp.shell import local_part
+from penstock.trainer.job import BadJob
 from penstock.trainer.packing import Pack, RowLayout
 from penstock.trainer.ranks.distributed import Ranks
 from penstock.weight_sync import Shard
@@ -39,14 +40,28 @@ from penstock.weight_sync import Shard
 class FSDPEngine:
     """Any `AutoModelForCausalLM`. One rank by default; more give the same numbers, up to rounding."""
 
-    def __init__(self, model: str, config: TrainerConfig, ranks: Ranks, temperature: float = 1.0) -> None:
+    def __init__(
+        self,
+        model: str,
+        config: TrainerConfig,
+        ranks: Ranks,
+        temperature: float = 1.0,
+        *,
+        routing_replay: bool = False,
+    ) -> None:
+        """`routing_replay`: the policy's tokens are read by the experts that packs name. Raises `BadJob` where they
+        cannot be."""
         self.config = config
         self.temperature = temperature
         self._ranks = ranks
         self.policy: Policy = load_policy(model, temperature, config, in_slices=True)
-        self.limits = _model_limits(self.policy)
+        if routing_replay and self.policy.routers is None:
+            raise BadJob(f"rollout.routing_replay: {self.policy.unrouted_because}")
+        self.limits = _model_limits(self.policy, routing_replay=routing_replay)
         self.flops = Flops.of(self.policy.model, learns_all=self.policy.adapter is None)
         self._actor = TrainableModule(self.policy, config, ranks)
+        if self.policy.routers is not None:
+            self.policy.routers.count_load(ranks.device)
         self.reference: ShardedModule | None = None
         needs = needs_of(ADVANTAGES.get(config.advantage))
         if (config.kl.needs_reference or "implicit" in needs) and self.policy.adapter is None:
@@ -78,6 +93,13 @@ class FSDPEngine:
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         return self._actor.optimizer
+
+    def take_router_loads(self) -> RouterLoads | None:
+        routers = self.policy.routers
+        if routers is None:
+            return None
+        config = self.policy.model.config.get_text_config()
+        return RouterLoads(routers.take_load(), getattr(config, "router_aux_loss_coef", None) is not None)
 
     def score(self, packs: Sequence[Pack]) -> list[Tensor]:
         return [outputs.logprobs.cpu() for outputs in self._actor.score(packs)]
@@ -206,9 +228,10 @@ class FSDPEngine:
             self.policy.adapter.save(folder, tensors)
 
 
-def _model_limits(policy: Policy) -> ModelLimits:
+def _model_limits(policy: Policy, *, routing_replay: bool) -> ModelLimits:
     config = policy.model.config.get_text_config()
-    return ModelLimits(config.max_position_embeddings, config.vocab_size, config.hidden_size)
+    mixtures = policy.routers.mixtures if routing_replay and policy.routers else None
+    return ModelLimits(config.max_position_embeddings, config.vocab_size, config.hidden_size, mixtures)
 
 
 def _model_state(engine: FSDPEngine) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from penstock.rollout_server import Routers
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.engine import Outputs
 from penstock.trainer.engines.fsdp.context import ContextGroup, PackPart, whole_part
@@ -61,6 +62,9 @@ class Policy(nn.Module):
         self.head = replace(head, temperature=temperature) if head else None
         """As `Traits.head`."""
         self.rows = loaded.traits.rows
+        self.routers: Routers | None = None
+        """Of a mixture of experts; None: its layers are not wrapped."""
+        self.unrouted_because = loaded.traits.unrouted_because
         self.shares_prompts = loaded.traits.shares_prompts
 
     @property
@@ -87,7 +91,8 @@ class Policy(nn.Module):
 
     def _run(self, call: Callable[[dict[str, Any]], Tensor], part: PackPart) -> Tensor:
         """[N, …] at the places that predict a sampled token"""
-        return run_rows(call, part, self.rows, self.context)[part.predictors]
+        found = run_rows(call, part, self.rows, self.context, routed=self.routers is not None)
+        return found[part.predictors]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,10 @@ def load_policy(
             policy.adapter.lower_base(loaded.model, torch.bfloat16)
     if config is not None and config.liger:
         use_liger(loaded.model)
+    if config is not None and config.compile:
+        policy.unrouted_because = "trainer.compile compiles the routers too: set one of the two"
+    elif not loaded.traits.unrouted_because:
+        policy.routers = Routers(loaded.model)
     head = "in tiles" if policy.chunked else "whole"
     logger.info("%s: attention %s, head %s, %s", model, policy.rows.attention, head, policy.rows)
     return policy
@@ -125,7 +134,7 @@ def load_policy(
 def load_reference(model: str, temperature: float, config: TrainerConfig) -> Policy:
     """The model as it is, in the dtype of its arithmetic unless `config` says otherwise: a rounding that each forward
     would make."""
-    policy = load_policy(model, temperature, in_slices=True)
+    policy = Policy(load_model(model, in_slices=True), temperature)
     keep_in(policy, getattr(torch, config.kl.reference_dtype or config.dtype))
     return policy
 

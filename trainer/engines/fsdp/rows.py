@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from penstock.rollout_server import KEYWORD, Routing
 from penstock.trainer.engines.fsdp import attention
 from penstock.trainer.engines.fsdp.attention import NoBounds, VisibleKeys
 from penstock.trainer.engines.fsdp.context import ContextGroup, PackPart
@@ -84,35 +85,62 @@ class RowInputs:
 
 
 def run_rows(
-    call: Callable[[dict[str, Any]], Tensor], part: PackPart, plan: RowPlan, context: ContextGroup | None = None
+    call: Callable[[dict[str, Any]], Tensor],
+    part: PackPart,
+    plan: RowPlan,
+    context: ContextGroup | None = None,
+    *,
+    routed: bool = False,
 ) -> Tensor:
-    """[L, …] of a pack's tokens, in its order; `call`: keyword arguments → [B, W, …]."""
-    found = [inputs.of_pack(call(inputs.arguments)) for inputs in row_inputs(part, plan, context)]
+    """[L, …] of a pack's tokens, in its order; `call`: keyword arguments → [B, W, …]. `routed`: it has `Routers`."""
+    found = [inputs.of_pack(call(inputs.arguments)) for inputs in row_inputs(part, plan, context, routed=routed)]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def row_inputs(part: PackPart, plan: RowPlan, context: ContextGroup | None = None) -> Iterator[RowInputs]:
+def row_inputs(
+    part: PackPart, plan: RowPlan, context: ContextGroup | None = None, *, routed: bool = False
+) -> Iterator[RowInputs]:
     """The calls by which the rows of one part of a pack go through the model."""
+    experts = part.experts if routed else None
     if plan.layout is RowLayout.PACKED:
         arguments = row_bounds_arguments(part.row_bounds, part.parents, numbered=bool(plan.mixers))
         if context is not None:
             arguments["context"] = context
+        if routed:
+            arguments[KEYWORD] = Routing(experts)
         yield RowInputs(
             {"input_ids": part.ids[None], "position_ids": part.positions[None], "use_cache": False, **arguments}
         )
     elif plan.layout is RowLayout.PADDED:
-        yield _padded(part)
+        yield _padded(part, routed=routed)
     else:
-        for row in part.ids.split(part.row_bounds.diff().tolist()):
-            yield RowInputs({"input_ids": row[None], "use_cache": False})
+        lengths = part.row_bounds.diff().tolist()
+        told = [None] * len(lengths) if experts is None else experts.split(lengths)
+        for row, of_row in zip(part.ids.split(lengths), told, strict=True):
+            given = {KEYWORD: Routing(of_row)} if routed else {}
+            yield RowInputs({"input_ids": row[None], "use_cache": False, **given})
 
 
-def _padded(part: PackPart) -> RowInputs:
+def _padded(part: PackPart, *, routed: bool) -> RowInputs:
     lengths = part.row_bounds.diff().long()
     line = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     ids = part.ids.new_zeros(len(lengths), int(lengths.max()))
     ids[line, part.positions] = part.ids
-    return RowInputs({"input_ids": ids, "use_cache": False}, line, part.positions)
+    given = {KEYWORD: _padded_routing(part, line, ids.shape[1])} if routed else {}
+    return RowInputs({"input_ids": ids, "use_cache": False, **given}, line, part.positions)
+
+
+def _padded_routing(part: PackPart, line: Tensor, width: int) -> Routing:
+    """Of all tokens of all lines: what fills up is routed freely and counts for nothing."""
+    tokens = (int(line[-1]) + 1) * width
+    place = line * width + part.positions
+    real = torch.zeros(tokens, dtype=torch.bool, device=line.device)
+    real[place] = True
+    if part.experts is None:
+        return Routing(None, real)
+    experts = part.experts.new_zeros(tokens, *part.experts.shape[1:])
+    experts[place] = part.experts
+    return Routing(experts, real)
 
 
 def row_bounds_arguments(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from penstock.rollout_server import TRIED, NoRouters, Routers
 from penstock.trainer.engines.fsdp.mixers import mixers_of
 from penstock.trainer.engines.fsdp.rows import (
     FIRST_ROW,
@@ -33,6 +34,8 @@ class Traits:
     """None where the model changes its logits in a way that `Head` does not know: it is then called whole."""
     shares_prompts: bool
     """Whether it takes packs whose rows share their prompts."""
+    unrouted_because: str = ""
+    """Why no `Routers` can be made of it: it has no experts, or chooses them in another way. Empty where they can."""
 
 
 def find_traits(model: PreTrainedModel) -> Traits:
@@ -42,9 +45,24 @@ def find_traits(model: PreTrainedModel) -> Traits:
     module.to(device)  # kernels of layers with a state compute on GPUs alone
     try:
         rows = choose_rows(model)
-        return Traits(rows, _head_of(model, rows), keeps_shared_prompts(model, rows))
+        return Traits(rows, _head_of(model, rows), keeps_shared_prompts(model, rows), _unrouted_because(model, rows))
     finally:
         module.to("cpu")
+
+
+def _unrouted_because(model: PreTrainedModel, rows: RowPlan) -> str:
+    part = TrialRows(model, (TRIED,)).part()
+    try:
+        routers = Routers(model)
+    except NoRouters as error:
+        return str(error)
+    try:
+        routers.check(model, lambda given: run_rows(lambda inputs: model(**inputs, **given).logits, part, rows))
+    except NoRouters as error:
+        return str(error)
+    finally:
+        routers.unwrap()
+    return ""
 
 
 @torch.no_grad()

@@ -71,6 +71,10 @@ class MegatronEngine:
         """Also where rows become a rectangle: what fills it up is not counted."""
         return RowLayout.PACKED
 
+    def take_router_loads(self) -> None:
+        """Not counted."""
+        return None
+
     def score(self, packs: Sequence[Pack]) -> list[Tensor]:
         return self._policy.score(packs)
 

@@ -95,7 +95,12 @@ def find_python(configured: str | None) -> str:
 
 
 def check_model(hf_config: Any, parallel: ParallelConfig, model: str) -> None:
-    """Raises `BadJob` where the model cannot be split so."""
+    """Raises `BadJob` where the model cannot be split so, or would be computed in another way."""
+    if getattr(hf_config, "model_type", "") == "qwen3_moe" and not getattr(hf_config, "norm_topk_prob", False):
+        raise BadJob(
+            f"{model} has norm_topk_prob false: the weights of a token's experts do not sum to 1, and mbridge builds "
+            "Qwen3-MoE so that they do; trainer.engine fsdp computes what the model says"
+        )
     divided = {
         "num_hidden_layers": parallel.pipeline,
         "num_attention_heads": parallel.tensor,

@@ -82,6 +82,14 @@ def test_a_model_that_cannot_be_split_is_refused(parallel: dict[str, int], messa
         settings.check_model(shape, TrainerConfig(parallel=parallel).parallel, "models/tiny")
 
 
+def test_a_mixture_whose_weights_mbridge_would_normalise_is_refused() -> None:
+    shape = SimpleNamespace(model_type="qwen3_moe", norm_topk_prob=False, num_hidden_layers=2)
+    with pytest.raises(BadJob, match="norm_topk_prob"):
+        settings.check_model(shape, TrainerConfig().parallel, "models/tiny")
+    shape.norm_topk_prob = True
+    settings.check_model(shape, TrainerConfig().parallel, "models/tiny")
+
+
 def test_a_named_python_that_cannot_run_is_refused() -> None:
     with pytest.raises(BadJob, match=r"trainer\.megatron\.python: /nowhere/python cannot be run"):
         settings.find_python("/nowhere/python")

@@ -1,0 +1,59 @@
+"""Checks of routing replay: can engine and trainer do it, and what does it cost in bytes?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from penstock.deploy.config import RunConfig
+from penstock.deploy.preflight.check import Check
+from penstock.rollout_server import MixtureLayers, mixture_layers
+from penstock.transfer_queue import BYTES_PER_TOKEN
+
+NAME = "rollout.routing_replay"
+
+
+def check_routing_replay(config: RunConfig) -> Check | None:
+    """Only where it is asked for."""
+    if not config.rollout.routing_replay:
+        return None
+    for wrong, found, fix in _obstacles(config):
+        if wrong:
+            return Check(NAME, False, found, fix)
+    try:
+        layers = _layers(config)
+    except ValueError as error:
+        return Check(NAME, False, str(error), "rollout.routing_replay=false")
+    cost = "" if layers is None else f", {layers.token_bytes} bytes per token of prompt and response"
+    return Check(NAME, True, f"recorded by {config.rollout.engine}{cost}")
+
+
+def _obstacles(config: RunConfig) -> Iterator[tuple[bool, str, str]]:
+    """(whether it is there, what, the fix)"""
+    trainer, engine, recomputes = config.trainer, config.rollout.engine, config.rollout.pause == "recompute"
+    yield engine == "served", "a served model tells no routed experts", "rollout.engine=hf, vllm or sglang"
+    yield (
+        recomputes and engine != "hf",
+        f"under rollout.pause=recompute {engine} would tell the experts of other weights",
+        "rollout.pause=keep or abort",
+    )
+    yield trainer.engine != "fsdp", f"trainer.engine {trainer.engine} does not replay", "trainer.engine=fsdp"
+    yield trainer.compile, "trainer.compile compiles the routers too", "trainer.compile=false"
+
+
+def token_bytes(config: RunConfig) -> int:
+    """About what a token of a response takes in the queue; what is wrong with the model `check_routing_replay` says."""
+    if not config.rollout.routing_replay:
+        return BYTES_PER_TOKEN
+    try:
+        layers = _layers(config)
+    except ValueError:
+        return BYTES_PER_TOKEN
+    return BYTES_PER_TOKEN + (layers.token_bytes if layers else 0)
+
+
+def _layers(config: RunConfig) -> MixtureLayers | None:
+    """None for a model that is not here: the engine looks at it when it starts. Raises `ValueError`."""
+    file = Path(config.model) / "config.json"
+    return mixture_layers(json.loads(file.read_text())) if file.is_file() else None
