@@ -137,6 +137,11 @@ class AgentLoopBase(ABC):
     def require(cls) -> None:
         """Called once, before the first lease. Raises `LoadError` if a requirement of the loop is not installed."""
 
+    @classmethod
+    def longest_response(cls, config: AgentConfig) -> int:
+        """Most tokens that a segment has behind its prompt. Raises `LoadError` naming a wrong setting."""
+        return config.max_response_tokens
+
     def equip(self, services: WorkerServices, lease: Lease, journal: EpisodeJournal) -> None:
         """Before `setup`, for loops that replace what they were given (`OpenAIAgentLoop`). Raises `InfraFailure`."""
         self._journal = journal

@@ -17,13 +17,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from penstock.agent_loops.base import AgentLoopBase
 from penstock.agent_loops.chat.template import Message
+from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.conversation import Conversation
+from penstock.agent_loops.errors import LoadError
 from penstock.agent_loops.llm import Reply
-from penstock.agent_loops.loops.react import ReactSettings, react, read_settings
+from penstock.agent_loops.loops.react import ReactSettings, react, read_settings, wrong_setting
 from penstock.agent_loops.segment import AgentLoopOutput
 from penstock.transfer_queue import Task
 
@@ -53,6 +55,15 @@ class CompactionSettings(ReactSettings):
 
 class CompactionLoop(AgentLoopBase):
     """`tool_agent` whose context stays bounded. `agent.settings` are `CompactionSettings`."""
+
+    @classmethod
+    def longest_response(cls, config: AgentConfig) -> int:
+        """`agent.max_response_tokens` are shared by all segments. One turn's results and the request come on top."""
+        try:
+            settings = CompactionSettings(**config.settings)
+        except ValidationError as error:
+            raise LoadError(wrong_setting(error, cls)) from error
+        return settings.compact_at + config.max_new_tokens + settings.max_summary_tokens
 
     async def setup(self, task: Task) -> None:
         self.settings = read_settings(CompactionSettings, self)

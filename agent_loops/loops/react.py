@@ -146,9 +146,13 @@ def read_settings(kind: type[Settings], loop: AgentLoopBase) -> Settings:
     try:
         return kind(**loop.config)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        raise InfraFailure("loop", f"agent.settings.{name} of {type(loop).__name__}: {first['msg']}") from error
+        raise InfraFailure("loop", wrong_setting(error, type(loop))) from error
+
+
+def wrong_setting(error: ValidationError, loop: type[AgentLoopBase]) -> str:
+    first = error.errors()[0]
+    name = ".".join(map(str, first["loc"]))
+    return f"agent.settings.{name} of {loop.__name__}: {first['msg']}"
 
 
 def with_system(messages: Sequence[Any], text: str) -> list[Any]:
