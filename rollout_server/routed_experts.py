@@ -130,12 +130,12 @@ def mixture_layers(config: Mapping[str, Any]) -> MixtureLayers:
     text = config.get("text_config") or config
     experts = next((int(text[name]) for name in EXPERTS if text.get(name)), 0)
     per_token = next((int(text[name]) for name in PER_TOKEN if text.get(name)), 0)
-    if not experts:
+    layers = int(text.get("num_hidden_layers") or 0)
+    chosen = tuple(layer for layer in range(layers) if _has_experts(text, layer))
+    if not experts or not chosen:
         raise ValueError("the model has no layers with experts")
     if per_token < LEAST_PER_TOKEN:
         raise ValueError(f"the model has {per_token or 'an unknown number of'} experts per token, not 2 or more")
-    layers = int(text["num_hidden_layers"])
-    chosen = tuple(layer for layer in range(layers) if _has_experts(text, layer))
     return MixtureLayers(Mixtures(len(chosen), experts, per_token), layers, chosen)
 
 

@@ -200,14 +200,13 @@ class Routers:
     def take_load(self) -> list[LayerLoad]:
         """What was counted since the last time, by layer; empty where nothing is counted."""
         loads = [layer.load for layer in self._layers if layer.load is not None]
-        for load in loads:
-            self.count_load(load.chosen.device)
-            break
+        if loads:
+            self.count_load(loads[0].chosen.device)
         return loads
 
     @torch.no_grad()
     def check(self, model: Any, call: Callable[[dict[str, Any]], Tensor] | None = None) -> None:
-        """Tries a model with weights: what its routers chose, told to them, gives the same logits to the bit, and other
+        """Tries a model with weights: what its routers chose, told to them, gives the same logits, and other
         experts are chosen where they are told. Raises `NoRouters`.
 
         `call`: keyword arguments → logits of the model; None: as any caller.

@@ -232,10 +232,10 @@ def _longest_response(config: RunConfig) -> int:
     from penstock.agent_loops import AgentLoopBase, LoadError, find_loop
 
     try:
-        loop = find_loop(config.agent.loop, Path())
+        longest_response = find_loop(config.agent.loop, Path()).longest_response
     except LoadError:
-        loop = AgentLoopBase  # `check_loop` says so
-    return loop.longest_response(config.agent)
+        longest_response = AgentLoopBase.longest_response  # `check_loop` says so
+    return longest_response(config.agent)
 
 
 def _bound(config: RunConfig, longest: int) -> str:

@@ -92,7 +92,7 @@ def layers_with_experts(model: str) -> MixtureLayers:
     file = find_model(model) / "config.json"
     try:
         return mixture_layers(json.loads(file.read_text()))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError) as error:
         raise EngineError(f"rollout.routing_replay: {model}: {error}", retryable=False) from error
 
 

@@ -89,8 +89,15 @@ class ContextGroup:
 
 def whole_part(pack: Pack) -> PackPart:
     """Of a pack that one rank computes alone."""
-    given = {"parents": pack.parents, "experts": pack.experts}
-    return PackPart(pack.ids, pack.positions, pack.row_bounds, pack.predictors, pack.targets, **given)
+    return PackPart(
+        pack.ids,
+        pack.positions,
+        pack.row_bounds,
+        pack.predictors,
+        pack.targets,
+        parents=pack.parents,
+        experts=pack.experts,
+    )
 
 
 def _filled(pack: Pack, length: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -51,11 +51,11 @@ def find_traits(model: PreTrainedModel) -> Traits:
 
 
 def _unrouted_because(model: PreTrainedModel, rows: RowPlan) -> str:
-    part = TrialRows(model, (TRIED,)).part()
     try:
         routers = Routers(model)
     except NoRouters as error:
         return str(error)
+    part = TrialRows(model, (TRIED,)).part()
     try:
         routers.check(model, lambda given: run_rows(lambda inputs: model(**inputs, **given).logits, part, rows))
     except NoRouters as error:
