@@ -229,12 +229,12 @@ def check_lengths(config: RunConfig) -> Check:
 
 def _longest_response(config: RunConfig) -> int:
     """Raises `LoadError` where the loop refuses its settings."""
-    from penstock.agent_loops import AgentLoopBase, LoadError, find_loop
+    from penstock.agent_loops import LoadError, find_loop
 
     try:
         loop = find_loop(config.agent.loop, Path())
     except LoadError:
-        loop = AgentLoopBase  # `check_loop` says so
+        return config.agent.max_response_tokens  # `check_loop` says so
     return loop.longest_response(config.agent)
 
 
