@@ -42,6 +42,7 @@ LOOPS: Registry[type[AgentLoopBase]] = Registry(
         "tool_agent": f"{PACKAGE}.react:ToolAgentLoop",
         "code_act": f"{PACKAGE}.code_act:CodeActLoop",
         "stepwise": f"{PACKAGE}.stepwise:StepwiseLoop",
+        "compaction": f"{PACKAGE}.compaction:CompactionLoop",
         "multi_agent": f"{PACKAGE}.multi_agent:MultiAgentLoop",
         "command": "penstock.gateway.command:CommandLoop",
         "gymnasium": "penstock.agent_loops.environments:GymnasiumLoop",
