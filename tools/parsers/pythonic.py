@@ -58,7 +58,8 @@ def _read_call(text: str, position: int, tools: Tools) -> tuple[str, dict[str, A
     head = _HEAD.match(text, position)
     if head is None:
         raise Malformed("a call begins with NAME(")
-    properties, position, arguments = properties_of(head[1], tools), head.end(), {}
+    properties, position = properties_of(head[1], tools), head.end()
+    arguments: dict[str, Any] = {}
     while not text.startswith(")", position := skip_space(text, position)):
         argument = _ARGUMENT.match(text, expect(text, position, ",") if arguments else position)
         if argument is None:
