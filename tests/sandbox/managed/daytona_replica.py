@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -13,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
-from tests.sandbox.managed.replica import Replica, ReplicaBox
+from tests.sandbox.managed.replica import Replica, ReplicaBox, never
 
 KEY = "dtn_0123456789"
 IMAGES = {"python:3.12-slim"}
@@ -71,12 +72,8 @@ class DaytonaReplica(Replica):
         if refused := _unauthorized(request):
             return refused
         fault = self.create_faults.next()
-        if fault == "429":
-            return _error(429, "rate limit", {"Retry-After": str(int(self.create_faults.retry_after_s))})
-        if fault == "500":
-            return _error(500, "it broke")
-        if fault == "silence":
-            await asyncio.sleep(3600)
+        if refused := await self.refused(fault, _error):
+            return refused
         body = await request.json()
         if body["name"] in self._names:
             return _error(409, f"sandbox {body['name']} exists")
@@ -84,7 +81,7 @@ class DaytonaReplica(Replica):
         box = self.make(body["labels"], image, {**body, "base": str(request.base_url)})
         self._names[body["name"]] = box.box_id
         if fault == "lost":
-            await asyncio.sleep(3600)
+            await never()
         return JSONResponse(self._described(box))
 
     async def list(self, request: Request) -> Response:
@@ -200,5 +197,5 @@ def _error(status: int, message: str, headers: dict[str, str] | None = None) -> 
     return JSONResponse({"statusCode": status, "message": message}, status, headers)
 
 
-def environment(url: str) -> dict[str, str]:
+def environment(url: str, _folder: Path) -> dict[str, str]:
     return {"DAYTONA_API_KEY": KEY, "DAYTONA_API_URL": f"{url}/api", "DAYTONA_TARGET": "eu"}

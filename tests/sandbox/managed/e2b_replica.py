@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
@@ -18,7 +19,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
-from tests.sandbox.managed.replica import Replica, ReplicaBox
+from tests.sandbox.managed.replica import Replica, ReplicaBox, never
 
 KEY = "e2b_0123456789"
 TEMPLATES = {"base"}
@@ -46,12 +47,8 @@ class E2BReplica(Replica):
         if refused := _unauthorized(request):
             return refused
         fault = self.create_faults.next()
-        if fault == "429":
-            return _error(429, "too many sandboxes", {"Retry-After": str(int(self.create_faults.retry_after_s))})
-        if fault == "500":
-            return _error(500, "it broke")
-        if fault == "silence":
-            await asyncio.sleep(3600)
+        if refused := await self.refused(fault, _error):
+            return refused
         body = await request.json()
         if body["templateID"] not in TEMPLATES:
             return _error(404, f"template '{body['templateID']}' not found")
@@ -59,7 +56,7 @@ class E2BReplica(Replica):
         if not key or key not in self.made_by_key:
             self.made_by_key[key] = self.make(body["metadata"], body["templateID"], body)
         if fault == "lost":
-            await asyncio.sleep(3600)
+            await never()
         return JSONResponse(_sandbox(self.made_by_key[key]), 201)
 
     async def list(self, request: Request) -> Response:
@@ -203,5 +200,5 @@ def _listed(box: ReplicaBox) -> dict[str, Any]:
     }
 
 
-def environment(url: str) -> dict[str, str]:
+def environment(url: str, _folder: Path) -> dict[str, str]:
     return {"E2B_API_KEY": KEY, "E2B_API_URL": url, "E2B_SANDBOX_URL": url, "E2B_HTTP_VERSION": "1.1"}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from unittest import mock
 
 from tests.sandbox.managed.replica import Replica
@@ -18,8 +20,8 @@ from penstock.sandbox.managed import ManagedSandbox
 @dataclass(frozen=True, slots=True)
 class Provider:
     make_replica: Callable[[], Replica]
-    environment: Callable[[str], Mapping[str, str]]
-    """Of the URL where the replica answers: what the SDK reads."""
+    environment: Callable[[str, Path], Mapping[str, str]]
+    """Of the URL where the replica answers, and a folder for files: what the SDK reads."""
     image: str
 
 
@@ -59,7 +61,7 @@ async def replica_of(backend: str, config: SandboxConfig) -> AsyncIterator[tuple
     replica = provider.make_replica()
     try:
         async with serving_app(replica.app) as url:
-            with _environment(provider.environment(url)):
+            with tempfile.TemporaryDirectory() as folder, _environment(provider.environment(url, Path(folder))):
                 try:
                     yield replica, config.model_copy(update={"backend": backend, "image": provider.image})
                 finally:

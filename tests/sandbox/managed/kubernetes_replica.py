@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
-from tests.sandbox.managed.replica import Replica
+from tests.sandbox.managed.replica import Replica, never
 
 TOKEN = "a service account's token"
 NAMESPACE = "boxes"
@@ -45,12 +45,8 @@ class KubernetesReplica(Replica):
         if refused := _unauthorized(request.headers):
             return refused
         fault = self.create_faults.next()
-        if fault == "429":
-            return _status(429, "TooManyRequests", {"Retry-After": str(int(self.create_faults.retry_after_s))})
-        if fault == "500":
-            return _status(500, "InternalError")
-        if fault == "silence":
-            await asyncio.sleep(3600)
+        if refused := await self.refused(fault, _status):
+            return refused
         manifest = await request.json()
         name = manifest["metadata"]["name"]
         if name in self.boxes:
@@ -61,7 +57,7 @@ class KubernetesReplica(Replica):
         else:
             self.make(manifest["metadata"]["labels"], image, manifest, box_id=name)
         if fault == "lost":
-            await asyncio.sleep(3600)
+            await never()
         return JSONResponse({**manifest, "status": {"phase": "Pending"}}, 201)
 
     async def list(self, request: Request) -> Response:
@@ -184,14 +180,14 @@ def _with_state(manifest: Any, phase: str, state: dict[str, Any]) -> dict[str, A
     return {**manifest, "status": {"phase": phase, "containerStatuses": [status]}}
 
 
-def environment(url: str) -> dict[str, str]:
-    """A kubeconfig, as JSON, which is YAML too."""
+def environment(url: str, folder: Path) -> dict[str, str]:
+    """A kubeconfig in `folder`, as JSON, which is YAML too."""
     config = {
         **{"apiVersion": "v1", "kind": "Config", "current-context": "replica"},
         "clusters": [{"name": "replica", "cluster": {"server": url}}],
         "users": [{"name": "worker", "user": {"token": TOKEN}}],
         "contexts": [{"name": "replica", "context": {"cluster": "replica", "user": "worker", "namespace": NAMESPACE}}],
     }
-    with tempfile.NamedTemporaryFile("w", suffix=".kubeconfig", delete=False) as file:
-        json.dump(config, file)
-    return {"KUBECONFIG": file.name}
+    file = folder / "kubeconfig"
+    file.write_text(json.dumps(config), encoding="utf-8")
+    return {"KUBECONFIG": str(file)}

@@ -8,9 +8,11 @@ import os
 import secrets
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from starlette.responses import Response
 
 WALLS = ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp", "--tmpfs", "/sys"]
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
@@ -92,6 +94,16 @@ class Replica:
         self.create_faults = Faults()
         self.end_faults = Faults()
 
+    async def refused(self, fault: str, error: Callable[[int, str, dict[str, str]], Response]) -> Response | None:
+        """What a request for a box is answered instead, in the provider's own form; None: nothing is wrong yet."""
+        if fault == "429":
+            return error(429, "too many requests", {"Retry-After": str(int(self.create_faults.retry_after_s))})
+        if fault == "500":
+            return error(500, "it broke", {})
+        if fault == "silence":
+            await never()
+        return None
+
     def make(self, labels: dict[str, str], image: str, asked: dict[str, object], box_id: str = "") -> ReplicaBox:
         box = ReplicaBox(labels, image, asked)
         box.box_id = box_id or box.box_id
@@ -116,3 +128,8 @@ class Replica:
     def close(self) -> None:
         for box_id in list(self.boxes):
             self.end(box_id)
+
+
+async def never() -> None:
+    """Longer than any caller waits."""
+    await asyncio.sleep(3600)

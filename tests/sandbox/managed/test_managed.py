@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -27,10 +28,20 @@ from penstock.sandbox import (
     UnmetNeeds,
     make_sandbox,
 )
-from penstock.sandbox.managed import KEYS, ApiUnavailable, CostLimit, ManagedSandbox, is_abandoned, label_value
+from penstock.sandbox.managed import (
+    KEYS,
+    ApiUnavailable,
+    CostLimit,
+    ManagedSandbox,
+    end_boxes_of_dead_processes,
+    is_abandoned,
+    label_value,
+)
 
 pytestmark = pytest.mark.bwrap
 CONFIG = SandboxConfig(max_boxes=4, run_timeout_s=30.0)
+NEWEST = "1.35"
+"""Of Kubernetes, as far as its schemas are at hand."""
 
 
 def config_with(**managed: object) -> SandboxConfig:
@@ -155,14 +166,31 @@ async def test_run_collects_what_its_killed_process_left(backend: str) -> None:
         assert list(replica.boxes) == [others]
 
 
+async def test_boxes_of_dead_processes_are_ended_whichever_runs_they_are() -> None:
+    async with replica_of("kubernetes", CONFIG) as (replica, config):
+        living = ManagedSandbox(config, "run-a")
+        try:
+            session = await living.start("of a living process")
+            (kept,) = replica.boxes
+            for owner in ("run-a", "run-b"):
+                await orphan(replica, owner)
+            assert await end_boxes_of_dead_processes(config) == 2
+            assert list(replica.boxes) == [kept]
+            assert (await session.run(["echo", "kept"])).stdout == "kept\n"
+            assert await end_boxes_of_dead_processes(config) == 0
+        finally:
+            await living.close()
+
+
 async def orphan(replica: Replica, owner: str) -> str:
     """A box whose maker was killed: made as one of ours, by a process that has ended."""
-    made = f"from penstock.sandbox.managed import box_labels; print(box_labels({owner!r}, 's', 'r{owner}', 3600))"
+    labels_of = f"box_labels({owner!r}, 's', 'r{owner}', 3600)"
+    made = f"import json; from penstock.sandbox.managed import box_labels; print(json.dumps({labels_of}))"
     printed = await asyncio.to_thread(
         subprocess.run, [sys.executable, "-c", made], capture_output=True, text=True, check=True, timeout=120
     )
     asked = next(iter(replica.boxes.values())).asked
-    labels: dict[str, str] = eval(printed.stdout)
+    labels: dict[str, str] = json.loads(printed.stdout)
     if "spec" in asked:
         asked = {**asked, "metadata": {"name": owner, "labels": labels}}
     return replica.make(labels, "base", asked, owner).box_id
@@ -253,6 +281,20 @@ async def test_pods_are_walled_in() -> None:
         selected = policy["spec"]["podSelector"]["matchLabels"].items()
         assert all(selected <= box.labels.items() for box in managed.replica.boxes.values())
         assert "egress" not in policy["spec"]  # a direction that is named and has no rule is forbidden
+
+
+async def test_manifests_are_what_an_api_server_takes() -> None:
+    kubernetes_validate = pytest.importorskip(
+        "kubernetes_validate", reason="kubernetes-validate is not installed: pip install 'penstock[dev]'"
+    )
+    configured = CONFIG.model_copy(update={"own_root": True, "runtime": "gvisor"})
+    async with managed_sandbox("kubernetes", configured) as managed:
+        await managed.sandbox.start("plain")
+        await managed.sandbox.start("root", needs=BoxNeeds(own_root=True, memory_mb=512, cpus=0.5))
+        for box in managed.replica.boxes.values():
+            kubernetes_validate.validate(box.asked, NEWEST, strict=True)
+        for policy in managed.replica.policies.values():
+            kubernetes_validate.validate(policy, NEWEST, strict=True)
 
 
 def test_needs_that_a_template_decides_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
