@@ -15,6 +15,8 @@ from typing import Any
 from starlette.responses import Response
 
 WALLS = ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp", "--tmpfs", "/sys"]
+ROOT_OF_ITS_OWN = ["--unshare-user", "--uid", "0", "--gid", "0"]
+"""For an ordinary user: one user namespace, which owns the box's others, so that commands can enter them."""
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
 
 KEEP_OPEN = "echo ready; exec sleep infinity"
@@ -33,8 +35,9 @@ class ReplicaBox:
 
     def __post_init__(self) -> None:
         read, write = os.pipe()
+        walls = WALLS if os.getuid() == 0 else [*WALLS, *ROOT_OF_ITS_OWN]
         self._process = subprocess.Popen(
-            ["bwrap", *WALLS, "--unshare-pid", "--die-with-parent", "--info-fd", str(write), "sh", "-c", KEEP_OPEN],
+            ["bwrap", *walls, "--unshare-pid", "--die-with-parent", "--info-fd", str(write), "sh", "-c", KEEP_OPEN],
             pass_fds=[write],
             stdout=subprocess.PIPE,
             env=ENVIRONMENT,
