@@ -42,6 +42,7 @@ LOOPS: Registry[type[AgentLoopBase]] = Registry(
         "tool_agent": f"{PACKAGE}.react:ToolAgentLoop",
         "code_act": f"{PACKAGE}.code_act:CodeActLoop",
         "stepwise": f"{PACKAGE}.stepwise:StepwiseLoop",
+        "compaction": f"{PACKAGE}.compaction:CompactionLoop",
         "multi_agent": f"{PACKAGE}.multi_agent:MultiAgentLoop",
         "command": "penstock.gateway.command:CommandLoop",
         "gymnasium": "penstock.agent_loops.environments:GymnasiumLoop",
@@ -133,6 +134,11 @@ class AgentLoopBase(ABC):
     @classmethod
     def require(cls) -> None:
         """Called once, before the first lease. Raises `LoadError` if a requirement of the loop is not installed."""
+
+    @classmethod
+    def longest_response(cls, config: AgentConfig) -> int:
+        """Most tokens that a segment has behind its prompt. Raises `LoadError` naming a wrong setting."""
+        return config.max_response_tokens
 
     def equip(self, services: WorkerServices, lease: Lease, journal: EpisodeJournal) -> None:
         """Before `setup`, for loops that replace what they were given (`OpenAIAgentLoop`). Raises `InfraFailure`."""

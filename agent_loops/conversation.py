@@ -1,7 +1,8 @@
-"""A conversation with the model: one segment, or several where old thinking is dropped.
+"""A conversation with the model: one segment, or several where its history is written again.
 
-keep    start ─► reply ─► go_on ─► reply ─► …                                  one segment
-strip   start ─► reply ─► go_on (thinking in it is dropped) ┄► new segment ─► reply ─► …
+keep       start ─► reply ─► go_on ─► reply ─► …                                  one segment
+strip      start ─► reply ─► go_on (thinking in it is dropped) ┄► new segment ─► reply ─► …
+restart    start ─► reply ─► restart ┄► new segment ─► reply ─► …
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from penstock.agent_loops.chat.chat import ChatTokens
 from penstock.agent_loops.chat.template import Message
 from penstock.agent_loops.llm import Reply
-from penstock.agent_loops.segment import AgentLoopOutput, SegmentBuilder
+from penstock.agent_loops.segment import TRUNCATED_LENGTH, TRUNCATED_TURNS, AgentLoopOutput, SegmentBuilder
 from penstock.transfer_queue import Outcome
 
 
@@ -23,6 +24,7 @@ class Conversation:
     def __init__(self, chat: ChatTokens, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
         """Raises `TemplateError`."""
         self._chat = chat
+        self._tools = tools
         self._segments = [chat.start(messages, tools)]
 
     @property
@@ -45,12 +47,18 @@ class Conversation:
         if after is not self.segment:
             self._segments.append(after)
 
+    def restart(self, messages: Sequence[Message]) -> None:
+        """A new segment with `messages` in place of the history. Raises `TemplateError`."""
+        self._segments.append(self._chat.start(messages, self._tools))
+
     def outputs(self, outcome: Outcome | None = None, turn_rewards: Sequence[float] = ()) -> list[AgentLoopOutput]:
         """Segments in which something was sampled, in order; `turn_rewards` by turn of the whole conversation.
 
-        `outcome` is the last one's; None is read off its end.
+        `outcome` is the last one's; None is read off its end, or says that no reply to a restart was left.
         """
         spoken = [segment for segment in self._segments if segment.num_turns] or self._segments[:1]
+        if outcome is None and spoken[-1] is not self.segment:
+            outcome = TRUNCATED_TURNS if self._chat.budget.turns_left == 0 else TRUNCATED_LENGTH
         outcomes = [*([None] * (len(spoken) - 1)), outcome]
         rewards = iter(turn_rewards)
         return [

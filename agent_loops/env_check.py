@@ -47,7 +47,10 @@ class EpisodeState:
 
     task: Task
     observed: Sequence[str]
-    """The text fed after each of the model's answers, as rendered by the chat template."""
+    """The text fed after each of the model's answers, as rendered by the chat template.
+
+    Where a new segment begins, its whole prompt.
+    """
     chat: ChatTokens
 
     @property
@@ -79,8 +82,8 @@ class ScriptedClient:
         self._chat = chat
         self._tasks = tasks
         self._policy = policy
-        self._heard: dict[str, tuple[int, list[str]]] = {}
-        """Episode → length of its context with the last answer, texts fed after each answer."""
+        self._heard: dict[str, tuple[list[int], list[str]]] = {}
+        """Episode → its context with the last answer, texts fed after each answer."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
         return await self._speaker(request).generate(request)
@@ -96,12 +99,14 @@ class ScriptedClient:
         return FakeClient(lambda _: self._say(request))
 
     def _say(self, request: GenerateRequest) -> list[int]:
-        known, observed = self._heard.get(request.episode_id, (0, []))
+        context = list(request.token_ids)
+        known, observed = self._heard.get(request.episode_id, ([], []))
         if known:
-            observed = [*observed, self._chat.decode(request.token_ids[known:])]
+            new = context[len(known) :] if context[: len(known)] == known else context
+            observed = [*observed, self._chat.decode(new)]
         task = self._tasks[request.episode_id.rpartition("#")[0]]
         ids = [*self._chat.encode(self._policy(EpisodeState(task, observed, self._chat))), self._chat.turn_end_id]
-        self._heard[request.episode_id] = (len(request.token_ids) + len(ids), observed)
+        self._heard[request.episode_id] = ([*context, *ids], observed)
         return ids
 
 

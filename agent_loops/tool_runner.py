@@ -1,13 +1,7 @@
-"""The `tools` of a loop: calls in parallel, each with a deadline; state per episode, always released.
+"""The `tools` of a loop: calls in parallel, each with a deadline; a turn's results are journaled.
 
 call ──malformed, unknown, invalid──► error text for the model
-     └─► ToolStates.using ──► execute (tools/guard.py) ──► cut to the limits ──► journal ──► the loop
-
-Life of a tool's state:
-
-first use                 attach to the session in the journal ──lost──► create ──► replay earlier calls, or restart
-end of the episode        release, including sessions that an earlier worker opened and this one never used
-drain, lease lost         leave: the next owner attaches to the same sessions
+     └─► ToolStates.using (tool_states.py) ──► execute (tools/guard.py) ──► cut to the limits ──► journal ──► the loop
 
 Each call has a name that is the same in every worker that runs the episode. A worker that dies during a call leaves no
 journal entry; the next one repeats the call under that name, and a sandbox server that already executed it returns the
@@ -16,53 +10,38 @@ first result (`sandbox/idempotency.py`). An exception that escapes a tool is the
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import xxhash
 
 from penstock.agent_loops.errors import AgentError, EpisodeRestart, InfraFailure
 from penstock.agent_loops.journal import SESSIONS, EpisodeJournal
+from penstock.agent_loops.tool_states import NamedCall, OnLost, ToolStates, as_infra, within
 from penstock.agent_loops.tracing import span
-from penstock.common import describe_error, gather_or_cancel, nearest
-from penstock.sandbox import SandboxError, SandboxLost, as_call
+from penstock.common import gather_or_cancel, nearest
+from penstock.sandbox import SandboxLost, as_call
 from penstock.tools import (
     BaseTool,
     BoxTool,
     CountTokens,
     EpisodeBox,
     ToolConfig,
-    ToolInfraError,
     ToolResult,
     check_arguments,
     guard_of,
-    sharing,
     truncate,
     truncate_tokens,
 )
 from penstock.tools.parsers import ToolCall
 from penstock.transfer_queue import JournalEntry, JournalKind, Task
 
-ATTACH_DEADLINE_S = 60.0
-RELEASE_DEADLINE_S = 10.0
-OnLost = Literal["replay", "restart"]
-T = TypeVar("T")
 RESULT_FIELDS = tuple(one.name for one in fields(ToolResult))
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class NamedCall:
-    """A tool call with its idempotency key."""
-
-    call: ToolCall
-    name: str
 
 
 class CallNames:
@@ -278,182 +257,3 @@ def _cut(result: ToolResult, config: ToolConfig, count_tokens: CountTokens | Non
     else:
         text = truncate(result.text, config.max_output_chars, config.cut)
     return result if text == result.text else replace(result, text=text)
-
-
-Execute = Callable[[NamedCall, Any], Awaitable[object]]
-
-
-@dataclass(slots=True)
-class HeldState:
-    """A tool's state in this episode."""
-
-    lock: asyncio.Lock
-    """Calls on one state run in the order in which the model wrote them."""
-    state: Any = None
-    ready: bool = False
-
-
-@dataclass(slots=True)
-class ToolStates:
-    """States of one attempt at an episode; `give_back` must be awaited at its end."""
-
-    tools: Mapping[str, BaseTool]
-    task: Task
-    journal: EpisodeJournal
-    on_lost: OnLost
-    execute: Execute
-    past: list[NamedCall] = field(default_factory=list)
-    """Calls of finished turns, replayed ones too: what a fresh state must have seen."""
-    held: dict[str, HeldState] = field(default_factory=dict)
-    _groups: dict[str, asyncio.Lock] = field(default_factory=dict)
-    _shared: dict[Hashable, Any] = field(default_factory=dict)
-
-    @contextlib.asynccontextmanager
-    async def using(self, name: str) -> AsyncIterator[Any]:
-        """Locks and yields the tool's state; for a stateless tool yields None, unlocked.
-
-        Raises `InfraFailure`, and `EpisodeRestart` if the state is lost and may not be recreated.
-        """
-        held = self._hold(name)
-        async with held.lock:
-            await self._make_ready(name, held)
-            if held.state is not None:
-                yield held.state
-                return
-        yield None
-
-    async def lose(self, name: str, state: Any) -> None:
-        """Drops `state`, whose session is gone; the next use of the tool creates a fresh one."""
-        if name not in self.held or self.held[name].state is not state:
-            return
-        for one in self._partners(name):
-            self.journal.sessions.pop(one, None)
-            held = self.held.pop(one, None)
-            if held is not None and held.ready:
-                await self._give_back_one(one, held.state, leave=False)
-
-    def sessions(self) -> dict[str, str]:
-        """Tool → session that is open now, for the journal."""
-        named = {name: getattr(held.state, "session_id", None) for name, held in self.held.items()}
-        return {name: session for name, session in named.items() if session is not None}
-
-    async def with_rewards(self) -> dict[str, Any]:
-        """States of the tools that have a `calc_reward` and were used, in this worker or in one before."""
-        used = {named.call.name for named in self.past} | {name for name, held in self.held.items() if held.ready}
-        states = {}
-        for name in (name for name in self.tools if name in used):
-            calc_reward = self.tools[name].calc_reward
-            if getattr(calc_reward, "__func__", calc_reward) is not BaseTool.calc_reward:
-                async with self.using(name) as state:
-                    states[name] = state
-        return states
-
-    async def give_back(self, *, leave: bool) -> None:
-        """Never raises: what cannot be given back is logged and left to its TTL.
-
-        `leave`: the episode continues in another worker; sessions that outlive this process stay open for it.
-        """
-        known, ready = self.sessions(), {name: held.state for name, held in self.held.items() if held.ready}
-        self.held = {}
-        await asyncio.gather(*(self._give_back_one(name, state, leave) for name, state in ready.items()))
-        if not leave:
-            await self._end_unclaimed({*known.values()})
-
-    # making ready --------------------------------------------------------------------------------------------------
-    def _hold(self, name: str) -> HeldState:
-        if name not in self.held:
-            group = self.tools[name].turn_group
-            self.held[name] = HeldState(self._groups.setdefault(group, asyncio.Lock()) if group else asyncio.Lock())
-        return self.held[name]
-
-    async def _make_ready(self, name: str, held: HeldState) -> None:
-        """Creates the state; on a resumed episode attaches to the old session, or replays past calls on a fresh one."""
-        if held.ready:
-            return
-        shared = any(self.held[one].ready for one in self._partners(name) if one in self.held)
-        with sharing(self._shared):
-            attached = await self._attach(name)
-            held.state = await self._create(name) if attached is None else attached
-        held.ready = True
-        if attached is None and held.state is not None and not shared:
-            await self._repeat_past_calls(name, held.state)
-
-    async def _create(self, name: str) -> Any:
-        with as_call(f"{await self.journal.life()}/state of {name}"):
-            return await within(name, self.tools[name].create_timeout_s, self.tools[name].create(self.task))
-
-    def _partners(self, name: str) -> list[str]:
-        """The tools that share its state: its turn group, including itself."""
-        group = self.tools[name].turn_group
-        return [one for one, tool in self.tools.items() if one == name or (group and tool.turn_group == group)]
-
-    async def _attach(self, name: str) -> Any:
-        sessions = self.journal.sessions
-        session_id = next((sessions[one] for one in self._partners(name) if one in sessions), None)
-        if session_id is None:
-            return None
-        try:
-            return await within(name, ATTACH_DEADLINE_S, self.tools[name].attach(self.task, session_id))
-        except SandboxLost:
-            return None
-
-    async def _repeat_past_calls(self, name: str, state: Any) -> None:
-        partners = self._partners(name)
-        past = [named for named in self.past if named.call.name in partners]
-        replayable = all(self.tools[named.call.name].replayable for named in past)
-        if past and (self.on_lost == "restart" or not replayable):
-            raise EpisodeRestart(f"the state of tool {name} was lost with its worker")
-        for named in past:
-            await self.execute(named, state)
-
-    # giving back ---------------------------------------------------------------------------------------------------
-    async def _give_back_one(self, name: str, state: Any, leave: bool) -> None:
-        tool = self.tools[name]
-        try:
-            async with asyncio.timeout(RELEASE_DEADLINE_S):
-                await (tool.leave(state) if leave else tool.release(state))
-        except Exception:
-            log.exception("tool %s could not be released in episode of %s", name, self.task.task_id)
-
-    async def _end_unclaimed(self, known: set[str]) -> None:
-        """Ends sessions that an earlier worker left and that this attempt did not use."""
-        unclaimed = {session: name for name, session in self.journal.sessions.items() if session not in known}
-        for session, name in unclaimed.items():
-            if name in self.tools:
-                await self._end_session(name, session)
-
-    async def _end_session(self, name: str, session: str) -> None:
-        tool = self.tools[name]
-        try:
-            async with asyncio.timeout(RELEASE_DEADLINE_S):
-                with sharing({}):
-                    state = await tool.attach(self.task, session)
-                if state is not None:
-                    await tool.release(state)
-        except SandboxLost:
-            return  # already ended
-        except Exception:
-            log.exception("session %s of tool %s could not be ended; it expires by itself", session, name)
-
-
-async def as_infra(name: str, work: Awaitable[T]) -> T:
-    """`work` of the tool `name`. Raises `InfraFailure`; `SandboxLost` and `TimeoutError` as they are."""
-    try:
-        return await work
-    except (SandboxLost, TimeoutError):
-        raise
-    except ToolInfraError as error:
-        raise InfraFailure(error.component, error.reason) from error
-    except SandboxError as error:
-        raise InfraFailure("sandbox", str(error)) from error
-    except Exception as error:
-        raise InfraFailure(f"tool {name}", describe_error(error)) from error
-
-
-async def within(name: str, deadline_s: float, work: Awaitable[T]) -> T:
-    """The same, within a deadline. Raises `InfraFailure`, `SandboxLost`."""
-    try:
-        async with asyncio.timeout(deadline_s):
-            return await as_infra(name, work)
-    except TimeoutError as error:
-        raise InfraFailure(f"tool {name}", f"not ready within {deadline_s:g} s") from error

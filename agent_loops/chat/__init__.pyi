@@ -1,3 +1,4 @@
+from .calls import choose_parser as choose_parser
 from .calls import name_of as name_of
 from .chat import ChatTokens as ChatTokens
 from .chat import chat_of as chat_of

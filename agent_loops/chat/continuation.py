@@ -59,7 +59,8 @@ class Continuation:
         answered = self._answered(messages, calls)
         named: list[Message] = []
         for index, (message, call) in enumerate(zip(messages, answered, strict=False)):
-            call_id = self.template.call_id(str(message.get("tool_call_id") or call.call_id), index)
+            given = call.written_id or str(message.get("tool_call_id") or call.call_id)
+            call_id = self.template.call_id(given, index, call.name)
             named.append({"name": call.name or "tool", **message, "tool_call_id": call_id})
         return [*named, *messages[len(answered) :]]
 
@@ -138,7 +139,7 @@ def unused_mark(messages: Sequence[Message], tools: Tools) -> str:
 
 def _marked(call: ToolCall, mark: str) -> ToolCall:
     """The arguments of a call leave no trace in what follows it; only its name and id may."""
-    return ToolCall(call.name, {"probe": mark}, call.call_id)
+    return ToolCall(call.name, {"probe": mark}, call.call_id, call.written_id)
 
 
 def _behind(mark: str, text: str) -> str:

@@ -6,9 +6,9 @@ import itertools
 import json
 import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import xxhash
 from jinja2.exceptions import TemplateError as JinjaError
@@ -21,7 +21,12 @@ Message = Mapping[str, Any]
 JINJA_FILE = "<template>"
 """What jinja calls a template that was compiled from text."""
 MARK = "REPLYMARKERQX"
+MARK_NAME = "tool_name_marker_qx"
+NAMED_ID = re.compile(r"functions\.[^\s:]+:\d+")
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
+
+
+CallIds = Literal["any", "short", "named"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +35,12 @@ class CallForm:
 
     arguments_as_text: bool
     """As JSON text (DeepSeek), not as an object."""
-    short_ids: bool
-    """Call ids are nine letters or digits (Mistral)."""
+    ids: CallIds
+    """Of calls. short: nine letters or digits (Mistral); named: ``functions.NAME:NUMBER``, all that the template writes
+    of a name (Kimi K2)."""
 
 
-CALL_FORMS = tuple(itertools.starmap(CallForm, itertools.product((False, True), (False, True))))
+CALL_FORMS = tuple(CallForm(as_text, ids) for as_text, ids in itertools.product((False, True), get_args(CallIds)))
 
 
 class ChatTemplate:
@@ -43,6 +49,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, settings: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
         self._settings = dict(settings or {})
+        self._no_tools: list[Any] | None = None
         if not getattr(tokenizer, "chat_template", None):
             raise TemplateError(
                 f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; put one into its "
@@ -50,6 +57,7 @@ class ChatTemplate:
             )
         self.source = str(tokenizer.get_chat_template())
         """The template's own text."""
+        self._no_tools = self._find_no_tools()
         self.call_form = self._find_call_form()
         """None: the template writes no tool calls; they are part of a reply's text."""
 
@@ -58,7 +66,7 @@ class ChatTemplate:
         try:
             text: str = self._tokenizer.apply_chat_template(
                 list(messages),
-                tools=list(tools) or None,
+                tools=list(tools) or self._no_tools,
                 tokenize=False,
                 add_generation_prompt=prompt,
                 **self._settings,
@@ -84,37 +92,51 @@ class ChatTemplate:
             text = json.dumps(dict(call.arguments), ensure_ascii=False)
             arguments: Any = text if form.arguments_as_text else dict(call.arguments)
             function = {"name": call.name or "tool", "arguments": arguments}
-            made.append({"id": self.call_id(call.call_id, index, form), "type": "function", "function": function})
+            call_id = self.call_id(call.written_id or call.call_id, index, call.name, form)
+            made.append({"id": call_id, "type": "function", "function": function})
         return {"role": "assistant", "content": content, "tool_calls": made}
 
-    def call_id(self, call_id: str, index: int, form: CallForm | None = None) -> str:
-        """`call_id` where the template takes it, else one by position."""
+    def call_id(self, call_id: str, index: int, name: str, form: CallForm | None = None) -> str:
+        """`call_id` where the template takes it, else one by position, and for the tool `name` where ids have names."""
         form = form or self.call_form or CALL_FORMS[0]
-        if form.short_ids and not SHORT_ID.fullmatch(call_id):
+        if form.ids == "short" and not SHORT_ID.fullmatch(call_id):
             return f"call{index:05d}"
+        if form.ids == "named" and not NAMED_ID.fullmatch(call_id):
+            return f"functions.{name or 'tool'}:{index}"
         return call_id or f"call_{index}"
 
     def fitted(self, messages: Sequence[Message]) -> list[Message]:
         """Messages of a client whose calls are in OpenAI's form, in the form that this template takes."""
-        return [self._fitted(message) if self.call_form else message for message in messages]
+        if self.call_form is None:
+            return list(messages)
+        ids = self._fitted_ids([call for message in messages for call in message.get("tool_calls") or ()])
+        return [self._fitted(message, ids) for message in messages]
 
-    def _fitted(self, message: Message) -> Message:
+    def _fitted(self, message: Message, ids: Mapping[str, str]) -> Message:
         changed: dict[str, Any] = {}
-        if message.get("tool_call_id"):
-            changed["tool_call_id"] = self._fitted_id(str(message["tool_call_id"]))
+        if answered := str(message.get("tool_call_id") or ""):
+            changed["tool_call_id"] = ids.get(answered) or self._fitted_id(answered)
         if message.get("tool_calls"):
-            changed["tool_calls"] = [self._fitted_call(call) for call in message["tool_calls"]]
+            changed["tool_calls"] = [self._fitted_call(call, ids) for call in message["tool_calls"]]
         return {**message, **changed} if changed else message
 
-    def _fitted_call(self, call: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _fitted_ids(self, calls: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        """Id of a client → id that the template takes. Ids with names count the calls of the conversation."""
+        ids = [str(call.get("id") or "") for call in calls]
+        if self.call_form is None or self.call_form.ids != "named":
+            return {call_id: self._fitted_id(call_id) for call_id in ids}
+        names = [str((call.get("function") or {}).get("name") or "") for call in calls]
+        return {one: self.call_id(one, at, name) for at, (one, name) in enumerate(zip(ids, names, strict=True))}
+
+    def _fitted_call(self, call: Mapping[str, Any], ids: Mapping[str, str]) -> Mapping[str, Any]:
         function = dict(call.get("function") or {})
         if self.call_form and self.call_form.arguments_as_text and isinstance(function.get("arguments"), Mapping):
             function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-        return {**call, "id": self._fitted_id(str(call.get("id") or "")), "function": function}
+        return {**call, "id": ids[str(call.get("id") or "")], "function": function}
 
     def _fitted_id(self, call_id: str) -> str:
         """A call and its result keep the same id, also where the template takes nine characters only."""
-        takes_it = not (self.call_form and self.call_form.short_ids) or SHORT_ID.fullmatch(call_id)
+        takes_it = not (self.call_form and self.call_form.ids == "short") or SHORT_ID.fullmatch(call_id)
         return call_id if takes_it else xxhash.xxh3_64_hexdigest(call_id.encode())[:9]
 
     def reply_with_call(self, tools: Sequence[Mapping[str, Any]], call: ToolCall) -> str | None:
@@ -129,9 +151,26 @@ class ChatTemplate:
         closed = self.render([user, self.call_message([call])], tools, prompt=False)
         return closed[_shared(opening, closed) :]
 
+    def _find_no_tools(self) -> list[Any] | None:
+        """What stands for no tools: nothing, or an empty list where a template reads one in any case (Hermes 3)."""
+        user = {"role": "user", "content": "x"}
+        for self._no_tools in (None, []):
+            try:
+                self.render([user], prompt=True)
+            except TemplateError:
+                continue
+            return self._no_tools
+        return None
+
     def _find_call_form(self) -> CallForm | None:
-        """The first form that the template takes without an objection and writes down."""
-        call = ToolCall("probe", {"probe": MARK})
+        """The first form that the template takes without an objection and writes down, if possible not as Python does:
+        templates that print arguments as they are want JSON text (Phi-4-mini)."""
+        arguments = {"probe": MARK}
+        written = list(self._forms_written(ToolCall(MARK_NAME, arguments)))
+        as_json = [form for form, text in written if repr(arguments) not in text]
+        return next(iter([*as_json, *(form for form, _ in written)]), None)
+
+    def _forms_written(self, call: ToolCall) -> Iterator[tuple[CallForm, str]]:
         for form in CALL_FORMS:
             try:
                 text = self.render(
@@ -139,9 +178,8 @@ class ChatTemplate:
                 )
             except TemplateError:
                 continue
-            if MARK in text:
-                return form
-        return None
+            if MARK in text and call.name in text:
+                yield form, text
 
 
 def _line_of(error: UndefinedError) -> int:

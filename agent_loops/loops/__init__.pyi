@@ -1,5 +1,6 @@
 from .code_act import CodeActLoop as CodeActLoop
 from .code_act import code_blocks as code_blocks
+from .compaction import CompactionLoop as CompactionLoop
 from .multi_agent import MultiAgentLoop as MultiAgentLoop
 from .react import ReactSettings as ReactSettings
 from .react import ToolAgentLoop as ToolAgentLoop

@@ -6,7 +6,7 @@ Budgets: turns and tokens are the episode's, seconds are `ReactSettings.max_seco
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -14,8 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.agent_loops.base import AgentLoopBase
 from penstock.agent_loops.chat.chat import tool_messages
+from penstock.agent_loops.chat.template import Message
 from penstock.agent_loops.conversation import Conversation
 from penstock.agent_loops.errors import InfraFailure
+from penstock.agent_loops.llm import Reply
 from penstock.agent_loops.segment import TRUNCATED_DEADLINE, TRUNCATED_TURNS, AgentLoopOutput
 from penstock.tools import ToolResult
 from penstock.tools.parsers import ToolCall
@@ -47,9 +49,14 @@ class TurnRewards:
         self.given = self.given or any(result.reward is not None for result in results)
         self.values.append(sum(result.reward or 0.0 for result in results))
 
+    def fill(self, turns: int) -> None:
+        """Turns without tools earned 0."""
+        self.values += [0.0] * (turns - len(self.values))
+
     def of(self, turns: int) -> list[float]:
-        """One value per turn; turns without tools earned 0."""
-        return [*self.values, *([0.0] * (turns - len(self.values)))] if self.given else []
+        """One value per turn."""
+        self.fill(turns)
+        return self.values if self.given else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +68,12 @@ class Reacted:
     """Text of the tool result that was `final`; None where the model ended by itself, or was ended."""
 
 
-async def react(loop: AgentLoopBase, talk: Conversation, settings: ReactSettings) -> Reacted:
-    """Talk to the end. Calls of one turn run in parallel.
+GoOn = Callable[[Reply, Sequence[Message]], Awaitable[None]]
+"""How the conversation takes the messages after a reply; may ask the model for more."""
+
+
+async def react(loop: AgentLoopBase, talk: Conversation, settings: ReactSettings, go_on: GoOn | None = None) -> Reacted:
+    """Talk to the end. Calls of one turn run in parallel. `go_on` None: `talk.go_on`.
 
     Tools are not run for an answer that could not be read any more. Raises `InfraFailure`.
     """
@@ -70,7 +81,7 @@ async def react(loop: AgentLoopBase, talk: Conversation, settings: ReactSettings
     ending = _Ending()
     try:
         async with asyncio.timeout(settings.max_seconds) as deadline:
-            ending = await _turns(loop, talk, settings, rewards)
+            ending = await _turns(loop, talk, settings, rewards, go_on)
     except TimeoutError:
         if not deadline.expired():
             raise
@@ -85,7 +96,9 @@ class _Ending:
     answer: str | None = None
 
 
-async def _turns(loop: AgentLoopBase, talk: Conversation, settings: ReactSettings, rewards: TurnRewards) -> _Ending:
+async def _turns(
+    loop: AgentLoopBase, talk: Conversation, settings: ReactSettings, rewards: TurnRewards, go_on: GoOn | None
+) -> _Ending:
     malformed = 0
     while not talk.done:
         reply = await loop.llm.generate(talk.segment)
@@ -103,7 +116,11 @@ async def _turns(loop: AgentLoopBase, talk: Conversation, settings: ReactSetting
         rewards.add(results)
         if (answer := final_answer(results)) is not None:
             return _Ending(answer=answer)
-        talk.go_on(reply, tool_messages(results))
+        if go_on is None:
+            talk.go_on(reply, tool_messages(results))
+        else:
+            await go_on(reply, tool_messages(results))
+            rewards.fill(talk.num_turns)
     return _Ending()
 
 
@@ -129,9 +146,13 @@ def read_settings(kind: type[Settings], loop: AgentLoopBase) -> Settings:
     try:
         return kind(**loop.config)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        raise InfraFailure("loop", f"agent.settings.{name} of {type(loop).__name__}: {first['msg']}") from error
+        raise InfraFailure("loop", wrong_setting(error, type(loop))) from error
+
+
+def wrong_setting(error: ValidationError, loop: type[AgentLoopBase]) -> str:
+    first = error.errors()[0]
+    name = ".".join(map(str, first["loc"]))
+    return f"agent.settings.{name} of {loop.__name__}: {first['msg']}"
 
 
 def with_system(messages: Sequence[Any], text: str) -> list[Any]:

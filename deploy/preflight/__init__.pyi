@@ -1,3 +1,4 @@
+from .agent import check_lengths as check_lengths
 from .agent import check_loop as check_loop
 from .agent import check_prompts as check_prompts
 from .agent import check_score as check_score
@@ -47,7 +48,6 @@ from .settings import check_algorithm as check_algorithm
 from .settings import check_concurrency as check_concurrency
 from .settings import check_correction as check_correction
 from .settings import check_engine as check_engine
-from .settings import check_lengths as check_lengths
 from .settings import check_packing as check_packing
 from .settings import check_sampling as check_sampling
 from .settings import check_training_engine as check_training_engine

@@ -210,6 +210,38 @@ def _search_fix(reason: str) -> str:
     return "start it (`penstock search-server`), let this machine reach it, or correct url in the tool's settings"
 
 
+def check_lengths(config: RunConfig) -> Check:
+    from penstock.agent_loops import LoadError
+
+    name = "rollout.max_model_len"
+    try:
+        longest = _longest_response(config)
+    except LoadError as error:
+        return Check(name, False, str(error), "correct agent.settings")
+    room = config.rollout.max_model_len - longest
+    return Check(
+        name,
+        room > 0,
+        f"{config.rollout.max_model_len}, responses up to {longest}: {room} left for prompts",
+        f"a prompt and its response must fit: raise rollout.max_model_len or lower {_bound(config, longest)}",
+    )
+
+
+def _longest_response(config: RunConfig) -> int:
+    """Raises `LoadError` where the loop refuses its settings."""
+    from penstock.agent_loops import AgentLoopBase, LoadError, find_loop
+
+    try:
+        loop = find_loop(config.agent.loop, Path())
+    except LoadError:
+        loop = AgentLoopBase  # `check_loop` says so
+    return loop.longest_response(config.agent)
+
+
+def _bound(config: RunConfig, longest: int) -> str:
+    return "agent.max_response_tokens" if longest == config.agent.max_response_tokens else "agent.settings"
+
+
 def check_prompts(config: RunConfig) -> Check | None:
     """Prompts as the workers will render them, tools included, against what is left of the context for them."""
     from penstock.agent_loops import AgentError
@@ -220,16 +252,17 @@ def check_prompts(config: RunConfig) -> Check | None:
     try:
         rows = first_rows(config, ROWS)
         lengths = _lengths(config, [row.messages for row in rows])
+        response = _longest_response(config)
     except (AgentError, DataError, BadSpec, ValueError, OSError):
-        return None  # `check_data` or `check_template` says so
-    room = config.rollout.max_model_len - config.agent.max_response_tokens
+        return None  # `check_data`, `check_template` or `check_lengths` says so
+    room = config.rollout.max_model_len - response
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     return Check(
         "prompts",
         lengths[longest] <= room,
         f"the longest of {len(lengths)}, row {longest + 1}, has {lengths[longest]} tokens; {room} fit beside an answer",
-        f"set rollout.max_model_len to {lengths[longest] + config.agent.max_response_tokens} or more, lower"
-        " agent.max_response_tokens, or leave long rows out of the data",
+        f"set rollout.max_model_len to {lengths[longest] + response} or more, lower {_bound(config, response)},"
+        " or leave long rows out of the data",
     )
 
 

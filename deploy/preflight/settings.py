@@ -174,16 +174,6 @@ def check_packing(config: RunConfig) -> Check | None:
     return Check(name, True, how + (", tried on a small copy" if found.copied else ""))
 
 
-def check_lengths(config: RunConfig) -> Check:
-    room = config.rollout.max_model_len - config.agent.max_response_tokens
-    return Check(
-        "rollout.max_model_len",
-        room > 0,
-        f"{config.rollout.max_model_len}, responses up to {config.agent.max_response_tokens}: {room} left for prompts",
-        "a prompt and its response must fit: raise rollout.max_model_len or lower agent.max_response_tokens",
-    )
-
-
 def check_sampling(config: RunConfig) -> Check:
     agent = config.agent
     return Check(

@@ -12,6 +12,7 @@ from pathlib import Path
 from penstock.agent_loops import allow_imports_from
 from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.agent import (
+    check_lengths,
     check_loop,
     check_prompts,
     check_reward,
@@ -33,7 +34,6 @@ from penstock.deploy.preflight.settings import (
     check_concurrency,
     check_correction,
     check_engine,
-    check_lengths,
     check_packing,
     check_sampling,
     check_trainable,

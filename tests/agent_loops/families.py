@@ -1,7 +1,7 @@
 """Chat templates of model families with their special tokens, on one small real byte-level BPE tokenizer.
 
 ``PENSTOCK_CHAT_TEMPLATES=FILE[:FILE…]`` adds template files to those that the tests run on; a file's special tokens are
-read off its text (``<|…|>``, ``<｜…｜>``, ``<…_of_turn>``, ``[CAPITALS]``). Neither is downloaded.
+read off its text and off what it renders (``<|…|>``, ``<｜…｜>``, ``<…_of_turn>``, ``[CAPITALS]``). None is downloaded.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
 
-from penstock.agent_loops import ChatTokens
+from penstock.agent_loops import ChatTokens, TemplateError
 from penstock.agent_loops.chat import ChatTemplate
 from penstock.tools.parsers import ParserName, ToolCall, get_parser
 
 TEMPLATES = Path(__file__).parent / "templates"
 FILES_FROM = "PENSTOCK_CHAT_TEMPLATES"
-SPECIAL = re.compile(r"<\|[a-z_]+\|>|<｜[^｜]+｜>|<(?:start|end)_of_turn>|\[/?[A-Z_]+\]|</?s>|<eos>|<bos>")
+SPECIAL = re.compile(
+    r"<\|/?[A-Za-z0-9_:▁-]+\|>|<｜[^｜<>]+｜>|<(?:start|end)_of_(?:turn|sentence)>|\[/?[A-Z_]+\]|</?s>|<eos>|<bos>"
+    r"|<\|[a-z_]+>|<[a-z_]+\|>|<\|\"\|>|<seed:[be]os>|\]~!?b\[?\]?|\[e~\[|<SPECIAL_\d+>|<sep>|</assistant>"
+)
 WORDS = [
     "user assistant system tool think the answer is 46",
     '{"name": "calculator", "arguments": {"expression": "1+2"}}',
@@ -101,7 +104,11 @@ def tokenizer_of(file: Path, eos: str | None) -> Any:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    special = list(dict.fromkeys(["<|endoftext|>", "<bos>", *SPECIAL.findall(text), *([eos] if eos else [])]))
+    special = list(
+        dict.fromkeys(
+            ["<|endoftext|>", "<bos>", *SPECIAL.findall(text + _rendered(text, eos)), *([eos] if eos else [])]
+        )
+    )
     trainer = trainers.BpeTrainer(
         vocab_size=800,
         special_tokens=special,
@@ -115,3 +122,18 @@ def tokenizer_of(file: Path, eos: str | None) -> Any:
         bos_token="<bos>",
         chat_template=text,
     )
+
+
+def _rendered(template: str, eos: str | None) -> str:
+    """A conversation, for the words that the template puts together; empty where it does not take one."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE()), eos_token=eos, bos_token="<bos>", chat_template=template
+    )
+    asks, says = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
+    try:
+        return ChatTemplate(tokenizer).render([asks, says, asks], prompt=True)
+    except TemplateError:
+        return ""

@@ -8,7 +8,28 @@ from typing import Any, Literal, Protocol
 
 from penstock.common import Registry
 
-ParserName = Literal["hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek", "glm", "harmony", "code"]
+ParserName = Literal[
+    "hermes",
+    "qwen3_coder",
+    "llama3_json",
+    "mistral",
+    "deepseek",
+    "deepseek_v32",
+    "deepseek_v4",
+    "glm",
+    "harmony",
+    "gemma4",
+    "minimax_m2",
+    "lfm2",
+    "pythonic",
+    "xlam",
+    "phi4_mini",
+    "internlm2",
+    "granite",
+    "seed_oss",
+    "kimi_k2",
+    "code",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +41,8 @@ class ToolCall:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     call_id: str = ""
     """``call_0``, ``call_1`` ...: position in the turn."""
+    written_id: str = ""
+    """The id that the model wrote, where its results are written beside it (Kimi K2); empty elsewhere."""
     error: str | None = None
     """What is wrong with the call's form, in words for the model."""
 
@@ -58,8 +81,20 @@ PARSERS: Registry[Callable[[], ToolCallParser]] = Registry(
         "llama3_json": "penstock.tools.parsers.llama3_json:Llama3JsonParser",
         "mistral": "penstock.tools.parsers.mistral:MistralParser",
         "deepseek": "penstock.tools.parsers.deepseek:DeepSeekParser",
+        "deepseek_v32": "penstock.tools.parsers.deepseek_v32:DeepSeekV32Parser",
+        "deepseek_v4": "penstock.tools.parsers.deepseek_v32:DeepSeekV4Parser",
         "glm": "penstock.tools.parsers.glm:GlmParser",
         "harmony": "penstock.tools.parsers.harmony:HarmonyParser",
+        "gemma4": "penstock.tools.parsers.gemma4:Gemma4Parser",
+        "minimax_m2": "penstock.tools.parsers.minimax_m2:MiniMaxM2Parser",
+        "lfm2": "penstock.tools.parsers.lfm2:Lfm2Parser",
+        "pythonic": "penstock.tools.parsers.pythonic:PythonicParser",
+        "xlam": "penstock.tools.parsers.xlam:XlamParser",
+        "phi4_mini": "penstock.tools.parsers.phi4_mini:Phi4MiniParser",
+        "internlm2": "penstock.tools.parsers.internlm2:InternLm2Parser",
+        "granite": "penstock.tools.parsers.granite:GraniteParser",
+        "seed_oss": "penstock.tools.parsers.seed_oss:SeedOssParser",
+        "kimi_k2": "penstock.tools.parsers.kimi_k2:KimiK2Parser",
         "code": "penstock.tools.parsers.code:CodeParser",
     },
 )

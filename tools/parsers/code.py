@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.tools.parsers.base import ParsedTurn
 from penstock.tools.parsers.json_call import unusable
-from penstock.tools.parsers.turn import TurnBuilder
+from penstock.tools.parsers.turn import THOUGHT, TurnBuilder
 
 TOOLS = {
     "python": ("python", "code"),
@@ -24,7 +24,6 @@ TOOLS = {
 }
 """Language → (tool, its argument)."""
 SHAPE = "code is written between a line ```python and a line ```"
-THOUGHT = "</think>"
 _FENCE = re.compile(r"^ {0,3}(`{3,64})(?!`)[ \t]*([^\s`]*)[^\n`]*$\n?", re.MULTILINE)
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.tools.parsers.turn import Malformed, TurnBuilder, skip_space
+from penstock.tools.parsers.turn import Malformed, NamedCall, TurnBuilder, skip_space
 
 MAX_DEPTH = 64
 """Levels of nesting. What checks and writes arguments later recurses, on a deeper stack than this."""
@@ -53,6 +53,22 @@ def add_call(turn: TurnBuilder, value: Any, arguments_key: str = "arguments", al
         return
     name = value.get("name") if isinstance(value, dict) else None
     turn.malformed(problem, name if isinstance(name, str) else "")
+
+
+def arguments_key(value: Any, usual: str, other: str) -> str:
+    """What a model that was taught `usual` calls the arguments; models tuned on other data keep to `other`."""
+    return other if isinstance(value, dict) and other in value and usual not in value else usual
+
+
+def read_call_list(text: str, start: int) -> tuple[list[NamedCall], int]:
+    """The calls of a JSON list of objects with `name` and `arguments`, and where it ends. Raises `Malformed`."""
+    values, end = read_json(text, start)
+    if not isinstance(values, list) or not values:
+        raise Malformed("the list of calls is empty" if values == [] else "calls are written as a JSON list")
+    for value in values:
+        if problem := _problem_with(value, "arguments", ()):
+            raise Malformed(problem)
+    return [(value["name"], value["arguments"]) for value in values], end
 
 
 def unusable(value: Any) -> str | None:

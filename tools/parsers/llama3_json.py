@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.tools.parsers.base import ParsedTurn
-from penstock.tools.parsers.json_call import add_call, read_json
+from penstock.tools.parsers.json_call import add_call, arguments_key, read_json
 from penstock.tools.parsers.turn import UNREAD, Malformed, TurnBuilder, skip_space
 
 TAG = "<|python_tag|>"
@@ -44,7 +44,7 @@ def _read_calls(text: str, start: int, turn: TurnBuilder) -> int:
     try:
         while True:
             value, position = read_json(text, position)
-            add_call(turn, value, _arguments_key(value), also=("type",))
+            add_call(turn, value, arguments_key(value, "parameters", "arguments"), also=("type",))
             following = _NEXT.match(text, skip_space(text, position))
             if turn.full or following is None:
                 return position
@@ -52,9 +52,3 @@ def _read_calls(text: str, start: int, turn: TurnBuilder) -> int:
     except Malformed as problem:
         turn.malformed(f"{problem}{UNREAD}")
         return len(text)
-
-
-def _arguments_key(value: Any) -> str:
-    """Llama writes ``parameters``; models tuned on other data keep to ``arguments``."""
-    is_other = isinstance(value, dict) and "arguments" in value and "parameters" not in value
-    return "arguments" if is_other else "parameters"

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.tools.parsers.json_call import DECODER, unusable
+from penstock.tools.parsers.literal import read_literal
 from penstock.tools.parsers.turn import Malformed, tool_name
 
 _WORDS = {"True": True, "False": False, "None": None}
@@ -22,17 +23,21 @@ class ArgumentReader:
     def __init__(self, name: str, tools: Sequence[Mapping[str, Any]], marks: Sequence[str]) -> None:
         """`marks` are the syntax's own: a value that holds one cannot be distinguished from a broken call."""
         self.name = tool_name(name)
-        self._properties = _properties_of(name, tools)
+        self._properties = properties_of(name, tools)
         self._mark = re.compile("|".join(map(re.escape, marks)))
         self.arguments: dict[str, Any] = {}
 
     def add(self, key: str, text: str) -> None:
-        """Raises `Malformed`."""
+        """`text` with the type that the schema says. Raises `Malformed`."""
+        self.add_value(key, text, typed(text, self._properties.get(key)))
+
+    def add_value(self, key: str, text: str, value: Any) -> None:
+        """`value`, which was written as `text`. Raises `Malformed`."""
         if not key or key in self.arguments:
             raise Malformed(f"the argument {key[:80]!r} is given twice" if key else "an argument has no name")
         if found := self._mark.search(key) or self._mark.search(text):
             raise Malformed(f"the argument {key[:80]!r} holds {found[0]}, a mark of the call itself")
-        self.arguments[key] = typed(text, self._properties.get(key))
+        self.arguments[key] = value
 
     def done(self) -> dict[str, Any]:
         """Raises `Malformed`."""
@@ -47,12 +52,14 @@ def typed(text: str, schema: Any = None) -> Any:
     Where the schema takes text, text it is, but for ``null`` where that is allowed too. Without a schema: what is a
     whole JSON value other than a text, else the text.
     """
-    types = _types_of(schema)
+    types = types_of(schema)
     if "string" in types:
         nothing = "null" in types and text.strip() in ("null", "None")
         return None if nothing else text
     value = _json_or_text(text)
-    return text if isinstance(value, str) or (types and _type_of(value) not in types) else value
+    if isinstance(value, str) and types & {"object", "array"}:
+        value = _literal_or_text(text)
+    return text if isinstance(value, str) or (types and type_of(value) not in types) else value
 
 
 def _json_or_text(text: str) -> Any:
@@ -67,7 +74,16 @@ def _json_or_text(text: str) -> Any:
     return value
 
 
-def _type_of(value: Any) -> str:
+def _literal_or_text(text: str) -> Any:
+    """Lists and objects as templates write them that print a value as Python does."""
+    try:
+        value, end = read_literal(text, 0)
+        return text if text[end:].strip() else value
+    except Malformed:
+        return text
+
+
+def type_of(value: Any) -> str:
     if isinstance(value, bool):
         return "boolean"
     if isinstance(value, int | float):
@@ -75,13 +91,13 @@ def _type_of(value: Any) -> str:
     return "null" if value is None else _NAMES.get(type(value), "object")
 
 
-def _types_of(schema: Any) -> set[str]:
+def types_of(schema: Any) -> set[str]:
     """JSON types that a schema takes, integers among numbers; empty where it does not say, and anything goes."""
     if not isinstance(schema, Mapping):
         return set()
     if constants := _listed(schema.get("enum")) or ([schema["const"]] if "const" in schema else []):
-        return {_type_of(constant) for constant in constants}
-    branches = [_types_of(one) for key in ("anyOf", "oneOf") for one in _listed(schema.get(key))]
+        return {type_of(constant) for constant in constants}
+    branches = [types_of(one) for key in ("anyOf", "oneOf") for one in _listed(schema.get(key))]
     if branches:
         return set().union(*branches) if all(branches) else set()
     given = schema.get("type")
@@ -93,7 +109,7 @@ def _listed(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else ()
 
 
-def _properties_of(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def properties_of(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     found: Mapping[str, Any] = next((tool["function"] for tool in tools if tool["function"]["name"] == name), {})
     properties = (found.get("parameters") or {}).get("properties")
     return properties if isinstance(properties, Mapping) else {}

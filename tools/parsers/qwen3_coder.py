@@ -34,18 +34,29 @@ class Qwen3CoderParser:
 
 
 def _read_call(text: str, body: int, turn: TurnBuilder, tools: Sequence[Mapping[str, Any]]) -> int:
+    name, arguments, position = read_function(text, body, tools, MARKS, own_lines=True)
+    position = expect(text, position, CLOSE)
+    turn.call(name, arguments)
+    return position
+
+
+def read_function(
+    text: str, body: int, tools: Sequence[Mapping[str, Any]], marks: Sequence[str], *, own_lines: bool
+) -> tuple[str, dict[str, Any], int]:
+    """Name, arguments and where the function ends. `own_lines`: a value stands on lines of its own.
+
+    Raises `Malformed`.
+    """
     name, position = _read_word(text, expect(text, body, FUNCTION))
-    reader = ArgumentReader(name, tools, MARKS)
+    reader = ArgumentReader(name, tools, marks)
     while text.startswith(PARAMETER, position := skip_space(text, position)):
         key, start = _read_word(text, position + len(PARAMETER))
         end = text.find(END_PARAMETER, start)
         if end < 0:
             raise Malformed(f"{END_PARAMETER} is missing")
-        reader.add(key, _own_lines(text[start:end]))
+        reader.add(key, _own_lines(text[start:end]) if own_lines else text[start:end])
         position = end + len(END_PARAMETER)
-    position = expect(text, expect(text, position, END_FUNCTION), CLOSE)
-    turn.call(name, reader.done())
-    return position
+    return name, reader.done(), expect(text, position, END_FUNCTION)
 
 
 def _read_word(text: str, start: int) -> tuple[str, int]:

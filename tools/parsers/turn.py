@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.tools.parsers.base import ParsedTurn, ToolCall
 
 MAX_CALLS = 128
 """Calls read of one turn. Each may cost a look at the whole rest of the text, so this keeps hostile text linear."""
+THOUGHT = "</think>"
+"""Ends a thought, which a prompt may have opened."""
 UNREAD = " (what follows it was not read)"
 
 NAME = r"[^\s<>{}\[\]\"`]{1,256}"
@@ -37,8 +39,8 @@ class TurnBuilder:
     def say(self, text: str) -> None:
         self._content.append(text)
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> None:
-        self._add(ToolCall(name, arguments, self._next_id()))
+    def call(self, name: str, arguments: Mapping[str, Any], written_id: str = "") -> None:
+        self._add(ToolCall(name, arguments, self._next_id(), written_id))
 
     def malformed(self, problem: str, name: str = "") -> None:
         """`name`: where it could be read."""
@@ -78,6 +80,40 @@ def read_marked(text: str, opening: str, shape: str, read: ReadCall, resume_behi
         except Malformed as problem:
             turn.malformed(str(problem) if resume_behind else f"{problem}{UNREAD}")
             position = _behind(text, body, opening, resume_behind) if resume_behind else len(text)
+    turn.say("" if turn.full else text[position:])
+    return turn.done()
+
+
+NamedCall = tuple[str, Mapping[str, Any]]
+ReadList = Callable[[str, int], tuple[Sequence[NamedCall], int]]
+"""(text, where the body begins behind what the pattern found) → calls, where parsing continues. Raises `Malformed`."""
+
+
+def read_unmarked(text: str, begins: re.Pattern[str], shape: str, read: ReadList) -> ParsedTurn:
+    """A turn whose lists of calls begin where `begins` matches: no special token says so.
+
+    What a model tries out in thought it does not ask for: a list that ends before the last ``</think>`` is content.
+    A malformed list ends the reading, as in `read_marked`.
+    """
+    turn = TurnBuilder(shape)
+    thought = text.rfind(THOUGHT) + len(THOUGHT) if THOUGHT in text else 0
+    position = 0
+    while not turn.full and (found := begins.search(text, position)):
+        try:
+            calls, end = read(text, found.end())
+        except Malformed as problem:
+            calls, end = (), len(text)
+            error = f"{problem}{UNREAD}"
+        if found.start() < thought and (not calls or end <= thought):
+            turn.say(text[position:thought])
+            position = thought
+            continue
+        turn.say(text[position : found.start()])
+        if not calls:
+            turn.malformed(error)
+        for name, arguments in calls:
+            turn.call(name, arguments)
+        position = end
     turn.say("" if turn.full else text[position:])
     return turn.done()
 

@@ -61,6 +61,18 @@ def test_a_response_that_leaves_no_room_for_a_prompt() -> None:
     assert "raise rollout.max_model_len" in failures("agent.max_response_tokens=256")["rollout.max_model_len"].fix
 
 
+def test_compaction_bounds_a_segment_by_its_own_settings() -> None:
+    compaction = ("agent.loop=compaction", "agent.max_response_tokens=9000", "agent.settings.max_summary_tokens=20")
+    assert failures(*compaction, "agent.settings.compact_at=100") == {}
+    assert failures(*compaction, "agent.settings.compact_at=300")["rollout.max_model_len"].fix.endswith(
+        "agent.settings"
+    )
+    assert (
+        "agent.settings.compact_at"
+        in failures(*compaction, "agent.settings.compact_at=0")["rollout.max_model_len"].found
+    )
+
+
 @pytest.mark.parametrize("override", ["agent.top_p=0.9", "agent.top_k=20"])
 def test_truncated_sampling_has_to_be_asked_for(override: str) -> None:
     assert "rollout.truncated_sampling=true" in failures(override)["rollout.truncated_sampling"].fix

@@ -1,4 +1,4 @@
-"""With its teacher the tiny student earns what the teacher earns in fewer steps than by GRPO alone."""
+"""With its teacher the tiny student learns faster than by GRPO alone, and comes to earn what the teacher earns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 
-def test_fewer_steps_than_grpo_alone(tmp_path: Path) -> None:
+def test_faster_than_grpo_alone(tmp_path: Path) -> None:
     model = tmp_path / "teacher"
     command = [sys.executable, "-m", "penstock.deploy.cli", "sft", str(RECIPES / "distill/cpu.yaml")]
     subprocess.run([*command, f"sft.out={model}", f"runs_dir={tmp_path / 'sft'}"], check=True, timeout=900)
@@ -25,9 +25,12 @@ def test_fewer_steps_than_grpo_alone(tmp_path: Path) -> None:
     found = script("distill/compare.py").main(
         ["--teacher", str(model), "--out", str(tmp_path / "runs"), "--seeds", "0", "--cells", *cells]
     )
-    alone, taught = (found["steps"][cell][0] for cell in cells)
-    assert taught is not None
-    assert alone is None or taught < alone
+    assert found["steps"]["teacher and GRPO"][0] is not None
+    # The whole curve: the step at which three rewards first average 0.9 differs by several from run to run.
+    curves = [found["rewards"][cell][0] for cell in cells]
+    both = min(map(len, curves))
+    alone, taught = (sum(curve[:both]) / both for curve in curves)
+    assert taught > alone
     assert (tmp_path / "runs" / "comparison.png").stat().st_size > 0
     summary = json.loads((tmp_path / "runs" / "teacher-and-grpo-0" / "summary.json").read_text())
     assert_accounts_balance(summary)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,119 @@ HARMONY_HISTORY = """\
     {{- '<|start|>assistant to=functions.' + call.name }}
     {{- '<|channel|>commentary json<|message|>' + call.arguments | tojson + '<|call|>' }}
 {%- endfor %}"""
+PYTHONIC = """\
+{{- content + '\\n[' }}
+{%- for call in calls %}
+    {{- call.name + '(' }}
+    {%- for key, value in call.arguments | items %}
+        {{- key + '=' + value | tojson }}
+        {{- ', ' if not loop.last else '' }}
+    {%- endfor %}
+    {{- ')' }}
+    {{- ', ' if not loop.last else '' }}
+{%- endfor %}
+{{- ']' }}"""
+QUOTED = PYTHONIC.replace("value | tojson", "'\"%s\"' | format(value)")
+UNQUOTED = PYTHONIC.replace("value | tojson", "'%s' | format(value)")
+LFM2 = """\
+{%- macro written(value) %}
+    {%- if value is string %}
+        {{- "'" + value + "'" }}
+    {%- else %}
+        {{- value | tojson if value is mapping else value | string }}
+    {%- endif %}
+{%- endmacro %}
+{{- content + '<|tool_call_start|>[' }}
+{%- for call in calls %}
+    {{- call.name + '(' }}
+    {%- for key, value in call.arguments | items %}
+        {{- key + '=' + written(value) }}
+        {{- ', ' if not loop.last else '' }}
+    {%- endfor %}
+    {{- ')' }}
+    {{- ', ' if not loop.last else '' }}
+{%- endfor %}
+{{- ']<|tool_call_end|>' }}"""
+GEMMA4 = """\
+{%- macro written(value) %}
+    {%- if value is string %}
+        {{- '<|"|>' + value + '<|"|>' }}
+    {%- elif value is boolean %}
+        {{- 'true' if value else 'false' }}
+    {%- elif value is mapping %}
+        {{- '{' }}
+        {%- for key, inner in value | dictsort %}
+            {{- (',' if not loop.first else '') + key + ':' + written(inner) }}
+        {%- endfor %}
+        {{- '}' }}
+    {%- elif value is none %}
+        {{- 'null' }}
+    {%- elif value is sequence %}
+        {{- '[' }}
+        {%- for inner in value %}
+            {{- (',' if not loop.first else '') + written(inner) }}
+        {%- endfor %}
+        {{- ']' }}
+    {%- else %}
+        {{- value }}
+    {%- endif %}
+{%- endmacro %}
+{{- content }}
+{%- for call in calls %}
+    {{- '<|tool_call>call:' + call.name + written(call.arguments) + '<tool_call|>' }}
+{%- endfor %}"""
+MINIMAX_M2 = """\
+{{- content + '\\n<minimax:tool_call>\\n' }}
+{%- for call in calls %}
+    {{- '<invoke name="' + call.name + '">\\n' }}
+    {%- for key, value in call.arguments | items %}
+        {{- '<parameter name="' + key + '">' + (value if value is string else value | tojson) + '</parameter>\\n' }}
+    {%- endfor %}
+    {{- '</invoke>\\n' }}
+{%- endfor %}
+{{- '</minimax:tool_call>' }}"""
+DEEPSEEK_32 = """\
+{{- content + '\\n\\n<｜DSML｜function_calls>\\n' }}
+{%- for call in calls %}
+    {{- '<｜DSML｜invoke name="' + call.name + '">\\n' }}
+    {%- for key, value in call.arguments | items %}
+        {{- '<｜DSML｜parameter name="' + key + '" string="' + ('true' if value is string else 'false') + '">' }}
+        {{- (value if value is string else value | tojson) + '</｜DSML｜parameter>\\n' }}
+    {%- endfor %}
+    {{- '</｜DSML｜invoke>\\n' }}
+{%- endfor %}
+{{- '</｜DSML｜function_calls>' }}"""
+KIMI_K2 = """\
+{{- content + '<|tool_calls_section_begin|>' }}
+{%- for call in calls %}
+    {{- '<|tool_call_begin|>functions.' + call.name + ':' + loop.index0 | string }}
+    {{- '<|tool_call_argument_begin|>' + call.arguments | tojson + '<|tool_call_end|>' }}
+{%- endfor %}
+{{- '<|tool_calls_section_end|>' }}"""
+XLAM = """\
+{{- content + '\\n[' }}
+{%- for call in calls %}
+    {{- '{"name": ' + call.name | tojson + ', "arguments": ' + call.arguments | tojson + '}' }}
+    {{- ', ' if not loop.last else '' }}
+{%- endfor %}
+{{- ']' }}"""
+PHI4_MINI = XLAM.replace("\\n[", "functools[")
+GRANITE = XLAM.replace("\\n[", "<|tool_call|>[")
+INTERNLM2 = """\
+{{- content }}
+{%- for call in calls %}
+    {{- '<|action_start|><|plugin|>\\n{"name": "' + call.name + '", "arguments": ' + call.arguments | tojson }}
+    {{- '}<|action_end|>' }}
+{%- endfor %}"""
+SEED_OSS = """\
+{{- content }}
+{%- for call in calls %}
+    {{- '\\n<seed:tool_call>\\n<function=' + call.name + '>\\n' }}
+    {%- for key, value in call.arguments | items %}
+        {{- '<parameter=' + key + '>' + (value if value is string else value | tojson) + '</parameter>\\n' }}
+    {%- endfor %}
+    {{- '</function>\\n</seed:tool_call>' }}
+{%- endfor %}"""
 CODE = """\
 {{- content + '\\n' }}
 {%- for call in calls %}
@@ -100,6 +213,34 @@ class Family:
     """That no value may hold: the syntax has no way to write them."""
     wrapped: tuple[str, str] = ("", "")
     """What stands around the content, as content."""
+    fit: Callable[[Any], Any] = lambda arguments: arguments
+    """Arguments → those that the syntax can write, which is not all of them."""
+
+
+def bare_keys(value: Any) -> Any:
+    """Keys that need no quotes, in the order in which templates sort them."""
+    if isinstance(value, dict):
+        return {f"k{index}": bare_keys(value[key]) for index, key in enumerate(value)}
+    return [bare_keys(one) for one in value] if isinstance(value, list) else value
+
+
+def sorted_keys(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {key: bare_keys(arguments[key]) for key in sorted(arguments)}
+
+
+def unescaped(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Texts in quotes that are not escaped: what would need it is replaced."""
+    texts = str.maketrans({"'": "’", '"': "”", "\\": "/"})
+    return {key: value.translate(texts) if isinstance(value, str) else value for key, value in arguments.items()}
+
+
+def one_line(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Texts without quotes: words alone."""
+    return {
+        key: "w" + "".join(letter for letter in value if letter.isalnum()) if isinstance(value, str) else value
+        for key, value in unescaped(arguments).items()
+        if not isinstance(value, list | dict | type(None)) and key != "mode"
+    }
 
 
 FAMILIES = {
@@ -112,6 +253,18 @@ FAMILIES = {
     "deepseek 3.1": Family("deepseek", DEEPSEEK_31),
     "glm": Family("glm", GLM, ("<tool", "</tool", "<arg", "</arg")),
     "glm 4.7": Family("glm", GLM_47, ("<tool", "</tool", "<arg", "</arg")),
+    "pythonic": Family("pythonic", PYTHONIC),
+    "lfm2": Family("lfm2", LFM2, fit=unescaped),
+    "gemma4": Family("gemma4", GEMMA4, ('<|"|>',), fit=sorted_keys),
+    "minimax_m2": Family("minimax_m2", MINIMAX_M2, ("<minimax", "</minimax", "<invoke", "</i", "<param", "</p")),
+    "deepseek_v32": Family("deepseek_v32", DEEPSEEK_32, ("<｜", "</｜")),
+    "deepseek_v4": Family("deepseek_v4", DEEPSEEK_32.replace("function_calls", "tool_calls"), ("<｜", "</｜")),
+    "xlam": Family("xlam", XLAM),
+    "kimi_k2": Family("kimi_k2", KIMI_K2),
+    "phi4_mini": Family("phi4_mini", PHI4_MINI),
+    "granite": Family("granite", GRANITE),
+    "internlm2": Family("internlm2", INTERNLM2),
+    "seed_oss": Family("seed_oss", SEED_OSS, ("<seed", "</seed", "<function", "</f", "<param", "</p")),
     "harmony": Family("harmony", HARMONY, wrapped=("<|channel|>analysis<|message|>", "<|end|>")),
     "harmony history": Family("harmony", HARMONY_HISTORY, wrapped=("<|channel|>analysis<|message|>", "<|end|>")),
 }

@@ -30,6 +30,19 @@ MARKS = [
         "<｜tool▁call▁end｜>",
         "<｜tool▁calls▁end｜>",
     ),
+    *("<|tool_call_start|>", "<|tool_call_end|>", "[f(", "[f(x=", "x='", ")]", "<|tool_call>", "<tool_call|>", '<|"|>'),
+    *("call:f{", "x:", "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="f">', "</invoke>"),
+    *('<parameter name="x">', "<｜DSML｜function_calls>", '<｜DSML｜invoke name="f">', "</｜DSML｜function_calls>"),
+    *(
+        "functools[",
+        '[{"name": "f", "arguments": ',
+        "<|action_start|>",
+        "<|plugin|>",
+        "<|action_end|>",
+        "<|tool_call|>",
+    ),
+    *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>"),
+    *("<seed:tool_call>", "</seed:tool_call>"),
     *("<|python_tag|>", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|end|>", " to=f "),
     *(
         "```python\n",
@@ -116,8 +129,11 @@ def test_parser_dispatches_nothing_after_a_malformed_call(family: str) -> None:
     """The first call is broken; behind the break stands a whole one, once as its own text and once on its own."""
     text = VALID[family]
     is_plain_text = bool(FAMILIES[family].marks)
-    before, at, behind = text.partition("\nb" if is_plain_text else '"text"')
-    broken = checked(PARSER_OF[family], f"{before}{text if is_plain_text else '{'}{at}{behind}")
+    if is_plain_text:
+        spot = text.index("\nb")
+    else:
+        spot = text.index('"text"') if '"text"' in text else text.index("text=") + len("text=")
+    broken = checked(PARSER_OF[family], f"{text[:spot]}{text if is_plain_text else '{'}{text[spot:]}")
     assert dispatched(broken) == []
     assert len(broken.calls) == 1
     assert "malformed tool call" in (broken.calls[0].error or "")

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tools.parsers.families import CODE_FAMILY, FAMILIES, Family, render
+from tests.tools.parsers.families import (
+    CODE_FAMILY,
+    FAMILIES,
+    QUOTED,
+    UNQUOTED,
+    Family,
+    one_line,
+    render,
+    unescaped,
+)
 
 from penstock.tools.parsers import ToolCall, get_parser
 
@@ -74,6 +83,7 @@ def parsed(family: Family, text: str) -> tuple[str, list[tuple[str, Any]]]:
 @given(calls=calls)
 def test_parser_reads_what_its_template_wrote(family: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
     one = FAMILIES[family]
+    calls = [(name, one.fit(arguments)) for name, arguments in calls]
     written = repr(calls)
     if any(mark in written for mark in one.marks):
         return
@@ -88,7 +98,7 @@ def test_parser_reads_what_its_template_wrote(family: str, calls: list[tuple[str
 def test_parser_reads_every_hard_text(family: str) -> None:
     one = FAMILIES[family]
     for text in HARD_TEXTS:
-        rendered = [("write_file", {"text": text, "nested": {text: [text]}})]
+        rendered = [("write_file", one.fit({"text": text, "nested": {text: [text]}}))]
         assert parsed(one, render(one, "", rendered))[1] == rendered
 
 
@@ -101,6 +111,17 @@ def test_parser_guesses_types_without_a_schema(parser: str) -> None:
     typed_text = render(one, "", [("write_file", {"text": "42", "count": "many"})])
     assert get_parser(parser).parse(typed_text, TOOLS).calls[0].arguments == {"text": "42", "count": "many"}
     assert get_parser(parser).parse(typed_text).calls[0].arguments == {"text": 42, "count": "many"}
+
+
+@pytest.mark.parametrize(("template", "fit"), [(QUOTED, unescaped), (UNQUOTED, one_line)])
+@settings(max_examples=30)
+@given(calls=calls)
+def test_pythonic_reads_texts_in_any_quotes(template: str, fit: Any, calls: list[tuple[str, dict[str, Any]]]) -> None:
+    """As Llama 4 and ToolACE write them: around every value, around none. The schema says what is text."""
+    calls = [(name, {k: v for k, v in fit(one).items() if v is not None}) for name, one in calls]
+    family = Family("pythonic", template)
+    found = parsed(family, render(family, "", calls))[1]
+    assert (found, repr(found)) == (calls, repr(calls))
 
 
 @settings(max_examples=60, deadline=None)

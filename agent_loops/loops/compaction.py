@@ -1,0 +1,101 @@
+"""Context compaction: where the window fills, the model summarises its history, and its summary replaces that.
+
+segment 1   task ─► turns … ─► "summarise" ─► summary │
+segment 2   task + summary ─► turns … ─► "summarise" ─► summary │
+segment 3   task + summary ─► turns … ─► answer
+
+A summary is sampled in the segment that it ends, so it is trained like every other turn. All segments are of one
+episode and share its return: a summary that keeps what the answer needs is reinforced, one that loses it is not.
+
+Wu et al. 2025, "ReSum" (arXiv:2509.13313) and Lu et al. 2025, "SUPO" (arXiv:2510.06727): the return of the episode is
+the return of each of its segments.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from penstock.agent_loops.base import AgentLoopBase
+from penstock.agent_loops.chat.template import Message
+from penstock.agent_loops.config import AgentConfig
+from penstock.agent_loops.conversation import Conversation
+from penstock.agent_loops.errors import LoadError
+from penstock.agent_loops.llm import Reply
+from penstock.agent_loops.loops.react import ReactSettings, react, read_settings, wrong_setting
+from penstock.agent_loops.segment import AgentLoopOutput
+from penstock.transfer_queue import Task
+
+REQUEST = (
+    "The conversation is about to be replaced by a summary of it. Write that summary now, without calling a tool: what"
+    " was found, what was tried, and what remains to be done."
+)
+THOUGHT = re.compile(r"^.*</think>", re.DOTALL)
+"""What a model thinks before its summary is not part of it."""
+TURNS_TO_COMPACT = 2
+"""The summary, and one to use it."""
+
+
+class CompactionSettings(ReactSettings):
+    """`agent.settings` of `compaction`."""
+
+    compact_at: int = Field(
+        4096,
+        gt=0,
+        description="Tokens of context from which on a turn's results are followed by the request for a summary. One"
+        " more turn with its results, the request and the summary must fit between it and rollout.max_model_len.",
+    )
+    max_summary_tokens: int = Field(512, gt=0, description="A summary ends there.")
+    request: str = Field(REQUEST, min_length=1, description="The user's message that asks for a summary.")
+    heading: str = Field("Summary of the work so far:", description="Stands above the summary in the task's message.")
+
+
+class CompactionLoop(AgentLoopBase):
+    """`tool_agent` whose context stays bounded. `agent.settings` are `CompactionSettings`."""
+
+    @classmethod
+    def longest_response(cls, config: AgentConfig) -> int:
+        """`agent.max_response_tokens` are shared by all segments. One turn's results and the request come on top."""
+        try:
+            settings = CompactionSettings(**config.settings)
+        except ValidationError as error:
+            raise LoadError(wrong_setting(error, cls)) from error
+        return settings.compact_at + config.max_new_tokens + settings.max_summary_tokens
+
+    async def setup(self, task: Task) -> None:
+        self.settings = read_settings(CompactionSettings, self)
+
+    async def run(self, task: Task) -> list[AgentLoopOutput]:
+        talk = Conversation(self.chat, task.messages, self.tools.schemas)
+
+        async def go_on(reply: Reply, messages: Sequence[Message]) -> None:
+            if self._fits(talk):
+                talk.go_on(reply, messages)
+            else:
+                await self._compact(task, talk, reply, messages)
+
+        return (await react(self, talk, self.settings, go_on)).outputs
+
+    def _fits(self, talk: Conversation) -> bool:
+        """A summary that no turn could use is not asked for."""
+        few_turns = self.chat.budget.turns_left < TURNS_TO_COMPACT
+        return few_turns or talk.segment.context_len < self.settings.compact_at
+
+    async def _compact(self, task: Task, talk: Conversation, reply: Reply, messages: Sequence[Message]) -> None:
+        """Where the budget has no room for a summary, the conversation is done."""
+        talk.go_on(reply, [*messages, {"role": "user", "content": self.settings.request}])
+        if talk.done:
+            return
+        answer = await self.llm.generate(talk.segment, max_new_tokens=self.settings.max_summary_tokens)
+        summary = THOUGHT.sub("", self.chat.decode(answer.ids, special=False)).strip()
+        talk.restart(with_summary(task.messages, f"{self.settings.heading}\n{summary}"))
+
+
+def with_summary(messages: Sequence[Message], text: str) -> list[Mapping[str, Any]]:
+    """The task's messages with `text` at the end of the last one."""
+    content = messages[-1]["content"]
+    longer = f"{content}\n\n{text}" if isinstance(content, str) else [*content, {"type": "text", "text": f"\n\n{text}"}]
+    return [*messages[:-1], {**messages[-1], "content": longer}]

@@ -1,0 +1,44 @@
+"""Kimi K2, K2.5: special tokens around each call and around them all, with an id that results are written beside.
+
+``<|tool_calls_section_begin|><|tool_call_begin|>functions.python:0<|tool_call_argument_begin|>{"code": "1 + 1"}
+<|tool_call_end|><|tool_calls_section_end|>``; the number counts the calls of a conversation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.tools.parsers.base import ParsedTurn
+from penstock.tools.parsers.json_call import read_arguments
+from penstock.tools.parsers.turn import Malformed, TurnBuilder, expect, read_marked, skip_space
+
+OPEN, CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+CALL, ARGUMENTS, END_CALL = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+SHAPE = f"calls are written {OPEN}{CALL}functions.NAME:NUMBER{ARGUMENTS}{{...}}{END_CALL}{CLOSE}"
+_HEAD = re.compile(rf"\s*((?:functions\.)?([^\s<>{{}}\[\]\"`:]{{1,256}}):\d{{1,9}})\s*{re.escape(ARGUMENTS)}")
+
+
+class KimiK2Parser:
+    opening, closing = OPEN, CLOSE
+
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
+        return read_marked(text, OPEN, SHAPE, _read_calls)
+
+
+def _read_calls(text: str, body: int, turn: TurnBuilder) -> int:
+    position = _read_call(text, expect(text, body, CALL), turn)
+    while not turn.full and text.startswith(CALL, following := skip_space(text, position)):
+        position = _read_call(text, following + len(CALL), turn)
+    return len(text) if turn.full else expect(text, position, CLOSE)
+
+
+def _read_call(text: str, start: int, turn: TurnBuilder) -> int:
+    head = _HEAD.match(text, start)
+    if head is None:
+        raise Malformed(f"functions.NAME:NUMBER and {ARGUMENTS} belong behind {CALL}")
+    arguments, end = read_arguments(text, head.end(), head[2])
+    end = expect(text, end, END_CALL)
+    turn.call(head[2], arguments, written_id=head[1])
+    return end

@@ -1,0 +1,122 @@
+"""Calls as a list of Python: ``[python(code="1 + 1"), search(query='x', topk=3)]``; Llama 4, Gemma 3, ToolACE.
+
+A list begins where ``[NAME(KEY=`` stands, or ``[NAME()`` at the beginning of a line; anything else is content, and so
+is what ends before a ``</think>``. Values are read as Python or JSON spells them. Templates write more than that, and
+it is read too: a text whose quotes are not escaped (Llama 4: ``x="say "hi""``) or that has none (ToolACE: ``x=1 < 2``)
+goes on to the next ``, KEY=`` or the end of its call, and a quoted value is what its schema says where that takes no
+text. A text that holds such an end cannot be distinguished from one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.tools.parsers.base import ParsedTurn
+from penstock.tools.parsers.json_call import unusable
+from penstock.tools.parsers.literal import read_literal, read_text
+from penstock.tools.parsers.plain_text import properties_of, type_of, types_of
+from penstock.tools.parsers.turn import MAX_CALLS, Malformed, NamedCall, expect, read_unmarked, skip_space
+
+SHAPE = "calls are written [NAME(KEY=VALUE, ...), ...]"
+_NAME = r"[A-Za-z_][\w.\-]{0,255}"
+_KEY = r"[^\W\d]\w{0,255}"
+_LIST = re.compile(
+    rf"\[(?=\s{{0,32}}{_NAME}\({_KEY}\s{{0,32}}=)|^[ \t]{{0,32}}\[(?=\s{{0,32}}{_NAME}\(\))", re.MULTILINE
+)
+_HEAD = re.compile(rf"\s*({_NAME})\(")
+_ARGUMENT = re.compile(rf"\s*({_KEY})\s*=\s*")
+_END = rf"(?=\s{{0,32}}(?:,\s{{0,32}}{_KEY}\s{{0,32}}=|\)\s{{0,32}}(?:\]|,\s{{0,32}}{_NAME}\()))"
+"""Of a value: the next argument, the last call's end, or the next call."""
+_UNQUOTED = re.compile(r"[^\n]*?" + _END)
+_ENDS = {quote: re.compile(quote + _END) for quote in ("'", '"')}
+Tools = Sequence[Mapping[str, Any]]
+
+
+class PythonicParser:
+    opening, closing = "", ""
+
+    def parse(self, text: str, tools: Tools = ()) -> ParsedTurn:
+        return read_unmarked(text, _LIST, SHAPE, lambda text, body: read_list(text, body, tools))
+
+
+def read_list(text: str, position: int, tools: Tools) -> tuple[list[NamedCall], int]:
+    """The calls of a list behind its ``[``, and where it ends. Raises `Malformed`."""
+    calls: list[NamedCall] = []
+    while not text.startswith("]", position := skip_space(text, position)):
+        if len(calls) > MAX_CALLS:
+            raise Malformed(f"a list has more than {MAX_CALLS} calls")
+        name, arguments, position = _read_call(text, expect(text, position, ",") if calls else position, tools)
+        calls.append((name, arguments))
+    if not calls:
+        raise Malformed("the list of calls is empty")
+    return calls, position + 1
+
+
+def _read_call(text: str, position: int, tools: Tools) -> tuple[str, dict[str, Any], int]:
+    head = _HEAD.match(text, position)
+    if head is None:
+        raise Malformed("a call begins with NAME(")
+    properties, position = properties_of(head[1], tools), head.end()
+    arguments: dict[str, Any] = {}
+    while not text.startswith(")", position := skip_space(text, position)):
+        argument = _ARGUMENT.match(text, expect(text, position, ",") if arguments else position)
+        if argument is None:
+            raise Malformed("arguments are written KEY=VALUE")
+        if argument[1] in arguments:
+            raise Malformed(f"the argument {argument[1][:80]!r} is given twice")
+        arguments[argument[1]], position = _read_argument(text, argument.end(), properties.get(argument[1]))
+    if problem := unusable([head[1], arguments]):
+        raise Malformed(problem)
+    return head[1], arguments, position + 1
+
+
+def _read_argument(text: str, start: int, schema: Any) -> tuple[Any, int]:
+    quote = text[start : start + 1]
+    if quote in _ENDS:
+        value, end = _read_quoted(text, start, quote)
+        return _of_schema(value, schema), end
+    try:
+        value, end = read_literal(text, start)
+        is_whole = text.startswith((",", ")"), skip_space(text, end))
+    except Malformed as problem:
+        return _read_unquoted(text, start, schema, problem)
+    if is_whole and not (isinstance(value, bool | int | float) and types_of(schema) == {"string"}):
+        return value, end
+    return _read_unquoted(text, start, schema, Malformed("text stands behind a value"))
+
+
+def _read_quoted(text: str, start: int, quote: str) -> tuple[str, int]:
+    """What Python reads where an argument can end behind it, else all up to where one can."""
+    try:
+        value, end = read_text(text, start)
+        if text.startswith((",", ")"), skip_space(text, end)):
+            return value, end
+    except Malformed:
+        pass
+    found = _ENDS[quote].search(text, start + 1)
+    if found is None:
+        raise Malformed("a quoted text is not closed")
+    return text[start + 1 : found.start()], found.end()
+
+
+def _read_unquoted(text: str, start: int, schema: Any, problem: Malformed) -> tuple[Any, int]:
+    """Text that was meant to have quotes. Raises `problem` where it cannot be that."""
+    found = _UNQUOTED.match(text, start)
+    types = types_of(schema)
+    if found is None or not found[0] or found[0][0] in "[{" or (types and "string" not in types):
+        raise problem
+    return found[0], found.end()
+
+
+def _of_schema(value: str, schema: Any) -> Any:
+    """Quoted text as its schema has it: some templates put quotes around every value."""
+    types = types_of(schema)
+    if not types or "string" in types:
+        return value
+    try:
+        found, end = read_literal(value, 0)
+    except Malformed:
+        return value
+    return found if not value[end:].strip() and type_of(found) in types else value
