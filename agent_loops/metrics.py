@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.common import Metrics
+from penstock.sandbox.managed import CostGauges
 from penstock.transfer_queue import COMPLETED, Outcome, OutcomeKind
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
@@ -29,6 +30,7 @@ class WorkerMetrics(Metrics):
         self.in_flight = self.gauge("in_flight", "Episodes that run now")
         self.limit = self.gauge("concurrency_limit", "Current limit of episodes at once")
         self.lag_s = self.gauge("loop_lag_seconds", "Longest recent delay of the event loop")
+        self.costs = CostGauges(self)
 
     def span(self, kind: str, name: str, seconds: float) -> None:
         """Observes one span of an episode, see `tracing`."""

@@ -40,6 +40,7 @@ from penstock.agent_loops.teachers import Teachers
 from penstock.agent_loops.tracing import traced
 from penstock.common import Backoff, cancel_and_wait, frozen_start, uncollected
 from penstock.sandbox import Sandbox, SandboxConfig, SandboxError, make_sandbox
+from penstock.sandbox.managed import follow_costs
 from penstock.tools import ToolConfig, close_tools, configs_of, make_tools
 from penstock.transfer_queue import Lease, LeaseLost, Outcome, OutcomeKind, QueueError, RunContext
 
@@ -143,12 +144,15 @@ def _sandbox_of(job: WorkerJob) -> Sandbox | None:
     if not required and not may_need_sandbox(job.config):
         return None
     try:
-        return traced(make_sandbox(job.sandbox, job.name, job.run.token, job.config.episode_deadline_s))
+        deadline_s = job.config.episode_deadline_s
+        sandbox = make_sandbox(job.sandbox, job.name, job.run.token, deadline_s, run=job.run.name)
     except SandboxError as error:
         if required:
             raise
         log.warning("no sandbox for rewards: %s", error)
         return None
+    follow_costs(sandbox, job.metrics.costs)
+    return traced(sandbox)
 
 
 class Worker:

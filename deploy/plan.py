@@ -23,6 +23,7 @@ from penstock.deploy.connection import RunConnection
 from penstock.deploy.processes import RESTART_WINDOW_S, RoleSpec
 from penstock.deploy.run_dir import RunDir
 from penstock.rollout_server import RolloutConfig
+from penstock.sandbox.managed import KEYS
 
 Kind = Literal["rollout", "agent", "trainer", "dashboard"]
 PAGE_RESTARTS = 3
@@ -57,9 +58,15 @@ class Role:
     def spec(self, logs: Path, cwd: Path | None = None) -> RoleSpec:
         """How this machine starts it: this Python, this environment, and what is the role's own."""
         argv = [sys.executable, "-m", "penstock.deploy.cli", *self.words]
-        env = {**os.environ, **self.env}
+        env = {**_environment_of(self.kind), **self.env}
         limits = (self.max_restarts, self.stop_grace_s, cwd, self.restart_window_s)
         return RoleSpec(self.name, argv, env, logs / f"{self.name}.log", *limits)
+
+
+def _environment_of(kind: Kind) -> dict[str, str]:
+    """This process's own; keys of sandbox providers are for those alone that make boxes."""
+    keys = frozenset(name for names in KEYS.values() for name in names)
+    return {name: value for name, value in os.environ.items() if kind == "agent" or name not in keys}
 
 
 def roles_of(config: RunConfig, link: RunConnection) -> list[Role]:

@@ -34,18 +34,22 @@ class RolloutConfig(BaseModel):
         description="In-flight requests at a weight swap: continue with their KV cache, recompute it first, or abort,"
         " and the client resumes them.",
     )
-    weight_transport: Literal["shm", "disk", "http", "broadcast"] = Field(
+    weight_transport: Literal["shm", "disk", "http", "broadcast", "nccl"] = Field(
         "shm",
         description="How weights travel from trainer to server: one machine, a shared disk, over HTTP, or broadcast to"
-        " the workers of the servers that are ready (the others: HTTP).",
+        " the workers of the servers that are ready (the others: HTTP). nccl: broadcast, from GPU to GPU where both"
+        " sides have one.",
     )
-    weights_host: str = Field("127.0.0.1", description="Address that the trainer serves weights on (http, broadcast).")
+    weights_host: str = Field(
+        "127.0.0.1", description="Address that the trainer serves weights on (http, broadcast, nccl)."
+    )
     weights_port: int = Field(0, ge=0, le=65535, description="Its port; 0 takes a free one.")
     weights_full_every: int = Field(
         1,
         gt=0,
         description="One in this many versions is full, the others hold changed values only; 1: all are full. Under"
-        " broadcast all are full, and one in this many has its file written at once, not only when a server needs it.",
+        " broadcast and nccl all are full, and one in this many has its file written at once, not only when a server"
+        " needs it.",
     )
     start_timeout_s: float = Field(
         180.0,
@@ -82,6 +86,20 @@ class RolloutConfig(BaseModel):
         default_factory=dict,
         description="Further `sglang.launch_server` flags, by name; null removes one of Penstock's.",
     )
+
+    @property
+    def manifest_transport(self) -> Literal["shm", "disk", "http", "broadcast"]:
+        """As manifests name it: nccl is a broadcast."""
+        return "broadcast" if self.weight_transport == "nccl" else self.weight_transport
+
+    @property
+    def broadcasts_weights(self) -> bool:
+        return self.manifest_transport == "broadcast"
+
+    @property
+    def serves_weights(self) -> bool:
+        """The trainer listens for servers that fetch files."""
+        return self.manifest_transport in ("http", "broadcast")
 
     @field_validator("weight_transport", mode="before")
     @classmethod

@@ -76,7 +76,7 @@ async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:
     run = job.run
     with _listen(job) as listener:
         url = url_of(listener, job.host)
-        member = BroadcastMember(job.run.token) if job.config.weight_transport == "broadcast" else None
+        member = BroadcastMember(job.run.token) if job.config.broadcasts_weights else None
         fetcher = _fetcher(job, member)
         sidecar = Sidecar(
             job.name, url, partial(new_engine, job.config, run.model, _log_dir(job), run.seed), run.queue,

@@ -20,6 +20,8 @@ from .limited import SessionSlot as SessionSlot
 from .make import make_sandbox as make_sandbox
 from .protocol import Accept as Accept
 from .protocol import BoxNeeds as BoxNeeds
+from .protocol import ForkableSandbox as ForkableSandbox
+from .protocol import NoSnapshots as NoSnapshots
 from .protocol import NoSuchImage as NoSuchImage
 from .protocol import Output as Output
 from .protocol import RunResult as RunResult
@@ -29,6 +31,7 @@ from .protocol import SandboxError as SandboxError
 from .protocol import SandboxLost as SandboxLost
 from .protocol import ServedSession as ServedSession
 from .protocol import Session as Session
+from .protocol import Snapshot as Snapshot
 from .protocol import UnmetNeeds as UnmetNeeds
 from .remote import TTL_HEADROOM_S as TTL_HEADROOM_S
 from .remote import RemoteSandbox as RemoteSandbox

@@ -15,6 +15,7 @@ from penstock.sandbox.protocol import SandboxError
 MODULES = ("capture", "children", "interpreter", "shell", "persistent", "memory", "forward", "calls", "driver")
 """In import order: each finds those before it in `sys.modules`."""
 ZYGOTE_MODULES = (*MODULES, "zygote")
+KEEPER_MODULES = (*MODULES, "relay", "keeper")
 PACKAGE = "penstock.sandbox.inside"
 
 _COMPILE = """
@@ -44,6 +45,18 @@ modules = [
     (name, compile(text, "<" + name + ">", "exec"))
     for name, text in json.loads(take(int.from_bytes(take(4), "big")))
 ]
+"""
+
+_FROM_LINE = """
+import sys, os, json, types
+assert sys.version_info >= (3, 9), "Python 3.9 or newer is needed, this is " + sys.version
+text = b""
+while not text.endswith(b"\\n"):
+    chunk = os.read(0, 65536)
+    if not chunk:
+        sys.exit("cut off")
+    text += chunk
+modules = [(name, compile(text, "<" + name + ">", "exec")) for name, text in json.loads(text)]
 """
 
 _BOOT = """
@@ -91,6 +104,16 @@ def driver_sources() -> bytes:
     """The driver as text, with its length in front."""
     text = _sources(MODULES)
     return len(text).to_bytes(4, "big") + text
+
+
+def keeper_command(python: str, settings: dict[str, object]) -> list[str]:
+    """The keeper's first relay, on a connection that may carry text alone: it reads `keeper_sources` first."""
+    return [python, "-I", "-S", "-c", _FROM_LINE + _BOOT, json.dumps(settings)]
+
+
+def keeper_sources() -> bytes:
+    """Keeper, relay and driver as one line of ASCII text."""
+    return _sources(KEEPER_MODULES) + b"\n"
 
 
 def _sources(modules: tuple[str, ...]) -> bytes:

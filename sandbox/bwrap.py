@@ -105,6 +105,10 @@ class BwrapSandbox(DriverSandbox):
                     f" {getattr(self.config, setting):g}: raise it"
                 )
 
+    async def _image_of(self, slot: SessionSlot) -> str | None:
+        """The folders of a root of its own are parts of /tmp."""
+        return slot.image
+
     async def close(self) -> None:
         await super().close()
         if self._zygote is not None:

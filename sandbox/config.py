@@ -56,19 +56,53 @@ class OwnLimitsConfig(BaseModel):
     )
 
 
+class ManagedConfig(BaseModel):
+    """Boxes of a provider: how long they live, what they may reach, what they may cost."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ttl_s: int | None = Field(
+        None, ge=60, description="The provider ends a box at this age; none: an episode's deadline and 300 s."
+    )
+    network: bool = Field(False, description="Boxes may reach the internet; else the provider is asked to forbid it.")
+    namespace: str | None = Field(None, description="Kubernetes: where the pods are; none: the kubeconfig's own.")
+    start_timeout_s: float = Field(
+        300.0, gt=0, description="From the request for a box until it runs; an image may have to be fetched."
+    )
+    starts_at_once: int = Field(8, gt=0, description="Boxes of one process that are being made at once.")
+    call_timeout_s: float = Field(60.0, gt=0, description="Of one request to the provider's API.")
+    retry_for_s: float = Field(
+        120.0, ge=0, description="How long a request is tried again that the provider answers with 429, 5xx or nothing."
+    )
+    price_per_hour: float = Field(
+        0.0, ge=0, description="Of one box, in the unit of `cost_limit`: no provider's API tells it."
+    )
+    cost_limit: float | None = Field(
+        None, gt=0, description="What the boxes of one process may cost; then it starts no further one."
+    )
+
+    @model_validator(mode="after")
+    def _limit_has_a_price(self) -> ManagedConfig:
+        if self.cost_limit is not None and not self.price_per_hour:
+            raise ValueError("cost_limit without a price_per_hour limits nothing: set what one box costs an hour")
+        return self
+
+
 class SandboxConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    backend: Literal["bwrap", "docker", "remote", "unsafe_subprocess"] = Field(
+    backend: Literal["bwrap", "docker", "remote", "daytona", "e2b", "kubernetes", "unsafe_subprocess"] = Field(
         "bwrap", description="Where tool code runs. Never falls back to a weaker one by itself."
     )
     url: str | None = Field(None, description="Of a `penstock sandbox` server; needed by backend remote.")
     image: str = Field(
-        "python:3.12-slim", description="Backend docker: image of a box, unless a session names its own."
+        "python:3.12-slim",
+        description="Image of a box, unless a session names its own: docker, daytona, kubernetes; of e2b a template.",
     )
     runtime: str | None = Field(
         None,
-        description="Backend docker: OCI runtime by the engine's name for it, as `runsc` (gVisor); none: its default.",
+        description="Backend docker: OCI runtime by the engine's name for it, as `runsc` (gVisor); kubernetes: a"
+        " RuntimeClass. None: the default.",
     )
     memory_mb: int = Field(256, gt=0, description="Memory of one box, all its processes and /tmp together.")
     memory_unbounded: bool = Field(
@@ -95,6 +129,7 @@ class SandboxConfig(BaseModel):
         "replay", description="A resumed episode whose box is gone: run its tool calls again, or the whole episode."
     )
     server: SandboxServerConfig = SandboxServerConfig()
+    managed: ManagedConfig = ManagedConfig()
 
     @field_validator("folders")
     @classmethod

@@ -17,14 +17,17 @@ from penstock.sandbox.box import Box
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.protocol import (
     BoxNeeds,
+    NoSnapshots,
     NoSuchImage,
     SandboxBusy,
     SandboxError,
     SandboxLost,
     Session,
+    Snapshot,
     UnmetNeeds,
 )
 from penstock.sandbox.session import DriverSession
+from penstock.sandbox.snapshots import SnapshotStore, copy_files, fork_from
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +101,8 @@ class LimitedSandbox(ABC):
         self.config = config
         self.queue_timeout_s = queue_timeout_s
         self._sessions: dict[str, Session] = {}
+        self._asked: dict[str, SessionSlot] = {}
+        self._snapshots = SnapshotStore()
         self._starts = asyncio.Semaphore(STARTS_AT_ONCE)
         self._slots: asyncio.Queue[int] = asyncio.Queue()
         for slot in range(config.max_boxes):
@@ -137,6 +142,7 @@ class LimitedSandbox(ABC):
 
         def release() -> None:
             self._sessions.pop(slot.session_id, None)
+            self._asked.pop(slot.session_id, None)
             self._slots.put_nowait(slot.slot)
 
         try:
@@ -144,7 +150,7 @@ class LimitedSandbox(ABC):
         except BaseException:
             release()
             raise
-        self._sessions[slot.session_id] = session
+        self._sessions[slot.session_id], self._asked[slot.session_id] = session, slot
         logger.debug("box %s in slot %d for %s", slot.session_id, slot.slot, label)
         return session
 
@@ -169,6 +175,27 @@ class LimitedSandbox(ABC):
 
     async def close(self) -> None:
         await asyncio.gather(*(session.close() for session in list(self._sessions.values())))
+        for snapshot in self._snapshots.all():
+            await self.forget(snapshot)
+
+    async def snapshot(self, session: Session) -> Snapshot:
+        slot = self._asked.get(session.session_id)
+        if slot is None:
+            raise SandboxLost(f"session {session.session_id} is closed")
+        image = await self._image_of(slot)
+        return self._snapshots.keep(await copy_files(session), image, slot.needs)
+
+    async def fork(self, snapshot: Snapshot, label: str) -> Session:
+        return await fork_from(self, self._snapshots.get(snapshot), label)
+
+    async def forget(self, snapshot: Snapshot) -> None:
+        self._snapshots.forget(snapshot)
+
+    async def _image_of(self, slot: SessionSlot) -> str | None:
+        """Of a box that a copy of this one's files goes into. Raises `NoSnapshots` where more than /tmp is written."""
+        if slot.needs.own_root:
+            raise NoSnapshots(f"sandbox.backend {self.config.backend}: a box with a root of its own cannot be copied")
+        return slot.image
 
 
 class DriverSandbox(LimitedSandbox):

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.protocol import Sandbox, SandboxError
+from penstock.sandbox.managed.api import PROVIDERS
+from penstock.sandbox.protocol import ForkableSandbox, SandboxError
 
 
 def make_sandbox(
-    config: SandboxConfig, owner: str, token: str | None = None, episode_deadline_s: float | None = None
-) -> Sandbox:
+    config: SandboxConfig,
+    owner: str,
+    token: str | None = None,
+    episode_deadline_s: float | None = None,
+    run: str = "",
+) -> ForkableSandbox:
     """The sandbox that `config.backend` names.
 
     Args:
         owner: names the run; what a killed process of the same owner left is cleared away.
         token: of the sandbox server, for backend ``remote``.
         episode_deadline_s: of the episodes that will use it: a remote session is ended by the server after this time
-            without use, and some headroom.
+            without use, and some headroom; a provider ends a box at this age, and some headroom.
+        run: name of the run that `owner` belongs to: a provider's boxes are the run's, whichever worker asked.
 
     Raises:
         SandboxError: it cannot work here; the message names the fix.
@@ -30,12 +36,16 @@ def make_sandbox(
         from penstock.sandbox.docker.sandbox import DockerSandbox
 
         return DockerSandbox(config, owner)
+    if config.backend in PROVIDERS:
+        from penstock.sandbox.managed.sandbox import ManagedSandbox
+
+        return ManagedSandbox(config, run or owner, episode_deadline_s)
     from penstock.sandbox.unsafe_subprocess import UnsafeSubprocessSandbox
 
     return UnsafeSubprocessSandbox(config)
 
 
-def _remote(config: SandboxConfig, token: str | None, episode_deadline_s: float | None) -> Sandbox:
+def _remote(config: SandboxConfig, token: str | None, episode_deadline_s: float | None) -> ForkableSandbox:
     from penstock.sandbox.remote import USUAL_DEADLINE_S, RemoteSandbox, ttl_of
 
     if config.url is None:

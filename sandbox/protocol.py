@@ -25,6 +25,10 @@ class UnmetNeeds(SandboxError):
     """A session asks for a box that this maker may not or cannot make; the message names the setting."""
 
 
+class NoSnapshots(SandboxError):
+    """Boxes of this backend, or a box like this one, cannot be copied; the message names it."""
+
+
 class SandboxBusy(SandboxError):
     """No room now (all boxes in use, or a quota reached): nothing was started, the caller may retry."""
 
@@ -74,6 +78,13 @@ class BoxNeeds:
     cpus: float | None = None
     storage_mb: int | None = None
     """Of all that is written to the file system of an image; None: the most that a session may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The files of a box at one moment, kept by the maker that took it."""
+
+    snapshot_id: str
 
 
 WORKDIR_VARIABLE = "PENSTOCK_WORKDIR"
@@ -167,3 +178,19 @@ class Sandbox(Protocol):
 
     async def close(self) -> None:
         """Close every box of this maker."""
+
+
+class ForkableSandbox(Sandbox, Protocol):
+    """A maker whose boxes can be copied, for branches of an episode. Makers that cannot refuse with `NoSnapshots`."""
+
+    async def snapshot(self, session: Session) -> Snapshot:
+        """The files of `session`'s box as they are between two calls; what runs in it meanwhile may change them.
+
+        Interpreter, shell and whatever runs are not copied. Raises `SandboxError`, `NoSnapshots` among them.
+        """
+
+    async def fork(self, snapshot: Snapshot, label: str) -> Session:
+        """A fresh box with those files, of the same image and needs; any number of them. Raises as `start` does."""
+
+    async def forget(self, snapshot: Snapshot) -> None:
+        """Drops the copy; boxes that were forked from it stay. Safe to call twice. `close` forgets all of them."""

@@ -22,12 +22,15 @@ from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.idempotency import HEADER, request_key
 from penstock.sandbox.protocol import (
     BoxNeeds,
+    NoSnapshots,
     NoSuchImage,
     Output,
     RunResult,
     SandboxBusy,
     SandboxError,
     SandboxLost,
+    Session,
+    Snapshot,
     UnmetNeeds,
 )
 from penstock.sandbox.session import GRACE_S
@@ -135,6 +138,15 @@ class RemoteSandbox:
             raise SandboxLost(f"{session_id!r} is no session's id")
         await self.client.request("GET", f"/sessions/{session_id}", NETWORK_SLACK_S)
         return RemoteSession(self, session_id)
+
+    async def snapshot(self, session: Session) -> Snapshot:
+        raise NoSnapshots("sandbox.backend remote: a server's boxes cannot be copied: use its own backend here")
+
+    async def fork(self, snapshot: Snapshot, label: str) -> Session:
+        raise NoSnapshots("sandbox.backend remote: a server's boxes cannot be copied: use its own backend here")
+
+    async def forget(self, snapshot: Snapshot) -> None:
+        """There is none."""
 
     async def close(self) -> None:
         """Closes the connections; sessions live until closed or unused for their time."""

@@ -15,11 +15,17 @@ class BroadcastingTrainer:
     """`published` has the manifests by version."""
 
     def __init__(
-        self, folder: Path, token: str = TOKEN, full_every: int = 1, bucket_bytes: int = 10_000, silence_s: float = 10.0
+        self,
+        folder: Path,
+        token: str = TOKEN,
+        full_every: int = 1,
+        bucket_bytes: int = 10_000,
+        silence_s: float = 10.0,
+        from_gpus: bool = False,
     ) -> None:
         from penstock.weight_sync import WeightFiles, WeightSource
 
-        self.files: Any = WeightFiles(folder, "broadcast", token=token, full_every=full_every)
+        self.files: Any = WeightFiles(folder, "broadcast", token=token, full_every=full_every, from_gpus=from_gpus)
         self.files.broadcaster.bucket_bytes = bucket_bytes
         self.files.broadcaster._silence_s = silence_s
         self.source = WeightSource()
@@ -67,11 +73,14 @@ class StagedServer:
     """A server without an engine: what it receives stays in this process."""
 
     weight_workers = 1
+    weight_wires = ("gloo/1",)
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, staged: Any = None) -> None:
+        """`staged`: a `StagedMemory`; None: a `StagedWeights`."""
         from penstock.weight_sync import BroadcastMember, Downloader, StagedFetch, StagedWeights, WeightReader
 
-        self.staged, self.reader = StagedWeights(), WeightReader()
+        self.staged: Any = staged or StagedWeights()
+        self.reader = WeightReader()
         self.member = BroadcastMember(TOKEN)
         self.downloader = Downloader(folder, TOKEN, stall_s=20)
         self.fetch = StagedFetch(self.member, self)  # type: ignore[arg-type]
@@ -93,5 +102,4 @@ class StagedServer:
         """What this server holds after the version."""
         found = await self.fetch(manifest)
         read = self.staged.take if found.transport == "broadcast" else self.reader.read
-        tensors: dict[str, Any] = await asyncio.to_thread(read, found)
-        return tensors
+        return dict(await asyncio.to_thread(read, found))

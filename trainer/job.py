@@ -35,6 +35,8 @@ class TrainJob:
     """Under ``http`` and ``broadcast``: the address on which rank 0 serves the published files."""
     weights_port: int = 0
     """0 takes a free one."""
+    weights_from_gpus: bool = False
+    """Under ``broadcast``: over NCCL where rank 0 and the servers' workers have GPUs."""
     weights_full_every: int = 1
     """Every this many versions one is full; the others are deltas to the one before."""
     publish_dtype: Literal["float32", "bfloat16", "float16"] = "float32"

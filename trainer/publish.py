@@ -268,5 +268,6 @@ def _weight_files(job: TrainJob) -> WeightFiles:
         host=job.weights_host,
         port=job.weights_port,
         full_every=job.weights_full_every,
+        from_gpus=job.weights_from_gpus,
         model=find_model(job.run.model) if job.config.lora.rank else None,
     )

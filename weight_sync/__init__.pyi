@@ -1,3 +1,7 @@
+from .broadcast.nccl import Nccl as Nccl
+from .broadcast.nccl import NcclError as NcclError
+from .broadcast.offer import GLOO as GLOO
+from .broadcast.offer import NCCL as NCCL
 from .broadcast.offer import Offer as Offer
 from .broadcast.offer import StreamDigests as StreamDigests
 from .broadcast.receiver import StagedWeights as StagedWeights
@@ -8,6 +12,8 @@ from .broadcast.source import Shard as Shard
 from .broadcast.source import Superseded as Superseded
 from .broadcast.source import WeightSource as WeightSource
 from .broadcast.source import whole_shards as whole_shards
+from .broadcast.staged_memory import StagedMemory as StagedMemory
+from .broadcast.staged_memory import stream_layout as stream_layout
 from .broadcast_member import BroadcastMember as BroadcastMember
 from .broadcast_member import StagedFetch as StagedFetch
 from .broadcast_member import StagingEngine as StagingEngine

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from penstock.common import Backoff, bearer_headers
-from penstock.weight_sync.broadcast.offer import WIRE, Offer
+from penstock.weight_sync.broadcast.offer import Offer
 from penstock.weight_sync.broadcast.seats import PARK_S
 from penstock.weight_sync.fetch import ClosableFetch
 from penstock.weight_sync.manifest import Manifest, WeightsRefused, WeightsUnreachable
@@ -41,6 +41,10 @@ class StagingEngine(Protocol):
     @property
     def weight_workers(self) -> int:
         """How many of them need the whole version; known once it is started."""
+
+    @property
+    def weight_wires(self) -> tuple[str, ...]:
+        """What they can receive over, the first choice first."""
 
     async def stage_weights(self, offer: Offer) -> str:
         """All workers receive, while decoding goes on; the state that all of them hold.
@@ -83,7 +87,7 @@ class BroadcastMember:
                         await asyncio.sleep(POLL_S)
                         continue
                     try:
-                        offer = await self._park(http, url, engine.weight_workers)
+                        offer = await self._park(http, url, engine)
                         failures = 0
                     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
                         failures += 1
@@ -121,10 +125,10 @@ class BroadcastMember:
             if not current.state.done():
                 current.state.set_result(state)
 
-    async def _park(self, http: aiohttp.ClientSession, url: str, count: int) -> Offer | None:
+    async def _park(self, http: aiohttp.ClientSession, url: str, engine: StagingEngine) -> Offer | None:
         """Wait for the next broadcast. None where none began, or where this server takes files."""
         place = url.rpartition("/")[0]
-        body: dict[str, Any] = {"count": count, "wire": WIRE}
+        body: dict[str, Any] = {"count": engine.weight_workers, "wire": ",".join(engine.weight_wires)}
         async with http.post(place, json=body, timeout=aiohttp.ClientTimeout(ANSWER_S)) as answer:
             if answer.status == 409:
                 logger.error("%s", (await answer.text())[:500])

@@ -31,13 +31,15 @@ import time
 from collections.abc import Sequence
 
 from penstock.weight_sync.file_reader import open_published
-from penstock.weight_sync.manifest import ChainFile, Manifest, WeightsRefused
-from penstock.weight_sync.version_memory import MemoryDraft, VersionMemory
+from penstock.weight_sync.manifest import ChainFile, Manifest, WeightsRefused, WeightsUnreachable
+from penstock.weight_sync.version_memory import MemoryDraft, MemoryLayout, VersionMemory
 
 logger = logging.getLogger(__name__)
 WAIT_S = 30.0
 WAIT_BYTES_PER_S = 50e6
 """A holder is waited for `WAIT_S` and what the version takes at this rate."""
+SHARE_S = 10.0
+"""For a worker that has received a version to hand it out, which it does as soon as it is asked to load it."""
 RETRY_S = 0.02
 LINGER_S = 5.0
 """A lease outlives its holder's need by this: other servers of the machine update at about the same time."""
@@ -174,6 +176,31 @@ class NodeReader:
         self._held = memory if manifest.deltas_follow else None
         return memory
 
+    def share(self, memory: VersionMemory, name: str) -> None:
+        """Hand out what this process received, to `shared` of the same `name`, until `done`."""
+        self._end_lease()
+        try:
+            lease = VersionLease.take(lease_name(name))
+        except LeaseUnusable as error:
+            lease = None
+            logger.warning("version %d cannot be handed to this machine's other workers: %s", memory.version, error)
+        if lease is not None:
+            lease.hand_out(memory.descriptor)
+            self._lease = lease
+
+    def shared(self, manifest: Manifest, name: str, layout: MemoryLayout) -> VersionMemory:
+        """What another process of this machine received. Raises `WeightsUnreachable` where none hands it out."""
+        give_up_at = time.monotonic() + SHARE_S
+        while (left_s := give_up_at - time.monotonic()) > 0:
+            try:
+                descriptor = ask_holder(lease_name(name), left_s)
+                if descriptor is not None:
+                    return _adopted(manifest, descriptor, layout)
+            except LeaseUnusable as error:
+                raise WeightsUnreachable(f"version {manifest.version}: what was received: {error}") from error
+            time.sleep(RETRY_S)
+        raise WeightsUnreachable(f"version {manifest.version}: no worker hands out what it received")
+
     def done(self) -> None:
         """The version read last is loaded and compared; memory that no delta needs is freed by its last reader."""
         if self._lease is not None:
@@ -195,7 +222,7 @@ class NodeReader:
                     break
                 descriptor = ask_holder(name, give_up_at - time.monotonic())
                 if descriptor is not None:
-                    return _adopted(manifest, descriptor)
+                    return _adopted(manifest, descriptor, MemoryLayout.of(manifest))
             except LeaseUnusable as error:
                 logger.warning("version %d is verified by this process too: the lease: %s", manifest.version, error)
                 return self._verify(manifest, own)
@@ -250,9 +277,9 @@ class NodeReader:
             self._lease = None
 
 
-def lease_name(state: str) -> str:
-    """Of the version with that content, for this user's processes."""
-    return f"\0penstock-weights-{os.geteuid()}-{state}"
+def lease_name(what: str) -> str:
+    """Of the version of that state, or of what a server received, for this user's processes."""
+    return f"\0penstock-weights-{os.geteuid()}-{what}"
 
 
 def total_bytes(manifest: Manifest) -> int:
@@ -268,10 +295,10 @@ def _links_behind(files: Sequence[ChainFile], state: str) -> int:
     return len(files)
 
 
-def _adopted(manifest: Manifest, descriptor: int) -> VersionMemory:
-    """Raises `LeaseUnusable` where it is not sealed memory of the version's size."""
+def _adopted(manifest: Manifest, descriptor: int, layout: MemoryLayout) -> VersionMemory:
+    """Raises `LeaseUnusable` where it is not sealed memory of that layout's size."""
     try:
-        return VersionMemory.adopt(manifest, descriptor)
+        return VersionMemory.adopt(manifest, descriptor, layout)
     except BaseException as error:
         os.close(descriptor)
         if isinstance(error, ValueError):

@@ -14,10 +14,11 @@ import fcntl
 import mmap
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from types import TracebackType
+from typing import Self
 
 import torch
 import xxhash
@@ -68,19 +69,26 @@ class MemoryLayout:
 
     @classmethod
     def of(cls, manifest: Manifest) -> MemoryLayout:
-        """Raises `WeightsRefused` for a dtype that no file can hold."""
-        entries = sorted(manifest.tensors, key=lambda entry: entry.name)
-        sizes = [_nbytes(manifest.version, entry) for entry in entries]
-        total = sum(_aligned(size) for size in sizes)
-        window_bytes = max(LEAST_WINDOW, total // WINDOWS)
+        """In the order of the names. Raises `WeightsRefused` for a dtype that no file can hold."""
+        return cls._laid_out(manifest.version, sorted(manifest.tensors, key=lambda entry: entry.name), 0, ALIGN)
+
+    @classmethod
+    def packed(cls, version: int, entries: Iterable[TensorEntry], begin: int) -> MemoryLayout:
+        """One after the other, from `begin` on, in the order given, in which items are aligned. Raises as `of`."""
+        return cls._laid_out(version, entries, begin, 1)
+
+    @classmethod
+    def _laid_out(cls, version: int, entries: Iterable[TensorEntry], begin: int, align: int) -> MemoryLayout:
+        sized = [(entry, _nbytes(version, entry)) for entry in entries]
+        window_bytes = max(LEAST_WINDOW, sum(size for _, size in sized) // WINDOWS)
         places: dict[str, TensorPlace] = {}
-        starts, offset = [0], 0
-        for entry, size in zip(entries, sizes, strict=True):
+        starts, offset = [begin], begin
+        for entry, size in sized:
             if offset + size - starts[-1] > window_bytes and offset > starts[-1]:
                 starts.append(offset)
             places[entry.name] = TensorPlace(entry.shape, _DTYPES[entry.dtype], offset, size, len(starts) - 1)
-            offset += _aligned(size)
-        return cls(places, tuple((begin, end - begin) for begin, end in pairwise([*starts, total])), total)
+            offset += -(-size // align) * align
+        return cls(places, tuple((first, end - first) for first, end in pairwise([*starts, offset])), offset)
 
 
 def _nbytes(version: int, entry: TensorEntry) -> int:
@@ -90,10 +98,6 @@ def _nbytes(version: int, entry: TensorEntry) -> int:
     for size in entry.shape:
         values *= size
     return values * _DTYPES[entry.dtype].itemsize
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGN) * ALIGN
 
 
 class _Window(mmap.mmap):
@@ -146,12 +150,11 @@ class VersionMemory(TensorViews):
         weakref.finalize(self, os.close, descriptor)
 
     @classmethod
-    def adopt(cls, manifest: Manifest, descriptor: int) -> VersionMemory:
-        """Memory that another process verified. Raises `ValueError` unless it is sealed and of the version's size.
+    def adopt(cls, manifest: Manifest, descriptor: int, layout: MemoryLayout) -> VersionMemory:
+        """Memory that another process verified. Raises `ValueError` unless it is sealed and of the layout's size.
 
         The descriptor is the memory's from then on.
         """
-        layout = MemoryLayout.of(manifest)
         size = os.fstat(descriptor).st_size
         try:
             seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
@@ -183,8 +186,45 @@ class VersionMemory(TensorViews):
         return self._layout == MemoryLayout.of(manifest)
 
 
-class MemoryDraft:
-    """A version's memory while it is written. A context: what is not `sealed` is freed at its end."""
+class SealableMemory:
+    """An anonymous file while it is written. A context: what is not sealed is freed at its end."""
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        """Raises `OSError` where there is no memory."""
+        self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._owned = True
+        self._end = 0
+        """Where `append` continues."""
+        os.ftruncate(self.descriptor, max(nbytes, 1))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._owned:
+            os.close(self.descriptor)
+            self._owned = False
+
+    def put(self, piece: memoryview, at: int) -> None:
+        while piece:
+            written = os.pwrite(self.descriptor, piece, at)
+            piece, at = piece[written:], at + written
+
+    def append(self, piece: memoryview) -> None:
+        self.put(piece, self._end)
+        self._end += len(piece)
+
+    def seal(self) -> int:
+        """The descriptor, which is the caller's; no process can change or cut the memory any more."""
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, SEALS)
+        self._owned = False
+        return self.descriptor
+
+
+class MemoryDraft(SealableMemory):
+    """A version's memory while it is written."""
 
     def __init__(self, manifest: Manifest) -> None:
         """Raises `WeightsRefused`, `OSError` where there is no memory."""
@@ -194,26 +234,14 @@ class MemoryDraft:
         """What the memory holds; None while it is nothing whole."""
         self._whole = False
         """Every tensor was compared with the manifest."""
-        self._descriptor = os.memfd_create(f"weights-{manifest.version}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._owned = True
-        os.ftruncate(self._descriptor, max(self._layout.bytes, 1))
-
-    def __enter__(self) -> MemoryDraft:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._owned:
-            os.close(self._descriptor)
-            self._owned = False
+        super().__init__(f"weights-{manifest.version}", self._layout.bytes)
 
     def copy(self, base: VersionMemory) -> None:
         """Begin with `base`, of the same layout."""
         buffer = memoryview(bytearray(PIECE_BYTES))
         at = 0
         while came := os.preadv(base.descriptor, [buffer], at):
-            self._put(buffer[:came], at)
+            self.put(buffer[:came], at)
             at += came
         self._state = base.state
 
@@ -230,9 +258,7 @@ class MemoryDraft:
         """The version, every tensor compared with the manifest. Raises `WeightsRefused`."""
         if not self._whole:
             verify_tensors(self._manifest, self._views())
-        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, SEALS)
-        self._owned = False
-        return VersionMemory(self._manifest, self._descriptor, self._layout)
+        return VersionMemory(self._manifest, self.seal(), self._layout)
 
     def _fill(self, file: ChainFile, descriptor: int | None, *, own: bool) -> None:
         """From a full file. Of the version's `own`, each tensor is compared with the manifest on the way."""
@@ -244,7 +270,7 @@ class MemoryDraft:
                 digest, at = xxhash.xxh3_64(), self._layout.places[stored.name].offset
                 for piece in pieces:
                     digest.update(piece)
-                    self._put(piece, at)
+                    self.put(piece, at)
                     at += len(piece)
                 if own:
                     verify_checksum(self._manifest.version, entry, digest.hexdigest())
@@ -258,9 +284,4 @@ class MemoryDraft:
         delta.apply(self._views())
 
     def _views(self) -> TensorViews:
-        return TensorViews(self._descriptor, self._layout, list(self._layout.places), writable=True)
-
-    def _put(self, piece: memoryview, at: int) -> None:
-        while piece:
-            written = os.pwrite(self._descriptor, piece, at)
-            piece, at = piece[written:], at + written
+        return TensorViews(self.descriptor, self._layout, list(self._layout.places), writable=True)

@@ -9,7 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.weight_sync.broadcast.offer import StreamTensor
+import torch
+
+from penstock.weight_sync.broadcast.nccl import Nccl, NcclError
+from penstock.weight_sync.broadcast.offer import GLOO, NCCL, StreamTensor
 from penstock.weight_sync.broadcast.seats import Broadcaster, Sending
 from penstock.weight_sync.broadcast.sender import stream_version
 from penstock.weight_sync.broadcast.source import Superseded, WeightSource
@@ -45,16 +48,18 @@ class WeightFiles:
         port: int = 0,
         full_every: int = 1,
         model: Path | None = None,
+        from_gpus: bool = False,
     ) -> None:
         """`token`, `host` and `port` are for transports that serve files; `model`, version 0, is for adapters.
 
         `full_every`: of what is broadcast, the files of one in so many versions are written at once, those of the
-        others when a server asks for one; under other transports see `WeightPublisher`.
+        others when a server asks for one; under other transports see `WeightPublisher`. `from_gpus`: broadcasts go from
+        GPU to GPU where this process and the servers' workers have one.
         """
         self.directory = directory
         self._transport: Transport = transport
         self._full_every, self._model = full_every, model
-        self.broadcaster = Broadcaster(host) if transport == "broadcast" else None
+        self.broadcaster = Broadcaster(host, wires=_wires(from_gpus)) if transport == "broadcast" else None
         self._streamed = 0
         """Versions so far that were broadcast."""
         self._unwritten: _Unwritten | None = None
@@ -181,6 +186,17 @@ class WeightFiles:
 
     def _place(self, file: ChainFile) -> str:
         return f"{self._server.url}/{file.name}" if self._server else str(self._file(file))
+
+
+def _wires(from_gpus: bool) -> tuple[str, ...]:
+    """What this process can send over."""
+    if not from_gpus or not torch.cuda.is_available():
+        return (GLOO,)
+    try:
+        return (f"{NCCL}{Nccl.load().version}", GLOO)
+    except (OSError, NcclError) as error:
+        logger.warning("rollout.weight_transport=nccl: broadcasts go over gloo, NCCL cannot be used: %s", error)
+        return (GLOO,)
 
 
 def _parsed(announced: Mapping[str, Any]) -> Manifest | None:

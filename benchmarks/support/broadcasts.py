@@ -31,7 +31,7 @@ from penstock.weight_sync import (
     Broadcaster,
     Offer,
     Shard,
-    StagedWeights,
+    StagedMemory,
     Streamed,
     WeightSource,
     state_of,
@@ -101,7 +101,7 @@ class _Stage:
         self._bytes = values * 2 * TENSORS
         self._wire = torch.zeros(self._bytes, dtype=torch.uint8) if role != 1 else torch.empty(0, dtype=torch.uint8)
         self._broadcaster = Broadcaster()
-        self._staged = StagedWeights()
+        self._staged = StagedMemory()
         # Over two ranks, and over one that has all: then there is nothing to fetch.
         self._sources = {2: WeightSource(role, 2, trainers), 1: WeightSource()}
         self._versions = 0

@@ -16,6 +16,7 @@ from .device_memory import declared_gpus as declared_gpus
 from .device_memory import shape_from_config as shape_from_config
 from .disk import check_disk as check_disk
 from .disk import check_room as check_room
+from .machine import check_apart as check_apart
 from .machine import check_devices as check_devices
 from .machine import check_open_files as check_open_files
 from .machine import check_size as check_size

@@ -229,13 +229,13 @@ def check_lengths(config: RunConfig) -> Check:
 
 def _longest_response(config: RunConfig) -> int:
     """Raises `LoadError` where the loop refuses its settings."""
-    from penstock.agent_loops import AgentLoopBase, LoadError, find_loop
+    from penstock.agent_loops import LoadError, find_loop
 
     try:
-        longest_response = find_loop(config.agent.loop, Path()).longest_response
+        loop = find_loop(config.agent.loop, Path())
     except LoadError:
-        longest_response = AgentLoopBase.longest_response  # `check_loop` says so
-    return longest_response(config.agent)
+        return config.agent.max_response_tokens  # `check_loop` says so
+    return loop.longest_response(config.agent)
 
 
 def _bound(config: RunConfig, longest: int) -> str:

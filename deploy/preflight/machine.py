@@ -10,7 +10,7 @@ from itertools import permutations
 from typing import Any
 
 from penstock.deploy.config import ConfigError, RunConfig
-from penstock.deploy.plan import NODES_VARIABLE, gpus_of_server, has_gpu, smallest_gpu_bytes
+from penstock.deploy.plan import NODES_VARIABLE, gpus_of_server, has_gpu, places_of_server, smallest_gpu_bytes
 from penstock.deploy.preflight.check import Check, cores, human, memory_bytes, skipped, warning
 from penstock.deploy.preflight.device_memory import Gpus, check_device, find_shape
 from penstock.deploy.preflight.memory import model_shape, needs_critic, server_bytes, trainer_bytes
@@ -105,6 +105,18 @@ def _on_devices(config: RunConfig, states: float, served: float, gpu_bytes: int)
     return Check("model size", most <= gpu_bytes, found, fix)
 
 
+def check_apart(config: RunConfig, count: int) -> Iterator[Check]:
+    """Under nccl: rank 0 sends from the first of `count` GPUs, and a server's first worker receives on its first."""
+    if config.rollout.weight_transport != "nccl" or config.rollout.engine != "vllm":
+        return
+    servers = range(config.rollout.servers + config.rollout.evaluation_server)
+    shared = [number for number in servers if places_of_server(config, number, count)[0] == 0]
+    found = "rank 0 and the workers that receive have GPUs of their own"
+    if shared:
+        found = f"rollout server {shared[0]} receives on the GPU that rank 0 sends from, and NCCL takes each GPU once"
+    yield Check("rollout.weight_transport", not shared, found, "set it to broadcast" if shared else "")
+
+
 def check_gpus(config: RunConfig) -> Iterator[Check]:
     if not has_gpu():
         yield skipped("gpus", "no NVIDIA driver on this machine: everything runs on CPUs")
@@ -122,6 +134,7 @@ def check_gpus(config: RunConfig) -> Iterator[Check]:
     yield _enough(config, count, [torch.cuda.get_device_name(index) for index in range(count)])
     if config.trainer.ranks > 1:
         yield _together(torch, min(config.trainer.ranks, count))
+    yield from check_apart(config, count)
     shape = model_shape(config)
     if shape is not None:
         smallest = min(torch.cuda.get_device_properties(i).total_memory for i in range(count))

@@ -42,7 +42,7 @@ def check_ports(config: RunConfig) -> Iterator[Check]:
     if rollout.servers:
         ports = range(rollout.port, rollout.port + servers) if rollout.port else [0]
         yield _listened("rollout", rollout.host, ports, "host", "port")
-    if rollout.weight_transport in ("http", "broadcast"):
+    if rollout.serves_weights:
         yield _listened("rollout", rollout.weights_host, [rollout.weights_port], "weights_host", "weights_port")
     if page.enabled:
         yield _listened("dashboard", page.host, [page.port], "host", "port")
@@ -81,7 +81,7 @@ def check_advertised(config: RunConfig) -> Iterator[Check]:
         yield _own_name()
     if rollout.servers or not config.transfer_queue.url:
         return
-    if rollout.weight_transport in ("http", "broadcast") and is_loopback(rollout.weights_host):
+    if rollout.serves_weights and is_loopback(rollout.weights_host):
         yield Check(
             "rollout.weights_host",
             False,

@@ -233,7 +233,7 @@ def check_training_job(config: RunConfig) -> Check | None:
         weights_dir=Path(),
         train_data=config.data.train,
         eval_data=config.data.eval,
-        transport=config.rollout.weight_transport,
+        transport=config.rollout.manifest_transport,
         temperature=config.agent.temperature,
     )
     try:

@@ -47,9 +47,10 @@ def _unfit(config: RunConfig) -> Iterator[tuple[str, str]]:
             f"the trainer is on {nodes} machines ({NODES_VARIABLE})",
             "run it on one machine, or placement.colocated=false",
         )
-    if rollout.weight_transport == "broadcast":
+    if rollout.broadcasts_weights:
         yield (
-            "rollout.weight_transport=broadcast sends while engines decode, and here they are asleep then",
+            f"rollout.weight_transport={rollout.weight_transport} sends while engines decode,"
+            " and here they are asleep then",
             "set rollout.weight_transport=shm: both sides are on this machine",
         )
     if rollout.engine == "served":

@@ -27,15 +27,23 @@ from penstock.rollout_server.protocol import EngineError
 logger = logging.getLogger(__name__)
 HELP_S = 180.0
 """For an import of everything that the server is made of, on a busy machine."""
+SPECULATION = "speculative"
+"""Begins the flags of speculative decoding, vLLM's and SGLang's."""
+QUANTIZATION = "quantization"
+ONLINE = ("fp8",)
+"""Quantisations that engines compute from unquantised weights, at a start and at each update."""
 _FLAG = re.compile(r"(?<![\w-])--([A-Za-z][\w-]*)")
 _FEWEST = 20
 """Flags of a help that is one: less is an error's text."""
 
 
 async def check_flags(product: Product, installation: Installation, users: Mapping[str, Any]) -> None:
-    """Raises `EngineError` that names the setting of a flag which the installed server does not have."""
+    """Raises `EngineError` that names the setting of a flag which the installed server does not have, or which no
+    policy under training can be served with."""
     if not users:
         return
+    if reason := unfit_flag(users):
+        raise EngineError(f"rollout.{product.key}_args.{reason}", retryable=False)
     known = await known_flags(product, installation)
     if known and (unknown := unknown_flag(users, known, product.own_flags)):
         setting = f"rollout.{product.key}_args.{unknown}"
@@ -45,6 +53,23 @@ async def check_flags(product: Product, installation: Installation, users: Mappi
             f"{setting}: {product.title} {installation.version} in {installation.python} has no such flag{meant}",
             retryable=False,
         )
+
+
+def unfit_flag(users: Mapping[str, Any]) -> str:
+    """The first setting under which weights or logprobs would be others than the trainer's, with reason and fix."""
+    for name, value in users.items():
+        flag = _plain(name)
+        if flag.startswith(SPECULATION) and value not in (None, False):
+            return (
+                f"{name}: speculative decoding is refused: a draft's weights stay as they were while the policy's "
+                "change, and its tokens' logprobs were not compared with the trainer's. Remove it"
+            )
+        if flag == QUANTIZATION and value not in (None, *ONLINE):
+            return (
+                f"{name}={value}: versions have the model's own tensors, which an engine can quantise as it loads them "
+                f"under {' or '.join(ONLINE)} alone. Set one of these, or remove it"
+            )
+    return ""
 
 
 def unknown_flag(users: Mapping[str, Any], known: Iterable[str], own: Container[str] = ()) -> str:

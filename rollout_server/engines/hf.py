@@ -39,7 +39,7 @@ from penstock.rollout_server.protocol import (
     SleepLevel,
     fit_request,
 )
-from penstock.weight_sync import LoadReport, Manifest, Offer, WeightsRefused, WeightsUnreachable
+from penstock.weight_sync import GLOO, LoadReport, Manifest, Offer, WeightsRefused, WeightsUnreachable
 
 LINE_LIMIT_BYTES = 256 << 20
 PING_S = 10.0
@@ -273,6 +273,11 @@ class HFEngine:
     def weight_workers(self) -> int:
         """See `StagingEngine`: one process has the model."""
         return 1
+
+    @property
+    def weight_wires(self) -> tuple[str, ...]:
+        """See `StagingEngine`."""
+        return (GLOO,)
 
     async def stage_weights(self, offer: Offer) -> str:
         """See `StagingEngine`."""

@@ -139,6 +139,8 @@ class Installation:
     version: str
     cpu: bool
     """The build for CPUs, or no GPU is seen."""
+    nccl: str = ""
+    """Version of the NCCL that its workers load; empty where it is not known or they have no GPU."""
 
 
 @dataclass(frozen=True)
@@ -260,6 +262,8 @@ class ChildServer(Child, ABC):
         """Answers that are being read."""
         self.folder = Path()
         """Private to this user: sockets, keys, links to weights."""
+        self.installation: Installation | None = None
+        """Known from the start on."""
         self._start_s = config.start_timeout_s
         self.sleep_level: SleepLevel | None = None
         """Under placement.colocated; None: it never sleeps."""
@@ -277,7 +281,7 @@ class ChildServer(Child, ABC):
 
         The deadline begins with the process: a model that is fetched from the hub is here by then.
         """
-        installation = await self.find_installation()
+        self.installation = installation = await self.find_installation()
         folder = await asyncio.to_thread(fetch_model, self.model)
         self._start_s = start_deadline_s(self.config.start_timeout_s, folder)
         self.folder = Path(tempfile.mkdtemp(prefix=f"penstock-{self.product.key}-"))

@@ -4,7 +4,8 @@ Engines fuse and drop parameters: rows of several published tensors are stacked 
 vocabularies are padded, weights are quantised or kept transposed, and layers whose kernel wants another layout keep a
 packed copy only. What still has the published values in their order is compared; the rest is counted by its reason.
 
-A comparison never holds a second copy: it goes piece by piece, on the parameter's own device.
+A comparison never holds a second copy: it goes piece by piece, on the parameter's own device. There a sample is
+compared, because every value would have to cross the bus once more; those of `SAMPLE_EVERY` versions are all values.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 """Engines' parameter of → the checkpoint's, in the order in which their rows are stacked."""
 PIECE_VALUES = 4 << 20
 """Values that are compared at once."""
+SAMPLE_VALUES = 1 << 18
+SAMPLE_EVERY = 16
 _PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes to which published values are rounded and compared; others hold scaled values."""
 
@@ -42,6 +45,26 @@ class Comparison:
         return f" ({counts})" if counts else ""
 
 
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Which pieces of each parameter are compared: the first, and one in `every`, which moves on with `turn`."""
+
+    every: int = 1
+    turn: int = 0
+    piece_values: int = PIECE_VALUES
+
+    @classmethod
+    def of(cls, version: int, device: torch.device) -> Sample:
+        """All values in host memory, which cost nothing but their reading."""
+        return cls() if device.type == "cpu" else cls(SAMPLE_EVERY, version, SAMPLE_VALUES)
+
+    def takes(self, piece: int) -> bool:
+        return piece == 0 or (piece + self.turn) % self.every == 0
+
+
+EVERYTHING = Sample()
+
+
 def parts_of(name: str) -> tuple[str, ...]:
     """The published tensors that an engine's parameter is made of; itself where it is not fused."""
     for fused, parts in _FUSED.items():
@@ -50,13 +73,15 @@ def parts_of(name: str) -> tuple[str, ...]:
     return (name,)
 
 
-def compare_held(parameters: Iterable[tuple[str, torch.Tensor]], published: Mapping[str, torch.Tensor]) -> Comparison:
+def compare_held(
+    parameters: Iterable[tuple[str, torch.Tensor]], published: Mapping[str, torch.Tensor], sample: Sample = EVERYTHING
+) -> Comparison:
     """Ends at the first difference. Reads only; published values are rounded to the parameter's dtype."""
     equal, reasons = 0, Counter[str]()
     for name, held in parameters:
         if reason := _incomparable(name, held, published):
             reasons[reason] += 1
-        elif _holds(name, held.detach(), published):
+        elif _holds(name, held.detach(), published, sample):
             equal += 1
         else:
             return Comparison(equal, reasons.total(), name, dict(reasons))
@@ -78,23 +103,25 @@ def _incomparable(name: str, held: torch.Tensor, published: Mapping[str, torch.T
     return "" if held.is_contiguous() else "transposed"
 
 
-def _holds(name: str, held: torch.Tensor, published: Mapping[str, torch.Tensor]) -> bool:
+def _holds(name: str, held: torch.Tensor, published: Mapping[str, torch.Tensor], sample: Sample) -> bool:
     first = 0
     for part in parts_of(name):
         wanted = published[part]
         rows = held[first : first + len(wanted)]
-        if not _equal(rows, wanted):
+        if not _equal(rows, wanted, sample):
             return False
         first += len(wanted)
     return True
 
 
-def _equal(rows: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return all(torch.equal(a, b.to(a.device, a.dtype)) for a, b in _pieces(rows, wanted))
+def _equal(rows: torch.Tensor, wanted: torch.Tensor, sample: Sample) -> bool:
+    pieces = _pieces(rows, wanted, sample)
+    return all(torch.equal(held, published.to(held.device, held.dtype)) for held, published in pieces)
 
 
-def _pieces(rows: torch.Tensor, wanted: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Both in the same pieces of whole rows, about `PIECE_VALUES` values each."""
-    step = max(1, PIECE_VALUES // max(1, rows[0].numel()))
-    for first in range(0, len(rows), step):
-        yield rows[first : first + step], wanted[first : first + step]
+def _pieces(rows: torch.Tensor, wanted: torch.Tensor, sample: Sample) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both in the same pieces of whole rows, about `Sample.piece_values` values each."""
+    step = max(1, sample.piece_values // max(1, rows[0].numel()))
+    for number, first in enumerate(range(0, len(rows), step)):
+        if sample.takes(number):
+            yield rows[first : first + step], wanted[first : first + step]

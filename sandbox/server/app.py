@@ -41,7 +41,7 @@ async def serve(config: SandboxConfig, host: str, port: int, token: str, metrics
         SandboxError: no box can be made here, the port is taken, or a token is missing.
     """
     if config.backend == "remote":
-        raise SandboxError("a sandbox server holds boxes itself: sandbox.backend must be bwrap or docker")
+        raise SandboxError("a sandbox server holds boxes itself: sandbox.backend must not be remote")
     callers = callers_of(config, token, os.environ)
     listener = _listen(host, port)
     app = build_app(make_sandbox(config, f"sandbox-{listener.getsockname()[1]}"), config, callers, metrics_token)

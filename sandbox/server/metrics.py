@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from penstock.common import Metrics
+from penstock.sandbox.managed import CostGauges
 from penstock.sandbox.protocol import RunResult, SandboxError
 from penstock.sandbox.server.views import OverQuota
 
@@ -26,6 +27,7 @@ class SandboxMetrics(Metrics):
         self.calls = self.counter("calls", "Calls by verb and outcome", ["verb", "outcome"])
         self.call_s = self.histogram("call_seconds", "Duration of calls", ["verb"])
         self.reaped = self.counter("reaped", "Sessions ended unused or too old")
+        self.costs = CostGauges(self)
 
     @contextmanager
     def call(self, verb: str) -> Iterator[CallOutcome]:

@@ -20,6 +20,7 @@ from fastapi.responses import StreamingResponse
 from penstock.common import cancel_and_wait
 from penstock.sandbox.config import DEFAULT_IMAGE, SandboxConfig
 from penstock.sandbox.idempotency import HEADER
+from penstock.sandbox.managed import follow_costs
 from penstock.sandbox.protocol import Output, RunResult, Sandbox, SandboxError, SandboxLost, Session
 from penstock.sandbox.server.callers import Caller, Quotas
 from penstock.sandbox.server.metrics import SandboxMetrics
@@ -89,6 +90,7 @@ class ServerState:
     def of(cls, sandbox: Sandbox, config: SandboxConfig) -> ServerState:
         targets = {None if image == DEFAULT_IMAGE else image: n for image, n in config.server.warm.items()}
         pool, quotas, metrics = BoxPool(sandbox, config.max_boxes, targets), Quotas(), SandboxMetrics()
+        follow_costs(sandbox, metrics.costs)
         return cls(config, sandbox, pool, quotas, Sessions(pool, quotas, metrics), metrics)
 
     def usual_image(self, image: str | None) -> str | None:

@@ -16,6 +16,7 @@ from penstock.deploy import (
     roles_of,
     visible_gpus,
 )
+from penstock.deploy.preflight import check_apart
 
 LINK = RunConnection("redis://127.0.0.1:1", "r", None, "token")
 EIGHT = tuple("01234567")
@@ -128,3 +129,21 @@ async def test_processes_on_this_machine_are_told(tmp_path, monkeypatch):
             for role in roles_of(config, LINK)
         }
     assert told == {"trainer": "4", "rollout-0": "5", "rollout-1": "6", "agent-0": "4,5,6"}
+
+
+@pytest.mark.parametrize(
+    ("words", "count", "sound"),
+    [
+        (("rollout.servers=3",), 4, [True]),
+        (("rollout.servers=4",), 4, [False]),
+        (("rollout.servers=1",), 1, [False]),
+        (("rollout.servers=1", "rollout.vllm_args={tensor_parallel_size: 2}"), 2, [True]),
+        (("rollout.servers=1", "rollout.weight_transport=broadcast"), 1, []),
+    ],
+)
+def test_nccl_is_refused_where_a_member_has_rank_0s_gpu(words: tuple[str, ...], count: int, sound: list[bool]) -> None:
+    config = load_config(RECIPE, ["rollout.engine=vllm", "rollout.weight_transport=nccl", *words])
+    assert config.rollout.manifest_transport == "broadcast"
+    found = list(check_apart(config, count))
+    assert [check.ok for check in found] == sound
+    assert all("weight_transport" in check.name and (check.ok or "broadcast" in check.fix) for check in found)

@@ -56,6 +56,13 @@ def test_each_role_gets_its_own_login(tmp_path: Path, monkeypatch: pytest.Monkey
         assert not secrets_of_others & set(spec.env.values())
 
 
+def test_only_makers_of_boxes_get_keys_of_providers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("E2B_API_KEY", "a provider's key")
+    specs = [role.spec(tmp_path) for role in roles_of(CONFIG, LINK)]
+    holders = {spec.name.partition("-")[0] for spec in specs if "a provider's key" in spec.env.values()}
+    assert holders == {"agent"}
+
+
 def test_a_server_for_evaluations_is_one_more(tmp_path: Path) -> None:
     rollout = RolloutConfig(evaluation_server=True, servers=2, port=7000)
     roles = roles_of(CONFIG.model_copy(update={"rollout": rollout}), LINK)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 import pytest
+from tests.sandbox.managed.harness import MANAGED, managed_sandbox
 from tests.sandbox.server.conftest import TOKEN, serving
 
 from penstock.sandbox import Sandbox, SandboxConfig, make_sandbox
@@ -15,14 +16,18 @@ OWN_BOXES = [
     pytest.param("bwrap", marks=pytest.mark.bwrap),
     pytest.param("docker", marks=pytest.mark.docker),
     "unsafe_subprocess",
+    *(pytest.param(provider, marks=pytest.mark.bwrap) for provider in sorted(MANAGED)),
 ]
 BACKENDS = [*OWN_BOXES, pytest.param("remote", marks=pytest.mark.bwrap)]
-"""Where `remote` is another promise: a server lets a run go on whose caller left, and takes no limit over an hour."""
+"""Managed backends are the provider's own SDK before a replica of its API, with boxes of bubblewrap behind it.
+
+Where `remote` is another promise: a server lets a run go on whose caller left, and takes no limit over an hour."""
 CONFIG = SandboxConfig(max_boxes=4, run_timeout_s=30.0, output_bytes=4096, image="penstock-box:base")
 
 
-DEEP_BACKENDS = frozenset({"remote", "docker", "bwrap without zygote"})
+DEEP_BACKENDS = frozenset({"remote", "docker", "bwrap without zygote", *MANAGED})
 """The same driver is inside: by default only tests marked `on_every_backend` are asked of them."""
+FURTHER_PROVIDERS = MANAGED - {"kubernetes"}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -32,18 +37,30 @@ def on_every_backend(test: F) -> F:
     return test
 
 
+def on_every_provider(test: F) -> F:
+    """Decorator: asked of every managed backend by default; `on_every_backend` asks Kubernetes for all of them."""
+    test.__dict__["on_every_provider"] = True
+    return test
+
+
 def is_deep(item: pytest.Item) -> bool:
     """Whether a test of a backend belongs to the deep run."""
     parameters = getattr(item, "callspec", None)
     given = parameters.params.values() if parameters is not None else ()
-    backends = [value for value in given if isinstance(value, str) and value in DEEP_BACKENDS]
-    return bool(backends) and not getattr(item.function, "on_every_backend", False)  # type: ignore[attr-defined]
+    backends = {value for value in given if isinstance(value, str) and value in DEEP_BACKENDS}
+    marks = vars(item.function)  # type: ignore[attr-defined]
+    by_default = marks.get("on_every_backend", False) and not backends & FURTHER_PROVIDERS
+    return bool(backends) and not by_default and not marks.get("on_every_provider", False)
 
 
 @contextlib.asynccontextmanager
 async def sandbox_of(backend: str) -> AsyncIterator[Sandbox]:
-    """Of `CONFIG` but for the backend; `remote` is a server with bubblewrap's boxes."""
+    """Of `CONFIG` but for the backend; `remote` is a server with bubblewrap's boxes, a managed one a replica."""
     async with contextlib.AsyncExitStack() as stack:
+        if backend in MANAGED:
+            managed = await stack.enter_async_context(managed_sandbox(backend, CONFIG))
+            yield managed.sandbox
+            return
         url = await stack.enter_async_context(serving(CONFIG)) if backend == "remote" else None
         sandbox = make_sandbox(CONFIG.model_copy(update={"backend": backend, "url": url}), "tests", TOKEN)
         stack.push_async_callback(sandbox.close)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -80,6 +81,10 @@ def state(tensors: dict[str, Any]) -> dict[str, float]:
 
 
 def _serve() -> None:
+    if library := os.environ.get("PENSTOCK_FAKE_NCCL_LIBRARY"):
+        from penstock.weight_sync import Nccl
+
+        Nccl.path = library
     from penstock.weight_sync import (
         Manifest,
         Offer,

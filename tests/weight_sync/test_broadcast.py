@@ -27,6 +27,7 @@ from penstock.common import cancel_and_wait
 from penstock.weight_sync import (
     Broadcaster,
     NoSpace,
+    StagedMemory,
     StagedWeights,
     Superseded,
     WeightsRefused,
@@ -71,8 +72,11 @@ def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-async def test_members_have_every_version_and_take_no_file(trainer: BroadcastingTrainer, members: Members) -> None:
-    servers = [members.join(name) for name in ("a", "b", "c")]
+async def test_members_have_every_version_and_take_no_file(
+    trainer: BroadcastingTrainer, members: Members, tmp_path: Path
+) -> None:
+    kinds = {"a": StagedWeights, "b": StagedMemory, "c": StagedWeights}
+    servers = [members.join(name, StagedServer(tmp_path / name, staged())) for name, staged in kinds.items()]
     tensors = small_tensors()
     for version in range(1, 6):
         manifest = await trainer.publish(version, tensors, members=3)
@@ -298,6 +302,7 @@ class Killable:
     """A server whose worker is a process."""
 
     weight_workers = 1
+    weight_wires = ("gloo/1",)
 
     def __init__(self, folder: Path, process: ReceivingProcess) -> None:
         self.inner, self.process = StagedServer(folder), process

@@ -138,12 +138,12 @@ import json, sys, time
 from penstock.weight_sync import Manifest, NodeReader, checksum
 from penstock.weight_sync import version_memory
 if sys.argv[2] == "slow":
-    put = version_memory.MemoryDraft._put
+    put = version_memory.MemoryDraft.put
     def put_slowly(self, piece, at):
         put(self, piece, at)
         print("reading", flush=True)
         time.sleep(600)
-    version_memory.MemoryDraft._put = put_slowly
+    version_memory.MemoryDraft.put = put_slowly
 reader = NodeReader()
 memory = reader.read(Manifest.parse(json.loads(sys.argv[1])))
 print(json.dumps([reader.verified, {name: checksum(memory[name]) for name in memory}]), flush=True)

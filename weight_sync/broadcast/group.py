@@ -1,7 +1,10 @@
 """The process group of one version's broadcast: the trainer's rank 0 and the workers of the servers that are ready.
 
-Each broadcast has a gloo group of its own. It touches nothing global, so a broken one does not affect the groups that
-its processes have otherwise. Bytes go from rank 0 to all others, a bucket at a time, in the stream's order.
+Each broadcast has a group of its own. It touches nothing global, so a broken one does not affect the groups that its
+processes have otherwise. Bytes go from rank 0 to all others, a bucket at a time, in the stream's order:
+
+    gloo    host memory ──────────────────────────────► host memory
+    nccl    host memory ─► rank 0's GPU ─► worker's GPU ─► host memory      one bucket on each GPU
 """
 
 from __future__ import annotations
@@ -9,13 +12,15 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from penstock.weight_sync.broadcast.offer import Member
+from penstock.weight_sync.broadcast.nccl import Nccl, NcclError, until_idle
+from penstock.weight_sync.broadcast.offer import GLOO, Member
 
 
 def open_store(listener: socket.socket, member: Member) -> dist.TCPStore:
@@ -30,22 +35,27 @@ def find_store(host: str, member: Member) -> dist.TCPStore:
     return dist.TCPStore(host, member.port, None, False, member.silence, wait_for_workers=False)
 
 
-class BroadcastGroup:
-    """Forming it waits until all members are there. Raises `RuntimeError` here and later when one is not."""
+class Transfer(Protocol):
+    """A bucket under way."""
 
-    def __init__(self, store: dist.TCPStore, member: Member, host: str) -> None:
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = member.silence
+    def wait(self) -> object:
+        """Until it is there. Raises `RuntimeError` where a member is gone or silent."""
+
+
+class BroadcastGroup:
+    """What groups of all wires have. Forming one waits until all members are there; `RuntimeError` where one is not."""
+
+    def __init__(self, store: dist.TCPStore, member: Member) -> None:
         self._store = dist.PrefixStore(member.name, store)
         self._member = member
-        self._group: Any = dist.ProcessGroupGloo(self._store, member.rank, member.size, options)
-        self._options = dist.BroadcastOptions()
-        self._options.rootRank = 0
 
-    def begin(self, bucket: torch.Tensor) -> Any:
-        """`bucket` [bytes], uint8, from rank 0 to all others, under way: its ``wait`` raises `RuntimeError`."""
-        return self._group.broadcast([bucket], self._options)
+    def begin(self, bucket: torch.Tensor) -> Transfer:
+        """`bucket` [bytes], uint8, from rank 0 to all others; it must not change before its ``wait``."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Leave: others that wait for this member get an error at once."""
+        raise NotImplementedError
 
     def say_done(self) -> None:
         """This worker has all bytes."""
@@ -61,6 +71,84 @@ class BroadcastGroup:
                 done += 1
         return done
 
+
+def join_group(store: dist.TCPStore, member: Member, host: str, device: torch.device | None) -> BroadcastGroup:
+    """The member's group, by its wire. `host`: this machine's address there; `device`: whose memory NCCL moves."""
+    if member.wire == GLOO:
+        return GlooGroup(store, member, host)
+    return NcclGroup(store, member, device or torch.device("cuda" if torch.cuda.is_available() else "cpu", 0))
+
+
+class GlooGroup(BroadcastGroup):
+    """Over TCP, between the memories of hosts."""
+
+    def __init__(self, store: dist.TCPStore, member: Member, host: str) -> None:
+        super().__init__(store, member)
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = member.silence
+        self._group: Any = dist.ProcessGroupGloo(self._store, member.rank, member.size, options)
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank = 0
+
+    def begin(self, bucket: torch.Tensor) -> Any:
+        return self._group.broadcast([bucket], self._options)
+
     def close(self) -> None:
-        """Leave: others that wait for this member get an error at once."""
         self._group.abort()
+
+
+class NcclGroup(BroadcastGroup):
+    """Between GPUs: NVLink, InfiniBand, or what else NCCL finds. One thread uses it."""
+
+    def __init__(self, store: dist.TCPStore, member: Member, device: torch.device) -> None:
+        super().__init__(store, member)
+        self._cuda = device.type == "cuda"
+        if self._cuda:
+            torch.cuda.set_device(device)  # of this thread
+        self._buffer = torch.empty(member.bucket_bytes, dtype=torch.uint8, device=device)
+        self._stream = torch.cuda.Stream(device) if self._cuda else None
+        nccl = _library()
+        if member.rank == 0:
+            self._store.set("nccl", nccl.unique_id().hex())
+        unique_id = bytes.fromhex(self._store.get("nccl").decode())
+        # A member that never comes is noticed here: NCCL would take up to its own deadline.
+        self._store.set(f"here/{member.rank}", "1")
+        self._store.wait([f"here/{rank}" for rank in range(member.size)], member.silence)
+        self._communicator = nccl.join(member.size, unique_id, member.rank, member.silence_s)
+
+    def begin(self, bucket: torch.Tensor) -> Transfer:
+        held = self._buffer[: len(bucket)]
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            if self._member.rank == 0:
+                held.copy_(bucket, non_blocking=True)
+            stream = self._stream.cuda_stream if self._stream is not None else None
+            self._communicator.broadcast(held.data_ptr(), len(held), stream)
+            moved = torch.cuda.Event() if self._stream is not None else None
+            if moved is not None:
+                moved.record(self._stream)
+        return _NcclTransfer(self, bucket, held, moved)
+
+    def close(self) -> None:
+        self._communicator.abort()
+
+    def finish(self, bucket: torch.Tensor, held: torch.Tensor, moved: torch.cuda.Event | None) -> None:
+        """See `Transfer.wait`."""
+        until_idle(lambda: self._communicator.busy or not (moved is None or moved.query()), self._member.silence_s)
+        if self._member.rank:
+            bucket.copy_(held)
+
+
+class _NcclTransfer:
+    def __init__(self, group: NcclGroup, *parts: Any) -> None:
+        self._group, self._parts = group, parts
+
+    def wait(self) -> None:
+        self._group.finish(*self._parts)
+
+
+def _library() -> Nccl:
+    try:
+        return Nccl.load()
+    except OSError as error:
+        raise NcclError(f"NCCL cannot be loaded: {error}") from error

@@ -1,9 +1,9 @@
 """What trainer and servers agree on before a version is broadcast. No torch: a sidecar reads it.
 
-    POST /broadcasts {"count": 2, "wire": "gloo/1"}   a server with two workers waits for the next version
+    POST /broadcasts {"count": 2, "wire": "nccl/2.27.3,gloo/1"}   a server with two workers waits for the next version
       200 Offer        its places in that version's group, and the tensors that come
       204              none began; ask again
-      409              another wire: this server takes files
+      409              no wire in common: this server takes files
 
 The *stream* of a version is the bytes of all its tensors, one after the other, those of larger items first: so each
 tensor is aligned in it. The version's file is a header and the stream. A bucket is a range of the stream.
@@ -21,8 +21,10 @@ import xxhash
 
 from penstock.weight_sync.manifest import TensorEntry
 
-WIRE = "gloo/1"
-"""Changes with what members send each other; members of two kinds are in no group together."""
+GLOO = "gloo/1"
+"""The wire between host memories. It changes with what members send each other; a group has one wire."""
+NCCL = "nccl/"
+"""Begins the name of the wire between GPUs; NCCL's version follows, which must be the same on all members."""
 BUCKET_BYTES = 32 << 20
 SILENCE_S = 10.0
 """A member that takes or brings nothing for so long ends the broadcast for those who wait for it."""
@@ -74,6 +76,7 @@ class Member:
     size: int
     bucket_bytes: int
     silence_s: float = SILENCE_S
+    wire: str = GLOO
 
     @property
     def silence(self) -> timedelta:
@@ -101,6 +104,7 @@ class Offer:
     """Host of the group's store, as the server reaches it."""
     here: str = ""
     """This machine's address on the way there."""
+    wire: str = GLOO
 
     @property
     def nbytes(self) -> int:
@@ -108,7 +112,8 @@ class Offer:
 
     def member(self, worker: int) -> Member:
         """The place of this server's worker of that number, 0 … `count` − 1."""
-        return Member(self.port, self.name, self.first_rank + worker, self.size, self.bucket_bytes, self.silence_s)
+        rank = self.first_rank + worker
+        return Member(self.port, self.name, rank, self.size, self.bucket_bytes, self.silence_s, self.wire)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

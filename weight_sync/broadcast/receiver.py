@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from penstock.weight_sync.broadcast.group import BroadcastGroup, find_store
+from penstock.weight_sync.broadcast.group import find_store, join_group
+from penstock.weight_sync.broadcast.memory import spare_memory
 from penstock.weight_sync.broadcast.offer import Member, Offer, StreamDigests
-from penstock.weight_sync.broadcast.source import spare_memory
 from penstock.weight_sync.file_format import raw_bytes
 from penstock.weight_sync.manifest import Manifest, TensorEntry, WeightsRefused, WeightsUnreachable, state_of
 
@@ -79,7 +79,7 @@ class StagedWeights:
                 self._staged, self._taken = None, staged
         if staged is None or staged.name != manifest.broadcast_name:
             raise WeightsUnreachable(f"version {manifest.version}: this worker does not hold its broadcast")
-        _check(manifest, staged)
+        check_staged(manifest, staged.entries)
         return staged.tensors
 
     def give_back(self) -> None:
@@ -95,20 +95,42 @@ class StagedWeights:
 
 
 def _receive(offer: Offer, worker: int, stream: torch.Tensor) -> _Staged:
+    entries = receive_stream(offer, worker, stream.split(offer.bucket_bytes) if offer.nbytes else ())
+    return _Staged(offer.name, entries, stream, dict(_tensors(stream, offer)))
+
+
+def receive_stream(
+    offer: Offer,
+    worker: int,
+    buckets: Iterable[torch.Tensor],
+    keep: Callable[[memoryview], None] | None = None,
+    device: torch.device | None = None,
+) -> tuple[TensorEntry, ...]:
+    """The stream into `buckets`, each [bytes] uint8; what came, in its order. Blocks.
+
+    `device`: on which NCCL receives. A bucket is complete, and is given to `keep`, while the next one comes. Raises
+    `RuntimeError`, `OSError`, `ValueError` where the broadcast ended early.
+    """
     member, digests = offer.member(worker), StreamDigests(offer.tensors)
-    with closing(BroadcastGroup(_reach(offer, member), member, offer.here)) as group:
-        before = stream[:0]
-        for bucket in stream.split(offer.bucket_bytes) if offer.nbytes else ():
+
+    def complete(bucket: memoryview) -> None:
+        digests.update(bucket)
+        if keep is not None:
+            keep(bucket)
+
+    with closing(join_group(_reach(offer, member), member, offer.here, device)) as group:
+        before = memoryview(b"")
+        for bucket in buckets:
             work = group.begin(bucket)
             try:
-                digests.update(raw_bytes(before))
+                complete(before)
             finally:
                 work.wait()
-            before = bucket
-        digests.update(raw_bytes(before))
+            before = raw_bytes(bucket)
+        complete(before)
         entries = digests.entries()
         group.say_done()
-    return _Staged(offer.name, entries, stream, dict(_tensors(stream, offer)))
+    return entries
 
 
 def _reach(offer: Offer, member: Member) -> dist.TCPStore:
@@ -130,9 +152,9 @@ def _tensors(stream: torch.Tensor, offer: Offer) -> Iterator[tuple[str, torch.Te
         at += tensor.nbytes
 
 
-def _check(manifest: Manifest, staged: _Staged) -> None:
-    """Names, shapes, dtypes and checksums, and that none is missing."""
-    wanted, found = manifest.entries, {entry.name: entry for entry in staged.entries}
+def check_staged(manifest: Manifest, entries: Iterable[TensorEntry]) -> None:
+    """Names, shapes, dtypes and checksums, and that none is missing. Raises `WeightsRefused`."""
+    wanted, found = manifest.entries, {entry.name: entry for entry in entries}
     for name in sorted(wanted.keys() ^ found.keys()):
         problem = "is missing" if name in wanted else "is not in the manifest"
         raise WeightsRefused(f"version {manifest.version}: tensor {name!r} {problem}")

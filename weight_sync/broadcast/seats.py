@@ -16,10 +16,11 @@ import logging
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.weight_sync.broadcast.offer import BUCKET_BYTES, SILENCE_S, WIRE, Member, Offer, StreamTensor
+from penstock.weight_sync.broadcast.offer import BUCKET_BYTES, GLOO, SILENCE_S, Member, Offer, StreamTensor
 
 logger = logging.getLogger(__name__)
 PARK_S = 20.0
@@ -52,6 +53,7 @@ class Sending:
 @dataclass(eq=False, slots=True)
 class _Parked:
     count: int
+    wire: str
     alive: Callable[[], bool]
     offer: asyncio.Future[Offer | None]
 
@@ -60,9 +62,16 @@ class Broadcaster:
     """Rank 0 has one. Its event loop calls it."""
 
     def __init__(
-        self, host: str = "127.0.0.1", *, bucket_bytes: int = BUCKET_BYTES, silence_s: float = SILENCE_S
+        self,
+        host: str = "127.0.0.1",
+        *,
+        wires: Sequence[str] = (GLOO,),
+        bucket_bytes: int = BUCKET_BYTES,
+        silence_s: float = SILENCE_S,
     ) -> None:
+        """`wires`: those that this trainer can send over."""
         self.bucket_bytes = bucket_bytes
+        self._wires = frozenset(wires)
         self._host, self._silence_s = host, silence_s
         self._life = f"{time.time_ns():x}"
         """A trainer that came back must not take what servers hold of an earlier life for its own."""
@@ -76,20 +85,23 @@ class Broadcaster:
         return len(self._waiting())
 
     async def park(
-        self, count: int, wire: str, alive: Callable[[], bool] = lambda: True, wait_s: float = PARK_S
+        self, count: int, wires: str, alive: Callable[[], bool] = lambda: True, wait_s: float = PARK_S
     ) -> Offer | None:
         """The places of a server with `count` workers in the next broadcast; None where none begins in `wait_s`.
 
-        Raises `OtherWire`, `ValueError` for a count that is none.
+        `wires`: what the server can receive over, its first choice first, with commas. Raises `OtherWire`, `ValueError`
+        for a count that is none.
         """
-        if wire != WIRE:
+        wire = next((one for one in wires.split(",") if one in self._wires), None)
+        if wire is None:
             raise OtherWire(
-                f"rollout.weight_transport: this trainer broadcasts over {WIRE}, the server over {wire!r:.40}: members "
-                "of one group must be of one build. Install the same release for both, or set it to http"
+                f"rollout.weight_transport: this trainer broadcasts over {', '.join(sorted(self._wires))}, the server "
+                f"over {wires!r:.80}: members of one group must be of one build. Install the same release for both, or "
+                "set it to http"
             )
         if not 1 <= count <= MOST_WORKERS:
             raise ValueError(f"count is {count}, not 1 to {MOST_WORKERS}")
-        parked = _Parked(count, alive, asyncio.get_running_loop().create_future())
+        parked = _Parked(count, wire, alive, asyncio.get_running_loop().create_future())
         self._parked.append(parked)
         try:
             async with asyncio.timeout(wait_s):
@@ -103,8 +115,14 @@ class Broadcaster:
                 self._parked.remove(parked)
 
     def open(self, version: int, tensors: Sequence[StreamTensor]) -> Sending:
-        """Give all that wait their places. Without any of them where the trainer cannot listen."""
-        waiting, self._parked = self._waiting(), []
+        """Give all that wait their places. Without any of them where the trainer cannot listen.
+
+        A group has one wire: that of most servers. The others take the version's file.
+        """
+        (waiting, others), self._parked = _of_one_wire(self._waiting()), []
+        for parked in others:
+            parked.offer.set_result(None)
+        wire = waiting[0].wire if waiting else GLOO
         name = f"{self._life}-{next(self._numbers)}"
         size = 1 + sum(parked.count for parked in waiting)
         deadline_s = SEND_S + sum(tensor.nbytes for tensor in tensors) / SEND_BYTES_PER_S
@@ -114,11 +132,11 @@ class Broadcaster:
         for parked in waiting:
             offer = Offer(
                 version, port, name, rank, parked.count, size, self.bucket_bytes, self._silence_s, deadline_s,
-                tuple(tensors),
+                tuple(tensors), wire=wire,
             )  # fmt: skip
             rank += parked.count
             parked.offer.set_result(offer if listener else None)
-        member = Member(port, name, 0, size, self.bucket_bytes, self._silence_s)
+        member = Member(port, name, 0, size, self.bucket_bytes, self._silence_s, wire)
         servers = len(waiting) if listener else 0
         return Sending(name, self._host, servers, member, deadline_s, listener, self._closed)
 
@@ -141,6 +159,13 @@ class Broadcaster:
                 self._host, error.strerror,
             )  # fmt: skip
             return None
+
+
+def _of_one_wire(waiting: list[_Parked]) -> tuple[list[_Parked], list[_Parked]]:
+    """Those of the most common wire, and the others."""
+    wires = Counter(parked.wire for parked in waiting)
+    chosen = max(wires, key=wires.__getitem__, default="")
+    return [one for one in waiting if one.wire == chosen], [one for one in waiting if one.wire != chosen]
 
 
 def listen(host: str, backlog: int) -> socket.socket:

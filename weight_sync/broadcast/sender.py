@@ -21,20 +21,12 @@ import torch
 import xxhash
 
 from penstock.common import atomic_path, listening_host, open_private, reachable_host
-from penstock.weight_sync.broadcast.group import BroadcastGroup, open_store
+from penstock.weight_sync.broadcast.group import BroadcastGroup, join_group, open_store
+from penstock.weight_sync.broadcast.memory import stream_header
 from penstock.weight_sync.broadcast.offer import StreamDigests
 from penstock.weight_sync.broadcast.seats import Sending
 from penstock.weight_sync.broadcast.source import WeightSource
-from penstock.weight_sync.file_format import (
-    CODES,
-    FULL,
-    Section,
-    Written,
-    check_space,
-    file_header,
-    raw_bytes,
-    refuse_no_space,
-)
+from penstock.weight_sync.file_format import Written, check_space, raw_bytes, refuse_no_space
 from penstock.weight_sync.manifest import TensorEntry
 
 logger = logging.getLogger(__name__)
@@ -59,7 +51,7 @@ def stream_version(
     Whatever it raises, there is no file under `path` that was not there before.
     """
     tensors, digests = source.tensors, StreamDigests(source.tensors)
-    header = file_header([Section(each.name, _code(each.dtype), each.shape, each.nbytes, ()) for each in tensors], META)
+    header = stream_header(tensors)
     size, whole = len(header) + source.nbytes, xxhash.xxh3_64(header)
     with contextlib.closing(_Members(sending)) as members, _opened(path, size, wanted=write) as file:
         if file is not None:
@@ -74,10 +66,6 @@ def stream_version(
             members.wait()
         entries, done = digests.entries(), members.count_done()
     return Streamed(entries, Written(path, size, whole.hexdigest()), done)
-
-
-META = {"penstock": FULL}
-"""Checksums are not in it: they are known at the stream's end. The manifest has them."""
 
 
 @contextlib.contextmanager
@@ -125,7 +113,8 @@ class _Members:
         assert self._sending is not None
         assert self._sending.listener is not None
         store = open_store(self._sending.listener, self._sending.member)
-        self._group = BroadcastGroup(store, self._sending.member, _device_host(self._sending.host))
+        # NCCL moves the memory of rank 0's GPU, which is the first of its machine.
+        self._group = join_group(store, self._sending.member, _device_host(self._sending.host), None)
 
     def _begin(self, bucket: torch.Tensor) -> None:
         if self._group is None or self._sending is None:
@@ -157,7 +146,3 @@ class _Members:
 def _device_host(host: str) -> str:
     """What the group's device binds, and announces to the other members as an address."""
     return listening_host(reachable_host(host))
-
-
-def _code(dtype: str) -> str:
-    return CODES[getattr(torch, dtype)]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import logging
-import mmap
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +24,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from penstock.weight_sync.broadcast.memory import bucket_memory, spare_memory
 from penstock.weight_sync.broadcast.offer import StreamTensor, stream_order
 from penstock.weight_sync.file_format import dtype_name
 
@@ -180,7 +180,7 @@ class WeightSource:
         with self._wire:
             kept, self._buckets = self._buckets, []
         if not kept or len(kept[0]) != nbytes:
-            kept = [spare_memory(nbytes) for _ in range(3)]
+            kept = [bucket_memory(nbytes) for _ in range(3)]
         return kept
 
     def _gather(self, bucket: _Bucket) -> torch.Tensor:
@@ -321,13 +321,3 @@ def _scatter(source: torch.Tensor, parts: list[_Part], bucket: _Bucket) -> None:
     for part in parts:
         at = part.stream - bucket.begin
         bucket.bytes[at : at + part.nbytes] = source[part.local - parts[0].local :][: part.nbytes]
-
-
-def spare_memory(nbytes: int) -> torch.Tensor:
-    """In large pages where the kernel has them: making small ones costs more than the bytes that come into them."""
-    if not nbytes:
-        return torch.empty(0, dtype=torch.uint8)
-    area = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        area.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(area, dtype=torch.uint8)

@@ -117,7 +117,7 @@ def _needs(config: RunConfig) -> list[tuple[bool, str]]:
     return [
         (url is None or is_loopback(urlsplit(url).hostname), "transfer_queue.url=redis://HOST:6379  (docs/deploy.md)"),
         (is_loopback(rollout.host), "rollout.host=0.0.0.0  (servers, under their machines' names)"),
-        (rollout.weight_transport == "shm", "rollout.weight_transport=http  (or broadcast, or disk)"),
+        (rollout.weight_transport == "shm", "rollout.weight_transport=http  (or broadcast, nccl, disk)"),
         (
             rollout.weight_transport != "disk" and is_loopback(rollout.weights_host),
             "rollout.weights_host=0.0.0.0  (the trainer, under its machine's name)",

@@ -38,6 +38,7 @@ def test_the_recipe_with_one_key_changed_passes() -> None:
     ("words", "named", "fix"),
     [
         (("rollout.weight_transport=broadcast",), "rollout.weight_transport", "rollout.weight_transport=shm"),
+        (("rollout.weight_transport=nccl",), "rollout.weight_transport=nccl", "rollout.weight_transport=shm"),
         (("rollout.engine=served",), "rollout.engine", "rollout.engine=hf"),
         (("rollout.servers=0",), "rollout.servers", "rollout.servers"),
         (("trainer.engine=megatron",), "trainer.engine", "trainer.engine=fsdp"),

@@ -31,6 +31,7 @@ ENGINES = [
     VLLM,
     pytest.param("vllm+broadcast", marks=[pytest.mark.vllm, pytest.mark.deep]),
     SGLANG,
+    pytest.param("sglang+broadcast", marks=[pytest.mark.sglang, pytest.mark.deep]),
 ]
 BROADCASTS = [engine for engine in ENGINES if str(engine.values[0]).endswith("+broadcast")]
 PROMPT = [(7 * i + 3) % VOCAB for i in range(24)]

@@ -7,6 +7,7 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from penstock.rollout_server.engines import (
     find_installation,
     flags_in,
     known_flags,
+    unfit_flag,
     unknown_flag,
 )
 
@@ -103,6 +105,30 @@ async def test_without_flags_of_the_user_nothing_is_asked(tmp_path: Path) -> Non
 async def test_a_server_without_a_help_refuses_nothing_and_nothing_is_kept(tmp_path: Path, cache: Path) -> None:
     await check_flags(VLLM, server(tmp_path, "ImportError: no torch"), {"option-1": 1})
     assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("speculative_config", {"method": "ngram"}, ("speculative_config: ", "draft's weights", "Remove it")),
+        ("speculative-config.method", "eagle3", ("speculative-config.method: ",)),
+        ("speculative_algorithm", "EAGLE", ("speculative_algorithm: ",)),
+        ("quantization", "awq", ("quantization=awq: ", "fp8")),
+    ],
+)
+async def test_settings_that_no_policy_can_be_served_with_are_refused(
+    tmp_path: Path, name: str, value: Any, words: tuple[str, ...]
+) -> None:
+    with pytest.raises(EngineError) as caught:
+        await check_flags(VLLM, server(tmp_path), {name: value})
+    assert not caught.value.retryable
+    assert all(word in str(caught.value) for word in ("rollout.vllm_args.", *words))
+    assert not asked(tmp_path), "the server is not started for it"
+
+
+@pytest.mark.parametrize("users", [{"quantization": "fp8"}, {"quantization": None}, {"speculative_config": None}])
+def test_what_can_be_updated_is_no_reason_to_refuse(users: dict[str, Any]) -> None:
+    assert not unfit_flag(users)
 
 
 async def test_the_installation_is_refused_with_its_flags(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ ENGINES = [
     pytest.param("vllm", marks=pytest.mark.vllm),
     pytest.param("vllm+broadcast", marks=pytest.mark.vllm),
     pytest.param("sglang", marks=pytest.mark.sglang),
+    pytest.param("sglang+broadcast", marks=pytest.mark.sglang),
 ]
 pytestmark = [
     pytest.mark.deep,

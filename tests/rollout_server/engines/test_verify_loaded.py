@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from penstock.rollout_server.engines import Comparison, compare_held
+from penstock.rollout_server.engines import Comparison, Sample, compare_held
 
 pytestmark = pytest.mark.torch
 
@@ -76,3 +76,25 @@ def test_packed_split_and_unknown_parameters_are_counted() -> None:
     parameters["layers.0.attn.o_proj.weight"] = parameters["layers.0.attn.o_proj.weight"][:, :4]  # of two ranks
     parameters["rotary.cache"] = torch.ones(3)
     assert compare_held(parameters.items(), published()) == Comparison(equal=2, incomparable=3)
+
+
+def test_samples_of_some_versions_are_all_values() -> None:
+    """A stale layer shows at once, one wrong value in the version whose turn it is."""
+    sampled = [{piece for piece in range(40) if Sample(16, turn).takes(piece)} for turn in range(16)]
+    assert all(0 in pieces and len(pieces) <= 4 for pieces in sampled)
+    assert set().union(*sampled) == set(range(40))
+
+
+def test_a_sample_finds_what_it_looks_at() -> None:
+    published = {"a.weight": torch.arange(160.0).reshape(40, 4)}
+    held = {"a.weight": published["a.weight"].clone()}
+    held["a.weight"][17, 2] += 1
+    found = [compare_held(held.items(), published, Sample(16, turn, 4)).different for turn in range(16)]
+    assert [turn for turn, name in enumerate(found) if name] == [15], "piece 17 is of the versions whose turn is 15"
+    held["a.weight"] += 1
+    assert all(compare_held(held.items(), published, Sample(16, turn, 4)).different for turn in range(16))
+
+
+def test_host_memory_is_compared_whole() -> None:
+    assert Sample.of(7, torch.device("cpu")).every == 1
+    assert Sample.of(7, torch.device("cuda")) == Sample(16, 7, 1 << 18)

@@ -1,0 +1,109 @@
+"""What `ManagedSandbox` needs of a provider, and the failures that it understands.
+
+An adapter is one file: it makes, lists and ends boxes, and opens a program's stdin and stdout in one. It maps what its
+SDK raises to the errors below, and retries nothing itself: the base decides what is tried again, and how long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.common import Registry
+from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.protocol import BoxNeeds, SandboxBusy, SandboxError
+
+
+class ApiBusy(SandboxBusy):
+    """The provider refuses more requests or boxes now (429); nothing was done."""
+
+
+class ApiUnavailable(SandboxError):
+    """The provider answered 5xx, or nothing: what was asked may have been done, or may be done later."""
+
+
+class CostLimit(SandboxError):
+    """The boxes of this process have cost as much as they may; the message names the setting."""
+
+
+class ChannelBroken(SandboxError):
+    """A connection to a program in a box ended; the box may live."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoxRequest:
+    """One box to be made."""
+
+    key: str
+    """Of this request alone: lower-case letters and digits. A provider that knows idempotency keys gets it as one."""
+    labels: Mapping[str, str]
+    image: str | None
+    """Image, template or snapshot by the provider's name; None: the configured one."""
+    needs: BoxNeeds
+    ttl_s: int
+    """The provider ends the box at this age, whatever happens to its maker."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundBox:
+    box_id: str
+    labels: Mapping[str, str]
+
+
+class Channel(Protocol):
+    """Stdin and stdout of one program in a box. ASCII lines travel on it: some providers carry text alone."""
+
+    async def write(self, data: bytes) -> None:
+        """Raises `ChannelBroken`."""
+
+    async def read(self) -> bytes:
+        """The next bytes of stdout; empty once the program, or the connection, has ended."""
+
+    @property
+    def stderr_tail(self) -> str: ...
+
+    async def close(self) -> None:
+        """Ends the connection; never raises."""
+
+
+class ManagedApi(Protocol):
+    """One provider. Every call but `close` raises `ApiBusy`, `ApiUnavailable`, and `SandboxError` for a refusal."""
+
+    containment: str
+    """Which walls the provider gives, in words."""
+
+    def check_needs(self, needs: BoxNeeds) -> None:
+        """Raises `UnmetNeeds` where a box cannot be made so."""
+
+    async def create(self, request: BoxRequest) -> str:
+        """The id of a running box; asked again with the same key, of the same box. Raises `NoSuchImage` too."""
+
+    async def find(self, labels: Mapping[str, str]) -> list[FoundBox]:
+        """The living boxes with all of `labels`."""
+
+    async def end(self, box_id: str) -> None:
+        """A box that is gone already is no error."""
+
+    async def open(self, box_id: str, argv: Sequence[str], *, root: bool) -> Channel:
+        """Starts a program, as root or as the image's user. Raises `SandboxLost` where the box is gone."""
+
+    async def close(self) -> None:
+        """Closes connections; boxes stay."""
+
+
+MakeApi = Callable[[SandboxConfig], ManagedApi]
+"""Raises `SandboxError` where the SDK or its key is missing; the message names the fix."""
+PROVIDERS: Registry[MakeApi] = Registry(
+    "managed sandbox",
+    {
+        "daytona": "penstock.sandbox.managed.daytona:DaytonaApi",
+        "e2b": "penstock.sandbox.managed.e2b:E2BApi",
+        "kubernetes": "penstock.sandbox.managed.kubernetes:KubernetesApi",
+    },
+)
+KEYS: Mapping[str, tuple[str, ...]] = {
+    "daytona": ("DAYTONA_API_KEY", "DAYTONA_JWT_TOKEN"),
+    "e2b": ("E2B_API_KEY", "E2B_ACCESS_TOKEN"),
+}
+"""The environment variables that hold each provider's keys: for the processes that make boxes, and no other."""

@@ -1,0 +1,78 @@
+"""What a box is to Kubernetes: all of its containment in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.managed.api import BoxRequest
+from penstock.sandbox.managed.labels import BOX
+
+CONTAINER = "box"
+NO_NETWORK = {"penstock-network": "none"}
+UID = 64_123
+"""No user of an image: it owns nothing there."""
+OWN_ROOT_CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID"]
+KEEP_OPEN = ["sh", "-c", "trap 'exit 0' TERM; while :; do sleep 3600 & wait; done"]
+"""As first process it also reaps what nobody waits for."""
+
+
+def pod_manifest(name: str, config: SandboxConfig, request: BoxRequest) -> dict[str, Any]:
+    """Body of the create call. Nothing of the cluster is in the pod: no token, no service addresses."""
+    spec: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "activeDeadlineSeconds": request.ttl_s,
+        "terminationGracePeriodSeconds": 0,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "hostname": "sandbox",
+        "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [_container(config, request)],
+        "volumes": [{"name": "tmp", "emptyDir": {"medium": "Memory", "sizeLimit": f"{config.tmp_mb}Mi"}}],
+    }
+    if config.runtime is not None:
+        spec["runtimeClassName"] = config.runtime
+    labels = {**request.labels, **({} if config.managed.network else NO_NETWORK)}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": spec}
+
+
+def _container(config: SandboxConfig, request: BoxRequest) -> dict[str, Any]:
+    needs = request.needs
+    limits = {
+        "memory": f"{needs.memory_mb or config.memory_mb}Mi",
+        "cpu": f"{round((needs.cpus or config.cpus) * 1000)}m",
+    }
+    if needs.own_root:
+        limits["ephemeral-storage"] = f"{needs.storage_mb or config.own_limits.storage_mb}Mi"
+    return {
+        "name": CONTAINER,
+        "image": request.image or config.image,
+        "command": KEEP_OPEN,
+        "resources": {"limits": limits, "requests": limits},
+        "securityContext": _own_root() if needs.own_root else _no_root(),
+        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108 - the box's own
+    }
+
+
+def _no_root() -> dict[str, Any]:
+    return {
+        **{"runAsUser": UID, "runAsGroup": UID, "runAsNonRoot": True, "readOnlyRootFilesystem": True},
+        **{"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+    }
+
+
+def _own_root() -> dict[str, Any]:
+    return {
+        **{"runAsUser": 0, "runAsGroup": 0, "readOnlyRootFilesystem": False, "allowPrivilegeEscalation": False},
+        "capabilities": {"drop": ["ALL"], "add": OWN_ROOT_CAPABILITIES},
+    }
+
+
+def deny_all() -> dict[str, Any]:
+    """Of every box without network, in both directions."""
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": "penstock-boxes", "labels": BOX},
+        "spec": {"podSelector": {"matchLabels": {**BOX, **NO_NETWORK}}, "policyTypes": ["Ingress", "Egress"]},
+    }

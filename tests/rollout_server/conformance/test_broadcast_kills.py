@@ -1,0 +1,161 @@
+"""Whoever is lost in the middle of a broadcast: no answer is lost by it, and no version is labelled wrong.
+
+The trainer stops before a bucket, whose members wait for it then; the victim goes, and the trainer continues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.broadcasting import BroadcastingTrainer, StagedServer
+from tests.rollout_server.conformance.subject import BROADCASTS, Subject, broken_off
+from tests.rollout_server.conformance.test_faults import resident_bytes
+from tests.rollout_server.conformance.test_weights import exactly
+from tests.rollout_server.conftest import Reference, members
+
+pytest.importorskip("torch")
+
+from tests.weight_sync.processes import receiving
+
+from penstock.common import cancel_and_wait
+from penstock.weight_sync import BroadcastMember, StagedFetch, WeightsUnreachable
+
+pytestmark = [
+    pytest.mark.deep,
+    pytest.mark.crash,
+    pytest.mark.asyncio(loop_scope="package"),
+    pytest.mark.timeout(1800),
+    pytest.mark.parametrize("subject", BROADCASTS, indirect=True),
+]
+ROUNDS = int(os.environ.get("PENSTOCK_KILLS", "10"))
+BUCKET_BYTES = 20_000
+
+
+class HeldTrainer:
+    """`trainer`, whose next broadcast stops before a bucket until `go_on` is set."""
+
+    def __init__(self, trainer: BroadcastingTrainer, bucket: int, *, dies: bool = False) -> None:
+        self.in_the_middle, self.go_on = threading.Event(), threading.Event()
+        self._buckets, self._bucket, self._dies = trainer.source.buckets, bucket, dies
+        trainer.source.buckets = self._held  # type: ignore[method-assign]
+        self._trainer = trainer
+
+    def _held(self, version: int, bucket_bytes: int) -> Iterator[Any]:
+        self._trainer.source.buckets = self._buckets  # type: ignore[method-assign]
+        for number, bucket in enumerate(self._buckets(version, bucket_bytes)):
+            if number == self._bucket:
+                self.in_the_middle.set()
+                self.go_on.wait(60)
+                if self._dies:
+                    raise RuntimeError("the trainer is gone")
+            yield bucket
+
+    async def reached(self) -> None:
+        assert await asyncio.to_thread(self.in_the_middle.wait, 60)
+
+
+class OtherServer:
+    """A member beside the engine, whose worker is a process."""
+
+    weight_workers = 1
+    weight_wires = ("gloo/1",)
+
+    def __init__(self, process: Any) -> None:
+        self.process, self.member = process, BroadcastMember("the-token-of-this-run")
+
+    async def stage_weights(self, offer: Any) -> str:
+        answer = await self.process.ask(offer=offer.as_dict(), stop_after=0, piece_s=0.0)
+        if "lost" in answer:
+            raise WeightsUnreachable(answer["lost"])
+        return str(answer["state"])
+
+
+async def lose_the_other(subject: Subject, trainer: BroadcastingTrainer, version: int, tensors: Any, at: int) -> Any:
+    """A member that is killed: the trainer announces the version all the same."""
+    async with receiving() as process:
+        other = OtherServer(process)
+        task = asyncio.create_task(other.member.run(other, lambda: trainer.meeting))
+        held = HeldTrainer(trainer, at)
+        publishing = asyncio.create_task(trainer.publish(version, tensors, members=2))
+        await held.reached()
+        await process.kill()
+        held.go_on.set()
+        manifest = await publishing
+        await cancel_and_wait([task])
+    return manifest
+
+
+async def lose_the_trainer(subject: Subject, trainer: BroadcastingTrainer, version: int, tensors: Any, at: int) -> Any:
+    """It announces nothing; once it is back it publishes the version again, with other weights under its number."""
+    held = HeldTrainer(trainer, at, dies=True)
+    lost = asyncio.create_task(trainer.publish(version, {k: v + 1 for k, v in tensors.items()}, members=1))
+    await held.reached()
+    held.go_on.set()
+    with pytest.raises(RuntimeError, match="the trainer is gone"):
+        await lost
+    return await trainer.publish(version, tensors, members=1)
+
+
+async def test_losses_in_mid_bucket_cost_no_answer_and_no_version(
+    subject: Subject, reference: Reference, tmp_path: Path
+) -> None:
+    trainer, chosen, fallback = subject.trainer, random.Random(0), StagedServer(tmp_path / "files")
+    assert trainer is not None
+    trainer.files.broadcaster.bucket_bytes = BUCKET_BYTES
+    buckets = sum(tensor.nbytes for tensor in reference.first.values()) // BUCKET_BYTES
+    fetch = StagedFetch(subject.fetch._member, fallback)  # type: ignore[arg-type]
+    versions = [await subject.hold_first(reference)]
+    by_broadcast = 0
+    for number in range(ROUNDS):
+        tasks = await subject.under_load(2)
+        version, tensors = next(subject.versions), reference.other(100 + number)
+        lose = lose_the_other if number % 2 == 0 else lose_the_trainer
+        manifest = await lose(subject, trainer, version, tensors, chosen.randrange(1, buckets))
+        files = fallback.by_file
+        subject.reports.append(await subject.engine.load_weights(await fetch(manifest)))
+        by_broadcast += fallback.by_file == files
+        versions.append(version)
+        subject.holds_first = False
+        for answer in await asyncio.gather(*tasks):
+            assert len(answer.token_ids) == subject.long
+            assert [span[0] for span in answer.version_spans] in (versions[-2:], versions[-1:], versions[-2:-1])
+            assert answer.version_spans[0][1] == 0
+            assert answer.version_spans[-1][2] == subject.long
+        await exactly(subject, reference, version, tensors)
+    await fallback.close()
+    assert fallback.by_file >= ROUNDS // 2, "who lost a broadcast takes the file"
+    assert by_broadcast + fallback.by_file == ROUNDS
+
+
+@pytest.mark.ends_engine
+async def test_engine_killed_in_mid_bucket_takes_the_file_when_it_is_back(
+    subject: Subject, reference: Reference, tmp_path: Path
+) -> None:
+    trainer = subject.trainer
+    assert trainer is not None
+    trainer.files.broadcaster.bucket_bytes = BUCKET_BYTES
+    tasks = await subject.under_load(2)
+    version, tensors = next(subject.versions), reference.other(99)
+    held = HeldTrainer(trainer, 3)
+    publishing = asyncio.create_task(trainer.publish(version, tensors, members=1))
+    await held.reached()
+    os.kill(max(members(subject.process_group), key=resident_bytes), signal.SIGKILL)
+    held.go_on.set()
+    manifest = await publishing
+    await broken_off(tasks)
+    late = await Subject.start(subject.name, subject.model, tmp_path)
+    fallback = StagedServer(tmp_path / "files")
+    try:
+        assert (await late.engine.load_weights(await fallback(manifest))).version == version
+        await exactly(late, reference, version, tensors)
+    finally:
+        await fallback.close()
+        await late.stop()

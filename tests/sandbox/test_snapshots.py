@@ -1,0 +1,94 @@
+"""Copies of boxes: what a fork has, that branches are apart, and who refuses by name."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from tests.sandbox.backends import CONFIG, OWN_BOXES, on_every_backend, sandbox_of
+
+from penstock.sandbox import (
+    BoxNeeds,
+    BwrapSandbox,
+    ForkableSandbox,
+    NoSnapshots,
+    SandboxError,
+    SandboxLost,
+    Snapshot,
+    make_sandbox,
+)
+
+
+@pytest_asyncio.fixture(params=OWN_BOXES)
+async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[ForkableSandbox]:
+    async with sandbox_of(request.param) as made:
+        yield made
+
+
+@on_every_backend
+async def test_fork_has_the_files_and_no_state(sandbox: ForkableSandbox) -> None:
+    session = await sandbox.start("trunk")
+    await session.run_python("x = 1")
+    await session.run_shell("mkdir -p 'a b/c' && printf '\\0data' > 'a b/c/f' && chmod 750 'a b' && ln -s c 'a b/link'")
+    snapshot = await sandbox.snapshot(session)
+    fork = await sandbox.fork(snapshot, "branch")
+    assert await fork.read_file("a b/link/f") == b"\0data"
+    assert (await fork.run(["stat", "-c", "%a %F", "a b", "a b/link"])).stdout == "750 directory\n777 symbolic link\n"
+    assert "NameError" in (await fork.run_python("x")).stderr
+    assert (await session.run_python("x")).stdout == "1\n"
+
+
+@on_every_backend
+async def test_branches_are_apart(sandbox: ForkableSandbox) -> None:
+    trunk = await sandbox.start("trunk")
+    await trunk.write_file("f", b"before")
+    snapshot = await sandbox.snapshot(trunk)
+    await trunk.write_file("f", b"after")
+    one, two = [await sandbox.fork(snapshot, f"branch {number}") for number in range(2)]
+    await one.write_file("f", b"one")
+    read = [(await session.read_file("f")).decode() for session in (trunk, one, two)]
+    assert read == ["after", "one", "before"]
+    await trunk.close()
+    again = await sandbox.snapshot(one)  # of a fork, and one whose trunk is gone
+    assert await (await sandbox.fork(again, "twig")).read_file("f") == b"one"
+
+
+async def test_forgotten_snapshot_is_lost(sandbox: ForkableSandbox) -> None:
+    session = await sandbox.start("trunk")
+    snapshot = await sandbox.snapshot(session)
+    await sandbox.forget(snapshot)
+    await sandbox.forget(snapshot)
+    with pytest.raises(SandboxLost):
+        await sandbox.fork(snapshot, "too late")
+    await session.close()
+    with pytest.raises(SandboxLost):
+        await sandbox.snapshot(session)
+
+
+@pytest.mark.bwrap
+async def test_files_that_are_too_many_are_refused() -> None:
+    sandbox = BwrapSandbox(CONFIG.model_copy(update={"tmp_mb": 256, "memory_mb": 512}), "tests")
+    session = await sandbox.start("large")
+    await session.run(["sh", "-c", "head -c 40000000 /dev/zero > large"])
+    with pytest.raises(SandboxError, match="cannot be copied"):
+        await sandbox.snapshot(session)
+    assert (await session.run(["ls", "-A"])).stdout == "large\n"  # nothing of the attempt stays
+    await sandbox.close()
+
+
+@pytest.mark.bwrap
+async def test_own_root_is_copied_where_it_is_part_of_tmp() -> None:
+    sandbox = BwrapSandbox(CONFIG.model_copy(update={"own_root": True}), "tests")
+    session = await sandbox.start("task", needs=BoxNeeds(own_root=True))
+    await session.run(["sh", "-c", "echo made > /app/f"])
+    fork = await sandbox.fork(await sandbox.snapshot(session), "branch")
+    assert (await fork.run(["cat", "/app/f"])).stdout == "made\n"
+    await sandbox.close()
+
+
+async def test_backends_without_copies_refuse_by_name() -> None:
+    sandbox = make_sandbox(CONFIG.model_copy(update={"backend": "remote", "url": "http://127.0.0.1:9"}), "tests", "t")
+    with pytest.raises(NoSnapshots, match="remote"):
+        await sandbox.fork(Snapshot("any"), "branch")  # type: ignore[attr-defined]
+    await sandbox.close()

@@ -1,0 +1,54 @@
+"""Where streams lie: memory of one process, or the sealed memory that a machine's processes share."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+
+from penstock.weight_sync.file_format import CODES, FULL, Section, file_header
+
+META = {"penstock": FULL}
+"""Checksums are not in it: they are known at the stream's end. The manifest has them."""
+
+
+class Described(Protocol):
+    """A `StreamTensor` or a `TensorEntry`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+def stream_header(tensors: Iterable[Described]) -> bytes:
+    """Of the safetensors file whose data is the stream of these tensors, which are in its order."""
+    return file_header([_section(tensor) for tensor in tensors], META)
+
+
+def _section(tensor: Described) -> Section:
+    dtype = getattr(torch, tensor.dtype)
+    nbytes = torch.Size(tensor.shape).numel() * dtype.itemsize
+    return Section(tensor.name, CODES[dtype], tensor.shape, nbytes, ())
+
+
+def spare_memory(nbytes: int) -> torch.Tensor:
+    """In large pages where the kernel has them: making small ones costs more than the bytes that come into them."""
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    area = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        area.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(area, dtype=torch.uint8)
+
+
+def bucket_memory(nbytes: int) -> torch.Tensor:
+    """Of one bucket; pinned in a process that computes on a GPU, which moves it at the bus's full rate then."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return spare_memory(nbytes)

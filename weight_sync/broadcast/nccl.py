@@ -1,0 +1,147 @@
+"""NCCL by its C library, as far as a broadcast needs it: communicators that can be given up at any moment.
+
+torch's own NCCL groups end their process where a member is gone, and a trainer must not end with a rollout server. Here
+no call blocks (``blocking = 0``): a communicator is asked for its state, and aborted where a member stays silent.
+Declarations are those of nccl.h; the configuration has the fields of NCCL 2.17, which later versions take as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any, ClassVar
+
+_SUCCESS, _IN_PROGRESS = 0, 7
+_UINT8 = 1
+_UNDEFINED = -(2**31)
+_CONFIG_MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21700
+MOST_CHANNELS = 4
+"""Blocks of a GPU that a broadcast takes: the engine decodes on the others."""
+POLL_S = 0.0005
+
+
+class NcclError(RuntimeError):
+    """A call failed, or a member is gone; the communicator is of no more use."""
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_char * 128),)
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+        ("cga_cluster_size", ctypes.c_int),
+        ("min_ctas", ctypes.c_int),
+        ("max_ctas", ctypes.c_int),
+        ("net_name", ctypes.c_char_p),
+    )
+
+
+class NcclCommunicator:
+    """One member's. Made by `Nccl.join`; `abort` ends it, whatever it does."""
+
+    def __init__(self, library: Any, handle: ctypes.c_void_p) -> None:
+        self._library, self._handle = library, handle
+
+    @property
+    def busy(self) -> bool:
+        """A call is still under way. Raises `NcclError` where it failed."""
+        state = ctypes.c_int(_SUCCESS)
+        _check(self._library, self._library.ncclCommGetAsyncError(self._handle, ctypes.byref(state)))
+        if state.value not in (_SUCCESS, _IN_PROGRESS):
+            _check(self._library, state.value)
+        return state.value == _IN_PROGRESS
+
+    def broadcast(self, address: int, nbytes: int, stream: int | None) -> None:
+        """From rank 0's memory at `address` to all others', on the CUDA stream. Returns before it is done."""
+        arguments = (address, address, nbytes, _UINT8, 0, self._handle, stream)
+        code = self._library.ncclBroadcast(*arguments)
+        if code != _IN_PROGRESS:
+            _check(self._library, code)
+
+    def abort(self) -> None:
+        """What is under way ends; the others' calls fail. Once."""
+        handle, self._handle = self._handle, ctypes.c_void_p()
+        if handle:
+            self._library.ncclCommAbort(handle)
+
+
+class Nccl:
+    """The library, as this process has it."""
+
+    path: ClassVar[str] = "libnccl.so.2"
+    """torch's builds for GPUs have loaded it."""
+
+    def __init__(self, path: str) -> None:
+        """Raises `OSError` where there is none."""
+        self._library = _declared(ctypes.CDLL(path))
+
+    @classmethod
+    @cache
+    def load(cls) -> Nccl:
+        """Raises `OSError`."""
+        return cls(cls.path)
+
+    @property
+    def version(self) -> str:
+        """``2.27.3``: members of one group must have the same."""
+        code = ctypes.c_int()
+        _check(self._library, self._library.ncclGetVersion(ctypes.byref(code)))
+        return f"{code.value // 10000}.{code.value // 100 % 100}.{code.value % 100}"
+
+    def unique_id(self) -> bytes:
+        """Names a group to come; rank 0 makes it and tells the others."""
+        found = _UniqueId()
+        _check(self._library, self._library.ncclGetUniqueId(ctypes.byref(found)))
+        return bytes(found)
+
+    def join(self, size: int, unique_id: bytes, rank: int, silence_s: float) -> NcclCommunicator:
+        """On the current device, once all members are there. Raises `NcclError`, also after `silence_s`."""
+        config = _Config(ctypes.sizeof(_Config), _CONFIG_MAGIC, _CONFIG_VERSION, 0, _UNDEFINED, 1, MOST_CHANNELS, None)
+        handle, name = ctypes.c_void_p(), _UniqueId.from_buffer_copy(unique_id)
+        arguments = (ctypes.byref(handle), size, name, rank, ctypes.byref(config))
+        code = self._library.ncclCommInitRankConfig(*arguments)
+        if code != _IN_PROGRESS:
+            _check(self._library, code)
+        joined = NcclCommunicator(self._library, handle)
+        try:
+            until_idle(lambda: joined.busy, silence_s)
+        except BaseException:
+            joined.abort()
+            raise
+        return joined
+
+
+def until_idle(busy: Callable[[], bool], silence_s: float) -> None:
+    """Returns once nothing is under way. Raises `NcclError` after `silence_s`, and what `busy` raises."""
+    give_up_at = time.monotonic() + silence_s
+    while busy():
+        if time.monotonic() > give_up_at:
+            raise NcclError(f"a member of the group was silent for {silence_s:g} s")
+        time.sleep(POLL_S)
+
+
+def _check(library: Any, code: int) -> None:
+    if code != _SUCCESS:
+        raise NcclError(f"NCCL: {library.ncclGetErrorString(code).decode(errors='replace')}")
+
+
+def _declared(library: Any) -> Any:
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    library.ncclGetErrorString.restype = ctypes.c_char_p
+    library.ncclGetErrorString.argtypes = [integer]
+    library.ncclGetVersion.argtypes = [ctypes.POINTER(integer)]
+    library.ncclGetUniqueId.argtypes = [ctypes.POINTER(_UniqueId)]
+    library.ncclCommInitRankConfig.argtypes = [
+        ctypes.POINTER(pointer), integer, _UniqueId, integer, ctypes.POINTER(_Config)
+    ]  # fmt: skip
+    library.ncclCommGetAsyncError.argtypes = [pointer, ctypes.POINTER(integer)]
+    library.ncclBroadcast.argtypes = [pointer, pointer, ctypes.c_size_t, integer, integer, pointer, pointer]
+    library.ncclCommAbort.argtypes = [pointer]
+    return library

@@ -1,0 +1,104 @@
+"""A broadcast received once for all processes of a server on one machine: sealed memory, a safetensors file on no disk.
+
+    receive(offer)   in a thread, while the engine decodes: bucket k from the group ── bucket k − 1: checksums, memory
+                     the last one is in: sealed, so that no process can change what was checked
+    take(manifest)   the version's tensors, if all of them are what the manifest says
+
+A server's workers map the memory, or load its descriptor as a file: the wire brings each byte once, it is checked once,
+and lies in the machine's memory once. One version is held at most: a broadcast that begins drops one that was received
+and not taken.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from penstock.weight_sync.broadcast.memory import bucket_memory, stream_header
+from penstock.weight_sync.broadcast.offer import Offer, stream_order
+from penstock.weight_sync.broadcast.receiver import check_staged, receive_stream
+from penstock.weight_sync.manifest import Manifest, TensorEntry, WeightsRefused, WeightsUnreachable, state_of
+from penstock.weight_sync.version_memory import MemoryLayout, SealableMemory, VersionMemory
+
+
+@dataclass(frozen=True)
+class _Received:
+    name: str
+    """Of the broadcast."""
+    entries: tuple[TensorEntry, ...]
+    """In the stream's order."""
+    descriptor: int = field(repr=False)
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, os.close, self.descriptor)
+
+
+class StagedMemory:
+    """A server's machine has one. `receive` in one thread at a time, `take` in any."""
+
+    def __init__(self) -> None:
+        self._received: _Received | None = None
+        self._lock = threading.Lock()
+
+    def receive(self, offer: Offer, device: torch.device | None = None) -> str:
+        """Take part in the broadcast; the state of the tensors that came, `state_of` them. Blocks.
+
+        `device`: on which buckets arrive, where the broadcast goes from GPU to GPU.
+
+        Raises `WeightsUnreachable` where the broadcast ended early, or there is no memory: nothing of it is kept.
+        """
+        with self._lock:
+            self._received = None
+        try:
+            received = _received(offer, device)
+        except (RuntimeError, OSError, ValueError, MemoryError) as error:
+            raise WeightsUnreachable(f"version {offer.version}: the broadcast ended early: {error}") from error
+        with self._lock:
+            self._received = received
+        return state_of(received.entries)
+
+    def take(self, manifest: Manifest) -> VersionMemory:
+        """The version, whose memory goes with its last reader.
+
+        Raises `WeightsUnreachable` where this broadcast is not held, `WeightsRefused` naming a tensor that differs.
+        """
+        with self._lock:
+            received = self._received
+            if received is not None and received.name == manifest.broadcast_name:
+                self._received = None
+        if received is None or received.name != manifest.broadcast_name:
+            raise WeightsUnreachable(f"version {manifest.version}: this server does not hold its broadcast")
+        check_staged(manifest, received.entries)
+        if tuple(stream_order(manifest.tensors)) != received.entries:  # others find the tensors by the manifest alone
+            raise WeightsRefused(f"version {manifest.version}: its tensors came in another order than it names them")
+        return VersionMemory(manifest, os.dup(received.descriptor), stream_layout(manifest))
+
+
+def stream_layout(manifest: Manifest) -> MemoryLayout:
+    """Of the memory that `StagedMemory` receives the version into. Raises `WeightsRefused`."""
+    ordered = stream_order(manifest.tensors)
+    return MemoryLayout.packed(manifest.version, ordered, len(stream_header(ordered)))
+
+
+def _received(offer: Offer, device: torch.device | None) -> _Received:
+    header = stream_header(offer.tensors)
+    with SealableMemory(f"broadcast-{offer.version}", len(header) + offer.nbytes) as memory:
+        memory.append(memoryview(header))
+        entries = receive_stream(offer, 0, _two_buckets(offer), memory.append, device)
+        return _Received(offer.name, entries, memory.seal())
+
+
+def _two_buckets(offer: Offer) -> Iterator[torch.Tensor]:
+    """In turn: one is received while the other is checked."""
+    left, two = offer.nbytes, [bucket_memory(min(offer.bucket_bytes, offer.nbytes)) for _ in range(2)]
+    number = 0
+    while left:
+        bucket = two[number % 2][:left]
+        yield bucket
+        left -= len(bucket)
+        number += 1
