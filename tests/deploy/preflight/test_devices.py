@@ -110,7 +110,7 @@ def test_a_model_that_megatron_cannot_split_so_is_refused_at_start(model: str, p
 
 
 def test_an_engine_built_for_gpus_is_refused_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = json.dumps({"versions": {"vllm": "0.33.0"}, "plugin": True})
+    answer = json.dumps({"versions": {"vllm": "0.33.0"}, "plugin": True, "nccl": ""})
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\necho '{answer}'\n")
     python.chmod(0o755)

@@ -14,7 +14,7 @@ from penstock.rollout_server.engines.vllm import environment
 
 
 def fake_python(folder: Path, versions: dict[str, str], plugin: bool = True) -> str:
-    answer = json.dumps({"versions": versions, "plugin": plugin})
+    answer = json.dumps({"versions": versions, "plugin": plugin, "nccl": ""})
     path = folder / "python"
     path.write_text(f"#!/bin/sh\necho '{answer}'\n")
     path.chmod(0o755)

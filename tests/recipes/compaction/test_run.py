@@ -1,0 +1,35 @@
+"""From half-forgetful summaries to whole ones, by the reward of whole episodes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.deploy.conftest import assert_accounts_balance
+from tests.recipes.conftest import RECIPES, script
+
+pytestmark = [
+    pytest.mark.deep,
+    *(pytest.mark.recipes, pytest.mark.slow, pytest.mark.redis, pytest.mark.torch),
+]
+WINDOW = 3
+
+
+def test_summaries_learn_to_keep_what_the_answer_needs(start_run, tmp_path: Path) -> None:
+    script("compaction/data.py").main(["--out", str(tmp_path)])
+    recipe, model = RECIPES / "compaction/cpu.yaml", tmp_path / "model"
+    shown = (f"sft.messages={tmp_path / 'conversations.jsonl'}", f"model={RECIPES / 'calculator/model'}")
+    command = [sys.executable, "-m", "penstock.deploy.cli", "sft", str(recipe), *shown, f"sft.out={model}"]
+    subprocess.run([*command, f"runs_dir={tmp_path / 'sft'}"], check=True, timeout=900)
+
+    data = (f"data.train={tmp_path / 'train.parquet'}", "data.eval=null", f"model={model}")
+    run = start_run("compaction", *data, recipe=recipe)
+    summary = run.finish(timeout_s=900)
+    rewards = [json.loads(line)["reward"] for line in (run.root / "metrics.jsonl").read_text().splitlines()]
+    first, last = sum(rewards[:WINDOW]) / WINDOW, sum(rewards[-WINDOW:]) / WINDOW
+    assert first <= 0.5
+    assert last >= 0.8
+    assert_accounts_balance(summary)
