@@ -1,7 +1,7 @@
 """Copies of boxes' files, from which further boxes start: the branches of an episode.
 
-A copy has what the box has in /tmp, and where its file system is the box's own to write, that as an image. What ran in
-the box, the interpreter's names and the shell's variables are not in it.
+A copy has what the box has in /tmp. What ran in the box, the interpreter's names and the shell's variables are not in
+it. A box whose file system is its own to write refuses: a copy would lack what was changed outside of /tmp.
 """
 
 from __future__ import annotations
