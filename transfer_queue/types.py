@@ -194,10 +194,10 @@ class JournalEntry:
     """[N]"""
     version_spans: Spans | None = None
     """[S, 3] over positions of `ids`."""
-    routed_experts: RoutedExperts | None = None
-    """[R, layers, k] of the R positions of context and `ids` before the last of `ids`. See `Segment`."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """Plain data: ``finish_reason``; tool ``results``; ``sandbox_session``."""
+    routed_experts: RoutedExperts | None = None
+    """[R, layers, k] of the R positions of context and `ids` before the last of `ids`. See `Segment`."""
 
 
 KEPT_UPDATES = 10_000
