@@ -157,7 +157,8 @@ async def test_every_fault_of_the_campaign() -> None:
     assert restarts["worker"] >= account.kills["worker"]
     assert account.counts["trainers_fenced"] == account.counts["loads"] == 1
     assert account.counts["strangers_refused"] == account.counts["clock_steps"] == account.kills["worker"]
-    assert account.poison_rows >= 1
+    # Under overage "drop" a group may be dropped before its poison row has lost as many leases as it may.
+    assert account.poison_rows >= 1 or account.reasons["dropped"] >= 1
     assert account.counts["payloads_deleted"] >= 1
 
 
