@@ -198,7 +198,7 @@ class NodeReader:
                     return _adopted(manifest, descriptor, layout)
             except LeaseUnusable as error:
                 raise WeightsUnreachable(f"version {manifest.version}: what was received: {error}") from error
-            time.sleep(RETRY_S)
+            time.sleep(RETRY_S)  # a thread or a worker process, never an event loop
         raise WeightsUnreachable(f"version {manifest.version}: no worker hands out what it received")
 
     def done(self) -> None:
@@ -226,7 +226,7 @@ class NodeReader:
             except LeaseUnusable as error:
                 logger.warning("version %d is verified by this process too: the lease: %s", manifest.version, error)
                 return self._verify(manifest, own)
-            time.sleep(RETRY_S)
+            time.sleep(RETRY_S)  # a thread or a worker process, never an event loop
             if time.monotonic() > give_up_at:
                 logger.warning("version %d is verified by this process too: its holders come and go", manifest.version)
                 return self._verify(manifest, own)

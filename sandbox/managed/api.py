@@ -6,13 +6,18 @@ SDK raises to the errors below, and retries nothing itself: the base decides wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.common import Registry
+from penstock.common import Registry, cancel_and_wait
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.protocol import BoxNeeds, SandboxBusy, SandboxError
+
+logger = logging.getLogger(__name__)
+STDERR_CHARS = 2000
 
 
 class ApiBusy(SandboxBusy):
@@ -65,6 +70,41 @@ class Channel(Protocol):
 
     async def close(self) -> None:
         """Ends the connection; never raises."""
+
+
+class ReceivedOutput:
+    """The reading half of a `Channel` whose SDK gives a program's output to callbacks."""
+
+    def __init__(self) -> None:
+        self.stderr_tail = ""
+        self._received: asyncio.Queue[bytes] = asyncio.Queue()
+        self._following: asyncio.Task[None] | None = None
+
+    def on_stdout(self, text: str) -> None:
+        self._received.put_nowait(text.encode())
+
+    def on_stderr(self, text: str) -> None:
+        self.stderr_tail = (self.stderr_tail + text)[-STDERR_CHARS:].strip()
+
+    async def read(self) -> bytes:
+        """See `Channel`."""
+        return await self._received.get()
+
+    def _follow(self, output: Awaitable[object], name: str) -> None:
+        """`output` lasts as long as the program prints."""
+        self._following = asyncio.create_task(self._until_ended(output), name=name)
+
+    async def _until_ended(self, output: Awaitable[object]) -> None:
+        try:
+            await output
+        except Exception as error:  # noqa: BLE001 - whatever ended the stream, the reader finds it ended
+            logger.debug("sandbox: output of a box ended: %s", error)
+        finally:
+            self._received.put_nowait(b"")
+
+    async def _stop_following(self) -> None:
+        if self._following is not None:
+            await cancel_and_wait([self._following])
 
 
 class ManagedApi(Protocol):

@@ -26,6 +26,7 @@ from penstock.sandbox.managed.api import (
     Channel,
     ChannelBroken,
     FoundBox,
+    ReceivedOutput,
 )
 from penstock.sandbox.protocol import BoxNeeds, NoSuchImage, SandboxError, SandboxLost, UnmetNeeds
 
@@ -171,30 +172,16 @@ def _failure(doing: str, error: Any, image: str | None) -> SandboxError:
     return SandboxLost(text) if status == _NOT_FOUND else SandboxError(text)
 
 
-class DaytonaChannel:
+class DaytonaChannel(ReceivedOutput):
     """Input and output of a session's only command."""
 
     def __init__(self, process: Any, session_id: str, command_id: str, timeout_s: float) -> None:
-        self.stderr_tail = ""
+        super().__init__()
         self._process = process
         self._ids = (session_id, command_id)
         self._timeout_s = timeout_s
-        self._received: asyncio.Queue[bytes] = asyncio.Queue()
-        self._following = asyncio.create_task(self._follow(), name=f"output of Daytona command {command_id}")
-
-    async def _follow(self) -> None:
-        def on_stderr(text: str) -> None:
-            self.stderr_tail = (self.stderr_tail + text)[-2000:].strip()
-
-        def on_stdout(text: str) -> None:
-            self._received.put_nowait(text.encode())
-
-        try:
-            await self._process.get_session_command_logs_async(*self._ids, on_stdout, on_stderr)
-        except Exception as error:  # noqa: BLE001 - whatever ended the stream, the reader finds it ended
-            logger.debug("daytona: output of a box ended: %s", error)
-        finally:
-            self._received.put_nowait(b"")
+        output = process.get_session_command_logs_async(*self._ids, self.on_stdout, self.on_stderr)
+        self._follow(output, f"output of Daytona command {command_id}")
 
     async def write(self, data: bytes) -> None:
         """Whole lines: the daemon ends each piece of input with a line's end where it has none."""
@@ -205,12 +192,8 @@ class DaytonaChannel:
         except Exception as error:
             raise ChannelBroken(f"daytona: writing to a box: {error}") from error
 
-    async def read(self) -> bytes:
-        return await self._received.get()
-
     async def close(self) -> None:
-        self._following.cancel()
-        await asyncio.wait([self._following])
+        await self._stop_following()
         with contextlib.suppress(Exception):  # its box may be gone, or cannot be reached: the program ends with it
             async with asyncio.timeout(CLOSE_S):
                 await self._process.delete_session(self._ids[0], request_timeout=CLOSE_S)

@@ -21,6 +21,7 @@ from penstock.sandbox.managed.api import (
     Channel,
     ChannelBroken,
     FoundBox,
+    ReceivedOutput,
 )
 from penstock.sandbox.managed.box import shell_line
 from penstock.sandbox.managed.sandbox import refuse_sizes
@@ -139,33 +140,17 @@ def _failure(doing: str, error: Any, image: str | None) -> SandboxError:
     return SandboxError(f"e2b: {doing}: {error}")
 
 
-class E2BChannel:
+class E2BChannel(ReceivedOutput):
     """Stdin and stdout of a command."""
 
     def __init__(self, write_timeout_s: float) -> None:
-        self.stderr_tail = ""
+        super().__init__()
         self._write_timeout_s = write_timeout_s
-        self._received: asyncio.Queue[bytes] = asyncio.Queue()
         self._handle: AsyncCommandHandle[None] | None = None
-        self._watching: asyncio.Task[None] | None = None
 
     def follow(self, handle: AsyncCommandHandle[None]) -> None:
         self._handle = handle
-        self._watching = asyncio.create_task(self._watch(handle), name=f"output of E2B process {handle.pid}")
-
-    def on_stdout(self, text: str) -> None:
-        self._received.put_nowait(text.encode())
-
-    def on_stderr(self, text: str) -> None:
-        self.stderr_tail = (self.stderr_tail + text)[-2000:].strip()
-
-    async def _watch(self, handle: AsyncCommandHandle[None]) -> None:
-        try:
-            await handle.wait()
-        except Exception as error:  # noqa: BLE001 - whatever ended the stream, the reader finds it ended
-            logger.debug("e2b: output of a box ended: %s", error)
-        finally:
-            self._received.put_nowait(b"")
+        self._follow(handle.wait(), f"output of E2B process {handle.pid}")
 
     async def write(self, data: bytes) -> None:
         assert self._handle is not None
@@ -175,14 +160,9 @@ class E2BChannel:
             except Exception as error:
                 raise ChannelBroken(f"e2b: writing to a box: {error}") from error
 
-    async def read(self) -> bytes:
-        return await self._received.get()
-
     async def close(self) -> None:
         assert self._handle is not None
-        assert self._watching is not None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await self._handle.disconnect()
-        self._watching.cancel()
-        await asyncio.wait([self._watching])
+        await self._stop_following()

@@ -32,7 +32,7 @@ BOTH = (WIRE, "gloo/1")
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> str:
     if not (compiler := shutil.which("cc")):
-        pytest.skip("no C compiler (cc)")
+        pytest.skip("no C compiler (cc) for the stand-in of NCCL: apt-get install gcc")
     made = tmp_path_factory.mktemp("nccl") / "libnccl.so.2"
     source = Path(__file__).with_name("fake_nccl.c")
     subprocess.run([compiler, "-shared", "-fPIC", "-pthread", "-Wall", "-Werror", "-o", made, source], check=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Protocol
@@ -42,20 +43,20 @@ class Transfer(Protocol):
         """Until it is there. Raises `RuntimeError` where a member is gone or silent."""
 
 
-class BroadcastGroup:
+class BroadcastGroup(ABC):
     """What groups of all wires have. Forming one waits until all members are there; `RuntimeError` where one is not."""
 
     def __init__(self, store: dist.TCPStore, member: Member) -> None:
         self._store = dist.PrefixStore(member.name, store)
         self._member = member
 
+    @abstractmethod
     def begin(self, bucket: torch.Tensor) -> Transfer:
         """`bucket` [bytes], uint8, from rank 0 to all others; it must not change before its ``wait``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self) -> None:
         """Leave: others that wait for this member get an error at once."""
-        raise NotImplementedError
 
     def say_done(self) -> None:
         """This worker has all bytes."""

@@ -124,7 +124,7 @@ def until_idle(busy: Callable[[], bool], silence_s: float) -> None:
     while busy():
         if time.monotonic() > give_up_at:
             raise NcclError(f"a member of the group was silent for {silence_s:g} s")
-        time.sleep(POLL_S)
+        time.sleep(POLL_S)  # in the thread of a transfer: NCCL's state can only be polled
 
 
 def _check(library: Any, code: int) -> None:

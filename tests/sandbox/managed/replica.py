@@ -8,6 +8,7 @@ import os
 import secrets
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,7 +87,7 @@ class Faults:
         return fault
 
 
-class Replica:
+class Replica(ABC):
     """What all of them have: boxes by id, and faults."""
 
     def __init__(self) -> None:
@@ -124,9 +125,9 @@ class Replica:
         self.ended.append(box)
         return True
 
+    @abstractmethod
     def hang_up(self) -> None:
-        """Breaks every connection to a program, as a load balancer does; the programs go on."""
-        raise NotImplementedError
+        """Breaks every connection to a program, as a load balancer does; the programs continue."""
 
     def close(self) -> None:
         for box_id in list(self.boxes):
