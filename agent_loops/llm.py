@@ -166,7 +166,7 @@ class EpisodeLLM:
         *,
         with_routes: bool = False,
     ) -> None:
-        """`with_routes`: the engines of the run tell which experts read each token."""
+        """`with_routes`: the engines of the run report which experts read each token."""
         self._with_routes = with_routes
         self.counts = CallCounts()
         self.segments: list[SegmentBuilder] = []

@@ -337,7 +337,7 @@ class AnswerBuilder:
             if parts and missing > 0:
                 parts.append(np.zeros((missing, *parts[0].shape[1:]), dtype=parts[0].dtype))
             return np.concatenate(parts) if parts else None
-        except ValueError as error:  # also where two servers tell of other numbers of layers
+        except ValueError as error:  # also where two servers report different numbers of layers
             raise EngineError(str(error)) from error
 
 

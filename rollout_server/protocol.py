@@ -100,7 +100,7 @@ class Generation:
     resumed: int = 0
     """Times that it was resumed at a server, with the tokens so far, after it broke off."""
     routed_experts: RoutedExperts | None = None
-    """[R, layers, k] of the R positions before the last token's; None: not asked for, or not told."""
+    """[R, layers, k] of the R positions before the last token's; None: not requested, or not reported."""
 
 
 class EngineInfo(BaseModel):
@@ -115,7 +115,7 @@ class EngineInfo(BaseModel):
     images: bool = False
     """It takes requests with images."""
     routed_experts: bool = False
-    """It tells which experts read each token."""
+    """It reports which experts read each token."""
     limits: list[str] = []
     """What this engine cannot do, one sentence each; printed at start."""
 

@@ -96,7 +96,7 @@ def without_last(blocks: Sequence[str], count: int) -> list[str]:
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 LEAST_PER_TOKEN = 2
-"""Of one expert alone an unknown choice could not be told from a known one."""
+"""Of one expert alone an unknown choice could not be distinguished from a known one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class MixtureLayers:
         return self.mixtures.layers * self.mixtures.per_token * np.dtype(self.mixtures.dtype).itemsize
 
     def block(self, rows: NDArray[Any], positions: int) -> str:
-        """`rows` [positions, all layers, k] of an engine that tells of dense layers too. Raises `ValueError`."""
+        """`rows` [positions, all layers, k] of an engine that reports dense layers too. Raises `ValueError`."""
         expected = (positions, self.all_layers, self.mixtures.per_token)
         if rows.shape != expected:
             raise ValueError(f"shape {rows.shape}, not {expected}")

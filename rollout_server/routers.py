@@ -1,9 +1,9 @@
-"""The routers of a mixture of experts: an engine records what they choose, a trainer tells them what to choose.
+"""The routers of a mixture of experts: an engine records what they choose, a trainer replays it.
 
     mixture.forward ─► scores of all experts ─► torch.topk ─► weights of the chosen ones ─► experts
                                                    │
                     recorded ◄─ the chosen ────────┤
-                    told ─► their scores instead ──┘     gradients flow through these scores into the router
+                    replayed ─► their scores ───────┘     gradients flow through these scores into the router
 
 Families differ in what they make of the scores and agree in `torch.topk` over all experts of a layer: that one call is
 taken over, inside the forward of the layers that have experts, so that no family's formula is repeated here. A layer
@@ -52,7 +52,7 @@ class LayerLoad:
     probability: Tensor
     """[E] float64, of the router's softmax"""
     tokens: Tensor
-    """[3] float64: all, those whose experts were told, and of these those that the router alone would send elsewhere"""
+    """[3] float64: all, those with replayed experts, and of these those that the router alone would send elsewhere"""
 
     @classmethod
     def zeros(cls, experts: int, device: torch.device) -> LayerLoad:
@@ -60,15 +60,15 @@ class LayerLoad:
         return cls(one.to(device), one.to(device, copy=True), three.to(device))
 
     @torch.no_grad()
-    def add(self, scores: Tensor, chosen: Tensor, told: Tensor | None, alone: Tensor, real: Tensor | None) -> None:
-        """scores [T, E]; chosen, alone [T, k], with and without `told` [T] bool"""
+    def add(self, scores: Tensor, chosen: Tensor, replayed: Tensor | None, alone: Tensor, real: Tensor | None) -> None:
+        """scores [T, E]; chosen, alone [T, k], with and without `replayed` [T] bool"""
         weight = torch.ones(len(scores), dtype=torch.float64, device=scores.device) if real is None else real.double()
         self.chosen.index_add_(0, chosen.flatten(), weight[:, None].expand(chosen.shape).flatten())
         self.probability += (probabilities(scores).double() * weight[:, None]).sum(0)
         self.tokens[0] += weight.sum()
-        if told is not None:
-            other = told & (chosen.sort(-1).values != alone.sort(-1).values).any(-1)
-            self.tokens[1] += (weight * told).sum()
+        if replayed is not None:
+            other = replayed & (chosen.sort(-1).values != alone.sort(-1).values).any(-1)
+            self.tokens[1] += (weight * replayed).sum()
             self.tokens[2] += (weight * other).sum()
 
 
@@ -84,7 +84,7 @@ class _Mixture:
 
     def __init__(self, module: nn.Module, experts: int, per_token: int) -> None:
         self.experts, self.per_token = experts, per_token
-        self.told: Tensor | None = None
+        self.replayed: Tensor | None = None
         """[T, k]"""
         self.real: Tensor | None = None
         self.record: list[Tensor] | None = None
@@ -94,7 +94,7 @@ class _Mixture:
 
     @torch.compiler.disable
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.told is None and self.record is None and (self.load is None or not torch.is_grad_enabled()):
+        if self.replayed is None and self.record is None and (self.load is None or not torch.is_grad_enabled()):
             return self._plain(*args, **kwargs)
         with _Choices(self):
             return self._plain(*args, **kwargs)
@@ -103,9 +103,9 @@ class _Mixture:
         """`found`: what the router's topk over `scores` [T, E] gave."""
         alone = indices = found.indices
         known: Tensor | None = None
-        if self.told is not None:
-            known = (self.told[:, :1] != self.told[:, 1:]).any(-1)
-            indices = torch.where(known[:, None], self.told.to(alone.dtype), alone)
+        if self.replayed is not None:
+            known = (self.replayed[:, :1] != self.replayed[:, 1:]).any(-1)
+            indices = torch.where(known[:, None], self.replayed.to(alone.dtype), alone)
             found = torch.return_types.topk((scores.gather(-1, indices), indices))
         if self.record is not None:
             self.record.append(indices)
@@ -153,20 +153,20 @@ class Routers:
         self._unwrap = [_replace_forward(owner, self._handing_on(owner.forward, numbers)) for owner, numbers in owners]
 
     def _handing_on(self, forward: Callable[..., Any], numbers: list[int]) -> Callable[..., Any]:
-        """A decoder layer's forward, which takes `Routing` as an argument of its own: where it is computed again in a
+        """A decoder layer's forward, which takes `Routing` as one more argument: where it is computed again in a
         backward, it is called with the same one."""
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             routing: Routing = kwargs.pop(KEYWORD, None) or Routing()
             for number in numbers:
                 layer = self._layers[number]
-                layer.told = None if routing.experts is None else routing.experts[:, number]
+                layer.replayed = None if routing.experts is None else routing.experts[:, number]
                 layer.real = routing.real
             try:
                 return forward(*args, **kwargs)
             finally:
                 for number in numbers:
-                    self._layers[number].told = self._layers[number].real = None
+                    self._layers[number].replayed = self._layers[number].real = None
 
         return wrapped
 
@@ -206,8 +206,8 @@ class Routers:
 
     @torch.no_grad()
     def check(self, model: Any, call: Callable[[dict[str, Any]], Tensor] | None = None) -> None:
-        """Tries a model with weights: what its routers chose, told to them, gives the same logits, and other
-        experts are chosen where they are told. Raises `NoRouters`.
+        """Tries a model with weights: what its routers chose, replayed, gives the same logits, and other
+        experts are chosen where those are replayed. Raises `NoRouters`.
 
         `call`: keyword arguments → logits of the model; None: as any caller.
         """
@@ -221,17 +221,17 @@ class Routers:
             experts = torch.stack([record[0] for record in own], dim=1)
             others = (experts + 1) % self.mixtures.experts
             again = run({KEYWORD: Routing(experts)})
-            with self.recorded() as told:
+            with self.recorded() as replayed:
                 run({KEYWORD: Routing(others)})
         except NoRouters:
             raise
         except Exception as error:  # a model's own code may raise anything
-            raise NoRouters(f"{type(model).__name__} does not run with its routers told: {error}") from error
-        self._check_records(model, told)
-        if not torch.equal(torch.stack([record[0] for record in told], dim=1), others):
-            raise NoRouters(f"{type(model).__name__} does not hand on to its layers which experts they are told")
+            raise NoRouters(f"{type(model).__name__} does not run with replayed routes: {error}") from error
+        self._check_records(model, replayed)
+        if not torch.equal(torch.stack([record[0] for record in replayed], dim=1), others):
+            raise NoRouters(f"{type(model).__name__} does not pass the replayed experts on to its layers")
         if not torch.allclose(plain, again, atol=1e-5, rtol=1e-4):
-            raise NoRouters(f"{type(model).__name__} gives other logits where its routers are told their own choice")
+            raise NoRouters(f"{type(model).__name__} gives other logits where its routers' own choice is replayed")
 
     def _check_records(self, model: Any, records: list[list[Tensor]]) -> None:
         shapes = {tuple(one.shape) for record in records for one in record}

@@ -24,7 +24,7 @@ from penstock.trainer.ranks.distributed import Ranks
 def router_metrics(loads: RouterLoads, ranks: Ranks) -> dict[str, float]:
     """A collective. Empty where no token was learned from."""
     summed: Tensor = sum(ranks.gather_numbers(torch.stack([_numbers(layer) for layer in loads.layers])))  # type: ignore[assignment]
-    tokens, told, other = summed[:, -3:].T
+    tokens, replayed, other = summed[:, -3:].T
     if not bool((tokens > 0).all()):
         return {}
     experts = (summed.shape[1] - 3) // 2
@@ -36,8 +36,8 @@ def router_metrics(loads: RouterLoads, ranks: Ranks) -> dict[str, float]:
         "moe/load_entropy": min(entropies),
         **{f"moe/load_max_over_mean/{number}": peak for number, peak in enumerate(peaks)},
         **{f"moe/load_entropy/{number}": entropy for number, entropy in enumerate(entropies)},
-        "moe/replayed": float(told.sum() / tokens.sum()),
-        "moe/rerouted": float(other.sum() / told.sum()) if bool(told.sum() > 0) else 0.0,
+        "moe/replayed": float(replayed.sum() / tokens.sum()),
+        "moe/rerouted": float(other.sum() / replayed.sum()) if bool(replayed.sum() > 0) else 0.0,
     }
     if loads.has_aux_loss:
         found["moe/aux_loss"] = float(experts * (load.mean(0) * probability.mean(0)).sum())

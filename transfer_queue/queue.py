@@ -298,4 +298,4 @@ class RunContext:
     lease_ttl_s: float = 15.0
     """A lease that is not renewed for this long is lost."""
     routing_replay: bool = False
-    """Engines tell which experts read each token, and the trainer lets them read it again."""
+    """Engines record which experts read each token, and the trainer replays them."""

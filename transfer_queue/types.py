@@ -112,7 +112,7 @@ class Segment:
     routed_experts: RoutedExperts | None = None
     """[P + T, layers, k] which experts read each id, prompt first, in the engine's forward pass. The pass over position
     i − 1 sampled id i, so the version of a sampled id is that of the choices one position before it. No pass reads the
-    last id. None: the engine did not tell."""
+    last id. None: the engine did not report it."""
 
     @property
     def num_turns(self) -> int:

@@ -124,7 +124,7 @@ def _is_finite(value: Any) -> bool:
 
 _I4, _U4, _F4, _U1, _U2 = (np.dtype(name) for name in ("<i4", "<u4", "<f4", "u1", "<u2"))
 LEAST_EXPERTS = 2
-"""Per token and layer: of one alone an unknown choice could not be told from a known one."""
+"""Per token and layer: of one alone an unknown choice could not be distinguished from a known one."""
 _FEW_SPANS = 2048
 """Up to here one memchr per span is quicker than counting covers position by position."""
 

@@ -32,10 +32,10 @@ def check_routing_replay(config: RunConfig) -> Check | None:
 def _obstacles(config: RunConfig) -> Iterator[tuple[bool, str, str]]:
     """(whether it is there, what, the fix)"""
     trainer, engine, recomputes = config.trainer, config.rollout.engine, config.rollout.pause == "recompute"
-    yield engine == "served", "a served model tells no routed experts", "rollout.engine=hf, vllm or sglang"
+    yield engine == "served", "a served model reports no routed experts", "rollout.engine=hf, vllm or sglang"
     yield (
         recomputes and engine != "hf",
-        f"under rollout.pause=recompute {engine} would tell the experts of other weights",
+        f"under rollout.pause=recompute {engine} would report the experts of other weights",
         "rollout.pause=keep or abort",
     )
     yield trainer.engine != "fsdp", f"trainer.engine {trainer.engine} does not replay", "trainer.engine=fsdp"
@@ -43,7 +43,7 @@ def _obstacles(config: RunConfig) -> Iterator[tuple[bool, str, str]]:
 
 
 def token_bytes(config: RunConfig) -> int:
-    """About what a token of a response takes in the queue; what is wrong with the model `check_routing_replay` says."""
+    """About what a token of a response takes in the queue. A wrong model is reported by `check_routing_replay`."""
     if not config.rollout.routing_replay:
         return BYTES_PER_TOKEN
     try:

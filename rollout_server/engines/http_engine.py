@@ -49,7 +49,7 @@ from penstock.weight_sync import LoadReport, Manifest, WeightsRefused
 logger = logging.getLogger(__name__)
 HEALTH_S = 15.0
 """A busy machine may keep a sound server from answering for seconds; ending it would cost far more than waiting."""
-RECOMPUTED = "rollout.pause=recompute would tell the experts of other weights than sampled; set it to keep or abort"
+RECOMPUTED = "rollout.pause=recompute would report the experts of other weights than sampled; set it to keep or abort"
 """Rows are kept by position: what is computed again after a swap takes the place of the pass that sampled."""
 QUIET_TURNS = 10
 """Turns of the event loop, each of which polls every socket, without a token: then none is on its way."""
@@ -74,7 +74,7 @@ class HttpEngine(ABC):
         self.model = model
         self.info: EngineInfo | None = None
         self.layers: MixtureLayers | None = None
-        """Of a mixture whose routed experts the server tells."""
+        """Of a mixture whose routed experts the server reports."""
         self.server = self.server_class(config, model, log_dir, seed)
         self.streams = self.server.streams
         self.weights = self.weights_class(config, model, self.server, self.streams)

@@ -85,7 +85,7 @@ class AnswerStream(ABC):
         """`version`: what the server holds now."""
         self._routed = routed
         self._experts: list[str] = []
-        """Blocks of the whole answer, told with the last event."""
+        """Blocks of the whole answer, sent with the last event."""
         self.received = 0
         """Tokens, of the bytes that were taken apart: see `read`."""
         self.received_at = 0.0
@@ -253,13 +253,13 @@ class AnswerStream(ABC):
         self.finish_reason = reason
 
     def _route(self, found: str | None, reason: FinishReason) -> None:
-        """Before `_end`: the routed experts of the whole answer, as the server tells them. Raises `EngineError` for
+        """Before `_end`: the routed experts of the whole answer, as the server sends them. Raises `EngineError` for
         what are none."""
         if self._routed is None:
             return
         if not found:
             if reason != "abort":
-                raise EngineError(f"{self.engine} told no routed experts with the answer", retryable=False)
+                raise EngineError(f"{self.engine} sent no routed experts with the answer", retryable=False)
             return
         try:
             self._experts = [self._routed.block(self._rows(found), self.received)]

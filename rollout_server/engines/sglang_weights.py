@@ -1,4 +1,4 @@
-"""A version on its way into SGLang: a folder with one file that it loads, and the checksums that it must tell then.
+"""A version on its way into SGLang: a folder with one file that it loads, and the checksums that it must report then.
 
 What comes by a broadcast is received by the sidecar, into memory that is the version's file: SGLang's own way of
 receiving (`/update_weights_from_distributed`) would do so in the pause, and leave half a version where a member dies.
@@ -31,7 +31,7 @@ PAUSES = {"keep": "in_place", "recompute": "retract", "abort": "abort"}
 """rollout.pause → SGLang's word."""
 MEMORY_TAGS = ["weights", "kv_cache", "cuda_graph"]
 Fetched = tuple[Path, dict[str, str]]
-"""(a folder that holds the version, the checksums that SGLang must tell after loading it)"""
+"""(a folder that holds the version, the checksums that SGLang must report after loading it)"""
 
 
 class VersionReader:
@@ -138,7 +138,7 @@ def _checksum(tensor: Any) -> str:
 
 
 class SGLangWeights(HttpWeights[Fetched]):
-    """By files, of which some are in memory alone, and by the checksums that SGLang tells afterwards."""
+    """By files, of which some are in memory alone, and by the checksums that SGLang reports afterwards."""
 
     version_path = "/model_info"
 
@@ -201,7 +201,7 @@ class SGLangWeights(HttpWeights[Fetched]):
             return
         for rank, held in enumerate(await self._checksums(all_of_them=bool(expected))):
             if name := first_difference(expected, held):
-                raise EngineError(f"rank {rank} of SGLang holds other values than it was told to load in {name}")
+                raise EngineError(f"rank {rank} of SGLang loaded other values than the version has in {name}")
 
     async def _resume(self) -> None:
         # Its default empties the cache of a GPU, and fails where there is none.

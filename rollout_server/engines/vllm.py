@@ -118,7 +118,7 @@ class VLLMServer(ChildServer):
         if self.config.routing_replay:
             if installation.cpu:
                 raise EngineError(
-                    "rollout.routing_replay: vLLM tells routed experts on GPUs only; rollout.engine hf does on CPUs",
+                    "rollout.routing_replay: vLLM reports routed experts on GPUs only; rollout.engine hf does on CPUs",
                     retryable=False,
                 )
             ours["enable-return-routed-experts"] = True
@@ -433,7 +433,7 @@ class VLLMEngine(HttpEngine):
 
     def _body(self, request: GenerateRequest) -> dict[str, Any]:
         params = sampling_params(request.sampling)
-        if self.layers is not None:  # it tells all that it has unless a start is named
+        if self.layers is not None:  # it sends all rows unless a start is named
             start = request.routed_experts_from
             params["routed_experts_prompt_start"] = len(request.token_ids) - 1 if start is None else start
         return {

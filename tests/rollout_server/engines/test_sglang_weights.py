@@ -80,7 +80,7 @@ async def test_what_each_rank_holds_whole_is_compared_on_each(tmp_path: Path) ->
     server.norms = (5.0, 5.0)
     await weights._verify((tmp_path, {"norm": sha([5.0])}))
     server.norms = (5.0, 1.0)
-    with pytest.raises(EngineError, match="rank 1 of SGLang holds other values than it was told to load in norm"):
+    with pytest.raises(EngineError, match="rank 1 of SGLang loaded other values than the version has in norm"):
         await weights._verify((tmp_path, {"norm": sha([5.0])}))
 
 
