@@ -13,6 +13,7 @@ from .concurrency import WatchedClient as WatchedClient
 from .config import AgentConfig as AgentConfig
 from .config import CaptureConfig as CaptureConfig
 from .config import RewardChoice as RewardChoice
+from .config import SourceConfig as SourceConfig
 from .config import TeacherConfig as TeacherConfig
 from .conversation import Conversation as Conversation
 from .demonstration import BadDemonstration as BadDemonstration
@@ -62,6 +63,8 @@ from .segment import Budget as Budget
 from .segment import MessageDelta as MessageDelta
 from .segment import SegmentBuilder as SegmentBuilder
 from .segment import little_endian as little_endian
+from .sources import services_of as services_of
+from .sources import verify_sources as verify_sources
 from .teachers import PROBE as PROBE
 from .teachers import BadTeacher as BadTeacher
 from .teachers import Teacher as Teacher

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from penstock.common import is_loopback
+from penstock.common import is_loopback, pattern_of
 from penstock.tools.parsers import ParserName
+
+V = TypeVar("V")
+
+
+def entry_of(table: Mapping[str, V], data_source: str) -> V | None:
+    """Of a table by data source or pattern (`my_*`)."""
+    pattern = pattern_of(data_source, table)
+    return None if pattern is None else table[pattern]
 
 
 class RewardChoice(BaseModel):
@@ -67,6 +76,22 @@ class CaptureConfig(BaseModel):
     )
 
 
+class SourceConfig(BaseModel):
+    """What the tasks of one data source have for themselves; what is unset is as for all tasks."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    loop: str | None = Field(None, description="As `agent.loop`; a row's own `agent_name` goes before.")
+    settings: dict[str, Any] | None = Field(None, description="As `agent.settings`, in place of them.")
+    tools: tuple[str, ...] | None = Field(
+        None, description="Which of the recipe's tools its episodes have, by the names that the model calls; []: none."
+    )
+    max_turns: int | None = Field(None, gt=0, description="As `agent.max_turns`.")
+    max_new_tokens: int | None = Field(None, gt=0, description="As `agent.max_new_tokens`.")
+    max_response_tokens: int | None = Field(None, gt=0, description="As `agent.max_response_tokens`.")
+    episode_deadline_s: float | None = Field(None, gt=0, description="As `agent.episode_deadline_s`.")
+
+
 class AgentConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -114,6 +139,10 @@ class AgentConfig(BaseModel):
         " Empty: the loop sets rewards.",
     )
     rewards: RewardsConfig = RewardsConfig()
+    sources: dict[str, SourceConfig] = Field(
+        default_factory=dict,
+        description="Data source or pattern (`my_*`) → loop, tools and limits of its tasks, where they differ.",
+    )
     teachers: dict[str, TeacherConfig] = Field(
         default_factory=dict,
         description="Data source or pattern (`my_*`, `*`) → its teacher; trainer.distill says how it is learned from.",
@@ -133,3 +162,25 @@ class AgentConfig(BaseModel):
                     f" {hosts[teacher.key_variable]}, {host} would get it too; name a variable of its own"
                 )
         return teachers
+
+    def of_source(self, data_source: str) -> AgentConfig:
+        """As the tasks of `data_source` have it."""
+        own = entry_of(self.sources, data_source)
+        if own is None:
+            return self
+        given = {name: getattr(own, name) for name in SourceConfig.model_fields if name != "tools"}
+        return self.model_copy(update={name: value for name, value in given.items() if value is not None})
+
+    def of_sources(self) -> list[AgentConfig]:
+        """As all tasks have it, then as those of each of `sources`."""
+        return [self, *(self.of_source(source) for source in self.sources)]
+
+    @property
+    def loops(self) -> list[str]:
+        """Names of the recipe's loops, each once; rows may name others."""
+        return list(dict.fromkeys(one.loop for one in self.of_sources()))
+
+    @property
+    def most_response_tokens(self) -> int:
+        """`max_response_tokens` of the data source that has most."""
+        return max(one.max_response_tokens for one in self.of_sources())

@@ -26,6 +26,7 @@ from penstock.agent_loops.llm import EpisodeLLM, usual_sampling
 from penstock.agent_loops.merge import as_outputs, check_output, to_trajectory
 from penstock.agent_loops.mismatch import continuity
 from penstock.agent_loops.segment import TRUNCATED_DEADLINE, AgentLoopOutput, last_answer
+from penstock.agent_loops.sources import services_of
 from penstock.agent_loops.tool_runner import ToolBox
 from penstock.agent_loops.tracing import EpisodeSpans, Trace, begin_trace, episode_spans, span, trajectory_facts
 from penstock.common import describe_error
@@ -43,7 +44,7 @@ class Episode:
     """Runs one lease. Single use."""
 
     def __init__(self, services: WorkerServices, lease: Lease) -> None:
-        self._services = services
+        self._services = services_of(services, lease.task.data_source)
         self._lease = lease
         self._journal = EpisodeJournal(services.queue, lease)
         self._trace = Trace()

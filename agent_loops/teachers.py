@@ -20,13 +20,12 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.agent_loops.config import TeacherConfig
+from penstock.agent_loops.config import TeacherConfig, entry_of
 from penstock.agent_loops.errors import AgentError, InfraFailure
 from penstock.agent_loops.tracing import span
 from penstock.common import Backoff, gather_or_cancel, retry
@@ -225,9 +224,7 @@ class Teachers:
 
     def of(self, data_source: str) -> Teacher | None:
         """Exact names before patterns, these in their order; None: it has no teacher."""
-        if data_source in self._teachers:
-            return self._teachers[data_source]
-        return next((one for pattern, one in self._teachers.items() if fnmatchcase(data_source, pattern)), None)
+        return entry_of(self._teachers, data_source)
 
     async def annotate(self, task: Task, trajectory: Trajectory) -> Trajectory:
         """With `teacher_logprobs` in every segment; unchanged without a teacher, and in evaluations.

@@ -26,7 +26,6 @@ from functools import lru_cache, partial
 
 from penstock.agent_loops.base import WorkerServices, find_loop
 from penstock.agent_loops.chat.chat import chat_of
-from penstock.agent_loops.chat.verification import verify_template
 from penstock.agent_loops.concurrency import ADAPT_S, Bounds, Concurrency, WatchedClient
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.episode import Episode
@@ -37,6 +36,7 @@ from penstock.agent_loops.loop_watch import LoopWatch
 from penstock.agent_loops.metrics import WorkerMetrics, WorkerStats
 from penstock.agent_loops.rewards.registry import load_reward, may_need_sandbox
 from penstock.agent_loops.teachers import Teachers
+from penstock.agent_loops.sources import verify_sources
 from penstock.agent_loops.tracing import traced
 from penstock.common import Backoff, cancel_and_wait, frozen_start, uncollected
 from penstock.sandbox import Sandbox, SandboxConfig, SandboxError, make_sandbox
@@ -87,14 +87,15 @@ def build_services(job: WorkerJob, sandbox: Sandbox | None) -> WorkerServices:
     allow_imports_from(run.recipe_dir.resolve())
     tools = make_tools(job.tools, sandbox, partial(load_object, recipe_dir=run.recipe_dir))
     chat = chat_of(run.model, job.config)
-    verified = verify_template(chat, [tool.schema for tool in tools.values()])
+    verified = verify_sources(chat, job.config, tools)
     log.info(
         "chat template verified on %d conversations; %s",
         verified.conversations,
         verified.summary(job.config.thinking_history),
     )
     find = lru_cache(partial(find_loop, recipe_dir=run.recipe_dir))
-    find(job.config.loop)
+    for loop in job.config.loops:
+        find(loop)
     return WorkerServices(
         worker=job.name,
         config=job.config,
@@ -140,11 +141,12 @@ async def run_worker(job: WorkerJob) -> None:
 def _sandbox_of(job: WorkerJob) -> Sandbox | None:
     """Required by tools and some loops; rewards by verl's names may work without, and fail when they must run a
     program."""
-    required = bool(job.tools) or find_loop(job.config.loop, job.run.recipe_dir).needs_sandbox
+    loops = (find_loop(name, job.run.recipe_dir) for name in job.config.loops)
+    required = bool(job.tools) or any(loop.needs_sandbox for loop in loops)
     if not required and not may_need_sandbox(job.config):
         return None
     try:
-        deadline_s = job.config.episode_deadline_s
+        deadline_s = max(one.episode_deadline_s for one in job.config.of_sources())
         sandbox = make_sandbox(job.sandbox, job.name, job.run.token, deadline_s, run=job.run.name)
     except SandboxError as error:
         if required:

@@ -77,6 +77,7 @@ from .registry import import_object as import_object
 from .registry import near_and_known as near_and_known
 from .registry import nearest as nearest
 from .registry import options_of as options_of
+from .registry import pattern_of as pattern_of
 from .tracing import NO_SPAN as NO_SPAN
 from .tracing import NoSpan as NoSpan
 from .tracing import OpenSpan as OpenSpan

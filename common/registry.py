@@ -16,6 +16,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Generic, TypeVar, cast, get_type_hints
 
@@ -177,3 +178,11 @@ def checked_options(what: str, function: Callable[..., object], options: Mapping
         first = error.errors()[0]
         raise BadOptions(f"{what}: setting {first['loc'][0]} is {first['input']!r}: {first['msg']}") from None
     return {name: getattr(made, name) for name in options}
+
+
+def pattern_of(name: str, patterns: Iterable[str]) -> str | None:
+    """The one of `patterns` (`my_*`) that decides about `name`: `name` itself, else the first that fits; None: none."""
+    patterns = list(patterns)
+    if name in patterns:
+        return name
+    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)

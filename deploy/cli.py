@@ -16,6 +16,7 @@ with uncollected():
     from penstock.deploy.commands import compose, config, data, kubernetes, queue, ray, slurm
     from penstock.deploy.commands.bench import bench
     from penstock.deploy.commands.clean import clean
+    from penstock.deploy.commands.curriculum import curriculum
     from penstock.deploy.commands.dashboard import dashboard
     from penstock.deploy.commands.doctor import doctor
     from penstock.deploy.commands.eval import evaluate
@@ -56,6 +57,7 @@ app.command()(clean)
 app.command(name="redis-server")(redis_server)
 app.command(name="ledger", hidden=True)(redis_server)  # the name of 0.1
 app.command()(search_server)
+app.command()(curriculum)
 app.command()(dashboard)
 app.command()(rehearse)
 app.command()(reward_server)

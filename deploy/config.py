@@ -19,7 +19,7 @@ from penstock.datasets.harbor import HARBOR
 from penstock.rollout_server import RolloutConfig
 from penstock.sandbox import SandboxConfig
 from penstock.tools import ToolConfig, read_tools
-from penstock.trainer import SftConfig, TrainerConfig
+from penstock.trainer import CurriculumConfig, SftConfig, TrainerConfig
 from penstock.transfer_queue import TransferQueueConfig
 
 NO_TASKS = "none"
@@ -40,6 +40,11 @@ class DataConfig(BaseModel):
     eval: str | None = Field(None, description="Same for evaluation; None: no evaluation.")
     eval_limit: int = Field(0, ge=0, description="Evaluate on the first rows only; 0 takes all.")
     shuffle: bool = Field(True, description="A new order each epoch, from the seed.")
+    curriculum: CurriculumConfig | None = Field(
+        None,
+        description="Tasks come by the weights of their data sources and by how often they are passed, not epoch after"
+        " epoch; {} takes the defaults (docs/curriculum.md).",
+    )
 
 
 class PlacementConfig(BaseModel):
@@ -260,10 +265,13 @@ def _resolve_paths(tree: dict[str, Any], roots: Sequence[Path]) -> None:
 
 
 def _named_loop(tree: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where `agent.loop` or `agent.settings.env` names a file: a folder `gymnasium` makes no path of that name."""
+    """Where `loop` or `settings.env`, of `agent` or of one of its sources, names a file: a folder `gymnasium` makes no
+    path of that name."""
     agent = tree.get("agent")
-    settings = agent.get("settings") if isinstance(agent, dict) else None
-    places = [(agent, "loop"), (settings, "env")]
+    sources = agent.get("sources") if isinstance(agent, dict) else None
+    holders = [agent, *(sources.values() if isinstance(sources, dict) else ())]
+    places = [(holder, "loop") for holder in holders]
+    places += [(holder.get("settings"), "env") for holder in holders if isinstance(holder, dict)]
     yield from ((one, key) for one, key in places if isinstance(one, dict) and ".py:" in str(one.get(key)))
 
 

@@ -240,6 +240,7 @@ async def train_rank(link: RunConnection) -> None:
         eval_data=config.data.eval,
         eval_limit=config.data.eval_limit,
         shuffle=config.data.shuffle,
+        curriculum=config.data.curriculum,
         weights_dir=weights_dir(config, link.token),
         transport=config.rollout.manifest_transport,
         weights_from_gpus=config.rollout.weight_transport == "nccl",

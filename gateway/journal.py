@@ -176,8 +176,9 @@ class SessionJournal:
 
     def __init__(self, context: GatewayContext, lease: Lease, journal: EpisodeJournal) -> None:
         """`lease.journal`: the entries to restore; further ones are appended to `journal`, which may hold others."""
-        chat = context.chat.for_episode(new_budget(context.config))
-        sampling = usual_sampling(context.config, chat.stop_token_ids, lease)
+        config = context.config.of_source(lease.task.data_source)
+        chat = context.chat.for_episode(new_budget(config))
+        sampling = usual_sampling(config, chat.stop_token_ids, lease)
         self.lease = lease
         self.budget = chat.budget
         self.history = PrefixTree(chat)

@@ -191,7 +191,8 @@ def _add_models(router: APIRouter, find: FindSession, version: Callable[[], int]
 
 # answers -----------------------------------------------------------------------------------------------------------
 def _opened(episode: GatewaySession, url: str, token: str) -> dict[str, Any]:
-    task, config, lease = episode.lease.task, episode.context.config, episode.lease
+    task, lease = episode.lease.task, episode.lease
+    config = episode.context.config.of_source(task.data_source)
     return {
         "episode_id": lease.episode_id,
         "handle": episode.handle,

@@ -217,7 +217,7 @@ class SessionManager:
         self._forget(episode.handle, str(episode.gone))
 
     def _overdue(self, episode: GatewaySession) -> Outcome | None:
-        now, config = time.monotonic(), self.context.config
+        now, config = time.monotonic(), self.context.config.of_source(episode.lease.task.data_source)
         silent_s = now - episode.active_at
         if not episode.in_flight and silent_s > config.capture.idle_s:
             return _agent_failure(f"silent for {silent_s:.0f} s")

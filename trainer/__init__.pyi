@@ -16,6 +16,7 @@ from .checkpoint import RecentBatches as RecentBatches
 from .checks import check_algorithm as check_algorithm
 from .checks import check_job as check_job
 from .config import RANKS_FILE_VARIABLE as RANKS_FILE_VARIABLE
+from .config import EstimatorConfig as EstimatorConfig
 from .config import Layout as Layout
 from .config import LoraConfig as LoraConfig
 from .config import OverlongConfig as OverlongConfig
@@ -23,10 +24,16 @@ from .config import RankPlace as RankPlace
 from .config import StopConfig as StopConfig
 from .config import TrainerConfig as TrainerConfig
 from .config import learning_rate as learning_rate
+from .credit import Estimators as Estimators
 from .credit import TokenScores as TokenScores
 from .credit import episodes_of as episodes_of
 from .credit import overlong_penalties as overlong_penalties
 from .credit import whitened as whitened
+from .curriculum import Curriculum as Curriculum
+from .curriculum import CurriculumConfig as CurriculumConfig
+from .curriculum import CurriculumWeights as CurriculumWeights
+from .curriculum import RoundRobin as RoundRobin
+from .curriculum import RowPool as RowPool
 from .data import DataError as DataError
 from .data import DatasetRow as DatasetRow
 from .data import DataStream as DataStream
@@ -115,6 +122,11 @@ from .source import PayloadsLost as PayloadsLost
 from .stopping import NothingToTrain as NothingToTrain
 from .stopping import Stopping as Stopping
 from .stopping import TrainingDiverged as TrainingDiverged
+from .task_order import WEIGHTS_FILE as WEIGHTS_FILE
+from .task_order import CurriculumTasks as CurriculumTasks
+from .task_order import StreamedTasks as StreamedTasks
+from .task_order import read_weights as read_weights
+from .task_order import write_weights as write_weights
 from .timeline import TIMELINE_FILE as TIMELINE_FILE
 from .timeline import Timeline as Timeline
 from .timeline import Track as Track

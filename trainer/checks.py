@@ -29,6 +29,12 @@ def check_job(job: TrainJob) -> None:
             "transfer_queue.filter_groups is zero_variance and trainer.distill is on: groups of equal rewards would be "
             "filtered although the teacher judges their tokens. Set transfer_queue.filter_groups=none"
         )
+    if job.limits.filter_groups == "zero_variance" and job.curriculum is not None:
+        raise BadJob(
+            "transfer_queue.filter_groups is zero_variance and data.curriculum is on: groups that are filtered never "
+            "say how often their rows are passed. Set transfer_queue.filter_groups=none; easy and hard rows come "
+            "seldom anyway"
+        )
     _check_stop(job)
     for sink in config.sinks:
         SINKS.get(sink)
@@ -73,7 +79,31 @@ def check_algorithm(config: TrainerConfig, group_size: int) -> None:
         FILTERS.bind(config.filter, config.filter_options)
     _check_needs(config, needs_of_advantage(config), group_size)
     _check_loss_needs(config, needs_of(LOSSES.get(config.loss)), group_size)
+    _check_sources(config, group_size)
     _check_settings(config)
+
+
+def _check_sources(config: TrainerConfig, group_size: int) -> None:
+    """A critic, an implicit reward model or a greedy member are of the whole run, so no source can have its own."""
+    from penstock.trainer.advantages import ADVANTAGES, needs_of
+
+    if not config.sources:
+        return
+    names = {"trainer.advantage": (config.advantage, config.advantage_options)}
+    names |= {
+        f"trainer.sources.{source}.advantage": (own.advantage, own.advantage_options)
+        for source, own in config.sources.items()
+    }
+    for key, (name, options) in names.items():
+        ADVANTAGES.bind(name, options)
+        needs = needs_of(ADVANTAGES.get(name))
+        if needs - {"groups"}:
+            raise BadJob(
+                f"{key}={name} needs a critic, an implicit reward model or a greedy member, which tasks of other "
+                "estimators do not have: under trainer.sources choose estimators without, such as grpo, rloo, dr_grpo"
+            )
+        if "groups" in needs and group_size < 2:
+            raise BadJob(f"{key}={name} compares the episodes of one task: set group_size to 2 or more")
 
 
 def _check_needs(config: TrainerConfig, needs: frozenset[str], group_size: int) -> None:

@@ -63,6 +63,15 @@ class DistillConfig(BaseModel):
         return self.in_advantage > 0 or self.in_loss > 0
 
 
+class EstimatorConfig(BaseModel):
+    """The advantage estimator of one data source."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    advantage: str = Field(description="As `trainer.advantage`, but none with a critic or a greedy member.")
+    advantage_options: dict[str, Any] = Field(default_factory=dict, description="Its settings.")
+
+
 class CriticConfig(BaseModel):
     """The value model of `gae`, `turn_gae` and `vapo`, the run's model with a head of one number; the implicit reward
     model of `prime`, the run's model."""
@@ -174,6 +183,10 @@ class TrainerConfig(BaseModel):
     advantage: str = Field("grpo", description="Registered advantage estimator.")
     advantage_options: dict[str, Any] = Field(
         default_factory=dict, description="Settings of the estimator; docs/algorithms.md lists them."
+    )
+    sources: dict[str, EstimatorConfig] = Field(
+        default_factory=dict,
+        description="Data source or pattern (`my_*`) → advantage estimator of its tasks, in place of `advantage`.",
     )
     turn_reward_weight: float = Field(
         0.0, description="Turn rewards count this much beside the episode's reward; 0: not at all."

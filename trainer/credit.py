@@ -21,7 +21,8 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.trainer.advantages import Advantages, Episodes
+from penstock.common import pattern_of
+from penstock.trainer.advantages import ADVANTAGES, Advantages, Episodes
 from penstock.trainer.batch import BadBatch, StepBatch, greedy_baselines
 from penstock.trainer.config import OverlongConfig, TrainerConfig
 from penstock.trainer.metrics import exact_sum
@@ -65,6 +66,29 @@ def episodes_of(batch: StepBatch, config: TrainerConfig, scores: TokenScores) ->
         process_rewards=None if scores.process_rewards is None else scores.process_rewards.double(),
     )
     return replace(episodes, greedy=greedy_baselines(batch, episodes.returns))
+
+
+class Estimators:
+    """The run's estimator, and those that data sources have in its place."""
+
+    def __init__(self, config: TrainerConfig, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._usual = ADVANTAGES.bind(config.advantage, config.advantage_options)
+        self._of_sources = {
+            pattern: ADVANTAGES.bind(own.advantage, own.advantage_options) for pattern, own in config.sources.items()
+        }
+
+    def __call__(self, episodes: Episodes, data_sources: Sequence[str]) -> Advantages:
+        """`data_sources`: of each episode. A collective: every rank calls each estimator, also for no episode."""
+        if not self._of_sources:
+            return whitened(self._usual(episodes), episodes.trained, self._ranks)
+        patterns = [pattern_of(source, self._of_sources) for source in data_sources]
+        tokens = torch.zeros(len(episodes.token_turn), dtype=torch.float64)
+        for pattern, estimate in ((None, self._usual), *self._of_sources.items()):
+            chosen = torch.tensor([one == pattern for one in patterns], dtype=torch.bool)
+            part = episodes.only(chosen)
+            tokens[chosen[episodes.token_episode]] = whitened(estimate(part), part.trained, self._ranks).tokens
+        return Advantages(tokens)
 
 
 def whitened(advantages: Advantages, trained: Tensor, ranks: Ranks) -> Advantages:

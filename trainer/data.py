@@ -6,13 +6,14 @@ little beyond what admission can take, so that rollout never waits for data.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from penstock.transfer_queue import DataCursor, Limits, Status, StepError, Task, TransferQueue
 
@@ -201,34 +202,37 @@ class DataStream:
         return order
 
 
+class TaskOrder(Protocol):
+    """Which training tasks come next, see `task_order`."""
+
+    def begin(self, step: int) -> None:
+        """Before the first task of a trainer that continues with `step`."""
+
+    def next(self, start: DataCursor, count: int) -> tuple[list[Task], DataCursor]:
+        """`count` ≥ 1 tasks from the place `start` on, and the place after them."""
+
+    def observe(self, step: int, rewards: Mapping[str, Sequence[float]]) -> dict[str, float]:
+        """`step` is trained: task id → rewards of its episodes. Returns numbers for the step's metrics."""
+
+
 class Feeder:
-    """Submits training tasks in stream order. Only rank 0 feeds.
+    """Submits training tasks in order. Only rank 0 feeds.
 
     The cursor is the queue's own: tasks that were submitted once stay there over a restart of the trainer, and
     `submit(tasks, cursor)` is a no-op for a place that the queue has passed.
     """
 
-    def __init__(
-        self,
-        queue: TransferQueue,
-        limits: Limits,
-        rows: Sequence[DatasetRow],
-        stream: DataStream,
-        steps: int,
-        *,
-        sampling: Mapping[str, Any] | None = None,
-    ) -> None:
-        """`sampling` is that of every training task."""
+    def __init__(self, queue: TransferQueue, limits: Limits, order: TaskOrder, steps: int) -> None:
         self._queue = queue
         self._limits = limits
-        self._rows = rows
-        self._stream = stream
+        self._order = order
         self._steps = steps
-        self._sampling = sampling
         self.cursor = DataCursor()
         """Place in the data stream after the last submitted task."""
 
-    async def start(self) -> None:
+    async def start(self, step: int = 0) -> None:
+        """`step`: the first that will be trained."""
+        await asyncio.to_thread(self._order.begin, step)
         self.cursor = await self._queue.cursor()
         await self.fill()
 
@@ -236,10 +240,12 @@ class Feeder:
         """Submit what is missing; returns how many groups. Groups that were dropped or died are replaced here."""
         count = missing_groups(await self._queue.status(), self._limits, self._steps)
         if count > 0:
-            places = self._stream.places(self.cursor, count)
-            end = self._stream.after(places[-1])
-            await self._submit([self._task(place) for place in places], end)
+            await self._submit(*self._order.next(self.cursor, count))
         return max(count, 0)
+
+    def observe(self, step: int, rewards: Mapping[str, Sequence[float]]) -> dict[str, float]:
+        """See `TaskOrder.observe`."""
+        return self._order.observe(step, rewards)
 
     async def _submit(self, tasks: Sequence[Task], end: DataCursor) -> None:
         try:
@@ -249,10 +255,6 @@ class Feeder:
             self.cursor = await self._queue.cursor()
         else:
             self.cursor = end
-
-    def _task(self, place: DataCursor) -> Task:
-        row = self._rows[self._stream.row_index(place)]
-        return row.task(task_id=f"train/{place.epoch:04d}/{place.index:08d}", split="train", sampling=self._sampling)
 
 
 def missing_groups(status: Status, limits: Limits, steps: int) -> int:

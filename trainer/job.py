@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.trainer.config import TrainerConfig
+from penstock.trainer.curriculum import CurriculumConfig
 from penstock.trainer.sinks import MetricSink
 from penstock.transfer_queue import Limits, RunContext, TurnSettings
 
@@ -30,6 +31,8 @@ class TrainJob:
     eval_limit: int = 0
     """Evaluate on the first rows only; 0 takes all."""
     shuffle: bool = True
+    curriculum: CurriculumConfig | None = None
+    """None: epoch after epoch, each row once."""
     transport: Literal["shm", "disk", "http", "broadcast"] = "shm"
     weights_host: str = "127.0.0.1"
     """Under ``http`` and ``broadcast``: the address on which rank 0 serves the published files."""

@@ -15,7 +15,7 @@ from penstock.trainer.advantages.prime import outcome_loss
 from penstock.trainer.bad_batch import BadBatches, MinibatchPlace, RankShare
 from penstock.trainer.batch import BadBatch, Row, StepBatch, minibatch_bounds
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.credit import TokenScores, episodes_of, whitened
+from penstock.trainer.credit import Estimators, TokenScores, episodes_of
 from penstock.trainer.distillation import mixed, teacher_gap
 from penstock.trainer.engine import Engine, Update
 from penstock.trainer.filters import FILTERS
@@ -59,7 +59,7 @@ class Learner:
         self._config = config
         self._engine = engine
         self._ranks = ranks
-        self._estimate = ADVANTAGES.bind(config.advantage, config.advantage_options)
+        self._estimators = Estimators(config, ranks)
         self._bad_batches = bad_batches
         self._watch = BadSteps(config.max_bad_steps)
         self._has_implicit = "implicit" in needs_of(ADVANTAGES.get(config.advantage))
@@ -89,7 +89,7 @@ class Learner:
         except BadBatch as error:
             problem = str(error)
         raise_together(self._ranks, problem)
-        advantages = whitened(self._estimate(episodes), episodes.trained, self._ranks)
+        advantages = self._estimators(episodes, [one.data_source for one in batch.trajectories])
         gap = scored.tokens.teacher_gap
         if gap is None:
             gap = torch.zeros(len(advantages.tokens))

@@ -41,6 +41,9 @@ def tally_batch(tally: MetricAccumulator, batch: StepBatch, advantages: Tensor) 
     """What the batch itself says: rewards, lengths, groups without signal, tokens left out. advantages [N]"""
     tally.add("reward", batch.rewards)
     tally.add("reward_squared", batch.rewards**2)
+    for trajectory, reward in zip(batch.trajectories, batch.rewards, strict=True):
+        if trajectory.data_source:
+            tally.add(f"source/{trajectory.data_source}", reward)
     tally.add("advantage_abs", means_by_episode(advantages.abs(), batch).numpy())
     tally.add("response_length", [sum(len(s.response_ids) for s in t.segments) for t in batch.trajectories])
     tally.add("sampled_length", [t.num_sampled for t in batch.trajectories])
@@ -95,6 +98,7 @@ def step_metrics(batch: StepBatch, totals: Totals, updates: Sequence[Update | No
         **{name: totals.counts.get(name, 0) for name in COUNTS},
         **_lengths(totals),
         **{name: number for name, number in totals.counts.items() if name.startswith("outcome/")},
+        **_by_source(totals),
         **{name: totals.mean(name) for name in totals.names("episode/")},
         "faults": _faults(totals),
     }
@@ -110,6 +114,13 @@ def _reward(totals: Totals) -> dict[str, float]:
     mean = totals.mean("reward")
     variance = max(0.0, totals.mean("reward_squared") - mean**2)
     return {"reward": mean, "reward_std": math.sqrt(variance), "advantage_abs": totals.mean("advantage_abs")}
+
+
+def _by_source(totals: Totals) -> dict[str, float]:
+    """Mean reward and episodes of each data source."""
+    names = totals.names("source/")
+    rewards = {f"{name}/reward": totals.mean(name) for name in names}
+    return rewards | {f"{name}/episodes": totals.number(name) for name in names}
 
 
 def _policy(totals: Totals) -> dict[str, float]:

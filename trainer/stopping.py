@@ -20,7 +20,7 @@ from penstock.trainer.config import StopConfig
 from penstock.trainer.job import BadJob
 
 EVALUATION = "eval/"
-SOMETIMES = (EVALUATION, "episode/", "outcome/")
+SOMETIMES = (EVALUATION, "episode/", "outcome/", "source/", "curriculum/")
 """Names that begin so are not in every line."""
 
 

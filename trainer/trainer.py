@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
@@ -18,8 +18,8 @@ from typing import Any, ParamSpec, TypeVar
 from torch import Tensor
 
 from penstock.trainer.bad_batch import BadBatches
-from penstock.trainer.batch import GREEDY_MEMBER, BadBatch, StepBatch
-from penstock.trainer.data import DataStream, Feeder, load_rows
+from penstock.trainer.batch import GREEDY_MEMBER, BadBatch, StepBatch, rewards_by_task
+from penstock.trainer.data import DatasetRow, DataStream, Feeder, TaskOrder, load_rows
 from penstock.trainer.engine import Engine, peak_tflops
 from penstock.trainer.engines import ENGINES
 from penstock.trainer.evaluate import Evaluator
@@ -37,6 +37,7 @@ from penstock.trainer.sinks import SINKS, MetricSink, SinkJob
 from penstock.trainer.sinks.async_sink import AsyncSink
 from penstock.trainer.source import BatchSource
 from penstock.trainer.stopping import Stopping
+from penstock.trainer.task_order import CurriculumTasks, StreamedTasks
 from penstock.trainer.timeline import Timeline, Track
 from penstock.trainer.trainer_devices import TrainerDevices
 from penstock.transfer_queue import DataCursor, QueueError, check_quotas
@@ -158,6 +159,7 @@ class Trainer:
 
     async def record(self, batch: StepBatch, metrics: Mapping[str, Any], advantages: Tensor) -> None:
         """The step is trained: its numbers and times are written, and the next one begins. advantages [N]"""
+        of_order = await self._observe(batch)
         now = time.monotonic()
         wall_s, self.step_began, self.step = now - self.step_began, now, batch.step + 1
         if self.recorder is None:
@@ -176,8 +178,17 @@ class Trainer:
         times |= self._speed(metrics, busy_s)
         by_episode = means_by_episode(advantages, batch)
         with self.timeline.during(Track.STEPS, "record", batch.step):
-            await asyncio.to_thread(self.recorder.step, batch, {**metrics, **times}, by_episode)
+            await asyncio.to_thread(self.recorder.step, batch, {**metrics, **of_order, **times}, by_episode)
         await asyncio.to_thread(self.timeline.write)
+
+    async def _observe(self, batch: StepBatch) -> dict[str, float]:
+        """What the order of tasks learns from the groups of all ranks. A collective under a curriculum."""
+        if self.job.curriculum is None:
+            return {}
+        parts = await self.in_torch(self.ranks.data.gather, rewards_by_task(batch))
+        if self.feeder is None:
+            return {}
+        return self.feeder.observe(batch.step, {task: rewards for part in parts for task, rewards in part.items()})
 
     def _speed(self, metrics: Mapping[str, Any], busy_s: float) -> dict[str, float]:
         """Arithmetic of the update, per second and rank, and as a share of the peak where that is known."""
@@ -251,7 +262,7 @@ class Trainer:
         if self.feeder is not None and self.recorder is not None:
             await self.job.run.queue.commit(self.step)
             await asyncio.to_thread(self.recorder.rewind, self.step)
-            await self.feeder.start()
+            await self.feeder.start(self.step)
         self.step_began = time.monotonic()
 
 
@@ -281,12 +292,23 @@ def first_rank_parts(job: TrainJob, timeline: Timeline) -> tuple[Feeder, Recorde
     except QueueError as error:
         raise BadJob(f"{error} (dataset {job.train_data})") from error
     eval_rows = load_rows(job.eval_data, job.eval_limit) if job.eval_data else []
-    stream = DataStream(len(rows), job.run.seed, job.shuffle)
-    sampling = {"greedy_member": GREEDY_MEMBER} if "greedy" in needs_of_advantage(job.config) else None
-    feeder = Feeder(job.run.queue, job.limits, rows, stream, job.config.steps, sampling=sampling)
+    feeder = Feeder(job.run.queue, job.limits, _order_of(job, rows), job.config.steps)
     stopping, sinks = Stopping(job.config.stop), [*job.watchers, *_sinks(job)]
     recorder = Recorder(job.run_dir, job.run.model, job.config.save_trajectories, stopping, sinks)
     return feeder, recorder, Evaluator(job.run.queue, eval_rows, recorder, timeline, job.config.eval_timeout_s)
+
+
+def _order_of(job: TrainJob, rows: Sequence[DatasetRow]) -> TaskOrder:
+    """Raises `BadJob`."""
+    sampling = {"greedy_member": GREEDY_MEMBER} if "greedy" in needs_of_advantage(job.config) else None
+    if job.curriculum is None:
+        return StreamedTasks(rows, DataStream(len(rows), job.run.seed, job.shuffle), sampling)
+    try:
+        return CurriculumTasks(
+            rows, job.curriculum, job.run_dir, job.run.seed, shuffle=job.shuffle, sampling=sampling
+        )
+    except ValueError as error:
+        raise BadJob(f"data.curriculum: {error}") from error
 
 
 def _sinks(job: TrainJob) -> list[MetricSink]:

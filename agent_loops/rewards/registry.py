@@ -10,14 +10,13 @@ import asyncio
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import xxhash
 
-from penstock.agent_loops.config import AgentConfig, RewardChoice
+from penstock.agent_loops.config import AgentConfig, RewardChoice, entry_of
 from penstock.agent_loops.errors import InfraFailure, LoadError
 from penstock.agent_loops.journal import KeptScore
 from penstock.agent_loops.loader import load_object, nearest
@@ -219,18 +218,13 @@ def _is_number(value: Any) -> bool:
 def choice_for(data_source: str, own: Mapping[str, str | RewardChoice]) -> RewardChoice:
     """The recipe's choice, exact names before patterns, then verl's. Raises `LoadError` for an unknown name."""
     for table in (own, DATA_SOURCES):
-        name = data_source if data_source in table else _matching(data_source, table)
-        if name is not None:
-            found = table[name]
+        found = entry_of(table, data_source)
+        if found is not None:
             return found if isinstance(found, RewardChoice) else RewardChoice(name=found)
     known = (*own, *DATA_SOURCES)
     raise LoadError(
         f"no reward for data_source {data_source!r}{nearest(data_source, known)}; add it to agent.rewards.sources"
     )
-
-
-def _matching(data_source: str, patterns: Iterable[str]) -> str | None:
-    return next((pattern for pattern in patterns if fnmatchcase(data_source, pattern)), None)
 
 
 def make_reward(choice: RewardChoice, recipe_dir: Path, sandbox: Sandbox | None) -> BaseReward:

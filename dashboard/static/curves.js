@@ -24,9 +24,26 @@ export const CHARTS = [
   ["gradient norm", ["grad_norm"]],
 ];
 
+/** Title, what a column's name begins and ends with, settings of the chart: a line for each data source. */
+export const CHARTS_BY_SOURCE = [
+  ["reward by data source", "source/", "/reward"],
+  ["curriculum: pass rate by data source", "curriculum/", "/pass_rate", { low: 0, high: 1 }],
+  ["curriculum: tasks drawn by data source", "curriculum/", "/drawn"],
+  ["curriculum: rows to learn from, by data source", "curriculum/", "/learnable"],
+];
+
 /** Those of the wanted columns that there are. */
 export function columns(wanted, names) {
   return wanted.filter((name) => names.includes(name));
+}
+
+/** Charts by data source: of rewards only where there are several, which the chart of all would repeat. */
+export function bySource(names) {
+  return CHARTS_BY_SOURCE.map(([title, prefix, suffix, options]) => [
+    title,
+    names.filter((name) => name.startsWith(prefix) && name.endsWith(suffix)),
+    options,
+  ]).filter(([, some]) => some.length > 1 || some[0]?.startsWith("curriculum/"));
 }
 
 export async function curves(root, { run, repeat, params, go }) {
@@ -56,7 +73,8 @@ export async function curves(root, { run, repeat, params, go }) {
       fill();
     }
     const picked = params.get("metric");
-    const wanted = [...new Set([...CHARTS.flatMap(([, some]) => columns(some, names)), ...(picked ? [picked] : [])])];
+    const charts = [...CHARTS, ...bySource(names)];
+    const wanted = [...new Set([...charts.flatMap(([, some]) => columns(some, names)), ...(picked ? [picked] : [])])];
     const [{ steps, series }, old, split] = await Promise.all([
       get(of(run, "metrics"), { name: wanted }),
       get(of(run, "staleness")),
@@ -68,14 +86,14 @@ export async function curves(root, { run, repeat, params, go }) {
         columns(some, names).map((name) => ({ name, x: steps, y: series[name] })),
         options,
       );
-    const drawn = CHARTS.map(draw);
+    const drawn = charts.map(draw);
     const bars = stackedBars(
       "staleness of trained tokens, versions",
       old.steps,
       old.ages.map((age) => `${age} old`),
       old.shares,
     );
-    drawn.splice(CHARTS.findIndex(([title]) => title.startsWith("staleness")) + 1, 0, bars);
+    drawn.splice(charts.findIndex(([title]) => title.startsWith("staleness")) + 1, 0, bars);
     grid.replaceChildren(...drawn);
     own.replaceChildren(...(picked ? [draw([picked, [picked]])] : []));
     advice.textContent = `${split.warning} ${split.advice}`.trim();

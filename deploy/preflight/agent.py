@@ -18,6 +18,7 @@ from penstock.deploy.preflight.sandbox import open_sandbox
 from penstock.tools import BaseTool, close_tools, make_tools
 
 if TYPE_CHECKING:
+    from penstock.agent_loops import AgentConfig
     from penstock.sandbox import Sandbox
     from penstock.trainer import DatasetRow
 
@@ -46,14 +47,14 @@ def opened_tools(config: RunConfig) -> Iterator[Mapping[str, BaseTool]]:
 def check_template(config: RunConfig) -> Check | None:
     if not Path(config.model).is_dir():
         return None
-    from penstock.agent_loops import AgentError
-    from penstock.agent_loops.chat import chat_of, verify_template
+    from penstock.agent_loops import AgentError, verify_sources
+    from penstock.agent_loops.chat import chat_of
     from penstock.sandbox import SandboxError
 
     try:
         with opened_tools(config) as tools:
             chat = chat_of(config.model, config.agent)
-            verified = verify_template(chat, [tool.schema for tool in tools.values()])
+            verified = verify_sources(chat, config.agent, tools)
     except (AgentError, SandboxError, OSError, ValueError) as error:
         return Check("chat template", False, config.model, str(error))
     return Check("chat template", True, f"splices exactly, verified on {verified.conversations} conversations")
@@ -64,7 +65,7 @@ def check_loop(config: RunConfig) -> Check | None:
 
     if not config.agent.workers:
         return None  # episodes are leased by somebody else
-    names = [config.agent.loop, *sorted(_named_by_rows(config))]
+    names = list(dict.fromkeys([*config.agent.loops, *sorted(_named_by_rows(config))]))
     for name in names:
         try:
             find_loop(name, Path())
@@ -228,18 +229,25 @@ def check_lengths(config: RunConfig) -> Check:
 
 
 def _longest_response(config: RunConfig) -> int:
-    """Raises `LoadError` where the loop refuses its settings."""
+    """Of any data source. Raises `LoadError` where a loop refuses its settings."""
+    return max(_longest_of(one) for one in config.agent.of_sources())
+
+
+def _longest_of(agent: AgentConfig) -> int:
     from penstock.agent_loops import LoadError, find_loop
 
     try:
-        loop = find_loop(config.agent.loop, Path())
+        loop = find_loop(agent.loop, Path())
     except LoadError:
-        return config.agent.max_response_tokens  # `check_loop` says so
-    return loop.longest_response(config.agent)
+        return agent.max_response_tokens  # `check_loop` says so
+    return loop.longest_response(agent)
 
 
 def _bound(config: RunConfig, longest: int) -> str:
-    return "agent.max_response_tokens" if longest == config.agent.max_response_tokens else "agent.settings"
+    if longest == config.agent.max_response_tokens:
+        return "agent.max_response_tokens"
+    sources = (name for name, own in config.agent.sources.items() if own.max_response_tokens == longest)
+    return next((f"agent.sources.{name}.max_response_tokens" for name in sources), "agent.settings")
 
 
 def check_prompts(config: RunConfig) -> Check | None:

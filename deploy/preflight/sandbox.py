@@ -48,7 +48,7 @@ async def _try(config: RunConfig) -> None:
 
 
 def needs_boxes(config: RunConfig) -> bool:
-    return bool(config.tools) or config.agent.loop == "command" or "code" in rewards_of(config)
+    return bool(config.tools) or "command" in config.agent.loops or "code" in rewards_of(config)
 
 
 def check_sandbox(config: RunConfig) -> Check | None:

@@ -192,7 +192,7 @@ def check_capacity(config: RunConfig) -> Check:
     limits = limits_of(config)
     try:
         check_limits(limits)
-        check_step_bytes(limits, config.agent.max_response_tokens, token_bytes(config))
+        check_step_bytes(limits, config.agent.most_response_tokens, token_bytes(config))
         check_quotas(limits, data_sources(config) if limits.quotas else [])
     except QueueError as error:
         return Check("transfer_queue", False, "no step could be filled or held", str(error))
@@ -233,6 +233,7 @@ def check_training_job(config: RunConfig) -> Check | None:
         weights_dir=Path(),
         train_data=config.data.train,
         eval_data=config.data.eval,
+        curriculum=config.data.curriculum,
         transport=config.rollout.manifest_transport,
         temperature=config.agent.temperature,
     )

@@ -43,6 +43,7 @@ from penstock.deploy.preflight.settings import (
     check_training_job,
     check_versions,
 )
+from penstock.deploy.preflight.sources import check_curriculum, check_sources
 from penstock.deploy.preflight.teachers import check_teachers
 from penstock.deploy.preflight.turns import check_turns
 
@@ -73,6 +74,8 @@ FACTS: tuple[Asked, ...] = (
     check_reward,
     check_sandbox,
     check_data,
+    check_curriculum,
+    check_sources,
     check_loop,
     check_template,
     check_teachers,

@@ -10,22 +10,26 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from trainer_support import make_segment, make_trajectory
+from trainer_support import episodes, make_segment, make_trajectory
 
 from penstock.trainer import (
     BadBatch,
+    BadJob,
+    EstimatorConfig,
+    Estimators,
     ModelLimits,
     OverlongConfig,
     Ranks,
     StepBatch,
     TokenScores,
     TrainerConfig,
+    check_algorithm,
     episodes_of,
     make_step_batch,
     means_by_episode,
     whitened,
 )
-from penstock.trainer.advantages import Advantages
+from penstock.trainer.advantages import ADVANTAGES, Advantages, needs_of
 from penstock.transfer_queue import Batch, Trajectory
 
 pytestmark = pytest.mark.torch
@@ -104,3 +108,51 @@ def test_whitening_is_over_trained_tokens(ranks: Ranks) -> None:
 def test_means_by_episode() -> None:
     batch = batch_of(two_segments(), replace(two_segments(), segments=[]))
     assert means_by_episode(torch.full((22,), 0.5, dtype=torch.float64), batch).tolist() == [0.5, 0.0]
+
+
+SOURCES = ["sums", "sums", "code/a", "sums", "sums", "code/a"]
+OWN = {"code/*": EstimatorConfig(advantage="rloo"), "sums": EstimatorConfig(advantage="reinforce_plus_plus")}
+
+
+def test_each_source_has_the_advantages_of_its_estimator(ranks: Ranks) -> None:
+    """As if the others were not there: groups of the one, and the mean and deviation of the other."""
+    batch = episodes([1.0, 0.0, 1.0, 0.5, 0.0, 0.0], [0, 0, 1, 2, 2, 1], [[1, 2], [1], [2], [3], [1], [1, 1]])
+    found = Estimators(TrainerConfig(sources=OWN), ranks)(batch, SOURCES).tokens
+    code = torch.tensor([source != "sums" for source in SOURCES])
+    at = code[batch.token_episode]
+    assert found[at].tolist() == ADVANTAGES.get("rloo")(batch.only(code)).tokens.tolist() == [1.0, 1.0, -1.0, -1.0]
+    sums = batch.only(~code)
+    white = whitened(ADVANTAGES.get("reinforce_plus_plus")(sums), sums.trained, ranks).tokens
+    assert found[~at].tolist() == white.tolist()
+    assert float(white.mean()) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_sources_that_are_not_named_have_the_usual_estimator(ranks: Ranks) -> None:
+    batch = episodes([1.0, 0.0, 1.0, 0.0], [0, 0, 1, 1])
+    usual = Estimators(TrainerConfig(), ranks)(batch, ["x"] * 4).tokens
+    own = {"y": EstimatorConfig(advantage="rloo")}
+    assert Estimators(TrainerConfig(sources=own), ranks)(batch, ["x"] * 4).tokens.tolist() == usual.tolist()
+
+
+def test_every_estimator_of_a_source_takes_no_episodes() -> None:
+    """A rank may have none of a source, and whitening waits for all ranks."""
+    nothing = episodes([1.0, 0.0], [0, 0]).only(torch.zeros(2, dtype=torch.bool))
+    for name in ADVANTAGES.names():
+        if not needs_of(ADVANTAGES.get(name)) - {"groups"}:
+            assert len(ADVANTAGES.get(name)(nothing).tokens) == 0, name
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sources": {"a": {"advantage": "gae"}}}, r"trainer\.sources\.a\.advantage=gae needs a critic"),
+        ({"advantage": "gae", "sources": {"a": {"advantage": "grpo"}}}, r"trainer\.advantage=gae needs a critic"),
+        ({"sources": {"a": {"advantage": "grp"}}}, "grpo"),
+        ({"sources": {"a": {"advantage": "grpo", "advantage_options": {"gama": 1}}}}, "gama"),
+    ],
+)
+def test_an_estimator_that_a_source_cannot_have_is_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_algorithm(TrainerConfig(**settings), 4)
+    with pytest.raises(BadJob, match="set group_size to 2 or more"):
+        check_algorithm(TrainerConfig(advantage="reinforce_plus_plus", sources={"a": {"advantage": "grpo"}}), 1)

@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 
 from trainer_support import ScriptedQueue, make_trajectory
 
-from penstock.trainer import DatasetRow, DataStream, Feeder, missing_groups
+from penstock.trainer import DatasetRow, DataStream, Feeder, StreamedTasks, missing_groups
 from penstock.transfer_queue import Announcement, Batch, DataCursor, Limits, MemoryTransferQueue, Status
 
 LIMITS = Limits(group_size=4, groups_per_step=8, max_staleness=2)
@@ -40,7 +40,7 @@ async def test_tasks_follow_the_stream_and_a_restart_goes_on_where_the_queue_is(
     rows = make_rows(3)
     queue = ScriptedQueue(limits)
     stream = DataStream(3, seed=1, shuffle=True)
-    feeder = Feeder(queue, limits, rows, stream, steps=5)
+    feeder = Feeder(queue, limits, StreamedTasks(rows, stream), steps=5)
     await feeder.start()
     assert feeder.cursor == DataCursor(1, 1)
     places = stream.places(DataCursor(), 7)
@@ -49,7 +49,7 @@ async def test_tasks_follow_the_stream_and_a_restart_goes_on_where_the_queue_is(
     assert [t.ground_truth for t in queue.queued] == [stream.row_index(place) for place in places[:4]]
     assert await feeder.fill() == 0
     del queue.queued[:3]
-    again = Feeder(queue, limits, rows, stream, steps=5)
+    again = Feeder(queue, limits, StreamedTasks(rows, stream), steps=5)
     await again.start()
     assert [t.task_id for t in queue.queued] == [name(place) for place in places[3:]]
     assert queue.place == again.cursor == DataCursor(2, 1)
@@ -59,7 +59,8 @@ async def test_a_dataset_that_changed_between_restarts_gives_no_name_twice() -> 
     limits = Limits(group_size=2, groups_per_step=2, max_staleness=0)
     queue, names = ScriptedQueue(limits), []
     for count in (6, 3, 9):
-        feeder = Feeder(queue, limits, make_rows(count), DataStream(count, seed=1, shuffle=True), steps=50)
+        order = StreamedTasks(make_rows(count), DataStream(count, seed=1, shuffle=True))
+        feeder = Feeder(queue, limits, order, steps=50)
         await feeder.start()
         names += [t.task_id for t in queue.queued]
         queue.queued.clear()
@@ -77,7 +78,7 @@ async def test_a_source_at_its_quota_does_not_take_the_others_room(quota: int) -
     rows = [DatasetRow([{"role": "user", "content": "?"}], ("even", "odd")[n % 2], n, None, {}) for n in range(100)]
     queue = MemoryTransferQueue()
     await queue.create_run(limits, "")
-    feeder = Feeder(queue, limits, rows, DataStream(100, seed=1, shuffle=True), steps=25)
+    feeder = Feeder(queue, limits, StreamedTasks(rows, DataStream(100, seed=1, shuffle=True)), steps=25)
     await feeder.start()
     for step in range(25):
         await feeder.fill()

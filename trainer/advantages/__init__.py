@@ -71,6 +71,24 @@ class Episodes:
         add_at_last(rewards, self.rewards, self.turn_episode)
         return rewards
 
+    def only(self, chosen: Tensor) -> Episodes:
+        """chosen [E] bool → these episodes alone, with their turns and tokens. Groups keep their numbers."""
+        turns = chosen[self.turn_episode]
+        tokens = turns[self.token_turn]
+        parts = {"values": tokens, "process_rewards": tokens, "greedy": chosen}
+        optional = {name: getattr(self, name) for name in parts}
+        return Episodes(
+            rewards=self.rewards[chosen],
+            group=self.group[chosen],
+            turn_rewards=self.turn_rewards[turns],
+            turn_episode=_renumbered(self.turn_episode[turns], chosen),
+            turn_state=self.turn_state[turns],
+            token_turn=_renumbered(self.token_turn[tokens], turns),
+            token_rewards=self.token_rewards[tokens],
+            trained=self.trained[tokens],
+            **{name: None if found is None else found[parts[name]] for name, found in optional.items()},
+        )
+
     def per_episode(self, advantages: Tensor, *, whiten: bool = False) -> Advantages:
         """[E] → the same advantage for all tokens of an episode"""
         return Advantages(advantages[self.token_episode], whiten=whiten)
@@ -78,6 +96,11 @@ class Episodes:
     def per_turn(self, advantages: Tensor) -> Advantages:
         """[U] → the same advantage for all tokens of a turn"""
         return Advantages(advantages[self.token_turn])
+
+
+def _renumbered(index: Tensor, kept: Tensor) -> Tensor:
+    """index [M] into what `kept` [K] bool leaves of K → [M] into what is left"""
+    return (kept.cumsum(0) - 1)[index]
 
 
 @dataclass(frozen=True, slots=True)

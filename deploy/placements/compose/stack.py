@@ -214,14 +214,14 @@ def _quoted(name: str, value: str) -> str:
 def _check_paths(config: RunConfig, recipe: Path) -> None:
     """What lies on this machine is seen in the containers where it lies in the recipe's folder."""
     root = recipe.parent.resolve()
-    named = {
-        "model": config.model,
-        "data.train": config.data.train,
-        "data.eval": config.data.eval or "",
-        "agent.loop": config.agent.loop,
-        "agent.reward": config.agent.reward,
-    }
-    for key, value in named.items():
+    named = [
+        ("model", config.model),
+        ("data.train", config.data.train),
+        ("data.eval", config.data.eval or ""),
+        *(("agent.loop", loop) for loop in config.agent.loops),
+        ("agent.reward", config.agent.reward),
+    ]
+    for key, value in named:
         path = Path(value.partition(":")[0])
         if path.is_absolute() and path.exists() and root not in path.parents:
             raise ConfigError(

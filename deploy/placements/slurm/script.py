@@ -220,7 +220,7 @@ def _srun_options(config: RunConfig, job: SlurmJob, recipe: Path | None) -> str:
 
 def _mounts(config: RunConfig, job: SlurmJob, recipe: Path | None) -> list[Path]:
     """Folders that the roles read and write, none inside another."""
-    named = [config.model, config.data.train, config.data.eval, config.agent.loop, config.agent.reward]
+    named = [config.model, config.data.train, config.data.eval, *config.agent.loops, config.agent.reward]
     files = [Path(str(name).partition(".py:")[0]) for name in named if str(name).startswith("/")]
     folders = [file if file.is_dir() else file.parent for file in files]
     folders += [Path(config.runs_dir).resolve(), Path.cwd(), *job.mounts]

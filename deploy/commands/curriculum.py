@@ -1,0 +1,131 @@
+"""`penstock curriculum`: which tasks a run draws how often, and other weights while it trains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from penstock.trainer import CurriculumWeights
+
+PREFIX = "curriculum/"
+COLUMNS = ("weight", "drawn", "pass_rate", "new", "learnable", "easy", "hard")
+
+
+def curriculum(
+    run: Annotated[str, typer.Argument(help="A run's folder, or its name in --runs-dir.", metavar="RUN")],
+    source: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=WEIGHT", help="How often a data source comes; may be repeated.")
+    ] = None,
+    pool: Annotated[
+        list[str] | None,
+        typer.Option(metavar="POOL=WEIGHT", help="How often rows of new, learnable, easy or hard come."),
+    ] = None,
+    runs_dir: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = Path("runs"),
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Show a run's curriculum by data source, and change its weights: the trainer takes them with its next tasks.
+
+    Tasks that are in the queue already stay there. Weights that were given here hold for later lives of the run too.
+
+    Examples: penstock curriculum mine
+    penstock curriculum mine --source gsm8k=2 --source code=0.5 --pool easy=0
+    """
+    from penstock.deploy.config import ConfigError
+
+    try:
+        found = _changed(Path(run) if Path(run).is_dir() else runs_dir / run, source or (), pool or ())
+    except (ConfigError, OSError, ValueError) as error:
+        typer.secho(str(error), fg="red", err=True)
+        raise typer.Exit(2) from None
+    if as_json:
+        print(json.dumps(found))
+    else:
+        _show(found)
+
+
+def _changed(root: Path, sources: Sequence[str], pools: Sequence[str]) -> dict[str, Any]:
+    """{"weights", "sources": data source → numbers of its newest step}. Raises `ConfigError`, `OSError`, `ValueError`."""
+    from penstock.dashboard import newest_row
+    from penstock.trainer import write_weights
+
+    weights = _weights_of(root)
+    found = by_source(newest_row(root / "metrics.jsonl") or {})
+    if sources or pools:
+        tree = weights.model_dump()
+        tree["sources"] |= dict(map(_given, sources))
+        tree |= _pools(dict(map(_given, pools)))
+        weights = type(weights).model_validate(tree)
+        if found:
+            weights.check(list(found))
+        write_weights(root, weights)
+    for name, numbers in found.items():
+        numbers["weight"] = weights.of_source(name)
+    return {"weights": weights.model_dump(), "sources": found}
+
+
+def _weights_of(root: Path) -> CurriculumWeights:
+    """Those that were given while it trained, else the recipe's."""
+    import yaml
+
+    from penstock.deploy.config import ConfigError, parse_config
+    from penstock.deploy.run_dir import no_such_run
+    from penstock.trainer import WEIGHTS_FILE, read_weights
+
+    if not (root / "config.yaml").is_file():
+        raise ConfigError(no_such_run(root.parent, root.name))
+    if (root / WEIGHTS_FILE).is_file():
+        return read_weights(root / WEIGHTS_FILE)
+    config = parse_config(yaml.safe_load((root / "config.yaml").read_text()), source=str(root / "config.yaml"))
+    if config.data.curriculum is None:
+        raise ConfigError(f"run {root.name} has no curriculum: set data.curriculum in its recipe")
+    return config.data.curriculum.weights
+
+
+def _given(text: str) -> tuple[str, float]:
+    name, _, weight = text.rpartition("=")
+    try:
+        return name, float(weight)
+    except ValueError:
+        raise ValueError(f"{text!r}: write NAME=WEIGHT, such as gsm8k=2") from None
+
+
+def _pools(given: dict[str, float]) -> dict[str, float]:
+    from penstock.trainer import RowPool
+
+    for name in given:
+        if name not in list(RowPool):
+            raise ValueError(f"--pool {name}: a row is in one of {', '.join(RowPool)}")
+    return given
+
+
+def by_source(row: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """A line of metrics.jsonl → data source → its numbers."""
+    found: dict[str, dict[str, float]] = {}
+    for key, value in row.items():
+        if key.startswith(PREFIX):
+            source, _, name = key.removeprefix(PREFIX).rpartition("/")
+            found.setdefault(source, {})[name] = value
+    return found
+
+
+def _show(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    if not found["sources"]:
+        print("no step is trained yet; weights: " + json.dumps(found["weights"]))
+        return
+    table = Table("data source", *COLUMNS, box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for source, numbers in found["sources"].items():
+        cells = ("" if name not in numbers else f"{numbers[name]:.4g}" for name in COLUMNS)
+        table.add_row(source, *cells)
+    console = Console(highlight=False)
+    console.print(table)
+    pools = {name: weight for name, weight in found["weights"].items() if name != "sources"}
+    console.print("weights of rows: " + ", ".join(f"{name} {weight:g}" for name, weight in pools.items()))

@@ -1,0 +1,59 @@
+"""Tasks of the calculator as collected data has them: few rows, most of which nobody can solve.
+
+    python recipes/curriculum/data.py --out data/curriculum
+
+Writes train.parquet and eval.parquet. Of the rows to train on, three in four have a wrong answer: however good the
+policy is, it never earns anything there, and their groups say nothing. Rows of `calculator/large` and of
+`calculator/everyday` differ in their numbers; the evaluation has rows of both with the right answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+from penstock.datasets import EVERYDAY, LARGE, Row, arithmetic_row, random_expression, write_parquet
+
+PROFILES = {"calculator/large": LARGE, "calculator/everyday": EVERYDAY}
+MISLABELLED = 0.75
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the files")
+    parser.add_argument("--train", type=int, default=128, help="rows to train on, half of each data source")
+    parser.add_argument("--eval", type=int, default=128, help="rows to evaluate on, half of each data source")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    dice, train, evaluation = Random(options.seed), [], []
+    for source, profile in PROFILES.items():
+        expressions: dict[str, None] = {}
+        while len(expressions) < (options.train + options.eval) // 2:
+            expressions[random_expression(dice, profile)] = None
+        drawn = list(expressions)
+        evaluation += rows(drawn[: options.eval // 2], source, "eval")
+        train += mislabelled(rows(drawn[options.eval // 2 :], source, "train"))
+    write_parquet(train, options.out / "train.parquet")
+    write_parquet(evaluation, options.out / "eval.parquet")
+    print(f"{options.out}: {len(train)} rows to train on, {len(evaluation)} to evaluate on")
+
+
+def rows(expressions: Sequence[str], source: str, split: str) -> list[Row]:
+    return [arithmetic_row(text, source, split, index) for index, text in enumerate(expressions)]
+
+
+def mislabelled(given: Sequence[Row]) -> list[Row]:
+    """The same rows; the first of them, `MISLABELLED` of all, with an answer that is 1 too high."""
+    wrong = int(len(given) * MISLABELLED)
+    return [with_answer_off(row) if number < wrong else row for number, row in enumerate(given)]
+
+
+def with_answer_off(row: Row) -> Row:
+    label = row["reward_model"]
+    return {**row, "reward_model": {**label, "ground_truth": repr(float(label["ground_truth"]) + 1)}}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Curricula: which tasks come how often, by data source and by how often their rows are passed.
+
+    draw      source, by its weight ─► pool, by weight × rows in it ─► the row of the pool that was drawn longest ago
+    observe   groups of a trained step ─► pass rate of their rows ─► pool: new, learnable, easy or hard
+
+Pass rate of a row: q, the share of the newest group's episodes that passed, and from the second group on
+p ← (p + q) / 2: what the policy was some versions ago counts ever less. A group of n episodes whose row is passed with
+probability p has a signal with probability 1 − pⁿ − (1 − p)ⁿ, so rows that are always or never passed come seldom, and
+still often enough to be seen leaving their pool.
+
+Both choices are smooth weighted round robin, without chance: of n draws each choice gets its share of n, less than one
+draw off for two choices, and spread evenly.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from penstock.common import pattern_of
+
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class RowPool(StrEnum):
+    """Rows of one data source by their pass rate."""
+
+    NEW = "new"
+    """None of their groups was trained yet."""
+    LEARNABLE = "learnable"
+    EASY = "easy"
+    HARD = "hard"
+
+
+class CurriculumWeights(BaseModel):
+    """What may be changed while a run trains (`penstock curriculum`)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sources: dict[str, Weight] = Field(
+        default_factory=dict,
+        description="Data source or pattern (`my_*`) → how often its tasks come, relative to those of other sources;"
+        " 0: never. Sources that are not named count 1.",
+    )
+    new: Weight = Field(1.0, description="How often a row comes that was not trained yet, relative to other rows.")
+    learnable: Weight = Field(1.0, description="How often a row comes that is sometimes passed.")
+    easy: Weight = Field(0.1, description="How often a row comes that is nearly always passed.")
+    hard: Weight = Field(0.1, description="How often a row comes that is hardly ever passed.")
+
+    def of_source(self, data_source: str) -> float:
+        """Exact names before patterns."""
+        name = pattern_of(data_source, self.sources)
+        return 1.0 if name is None else self.sources[name]
+
+    def of_pool(self, pool: RowPool) -> float:
+        return {RowPool.NEW: self.new, RowPool.LEARNABLE: self.learnable, RowPool.EASY: self.easy, RowPool.HARD: self.hard}[pool]
+
+    def check(self, data_sources: Sequence[str]) -> None:
+        """Raises `ValueError` where nothing could be drawn, or a name is that of no source."""
+        known = sorted(set(data_sources))
+        for name in self.sources:
+            if all(pattern_of(source, [name]) is None for source in known):
+                raise ValueError(f"sources has {name}, the data has {', '.join(known)}")
+        if not any(self.of_source(source) for source in known):
+            raise ValueError(f"the weight of every source is 0: give one of {', '.join(known)} more")
+
+
+class CurriculumConfig(CurriculumWeights):
+    """Which tasks come how often (docs/curriculum.md)."""
+
+    pass_reward: float = Field(1.0, description="An episode with this reward or more has passed.")
+    easy_above: float = Field(0.9, gt=0, le=1, description="From this pass rate on a row is easy.")
+    hard_below: float = Field(0.1, ge=0, lt=1, description="Up to this pass rate a row is hard.")
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> CurriculumConfig:
+        if self.hard_below >= self.easy_above:
+            raise ValueError(
+                f"hard_below is {self.hard_below}, easy_above {self.easy_above}: no row would be learnable; "
+                "hard_below must be the lower one"
+            )
+        return self
+
+    @property
+    def weights(self) -> CurriculumWeights:
+        """The part that may be changed while a run trains."""
+        return CurriculumWeights(**{name: getattr(self, name) for name in CurriculumWeights.model_fields})
+
+
+class RoundRobin:
+    """Smooth weighted round robin: each key in proportion to its weight. Weights may differ from call to call."""
+
+    def __init__(self) -> None:
+        self._credit: dict[str, float] = {}
+
+    def pick(self, weights: Mapping[str, float]) -> str:
+        """One of the keys with a weight above 0, of which there is at least one."""
+        total = sum(weights.values())
+        for key, weight in weights.items():
+            self._credit[key] = self._credit.get(key, 0.0) + weight / total
+        chosen = max((key for key, weight in weights.items() if weight > 0), key=self._credit.__getitem__)
+        self._credit[chosen] -= 1.0
+        return chosen
+
+
+class SourceRows:
+    """The rows of one data source, in pools."""
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        self.pools: dict[RowPool, OrderedDict[int, None]] = {pool: OrderedDict() for pool in RowPool}
+        self.pools[RowPool.NEW] = OrderedDict.fromkeys(rows)
+        self.rates: dict[int, float] = {}
+        """Pass rate by row, of rows that were trained."""
+        self.drawn = 0
+        self._turns = RoundRobin()
+
+    def draw(self, weights: CurriculumWeights) -> int:
+        """Where no row is in a pool with a weight, all rows count alike: a source with a weight never runs dry."""
+        counts = {pool: float(len(rows)) for pool, rows in self.pools.items()}
+        shares = {pool: weights.of_pool(pool) * count for pool, count in counts.items()}
+        rows = self.pools[RowPool(self._turns.pick(shares if any(shares.values()) else counts))]
+        row = next(iter(rows))
+        rows.move_to_end(row)
+        self.drawn += 1
+        return row
+
+    def observe(self, row: int, passed: float, pool: RowPool) -> None:
+        self.rates[row] = passed
+        if row not in self.pools[pool]:
+            for rows in self.pools.values():
+                rows.pop(row, None)
+            self.pools[pool][row] = None
+
+
+class Curriculum:
+    """Draws rows and learns from their groups. Pass rates of rows in flight are those of earlier groups."""
+
+    def __init__(
+        self, data_sources: Sequence[str], config: CurriculumConfig, seed: int, *, shuffle: bool = True
+    ) -> None:
+        """`data_sources`: of each row. Raises `ValueError` where the weights fit no source."""
+        config.check(data_sources)
+        self._config = config
+        self.weights: CurriculumWeights = config.weights
+        self._source_of = data_sources
+        order = list(range(len(data_sources)))
+        if shuffle:
+            random.Random(f"{seed}/curriculum").shuffle(order)
+        by_source: dict[str, list[int]] = {}
+        for row in order:
+            by_source.setdefault(data_sources[row], []).append(row)
+        self._sources = {source: SourceRows(by_source[source]) for source in sorted(by_source)}
+        self._turns = RoundRobin()
+
+    def draw(self) -> int:
+        """The row that comes next."""
+        weights = {source: self.weights.of_source(source) for source in self._sources}
+        return self._sources[self._turns.pick(weights)].draw(self.weights)
+
+    def observe(self, row: int, passed: float) -> None:
+        """`passed`: share of a group's episodes that passed. Rows that the data does not have are left out."""
+        if not 0 <= row < len(self._source_of):
+            return
+        rows = self._sources[self._source_of[row]]
+        rate = (rows.rates[row] + passed) / 2 if row in rows.rates else passed
+        rows.observe(row, rate, self._pool_of(rate))
+
+    def has_passed(self, reward: float) -> bool:
+        return reward >= self._config.pass_reward
+
+    def numbers(self) -> dict[str, float]:
+        """``curriculum/SOURCE/…``: weight, tasks drawn by this trainer process, mean pass rate of trained rows, rows by
+        pool."""
+        found: dict[str, float] = {}
+        for source, rows in self._sources.items():
+            rates = rows.rates.values()
+            own = {"weight": self.weights.of_source(source), "drawn": rows.drawn}
+            own |= {"pass_rate": sum(rates) / len(rates)} if rates else {}
+            own |= {str(pool): len(members) for pool, members in rows.pools.items()}
+            found |= {f"curriculum/{source}/{name}": float(value) for name, value in own.items()}
+        return found
+
+    def _pool_of(self, rate: float) -> RowPool:
+        if rate >= self._config.easy_above:
+            return RowPool.EASY
+        return RowPool.HARD if rate <= self._config.hard_below else RowPool.LEARNABLE
