@@ -35,8 +35,8 @@ from penstock.agent_loops.loader import allow_imports_from, load_object
 from penstock.agent_loops.loop_watch import LoopWatch
 from penstock.agent_loops.metrics import WorkerMetrics, WorkerStats
 from penstock.agent_loops.rewards.registry import load_reward, may_need_sandbox
-from penstock.agent_loops.teachers import Teachers
 from penstock.agent_loops.sources import verify_sources
+from penstock.agent_loops.teachers import Teachers
 from penstock.agent_loops.tracing import traced
 from penstock.common import Backoff, cancel_and_wait, frozen_start, uncollected
 from penstock.sandbox import Sandbox, SandboxConfig, SandboxError, make_sandbox

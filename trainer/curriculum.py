@@ -58,7 +58,8 @@ class CurriculumWeights(BaseModel):
         return 1.0 if name is None else self.sources[name]
 
     def of_pool(self, pool: RowPool) -> float:
-        return {RowPool.NEW: self.new, RowPool.LEARNABLE: self.learnable, RowPool.EASY: self.easy, RowPool.HARD: self.hard}[pool]
+        weight: float = getattr(self, pool)  # a pool's value is the name of its field
+        return weight
 
     def check(self, data_sources: Sequence[str]) -> None:
         """Raises `ValueError` where nothing could be drawn, or a name is that of no source."""

@@ -304,9 +304,7 @@ def _order_of(job: TrainJob, rows: Sequence[DatasetRow]) -> TaskOrder:
     if job.curriculum is None:
         return StreamedTasks(rows, DataStream(len(rows), job.run.seed, job.shuffle), sampling)
     try:
-        return CurriculumTasks(
-            rows, job.curriculum, job.run_dir, job.run.seed, shuffle=job.shuffle, sampling=sampling
-        )
+        return CurriculumTasks(rows, job.curriculum, job.run_dir, job.run.seed, shuffle=job.shuffle, sampling=sampling)
     except ValueError as error:
         raise BadJob(f"data.curriculum: {error}") from error
 

@@ -50,7 +50,10 @@ def curriculum(
 
 
 def _changed(root: Path, sources: Sequence[str], pools: Sequence[str]) -> dict[str, Any]:
-    """{"weights", "sources": data source → numbers of its newest step}. Raises `ConfigError`, `OSError`, `ValueError`."""
+    """{"weights", "sources": data source → numbers of its newest step}.
+
+    Raises `ConfigError`, `OSError`, `ValueError`.
+    """
     from penstock.dashboard import newest_row
     from penstock.trainer import write_weights
 

@@ -21,7 +21,11 @@ CONFIG = AgentConfig(
 
 @pytest.mark.parametrize(
     ("source", "loop", "turns", "tokens", "deadline_s"),
-    [("sums", "single_turn", 3, 8, 120.0), ("products", "tool_agent", 7, 256, 30.0), ("x", "tool_agent", 3, 256, 120.0)],
+    [
+        ("sums", "single_turn", 3, 8, 120.0),
+        ("products", "tool_agent", 7, 256, 30.0),
+        ("x", "tool_agent", 3, 256, 120.0),
+    ],
 )
 def test_a_source_has_its_own_where_it_is_set(
     source: str, loop: str, turns: int, tokens: int, deadline_s: float

@@ -180,7 +180,9 @@ def tasks_begun(folder: Path, step: int) -> CurriculumTasks:
 
 
 def make_rows(count: int) -> list[DatasetRow]:
-    return [DatasetRow([{"role": "user", "content": str(n)}], ("even", "odd")[n % 2], n, None, {}) for n in range(count)]
+    return [
+        DatasetRow([{"role": "user", "content": str(n)}], ("even", "odd")[n % 2], n, None, {}) for n in range(count)
+    ]
 
 
 def lines(folder: Path) -> list[str]:
