@@ -109,6 +109,8 @@ class WorkerServices:
     teachers: Teachers | None = None
     routing_replay: bool = False
     """As `RunContext.routing_replay`."""
+    max_model_len: int = 0
+    """As `RunContext.max_model_len`."""
     mismatches: Mismatches = field(default_factory=Mismatches)
     on_span: OnSpan | None = None
     """Called with each span of each episode when it ends."""

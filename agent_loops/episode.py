@@ -156,7 +156,7 @@ class Episode:
 
     def _equip(self, loop: AgentLoopBase) -> tuple[EpisodeLLM, ToolBox]:
         services, lease = self._services, self._lease
-        loop.chat = services.chat.for_episode(new_budget(services.config))
+        loop.chat = services.chat.for_episode(new_budget(services.config, services.max_model_len))
         sampling = usual_sampling(services.config, services.chat.stop_token_ids, lease)
         with_routes = services.routing_replay and lease.task.split == "train"
         loop.llm = EpisodeLLM(

@@ -112,6 +112,8 @@ class Budget:
     """Model calls."""
     max_response_tokens: int
     """Sampled and observed tokens together."""
+    window: int = 0
+    """Tokens of one segment, prompt included: what the engine's context holds. 0: not known."""
     turns: int = 0
     response_tokens: int = 0
 
@@ -240,21 +242,22 @@ class SegmentBuilder:
     def observe(self, delta: MessageDelta | Sequence[int]) -> bool:
         """Appends ids that the model reads but did not write (mask 0).
 
-        A closing token that the model already sampled is not repeated. If no room would be left for an answer, nothing
-        is appended, the segment is done and False is returned.
+        A closing token that the model already sampled is not repeated. If no room would be left for an answer, in the
+        budget or in the window, nothing is appended, the segment is done and False is returned.
         """
         if not isinstance(delta, MessageDelta):
             delta = MessageDelta(delta)
         ids = self._without_repeated_stop(delta.ids)
-        if not self._has_room(len(ids)):
+        if not self._has_room(len(ids), self.context_len):
             return False
         self.append_fed(ids)
         self.images.extend(delta.images)
         return True
 
-    def make_room(self, count: int) -> bool:
-        """Draws on the budget for the new prompt ids of the segment that replaces this one. False: as `observe`."""
-        if self.done or not self._has_room(count):
+    def make_room(self, count: int, prompt_len: int) -> bool:
+        """Draws on the budget for `count` new ids in the prompt of the segment that replaces this one. False: as
+        `observe`."""
+        if self.done or not self._has_room(count, prompt_len - count):
             return False
         self.budget.response_tokens += count
         return True
@@ -294,9 +297,14 @@ class SegmentBuilder:
         )
 
     # helpers -------------------------------------------------------------------------------------------------------
-    def _has_room(self, count: int) -> bool:
-        """Whether `count` ids and an answer fit; otherwise the segment is done."""
-        if count < self.budget.tokens_left:
+    def _has_room(self, count: int, before: int) -> bool:
+        """Whether `count` ids behind `before` and an answer fit; otherwise the segment is done.
+
+        A context that outgrows the window is the policy's doing: refused by the engine, it would be a failure of the
+        infrastructure, and the episode a dead letter.
+        """
+        window = self.budget.window
+        if count < self.budget.tokens_left and (not window or before + count < window):
             return True
         self._out_of_room = True
         return False

@@ -111,6 +111,7 @@ def build_services(job: WorkerJob, sandbox: Sandbox | None) -> WorkerServices:
         recipe_dir=run.recipe_dir,
         teachers=Teachers(job.config.teachers) if job.config.teachers else None,
         routing_replay=run.routing_replay,
+        max_model_len=run.max_model_len,
     )
 
 

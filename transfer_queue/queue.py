@@ -299,3 +299,5 @@ class RunContext:
     """A lease that is not renewed for this long is lost."""
     routing_replay: bool = False
     """Engines record which experts read each token, and the trainer replays them."""
+    max_model_len: int = 0
+    """Tokens that an engine's context holds; 0: not known."""

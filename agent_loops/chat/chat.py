@@ -99,8 +99,9 @@ class ChatTokens:
         new = [self._as_message(reply), *self.rendering.with_ids(messages, calls)]
         if self._drops_thought(segment, messages):
             said, cost = [*segment.said, *new], len(self.rendering.delta(messages, segment.tools, calls))
-            if segment.make_room(cost):
-                return self._begin(self.rendering.prompt_anew(key_of(said, segment.tools)), said, segment.tools)
+            prompt = self.rendering.prompt_anew(key_of(said, segment.tools))
+            if segment.make_room(cost, len(prompt)):
+                return self._begin(prompt, said, segment.tools)
         segment.observe(self.render(messages, segment.tools, calls))
         segment.remember(new)
         return segment
@@ -201,6 +202,6 @@ def tool_messages(results: Sequence[ToolResult]) -> list[Message]:
     return [{"role": "tool", "content": with_images(result.text, result.images)} for result in results]
 
 
-def new_budget(config: AgentConfig) -> Budget:
+def new_budget(config: AgentConfig, window: int = 0) -> Budget:
     """A fresh episode's budget."""
-    return Budget(max_turns=config.max_turns, max_response_tokens=config.max_response_tokens)
+    return Budget(config.max_turns, config.max_response_tokens, window)

@@ -112,7 +112,7 @@ class MultiAgentLoop(AgentLoopBase):
         left = self.chat.budget
         count = min(wanted, self.settings.max_helpers, max(0, left.turns_left - 1), left.tokens_left // 2)
         turns = min(self.settings.helper_turns, (left.turns_left - 1) // max(count, 1))
-        return [Budget(turns, left.tokens_left // 2 // count) for _ in range(count)]
+        return [Budget(turns, left.tokens_left // 2 // count, left.window) for _ in range(count)]
 
     def _spend(self, shares: Sequence[Budget]) -> None:
         self.chat.budget.turns += sum(share.turns for share in shares)

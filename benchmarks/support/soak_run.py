@@ -118,10 +118,10 @@ class SoakRun:
         return True
 
     def stop(self) -> None:
-        """As Ctrl-C does."""
+        """As Ctrl-C does; by SIGTERM, since SIGINT is ignored below `nohup` until the run has set its own handler."""
         assert self._process is not None
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
+            self._process.send_signal(signal.SIGTERM)
             self._process.wait(STOP_TIMEOUT_S)
 
     def finish(self, timeout_s: float) -> dict[str, Any]:

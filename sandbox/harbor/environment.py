@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from penstock.common import Backoff, retry
 from penstock.sandbox.harbor.packing import packed
 from penstock.sandbox.harbor.task import HarborTask, HarborTaskError, resolved
 from penstock.sandbox.protocol import (
@@ -30,6 +31,7 @@ from penstock.sandbox.session import put_folder
 SET_UP_S = 120.0
 """The entry point of an image; making folders takes no time."""
 HOUSEKEEPING_S = 60.0
+WHILE_FULL, WAITS_WHILE_FULL = Backoff(0.5, 4.0), 6
 LONGEST_S = 3600.0
 """Of a solution, where the task gives its agent no time limit."""
 MAX_REWARD_BYTES = 1 << 20
@@ -168,7 +170,10 @@ class HarborEnvironment:
         """
         started = time.monotonic()
         try:
-            _, life = await _located(self.session, self.task)
+            # What the agent left running may hold every process that the box may have, for some seconds yet.
+            _, life = await retry(
+                lambda: _located(self.session, self.task), WHILE_FULL, retries=WAITS_WHILE_FULL, on=HarborTaskError
+            )
         except HarborTaskError as error:
             return HarborGrade(cause=str(error))
         if life != self._life:

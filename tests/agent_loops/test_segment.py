@@ -92,6 +92,16 @@ def test_segment_observe_refuses_without_room():
     assert segment.output().outcome == TRUNCATED_LENGTH
 
 
+def test_observe_refuses_what_outgrows_the_window():
+    """An answer needs a token: the engine would refuse a context that fills its window."""
+    for fed, fits in ((4, True), (5, False)):
+        segment = SegmentBuilder([1, 2, 3], Budget(5, 1000, window=10), {STOP})
+        sample(segment, [7, STOP])
+        assert segment.observe([9] * fed) is fits
+        assert segment.done is not fits
+        assert (segment.context_len, segment.output().outcome == TRUNCATED_LENGTH) == (5 + fed * fits, True)
+
+
 def test_segments_of_one_episode_share_its_budget():
     budget = Budget(2, 100)
     first, second = SegmentBuilder([1], budget), SegmentBuilder([2], budget)

@@ -27,7 +27,7 @@ LISTENS = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.ge
 @pytest.mark.torch
 @pytest.mark.timeout(2700)
 async def test_the_soak(measure: Measure) -> None:
-    measured = await measure("soak", PENSTOCK_SOAK_MINUTES="2")
+    measured = await measure("soak", PENSTOCK_SOAK_MINUTES="1")
     figures = measured["figures"]
     assert [figures[name] for name in ("lost", "trained_twice", "token_mismatches")] == [0, 0, 0]
     assert (figures["left_behind"], figures["ended_by_itself"]) == ([], [])

@@ -1,6 +1,6 @@
 """Random kill -9 of engines and rollout servers under load, with weights changing: no answer is lost or wrong.
 
-PENSTOCK_KILLS says how many (20 by default, 100 promised). Servers, their engines and the queue are real processes;
+PENSTOCK_KILLS says how many (12 by default, 100 promised). Servers, their engines and the queue are real processes;
 a killed sidecar is started again by the test, as `penstock run` would, an engine by its sidecar. Afterwards:
 
 - every answer arrived whole,
@@ -45,7 +45,7 @@ from penstock.rollout_server import (
 from penstock.transfer_queue import Announcement, Batch, Limits, RedisServer, RedisTransferQueue, TransferQueueConfig
 
 pytestmark = [pytest.mark.crash, pytest.mark.redis, pytest.mark.timeout(1800)]
-KILLS = int(os.environ.get("PENSTOCK_KILLS", "20"))
+KILLS = int(os.environ.get("PENSTOCK_KILLS", "12"))
 PASSWORD = "a-test-password"
 SERVERS = 3
 CLIENTS = 24

@@ -36,7 +36,7 @@ from penstock.weight_sync import (
 )
 
 pytestmark = pytest.mark.torch
-KILLS = int(os.environ.get("PENSTOCK_KILLS", "50"))
+KILLS = int(os.environ.get("PENSTOCK_KILLS", "12"))
 
 
 @pytest.fixture

@@ -32,11 +32,11 @@ def saying(chat_for) -> Callable[..., FakeClient]:
 def run_loop(queue_of, tasks_of, parts_of):
     """(outcome, trajectory) of one episode; `queue` given again: the next worker's lease of it."""
 
-    async def go(loop, client, tool=None, queue=None, settings=None, chat=None, messages=None, **fields):
+    async def go(loop, client, tool=None, queue=None, settings=None, chat=None, messages=None, window=0, **fields):
         queue = queue or queue_of(tasks_of())
         config = {"max_turns": 12, "max_response_tokens": 6000, "max_new_tokens": 1000, "settings": settings or {}}
         parts = parts_of(queue, client, tool, config=AgentConfig(**{**config, **fields}))
-        parts = dataclasses.replace(parts, find_loop=lambda name: loop, chat=chat or parts.chat)
+        parts = dataclasses.replace(parts, find_loop=lambda name: loop, chat=chat or parts.chat, max_model_len=window)
         (task,) = tasks_of()
         task = dataclasses.replace(task, messages=messages or task.messages)
         outcome = await Episode(parts, queue.lease(task)).run()

@@ -128,3 +128,17 @@ async def test_a_wrong_setting_is_named(run_loop, saying, calculator):
     outcome, _ = await run_loop(CompactionLoop, saying(plays), calculator, settings={"compact_at": 0})
     assert outcome.kind is OutcomeKind.INFRA_ERROR
     assert "agent.settings.compact_at of CompactionLoop" in outcome.reason
+
+
+async def test_results_that_outgrow_the_window_end_the_episode(run_loop, saying, calculator):
+    """Every segment is within the window, although the budget of all of them is larger than it."""
+
+    async def execute(state, arguments):
+        return ToolResult("7 " * (400 if arguments["expression"].startswith("1") else 1))
+
+    calculator.execute = execute
+    client = saying(plays)
+    outcome, trajectory = await run_loop(CompactionLoop, client, calculator, settings=EACH_TURN, window=500)
+    assert (outcome.kind, outcome.reason) == (OutcomeKind.TRUNCATED, "length")
+    assert max(len(request.token_ids) for request in client.requests) < 500
+    assert [segment.num_turns for segment in trajectory.segments] == [2, 1]
