@@ -18,12 +18,13 @@ import random
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from penstock.common import pattern_of
 
+K = TypeVar("K", bound=str)
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -93,13 +94,13 @@ class CurriculumConfig(CurriculumWeights):
         return CurriculumWeights(**{name: getattr(self, name) for name in CurriculumWeights.model_fields})
 
 
-class RoundRobin:
+class RoundRobin(Generic[K]):
     """Smooth weighted round robin: each key in proportion to its weight. Weights may differ from call to call."""
 
     def __init__(self) -> None:
-        self._credit: dict[str, float] = {}
+        self._credit: dict[K, float] = {}
 
-    def pick(self, weights: Mapping[str, float]) -> str:
+    def pick(self, weights: Mapping[K, float]) -> K:
         """One of the keys with a weight above 0, of which there is at least one."""
         total = sum(weights.values())
         for key, weight in weights.items():
@@ -118,13 +119,13 @@ class SourceRows:
         self.rates: dict[int, float] = {}
         """Pass rate by row, of rows that were trained."""
         self.drawn = 0
-        self._turns = RoundRobin()
+        self._turns: RoundRobin[RowPool] = RoundRobin()
 
     def draw(self, weights: CurriculumWeights) -> int:
         """Where no row is in a pool with a weight, all rows count alike: a source with a weight never runs dry."""
         counts = {pool: float(len(rows)) for pool, rows in self.pools.items()}
         shares = {pool: weights.of_pool(pool) * count for pool, count in counts.items()}
-        rows = self.pools[RowPool(self._turns.pick(shares if any(shares.values()) else counts))]
+        rows = self.pools[self._turns.pick(shares if any(shares.values()) else counts)]
         row = next(iter(rows))
         rows.move_to_end(row)
         self.drawn += 1
@@ -156,7 +157,7 @@ class Curriculum:
         for row in order:
             by_source.setdefault(data_sources[row], []).append(row)
         self._sources = {source: SourceRows(by_source[source]) for source in sorted(by_source)}
-        self._turns = RoundRobin()
+        self._turns: RoundRobin[str] = RoundRobin()
 
     def draw(self) -> int:
         """The row that comes next."""
