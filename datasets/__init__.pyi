@@ -23,5 +23,6 @@ from .hub import dataset_file as dataset_file
 from .hub import field as field
 from .hub import parquet_rows as parquet_rows
 from .rows import Row as Row
+from .rows import arithmetic_row as arithmetic_row
 from .rows import question as question
 from .rows import write_parquet as write_parquet

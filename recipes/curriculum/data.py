@@ -17,7 +17,7 @@ from random import Random
 from penstock.datasets import EVERYDAY, LARGE, Row, arithmetic_row, random_expression, write_parquet
 
 PROFILES = {"calculator/large": LARGE, "calculator/everyday": EVERYDAY}
-MISLABELLED = 0.75
+MISLABELLED = 0.9375
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
