@@ -2,8 +2,8 @@
 
     python recipes/curriculum/data.py --out data/curriculum
 
-Writes train.parquet and eval.parquet. Of the rows to train on, three in four have a wrong answer: however good the
-policy is, it never earns anything there, and their groups say nothing. Rows of `calculator/large` and of
+Writes train.parquet and eval.parquet. Of the rows to train on, fifteen in sixteen have a wrong answer: however
+good the policy is, it never earns anything there, and their groups say nothing. Rows of `calculator/large` and of
 `calculator/everyday` differ in their numbers; the evaluation has rows of both with the right answers.
 """
 
