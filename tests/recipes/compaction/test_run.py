@@ -22,8 +22,7 @@ def test_summaries_learn_to_keep_what_the_answer_needs(start_run, tmp_path: Path
     script("compaction/data.py").main(["--out", str(tmp_path)])
     recipe, model = RECIPES / "compaction/cpu.yaml", tmp_path / "model"
     shown = (f"sft.messages={tmp_path / 'conversations.jsonl'}", f"model={RECIPES / 'calculator/model'}")
-    shown = (*shown, f"sft.out={model}", "sft.steps=120")
-    command = [sys.executable, "-m", "penstock.deploy.cli", "sft", str(recipe), *shown]
+    command = [sys.executable, "-m", "penstock.deploy.cli", "sft", str(recipe), *shown, f"sft.out={model}"]
     subprocess.run([*command, f"runs_dir={tmp_path / 'sft'}"], check=True, timeout=900)
 
     data = (f"data.train={tmp_path / 'train.parquet'}", "data.eval=null", f"model={model}")
