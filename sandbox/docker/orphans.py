@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,8 +60,8 @@ async def clear_away(client: Docker, owner: str | None) -> Cleared:
     for container in containers:
         await remove(client, container.id)
     images = await snapshot_images(client, whose)
-    abandoned = [listed["Id"] for listed in images if image_is_abandoned(listed, time.time())]
-    return Cleared(len(containers), await remove_images(client, abandoned))
+    abandoned = {listed["Id"] for listed in images if image_is_abandoned(listed, time.time())}
+    return Cleared(len(containers), await remove_images(client, images, abandoned))
 
 
 async def clear_away_dead_processes() -> Cleared:
@@ -73,21 +74,25 @@ async def clear_away_dead_processes() -> Cleared:
 
 
 async def snapshot_images(client: Docker, label: str) -> list[dict[str, Any]]:
-    """The engine's entries of images that boxes were copied into and that have `label`, the newest first."""
+    """The engine's entries of images that boxes were copied into and that have `label`."""
     async with calling("looking for images of snapshots"):
         found = await client.images.list(filters={"label": [SNAPSHOT, label]}, all="true")
-    return sorted(found, key=lambda listed: listed["Created"], reverse=True)
+    return list(found)
 
 
-async def remove_images(client: Docker, image_ids: list[str]) -> int:
-    """As far as no box and no further image is made of them; returns how many. Raises `SandboxError`."""
-    left = image_ids
-    while left:
-        kept = [image_id for image_id in left if not await _removed(client, image_id)]
-        if len(kept) == len(left):  # an image goes after those that are made of it
-            break
-        left = kept
-    return len(image_ids) - len(left)
+async def remove_images(client: Docker, listed: list[dict[str, Any]], image_ids: Collection[str]) -> int:
+    """Those of `listed` with `image_ids`, as far as no box and no other image is made of them; returns how many.
+
+    Raises `SandboxError`.
+    """
+    left = listed
+    while True:
+        parents = {image.get("ParentId") for image in left}  # an image goes after those that are made of it
+        tried = [image["Id"] for image in left if image["Id"] in image_ids and image["Id"] not in parents]
+        removed = {image_id for image_id in tried if await _removed(client, image_id)}
+        left = [image for image in left if image["Id"] not in removed]
+        if not removed:
+            return len(listed) - len(left)
 
 
 async def _removed(client: Docker, image_id: str) -> bool:

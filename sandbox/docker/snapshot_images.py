@@ -102,8 +102,8 @@ class SnapshotImages:
             async with self._sweeping:
                 found = await snapshot_images(self._connected(), f"{MAKER}={self._maker}")
                 names = {listed["Id"]: _name(listed["Labels"][SNAPSHOT]) for listed in found}
-                unwanted = [made for made, name in names.items() if name not in in_use and not self.is_wanted(name)]
-                await remove_images(self._connected(), unwanted)
+                unwanted = {made for made, name in names.items() if name not in in_use and not self.is_wanted(name)}
+                await remove_images(self._connected(), found, unwanted)
         except SandboxError as error:
             logger.warning("sandbox: images of snapshots are removed later: %s", error)
 

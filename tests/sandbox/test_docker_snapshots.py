@@ -153,6 +153,7 @@ async def test_chain_of_copies_ends_by_name(boxes: DockerSandbox) -> None:
 
     async def deepen() -> None:
         while len(sessions) < 200:
+            await shell(sessions[-1], "date +%N > /etc/changed")  # a copy of nothing new has no layer
             snapshot = await boxes.snapshot(sessions[-1])
             sessions.append(await boxes.fork(snapshot, f"branch {len(sessions)}"))
             await boxes.forget(snapshot)
