@@ -26,8 +26,9 @@ from penstock.sandbox.cgroups import CgroupMaker, open_cgroups
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.inside import memory
 from penstock.sandbox.limited import QUEUE_TIMEOUT_S, DriverSandbox, SessionSlot, shared_folders
-from penstock.sandbox.protocol import OWN_FOLDERS, BoxNeeds, SandboxError, UnmetNeeds
+from penstock.sandbox.protocol import OWN_FOLDERS, BoxNeeds, SandboxError, Session, UnmetNeeds
 from penstock.sandbox.seccomp import build_filter
+from penstock.sandbox.snapshots import TMP, BoxCopy, copy_folders
 from penstock.sandbox.zygote import ForkedBox, Zygote, ZygoteCommand, why_no_zygote
 
 logger = logging.getLogger(__name__)
@@ -105,9 +106,9 @@ class BwrapSandbox(DriverSandbox):
                     f" {getattr(self.config, setting):g}: raise it"
                 )
 
-    async def _image_of(self, slot: SessionSlot) -> str | None:
+    async def _copy(self, session: Session, slot: SessionSlot) -> BoxCopy:
         """The folders of a root of its own are parts of /tmp."""
-        return slot.image
+        return BoxCopy(await copy_folders(session, [TMP]), slot.image, slot.needs)
 
     async def close(self) -> None:
         await super().close()

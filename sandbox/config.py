@@ -91,18 +91,19 @@ class ManagedConfig(BaseModel):
 class SandboxConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    backend: Literal["bwrap", "docker", "remote", "daytona", "e2b", "kubernetes", "unsafe_subprocess"] = Field(
+    backend: Literal["bwrap", "docker", "remote", "daytona", "e2b", "kubernetes", "modal", "unsafe_subprocess"] = Field(
         "bwrap", description="Where tool code runs. Never falls back to a weaker one by itself."
     )
     url: str | None = Field(None, description="Of a `penstock sandbox` server; needed by backend remote.")
     image: str = Field(
         "python:3.12-slim",
-        description="Image of a box, unless a session names its own: docker, daytona, kubernetes; of e2b a template.",
+        description="Image of a box, unless a session names its own: docker, daytona, kubernetes,"
+        " modal; of e2b a template.",
     )
     runtime: str | None = Field(
         None,
         description="Backend docker: OCI runtime by the engine's name for it, as `runsc` (gVisor); kubernetes: a"
-        " RuntimeClass. None: the default.",
+        " RuntimeClass; modal: `gvisor` or `vm`. None: the default.",
     )
     memory_mb: int = Field(256, gt=0, description="Memory of one box, all its processes and /tmp together.")
     memory_unbounded: bool = Field(
@@ -125,6 +126,12 @@ class SandboxConfig(BaseModel):
         description="Folders of this machine that every box sees, read-only: path in the box, as /agents → path here.",
     )
     max_boxes: int = Field(64, gt=0, description="Boxes open at once; further sessions wait.")
+    snapshot_mb: int = Field(
+        4096,
+        gt=0,
+        description="What the snapshots of one process may hold together: copied folders, and what docker's boxes with"
+        " an own root wrote.",
+    )
     on_lost: Literal["replay", "restart"] = Field(
         "replay", description="A resumed episode whose box is gone: run its tool calls again, or the whole episode."
     )

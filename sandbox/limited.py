@@ -27,7 +27,7 @@ from penstock.sandbox.protocol import (
     UnmetNeeds,
 )
 from penstock.sandbox.session import DriverSession
-from penstock.sandbox.snapshots import SnapshotStore, copy_files, fork_from
+from penstock.sandbox.snapshots import TMP, BoxCopy, SnapshotStore, copy_folders, fork_from
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class LimitedSandbox(ABC):
         self.queue_timeout_s = queue_timeout_s
         self._sessions: dict[str, Session] = {}
         self._asked: dict[str, SessionSlot] = {}
-        self._snapshots = SnapshotStore()
+        self._snapshots = SnapshotStore(config.snapshot_mb)
         self._starts = asyncio.Semaphore(STARTS_AT_ONCE)
         self._slots: asyncio.Queue[int] = asyncio.Queue()
         for slot in range(config.max_boxes):
@@ -145,12 +145,13 @@ class LimitedSandbox(ABC):
             self._asked.pop(slot.session_id, None)
             self._slots.put_nowait(slot.slot)
 
+        self._asked[slot.session_id] = slot  # from here on, so that the image it starts from stays
         try:
             session = await self._open(slot, release)
         except BaseException:
             release()
             raise
-        self._sessions[slot.session_id], self._asked[slot.session_id] = session, slot
+        self._sessions[slot.session_id] = session
         logger.debug("box %s in slot %d for %s", slot.session_id, slot.slot, label)
         return session
 
@@ -179,23 +180,37 @@ class LimitedSandbox(ABC):
             await self.forget(snapshot)
 
     async def snapshot(self, session: Session) -> Snapshot:
-        slot = self._asked.get(session.session_id)
-        if slot is None:
+        slot, own = self._asked.get(session.session_id), self._sessions.get(session.session_id)
+        if slot is None or own is None:
             raise SandboxLost(f"session {session.session_id} is closed")
-        image = await self._image_of(slot)
-        return self._snapshots.keep(await copy_files(session), image, slot.needs)
+        copy = await self._copy(own, slot)
+        try:
+            return self._snapshots.keep(copy)
+        except SandboxBusy:
+            await self._drop(copy)
+            raise
 
     async def fork(self, snapshot: Snapshot, label: str) -> Session:
-        return await fork_from(self, self._snapshots.get(snapshot), label)
+        copy = self._snapshots.get(snapshot)
+        try:
+            return await fork_from(self, copy, label)
+        except NoSuchImage as error:
+            raise SandboxLost(f"the image of snapshot {snapshot.snapshot_id} is gone: {error}") from error
 
     async def forget(self, snapshot: Snapshot) -> None:
-        self._snapshots.forget(snapshot)
+        copy = self._snapshots.forget(snapshot)
+        if copy is not None:
+            await self._drop(copy)
 
-    async def _image_of(self, slot: SessionSlot) -> str | None:
-        """Of a box that a copy of this one's files goes into. Raises `NoSnapshots` where more than /tmp is written."""
+    async def _copy(self, session: Session, slot: SessionSlot) -> BoxCopy:
+        """Raises `SandboxError`, `NoSnapshots` where a box like this one cannot be copied."""
         if slot.needs.own_root:
             raise NoSnapshots(f"sandbox.backend {self.config.backend}: a box with a root of its own cannot be copied")
-        return slot.image
+        return BoxCopy(await copy_folders(session, [TMP]), slot.image, slot.needs)
+
+    async def _drop(self, copy: BoxCopy) -> None:
+        """Nobody forks from it any more. Raises nothing: what cannot be removed now is removed later."""
+        copy.close()
 
 
 class DriverSandbox(LimitedSandbox):

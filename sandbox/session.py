@@ -77,6 +77,7 @@ class Endable(Protocol):
 
 
 B = TypeVar("B", bound=Endable)
+T = TypeVar("T")
 
 
 class OneBoxSession(Generic[B]):
@@ -100,6 +101,11 @@ class OneBoxSession(Generic[B]):
         self._starting: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
+
+    async def hold(self, work: Callable[[B], Awaitable[T]]) -> T:
+        """`work` on the living box, between two calls. Raises `SandboxError`, and what `work` raises."""
+        async with self._turn:
+            return await work(await self._living_box())
 
     async def leave(self) -> None:
         """Closes the box, which cannot outlive this process."""

@@ -1,77 +1,131 @@
-"""Copies of boxes' files, from which further boxes start: the branches of an episode.
+"""Copies of boxes, from which further boxes start: the branches of an episode.
 
-A copy has what the box has in /tmp. What ran in the box, the interpreter's names and the shell's variables are not in
-it. A box whose file system is its own to write refuses: a copy would lack what was changed outside of /tmp.
+    a box that can write folders alone       each of them as a tar
+    a box with a root of its own             an image of its file system, made by who runs it, and a tar of each folder
+                                             that lies beside it in memory
+
+What ran in the box, the interpreter's names and the shell's variables are in no copy.
 """
 
 from __future__ import annotations
 
 import secrets
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from penstock.sandbox.protocol import BoxNeeds, Sandbox, SandboxError, SandboxLost, Session, Snapshot
+from penstock.sandbox.protocol import BoxNeeds, Sandbox, SandboxBusy, SandboxError, SandboxLost, Session, Snapshot
 from penstock.sandbox.session import get_folder, put_folder
 
+TMP = "."
+"""A box's /tmp: paths of sessions are relative to it."""
 _OWN_FOLDER = b"./\0"
 _HEADER_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
-class KeptSnapshot:
+class FolderCopy:
+    path: str
     files: BinaryIO
-    """A tar of /tmp, in a file without a name: it goes with this process, however that ends."""
+    """A tar, in a file without a name: it goes with this process, however that ends."""
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BoxCopy:
+    """What a fork is made of: a box of `image` and `needs`, with these folders put into it."""
+
+    folders: tuple[FolderCopy, ...]
     image: str | None
     needs: BoxNeeds
+    image_bytes: int = 0
+    """What `image` holds beyond the image that the box was started from, where that is known here."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.image_bytes + sum(folder.size_bytes for folder in self.folders)
+
+    def close(self) -> None:
+        for folder in self.folders:
+            folder.files.close()
 
 
 class SnapshotStore:
-    """The snapshots of one maker of boxes."""
+    """The snapshots of one maker of boxes, at most `most_mb` together."""
 
-    def __init__(self) -> None:
-        self._kept: dict[str, KeptSnapshot] = {}
+    def __init__(self, most_mb: int) -> None:
+        self._most_mb = most_mb
+        self._kept: dict[str, BoxCopy] = {}
 
-    def keep(self, files: bytes, image: str | None, needs: BoxNeeds) -> Snapshot:
-        file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `forget`
-        file.write(files)
+    def require_room(self, size_bytes: int) -> None:
+        """Raises `SandboxBusy` where a copy of that size is too much now."""
+        held = sum(copy.size_bytes for copy in self._kept.values())
+        if held + size_bytes > self._most_mb << 20:
+            raise SandboxBusy(
+                f"sandbox.snapshot_mb: snapshots of this process hold {held / 2**20:.1f} MiB of {self._most_mb}, and"
+                f" another one needs {size_bytes / 2**20:.1f}: forget some, or raise it"
+            )
+
+    def keep(self, copy: BoxCopy) -> Snapshot:
+        """Raises `SandboxBusy`: the copy is its caller's then."""
+        self.require_room(copy.size_bytes)
         snapshot = Snapshot(secrets.token_hex(12))
-        self._kept[snapshot.snapshot_id] = KeptSnapshot(file, image, needs)
+        self._kept[snapshot.snapshot_id] = copy
         return snapshot
 
-    def get(self, snapshot: Snapshot) -> KeptSnapshot:
+    def get(self, snapshot: Snapshot) -> BoxCopy:
         """Raises `SandboxLost`."""
         if snapshot.snapshot_id not in self._kept:
             raise SandboxLost(f"no snapshot {snapshot.snapshot_id} here: it was forgotten, or another process took it")
         return self._kept[snapshot.snapshot_id]
 
-    def forget(self, snapshot: Snapshot) -> KeptSnapshot | None:
-        """None where it is gone already."""
-        kept = self._kept.pop(snapshot.snapshot_id, None)
-        if kept is not None:
-            kept.files.close()
-        return kept
+    def forget(self, snapshot: Snapshot) -> BoxCopy | None:
+        """The copy, which is its caller's now; None where it is gone already."""
+        return self._kept.pop(snapshot.snapshot_id, None)
 
     def all(self) -> list[Snapshot]:
         return [Snapshot(snapshot_id) for snapshot_id in self._kept]
 
 
-async def copy_files(session: Session) -> bytes:
-    """A box's /tmp as a tar. Raises `SandboxError`, also where it is longer than a file may be (32 MiB)."""
+async def copy_folders(session: Session, paths: Sequence[str], *, themselves: bool = False) -> tuple[FolderCopy, ...]:
+    """`themselves`: with mode and owner of the folders, which are else the next box's own.
+
+    Raises `SandboxError`, also where a folder's tar is longer than a file may be (32 MiB).
+    """
+    copies: list[FolderCopy] = []
     try:
-        tar = await get_folder(session, ".")
+        for path in paths:
+            copies.append(_kept(path, await get_folder(session, path), themselves))
     except OSError as error:
+        _close(copies)
         raise SandboxError(f"the files of session {session.session_id} cannot be copied: {error}") from error
-    # without the folder itself, whose mode and owner are the next box's own
-    return tar[_HEADER_BYTES:] if tar.startswith(_OWN_FOLDER) else tar
+    except BaseException:
+        _close(copies)
+        raise
+    return tuple(copies)
 
 
-async def fork_from(sandbox: Sandbox, kept: KeptSnapshot, label: str) -> Session:
+def _close(copies: list[FolderCopy]) -> None:
+    for copy in copies:
+        copy.files.close()
+
+
+def _kept(path: str, tar: bytes, itself: bool) -> FolderCopy:
+    if not itself and tar.startswith(_OWN_FOLDER):
+        tar = tar[_HEADER_BYTES:]
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with its copy
+    file.write(tar)
+    return FolderCopy(path, file, len(tar))
+
+
+async def fork_from(sandbox: Sandbox, copy: BoxCopy, label: str) -> Session:
     """Raises `SandboxError`; no box is left then."""
-    session = await sandbox.start(label, image=kept.image, needs=kept.needs)
+    session = await sandbox.start(label, image=copy.image, needs=copy.needs)
     try:
-        kept.files.seek(0)
-        await put_folder(session, ".", kept.files.read())
+        for folder in copy.folders:
+            folder.files.seek(0)
+            await put_folder(session, folder.path, folder.files.read())
     except OSError as error:
         await session.close()
         raise SandboxError(f"the files of the snapshot do not fit into a box: {error}") from error

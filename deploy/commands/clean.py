@@ -10,14 +10,16 @@ import typer
 
 def clean(
     recipe: Annotated[
-        Path | None, typer.Option(help="End boxes of this recipe's sandbox provider too (kubernetes, e2b, daytona).")
+        Path | None,
+        typer.Option(help="Also what boxes left at the sandbox provider, or Docker engine, of this recipe."),
     ] = None,
 ) -> None:
     """Remove what killed runs of this user left in this machine's shared memory; living runs keep theirs.
 
     A start of a run does so too. Needed after a run and its supervisor were killed at once (SIGKILL, out of memory).
-    With --recipe also boxes at the provider that its `sandbox` section names, whichever run's they are: those whose
-    process on this machine is gone, and those of other machines that are past their age.
+    With --recipe also boxes at the provider that its `sandbox` section names, and containers and images of snapshots
+    where that is docker, whichever run's they are: those whose process on this machine is gone, and those of other
+    machines that are past their age.
 
     Example: penstock clean --recipe recipes/swe/sandbox.yaml
     """
@@ -39,14 +41,18 @@ def _clean_boxes(recipe: Path) -> None:
 
     from penstock.deploy.config import ConfigError, load_sandbox
     from penstock.sandbox import SandboxError
+    from penstock.sandbox.docker import clear_away_dead_processes
     from penstock.sandbox.managed import PROVIDERS, end_boxes_of_dead_processes
 
     try:
         config = load_sandbox(recipe)
-        if config.backend not in PROVIDERS:
+        if config.backend == "docker":
+            cleared = asyncio.run(clear_away_dead_processes())
+            print(f"removed {cleared.containers} containers and {cleared.images} snapshots whose process is gone")
+        elif config.backend in PROVIDERS:
+            ended = asyncio.run(end_boxes_of_dead_processes(config))
+            print(f"ended {ended} boxes of {config.backend} whose process is gone")
+        else:
             print(f"no boxes to look for: those of {config.backend} end with their process")
-            return
-        ended = asyncio.run(end_boxes_of_dead_processes(config))
     except (ConfigError, SandboxError) as error:
         raise typer.BadParameter(str(error), param_hint="--recipe") from error
-    print(f"ended {ended} boxes of {config.backend} whose process is gone")

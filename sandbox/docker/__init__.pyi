@@ -8,10 +8,13 @@ from .engine import DockerImage as DockerImage
 from .engine import find_image as find_image
 from .engine import require_memory_limit as require_memory_limit
 from .exec_session import Program as Program
+from .orphans import Cleared as Cleared
+from .orphans import clear_away_dead_processes as clear_away_dead_processes
+from .orphans import image_is_abandoned as image_is_abandoned
+from .orphans import is_abandoned as is_abandoned
+from .orphans import labels_of as labels_of
 from .sandbox import DockerSandbox as DockerSandbox
 from .sandbox import describe as describe
-from .sandbox import is_abandoned as is_abandoned
-from .sandbox import labels_of as labels_of
 from .spec import UID_BASE as UID_BASE
 from .spec import container_spec as container_spec
 from .spec import uid_of as uid_of

@@ -133,7 +133,7 @@ class Container:
         while self.alive:
             started = time.monotonic()
             try:
-                written = await self._written_bytes()
+                written = await self.written_bytes()
                 failed = 0
             except SandboxError as error:
                 logger.debug("docker: %s: its size is not known: %s", self.name, error)
@@ -145,7 +145,8 @@ class Container:
                 return
             await asyncio.sleep(max(STORAGE_LOOK_S, _LOOK_SHARE * (time.monotonic() - started)))
 
-    async def _written_bytes(self) -> int:
+    async def written_bytes(self) -> int:
+        """To its image's file system, as the engine counts it. Raises `SandboxError`."""
         async with calling("asking what a box has written"):
             found = await self.control.containers.container(self.name).show(size=1)
         return int(found.get("SizeRw") or 0)
@@ -310,6 +311,10 @@ class ContainerBox(Box):
     @property
     def stderr_tail(self) -> str:
         return self._container.stderr_tail
+
+    @property
+    def container(self) -> Container:
+        return self._container
 
     async def _receive(self) -> dict[str, Any]:
         try:

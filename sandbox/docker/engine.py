@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.sandbox.protocol import NoSuchImage, SandboxError
+from penstock.sandbox.protocol import NoSuchImage, SandboxError, SandboxLost
 
 if TYPE_CHECKING:
     from aiodocker import Docker
@@ -71,6 +71,8 @@ class DockerImage:
     user: str = ""
     workdir: str = "/"
     entrypoint: tuple[str, ...] = ()
+    written_bytes: int = 0
+    """Of a snapshot's image: what its boxes have written, from the first of them on."""
 
 
 def connect(api_version: str = "auto") -> Docker:
@@ -121,6 +123,8 @@ def _failure(doing: str, error: Any) -> SandboxError:
         return NoSuchProgram(f"docker: {doing}: {text}")
     if "No such image" in text:
         return NoSuchImage(f"docker: {doing}: {text}: `docker pull` it, build it, or name another (sandbox.image)")
+    if "No such container" in text:
+        return SandboxLost(f"docker: {doing}: {text}")
     return SandboxError(f"docker: {doing}: {text}")
 
 

@@ -4,11 +4,6 @@
 
 The driver is the one that bubblewrap boxes have, run by the image's own python3; an image without one is served by a
 program execution of the engine's per call (`plain`).
-
-Whose container it is, as labels, and clearing away what a killed process left.
-
-A box ends by itself when its worker dies, and the engine removes it then. What can stay is a container whose worker was
-killed between its creation and its start, or that the engine lost while it was down itself.
 """
 
 from __future__ import annotations
@@ -16,22 +11,19 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-import os
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from penstock.sandbox.box import Box
 from penstock.sandbox.bundle import driver_command_from_stdin, driver_sources
-from penstock.sandbox.cgroups import process_start
 from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.docker.container import Container, ContainerBox, remove
+from penstock.sandbox.docker.container import Container, ContainerBox
 from penstock.sandbox.docker.engine import (
     DockerEngine,
     DockerImage,
     NoSuchProgram,
-    calling,
     connect,
     find_image,
     limits_socket_memory,
@@ -40,11 +32,14 @@ from penstock.sandbox.docker.engine import (
     survey,
 )
 from penstock.sandbox.docker.exec_session import KEEPER_COMMAND, ExecSession
+from penstock.sandbox.docker.orphans import clear_away, labels_of
+from penstock.sandbox.docker.snapshot_images import SnapshotImages, is_snapshot
 from penstock.sandbox.docker.spec import container_spec, keeper_of
 from penstock.sandbox.limited import QUEUE_TIMEOUT_S, LimitedSandbox, SessionSlot
-from penstock.sandbox.protocol import SandboxError, Session, UnmetNeeds
+from penstock.sandbox.protocol import NoSuchImage, SandboxError, Session, UnmetNeeds
 from penstock.sandbox.seccomp import build_filter
 from penstock.sandbox.session import DriverSession
+from penstock.sandbox.snapshots import TMP, BoxCopy, copy_folders
 
 if TYPE_CHECKING:
     from aiodocker import Docker
@@ -75,6 +70,8 @@ class DockerSandbox(LimitedSandbox):
         self._filter = build_filter(self._engine.machine)
         self._driver = driver_sources()
         self._client: Docker | None = None
+        self._snapshot_images = SnapshotImages(self._connected)
+        self._sweeps: set[asyncio.Task[None]] = set()
         self.containment, weak = describe(self._engine, config, self._filter is not None)
         logger.log(logging.WARNING if weak else logging.INFO, "sandbox: %s", self.containment)
 
@@ -84,8 +81,12 @@ class DockerSandbox(LimitedSandbox):
             engine = await survey(client)
             require_runtime(engine, self.config.runtime)
             require_memory_limit(engine, self.config.memory_unbounded)
-            if count := await clear_away(client, self._owner):
-                logger.warning("sandbox: removed %d containers that an earlier process of %s left", count, self._owner)
+            cleared = await clear_away(client, self._owner)
+            if cleared.containers or cleared.images:
+                logger.warning(
+                    "sandbox: removed %d containers and %d images of snapshots that an earlier process of %s left",
+                    *(cleared.containers, cleared.images, self._owner),
+                )
             return engine, await find_image(client, self.config.image)
         finally:
             await client.close()
@@ -95,6 +96,8 @@ class DockerSandbox(LimitedSandbox):
 
     async def _open(self, slot: SessionSlot, release: Callable[[], None]) -> Session:
         image = await self._image(slot.image or self.config.image)
+        if is_snapshot(image.name):
+            release = self._sweeping_after(release)
         if image.image_id not in self._without_python:
             try:
                 return await self._driver_session(image, slot, release)
@@ -107,6 +110,8 @@ class DockerSandbox(LimitedSandbox):
 
     async def _image(self, name: str) -> DockerImage:
         """The same one for this maker's life, wherever its tag moves."""
+        if name not in self._images and is_snapshot(name):
+            raise NoSuchImage(f"image {name}: a snapshot that was forgotten, or that another process took")
         if name not in self._images:
             self._images[name] = await find_image(self._connected(), name)
         return self._images[name]
@@ -144,6 +149,7 @@ class DockerSandbox(LimitedSandbox):
         if own_root:
             _require_root(image)
             storage_bytes = (slot.needs.storage_mb or self.config.own_limits.storage_mb) << 20
+            storage_bytes = max(0, storage_bytes - image.written_bytes)
         labels = labels_of(self._owner, slot.label, slot.session_id)
         spec = container_spec(config, self._engine, image, command, slot=slot.slot, labels=labels, own_root=own_root)
         user = spec["User"]
@@ -156,8 +162,62 @@ class DockerSandbox(LimitedSandbox):
             self._client = connect(self._engine.api_version)
         return self._client
 
+    # ---- copies
+
+    async def _copy(self, session: Session, slot: SessionSlot) -> BoxCopy:
+        image = await self._image(slot.image or self.config.image)
+        if not slot.needs.own_root:
+            return BoxCopy(await copy_folders(session, (TMP, *image.volumes)), slot.image, slot.needs)
+        assert isinstance(session, DriverSession | ExecSession)
+        folders = await copy_folders(session, image.volumes, themselves=True)
+        copy = BoxCopy(folders, slot.image, slot.needs)
+        try:
+            made, written_bytes = await session.hold(lambda box: self._commit(box, image, copy))
+        except BaseException:
+            copy.close()
+            raise
+        self._images[made.name] = made
+        if image.image_id in self._without_python:
+            self._without_python.add(made.image_id)
+        return replace(copy, image=made.name, image_bytes=written_bytes)
+
+    async def _commit(self, box: Box | Container, image: DockerImage, copy: BoxCopy) -> tuple[DockerImage, int]:
+        """The image, and how many bytes are its own. Raises `SandboxError`, `SandboxBusy` among them."""
+        container = box.container if isinstance(box, ContainerBox) else box
+        assert isinstance(container, Container)
+        written_bytes = await container.written_bytes()
+        self._snapshots.require_room(copy.size_bytes + written_bytes)
+        return await self._snapshot_images.commit(container, image, written_bytes), written_bytes
+
+    async def _drop(self, copy: BoxCopy) -> None:
+        await super()._drop(copy)
+        if copy.image is not None and copy.needs.own_root:
+            self._snapshot_images.drop(copy.image)
+            await self._sweep()
+
+    def _sweeping_after(self, release: Callable[[], None]) -> Callable[[], None]:
+        """A box of a snapshot keeps its image; with the last of them it can go."""
+
+        def released() -> None:
+            release()
+            sweep = asyncio.create_task(self._sweep(), name="sweep of snapshot images")
+            self._sweeps.add(sweep)
+            sweep.add_done_callback(self._sweeps.discard)
+
+        return released
+
+    async def _sweep(self) -> None:
+        in_use = {slot.image for slot in self._asked.values() if slot.image is not None}
+        for name in list(filter(is_snapshot, self._images)):
+            if name not in in_use and not self._snapshot_images.is_wanted(name):
+                del self._images[name]
+        await self._snapshot_images.sweep(in_use)
+
     async def close(self) -> None:
         await super().close()
+        if self._sweeps:
+            await asyncio.wait(self._sweeps)
+        await self._snapshot_images.close()
         if self._client is not None:
             await self._client.close()
             self._client = None
@@ -218,44 +278,3 @@ def _now(work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, also when called inside a running loop. `work` has its own deadlines."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()
-
-
-PREFIX = "penstock."
-ABANDONED_AFTER_S = 600.0
-"""Another machine's process cannot be looked at: its container is abandoned when it does not run at this age."""
-
-
-def labels_of(owner: str, label: str, session_id: str) -> dict[str, str]:
-    facts = {
-        "owner": owner,
-        "label": label[:256],
-        "session": session_id,
-        "machine": _machine(),
-        "process": f"{os.getpid()}-{process_start(os.getpid())}",
-    }
-    return {PREFIX + name: value for name, value in facts.items()}
-
-
-async def clear_away(client: Docker, owner: str) -> int:
-    """Removes the containers of `owner` whose process is gone; returns how many. Raises `SandboxError`."""
-    async with calling("looking for containers that a killed process left"):
-        found = await client.containers.list(all=True, filters={"label": [f"{PREFIX}owner={owner}"]})
-    left = [container for container in found if is_abandoned(container._container, time.time())]
-    for container in left:
-        await remove(client, container.id)
-    return len(left)
-
-
-def is_abandoned(listed: dict[str, Any], now: float) -> bool:
-    """`listed`: the engine's entry of a container (State, Created in seconds, Labels)."""
-    labels = listed.get("Labels") or {}
-    if labels.get(PREFIX + "machine") == _machine():
-        pid, _, start = labels.get(PREFIX + "process", "").partition("-")
-        return not pid.isdigit() or process_start(int(pid)) != start
-    return listed.get("State") != "running" and now - listed.get("Created", now) > ABANDONED_AFTER_S
-
-
-def _machine() -> str:
-    """Same boot and same process namespace: where a pid means the same process."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"

@@ -1,4 +1,4 @@
-"""Boxes of a provider: Kubernetes, E2B, Daytona, each one file behind `ManagedApi`."""
+"""Boxes of a provider: Kubernetes, E2B, Daytona, Modal, each one file behind `ManagedApi`."""
 
 import lazy_loader
 

@@ -4,6 +4,7 @@ from .api import ApiBusy as ApiBusy
 from .api import ApiUnavailable as ApiUnavailable
 from .api import BoxRequest as BoxRequest
 from .api import Channel as Channel
+from .api import CopyingApi as CopyingApi
 from .api import CostLimit as CostLimit
 from .api import FoundBox as FoundBox
 from .api import ManagedApi as ManagedApi

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from penstock.common import Registry, cancel_and_wait
 from penstock.sandbox.config import SandboxConfig
@@ -132,6 +132,17 @@ class ManagedApi(Protocol):
         """Closes connections; boxes stay."""
 
 
+@runtime_checkable
+class CopyingApi(ManagedApi, Protocol):
+    """A provider that can make an image of a box. Both calls raise as the others do."""
+
+    async def copy(self, box_id: str, ttl_s: int) -> str:
+        """An image of what the box has written to its disk; the provider drops it at this age."""
+
+    async def forget(self, image: str) -> None:
+        """No further box is made of it. An image that is gone already is no error."""
+
+
 MakeApi = Callable[[SandboxConfig], ManagedApi]
 """Raises `SandboxError` where the SDK or its key is missing; the message names the fix."""
 PROVIDERS: Registry[MakeApi] = Registry(
@@ -140,10 +151,12 @@ PROVIDERS: Registry[MakeApi] = Registry(
         "daytona": "penstock.sandbox.managed.daytona:DaytonaApi",
         "e2b": "penstock.sandbox.managed.e2b:E2BApi",
         "kubernetes": "penstock.sandbox.managed.kubernetes:KubernetesApi",
+        "modal": "penstock.sandbox.managed.modal:ModalApi",
     },
 )
 KEYS: Mapping[str, tuple[str, ...]] = {
     "daytona": ("DAYTONA_API_KEY", "DAYTONA_JWT_TOKEN"),
     "e2b": ("E2B_API_KEY", "E2B_ACCESS_TOKEN"),
+    "modal": ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"),
 }
 """The environment variables that hold each provider's keys: for the processes that make boxes, and no other."""

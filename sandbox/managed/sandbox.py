@@ -14,13 +14,13 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from penstock.common import Backoff, cancel_and_wait
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.limited import QUEUE_TIMEOUT_S, LimitedSandbox, SessionSlot
-from penstock.sandbox.managed.api import PROVIDERS, ApiBusy, ApiUnavailable, BoxRequest, ManagedApi
+from penstock.sandbox.managed.api import PROVIDERS, ApiBusy, ApiUnavailable, BoxRequest, CopyingApi, ManagedApi
 from penstock.sandbox.managed.box import ManagedBox
 from penstock.sandbox.managed.costs import CostGauges, CostMeter
 from penstock.sandbox.managed.labels import (
@@ -42,6 +42,7 @@ from penstock.sandbox.protocol import (
     UnmetNeeds,
 )
 from penstock.sandbox.session import DriverSession
+from penstock.sandbox.snapshots import TMP, BoxCopy, copy_folders
 
 logger = logging.getLogger(__name__)
 TTL_HEADROOM_S = 300.0
@@ -84,6 +85,8 @@ class ManagedSandbox(LimitedSandbox):
         self._starting = asyncio.Semaphore(config.managed.starts_at_once)
         self._maker = secrets.token_hex(6)
         self._living: set[str] = set()
+        self._boxes: dict[str, str] = {}
+        """Session → the id of its newest box."""
         self._tidying: asyncio.Task[None] | None = None
         self._leftovers: dict[str, Leftover] = {}
         """Request → a box of it that may live, though no session has it."""
@@ -107,7 +110,11 @@ class ManagedSandbox(LimitedSandbox):
         def launch() -> Awaitable[ManagedBox]:
             return self._launch(slot)
 
-        return DriverSession(slot.session_id, self.config, await launch(), launch, release)
+        def released() -> None:
+            self._boxes.pop(slot.session_id, None)
+            release()
+
+        return DriverSession(slot.session_id, self.config, await launch(), launch, released)
 
     async def _launch(self, slot: SessionSlot) -> ManagedBox:
         """A running box with a driver in it. Raises `SandboxError`."""
@@ -121,6 +128,7 @@ class ManagedSandbox(LimitedSandbox):
             self.costs.forget(request)
             raise
         self._living.add(box_id)
+        self._boxes[slot.session_id] = box_id
         root = slot.needs.own_root
         return await ManagedBox.start(
             f"penstock-{request}",
@@ -206,6 +214,39 @@ class ManagedSandbox(LimitedSandbox):
                 return await call()
         except TimeoutError as error:
             raise ApiUnavailable(f"{self.config.backend}: {doing}: no answer in {limit_s:g} s") from error
+
+    async def _copy(self, session: Session, slot: SessionSlot) -> BoxCopy:
+        """With a root of its own, where the provider makes images of boxes: an image, and /tmp beside it.
+
+        Whether such an image has /tmp, which may be in memory, differs.
+        """
+        api = self._api
+        if not slot.needs.own_root or not isinstance(api, CopyingApi):
+            return await super()._copy(session, slot)
+        assert isinstance(session, DriverSession)
+        copy = BoxCopy(await copy_folders(session, [TMP]), None, slot.needs)
+        limit_s = self.config.managed.start_timeout_s
+        try:
+            image = await session.hold(
+                lambda _: self._bounded(
+                    lambda: api.copy(self._boxes[slot.session_id], self.ttl_s), "copying a box", limit_s
+                )
+            )
+        except BaseException:
+            copy.close()
+            raise
+        return replace(copy, image=image)
+
+    async def _drop(self, copy: BoxCopy) -> None:
+        """One try: the provider drops an image at its age."""
+        await super()._drop(copy)
+        api, image = self._api, copy.image
+        if image is None or not copy.needs.own_root or not isinstance(api, CopyingApi):
+            return
+        try:
+            await self._bounded(lambda: api.forget(image), "removing a copy")
+        except SandboxError as error:
+            logger.warning("sandbox: the copy %s ends at its age (%d s): %s", image, self.ttl_s, error)
 
     async def attach(self, session_id: str) -> Session:
         """Only this process's own: a box whose process has ended is an orphan."""

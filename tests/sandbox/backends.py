@@ -10,7 +10,7 @@ import pytest
 from tests.sandbox.managed.harness import MANAGED, managed_sandbox
 from tests.sandbox.server.conftest import TOKEN, serving
 
-from penstock.sandbox import Sandbox, SandboxConfig, make_sandbox
+from penstock.sandbox import SandboxConfig, make_sandbox
 
 OWN_BOXES = [
     pytest.param("bwrap", marks=pytest.mark.bwrap),
@@ -54,14 +54,15 @@ def is_deep(item: pytest.Item) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def sandbox_of(backend: str) -> AsyncIterator[Sandbox]:
-    """Of `CONFIG` but for the backend; `remote` is a server with bubblewrap's boxes, a managed one a replica."""
+async def sandbox_of(backend: str, **settings: object) -> AsyncIterator[Any]:
+    """Of `CONFIG` and `settings`; `remote` is a server with bubblewrap's boxes, a managed one a replica."""
+    config = CONFIG.model_copy(update=settings)
     async with contextlib.AsyncExitStack() as stack:
         if backend in MANAGED:
-            managed = await stack.enter_async_context(managed_sandbox(backend, CONFIG))
+            managed = await stack.enter_async_context(managed_sandbox(backend, config))
             yield managed.sandbox
             return
-        url = await stack.enter_async_context(serving(CONFIG)) if backend == "remote" else None
-        sandbox = make_sandbox(CONFIG.model_copy(update={"backend": backend, "url": url}), "tests", TOKEN)
+        url = await stack.enter_async_context(serving(config)) if backend == "remote" else None
+        sandbox = make_sandbox(config.model_copy(update={"backend": backend, "url": url}), "tests", TOKEN)
         stack.push_async_callback(sandbox.close)
         yield sandbox

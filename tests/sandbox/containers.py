@@ -11,6 +11,7 @@ from typing import Any
 
 IMAGE = "penstock-box:base"
 PLAIN_IMAGE = "penstock-box:without-python"
+VOLUME_IMAGE = "penstock-box:with-volume"
 _PLAIN = f"""
 FROM {IMAGE}
 RUN rm /usr/bin/python3*
@@ -33,6 +34,19 @@ def containers_of(owner: str) -> list[str]:
     return docker("ps", "-a", "--filter", f"label=penstock.owner={owner}", "--format", "{{.Names}}").split()
 
 
+def images_of(owner: str) -> list[str]:
+    """Ids of images that its boxes were copied into."""
+    return docker("images", "-a", "-q", "--no-trunc", "--filter", f"label=penstock.owner={owner}").split()
+
+
+def make_volume_image() -> None:
+    """As the plain one, with python, one volume and a working folder, and root."""
+    made = docker("create", IMAGE, "true")
+    changes = ("VOLUME /data", "WORKDIR /work", "ENV GREETING=hello")
+    docker("commit", *(f"--change={change}" for change in changes), made, VOLUME_IMAGE)
+    docker("rm", made)
+
+
 def all_boxes() -> list[str]:
     return docker("ps", "-a", "--filter", "label=penstock.owner", "--format", "{{.Names}} {{.State}}").splitlines()
 
@@ -51,9 +65,9 @@ def make_plain_image() -> None:
 
 
 def engine_leftovers(owners: Iterable[str]) -> list[str]:
-    """Containers of these owners in any state; volumes, cgroups and mounts of containers that the engine has no more.
+    """Containers of these owners in any state, and images of their snapshots.
 
-    Empty where no engine answers.
+    Volumes, cgroups and mounts of containers that the engine has no more. Empty where no engine answers.
     """
     try:
         docker("version")
@@ -63,7 +77,10 @@ def engine_leftovers(owners: Iterable[str]) -> list[str]:
     told = _told_of_all()
     # of a container that came or went in between, only one of the two looks shows a trace
     orphans = {what for what, name in traces & set(_traces()) if name not in told}
-    return [f"container {name}" for owner in owners for name in containers_of(owner)] + sorted(orphans)
+    owners = list(owners)
+    containers = [f"container {name}" for owner in owners for name in containers_of(owner)]
+    images = [f"image {image}" for owner in owners for image in images_of(owner)]
+    return [*containers, *images, *sorted(orphans)]
 
 
 def _told_of_all() -> str:

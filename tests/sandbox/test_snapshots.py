@@ -6,16 +6,18 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from tests.sandbox.backends import CONFIG, OWN_BOXES, on_every_backend, sandbox_of
+from tests.sandbox.backends import CONFIG, OWN_BOXES, on_every_backend, on_every_provider, sandbox_of
 
 from penstock.sandbox import (
     BoxNeeds,
     BwrapSandbox,
     ForkableSandbox,
     NoSnapshots,
+    SandboxBusy,
     SandboxError,
     SandboxLost,
     Snapshot,
+    UnsafeSubprocessSandbox,
     make_sandbox,
 )
 
@@ -77,13 +79,41 @@ async def test_files_that_are_too_many_are_refused() -> None:
     await sandbox.close()
 
 
-@pytest.mark.bwrap
-async def test_own_root_is_copied_where_it_is_part_of_tmp() -> None:
-    sandbox = BwrapSandbox(CONFIG.model_copy(update={"own_root": True}), "tests")
-    session = await sandbox.start("task", needs=BoxNeeds(own_root=True))
-    await session.run(["sh", "-c", "echo made > /app/f"])
-    fork = await sandbox.fork(await sandbox.snapshot(session), "branch")
-    assert (await fork.run(["cat", "/app/f"])).stdout == "made\n"
+OWN_ROOTS = [
+    pytest.param("bwrap", "/app", marks=pytest.mark.bwrap),
+    pytest.param("docker", "/etc/app", marks=pytest.mark.docker),
+    pytest.param("modal", "/srv/app", marks=pytest.mark.bwrap),
+]
+"""Backends whose boxes with a root of their own can be copied, and a folder outside of their /tmp."""
+
+
+@on_every_provider
+@pytest.mark.parametrize(("backend", "folder"), OWN_ROOTS)
+async def test_own_root_is_copied_and_branches_are_apart(backend: str, folder: str) -> None:
+    async with sandbox_of(backend, own_root=True) as sandbox:
+        trunk = await sandbox.start("task", needs=BoxNeeds(own_root=True))
+        await trunk.run(["sh", "-c", f"mkdir -p {folder} && echo before > {folder}/f && echo tmp > /tmp/g"])
+        snapshot = await sandbox.snapshot(trunk)
+        await trunk.run(["sh", "-c", f"echo after > {folder}/f"])
+        branch = await sandbox.fork(snapshot, "branch")
+        read = ["cat", f"{folder}/f", "/tmp/g"]
+        assert (await branch.run(read)).stdout == "before\ntmp\n"
+        await branch.run(["sh", "-c", f"echo branch > {folder}/f"])
+        await sandbox.forget(snapshot)
+        assert [(await session.run(read)).stdout for session in (trunk, branch)] == ["after\ntmp\n", "branch\ntmp\n"]
+        twig = await sandbox.fork(await sandbox.snapshot(branch), "twig")
+        assert (await twig.run(read)).stdout == "branch\ntmp\n"
+
+
+async def test_snapshots_together_are_limited() -> None:
+    sandbox = UnsafeSubprocessSandbox(CONFIG.model_copy(update={"snapshot_mb": 1}))
+    session = await sandbox.start("trunk")
+    await session.write_file("half", bytes(600_000))
+    first = await sandbox.snapshot(session)
+    with pytest.raises(SandboxBusy, match=r"sandbox\.snapshot_mb"):
+        await sandbox.snapshot(session)
+    await sandbox.forget(first)
+    assert await (await sandbox.fork(await sandbox.snapshot(session), "branch")).read_file("half") == bytes(600_000)
     await sandbox.close()
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from unittest import mock
 
 from tests.sandbox.managed.replica import Replica
-from tests.sandbox.managed.serve import serving_app
 
 from penstock.sandbox import SandboxConfig
 from penstock.sandbox.managed import ManagedSandbox
@@ -50,7 +49,15 @@ def _kubernetes() -> Provider:
     return Provider(kubernetes.KubernetesReplica, kubernetes.environment, "python:3.12-slim")
 
 
-PROVIDERS: Mapping[str, Callable[[], Provider]] = {"daytona": _daytona, "e2b": _e2b, "kubernetes": _kubernetes}
+def _modal() -> Provider:
+    from tests.sandbox.managed import modal_replica as modal
+
+    return Provider(modal.ModalReplica, modal.environment, "python:3.12-slim")
+
+
+PROVIDERS: Mapping[str, Callable[[], Provider]] = {
+    **{"daytona": _daytona, "e2b": _e2b, "kubernetes": _kubernetes, "modal": _modal},
+}
 MANAGED = frozenset(PROVIDERS)
 
 
@@ -60,7 +67,7 @@ async def replica_of(backend: str, config: SandboxConfig) -> AsyncIterator[tuple
     provider = PROVIDERS[backend]()
     replica = provider.make_replica()
     try:
-        async with serving_app(replica.app) as url:
+        async with replica.serving() as url:
             with tempfile.TemporaryDirectory() as folder, _environment(provider.environment(url, Path(folder))):
                 try:
                     yield replica, config.model_copy(update={"backend": backend, "image": provider.image})

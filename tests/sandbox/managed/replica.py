@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import secrets
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.responses import Response
+from tests.sandbox.managed.serve import serving_app
 
 WALLS = ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp", "--tmpfs", "/sys"]
 ROOT_OF_ITS_OWN = ["--unshare-user", "--uid", "0", "--gid", "0"]
@@ -33,10 +35,12 @@ class ReplicaBox:
     """The request that made it."""
     box_id: str = field(default_factory=lambda: secrets.token_hex(8))
     started: float = field(default_factory=time.time)
+    walls: tuple[str, ...] = ()
+    """Further options of bubblewrap's."""
 
     def __post_init__(self) -> None:
         read, write = os.pipe()
-        walls = WALLS if os.getuid() == 0 else [*WALLS, *ROOT_OF_ITS_OWN]
+        walls = [*WALLS, *self.walls, *(() if os.getuid() == 0 else ROOT_OF_ITS_OWN)]
         self._process = subprocess.Popen(
             ["bwrap", *walls, "--unshare-pid", "--die-with-parent", "--info-fd", str(write), "sh", "-c", KEEP_OPEN],
             pass_fds=[write],
@@ -90,6 +94,11 @@ class Faults:
 class Replica(ABC):
     """What all of them have: boxes by id, and faults."""
 
+    walls: tuple[str, ...] = ()
+    """Of its boxes, beside the usual ones."""
+    asks_again = 1
+    """How often the provider's SDK sends a request that is answered with 5xx, before it says so."""
+
     def __init__(self) -> None:
         self.boxes: dict[str, ReplicaBox] = {}
         self.ended: list[ReplicaBox] = []
@@ -97,6 +106,10 @@ class Replica(ABC):
         """ASGI, where the provider's API is HTTP."""
         self.create_faults = Faults()
         self.end_faults = Faults()
+
+    def serving(self) -> contextlib.AbstractAsyncContextManager[str]:
+        """Its URL, while it answers."""
+        return serving_app(self.app)
 
     async def refused(self, fault: str, error: Callable[[int, str, dict[str, str]], Response]) -> Response | None:
         """What a request for a box is answered instead, in the provider's own form; None: nothing is wrong yet."""
@@ -109,7 +122,7 @@ class Replica(ABC):
         return None
 
     def make(self, labels: dict[str, str], image: str, asked: dict[str, object], box_id: str = "") -> ReplicaBox:
-        box = ReplicaBox(labels, image, asked)
+        box = ReplicaBox(labels, image, asked, walls=self.walls)
         box.box_id = box_id or box.box_id
         self.boxes[box.box_id] = box
         return box

@@ -99,7 +99,7 @@ async def test_refused_start_is_asked_again(managed: Managed, fault: str) -> Non
 @pytest.mark.parametrize("backend", sorted(MANAGED))
 async def test_refusals_have_a_type_and_an_end(backend: str) -> None:
     async with managed_sandbox(backend, config_with(retry_for_s=0.0, call_timeout_s=20.0)) as managed:
-        for faults, expected in (["429"] * 3, SandboxBusy), (["500"], ApiUnavailable):
+        for faults, expected in (["429"] * 3, SandboxBusy), (["500"] * managed.replica.asks_again, ApiUnavailable):
             managed.replica.create_faults.queue = list(faults)
             with pytest.raises(expected):
                 await managed.sandbox.start("refused")
@@ -249,8 +249,9 @@ async def test_missing_or_wrong_keys_name_the_fix(backend: str, monkeypatch: pyt
             make_sandbox(config, "tests")
 
 
-async def test_refusal_says_when_to_ask_again() -> None:
-    async with managed_sandbox("kubernetes", config_with(retry_for_s=0.0)) as managed:
+@pytest.mark.parametrize("backend", ["kubernetes", "modal"])
+async def test_refusal_says_when_to_ask_again(backend: str) -> None:
+    async with managed_sandbox(backend, config_with(retry_for_s=0.0)) as managed:
         managed.replica.create_faults.queue, managed.replica.create_faults.retry_after_s = ["429"], 7.0
         with pytest.raises(SandboxBusy) as refused:
             await managed.sandbox.start("refused")
@@ -290,6 +291,45 @@ async def test_manifests_are_what_an_api_server_takes() -> None:
             kubernetes_validate.validate(box.asked, NEWEST, strict=True)
         for policy in managed.replica.policies.values():
             kubernetes_validate.validate(policy, NEWEST, strict=True)
+
+
+async def test_modal_box_is_asked_for_with_its_walls() -> None:
+    async with managed_sandbox("modal", CONFIG.model_copy(update={"own_root": True})) as managed:
+        await managed.sandbox.start("plain")
+        await managed.sandbox.start("sized", needs=BoxNeeds(own_root=True, memory_mb=512, cpus=0.5))
+        plain, sized = (box.asked["definition"] for box in managed.replica.boxes.values())
+        assert plain.network_access.network_access_type == type(plain.network_access).BLOCKED
+        assert (plain.timeout_secs, list(plain.secret_ids), list(plain.open_ports.ports)) == (900, [], [])
+        resources = [(d.resources.milli_cpu_max, d.resources.memory_mb_max) for d in (plain, sized)]
+        assert resources == [(1000, 256), (500, 512)]
+        asked = b"".join(managed.replica.wire)
+        assert b"penstock-owner" in asked
+        assert os.environ["MODAL_TOKEN_SECRET"].encode() not in asked
+        with pytest.raises(UnmetNeeds, match="storage_mb"):
+            await managed.sandbox.start("large", needs=BoxNeeds(own_root=True, storage_mb=10))
+
+
+@pytest.mark.deep
+async def test_modal_copies_end_with_their_maker() -> None:
+    async with managed_sandbox("modal", CONFIG.model_copy(update={"own_root": True})) as managed:
+        session = await managed.sandbox.start("trunk", needs=BoxNeeds(own_root=True))
+        images = set(managed.replica.images)
+        snapshots = [await managed.sandbox.snapshot(session) for _ in range(2)]
+        made = set(managed.replica.images) - images
+        await managed.sandbox.forget(snapshots[0])
+        assert len(made & set(managed.replica.images)) == 1
+        del managed.replica.images[next(iter(made & set(managed.replica.images)))]  # at its age, or by its owner
+        with pytest.raises(SandboxLost, match="image of snapshot"):
+            await managed.sandbox.fork(snapshots[1], "too late")
+        last = await managed.sandbox.snapshot(session)
+        for box_id in list(managed.replica.boxes):
+            managed.replica.end(box_id)
+        with pytest.raises(SandboxLost):
+            await managed.sandbox.snapshot(session)
+        await managed.sandbox.close()
+        assert set(managed.replica.images) == images
+        with pytest.raises(SandboxLost):
+            await managed.sandbox.fork(last, "after the end")
 
 
 def test_needs_that_a_template_decides_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,138 @@
+"""Whose a container or a snapshot's image is, as labels, and clearing away what a killed process left.
+
+A box ends by itself when its worker dies, and the engine removes it then. What can stay is a container whose worker was
+killed between its creation and its start, or that the engine lost while it was down itself; and every image that a box
+was copied into, since no process holds those.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.sandbox.cgroups import process_start
+from penstock.sandbox.docker.container import remove
+from penstock.sandbox.docker.engine import calling, connect
+
+if TYPE_CHECKING:
+    from aiodocker import Docker
+
+
+PREFIX = "penstock."
+SNAPSHOT, MAKER = PREFIX + "snapshot", PREFIX + "maker"
+"""On images that boxes were copied into, beside the labels of the box: which copy it is, and which maker's."""
+ABANDONED_AFTER_S = 600.0
+"""Another machine's process cannot be looked at: its container is abandoned when it does not run at this age."""
+IMAGE_ABANDONED_AFTER_S = 24 * 3600.0
+"""The same of an image: no episode lasts longer."""
+_GONE, _IN_USE = 404, 409
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """How many were removed."""
+
+    containers: int
+    images: int
+
+
+def labels_of(owner: str, label: str, session_id: str) -> dict[str, str]:
+    facts = {
+        "owner": owner,
+        "label": label[:256],
+        "session": session_id,
+        "machine": _machine(),
+        "process": f"{os.getpid()}-{process_start(os.getpid())}",
+    }
+    return {PREFIX + name: value for name, value in facts.items()}
+
+
+async def clear_away(client: Docker, owner: str | None) -> Cleared:
+    """Removes what processes that are gone left, of `owner` (None: of all). Raises `SandboxError`."""
+    whose = PREFIX + "owner" if owner is None else f"{PREFIX}owner={owner}"
+    async with calling("looking for containers that a killed process left"):
+        found = await client.containers.list(all=True, filters={"label": [whose]})
+    containers = [container for container in found if is_abandoned(container._container, time.time())]
+    for container in containers:
+        await remove(client, container.id)
+    images = await snapshot_images(client, whose)
+    abandoned = {listed["Id"] for listed in images if image_is_abandoned(listed, time.time())}
+    return Cleared(len(containers), await remove_images(client, images, abandoned))
+
+
+async def clear_away_dead_processes() -> Cleared:
+    """Whichever run's. Raises `SandboxError`."""
+    client = connect()
+    try:
+        return await clear_away(client, None)
+    finally:
+        await client.close()
+
+
+async def snapshot_images(client: Docker, label: str) -> list[dict[str, Any]]:
+    """The engine's entries of images that boxes were copied into and that have `label`."""
+    async with calling("looking for images of snapshots"):
+        found = await client.images.list(filters={"label": [SNAPSHOT, label]}, all="true")
+    return list(found)
+
+
+async def remove_images(client: Docker, listed: list[dict[str, Any]], image_ids: Collection[str]) -> int:
+    """Those of `listed` with `image_ids`, as far as no box and no other image is made of them; returns how many.
+
+    Raises `SandboxError`.
+    """
+    left = listed
+    while True:
+        parents = {image.get("ParentId") for image in left}  # an image goes after those that are made of it
+        tried = [image["Id"] for image in left if image["Id"] in image_ids and image["Id"] not in parents]
+        removed = {image_id for image_id in tried if await _removed(client, image_id)}
+        left = [image for image in left if image["Id"] not in removed]
+        if not removed:
+            return len(listed) - len(left)
+
+
+async def _removed(client: Docker, image_id: str) -> bool:
+    import aiodocker
+
+    async with calling(f"removing image {image_id[:19]} of a snapshot"):
+        try:
+            await client.images.delete(image_id, force=True)
+        except aiodocker.DockerError as error:
+            if error.status == _IN_USE:
+                return False
+            if error.status != _GONE:
+                raise
+    return True
+
+
+def is_abandoned(listed: dict[str, Any], now: float) -> bool:
+    """`listed`: the engine's entry of a container (State, Created in seconds, Labels)."""
+    gone = _process_is_gone(listed)
+    if gone is None:
+        return listed.get("State") != "running" and now - listed.get("Created", now) > ABANDONED_AFTER_S
+    return gone
+
+
+def image_is_abandoned(listed: dict[str, Any], now: float) -> bool:
+    """`listed`: the engine's entry of an image (Created in seconds, Labels)."""
+    gone = _process_is_gone(listed)
+    return now - listed.get("Created", now) > IMAGE_ABANDONED_AFTER_S if gone is None else gone
+
+
+def _process_is_gone(listed: dict[str, Any]) -> bool | None:
+    """None where it is another machine's."""
+    labels = listed.get("Labels") or {}
+    if labels.get(PREFIX + "machine") != _machine():
+        return None
+    pid, _, start = labels.get(PREFIX + "process", "").partition("-")
+    return not pid.isdigit() or process_start(int(pid)) != start
+
+
+def _machine() -> str:
+    """Same boot and same process namespace: where a pid means the same process."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
