@@ -67,6 +67,7 @@ async def test_commit_has_all_files_and_volumes(boxes: DockerSandbox) -> None:
     assert (await trunk.run_shell("pwd")).stdout == "/etc\n"  # and runs on where it was
 
 
+@pytest.mark.deep
 async def test_volumes_of_boxes_without_root_are_copied(boxes: DockerSandbox) -> None:
     make_volume_image()
     trunk = await boxes.start("trunk", image=VOLUME_IMAGE)

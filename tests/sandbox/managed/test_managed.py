@@ -293,6 +293,7 @@ async def test_manifests_are_what_an_api_server_takes() -> None:
             kubernetes_validate.validate(policy, NEWEST, strict=True)
 
 
+@pytest.mark.deep
 async def test_modal_box_is_asked_for_with_its_walls() -> None:
     async with managed_sandbox("modal", CONFIG.model_copy(update={"own_root": True})) as managed:
         await managed.sandbox.start("plain")
