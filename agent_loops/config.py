@@ -11,6 +11,10 @@ from penstock.common import is_loopback
 from penstock.tools.parsers import ParserName
 
 
+MOST_TOP_K = 1024
+"""Beyond it a token costs 8 KiB, and the rest of a distribution is little."""
+
+
 class RewardChoice(BaseModel):
     """A reward and its settings."""
 
@@ -53,6 +57,13 @@ class TeacherConfig(BaseModel):
         " that a teacher that is away is named.",
     )
     concurrency: int = Field(8, gt=0, description="Requests at once from one agent worker.")
+    top_k: int = Field(
+        0,
+        ge=0,
+        le=MOST_TOP_K,
+        description="Likeliest ids that it gives per sampled token, for trainer.distill.divergence; 8 bytes each. vLLM"
+        " gives at most its `--max-logprobs`, by default 20. 0: the logprob of the sampled token alone.",
+    )
 
 
 class CaptureConfig(BaseModel):
@@ -133,3 +144,8 @@ class AgentConfig(BaseModel):
                     f" {hosts[teacher.key_variable]}, {host} would get it too; name a variable of its own"
                 )
         return teachers
+
+    @property
+    def teacher_top_k(self) -> tuple[int, ...]:
+        """As `RunContext.teacher_top_k`."""
+        return tuple(teacher.top_k for teacher in self.teachers.values())

@@ -124,6 +124,7 @@ def context_of(link: RunConnection, queue: TransferQueue, config: RunConfig) -> 
         recipe_dir=Path.cwd(),
         lease_ttl_s=config.transfer_queue.lease_ttl_s,
         routing_replay=config.rollout.routing_replay,
+        teacher_top_k=config.agent.teacher_top_k,
     )
 
 

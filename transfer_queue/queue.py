@@ -299,3 +299,5 @@ class RunContext:
     """A lease that is not renewed for this long is lost."""
     routing_replay: bool = False
     """Engines record which experts read each token, and the trainer replays them."""
+    teacher_top_k: tuple[int, ...] = ()
+    """Of each teacher, how many likeliest ids it gives per sampled token; 0: none."""
