@@ -132,7 +132,16 @@ def segments(draw: st.DrawFn) -> Segment:
         turn_starts=np.array(starts, dtype=np.int32),
         teacher_logprobs=draw(st.none() | st.just((-rng.random(len(mask)) * np.array(mask)).astype(np.float32))),
         routed_experts=None if kind is None else rng.integers(0, np.iinfo(kind).max, (prompt + len(mask), 3, 2), kind),
+        **tops(rng, sum(mask), draw(st.sampled_from([0, 0, 1, 4]))),
     )
+
+
+def tops(rng: np.random.Generator, sampled: int, k: int) -> dict[str, np.ndarray]:
+    """A teacher's k likeliest ids of each sampled token; none where k is 0."""
+    if not k:
+        return {}
+    ids = rng.integers(0, 2**20, (sampled, k), dtype=np.int32) * k + np.arange(k, dtype=np.int32)
+    return {"teacher_top_ids": ids, "teacher_top_logprobs": (-np.log(k) - rng.random((sampled, k))).astype(np.float32)}
 
 
 trajectories = st.builds(
