@@ -115,7 +115,7 @@ class Segment:
     last id. None: the engine did not report it."""
     teacher_top_ids: Ids | None = None
     """[S, k] what the teacher would rather sample in place of each sampled id: its k likeliest ids, the likeliest first,
-    no id twice. S counts the ones of the mask, in order. None: the teacher was not asked for them."""
+    no id twice. S counts the ones of the mask, in order. Only beside `teacher_logprobs`; None: not asked for."""
     teacher_top_logprobs: Logprobs | None = None
     """[S, k] their logprobs at temperature 1. None where `teacher_top_ids` is."""
 

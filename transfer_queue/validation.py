@@ -156,7 +156,7 @@ def _is_plain(segment: Segment, floor: int) -> bool:
         and _are_logprobs(logprobs, len(ids))
         and (segment.teacher_logprobs is None or _are_logprobs(segment.teacher_logprobs, len(ids)))
         and (segment.routed_experts is None or _are_experts(segment.routed_experts, len(segment.prompt_ids) + len(ids)))
-        and _are_tops(segment.teacher_top_ids, segment.teacher_top_logprobs, mask)
+        and _are_tops(segment, mask)
         and _are_turns(segment.turn_starts, len(ids))
         and _cover(segment.version_spans, mask, floor)
     )
@@ -176,11 +176,13 @@ def _are_experts(values: Any, length: int) -> bool:
     return len(values) == length and values.shape[1] >= 1 and values.shape[2] >= LEAST_EXPERTS
 
 
-def _are_tops(ids: Any, logprobs: Any, mask: NDArray[np.uint8]) -> bool:
+def _are_tops(segment: Segment, mask: NDArray[np.uint8]) -> bool:
+    ids, logprobs = segment.teacher_top_ids, segment.teacher_top_logprobs
     if ids is None and logprobs is None:
         return True
-    arrays = isinstance(ids, np.ndarray) and isinstance(logprobs, np.ndarray)
-    if not (arrays and (ids.dtype, logprobs.dtype) == (_I4, _F4) and ids.ndim == 2 and ids.shape == logprobs.shape):
+    if not (isinstance(ids, np.ndarray) and isinstance(logprobs, np.ndarray)) or segment.teacher_logprobs is None:
+        return False
+    if not ((ids.dtype, logprobs.dtype) == (_I4, _F4) and ids.ndim == 2 and ids.shape == logprobs.shape):
         return False
     if len(ids) != np.count_nonzero(mask) or ids.shape[1] < 1:
         return False
@@ -283,6 +285,7 @@ def _check_tops(segment: Segment, sampled: int, where: str) -> None:
         return
     ids, logprobs = np.asarray(segment.teacher_top_ids), np.asarray(segment.teacher_top_logprobs)
     field = f"{where}.teacher_top_ids"
+    expect(segment.teacher_logprobs is not None, field, "there are no teacher_logprobs beside them")
     good = ids.ndim == 2 and len(ids) == sampled and ids.shape[1] >= 1
     expect(good, field, f"shape {ids.shape}, not [{sampled}, k]: a row for each sampled id")
     _check_integers(ids, field)

@@ -37,7 +37,8 @@ def i4(*values: Any) -> np.ndarray:
 def tops(**changes: Any) -> dict[str, Any]:
     """What a teacher may say of three sampled tokens, with `changes`."""
     made = {"ids": i4([1, 2], [3, 4], [5, 6]), "logprobs": np.full((3, 2), -2.0, np.float32)} | changes
-    return {f"teacher_top_{name}": values for name, values in made.items()}
+    named = {f"teacher_top_{name}": values for name, values in made.items()}
+    return {"teacher_logprobs": np.zeros(4, np.float32), **named}
 
 
 @settings(max_examples=60, deadline=None)
@@ -82,6 +83,7 @@ def test_compression_reaches_the_payload() -> None:
         (tops(ids=i4([1, 2], [3, 4])), r"teacher_top_ids: shape \(2, 2\), not \[3, k\]"),
         (tops(ids=np.zeros((3, 0), np.int32)), r"teacher_top_ids: shape \(3, 0\)"),
         (tops(ids=i4(1, 2, 3)), r"teacher_top_ids: shape \(3,\)"),
+        (tops() | {"teacher_logprobs": None}, "teacher_top_ids: there are no teacher_logprobs"),
         (tops(ids=None), r"teacher_top_ids: shape \(\)"),
         (tops(ids=i4([1, 2], [3, -1], [5, 6])), "teacher_top_ids: holds negative"),
         (tops(ids=i4([1, 2], [3, 3], [5, 6])), "teacher_top_ids: holds an id twice"),
