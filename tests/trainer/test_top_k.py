@@ -92,7 +92,8 @@ def test_divergence_of_a_whole_vocabulary_is_the_full_one(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_divergence_is_between_zero_and_the_full_one(kind: str) -> None:
-    """And grows with k: each bucket more is a finer look at the same two distributions."""
+    """And grows with k: each bucket more is a finer look at the same two distributions. A rest of 1e-5, one less the sum
+    of float32 numbers, has two digits."""
     logits, teacher = random_pair(200, scale=3.0)
     full = divergence(kind, logits.softmax(-1), teacher.exp())
     below = torch.zeros(200, dtype=torch.float64)
@@ -104,8 +105,8 @@ def test_divergence_is_between_zero_and_the_full_one(kind: str) -> None:
         expected = divergence(kind, buckets(logits.softmax(-1), ids), buckets(teacher.exp(), ids))
         has_rest = buckets(teacher.exp(), ids)[:, -1] > 10 * LEAST_REST
         torch.testing.assert_close(found[has_rest], expected[has_rest], atol=1e-5, rtol=1e-3)
-        assert (found >= below - 1e-5).all()
-        assert (found <= full + 1e-5).all()
+        assert (found >= 0.99 * below - 1e-5).all()
+        assert (found <= 1.01 * full + 1e-5).all()
         below = found
 
 
