@@ -186,7 +186,14 @@ def _without(z: Tensor, inside: Tensor, index: Tensor) -> Tensor:
 
 
 def _over_group(
-    top: Tensor, total: Tensor, weighted: Tensor, target: Tensor, *, some: Tensor, rest: Tensor, group: dist.ProcessGroup
+    top: Tensor,
+    total: Tensor,
+    weighted: Tensor,
+    target: Tensor,
+    *,
+    some: Tensor,
+    rest: Tensor,
+    group: dist.ProcessGroup,
 ) -> tuple[Tensor, ...]:
     """[n] each, and `some` [n, k], over all parts of the vocabulary."""
     highest = torch.stack([top, rest])

@@ -51,7 +51,9 @@ class CompletionBody(BaseModel):
     model: str = ""
     prompt: list[int] = Field(min_length=1)
     prompt_logprobs: int = Field(
-        ge=0, le=MOST_TOP_K, description="Likeliest tokens in the place of each given one; 0: of the given tokens alone."
+        ge=0,
+        le=MOST_TOP_K,
+        description="Likeliest tokens in the place of each given one; 0: of the given tokens alone.",
     )
     max_tokens: int = Field(1, ge=0, le=1, description="Nothing is sampled, whatever it says.")
     temperature: float = Field(0.0, ge=0.0, description="Of sampling; logprobs are those at temperature 1.")

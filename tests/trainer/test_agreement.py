@@ -98,6 +98,8 @@ def test_batches_with_one_other_number_are_refused(name: str) -> None:
     assert refused(**{name: values})
 
 
-@pytest.mark.parametrize("names", [("teacher_logprobs",), ("teacher_top_ids", "teacher_top_logprobs"), ("routed_experts",)])
+@pytest.mark.parametrize(
+    "names", [("teacher_logprobs",), ("teacher_top_ids", "teacher_top_logprobs"), ("routed_experts",)]
+)
 def test_batches_that_lack_an_array_are_refused(names: tuple[str, ...]) -> None:
     assert refused(**dict.fromkeys(names))

@@ -87,7 +87,9 @@ def test_divergence_of_a_whole_vocabulary_is_the_full_one(kind: str) -> None:
     student = coarse_logprobs(logits, ids, 1.0)
     assert (student[:, -1] == -math.inf).all(), "there are no other ids"
     found = coarse_divergence(student, teacher_coarse(ids, teacher.gather(-1, ids).float()), config_of(kind))
-    torch.testing.assert_close(found.double(), divergence(kind, logits.softmax(-1), teacher.exp()), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        found.double(), divergence(kind, logits.softmax(-1), teacher.exp()), atol=1e-5, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -171,7 +173,9 @@ def test_packs_have_the_likeliest_ids_of_each_token() -> None:
 def test_ids_that_the_model_lacks_count_to_the_rest() -> None:
     """A teacher's matrices may be filled up to more rows than the model's."""
     row, segment = row_of(1, 6, vocab=VOCAB)
-    foreign = replace(segment, teacher_top_ids=np.where(segment.teacher_top_ids % 3 == 0, 1000, segment.teacher_top_ids))
+    foreign = replace(
+        segment, teacher_top_ids=np.where(segment.teacher_top_ids % 3 == 0, 1000, segment.teacher_top_ids)
+    )
     changed = make_row(1, foreign, "", step=0, bound=0, model=LIMITS)
     assert ((changed.top_ids == -1) == (row.top_ids % 3 == 0)).all()
     coarse = teacher_coarse(torch.from_numpy(changed.top_ids), torch.from_numpy(changed.top_logprobs)).exp()
