@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from penstock.common import is_loopback
 from penstock.tools.parsers import ParserName
 
-
 MOST_TOP_K = 1024
 """Beyond it a token costs 8 KiB, and the rest of a distribution is little."""
 

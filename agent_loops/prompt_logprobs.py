@@ -64,8 +64,8 @@ class PromptForm:
 
 
 def read_prompt(form: PromptForm, answer: Any, ids: Sequence[int], wanted: Sequence[int], top_k: int) -> PromptLogprobs:
-    """`wanted`: places in `ids` [L], from 1. Raises one of `MALFORMED` for an answer that is of other ids, lacks some, or
-    has a logprob that is not a finite number."""
+    """`wanted`: places in `ids` [L], from 1. Raises one of `MALFORMED` for an answer that is of other ids, lacks some,
+    or has a logprob that is not a finite number."""
     given = form.given(answer, ids)
     if not all(math.isfinite(value) for value in given):
         raise ValueError("a logprob is not a finite number")

@@ -19,7 +19,6 @@ from torch import Tensor
 from penstock.rollout_server import Mixtures
 from penstock.transfer_queue import Batch, RoutedExperts, Segment, Trajectory
 
-
 NO_ID = -1
 
 

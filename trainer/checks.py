@@ -57,8 +57,8 @@ def _check_top_k(job: TrainJob) -> None:
     given, config, distill = job.run.teacher_top_k, job.config, job.config.distill
     if any(given) and not distill.in_loss:
         raise BadJob(
-            f"agent.teachers.*.top_k is {max(given)} and trainer.distill.in_loss 0: an advantage is of the sampled token "
-            "alone, and the likeliest ids would be carried for nothing. Set trainer.distill.in_loss, or "
+            f"agent.teachers.*.top_k is {max(given)} and trainer.distill.in_loss 0: an advantage is of the sampled "
+            "token alone, and the likeliest ids would be carried for nothing. Set trainer.distill.in_loss, or "
             "agent.teachers.*.top_k=0"
         )
     if any(given) and config.engine == "megatron":
@@ -68,8 +68,8 @@ def _check_top_k(job: TrainJob) -> None:
         )
     if distill.divergence != "reverse_kl" and not (given and all(given)):
         raise BadJob(
-            f"trainer.distill.divergence is {distill.divergence}, and a sampled token estimates the reverse KL alone: set "
-            "agent.teachers.*.top_k of every teacher, or trainer.distill.divergence=reverse_kl"
+            f"trainer.distill.divergence is {distill.divergence}, and a sampled token estimates the reverse KL alone: "
+            "set agent.teachers.*.top_k of every teacher, or trainer.distill.divergence=reverse_kl"
         )
 
 

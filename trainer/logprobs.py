@@ -11,7 +11,7 @@ calculation for softmax", arXiv:1805.02867); the backward computes each tile aga
 (Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", arXiv:2411.09009, section 4):
 
     ∂/∂z_nv = g_n · (1[v = id_n] − p_nv) − e_n · p_nv · (log p_nv + entropy_n)      g, e: gradients of logprob, entropy
-              + Σ_j c_nj · (1[v = j] − p_nv) + r_n · (1[v ∉ S_n] · p_nv / p_n,rest − p_nv)     c, r: of coarse_nj, _n,rest
+              + Σ_j c_nj · (1[v = j] − p_nv) + r_n · (1[v ∉ S_n] · p_nv / p_n,rest − p_nv)      c, r: of coarse_n
 
 A head whose rows are shared out over a tensor group is summed over it: no rank ever has all of a token's logits either.
 """
@@ -93,7 +93,7 @@ def token_logprobs(
     with_entropy: bool = False,
     ids: Tensor | None = None,
 ) -> Outputs:
-    """hidden [N, H], weight [V, H], targets [N] → float32. `ids` [N, k]: of `Outputs.coarse`, no id twice for one token,
+    """hidden [N, H], weight [V, H], targets [N] → float32. `ids` [N, k]: of `Outputs.coarse`, no id twice for a token,
     below 0 for none."""
     if not head.elements:
         head = replace(head, elements=GPU_TILE_ELEMENTS if hidden.is_cuda else CPU_TILE_ELEMENTS)

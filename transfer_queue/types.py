@@ -114,8 +114,8 @@ class Segment:
     i − 1 sampled id i, so the version of a sampled id is that of the choices one position before it. No pass reads the
     last id. None: the engine did not report it."""
     teacher_top_ids: Ids | None = None
-    """[S, k] what the teacher would rather sample in place of each sampled id: its k likeliest ids, the likeliest first,
-    no id twice. S counts the ones of the mask, in order. Only beside `teacher_logprobs`; None: not asked for."""
+    """[S, k] the k ids that the teacher holds likeliest in the place of each sampled id, the likeliest first, no id
+    twice. S counts the ones of the mask, in order. Only beside `teacher_logprobs`; None: not asked for."""
     teacher_top_logprobs: Logprobs | None = None
     """[S, k] their logprobs at temperature 1. None where `teacher_top_ids` is."""
 

@@ -1,5 +1,5 @@
-"""Checks of teachers: is each reached, does it have the model's vocabulary, does it give logprobs of prompts and as many
-likeliest ids as are asked for, and what do these cost in bytes?"""
+"""Checks of teachers: is each reached, does it have the model's vocabulary, does it give logprobs of prompts and as
+many likeliest ids as are asked for, and what do these cost in bytes?"""
 
 from __future__ import annotations
 

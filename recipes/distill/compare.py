@@ -4,8 +4,8 @@
     python recipes/distill/compare.py --teacher data/distill/teacher --out runs/distill-comparison
 
 Each cell is a `penstock run` of cpu.yaml that ends when the mean reward of three steps is at the goal; `GRPO alone` has
-the optimizer of recipes/calculator.yaml; `top 8` learns from the teacher's likeliest ids in place of sampled tokens. Writes comparison.json and comparison.png into --out; a run that is there is
-not run again.
+the optimizer of recipes/calculator.yaml, `top 8` learns from the teacher's likeliest ids, not from sampled tokens.
+Writes comparison.json and comparison.png into --out; a run that is there is not run again.
 """
 
 from __future__ import annotations

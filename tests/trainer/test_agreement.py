@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -29,8 +29,8 @@ class RankThread:
     rank: int
     barrier: threading.Barrier
     held: dict[int, Any]
-    world: int = 2
-    layout: Layout = Layout(context=2)
+    world: ClassVar[int] = 2
+    layout: ClassVar[Layout] = Layout(context=2)
 
     def gather(self, mine: Any) -> list[Any]:
         self.held[self.rank] = mine

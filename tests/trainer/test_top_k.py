@@ -1,4 +1,4 @@
-"""A teacher's likeliest ids in the step: rows, packs, divergences by hand and over a whole vocabulary, what is refused."""
+"""A teacher's likeliest ids in the step: rows, packs, divergences by hand and over a vocabulary, what is refused."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_divergence_of_a_whole_vocabulary_is_the_full_one(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_divergence_is_between_zero_and_the_full_one(kind: str) -> None:
-    """And grows with k: each bucket more is a finer look at the same two distributions. A rest of 1e-5, one less the sum
+    """And grows with k: each bucket more is a finer look at the same two distributions. A rest of 1e-5, one less a sum
     of float32 numbers, has two digits."""
     logits, teacher = random_pair(200, scale=3.0)
     full = divergence(kind, logits.softmax(-1), teacher.exp())
