@@ -12,6 +12,8 @@ from penstock.common import is_loopback, pattern_of
 from penstock.tools.parsers import ParserName
 
 V = TypeVar("V")
+MOST_TOP_K = 1024
+"""Beyond it a token costs 8 KiB, and the rest of a distribution is little."""
 
 
 def entry_of(table: Mapping[str, V], data_source: str) -> V | None:
@@ -62,6 +64,13 @@ class TeacherConfig(BaseModel):
         " that a teacher that is away is named.",
     )
     concurrency: int = Field(8, gt=0, description="Requests at once from one agent worker.")
+    top_k: int = Field(
+        0,
+        ge=0,
+        le=MOST_TOP_K,
+        description="Likeliest ids that it gives per sampled token, for trainer.distill.divergence; 8 bytes each. vLLM"
+        " gives at most its `--max-logprobs`, by default 20. 0: the logprob of the sampled token alone.",
+    )
 
 
 class CaptureConfig(BaseModel):
@@ -184,3 +193,8 @@ class AgentConfig(BaseModel):
     def most_response_tokens(self) -> int:
         """`max_response_tokens` of the data source that has most."""
         return max(one.max_response_tokens for one in self.of_sources())
+
+    @property
+    def teacher_top_k(self) -> tuple[int, ...]:
+        """As `RunContext.teacher_top_k`."""
+        return tuple(teacher.top_k for teacher in self.teachers.values())

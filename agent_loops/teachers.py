@@ -1,10 +1,10 @@
 """Teachers: servers that say how likely they hold each token of a finished episode (on-policy distillation).
 
 trajectory ─► teacher of its data source ─► per segment: ids in, logprobs of the same ids out ─► `teacher_logprobs`
+                                                         with `top_k`, in place of each sampled one
+                                                         its k likeliest ids out ─► `teacher_top_ids`, `…_logprobs`
 
-    POST /v1/completions {"prompt": [ids], "max_tokens": 1, "prompt_logprobs": 0}              vLLM, teacher-server
-    POST /v1/completions {"prompt": [ids], "max_tokens": 1, "echo": true, "logprobs": 1}       SGLang and others
-
+`prompt_logprobs` has the requests and answers; which of them a server knows is found out at the first one.
 Asked by the agent worker (or gateway) between reward and `complete`, so that what is trained on is recorded: a replayed
 step has the same numbers, and the trainer waits for no teacher. A teacher that fails is asked again, with pauses, until
 `deadline_s`; then the episode ends as ``infra_error(teacher)`` and is tried again. It never has a number of its own.
@@ -14,37 +14,38 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.agent_loops.config import TeacherConfig, entry_of
 from penstock.agent_loops.errors import AgentError, InfraFailure
+from penstock.agent_loops.prompt_logprobs import (
+    MALFORMED,
+    MOST_ANSWER_BYTES,
+    PromptForm,
+    PromptLogprobs,
+    answer_bytes,
+    forms_for,
+    read_prompt,
+)
 from penstock.agent_loops.tracing import span
 from penstock.common import Backoff, gather_or_cancel, retry
-from penstock.tools import JsonClient, ToolInfraError, ToolUnavailable
+from penstock.tools import MAX_ANSWER_BYTES, JsonClient, ToolInfraError, ToolUnavailable
 from penstock.transfer_queue import Segment, Task, Trajectory
 
 COMPONENT = "teacher"
 log = logging.getLogger(__name__)
 TURN_S = 1800.0
 BACKOFF = Backoff(0.5, 30.0, jitter=(0.5, 1.0))
-LOWEST = -100.0
-"""Servers write −inf in their own ways (vLLM: −9999); all of them become this."""
 PROBE = "The teacher reads 12+34=46, naïve façade, 東京, x**2 != y\n\treturn None"
-Form = Literal["prompt_logprobs", "echo"]
-FORMS: Mapping[Form, Mapping[str, Any]] = {
-    "prompt_logprobs": {"prompt_logprobs": 0},
-    "echo": {"echo": True, "logprobs": 1},
-}
-"""How servers are asked for the logprobs of a prompt."""
+TOP_BYTES = 8
+"""Of one of a teacher's likeliest ids in a segment: id and logprob."""
 
 
 class BadTeacher(AgentError):
@@ -71,14 +72,15 @@ class Teacher:
         self._http = JsonClient(COMPONENT, config.timeout_s)
         self._turns = asyncio.Semaphore(config.concurrency)
         self._model = config.model
-        self._form: Form | None = None
+        self._form: PromptForm | None = None
 
-    async def logprobs(self, ids: Sequence[int]) -> NDArray[np.float32]:
-        """ids [L] → [L], each given the ids before it; the first is 0. Raises `InfraFailure`."""
+    async def judge(self, ids: Sequence[int], sampled: Sequence[int] = ()) -> PromptLogprobs:
+        """Of ids [L]; `sampled` [S]: the places in it whose likeliest ids are wanted, where there is a `top_k`. Raises
+        `InfraFailure`."""
         try:
             async with self._turn(), asyncio.timeout(self._config.deadline_s):
                 return await retry(
-                    lambda: self._attempt(ids),
+                    lambda: self._attempt(ids, sampled),
                     BACKOFF,
                     retries=self._config.retries,
                     on=ToolUnavailable,
@@ -120,11 +122,12 @@ class Teacher:
         try:
             entry = await self._entry()
             compared = await self._check_vocabulary(encoded)
-            await self._ask_in_known_form(encoded)
+            self._check_top_k(highest, longest)
+            await self._ask_in_known_form(encoded, [len(encoded) - 1])
         except ToolUnavailable as error:
             raise BadTeacher(error.reason, "start the server, or correct agent.teachers.*.url") from error
         except ToolInfraError as error:
-            raise BadTeacher(error.reason, _fix_of(error)) from error
+            raise BadTeacher(error.reason, _fix_of(error, self._config.top_k)) from error
         await self._check_highest(encoded, highest)
         room = entry.get("max_model_len")
         if isinstance(room, int) and room <= longest:
@@ -132,53 +135,68 @@ class Teacher:
                 f"{self._url} reads {room} tokens, rollout.max_model_len is {longest}",
                 f"serve the teacher with a context of {longest + 1} or more, or lower rollout.max_model_len",
             )
-        return f"{self._model} at {self._url}, {'same ids' if compared else 'ids not compared: no /tokenize'}"
+        found = f"{self._model} at {self._url}, {'same ids' if compared else 'ids not compared: no /tokenize'}"
+        top_k = self._config.top_k
+        return f"{found}, top_k {top_k}: {TOP_BYTES * top_k} bytes more per sampled token" if top_k else found
+
+    def _check_top_k(self, highest: int, longest: int) -> None:
+        """Arguments as of `check`. Raises `BadTeacher`."""
+        top_k = self._config.top_k
+        if top_k > highest + 1:
+            raise BadTeacher(
+                f"agent.teachers.*.top_k is {top_k}, the vocabulary has {highest + 1} ids",
+                f"set agent.teachers.*.top_k to {highest + 1} or less; 8 to 64 have nearly all of a teacher's mass",
+            )
+        if (size := answer_bytes(longest, top_k)) > MOST_ANSWER_BYTES:
+            raise BadTeacher(
+                f"{top_k} ids for each of {longest} tokens make an answer of about {size >> 20} MiB, more than the "
+                f"{MOST_ANSWER_BYTES >> 20} MiB that are read",
+                "lower agent.teachers.*.top_k or rollout.max_model_len",
+            )
 
     async def _check_highest(self, encoded: Sequence[int], highest: int) -> None:
         """Last of all: SGLang ends at an id that its model does not have. Raises `BadTeacher`."""
         try:
-            await self._ask_in_known_form([*encoded, highest])
+            await self._ask_in_known_form([*encoded, highest], [len(encoded)])
         except ToolInfraError as error:
             fix = f"the model's highest token id is {highest}: take a teacher whose vocabulary has it; is it still up?"
             raise BadTeacher(error.reason, fix) from error
 
-    async def _attempt(self, ids: Sequence[int]) -> NDArray[np.float32]:
+    async def _attempt(self, ids: Sequence[int], sampled: Sequence[int]) -> PromptLogprobs:
         try:
-            return await self._ask_in_known_form(ids)
+            return await self._ask_in_known_form(ids, sampled)
         except ToolUnavailable as error:
             log.warning("teacher: %s", error.reason)
             raise
 
-    async def _ask_in_known_form(self, ids: Sequence[int]) -> NDArray[np.float32]:
+    async def _ask_in_known_form(self, ids: Sequence[int], sampled: Sequence[int]) -> PromptLogprobs:
         """Raises `ToolInfraError`."""
         if self._form is not None:
-            return await self._ask(self._form, ids)
+            return await self._ask(self._form, ids, sampled)
         refusals = []
-        for form in FORMS:
+        for form in forms_for(self._config.top_k):
             try:
-                found = await self._ask(form, ids)
+                found = await self._ask(form, ids, sampled)
             except ToolUnavailable:
                 raise  # another form would not be answered either
             except ToolInfraError as error:
-                refusals.append(f"{form}: {error.reason}")
+                refusals.append(f"{form.name}: {error.reason}")
             else:
                 self._form = form
                 return found
         raise NoPromptLogprobs(f"{self._url} gives no logprobs of a prompt ({'; '.join(refusals)})")
 
-    async def _ask(self, form: Form, ids: Sequence[int]) -> NDArray[np.float32]:
+    async def _ask(self, form: PromptForm, ids: Sequence[int], sampled: Sequence[int]) -> PromptLogprobs:
         if not self._model:
             await self._entry()
-        body = {"model": self._model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0, **FORMS[form]}
-        answer = await self._post("v1/completions", body)
+        top_k = self._config.top_k
+        most = max(MAX_ANSWER_BYTES, min(answer_bytes(len(ids), top_k), MOST_ANSWER_BYTES))
+        answer = await self._post(form.path, form.body(self._model, ids, top_k), most)
         try:
-            choice = answer["choices"][0]
-            found = _keyed(choice["prompt_logprobs"], ids) if form == "prompt_logprobs" else _echoed(choice, ids)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            # In a thread: of a long row with a top k it takes seconds, in which leases must be renewed.
+            return await asyncio.to_thread(read_prompt, form, answer, ids, sampled, top_k)
+        except MALFORMED as error:
             raise NoPromptLogprobs(f"{self._url}: {type(error).__name__}: {error}") from error
-        if not all(math.isfinite(value) for value in found):
-            raise NoPromptLogprobs(f"{self._url}: a logprob is not a finite number")
-        return np.maximum(np.array([0.0, *found], dtype=np.float32), LOWEST)
 
     async def _entry(self) -> Mapping[str, Any]:
         """The server's entry of the model in /v1/models. Raises `ToolInfraError`."""
@@ -208,8 +226,9 @@ class Teacher:
             )
         return True
 
-    async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
-        return await self._http.ask("POST", f"{self._url}/{path}", headers=self._headers(), body=dict(body))
+    async def _post(self, path: str, body: Mapping[str, Any], most_bytes: int = MAX_ANSWER_BYTES) -> Any:
+        url = f"{self._url}/{path}"
+        return await self._http.ask("POST", url, headers=self._headers(), body=dict(body), most_bytes=most_bytes)
 
     def _headers(self) -> dict[str, str]:
         key = os.environ.get(self._config.key_variable, "") if self._config.key_variable else ""
@@ -227,7 +246,7 @@ class Teachers:
         return entry_of(self._teachers, data_source)
 
     async def annotate(self, task: Task, trajectory: Trajectory) -> Trajectory:
-        """With `teacher_logprobs` in every segment; unchanged without a teacher, and in evaluations.
+        """With what the teacher says in every segment; unchanged without a teacher, and in evaluations.
 
         Raises `InfraFailure`.
         """
@@ -248,30 +267,25 @@ class Teachers:
 async def _annotated(teacher: Teacher, segment: Segment) -> Segment:
     sampled = np.flatnonzero(segment.response_mask)
     values = np.zeros(len(segment.response_ids), dtype=np.float32)
-    if len(sampled):
-        end = int(sampled[-1]) + 1  # what was observed after the last sampled token needs no judgement
-        ids = np.concatenate([segment.prompt_ids, segment.response_ids[:end]]).tolist()
-        found = await teacher.logprobs(ids)
-        values[sampled] = found[len(segment.prompt_ids) :][sampled]
-    return replace(segment, teacher_logprobs=values)
+    if not len(sampled):
+        return replace(segment, teacher_logprobs=values)
+    end = int(sampled[-1]) + 1  # what was observed after the last sampled token needs no judgement
+    ids = np.concatenate([segment.prompt_ids, segment.response_ids[:end]]).tolist()
+    places = sampled + len(segment.prompt_ids)
+    found = await teacher.judge(ids, places.tolist())
+    values[sampled] = found.logprobs[places]
+    return replace(
+        segment,
+        teacher_logprobs=values,
+        teacher_top_ids=found.top_ids,
+        teacher_top_logprobs=found.top_logprobs,
+    )
 
 
-def _keyed(found: Sequence[Any], ids: Sequence[int]) -> list[float]:
-    """vLLM's form: a mapping of ids per position, None for the first. Raises `ValueError`, `KeyError`, `TypeError`."""
-    if len(found) != len(ids):
-        raise ValueError(f"{len(found)} prompt_logprobs for {len(ids)} ids")
-    return [float(one[str(token)]["logprob"]) for one, token in zip(found[1:], ids[1:], strict=True)]
-
-
-def _echoed(choice: Mapping[str, Any], ids: Sequence[int]) -> list[float]:
-    """OpenAI's form: those of the prompt, then of the token that was sampled, if one was."""
-    found = choice["logprobs"]["token_logprobs"]
-    if not len(ids) <= len(found) <= len(ids) + 1:
-        raise ValueError(f"{len(found)} echoed logprobs for {len(ids)} ids")
-    return [float(value) for value in found[1 : len(ids)]]
-
-
-def _fix_of(error: ToolInfraError) -> str:
+def _fix_of(error: ToolInfraError, top_k: int) -> str:
+    if "max allowed" in error.reason:  # vLLM's words
+        return f"serve the teacher with `--max-logprobs {top_k}` or more, or lower agent.teachers.*.top_k"
     if "HTTP 401" in error.reason or "HTTP 403" in error.reason:
         return "the server refuses the key: set the environment variable that agent.teachers.*.key_variable names"
-    return "serve the teacher with vLLM, SGLang or `penstock teacher-server`, which give logprobs of prompts"
+    given = "the likeliest ids in a prompt's places" if top_k else "logprobs of prompts"
+    return f"serve the teacher with vLLM, SGLang or `penstock teacher-server`, which give {given}"

@@ -125,6 +125,7 @@ def context_of(link: RunConnection, queue: TransferQueue, config: RunConfig) -> 
         lease_ttl_s=config.transfer_queue.lease_ttl_s,
         routing_replay=config.rollout.routing_replay,
         max_model_len=config.rollout.max_model_len,
+        teacher_top_k=config.agent.teacher_top_k,
     )
 
 

@@ -11,6 +11,7 @@ from .functions import FunctionTool as FunctionTool
 from .functions import function_tool as function_tool
 from .guard import ToolGuard as ToolGuard
 from .guard import guard_of as guard_of
+from .http import MAX_ANSWER_BYTES as MAX_ANSWER_BYTES
 from .http import JsonClient as JsonClient
 from .python import STATE_LOST as STATE_LOST
 from .python import PythonTool as PythonTool

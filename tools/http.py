@@ -32,8 +32,9 @@ class JsonClient:
         headers: Mapping[str, str],
         body: Any = None,
         params: Mapping[str, str] | None = None,
+        most_bytes: int = MAX_ANSWER_BYTES,
     ) -> Any:
-        """The answer's JSON.
+        """The answer's JSON, of which `most_bytes` are read.
 
         Raises:
             ToolUnavailable: not reached, no answer in time, or busy: asking again may help.
@@ -43,9 +44,9 @@ class JsonClient:
             async with self._pool().request(
                 method, url, json=body, params=params, headers=headers, allow_redirects=False
             ) as answer:
-                data = await answer.content.read(MAX_ANSWER_BYTES)
-                while not answer.content.at_eof() and len(data) < MAX_ANSWER_BYTES:
-                    data += await answer.content.read(MAX_ANSWER_BYTES - len(data))
+                data = bytearray(await answer.content.read(most_bytes))
+                while not answer.content.at_eof() and len(data) < most_bytes:
+                    data += await answer.content.read(most_bytes - len(data))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ToolUnavailable(self._component, f"{url}: {type(error).__name__}: {error}") from error
         return self._to_json(url, answer.status, data, answer.headers.get("Retry-After"))
@@ -62,7 +63,7 @@ class JsonClient:
             self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout)
         return self._session
 
-    def _to_json(self, url: str, status: int, data: bytes, retry_after: str | None) -> Any:
+    def _to_json(self, url: str, status: int, data: bytearray, retry_after: str | None) -> Any:
         beginning = data[:200].decode("utf-8", "replace")
         if status in BUSY_STATUSES:
             raise ToolUnavailable(self._component, f"{url}: HTTP {status}: {beginning}", _seconds(retry_after))

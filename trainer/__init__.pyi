@@ -40,8 +40,10 @@ from .data import DataStream as DataStream
 from .data import Feeder as Feeder
 from .data import load_rows as load_rows
 from .data import missing_groups as missing_groups
+from .distillation import LEAST_REST as LEAST_REST
+from .distillation import coarse_divergence as coarse_divergence
+from .distillation import teacher_coarse as teacher_coarse
 from .engine import Flops as Flops
-from .engine import Outputs as Outputs
 from .engine import RouterLoads as RouterLoads
 from .engine import Update as Update
 from .engine import peak_tflops as peak_tflops
@@ -56,6 +58,8 @@ from .job import TrainJob as TrainJob
 from .job import needs_of_advantage as needs_of_advantage
 from .learner import Learner as Learner
 from .logprobs import Head as Head
+from .logprobs import Outputs as Outputs
+from .logprobs import coarse_logprobs as coarse_logprobs
 from .logprobs import entropies as entropies
 from .logprobs import target_logprobs as target_logprobs
 from .logprobs import token_logprobs as token_logprobs
@@ -84,6 +88,7 @@ from .packing import split_by_length as split_by_length
 from .publish import Publisher as Publisher
 from .publish import PublishTimeout as PublishTimeout
 from .ranks.agreement import BatchesDiffer as BatchesDiffer
+from .ranks.agreement import check_same_batch as check_same_batch
 from .ranks.distributed import Ranks as Ranks
 from .ranks.distributed import TorchThread as TorchThread
 from .ranks.distributed import rendezvous_store as rendezvous_store

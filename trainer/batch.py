@@ -19,6 +19,8 @@ from torch import Tensor
 from penstock.rollout_server import Mixtures
 from penstock.transfer_queue import Batch, RoutedExperts, Segment, Trajectory
 
+NO_ID = -1
+
 
 class BadBatch(ValueError):
     """A trajectory cannot be trained on; the message names the episode, the segment and what is wrong."""
@@ -64,6 +66,11 @@ class Row:
     """[L, layers, k] as `Segment.routed_experts`; None where there are none, or where they are not replayed."""
     first_token: int = 0
     """Index of the first sampled token among all of the rank's, in the order of rows"""
+    top_ids: NDArray[np.int32] | None = None
+    """[N, k] the teacher's likeliest ids in the place of each token; `NO_ID` where the model has no such id, which then
+    counts to the rest. None where the teacher was not asked for them."""
+    top_logprobs: NDArray[np.float32] | None = None
+    """[N, k] the teacher's logprobs of them; 0 for `NO_ID`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +181,30 @@ def make_row(episode: int, segment: Segment, where: str, *, step: int, bound: in
     taught = segment.teacher_logprobs
     teacher = None if taught is None else taught[sampled].astype(np.float32)
     experts = _experts(segment, where, model)
-    return Row(episode, ids, targets, finite, staleness, mask, same_version, turn, teacher, experts)
+    top_ids, top_logprobs = _tops(segment, model)
+    return Row(
+        episode,
+        ids,
+        targets,
+        finite,
+        staleness,
+        mask,
+        same_version,
+        turn,
+        teacher,
+        experts,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+    )
+
+
+def _tops(segment: Segment, model: ModelLimits) -> tuple[NDArray[np.int32] | None, NDArray[np.float32] | None]:
+    """See `Row`. A teacher may have more ids than the model, such as those that fill up its matrices."""
+    ids, logprobs = segment.teacher_top_ids, segment.teacher_top_logprobs
+    if ids is None or logprobs is None:
+        return None, None
+    foreign = ids >= model.vocab
+    return np.where(foreign, np.int32(NO_ID), ids), np.where(foreign, np.float32(0.0), logprobs)
 
 
 def _experts(segment: Segment, where: str, model: ModelLimits) -> RoutedExperts | None:

@@ -35,6 +35,7 @@ def check_job(job: TrainJob) -> None:
             "say how often their rows are passed. Set transfer_queue.filter_groups=none; easy and hard rows come "
             "seldom anyway"
         )
+    _check_top_k(job)
     _check_stop(job)
     for sink in config.sinks:
         SINKS.get(sink)
@@ -55,6 +56,27 @@ def check_job(job: TrainJob) -> None:
         raise BadJob(f"weights over {job.transport} need the run's token: anybody could read them")
     if job.temperature <= 0:
         raise BadJob(f"temperature is {job.temperature}: training episodes must be sampled, not greedy")
+
+
+def _check_top_k(job: TrainJob) -> None:
+    """Of the teachers: who learns from it?"""
+    given, config, distill = job.run.teacher_top_k, job.config, job.config.distill
+    if any(given) and not distill.in_loss:
+        raise BadJob(
+            f"agent.teachers.*.top_k is {max(given)} and trainer.distill.in_loss 0: an advantage is of the sampled "
+            "token alone, and the likeliest ids would be carried for nothing. Set trainer.distill.in_loss, or "
+            "agent.teachers.*.top_k=0"
+        )
+    if any(given) and config.engine == "megatron":
+        raise BadJob(
+            f"agent.teachers.*.top_k is {max(given)}, and trainer.engine megatron says nothing of other ids than the "
+            "sampled ones: set trainer.engine=fsdp, or agent.teachers.*.top_k=0"
+        )
+    if distill.divergence != "reverse_kl" and not (given and all(given)):
+        raise BadJob(
+            f"trainer.distill.divergence is {distill.divergence}, and a sampled token estimates the reverse KL alone: "
+            "set agent.teachers.*.top_k of every teacher, or trainer.distill.divergence=reverse_kl"
+        )
 
 
 def _check_stop(job: TrainJob) -> None:

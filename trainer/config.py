@@ -49,9 +49,20 @@ class DistillConfig(BaseModel):
     in_advantage: float = Field(
         0.0, ge=0, description="Each token's advantage loses this times logπ − log p of the teacher; 0: none."
     )
-    in_loss: float = Field(0.0, ge=0, description="Coefficient of the reverse KL to the teacher in the loss; 0: none.")
+    in_loss: float = Field(
+        0.0, ge=0, description="Coefficient of the divergence from the teacher in the loss; 0: none."
+    )
     estimator: Literal["k2", "k3", "low_variance"] = Field(
-        "k2", description="How in_loss estimates it; the gradient of k2 is that of the reverse KL."
+        "k2",
+        description="How in_loss estimates the reverse KL from sampled tokens; the gradient of k2 is that of the KL.",
+    )
+    divergence: Literal["reverse_kl", "forward_kl", "jsd"] = Field(
+        "reverse_kl",
+        description="What in_loss computes in place of an estimate where agent.teachers.*.top_k gives the teacher's"
+        " likeliest ids: over these and the rest of the probability.",
+    )
+    jsd_beta: float = Field(
+        0.5, gt=0, lt=1, description="Of divergence jsd: share of the teacher in the mixture that both are compared to."
     )
     reward_weight: float = Field(
         1.0, ge=0, description="The estimator's advantages count this much beside the teacher; 0: the teacher alone."

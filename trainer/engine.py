@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from penstock.rollout_server import LayerLoad
 from penstock.trainer.batch import ModelLimits
 from penstock.trainer.checkpoint import CheckpointInfo
+from penstock.trainer.logprobs import Outputs
 from penstock.trainer.packing import Pack, RowLayout
 from penstock.weight_sync import Shard
 
@@ -159,15 +160,6 @@ class Update:
     """Loss or gradient was not finite, on whichever rank: weights and moments are as before, on all."""
     loss: float = 0.0
     """sum(loss) / divisor over all ranks."""
-
-
-class Outputs(NamedTuple):
-    """What the policy says about N sampled tokens, float32."""
-
-    logprobs: Tensor
-    """[N]"""
-    entropy: Tensor | None
-    """[N] None where it is not asked for"""
 
 
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "B200": 2250.0, "A100": 312.0, "L40S": 362.0, "MI300X": 1307.0}

@@ -3,12 +3,15 @@
     z_nv = f(h_n · W_v + b_v) / T          f(x) = c · tanh(s·x / c) under soft-capping, else s·x
     logprob_n = z_n,id − log Σ_v exp z_nv
     entropy_n = log Σ_v exp z_nv − Σ_v p_nv · z_nv
+    coarse_nj = z_nj − log Σ_v exp z_nv    j of a few ids S_n that are asked for
+    coarse_n,rest = log Σ_v∉S exp z_nv − log Σ_v exp z_nv
 
 Sums over the vocabulary run tile by tile with a running maximum (Milakov and Gimelshein 2018, "Online normalizer
 calculation for softmax", arXiv:1805.02867); the backward computes each tile again and turns it into gradients at once
 (Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", arXiv:2411.09009, section 4):
 
     ∂/∂z_nv = g_n · (1[v = id_n] − p_nv) − e_n · p_nv · (log p_nv + entropy_n)      g, e: gradients of logprob, entropy
+              + Σ_j c_nj · (1[v = j] − p_nv) + r_n · (1[v ∉ S_n] · p_nv / p_n,rest − p_nv)      c, r: of coarse_n
 
 A head whose rows are shared out over a tensor group is summed over it: no rank ever has all of a token's logits either.
 """
@@ -18,17 +21,34 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 VOCAB_TILE = 4096
 CPU_TILE_ELEMENTS = 1 << 20
 """Logits that exist at a time: 4 MiB in float32, about four times, fit a CPU's cache."""
 GPU_TILE_ELEMENTS = 1 << 25
 """128 MiB: enough rows in a product to keep a GPU busy."""
+
+
+WHOLE_ROWS = 512
+"""Tokens whose logits are copied at a time, where a model gives all of them at once."""
+
+
+class Outputs(NamedTuple):
+    """What the policy says about N sampled tokens, float32."""
+
+    logprobs: Tensor
+    """[N]"""
+    entropy: Tensor | None
+    """[N] None where it is not asked for"""
+    coarse: Tensor | None = None
+    """[N, k + 1] logprobs of k ids in the place of each token, then of all other ids together; −inf where there is no
+    such id. None where it is not asked for"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,49 +84,89 @@ class Head:
 
 
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head, *, with_entropy: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """hidden [N, H], weight [V, H], targets [N] → (logprobs [N], entropies [N] or None), float32."""
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    head: Head,
+    *,
+    with_entropy: bool = False,
+    ids: Tensor | None = None,
+) -> Outputs:
+    """hidden [N, H], weight [V, H], targets [N] → float32. `ids` [N, k]: of `Outputs.coarse`, no id twice for a token,
+    below 0 for none."""
     if not head.elements:
         head = replace(head, elements=GPU_TILE_ELEMENTS if hidden.is_cuda else CPU_TILE_ELEMENTS)
-    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, bias, targets, head, with_entropy)
-    return logprobs, entropy if with_entropy else None
+    asked = targets.new_zeros(len(targets), 0) if ids is None else ids.long()
+    logprobs, entropy, coarse = _TokenLogprobs.apply(hidden, weight, bias, targets, asked, head, with_entropy)
+    return Outputs(logprobs, entropy if with_entropy else None, None if ids is None else coarse)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
-        hidden, weight, bias, targets, head, with_entropy = given
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, weight, bias, targets, ids, head, with_entropy = given
         tiles = _row_tiles(hidden, weight, head)
-        found = [_sums(hidden[rows], weight, bias, targets[rows], head, mean=with_entropy) for rows in tiles]
+        found = [
+            _sums(hidden[rows], weight, bias, targets[rows], head, ids=ids[rows], mean=with_entropy) for rows in tiles
+        ]
         nothing = hidden.new_zeros(0, dtype=torch.float32)
-        target, log_sum, mean = (torch.cat(parts) for parts in zip(*(found or [(nothing,) * 3]), strict=True))
-        entropy = log_sum - mean
-        ctx.save_for_backward(hidden, weight, bias, targets, log_sum, entropy)
+        none = _Sums(nothing, nothing, nothing, hidden.new_zeros(ids.shape, dtype=torch.float32), nothing)
+        sums = _Sums(*(torch.cat(parts) for parts in zip(*(found or [none]), strict=True)))
+        entropy = sums.log_total - sums.mean
+        ctx.save_for_backward(hidden, weight, bias, targets, ids, sums.log_total, entropy, sums.log_rest)
         ctx.head, ctx.with_entropy = head, with_entropy
-        return target - log_sum, entropy
+        return sums.target - sums.log_total, entropy, _coarse(sums, ids)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        hidden, weight, bias, targets, log_sum, entropy = ctx.saved_tensors
-        for_logprobs, for_entropy = gradients
+        hidden, weight, bias, targets, ids, log_total, entropy, log_rest = ctx.saved_tensors
+        for_logprobs, for_entropy, for_coarse = gradients
         work = _Backward(hidden, weight, bias, ctx.head, ctx.needs_input_grad)
         for rows in _row_tiles(hidden, weight, ctx.head):
             of_entropy = (for_entropy[rows], entropy[rows]) if ctx.with_entropy else None
-            work.add(rows, targets[rows], log_sum[rows], for_logprobs[rows], of_entropy)
-        return (*work.result(), None, None, None)
+            of_coarse = _CoarseGradient.of(ids[rows], for_coarse[rows], log_rest[rows]) if ids.shape[1] else None
+            given = (rows, targets[rows], log_total[rows], for_logprobs[rows])
+            work.add(*given, of_entropy=of_entropy, of_coarse=of_coarse)
+        return (*work.result(), None, None, None, None)
+
+
+class _Sums(NamedTuple):
+    """Over the vocabulary, of n tokens."""
+
+    target: Tensor
+    """[n] z of the target"""
+    log_total: Tensor
+    """[n] log Σ exp z"""
+    mean: Tensor
+    """[n] Σ p·z, where it is asked for"""
+    some: Tensor
+    """[n, k] z of the ids that are asked for"""
+    log_rest: Tensor
+    """[n] log Σ exp z over all other ids; −inf where there are none, and where no ids are asked for"""
+
+
+def _coarse(sums: _Sums, ids: Tensor) -> Tensor:
+    """[n, k + 1]"""
+    logs = torch.cat([sums.some, sums.log_rest[:, None]], 1) - sums.log_total[:, None]
+    logs[:, :-1].masked_fill_(ids < 0, -math.inf)
+    return logs
 
 
 def _sums(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head, *, mean: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """[n] each: z of the target, log Σ exp z, and Σ p·z where `mean` asks for it."""
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head, *, ids: Tensor, mean: bool
+) -> _Sums:
     top = hidden.new_full((len(hidden),), -math.inf, dtype=torch.float32)
     total, weighted, target = (torch.zeros_like(top) for _ in range(3))
+    some, rest = hidden.new_zeros(ids.shape, dtype=torch.float32), top
     for columns in _column_tiles(weight):
         z = head.logits(hidden, weight[columns], _of(bias, columns))
         inside, index = _local(targets, columns, head)
         target = torch.where(inside, z.gather(-1, index[:, None]).squeeze(-1), target)
+        if ids.shape[1]:
+            inside, index = _local(ids, columns, head)
+            some = torch.where(inside, z.gather(-1, index), some)
+            rest = torch.logaddexp(rest, _without(z, inside, index).logsumexp(-1))
         higher = torch.maximum(top, z.amax(-1))
         shrink = (top - higher).exp()
         share = (z - higher[:, None]).exp_()
@@ -115,19 +175,64 @@ def _sums(
             weighted = weighted * shrink + share.mul_(z).sum(-1)
         top = higher
     if head.group is not None:
-        top, total, weighted, target = _over_group(top, total, weighted, target, head.group)
-    return target, top + total.log(), weighted / total
+        own = (top, total, weighted, target)
+        top, total, weighted, target, some, rest = _over_group(*own, some=some, rest=rest, group=head.group)
+    return _Sums(target, top + total.log(), weighted / total, some, rest)
+
+
+def _without(z: Tensor, inside: Tensor, index: Tensor) -> Tensor:
+    """z [n, v] with −inf in the columns `index` [n, k] that are `inside`; the others name any column, and add 0."""
+    return z.scatter_add(-1, index, torch.where(inside, -math.inf, 0.0))
 
 
 def _over_group(
-    top: Tensor, total: Tensor, weighted: Tensor, target: Tensor, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    highest = top.clone()
+    top: Tensor,
+    total: Tensor,
+    weighted: Tensor,
+    target: Tensor,
+    *,
+    some: Tensor,
+    rest: Tensor,
+    group: dist.ProcessGroup,
+) -> tuple[Tensor, ...]:
+    """[n] each, and `some` [n, k], over all parts of the vocabulary."""
+    highest = torch.stack([top, rest])
     dist.all_reduce(highest, dist.ReduceOp.MAX, group)
-    shrink = (top - highest).exp()
-    summed = torch.stack([total * shrink, weighted * shrink, target])
+    shrink = (top - highest[0]).exp()
+    of_rest = torch.where(highest[1].isinf(), 0.0, (rest - highest[1]).exp())
+    summed = torch.cat([torch.stack([total * shrink, weighted * shrink, target, of_rest]), some.t()])
     dist.all_reduce(summed, dist.ReduceOp.SUM, group)
-    return highest, summed[0], summed[1], summed[2]
+    return highest[0], summed[0], summed[1], summed[2], summed[4:].t(), highest[1] + summed[3].log()
+
+
+class _CoarseGradient(NamedTuple):
+    """Gradients of n tokens' coarse logprobs; 0 where there is no such id, or no other ones."""
+
+    ids: Tensor
+    """[n, k]"""
+    of_some: Tensor
+    """[n, k]"""
+    of_rest: Tensor
+    """[n]"""
+    log_rest: Tensor
+    """[n] as in `_Sums`, 0 in place of −inf"""
+
+    @classmethod
+    def of(cls, ids: Tensor, gradient: Tensor, log_rest: Tensor) -> _CoarseGradient:
+        empty = log_rest.isinf()
+        of_some = gradient[:, :-1].masked_fill(ids < 0, 0.0)
+        return cls(ids, of_some, gradient[:, -1].masked_fill(empty, 0.0), log_rest.masked_fill(empty, 0.0))
+
+    def total(self) -> Tensor:
+        """[n]"""
+        return self.of_some.sum(-1) + self.of_rest
+
+    def add_to(self, change: Tensor, z: Tensor, columns: slice, head: Head) -> None:
+        """What reaches the z [n, v] of one tile beside the share −p · total."""
+        inside, index = _local(self.ids, columns, head)
+        change.scatter_add_(-1, index, torch.where(inside, self.of_some, 0.0))
+        others = (_without(z, inside, index) - self.log_rest[:, None]).exp_()
+        change.addcmul_(others, self.of_rest[:, None])
 
 
 class _Backward:
@@ -142,19 +247,29 @@ class _Backward:
         self._for_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
 
     def add(
-        self, rows: slice, targets: Tensor, log_sum: Tensor, given: Tensor, of_entropy: tuple[Tensor, Tensor] | None
+        self,
+        rows: slice,
+        targets: Tensor,
+        log_sum: Tensor,
+        given: Tensor,
+        *,
+        of_entropy: tuple[Tensor, Tensor] | None,
+        of_coarse: _CoarseGradient | None,
     ) -> None:
         """`given` [n] and `of_entropy` ([n], [n]): gradients of the logprobs; of the entropies, and those."""
         hidden = self._hidden[rows]
+        everywhere = given if of_coarse is None else given + of_coarse.total()
         for columns in _column_tiles(self._weight):
             z = self._head.logits(hidden, self._weight[columns], _of(self._bias, columns))
-            factor = -given[:, None]
+            factor = -everywhere[:, None]
             if of_entropy is not None:
                 gradient, entropy = of_entropy
                 factor = factor - gradient[:, None] * (z - (log_sum - entropy)[:, None])
             change = (z - log_sum[:, None]).exp_().mul_(factor)
             inside, index = _local(targets, columns, self._head)
             change.scatter_add_(-1, index[:, None], torch.where(inside, given, 0.0)[:, None])
+            if of_coarse is not None:
+                of_coarse.add_to(change, z, columns, self._head)
             self._spread(rows, columns, hidden, self._head.slope_(change, z))
 
     def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -200,7 +315,7 @@ def _of(bias: Tensor | None, columns: slice) -> Tensor | None:
 
 
 def _local(targets: Tensor, columns: slice, head: Head) -> tuple[Tensor, Tensor]:
-    """([n] whether a target is in the tile, [n] its column there, any column for the others)"""
+    """([n] or [n, k] whether a target is in the tile, the same of its column there, any column for the others)"""
     index = targets - head.first - columns.start
     inside = (index >= 0) & (index < columns.stop - columns.start)
     return inside, torch.where(inside, index, 0)
@@ -216,3 +331,24 @@ def entropies(logits: Tensor, temperature: float) -> Tensor:
     """logits [N, V] → [N], float32: logsumexp(z) − Σ p · z"""
     scaled = logits.float() / temperature
     return scaled.logsumexp(-1) - (scaled.softmax(-1) * scaled).sum(-1)
+
+
+def coarse_logprobs(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
+    """logits [N, V], ids [N, k] as of `token_logprobs` → [N, k + 1] as `Outputs.coarse`. Copies of logits exist for
+    `WHOLE_ROWS` tokens at a time, in the backward too."""
+
+    def of_rows(some: Tensor, asked: Tensor) -> Tensor:
+        return checkpoint(_coarse_of, some, asked, temperature, use_reentrant=False, preserve_rng_state=False)
+
+    parts = zip(logits.split(WHOLE_ROWS), ids.long().split(WHOLE_ROWS), strict=True)
+    return torch.cat([of_rows(some, asked) for some, asked in parts])
+
+
+def _coarse_of(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
+    z, known = logits.float() / temperature, ids >= 0
+    index = ids.clamp(min=0)
+    others = _without(z, known, index)
+    empty = others.amax(-1, keepdim=True) == -math.inf  # where a sum over nothing would have NaN for its gradient
+    rest = others.masked_fill(empty, 0.0).logsumexp(-1, keepdim=True)
+    logs = torch.cat([z.gather(-1, index), rest], 1) - z.logsumexp(-1, keepdim=True)
+    return logs.masked_fill(torch.cat([~known, empty], 1), -math.inf)

@@ -48,8 +48,8 @@ from torch import Tensor
 from penstock.common import options_of
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.corrections import CORRECTIONS, Corrected, CorrectionInput
-from penstock.trainer.distillation import teacher_gap
-from penstock.trainer.engine import Outputs
+from penstock.trainer.distillation import coarse_divergence, teacher_coarse, teacher_gap, top_mass
+from penstock.trainer.logprobs import Outputs
 from penstock.trainer.losses import LOSSES, LossInput, Sequences
 from penstock.trainer.metrics import MetricAccumulator
 from penstock.trainer.packing import Pack
@@ -128,22 +128,40 @@ class Objective:
             metrics["kl_reference"] = ESTIMATORS[self._config.kl.estimator](difference)
             total = total + self._config.kl.in_loss * metrics["kl_reference"]
         if pack.teacher is not None:
-            total = total + self._teacher_loss(pack, outputs.logprobs[pack.mask], corrected, metrics)
+            total = total + self._teacher_loss(pack, outputs, corrected, metrics)
         if outputs.entropy is not None:
             metrics["entropy"] = outputs.entropy[pack.mask]
             total = total - self._config.entropy_bonus * metrics["entropy"]
         return total
 
-    def _teacher_loss(self, pack: Pack, logprobs: Tensor, corrected: Corrected, metrics: dict[str, Tensor]) -> Tensor:
+    def _teacher_loss(self, pack: Pack, outputs: Outputs, corrected: Corrected, metrics: dict[str, Tensor]) -> Tensor:
         """[kept] see `distillation`"""
         assert pack.teacher is not None
         config, teacher = self._config.distill, pack.teacher[pack.mask]
-        gap = teacher_gap(logprobs, teacher, config.clip, keep_slope=config.estimator == "k2")
+        gap = teacher_gap(outputs.logprobs[pack.mask], teacher, config.clip, keep_slope=config.estimator == "k2")
         metrics["teacher_kl"] = gap[~teacher.isnan()]
         if not config.in_loss:
             return torch.zeros_like(gap)
         weights = torch.where(corrected.kept, corrected.weights, 0.0)
-        return config.in_loss * weights * ESTIMATORS[config.estimator](gap)
+        estimated = weights * ESTIMATORS[config.estimator](gap)
+        if outputs.coarse is None:
+            return config.in_loss * estimated
+        has_top, divergence = self._divergence(pack, outputs.coarse[pack.mask], metrics)
+        computed = torch.where(corrected.kept, divergence, 0.0)
+        return config.in_loss * torch.where(has_top, computed, estimated)
+
+    def _divergence(self, pack: Pack, student: Tensor, metrics: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """[kept] each: whether the teacher gave its likeliest ids, and its divergence from `student` [kept, k + 1]."""
+        assert pack.top_ids is not None
+        assert pack.top_logprobs is not None
+        ids = pack.top_ids[pack.mask]
+        teacher = teacher_coarse(ids, pack.top_logprobs[pack.mask])
+        has_top = (ids >= 0).any(-1)
+        divergence = coarse_divergence(student, teacher, self._config.distill)
+        metrics["teacher_divergence"] = divergence[has_top]
+        metrics["teacher_top_mass"] = top_mass(teacher)[has_top]
+        metrics["student_top_mass"] = top_mass(student)[has_top]
+        return has_top, divergence
 
     def _measure(self, pack: Pack, logprobs: Tensor, proximal: Tensor, corrected: Corrected) -> None:
         """The mismatch between trainer and engine, always: against the start of the step, whatever `proximal` is."""

@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.trainer.batch import Row
+from penstock.trainer.batch import NO_ID, Row
 
 SHARING_PAYS_FROM = 0.1
 """Spared share of the tokens. Below it the mask that attention to a parent needs costs what is spared."""
@@ -80,6 +80,15 @@ class Pack:
     """[L, layers, k] int16, which read each token in the engine; k equal numbers: not known. None: of no token."""
     parents: Tensor | None = None
     """[R] int32, the run that a run continues from, −1 for none. None: no row shares anything."""
+    top_ids: Tensor | None = None
+    """[N, k] int32, as `Row.top_ids`, `NO_ID` also for rows that have none, or fewer than others. None: no row has."""
+    top_logprobs: Tensor | None = None
+    """[N, k] float32; 0 for `NO_ID`"""
+
+    @property
+    def without_tops(self) -> Pack:
+        """For who asks for logprobs alone: those of the likeliest ids are not computed."""
+        return replace(self, top_ids=None, top_logprobs=None)
 
     def to(self, device: torch.device) -> Pack:
         present = {name: getattr(self, name) for name in self.__slots__ if getattr(self, name) is not None}
@@ -183,6 +192,7 @@ def join_bundles(bundles: Sequence[Bundle]) -> Pack:
     rows = [row for bundle in bundles for row in bundle.rows]
     runs, predictors = _lay_out(bundles)
     parents = torch.tensor([run.parent for run in runs], dtype=torch.int32)
+    top_ids, top_logprobs = _tops(rows)
     return Pack(
         ids=_join([run.row.ids[run.start : run.end] for run in runs]),
         positions=_join([np.arange(run.start, run.end) for run in runs]),
@@ -199,6 +209,8 @@ def join_bundles(bundles: Sequence[Bundle]) -> Pack:
         teacher=_teacher(rows),
         experts=_experts(runs),
         parents=parents if any(bundle.shared for bundle in bundles) else None,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
     )
 
 
@@ -207,6 +219,24 @@ def _teacher(rows: Sequence[Row]) -> Tensor | None:
         return None
     unknown = (np.full(len(row.targets), np.nan, dtype=np.float32) for row in rows)
     return _join([none if row.teacher is None else row.teacher for row, none in zip(rows, unknown, strict=True)])
+
+
+def _tops(rows: Sequence[Row]) -> tuple[Tensor | None, Tensor | None]:
+    """Teachers of different data sources may give different numbers of ids."""
+    k = max((row.top_ids.shape[1] for row in rows if row.top_ids is not None), default=0)
+    if not k:
+        return None, None
+    ids = [_widened(row.top_ids, len(row.targets), k, np.int32(NO_ID)) for row in rows]
+    logprobs = [_widened(row.top_logprobs, len(row.targets), k, np.float32(0.0)) for row in rows]
+    return _join(ids), _join(logprobs)
+
+
+def _widened(values: NDArray[Any] | None, count: int, k: int, fill: np.generic) -> NDArray[Any]:
+    """[N, up to k] → [N, k]"""
+    whole = np.full((count, k), fill)
+    if values is not None:
+        whole[:, : values.shape[1]] = values
+    return whole
 
 
 class _Run(NamedTuple):

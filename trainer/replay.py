@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.trainer.bad_batch import ADAPTER, Dump, RankShare, read_dump
-from penstock.trainer.engine import Outputs
 from penstock.trainer.engines.fsdp.models import load_policy
 from penstock.trainer.engines.fsdp.sharded import TrainableModule
+from penstock.trainer.logprobs import Outputs
 from penstock.trainer.loss import Objective
 from penstock.trainer.packing import Pack
 from penstock.trainer.ranks.distributed import Ranks

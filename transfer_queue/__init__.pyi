@@ -76,6 +76,7 @@ from .types import Task as Task
 from .types import Trajectory as Trajectory
 from .types import Waiting as Waiting
 from .types import WeightUpdate as WeightUpdate
+from .validation import MAX_PAYLOAD_BYTES as MAX_PAYLOAD_BYTES
 from .validation import check_segment as check_segment
 from .validation import check_tasks as check_tasks
 from .validation import finish as finish

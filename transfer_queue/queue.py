@@ -301,3 +301,5 @@ class RunContext:
     """Engines record which experts read each token, and the trainer replays them."""
     max_model_len: int = 0
     """Tokens that an engine's context holds; 0: not known."""
+    teacher_top_k: tuple[int, ...] = ()
+    """Of each teacher, how many likeliest ids it gives per sampled token; 0: none."""

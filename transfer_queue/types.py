@@ -113,6 +113,11 @@ class Segment:
     """[P + T, layers, k] which experts read each id, prompt first, in the engine's forward pass. The pass over position
     i − 1 sampled id i, so the version of a sampled id is that of the choices one position before it. No pass reads the
     last id. None: the engine did not report it."""
+    teacher_top_ids: Ids | None = None
+    """[S, k] the k ids that the teacher holds likeliest in the place of each sampled id, the likeliest first, no id
+    twice. S counts the ones of the mask, in order. Only beside `teacher_logprobs`; None: not asked for."""
+    teacher_top_logprobs: Logprobs | None = None
+    """[S, k] their logprobs at temperature 1. None where `teacher_top_ids` is."""
 
     @property
     def num_turns(self) -> int:

@@ -125,6 +125,8 @@ def _is_finite(value: Any) -> bool:
 _I4, _U4, _F4, _U1, _U2 = (np.dtype(name) for name in ("<i4", "<u4", "<f4", "u1", "<u2"))
 LEAST_EXPERTS = 2
 """Per token and layer: of one alone an unknown choice could not be distinguished from a known one."""
+MOST_MASS = 1.01
+"""Of the likeliest ids of one token together: servers round, in half precision by some thousandths."""
 _FEW_SPANS = 2048
 """Up to here one memchr per span is quicker than counting covers position by position."""
 
@@ -154,6 +156,7 @@ def _is_plain(segment: Segment, floor: int) -> bool:
         and _are_logprobs(logprobs, len(ids))
         and (segment.teacher_logprobs is None or _are_logprobs(segment.teacher_logprobs, len(ids)))
         and (segment.routed_experts is None or _are_experts(segment.routed_experts, len(segment.prompt_ids) + len(ids)))
+        and _are_tops(segment, mask)
         and _are_turns(segment.turn_starts, len(ids))
         and _cover(segment.version_spans, mask, floor)
     )
@@ -171,6 +174,31 @@ def _are_experts(values: Any, length: int) -> bool:
     if not (isinstance(values, np.ndarray) and values.dtype in (_U1, _U2) and values.ndim == MOST_DIMENSIONS):
         return False
     return len(values) == length and values.shape[1] >= 1 and values.shape[2] >= LEAST_EXPERTS
+
+
+def _are_tops(segment: Segment, mask: NDArray[np.uint8]) -> bool:
+    ids, logprobs = segment.teacher_top_ids, segment.teacher_top_logprobs
+    if ids is None and logprobs is None:
+        return True
+    if not (isinstance(ids, np.ndarray) and isinstance(logprobs, np.ndarray)) or segment.teacher_logprobs is None:
+        return False
+    if not ((ids.dtype, logprobs.dtype) == (_I4, _F4) and ids.ndim == 2 and ids.shape == logprobs.shape):
+        return False
+    if len(ids) != np.count_nonzero(mask) or ids.shape[1] < 1:
+        return False
+    return int(ids.min(initial=0)) >= 0 and not _has_twins(ids) and _top_mass(logprobs) <= MOST_MASS
+
+
+def _has_twins(ids: NDArray[Any]) -> bool:
+    """Whether an id stands twice in a row."""
+    return bool((np.diff(np.sort(ids, axis=1), axis=1) == 0).any())
+
+
+def _top_mass(logprobs: NDArray[Any]) -> float:
+    """The largest sum of a row's probabilities; infinite where a number is not finite."""
+    if not np.isfinite(logprobs).all():
+        return math.inf
+    return float(np.exp(np.minimum(logprobs, 1.0), dtype=np.float64).sum(axis=1).max(initial=0.0))
 
 
 def _are_ids(values: Any) -> bool:
@@ -216,6 +244,7 @@ def _refuse_bad(segment: Segment, min_version: int, where: str) -> None:
         _check_logprobs(taught, f"{where}.teacher_logprobs")
     if segment.routed_experts is not None:
         _check_experts(segment.routed_experts, len(segment.prompt_ids) + length, f"{where}.routed_experts")
+    _check_tops(segment, int((mask == 1).sum()), where)
     _check_turns(np.asarray(segment.turn_starts), length, f"{where}.turn_starts")
     _check_spans(np.asarray(segment.version_spans), mask, min_version, f"{where}.version_spans")
 
@@ -249,6 +278,25 @@ def _check_experts(experts: Any, length: int, field: str) -> None:
     expect(dtype in (_U1, _U2), field, f"dtype {dtype}, uint8 or uint16 expected")
     problem = f"shape {shape}, not [{length}, layers, k] with k of {LEAST_EXPERTS} or more"
     expect(_are_experts(experts, length), field, problem)
+
+
+def _check_tops(segment: Segment, sampled: int, where: str) -> None:
+    if segment.teacher_top_ids is None and segment.teacher_top_logprobs is None:
+        return
+    ids, logprobs = np.asarray(segment.teacher_top_ids), np.asarray(segment.teacher_top_logprobs)
+    field = f"{where}.teacher_top_ids"
+    expect(segment.teacher_logprobs is not None, field, "there are no teacher_logprobs beside them")
+    good = ids.ndim == 2 and len(ids) == sampled and ids.shape[1] >= 1
+    expect(good, field, f"shape {ids.shape}, not [{sampled}, k]: a row for each sampled id")
+    _check_integers(ids, field)
+    expect(int(ids.min(initial=0)) >= 0, field, "holds negative values")
+    expect(not _has_twins(ids), field, "holds an id twice for one token")
+    field = f"{where}.teacher_top_logprobs"
+    expect(logprobs.shape == ids.shape, field, f"shape {logprobs.shape}, teacher_top_ids has {ids.shape}")
+    expect(logprobs.dtype.kind == "f", field, f"dtype {logprobs.dtype}, floats expected")
+    expect(bool(np.isfinite(logprobs).all()), field, "holds NaN or infinite values")
+    mass = _top_mass(logprobs)
+    expect(mass <= MOST_MASS, field, f"probabilities of one token's ids sum to {mass:.3g}")
 
 
 def _check_turns(starts: NDArray[Any], length: int, field: str) -> None:

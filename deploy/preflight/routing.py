@@ -43,14 +43,21 @@ def _obstacles(config: RunConfig) -> Iterator[tuple[bool, str, str]]:
 
 
 def token_bytes(config: RunConfig) -> int:
-    """About what a token of a response takes in the queue. A wrong model is reported by `check_routing_replay`."""
+    """About what a sampled token takes in the queue. A wrong model is reported by `check_routing_replay`."""
+    known = BYTES_PER_TOKEN + _teacher_bytes(config)
     if not config.rollout.routing_replay:
-        return BYTES_PER_TOKEN
+        return known
     try:
         layers = _layers(config)
     except ValueError:
-        return BYTES_PER_TOKEN
-    return BYTES_PER_TOKEN + (layers.token_bytes if layers else 0)
+        return known
+    return known + (layers.token_bytes if layers else 0)
+
+
+def _teacher_bytes(config: RunConfig) -> int:
+    """A logprob, and id and logprob of each of its likeliest ids: of the teacher that gives most."""
+    given = config.agent.teacher_top_k
+    return 4 + 8 * max(given) if given else 0
 
 
 def _layers(config: RunConfig) -> MixtureLayers | None:

@@ -225,8 +225,12 @@ def check_training_job(config: RunConfig) -> Check | None:
     from penstock.trainer import TrainJob, check_job
     from penstock.transfer_queue import MemoryTransferQueue, RunContext
 
+    # The checks use neither queue nor token.
+    run = RunContext(
+        MemoryTransferQueue(), config.model, "made when it starts", teacher_top_k=config.agent.teacher_top_k
+    )
     job = TrainJob(
-        run=RunContext(MemoryTransferQueue(), config.model, "made when it starts"),  # the checks use neither
+        run=run,
         config=config.trainer,
         limits=limits_of(config),
         run_dir=Path(),

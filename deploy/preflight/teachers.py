@@ -1,4 +1,5 @@
-"""Checks of teachers: is each reached, does it have the model's vocabulary, does it give logprobs of prompts?"""
+"""Checks of teachers: is each reached, does it have the model's vocabulary, does it give logprobs of prompts and as
+many likeliest ids as are asked for, and what do these cost in bytes?"""
 
 from __future__ import annotations
 
@@ -8,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.deploy.config import RunConfig
-from penstock.deploy.preflight.check import Check, warning
+from penstock.deploy.preflight.check import Check, human, warning
 from penstock.deploy.preflight.data import data_sources
+from penstock.deploy.preflight.routing import token_bytes
+from penstock.transfer_queue import MAX_PAYLOAD_BYTES
 
 if TYPE_CHECKING:
     from penstock.agent_loops import TeacherConfig
@@ -29,6 +32,7 @@ def check_teachers(config: RunConfig) -> Iterator[Check]:
         fix = "set trainer.distill.in_advantage or trainer.distill.in_loss, or remove agent.teachers"
         yield warning(NAME, "episodes are judged, and nothing is learned from it", fix)
     yield from _sources(config)
+    yield from _payloads(config)
     for pattern, teacher in teachers.items():
         yield _asked(config, pattern, teacher)
 
@@ -47,6 +51,19 @@ def _sources(config: RunConfig) -> Iterator[Check]:
         yield Check(NAME, False, f"{found}, and trainer.distill.reward_weight is 0: they would teach nothing", fix)
     else:
         yield warning(NAME, found, fix)
+
+
+def _payloads(config: RunConfig) -> Iterator[Check]:
+    """What the likeliest ids cost, where a teacher gives them. `check_capacity` and `check_memory` count them too."""
+    if not any(config.agent.teacher_top_k):
+        return
+    most, size = max(config.agent.teacher_top_k), config.agent.max_response_tokens * token_bytes(config)
+    found = f"top_k {most}: {token_bytes(config)} bytes per sampled token, up to {human(size)} per episode"
+    if size > MAX_PAYLOAD_BYTES:
+        fix = "lower agent.teachers.*.top_k or agent.max_response_tokens"
+        yield Check(NAME, False, f"{found}; the queue takes {human(MAX_PAYLOAD_BYTES)}", fix)
+    else:
+        yield Check(NAME, True, found)
 
 
 def _asked(config: RunConfig, pattern: str, teacher: TeacherConfig) -> Check:

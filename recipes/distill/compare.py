@@ -4,8 +4,8 @@
     python recipes/distill/compare.py --teacher data/distill/teacher --out runs/distill-comparison
 
 Each cell is a `penstock run` of cpu.yaml that ends when the mean reward of three steps is at the goal; `GRPO alone` has
-the optimizer of recipes/calculator.yaml. Writes comparison.json and comparison.png into --out; a run that is there is
-not run again.
+the optimizer of recipes/calculator.yaml, `top 8` learns from the teacher's likeliest ids, not from sampled tokens.
+Writes comparison.json and comparison.png into --out; a run that is there is not run again.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ COMMAND = [sys.executable, "-m", "penstock.deploy.cli"]
 TOKEN = "PENSTOCK_TEACHER_TOKEN"  # noqa: S105 - the name of a variable
 WINDOW = 3
 UNTAUGHT = ("agent.teachers={}", "trainer.distill.in_advantage=0")
+TOP_8 = ("agent.teachers.*.top_k=8", "trainer.distill.in_advantage=0", "trainer.distill.in_loss=1.0")
 CELLS: Mapping[str, Sequence[str]] = {
     "GRPO alone": (*UNTAUGHT, "trainer.lr=7e-4", "trainer.warmup_steps=3", "trainer.max_grad_norm=0.3"),
     "GRPO alone, same optimizer": UNTAUGHT,
     "teacher and GRPO": (),
     "teacher alone": ("trainer.distill.reward_weight=0",),
+    "top 8 and GRPO": TOP_8,
+    "top 8 alone": (*TOP_8, "trainer.distill.reward_weight=0"),
 }
 TEACHER_START_S = 180.0
 STOP_S = 60.0

@@ -20,7 +20,7 @@ LAST_REQUESTS_S = 5
 logger = logging.getLogger(__name__)
 
 
-def batched_app(batcher: Batcher[Any], model: str, metrics: Metrics) -> FastAPI:
+def batched_app(batcher: Batcher[Any, Any], model: str, metrics: Metrics) -> FastAPI:
     """Its lifespan starts and stops the batcher."""
 
     @contextlib.asynccontextmanager

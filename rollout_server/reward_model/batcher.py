@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+R = TypeVar("R", bound=Sized)
 T = TypeVar("T")
 CLOSE_DEADLINE_S = 10.0
 
@@ -28,20 +29,20 @@ class Late(Exception):
 
 @dataclass(eq=False)
 class _Waiting:
-    ids: Sequence[int]
+    row: Any
     deadline: float
     done: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
-class Batcher(Generic[T]):
-    """Rows of token ids in, a `T` for each out.
+class Batcher(Generic[R, T]):
+    """Rows in, such as token ids, a `T` for each out. The length of a row is its number of tokens.
 
     `start`, then `submit` from any number of tasks, then `close`, which fails waiting rows with `Late`.
     """
 
     def __init__(
         self,
-        score: Callable[[Sequence[Sequence[int]]], list[T]],
+        score: Callable[[Sequence[R]], list[T]],
         *,
         max_rows: int = 32,
         max_tokens: int = 16384,
@@ -70,12 +71,12 @@ class Batcher(Generic[T]):
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="reward batches")
 
-    async def submit(self, rows: Sequence[Sequence[int]], timeout_s: float) -> list[T]:
+    async def submit(self, rows: Sequence[R], timeout_s: float) -> list[T]:
         """A score per row, in order. Raises `Busy`, `Late`, or the error of `score`."""
         if len(self._queue) + len(rows) > self._max_waiting:
             raise Busy(f"{len(self._queue)} answers wait already")
         deadline = time.monotonic() + timeout_s
-        waiting = [_Waiting(ids, deadline) for ids in rows]
+        waiting = [_Waiting(row, deadline) for row in rows]
         self._queue.extend(waiting)
         self._came.set()
         try:
@@ -119,7 +120,7 @@ class Batcher(Generic[T]):
             if head.done.done() or head.deadline < time.monotonic():
                 _fail(self._queue.popleft(), Late("not scored in time"))
                 continue
-            longest = max(longest, len(head.ids))
+            longest = max(longest, len(head.row))
             if batch and longest * (len(batch) + 1) > self._max_tokens:
                 break
             batch.append(self._queue.popleft())
@@ -128,7 +129,7 @@ class Batcher(Generic[T]):
     async def _score_batch(self, batch: list[_Waiting]) -> None:
         loop = asyncio.get_running_loop()
         try:
-            scores = await loop.run_in_executor(self._thread, self._score, [one.ids for one in batch])
+            scores = await loop.run_in_executor(self._thread, self._score, [one.row for one in batch])
             if len(scores) != len(batch):
                 raise ValueError(f"the model gave {len(scores)} scores for {len(batch)} rows")
             for one, score in zip(batch, scores, strict=True):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -27,6 +27,7 @@ from penstock.rollout_server.reward_model.batched_app import batched_app, guarde
 from penstock.rollout_server.reward_model.batcher import Batcher, Busy, Late
 from penstock.rollout_server.reward_model.classifier import BadConversation, Classifier
 
+RowBatcher = Batcher[Sequence[int], float]
 MAX_ITEMS = 256
 MAX_ANSWER_CHARS = 1 << 20
 
@@ -53,7 +54,7 @@ class ScoreRequest(BaseModel):
 class RewardMetrics(Metrics):
     """``penstock_reward_*`` of one server."""
 
-    def __init__(self, batcher: Batcher[float]) -> None:
+    def __init__(self, batcher: RowBatcher) -> None:
         super().__init__("reward", process=False)
         self.requests = self.counter("requests", "Requests by outcome", ["outcome"])
         self.rows = self.counter("answers", "Answers scored")
@@ -62,7 +63,7 @@ class RewardMetrics(Metrics):
         self.gauge("waiting", "Answers that wait").set_function(lambda: len(batcher))
 
 
-def build_app(classifier: Classifier, token: str, model: str, batcher: Batcher[float] | None = None) -> ASGIApp:
+def build_app(classifier: Classifier, token: str, model: str, batcher: RowBatcher | None = None) -> ASGIApp:
     """The server as an ASGI app; its lifespan starts and stops the batcher. Raises `ValueError` on an empty token."""
     batches = Batcher(classifier.score) if batcher is None else batcher
     counters = RewardMetrics(batches)
@@ -71,7 +72,7 @@ def build_app(classifier: Classifier, token: str, model: str, batcher: Batcher[f
     return guarded(app, token, "this run")
 
 
-def _add_score(app: FastAPI, classifier: Classifier, batches: Batcher[float], counters: RewardMetrics) -> None:
+def _add_score(app: FastAPI, classifier: Classifier, batches: RowBatcher, counters: RewardMetrics) -> None:
     @app.post("/score")
     async def score(body: ScoreRequest) -> Any:
         """Scores of the answers, in order, and which were cut; 429 queue full, 504 not in time, 503 no number."""

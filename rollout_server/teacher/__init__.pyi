@@ -1,3 +1,4 @@
+from .scorer import TeacherRow as TeacherRow
 from .scorer import TokenScorer as TokenScorer
 from .scorer import UnfitTeacher as UnfitTeacher
 from .server import build_app as build_app

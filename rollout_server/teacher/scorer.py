@@ -1,6 +1,8 @@
-"""A causal language model that returns the logprob of each given token. Runs in one thread; no HTTP here.
+"""A causal language model that returns the logprob of each given token, and the likeliest tokens in its place. Runs in
+one thread; no HTTP here.
 
     logprob_n = z_n,id − log Σ_v exp z_nv        z: the model's logits after token n − 1, float32, temperature 1
+    likeliest in place of n: the k largest z_nv, each less the same sum
 
 Logits exist for a tile of positions at a time where the model's head alone makes them from its hidden states, which is
 tried at the start; models that do more to their logits (scaling, soft-capping) have all of a row's at once.
@@ -11,7 +13,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
 TILE = 512
@@ -23,6 +29,35 @@ TOLERANCE = 1e-3
 
 class UnfitTeacher(ValueError):
     """The model cannot be served as a teacher; the message has the cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherRow:
+    """A row to be judged."""
+
+    ids: Sequence[int]
+    """[L]"""
+    top_k: int = 0
+    """Likeliest tokens wanted in the place of each; at most the vocabulary."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedRow:
+    """What the model says of all tokens of a row but the first."""
+
+    logprobs: NDArray[np.float32]
+    """[L − 1]"""
+    top_ids: NDArray[np.int64]
+    """[L − 1, k] the likeliest first"""
+    top_logprobs: NDArray[np.float32]
+    """[L − 1, k]"""
+
+    @property
+    def is_finite(self) -> bool:
+        return bool(np.isfinite(self.logprobs).all() and np.isfinite(self.top_logprobs).all())
 
 
 class TokenScorer:
@@ -54,31 +89,36 @@ class TokenScorer:
             ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
         return ids
 
-    def score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        """ids [L] each → [L − 1] each: the logprob of every token but the first. One call at a time."""
+    def score(self, rows: Sequence[TeacherRow]) -> list[JudgedRow]:
+        """One call at a time."""
         import torch
 
         longest = max(len(row) for row in rows)
         ids = torch.zeros(len(rows), longest, dtype=torch.long)
         mask = torch.zeros_like(ids)
         for index, row in enumerate(rows):  # padded on the right: a causal model's tokens never see it
-            ids[index, : len(row)] = torch.tensor(row, dtype=torch.long)
+            ids[index, : len(row)] = torch.tensor(row.ids, dtype=torch.long)
             mask[index, : len(row)] = 1
         given = {"input_ids": ids.to(self._device), "attention_mask": mask.to(self._device), "use_cache": False}
         with torch.inference_mode():
             whole = self._model.base_model(**given)[0] if self._tiled else self._model(**given).logits
-            return [self._row(whole[index, : len(row) - 1], row[1:]) for index, row in enumerate(rows)]
+            return [self._row(whole[index, : len(row) - 1], row) for index, row in enumerate(rows)]
 
-    def _row(self, states: Any, targets: Sequence[int]) -> list[float]:
+    def _row(self, states: Any, row: TeacherRow) -> JudgedRow:
         """states [L − 1, H] or logits [L − 1, V]"""
         import torch
 
-        wanted = torch.tensor(list(targets), dtype=torch.long, device=self._device)
-        found: list[float] = []
-        for start in range(0, len(states), TILE):
-            part, ids = states[start : start + TILE], wanted[start : start + TILE]
+        count, k = len(states), row.top_k
+        targets = torch.tensor(list(row.ids[1:]), dtype=torch.long, device=self._device)
+        found = JudgedRow(np.zeros(count, np.float32), np.zeros((count, k), np.int64), np.zeros((count, k), np.float32))
+        for start in range(0, count, TILE):
+            part, wanted = states[start : start + TILE], targets[start : start + TILE]
             logits = (self._model.get_output_embeddings()(part) if self._tiled else part).float()
-            found += (logits.gather(-1, ids[:, None]).squeeze(-1) - logits.logsumexp(-1)).tolist()
+            total = logits.logsumexp(-1, keepdim=True)
+            top, tile = logits.topk(k, dim=-1), slice(start, start + TILE)
+            found.logprobs[tile] = (logits.gather(-1, wanted[:, None]) - total).squeeze(-1).cpu().numpy()
+            found.top_ids[tile] = top.indices.cpu().numpy()
+            found.top_logprobs[tile] = (top.values - total).cpu().numpy()
         return found
 
     def _head_alone(self) -> bool:

@@ -32,6 +32,9 @@ class FakeServer:
     def __init__(self, form: str = "prompt_logprobs") -> None:
         self.form = form
         self.asked: list[list[int]] = []
+        self.top_k: list[int] = []
+        """By answer."""
+        self.max_logprobs = 20
         self.failures: list[int] = []
         """Statuses of the next answers."""
         self.value: Any = None
@@ -44,6 +47,7 @@ class FakeServer:
         self.open.set()
         self.app = FastAPI()
         self.app.post("/v1/completions")(self.completions)
+        self.app.post("/generate")(self.generate)
         self.app.post("/tokenize")(self.tokenize)
         self.app.get("/v1/models")(self.models)
 
@@ -64,13 +68,46 @@ class FakeServer:
             raise HTTPException(self.failures.pop(0), "not now")
         if self.form not in body:
             raise HTTPException(400, f"unknown field, this server knows {self.form}")
-        ids = body["prompt"]
-        self.asked.append(ids)
-        found = [judged(ids, n) if self.value is None else self.value for n in range(1, len(ids))]
+        ids, k = body["prompt"], body.get("prompt_logprobs", 0)
+        if k > self.max_logprobs:
+            raise HTTPException(
+                400, f"Requested prompt logprobs of {k}, which is greater than max allowed: {self.max_logprobs}"
+            )
+        found = self._judged(ids, k)
         if self.form == "prompt_logprobs":
-            keyed = [{str(token): {"logprob": v}} for token, v in zip(ids[1:], found, strict=True)]
+            places = range(1, len(ids))
+            keyed = [
+                {str(token): {"logprob": value, "rank": 1, "decoded_token": "x"} for value, token in entries}
+                for entries in ([*likeliest(ids, n, k), (found[n - 1], ids[n])] for n in places)
+            ]
             return {"choices": [{"prompt_logprobs": [None, *keyed]}]}
         return {"choices": [{"logprobs": {"token_logprobs": [None, *found, -0.5]}}]}
+
+    async def generate(self, request: Request) -> Any:
+        """SGLang's own route."""
+        body = await request.json()
+        if self.form != "generate":
+            raise HTTPException(404)
+        assert body["return_logprob"]
+        assert body["logprob_start_len"] == 0
+        ids, k = body["input_ids"], body["top_logprobs_num"]
+        found = self._judged(ids, k)
+        own = [[None, ids[0], None], *([value, token, None] for value, token in zip(found, ids[1:], strict=True))]
+        tops = [[[value, token, None] for value, token in likeliest(ids, n, k)] for n in range(1, len(ids))]
+        return {"text": "", "meta_info": {"input_token_logprobs": own, "input_top_logprobs": [None, *tops]}}
+
+    def _judged(self, ids: list[int], k: int) -> list[Any]:
+        self.asked.append(ids)
+        self.top_k.append(k)
+        return [judged(ids, n) if self.value is None else self.value for n in range(1, len(ids))]
+
+
+def likeliest(ids: list[int], n: int, k: int) -> list[tuple[float, int]]:
+    """The token itself where it is likely, and ids that hang on it; the likeliest last, as no server does."""
+    first = [(judged(ids, n), ids[n])] if ids[n] % 7 < 3 and k else []
+    best = -8.0 if first else -1.5
+    others = [(best - rank / 100 - n / 1e6, (ids[n] + 1 + rank) % 997) for rank in range(k - len(first))]
+    return [*reversed(others), *first]
 
 
 def judged(ids: list[int], n: int) -> float:
@@ -122,6 +159,37 @@ async def test_episodes_without_a_teacher_are_as_before(
     _, trajectory = await run(await serve(server.app), source, task)
     assert trajectory.segments[0].teacher_logprobs is None
     assert server.asked == []
+
+
+@pytest.mark.parametrize("form", ["prompt_logprobs", "generate"])
+async def test_every_sampled_token_has_the_likeliest_ids(run, serve: Callable[[Any], Any], form: str) -> None:
+    """Of vLLM's form the k likeliest alone, whether or not the sampled token is one of them."""
+    server = FakeServer(form)
+    outcome, trajectory = await run(await serve(server.app), top_k=3)
+    assert outcome.kind is OutcomeKind.COMPLETED
+    assert server.top_k == [3]
+    (segment,) = trajectory.segments
+    ids = [*segment.prompt_ids.tolist(), *segment.response_ids.tolist()]
+    places = len(segment.prompt_ids) + np.flatnonzero(segment.response_mask)
+    assert 0 < len(places) < len(segment.response_ids)
+    expected = [sorted(likeliest(ids, n, 3), key=lambda pair: -pair[0]) for n in places.tolist()]
+    assert segment.teacher_top_ids.tolist() == [[token for _, token in row] for row in expected]
+    np.testing.assert_allclose(
+        segment.teacher_top_logprobs, [[value for value, _ in row] for row in expected], rtol=1e-6
+    )
+    assert (segment.teacher_top_ids.dtype, segment.teacher_top_logprobs.dtype) == (np.int32, np.float32)
+    inside = segment.teacher_top_ids == np.array(ids)[places][:, None]
+    assert 0 < inside.any(1).sum() < len(places), "tokens of both kinds"
+    found = segment.teacher_logprobs[np.flatnonzero(segment.response_mask)]
+    np.testing.assert_allclose(found, [judged(ids, n) for n in places.tolist()], atol=1e-6)
+
+
+async def test_texts_in_place_of_ids_are_no_likeliest_ids(serve: Callable[[Any], Any]) -> None:
+    """`echo` names its likeliest tokens by their texts, of which several ids may have one."""
+    teacher = Teacher(TeacherConfig(url=await serve(FakeServer("echo").app), top_k=2))
+    with pytest.raises(InfraFailure, match="gives no logprobs of a prompt"):
+        await teacher.judge([1, 2, 3], [2])
+    await teacher.close()
 
 
 def test_names_go_before_patterns() -> None:
@@ -197,7 +265,7 @@ async def test_waits_have_a_deadline(serve: Callable[[Any], Any]) -> None:
     server.failures = [503] * 10_000
     teacher = Teacher(TeacherConfig(url=await serve(server.app), retries=10_000, deadline_s=0.5))
     with pytest.raises(InfraFailure, match=r"no logprobs within 0\.5 s"):
-        await teacher.logprobs([1, 2, 3])
+        await teacher.judge([1, 2, 3])
     await teacher.close()
 
 
@@ -205,7 +273,7 @@ async def test_very_unlikely_tokens_stay_finite(serve: Callable[[Any], Any]) -> 
     server = FakeServer()
     server.value = -9999.0
     teacher = Teacher(TeacherConfig(url=await serve(server.app)))
-    assert (await teacher.logprobs([1, 2, 3])).tolist() == [0.0, -100.0, -100.0]
+    assert (await teacher.judge([1, 2, 3])).logprobs.tolist() == [0.0, -100.0, -100.0]
     await teacher.close()
 
 
@@ -220,7 +288,7 @@ async def test_ids_of_another_server_are_refused(serve: Callable[[Any], Any]) ->
 
     teacher = Teacher(TeacherConfig(url=await serve(app)))
     with pytest.raises(InfraFailure, match="gives no logprobs of a prompt"):
-        await teacher.logprobs([5, 7, 8])
+        await teacher.judge([5, 7, 8])
     await teacher.close()
 
 
@@ -256,6 +324,32 @@ async def test_a_good_teacher_passes(serve: Callable[[Any], Any], tokens: list[i
     assert server.asked == [[1, 2, 3], [1, 2, 3, 63]]
     with pytest.raises(BadTeacher, match="reads 512 tokens"):
         await teacher.check([1, 2, 3], 63, 512)
+    await teacher.close()
+
+
+@pytest.mark.parametrize(
+    ("top_k", "longest", "named", "fix"),
+    [
+        (21, 100, "greater than max allowed: 20", "--max-logprobs 21"),
+        (65, 100, "top_k is 65, the vocabulary has 64 ids", "64 or less"),
+        (60, 1 << 20, "more than the 256 MiB that are read", "rollout.max_model_len"),
+    ],
+)
+async def test_more_likeliest_ids_than_there_can_be_are_refused(
+    serve: Callable[[Any], Any], top_k: int, longest: int, named: str, fix: str
+) -> None:
+    teacher = Teacher(TeacherConfig(url=await serve(FakeServer().app), top_k=top_k))
+    with pytest.raises(BadTeacher, match=named) as refused:
+        await teacher.check([1, 2, 3], 63, longest)
+    assert fix in refused.value.fix
+    await teacher.close()
+
+
+async def test_a_teacher_says_what_its_likeliest_ids_cost(serve: Callable[[Any], Any]) -> None:
+    server = FakeServer()
+    teacher = Teacher(TeacherConfig(url=await serve(server.app), top_k=20))
+    assert "top_k 20: 160 bytes more per sampled token" in await teacher.check([1, 2, 3], 63, 100)
+    assert server.top_k == [20, 20]
     await teacher.close()
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import two_ranks_traps
 from safetensors.torch import save_file
-from trainer_support import make_trajectory
+from trainer_support import make_trajectory, taught
 
 from penstock.trainer import CheckpointStore, Learner, Ranks, TrainerConfig, make_step_batch, share_of
 from penstock.trainer.engines.fsdp import FSDPEngine, mesh_of
@@ -35,13 +35,15 @@ GROUPS, MEMBERS = 4, 3
 
 def train_step(learner: Learner, engine: FSDPEngine, ranks: Ranks, step: int) -> dict[str, Any]:
     """Step `step` of the same batches on any number of ranks; returns its metrics."""
-    groups = [[make_trajectory(f"train/{step}/{g}", m, step) for m in range(MEMBERS)] for g in range(GROUPS)]
+    made = [[make_trajectory(f"train/{step}/{g}", m, step) for m in range(MEMBERS)] for g in range(GROUPS)]
+    # Two groups have a teacher, each another number of likeliest ids.
+    groups = [[taught(one, 3 + g) if g < 2 else one for one in group] for g, group in enumerate(made)]
     batch = Batch(step, [[t.episode_id for t in group] for group in groups])
     share = share_of(batch, ranks.data.rank, ranks.data.world, engine.config.minibatches)
     mine = [t for group in share for t in groups[group]]
-    made = make_step_batch(batch, share, mine, 0, engine.limits)
-    scored = learner.score(made)
-    return learner.update(made, scored, learner.advantages(made, scored))
+    laid_out = make_step_batch(batch, share, mine, 0, engine.limits)
+    scored = learner.score(laid_out)
+    return learner.update(laid_out, scored, learner.advantages(laid_out, scored))
 
 
 def run(everyone: Ranks, folder: Path, model: str, case: Mapping[str, Any]) -> None:

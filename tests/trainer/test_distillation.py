@@ -6,43 +6,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file
-from trainer_support import Crash, make_job, make_trajectory
+from trainer_support import Crash, make_job, make_trajectory, taught
 
 from penstock.trainer import BadJob, Learner, Ranks, TrainerConfig, check_job, make_step_batch, pack_rows, train
 from penstock.trainer.engines.fsdp import FSDPEngine
-from penstock.transfer_queue import Batch, Trajectory
+from penstock.transfer_queue import Batch
 
 pytestmark = pytest.mark.torch
 ALONE = {"reward_weight": 0.0}
 
 
-def taught(trajectory: Trajectory) -> Trajectory:
-    """With logprobs of a teacher on sampled tokens."""
-    segments = []
-    for number, segment in enumerate(trajectory.segments):
-        rng = np.random.default_rng(number)
-        values = np.where(segment.response_mask == 1, -rng.random(len(segment.response_ids)) * 6, 0.0)
-        segments.append(replace(segment, teacher_logprobs=values.astype(np.float32)))
-    return replace(trajectory, segments=segments)
-
-
 class Step:
     """Two groups of three; the first group has a teacher, and its first episode two segments."""
 
-    def __init__(self, model: str, ranks: Ranks, teachers: bool = True, **settings: Any) -> None:
+    def __init__(self, model: str, ranks: Ranks, teachers: bool = True, top_k: int = 0, **settings: Any) -> None:
         config = TrainerConfig(**{"lr": 1e-2, "eps": 1e-4, "max_grad_norm": 1e9, "correction": None, **settings})
         self.engine = FSDPEngine(model, config, ranks)
         self.learner = Learner(config, self.engine, ranks)
         groups = [[make_trajectory(f"train/{g}", m, 1) for m in range(3)] for g in range(2)]
         groups[0][0] = replace(groups[0][0], segments=[*groups[0][0].segments, *groups[0][1].segments], num_turns=4)
         if teachers:
-            groups[0] = [taught(one) for one in groups[0]]
+            groups[0] = [taught(one, top_k) for one in groups[0]]
         flat = [one for group in groups for one in group]
         ids = Batch(1, [[one.episode_id for one in group] for group in groups])
         self.batch = make_step_batch(ids, [0, 1], flat, 2, self.engine.limits)
@@ -134,7 +123,10 @@ def test_the_policy_comes_nearer_to_its_teacher(tiny_model: str, ranks: Ranks) -
 
 @pytest.mark.parametrize(
     "settings",
-    [{"distill": {"in_loss": 0.5, "in_advantage": 0.5}}, {"advantage": "prime", "critic": {"lr": 1e-3}}],
+    [
+        {"distill": {"in_loss": 0.5, "in_advantage": 0.5, "divergence": "jsd"}},
+        {"advantage": "prime", "critic": {"lr": 1e-3}},
+    ],
     ids=["teacher", "prime"],
 )
 async def test_a_crash_changes_nothing(tmp_path: Path, tiny_model: str, settings: dict[str, Any]) -> None:
@@ -144,8 +136,9 @@ async def test_a_crash_changes_nothing(tmp_path: Path, tiny_model: str, settings
         folder = tmp_path / ("whole" if gap is None else "crashed")
         folder.mkdir()
         job = make_job(folder, tiny_model, settings)
+        job = replace(job, run=replace(job.run, teacher_top_k=(5,) if "distill" in settings else ()))
         queue: Any = job.run.queue
-        queue.produce = lambda *names: taught(make_trajectory(*names))
+        queue.produce = lambda *names: taught(make_trajectory(*names), top_k=5)
         if gap is not None:
             queue.crash_at = gap
             with pytest.raises(Crash):

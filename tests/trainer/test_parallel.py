@@ -23,7 +23,10 @@ from penstock.trainer import BadJob, Ranks, check_job
 from penstock.trainer.engines.fsdp import CannotSplitModel, plan_of
 
 pytestmark = pytest.mark.torch
-CRITIC = {"advantage": "gae", "critic": {"lr": 1e-2}, "entropy_bonus": 0.01, "kl": {"in_loss": 0.01}}
+CRITIC = {
+    **{"advantage": "gae", "critic": {"lr": 1e-2}, "entropy_bonus": 0.01, "kl": {"in_loss": 0.01}},
+    "distill": {"in_loss": 0.5},
+}
 LORA = {"lora": {"rank": 4}, "kl": {"in_loss": 0.01}}
 FOUR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "FSDP": ({}, {}),
@@ -62,7 +65,7 @@ def assert_same(one: Path, other: Path, step: int) -> None:
     """Losses, gradient norms and all weights after `step` steps."""
     for a, b in zip(metrics(one, step), metrics(other, step), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], abs=2e-6)
-        for close in ("grad_norm", "entropy", "value_loss", "kl_reference"):
+        for close in ("grad_norm", "entropy", "value_loss", "kl_reference", "teacher_divergence", "student_top_mass"):
             assert b.get(close, 0.0) == pytest.approx(a.get(close, 0.0), rel=1e-4, abs=1e-7), close
         for exact in ("tokens", "tokens_trained", "reward", "updates"):
             assert a[exact] == b[exact], exact

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,26 @@ def make_trajectory(task_id: str, member: int, version: int) -> Trajectory:
     return Trajectory(
         episode_id, task_id, [segment], reward, COMPLETED, num_turns=2, metrics={"tool_calls": 1.0 + member}
     )
+
+
+def taught(trajectory: Trajectory, top_k: int = 0) -> Trajectory:
+    """With logprobs of a teacher on sampled tokens, and its `top_k` likeliest ids in their places."""
+    segments = []
+    for number, segment in enumerate(trajectory.segments):
+        rng = np.random.default_rng(number)
+        values = np.where(segment.response_mask == 1, -rng.random(len(segment.response_ids)) * 6, 0.0)
+        made = replace(segment, teacher_logprobs=values.astype(np.float32))
+        segments.append(with_tops(made, rng, top_k) if top_k else made)
+    return replace(trajectory, segments=segments)
+
+
+def with_tops(segment: Segment, rng: np.random.Generator, top_k: int) -> Segment:
+    """Of a distribution over the vocabulary for each sampled token."""
+    logits = rng.normal(0.0, 2.0, (int(segment.response_mask.sum()), VOCAB))
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    ids = np.argsort(-logprobs, axis=-1)[:, :top_k]
+    values = np.take_along_axis(logprobs, ids, axis=-1)
+    return replace(segment, teacher_top_ids=ids.astype(np.int32), teacher_top_logprobs=values.astype(np.float32))
 
 
 class Crash(Exception):
@@ -350,8 +371,6 @@ def loss_by_hand(name: str, ratios: Sequence[float], advantages: Sequence[float]
 
 def broken_loss(batch: Any) -> Any:
     """A policy loss that is never a number."""
-    from dataclasses import replace
-
     from penstock.trainer.losses import LOSSES
 
     result = LOSSES.get("decoupled_ppo")(batch)

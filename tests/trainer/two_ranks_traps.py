@@ -76,13 +76,16 @@ def parts_of_a_pack(context: ContextGroup) -> list[tuple[Tensor, Tensor]]:
     """A number of tokens that two ranks do not share evenly: the last part is filled up with a row of its own."""
     whole = one_pack(tokens=30, vocab=64)
     pack = replace(whole, ids=whole.ids[:-1], positions=whole.positions[:-1], row_bounds=torch.tensor([0, 15, 29]))
+    pack = replace(pack, top_ids=torch.stack([pack.targets, pack.targets + 1], 1).int())
     part = context.part(pack)
+    assert part.top_ids is not None
     own = slice(context.rank * 15, context.rank * 15 + 15)
     filled = torch.cat([pack.ids, torch.zeros(1, dtype=torch.int64)])
     return [
         (part.ids, filled[own]),
         (part.row_bounds, torch.tensor([0, 15, 29, 30])),
         (context.join(part.targets.float(), part.counts), pack.targets.float()),
+        (context.join(part.top_ids.float(), part.counts), torch.stack([pack.targets, pack.targets + 1], 1).float()),
         (part.targets, whole.ids[part.predictors + own.start + 1]),
     ]
 
@@ -91,13 +94,18 @@ def a_head_in_two_parts(group: dist.ProcessGroup, rank: int) -> list[tuple[Tenso
     torch.manual_seed(3)
     hidden, weight, targets = torch.randn(7, 6), torch.randn(20, 6), torch.randint(0, 20, (7,))
     factors, own = torch.randn(2, 7), slice(rank * 10, rank * 10 + 10)
+    # Of the last token they are all of one rank's part.
+    ids, of_coarse = torch.stack([torch.randperm(20)[:10] for _ in range(7)]), torch.randn(7, 11)
+    ids[-1], ids[:3, 4] = torch.arange(10), -1
     results = []
     for rows, head in ((slice(0, 20), Head(0.8)), (own, Head(0.8, first=own.start, group=group))):
         h, w = hidden.clone().requires_grad_(), weight[rows].clone().requires_grad_()
-        logprobs, entropy = token_logprobs(h, w, None, targets, head, with_entropy=True)
+        logprobs, entropy, coarse = token_logprobs(h, w, None, targets, head, with_entropy=True, ids=ids)
         assert entropy is not None
-        (logprobs * factors[0] + entropy * factors[1]).sum().backward()
-        results.append([logprobs, entropy, h.grad, w.grad])
+        assert coarse is not None
+        finite = coarse.masked_fill(coarse == -torch.inf, 0.0)
+        ((logprobs * factors[0] + entropy * factors[1]).sum() + (finite * of_coarse).sum()).backward()
+        results.append([logprobs, entropy, finite, (coarse == -torch.inf).float(), h.grad, w.grad])
     (*expected, of_weight), found = results
     return list(zip(found, [*expected, of_weight[own]], strict=True))
 

@@ -123,6 +123,7 @@ def segments(draw: st.DrawFn) -> Segment:
     rng = np.random.default_rng(draw(st.integers(0, 99)))
     prompt = draw(st.integers(0, 9)) * scale
     kind = draw(st.sampled_from([None, np.uint8, np.uint16]))
+    judged = draw(st.none() | st.just((-rng.random(len(mask)) * np.array(mask)).astype(np.float32)))
     return Segment(
         prompt_ids=rng.integers(0, 2**31, prompt, dtype=np.int32),
         response_ids=rng.integers(0, 2**31, len(mask), dtype=np.int32),
@@ -130,9 +131,18 @@ def segments(draw: st.DrawFn) -> Segment:
         response_logprobs=(-rng.random(len(mask)) * np.array(mask)).astype(np.float32),
         version_spans=np.array(spans, dtype=np.int32).reshape(-1, 3),
         turn_starts=np.array(starts, dtype=np.int32),
-        teacher_logprobs=draw(st.none() | st.just((-rng.random(len(mask)) * np.array(mask)).astype(np.float32))),
+        teacher_logprobs=judged,
         routed_experts=None if kind is None else rng.integers(0, np.iinfo(kind).max, (prompt + len(mask), 3, 2), kind),
+        **tops(rng, sum(mask), 0 if judged is None else draw(st.sampled_from([0, 1, 4]))),
     )
+
+
+def tops(rng: np.random.Generator, sampled: int, k: int) -> dict[str, np.ndarray]:
+    """A teacher's k likeliest ids of each sampled token; none where k is 0."""
+    if not k:
+        return {}
+    ids = rng.integers(0, 2**20, (sampled, k), dtype=np.int32) * k + np.arange(k, dtype=np.int32)
+    return {"teacher_top_ids": ids, "teacher_top_logprobs": (-np.log(k) - rng.random((sampled, k))).astype(np.float32)}
 
 
 trajectories = st.builds(

@@ -189,7 +189,7 @@ def test_a_trajectory_with_other_fields_is_refused() -> None:
     with pytest.raises(BadPayload, match="head: 0 fields for 1 segments"):
         decode_trajectory(sealed(1, {"fields": [], "plain": good}))
     lacking = [Column(f"0.{name}", "f4", []) for name in (*SEGMENT_FIELDS[1:], *OPTIONAL_FIELDS)]
-    with pytest.raises(BadPayload, match="head: 7 fields for 1 segments"):
+    with pytest.raises(BadPayload, match="head: 9 fields for 1 segments"):
         decode_trajectory(pack(1, lacking, good).joined())
     foreign = pack(1, [Column(f"0.{name}", "f4", []) for name in SEGMENT_FIELDS], good).joined()
     with pytest.raises(BadPayload, match=r"head: field 0\.prompt_ids of dtype f4 is unknown"):

@@ -34,6 +34,13 @@ def i4(*values: Any) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
+def tops(**changes: Any) -> dict[str, Any]:
+    """What a teacher may say of three sampled tokens, with `changes`."""
+    made = {"ids": i4([1, 2], [3, 4], [5, 6]), "logprobs": np.full((3, 2), -2.0, np.float32)} | changes
+    named = {f"teacher_top_{name}": values for name, values in made.items()}
+    return {"teacher_logprobs": np.zeros(4, np.float32), **named}
+
+
 @settings(max_examples=60, deadline=None)
 @given(trajectories)
 def test_finish_accepts_what_an_engine_makes(sent: Trajectory) -> None:
@@ -73,6 +80,20 @@ def test_compression_reaches_the_payload() -> None:
         ({"routed_experts": np.zeros((5, 2, 1), dtype=np.uint8)}, "routed_experts: shape"),
         ({"routed_experts": np.zeros((5, 2), dtype=np.uint8)}, "routed_experts: shape"),
         ({"routed_experts": np.zeros((5, 2, 2), dtype=np.int32)}, "routed_experts: dtype int32"),
+        (tops(ids=i4([1, 2], [3, 4])), r"teacher_top_ids: shape \(2, 2\), not \[3, k\]"),
+        (tops(ids=np.zeros((3, 0), np.int32)), r"teacher_top_ids: shape \(3, 0\)"),
+        (tops(ids=i4(1, 2, 3)), r"teacher_top_ids: shape \(3,\)"),
+        (tops() | {"teacher_logprobs": None}, "teacher_top_ids: there are no teacher_logprobs"),
+        (tops(ids=None), r"teacher_top_ids: shape \(\)"),
+        (tops(ids=i4([1, 2], [3, -1], [5, 6])), "teacher_top_ids: holds negative"),
+        (tops(ids=i4([1, 2], [3, 3], [5, 6])), "teacher_top_ids: holds an id twice"),
+        (tops(ids=np.zeros((3, 2))), "teacher_top_ids: dtype float64"),
+        (tops(logprobs=None), r"teacher_top_logprobs: shape \(\)"),
+        (tops(logprobs=np.zeros((3, 2), np.int32)), "teacher_top_logprobs: dtype int32"),
+        (tops(logprobs=np.zeros((3, 1), np.float32)), r"teacher_top_logprobs: shape \(3, 1\)"),
+        (tops(logprobs=np.full((3, 2), np.nan, np.float32)), "teacher_top_logprobs: holds NaN"),
+        (tops(logprobs=np.full((3, 2), -0.1, np.float32)), r"teacher_top_logprobs: probabilities .* sum to 1\.81"),
+        (tops(logprobs=np.full((3, 2), 1e9, np.float32)), "teacher_top_logprobs: probabilities"),
         ({"response_ids": i4(1, -2, 3, 4)}, "response_ids: holds negative"),
         ({"response_ids": np.array([1, 2**31, 3, 4])}, "response_ids: holds values over int32"),
         ({"response_ids": np.array([1, 2**31, 3, 4], dtype=np.uint32)}, "response_ids: holds values over int32"),
@@ -99,6 +120,7 @@ def test_compression_reaches_the_payload() -> None:
 )
 def test_bad_segments_are_refused_by_field(change: dict, message: str) -> None:
     check_segment(GOOD, 0, "segments[0]")
+    check_segment(replace(GOOD, **tops()), 0, "segments[0]")
     with pytest.raises(BadPayload, match=r"segments\[0\]\." + message if ":" in message else message):
         check_segment(replace(GOOD, **change), 0, "segments[0]")
 

@@ -26,7 +26,8 @@ class BatchesDiffer(RuntimeError):
 
 def check_same_batch(ranks: Ranks, batch: StepBatch) -> None:
     """A collective. Raises `BatchesDiffer` on all ranks unless they hold one step of the same groups, each of which one
-    copy of the model trains, and all ranks of a copy with the same rows: tokens, logprobs, versions and rewards."""
+    copy of the model trains, and all ranks of a copy with the same rows: tokens, logprobs, versions and rewards, what
+    teachers say of them and which experts read them."""
     if ranks.world == 1:
         return
     trained = sorted(set(batch.group.tolist()))
@@ -52,6 +53,10 @@ def _digest(batch: StepBatch) -> str:
     for row in batch.rows:
         for numbers in (row.ids, row.targets, row.behaviour, row.staleness, row.mask):
             digest.update(numbers.tobytes())
+        for extra in (row.teacher, row.top_ids, row.top_logprobs, row.experts):
+            # The shape too: without it one that is missing could be made up for by the next one.
+            digest.update(repr(None if extra is None else (extra.shape, str(extra.dtype))).encode())
+            digest.update(b"" if extra is None else extra.tobytes())
     return digest.hexdigest()
 
 

@@ -29,11 +29,12 @@ from penstock.trainer.batch import Row, make_row, number_tokens
 from penstock.trainer.checkpoint import CheckpointInfo, CheckpointStore
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.data import DataStream
-from penstock.trainer.engine import Outputs, Update, peak_tflops
+from penstock.trainer.engine import Update, peak_tflops
 from penstock.trainer.engines import check_engine
 from penstock.trainer.engines.fsdp.engine import FSDPEngine
 from penstock.trainer.export import save_final_model
 from penstock.trainer.job import BadJob
+from penstock.trainer.logprobs import Outputs
 from penstock.trainer.packing import Pack, pack_rows
 from penstock.trainer.ranks.distributed import Ranks, TorchThread
 from penstock.trainer.sft.config import SftConfig

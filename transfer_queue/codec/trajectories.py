@@ -44,7 +44,12 @@ SEGMENT_DTYPES = {
     "turn_starts": "i4",
 }
 SEGMENT_FIELDS = tuple(SEGMENT_DTYPES)
-OPTIONAL_DTYPES = {"teacher_logprobs": "f4", "routed_experts": "u1|u2"}
+OPTIONAL_DTYPES = {
+    "teacher_logprobs": "f4",
+    "routed_experts": "u1|u2",
+    "teacher_top_ids": "i4",
+    "teacher_top_logprobs": "f4",
+}
 """Fields that a segment may lack: None in `Segment`, no column in the payload, no entry in `FieldValues`. ``u1|u2``:
 one of these dtypes, the array's own."""
 OPTIONAL_FIELDS = tuple(OPTIONAL_DTYPES)

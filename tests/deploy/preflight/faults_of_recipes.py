@@ -32,6 +32,11 @@ def ranks_that_would_never_have_a_group(place: Place) -> Sequence[str]:
     return ["trainer.ranks=16"]
 
 
+@planted(check_training_job, "trainer settings", r"Set trainer\.distill\.in_loss, or agent\.teachers")
+def likeliest_ids_for_an_advantage(place: Place) -> Sequence[str]:
+    return ["agent.teachers={'*': {url: 'http://127.0.0.1:9', top_k: 8}}", "trainer.distill.in_advantage=1"]
+
+
 @planted(check_routing_replay, "rollout.routing_replay", r"rollout\.routing_replay=false")
 def experts_of_a_model_that_has_none(place: Place) -> Sequence[str]:
     return ["rollout.routing_replay=true"]

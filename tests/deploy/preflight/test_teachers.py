@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.deploy import ConfigError, load_config
-from penstock.deploy.preflight import Check, check_teachers
+from penstock.deploy.preflight import Check, check_teachers, token_bytes
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "calculator.yaml"
 
@@ -54,3 +54,14 @@ def test_rows_without_a_teacher_need_a_reward(tmp_path: Path) -> None:
     assert (mixed.verdict, "code" in mixed.found) == ("warn", True)
     alone = found(*given, "trainer.distill.in_loss=1", "trainer.distill.reward_weight=0")[0]
     assert (alone.verdict, "they would teach nothing" in alone.found) == ("FAIL", True)
+
+
+def test_the_bytes_of_likeliest_ids_are_said_and_bounded() -> None:
+    """9 of every token, 4 of the teacher's logprob, 8 of each id; the queue's own checks count them."""
+    teacher = "agent.teachers={sums: {url: 'http://127.0.0.1:9', top_k: %d}}"
+    said = found(teacher % 20, "trainer.distill.in_loss=1")[0]
+    assert (said.verdict, said.found) == ("ok", "top_k 20: 173 bytes per sampled token, up to 20.3 KiB per episode")
+    assert token_bytes(load_config(RECIPE, [teacher % 20])) == 173
+    long = found(teacher % 1024, "trainer.distill.in_loss=1", "agent.max_response_tokens=40000")[0]
+    assert (long.verdict, "agent.teachers.*.top_k" in long.fix) == ("FAIL", True)
+    assert "256.0 MiB" in long.found

@@ -1,4 +1,5 @@
-"""With its teacher the tiny student learns faster than by GRPO alone, and comes to earn what the teacher earns."""
+"""With its teacher the tiny student learns faster than by GRPO alone, and comes to earn what the teacher earns: from
+sampled tokens, and from the teacher's likeliest ids."""
 
 from __future__ import annotations
 
@@ -21,16 +22,22 @@ def test_faster_than_grpo_alone(tmp_path: Path) -> None:
     model = tmp_path / "teacher"
     command = [sys.executable, "-m", "penstock.deploy.cli", "sft", str(RECIPES / "distill/cpu.yaml")]
     subprocess.run([*command, f"sft.out={model}", f"runs_dir={tmp_path / 'sft'}"], check=True, timeout=900)
-    cells = ["GRPO alone", "teacher and GRPO"]
+    cells = ["GRPO alone", "teacher and GRPO", "top 8 and GRPO"]
     found = script("distill/compare.py").main(
         ["--teacher", str(model), "--out", str(tmp_path / "runs"), "--seeds", "0", "--cells", *cells]
     )
     assert found["steps"]["teacher and GRPO"][0] is not None
+    assert found["steps"]["top 8 and GRPO"][0] is not None
     # The whole curve: the step at which three rewards first average 0.9 differs by several from run to run.
     curves = [found["rewards"][cell][0] for cell in cells]
-    both = min(map(len, curves))
-    alone, taught = (sum(curve[:both]) / both for curve in curves)
+    shortest = min(map(len, curves))
+    alone, taught, by_top = (sum(curve[:shortest]) / shortest for curve in curves)
     assert taught > alone
+    assert by_top > alone
+    lines = (tmp_path / "runs" / "top-8-and-grpo-0" / "metrics.jsonl").read_text().splitlines()
+    first, last = (json.loads(lines[at]) for at in (0, -1))
+    assert 0 <= last["teacher_divergence"] < first["teacher_divergence"]
+    assert first["teacher_top_mass"] > 0.9
     assert (tmp_path / "runs" / "comparison.png").stat().st_size > 0
     summary = json.loads((tmp_path / "runs" / "teacher-and-grpo-0" / "summary.json").read_text())
     assert_accounts_balance(summary)

@@ -42,6 +42,8 @@ class PackPart:
     """[R] as `Pack.parents`; None over several ranks"""
     experts: Tensor | None = None
     """[l, layers, k] as `Pack.experts`"""
+    top_ids: Tensor | None = None
+    """[n, k] as `Pack.top_ids`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +67,19 @@ class ContextGroup:
         experts = pack.experts
         if experts is not None:
             experts = torch.cat([experts, experts.new_zeros(len(ids) - len(experts), *experts.shape[1:])])[own]
-        targets = pack.targets[mine]
         return PackPart(
-            ids[own], positions[own], bounds, pack.predictors[mine] - start, targets, counts, experts=experts
+            ids[own],
+            positions[own],
+            bounds,
+            pack.predictors[mine] - start,
+            pack.targets[mine],
+            counts,
+            experts=experts,
+            top_ids=None if pack.top_ids is None else pack.top_ids[mine],
         )
 
     def join(self, values: Tensor, counts: tuple[int, ...]) -> Tensor:
-        """[n] of every rank → [N] on every rank. Each rank's loss must be the same function of the result."""
+        """[n, …] of every rank → [N, …] on every rank. Each rank's loss must be the same function of the result."""
         return _Join.apply(values, counts, self)
 
     def to_heads(self, x: Tensor) -> Tensor:
@@ -97,6 +105,7 @@ def whole_part(pack: Pack) -> PackPart:
         pack.targets,
         parents=pack.parents,
         experts=pack.experts,
+        top_ids=pack.top_ids,
     )
 
 
@@ -138,7 +147,7 @@ class _Join(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, counts: tuple[int, ...], context: ContextGroup) -> Tensor:
         start = sum(counts[: context.rank])
         ctx.own = slice(start, start + counts[context.rank])
-        padded = values.new_zeros(max(counts))
+        padded = values.new_zeros(max(counts), *values.shape[1:])
         padded[: len(values)] = values
         parts = [torch.empty_like(padded) for _ in counts]
         if max(counts):

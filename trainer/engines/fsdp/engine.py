@@ -102,7 +102,7 @@ class FSDPEngine:
         return RouterLoads(routers.take_load(), getattr(config, "router_aux_loss_coef", None) is not None)
 
     def score(self, packs: Sequence[Pack]) -> list[Tensor]:
-        return [outputs.logprobs.cpu() for outputs in self._actor.score(packs)]
+        return [outputs.logprobs.cpu() for outputs in self._actor.score([pack.without_tops for pack in packs])]
 
     def score_reference(self, packs: Sequence[Pack]) -> list[Tensor]:
         if self.policy.adapter is not None:

@@ -2,6 +2,7 @@
 
     logprob_n = log softmax(logits(position before n) / temperature)[id_n]
     entropy_n = −Σ_v p_v · log p_v        of the same distribution, where it is asked for
+    coarse_n                              of the same one: logprobs of the pack's `top_ids` and of the rest, likewise
 
 Only positions that predict a sampled token go through the output head, whose logits exist a tile at a time
 (`logprobs`). float32 throughout, whatever the model computes in.
@@ -31,14 +32,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from penstock.rollout_server import Routers
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.engine import Outputs
 from penstock.trainer.engines.fsdp.context import ContextGroup, PackPart, whole_part
 from penstock.trainer.engines.fsdp.lora import Adapter
 from penstock.trainer.engines.fsdp.rows import first_sentence, run_rows
 from penstock.trainer.engines.fsdp.shell import ModelShell, NeedsWholeModel, names_of, open_shell
 from penstock.trainer.engines.fsdp.traits import Traits, body_of, find_traits
 from penstock.trainer.job import BadJob
-from penstock.trainer.logprobs import Head, entropies, target_logprobs, token_logprobs
+from penstock.trainer.logprobs import Head, Outputs, coarse_logprobs, entropies, target_logprobs, token_logprobs
 from penstock.trainer.packing import Pack
 from penstock.weight_sync import HubNames
 
@@ -48,13 +48,17 @@ logger = logging.getLogger(__name__)
 class Policy(nn.Module):
     """The module that is sharded as a whole: the head runs inside its forward, where its weights are gathered."""
 
-    def __init__(self, loaded: LoadedModel, temperature: float, *, with_entropy: bool = False) -> None:
+    def __init__(
+        self, loaded: LoadedModel, temperature: float, *, with_entropy: bool = False, with_coarse: bool = False
+    ) -> None:
         super().__init__()
         self.model = loaded.model
         self.names = loaded.names
         self.shell = loaded.shell
         self.temperature = temperature
         self.with_entropy = with_entropy
+        self.with_coarse = with_coarse
+        """Where a pack has `top_ids`."""
         self.adapter: Adapter | None = None
         self.context: ContextGroup | None = None
         """Set where other ranks have a part of each pack's tokens."""
@@ -74,20 +78,26 @@ class Policy(nn.Module):
     def forward(self, pack: Pack) -> Outputs:
         """Of `pack.targets`."""
         part = self.context.part(pack) if self.context else whole_part(pack)
-        logprobs, entropy = self._of_part(part)
+        found = self._of_part(part)
         if self.context is None:
-            return Outputs(logprobs, entropy)
-        joined = self.context.join(logprobs, part.counts)
-        return Outputs(joined, None if entropy is None else self.context.join(entropy, part.counts))
+            return found
+        context, counts = self.context, part.counts
+        return Outputs(
+            context.join(found.logprobs, counts),
+            None if found.entropy is None else context.join(found.entropy, counts),
+            None if found.coarse is None else context.join(found.coarse, counts),
+        )
 
-    def _of_part(self, part: PackPart) -> tuple[Tensor, Tensor | None]:
+    def _of_part(self, part: PackPart) -> Outputs:
+        ids = part.top_ids if self.with_coarse else None
         if self.head is None:
             logits = self._run(lambda inputs: self.model(**inputs).logits, part)
             entropy = entropies(logits, self.temperature) if self.with_entropy else None
-            return target_logprobs(logits, part.targets, self.temperature), entropy
+            coarse = None if ids is None else coarse_logprobs(logits, ids, self.temperature)
+            return Outputs(target_logprobs(logits, part.targets, self.temperature), entropy, coarse)
         hidden = self._run(lambda inputs: body_of(self.model)(**inputs).last_hidden_state, part)
         weight, bias, head = _local_head(self.model.get_output_embeddings(), self.head)
-        return token_logprobs(hidden, weight, bias, part.targets, head, with_entropy=self.with_entropy)
+        return token_logprobs(hidden, weight, bias, part.targets, head, with_entropy=self.with_entropy, ids=ids)
 
     def _run(self, call: Callable[[dict[str, Any]], Tensor], part: PackPart) -> Tensor:
         """[N, …] at the places that predict a sampled token"""
@@ -114,7 +124,12 @@ def load_policy(
     `config`: with what the algorithm and trainer.lora ask for; None: the model as it is. `in_slices`: as `load_model`.
     """
     loaded = load_model(model, in_slices=in_slices)
-    policy = Policy(loaded, temperature, with_entropy=config is not None and config.entropy_bonus != 0)
+    policy = Policy(
+        loaded,
+        temperature,
+        with_entropy=config is not None and config.entropy_bonus != 0,
+        with_coarse=config is not None and config.distill.in_loss > 0,
+    )
     if config is not None and config.lora.rank:
         policy.adapter = Adapter(loaded.model, config.lora)
         # No master is needed of what does not learn; where the folder has no more bits, none are lost.

@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.trainer.config import ParallelConfig
-from penstock.trainer.engine import Outputs
 from penstock.trainer.engines.megatron.inputs import Inputs, packed, rectangle
-from penstock.trainer.logprobs import Head, token_logprobs
+from penstock.trainer.logprobs import Head, Outputs, token_logprobs
 from penstock.trainer.packing import Pack, empty_pack
 from penstock.trainer.ranks.distributed import Ranks
 
@@ -161,13 +160,14 @@ def outputs_of(
     weight = gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight
     chosen = hidden[inputs.column, inputs.line].to(weight.dtype)
     targets = pack.targets[inputs.own]
-    if not len(targets):  # of this context rank; the graph continues, the other ranks' backward waits for this one's
-        nothing = _whole(chosen.float().sum(-1), inputs.own, count)
-        return Outputs(nothing, nothing if with_entropy else None)
-    head = _head(weight, temperature)
-    logprobs, entropy = token_logprobs(chosen, weight, None, targets, head, with_entropy=with_entropy)
-    whole_entropy = None if entropy is None else _whole(entropy, inputs.own, count)
-    return Outputs(_whole(logprobs, inputs.own, count), whole_entropy)
+    if len(targets):
+        found = token_logprobs(chosen, weight, None, targets, _head(weight, temperature), with_entropy=with_entropy)
+    else:  # of this context rank; the graph continues, the other ranks' backward waits for this one's
+        nothing = chosen.float().sum(-1)
+        found = Outputs(nothing, nothing if with_entropy else None)
+    # As many sums over the context group on a rank without a token as on the others.
+    entropy = None if found.entropy is None else _whole(found.entropy, inputs.own, count)
+    return Outputs(_whole(found.logprobs, inputs.own, count), entropy)
 
 
 def _head(weight: Tensor, temperature: float) -> Head:
