@@ -78,11 +78,14 @@ def result_of(trajectory: Trajectory, rows: Sequence[DatasetRow]) -> EpisodeResu
 
 
 class ResultsFile:
-    """One writer. A line that a killed writer cut short is left out, and its episode runs again."""
+    """One writer. A line that a killed writer cut short is left out, and its episode runs again; a file that it had
+    not finished goes."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "episodes.jsonl"
         self._trajectories = folder / "trajectories"
+        for unfinished in self._trajectories.glob(".*.tmp"):
+            unfinished.unlink()
         lines = read_jsonl(self._file)
         rewrite_jsonl(self._file, lines)
         self.results = [EpisodeResult(**line) for line in lines]

@@ -107,7 +107,10 @@ def test_a_line_cut_short_is_run_again(tmp_path: Path) -> None:
     ResultsFile(tmp_path).add(part, [result(0, 0, "a", 1.0), result(1, 0, "a", 0.0)], [], None)
     file = tmp_path / "episodes.jsonl"
     file.write_text(file.read_text()[:-5])
+    unfinished = tmp_path / "trajectories" / ".step_000000.jsonl.1-2.tmp"
+    unfinished.write_text('{"episode_id": "of a writer that was killed"}\n')
     found = ResultsFile(tmp_path)
+    assert not unfinished.exists()
     assert found.done == {(0, 0)}
     found.add(part, [result(0, 0, "a", 1.0), result(1, 0, "a", 0.0)], [], None)
     assert [json.loads(line)["row"] for line in file.read_text().splitlines()] == [0, 1]
