@@ -173,6 +173,7 @@ def test_what_a_child_used_stays_in_the_sum_when_it_ends(tmp_path: Path) -> None
     assert not replace(before, cpu_s=0.05).is_idle_since(before, 5.0), "a thread that ended"
 
 
+@pytest.mark.deep
 def test_a_call_that_keeps_pythons_lock_is_not_stuck_while_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the main thread, whose use counts for nothing where the concern is the torch thread's work."""
     monkeypatch.setattr("penstock.trainer.ranks.observer.WINDOW_S", 1.0)

@@ -80,7 +80,7 @@ SPLIT = {
 }
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.deep), 4])
 def test_every_rank_has_what_loading_whole_gives(count: int, cases: dict[str, Any], tmp_path: Path) -> None:
     every = dict(cases)
     if count == 4:
