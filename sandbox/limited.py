@@ -209,7 +209,7 @@ class LimitedSandbox(ABC):
         return BoxCopy(await copy_folders(session, [TMP]), slot.image, slot.needs)
 
     async def _drop(self, copy: BoxCopy) -> None:
-        """Nobody forks from it any more. Raises nothing: what cannot be removed now is removed later."""
+        """Marks the snapshot as unused. Never raises: what cannot be removed now is removed later."""
         copy.close()
 
 

@@ -21,7 +21,7 @@ from penstock.deploy.preflight.agent import (
     check_template,
 )
 from penstock.deploy.preflight.check import Check
-from penstock.deploy.preflight.data import check_data
+from penstock.deploy.preflight.data import check_curriculum, check_data, check_sources
 from penstock.deploy.preflight.disk import check_disk, check_room
 from penstock.deploy.preflight.machine import check_devices, check_gpus, check_open_files, check_size, check_threads
 from penstock.deploy.preflight.memory import check_memory, check_shared_memory
@@ -43,7 +43,6 @@ from penstock.deploy.preflight.settings import (
     check_training_job,
     check_versions,
 )
-from penstock.deploy.preflight.sources import check_curriculum, check_sources
 from penstock.deploy.preflight.teachers import check_teachers
 from penstock.deploy.preflight.turns import check_turns
 

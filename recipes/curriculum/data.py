@@ -1,4 +1,4 @@
-"""Tasks of the calculator as collected data has them: few rows, most of which nobody can solve.
+"""Calculator tasks as in collected data: few rows, most of them unsolvable.
 
     python recipes/curriculum/data.py --out data/curriculum
 

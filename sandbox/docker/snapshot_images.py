@@ -5,9 +5,9 @@
 An image has what the box wrote to its image's file system, /tmp among it: of such a box that is no folder in memory. It
 lacks what runs, /dev/shm, and the volumes that the box's image declares.
 
-The engine refuses to remove an image while a box or a further image is made of it. So an image that nobody wants any
-more is looked for by its labels, whenever a snapshot is dropped or a box of one ends: also one whose commit was
-cancelled or timed out here, and is finished by the engine all the same.
+The engine refuses to remove an image while a box or a further image is made of it. So unused images
+are found by their labels and removed whenever a snapshot is dropped or a box of one ends. That includes an image whose
+commit was cancelled or timed out here, which the engine finishes all the same.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class SnapshotImages:
         return name.partition(":")[2] in self._wanted
 
     def drop(self, name: str) -> None:
-        """Nobody starts boxes from it any more; `sweep` removes it."""
+        """Marks the image as unused; `sweep` removes it."""
         self._wanted.discard(name.partition(":")[2])
 
     async def sweep(self, in_use: Collection[str]) -> None:

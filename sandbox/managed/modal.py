@@ -4,9 +4,9 @@ The key is MODAL_TOKEN_ID with MODAL_TOKEN_SECRET; MODAL_ENVIRONMENT names an en
 written ``im-…`` is one that Modal has; any other is fetched from its registry, once, without its entry point. A box's
 name is made of its request, so a request that comes twice makes one.
 
-The SDK runs an event loop of its own, in a thread: what is awaited here runs there. It asks a failing call again four
-times, and goes on reading a program's output where a connection broke. It would wait for as long as Modal wants it to,
-so that is set to zero, and the base waits.
+The SDK runs an event loop of its own, in a thread: what is awaited here runs there. It retries a failing
+call four times, and resumes reading a program's output after a broken connection. Its own wait when throttled is
+unbounded; it is set to zero here, and the base waits.
 """
 
 from __future__ import annotations

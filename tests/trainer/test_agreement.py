@@ -63,7 +63,7 @@ def whole() -> Trajectory:
 
 
 def compare(one: StepBatch, other: StepBatch) -> list[str]:
-    """What each rank is told."""
+    """The error that each rank raises."""
     barrier, held = threading.Barrier(2), dict[int, Any]()
 
     def ask(rank: int, batch: StepBatch) -> str:

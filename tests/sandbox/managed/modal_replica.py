@@ -111,7 +111,7 @@ class ModalReplica(Replica):
         return super().make(labels, image, asked, f"sb-{box_id or secrets.token_hex(8)}")
 
     def hang_up(self) -> None:
-        """The router forgets its programs, which go on: what the SDK goes on reading by itself shows nothing."""
+        """The router forgets its programs, which keep running: reads that the SDK resumes return nothing."""
         self.router.forget_programs()
 
     def close(self) -> None:
