@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -82,3 +84,13 @@ async def sandbox() -> AsyncIterator[BwrapSandbox]:
 @pytest_asyncio.fixture
 async def session(sandbox: BwrapSandbox) -> DriverSession:
     return await sandbox.start("a test")
+
+
+@contextlib.asynccontextmanager
+async def opened(owner: str = OWNER, **settings: Any) -> AsyncIterator[DockerSandbox]:
+    """A docker sandbox of `owner`; `settings` are in place of those of `DOCKER`."""
+    sandbox = DockerSandbox(DOCKER.model_copy(update=settings), owner)
+    try:
+        yield sandbox
+    finally:
+        await sandbox.close()

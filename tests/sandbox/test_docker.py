@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from tests.sandbox.conftest import DOCKER, OWNER
+from tests.sandbox.conftest import DOCKER, OWNER, opened
 from tests.sandbox.containers import IMAGE, PLAIN_IMAGE, all_boxes, containers_of, docker, inspect, make_plain_image
 from tests.sandbox.server.conftest import TOKEN, serving
 
@@ -30,15 +29,6 @@ from penstock.sandbox import (
 from penstock.sandbox.docker import DockerSandbox, is_abandoned, labels_of, uid_of
 
 pytestmark = pytest.mark.docker
-
-
-@contextlib.asynccontextmanager
-async def opened(**settings: object) -> AsyncIterator[DockerSandbox]:
-    sandbox = DockerSandbox(DOCKER.model_copy(update=settings), OWNER)
-    try:
-        yield sandbox
-    finally:
-        await sandbox.close()
 
 
 @pytest_asyncio.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from tests.sandbox.conftest import DOCKER, OWNER
+from tests.sandbox.conftest import DOCKER, OWNER, opened
 from tests.sandbox.containers import IMAGE, VOLUME_IMAGE, containers_of, docker, images_of, make_volume_image
 from typer.testing import CliRunner
 
@@ -21,20 +20,12 @@ from penstock.sandbox.docker import DockerSandbox, image_is_abandoned, labels_of
 
 pytestmark = pytest.mark.docker
 ROOT = BoxNeeds(own_root=True)
-
-
-@contextlib.asynccontextmanager
-async def opened(owner: str = OWNER, **settings: object) -> AsyncIterator[DockerSandbox]:
-    sandbox = DockerSandbox(DOCKER.model_copy(update={"own_root": True, "run_timeout_s": 30.0, **settings}), owner)
-    try:
-        yield sandbox
-    finally:
-        await sandbox.close()
+COPIED = {"own_root": True, "run_timeout_s": 30.0}
 
 
 @pytest_asyncio.fixture
 async def boxes() -> AsyncIterator[DockerSandbox]:
-    async with opened() as sandbox:
+    async with opened(**COPIED) as sandbox:
         yield sandbox
 
 
@@ -99,7 +90,7 @@ async def test_images_end_with_their_last_use(boxes: DockerSandbox) -> None:
 
 @pytest.mark.deep
 async def test_close_removes_images_and_containers() -> None:
-    async with opened(f"{OWNER}-closing") as sandbox:
+    async with opened(f"{OWNER}-closing", **COPIED) as sandbox:
         trunk = await sandbox.start("trunk", needs=ROOT)
         await sandbox.fork(await sandbox.snapshot(trunk), "branch")
     assert (containers_of(f"{OWNER}-closing"), images_of(f"{OWNER}-closing")) == ([], [])
@@ -107,7 +98,7 @@ async def test_close_removes_images_and_containers() -> None:
 
 @pytest.mark.deep
 async def test_what_is_written_counts_for_copies_and_forks() -> None:
-    async with opened(snapshot_mb=6) as sandbox:
+    async with opened(snapshot_mb=6, **COPIED) as sandbox:
         trunk = await sandbox.start("trunk", needs=BoxNeeds(own_root=True, storage_mb=8))
         await shell(trunk, "head -c 5m /dev/zero > /etc/five")
         snapshot = await sandbox.snapshot(trunk)
