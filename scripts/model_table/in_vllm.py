@@ -21,8 +21,10 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.models import registry
 
 torch.accelerator.empty_cache = lambda: None  # the CPU build has no accelerator to empty, and its loader asks one
+registry._run_in_subprocess = lambda inspect: inspect()  # noqa: SLF001 - to keep CUDA out; here a process per family costs most
 
 
 def main(folders: list[str]) -> None:
