@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models import registry
 
 torch.accelerator.empty_cache = lambda: None  # the CPU build has no accelerator to empty, and its loader asks one
-registry._run_in_subprocess = lambda inspect: inspect()  # noqa: SLF001 - to keep CUDA out; here a process per family costs most
+registry._run_in_subprocess = lambda inspect: inspect()  # a process per family, to keep CUDA out, costs most
 
 
 def main(folders: list[str]) -> None:

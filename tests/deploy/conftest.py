@@ -18,6 +18,19 @@ from tests.living import alive, living_below
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = REPOSITORY / "recipes" / "calculator.yaml"
+HELD_LOOP = """
+import asyncio
+from pathlib import Path
+
+from penstock.agent_loops.loops import ToolAgentLoop
+
+
+class HeldLoop(ToolAgentLoop):
+    async def run(self, task):
+        while Path({hold!r}).exists():
+            await asyncio.sleep(0.2)
+        return await super().run(task)
+"""
 
 
 class LivingRun:
@@ -88,6 +101,14 @@ def assert_accounts_balance(summary: dict[str, Any]) -> None:
     assert summary["lost"] == 0
     assert summary["token_mismatches"] == 0
     assert summary["episodes_failed"] == 0
+
+
+def held_by(hold: Path) -> tuple[str, str]:
+    """Settings of the recipe's loop which waits while there is this file: a run cannot end before what the test has in
+    store for it."""
+    loop = hold.with_name("held_loop.py")
+    loop.write_text(HELD_LOOP.format(hold=str(hold)))
+    return f"agent.loop={loop}:HeldLoop", "agent.episode_deadline_s=1200"
 
 
 def weights_of(name: str) -> set[Path]:

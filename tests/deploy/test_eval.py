@@ -133,7 +133,7 @@ def test_killed_and_started_again_it_repeats_nothing(tmp_path: Path, start: Star
 def test_checkpoints_of_a_run_and_what_was_learned(tmp_path: Path, start: Start) -> None:
     """Fine-tuned on traces that call the tool: greedy, the base model is right less often than its successor."""
     file = write_messages(tmp_path / "m.jsonl", traces(256))
-    given = (f"sft.messages={file}", "sft.steps=40", "sft.lr=5e-4", "trainer.checkpoint_every=1", "trainer.sinks=[]")
+    given = (f"sft.messages={file}", "sft.steps=40", "sft.lr=5e-4", "trainer.checkpoint_every=13", "trainer.sinks=[]")
     start("sft", str(RECIPE), "name=taught", *given).finish()
     run = tmp_path / "runs" / "taught"
     common = ("--rows", "32", "--n", "1", "--json", ENOUGH)

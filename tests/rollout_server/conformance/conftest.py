@@ -6,6 +6,7 @@ Tests that end an engine are marked `ends_engine`: they run last, one per engine
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import AsyncIterator
 
@@ -29,11 +30,16 @@ async def subjects() -> AsyncIterator[dict[str, Subject]]:
     for name, started in running.items():
         for report in started.reports:
             print(f"{name}: {report.model_dump_json()}")
-        for one in (started, *started.others.values()):
-            group = one.process_group
-            one.send(signal.SIGSTOP)  # one that hangs can be ended
-            await one.stop()
-            await gone(group)
+    every = [one for started in running.values() for one in (started, *started.others.values())]
+    await asyncio.gather(*map(_end_while_it_hangs, every))
+
+
+async def _end_while_it_hangs(subject: Subject) -> None:
+    """One that hangs can be ended; it takes the whole period of grace."""
+    group = subject.process_group
+    subject.send(signal.SIGSTOP)
+    await subject.stop()
+    await gone(group)
 
 
 @pytest_asyncio.fixture(loop_scope="package", params=ENGINES)

@@ -90,7 +90,7 @@ def test_compose_run_is_closed_to_others(stack: RunningStack) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("steps", [20])
+@pytest.mark.parametrize("steps", [14])
 def test_compose_run_survives_kills_and_grows(stack: RunningStack, steps: int) -> None:
     _begin(stack)
     stack.compose("kill", "rollout")  # docker kill: down until somebody says up

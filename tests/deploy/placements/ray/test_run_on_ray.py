@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.deploy.conftest import LivingRun, assert_accounts_balance, assert_nothing_left
+from tests.deploy.conftest import LivingRun, assert_accounts_balance, assert_nothing_left, held_by
 from tests.deploy.placements.ray.conftest import Node, RayCluster
 
 from penstock.deploy import ConfigError
@@ -25,8 +25,8 @@ pytestmark = [
 ]
 
 TOKEN = "the-runs-own-token-and-nobody-elses"
-STEPS = 40
-"""So many that those after the last kill need every role again: admission allows three steps ahead."""
+STEPS = 12
+"""So many that those after the last kill need every role again: admission allows three steps ahead of the fourth."""
 START_S = 600.0
 """A deadline for processes to be there, on a machine that may be busy; nothing is measured."""
 SETTINGS = (
@@ -37,15 +37,6 @@ SETTINGS = (
     "data.eval_limit=8",
     "agent.workers=1",
 )
-
-SLOW_REWARD = """
-import asyncio
-
-async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    await asyncio.sleep(6)
-    return float(len(solution_str) % 2)
-"""
-"""Three steps in six seconds at most, and no work for the machine: the run outlasts what the test does to it."""
 
 
 def role_of(node: Node, *words: str) -> psutil.Process:
@@ -99,12 +90,11 @@ def test_ray_actors_and_a_node_die_accounts_balance(
 ) -> None:
     """The cluster comes first: it must outlive the run, which stops in order when the test fails."""
     monkeypatch.setenv("PENSTOCK_TOKEN", TOKEN)
-    reward = tmp_path / "slow_reward.py"
-    reward.write_text(SLOW_REWARD)
+    hold = tmp_path / "hold"
     first = cluster.add(cpus=4)
-    slow = (*SETTINGS, f"agent.reward={reward}:compute_score")
-    run: LivingRun = start_run("on-ray", *slow, "--on", "ray", "--ray-address", cluster.address)
+    run: LivingRun = start_run("on-ray", *SETTINGS, *held_by(hold), "--on", "ray", "--ray-address", cluster.address)
     run.wait_for(lambda: run.steps() >= 1, START_S)
+    hold.touch()
     second = cluster.add(cpus=4)
     assert_secrets_stay(run, cluster)
     assert_on_loopback(cluster)
@@ -122,7 +112,9 @@ def test_ray_actors_and_a_node_die_accounts_balance(
     shown = cluster.penstock("ray", "scale", "on-ray", "rollout=2")
     assert shown["count"] == {"rollout": 2, "agent": 1}
     assert "rollout-1" in shown["roles"]
+    hold.unlink()
     run.wait_for(lambda: run.steps() >= 4, START_S)
+    hold.touch()
     shown = cluster.penstock("ray", "scale", "on-ray", "rollout=1")
     assert shown["count"] == {"rollout": 1, "agent": 1}
     assert shown["roles"]["rollout-1"]["state"] == "stopped"
@@ -131,6 +123,7 @@ def test_ray_actors_and_a_node_die_accounts_balance(
     for role_again in ("train", "agent", "rollout"):
         run.wait_for(lambda words=role_again: bool(second.below("penstock.deploy.cli", words)), START_S)
     pids += seen(second)
+    hold.unlink()
     summary = run.finish()
 
     assert summary["steps"] == STEPS

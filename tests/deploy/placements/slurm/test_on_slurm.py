@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.deploy.conftest import RECIPE, REPOSITORY, assert_accounts_balance, weights_of
+from tests.deploy.conftest import RECIPE, REPOSITORY, assert_accounts_balance, held_by, weights_of
 
 from penstock.deploy import RunConnection
 from penstock.transfer_queue import QueueUnavailable
@@ -180,27 +180,10 @@ def test_slurm_run_completes_and_leaves_nothing(start) -> None:
     run.assert_nothing_left()
 
 
-HELD = """
-import asyncio
-from pathlib import Path
-
-from penstock.agent_loops.loops import ToolAgentLoop
-
-
-class HeldLoop(ToolAgentLoop):
-    async def run(self, task):
-        while Path({hold!r}).exists():
-            await asyncio.sleep(0.2)
-        return await super().run(task)
-"""
-"""The recipe's loop, which waits while there is a file: a run cannot end before what the test has in store for it."""
-
-
 @pytest.mark.deep
 def test_slurm_requeue_join_and_stop_lose_nothing(start, tmp_path: Path) -> None:
-    steps, hold = 12, tmp_path / "hold"
-    (tmp_path / "held.py").write_text(HELD.format(hold=str(hold)))
-    words = (f"trainer.steps={steps}", f"agent.loop={tmp_path}/held.py:HeldLoop", "agent.episode_deadline_s=1200")
+    steps, hold = 8, tmp_path / "hold"
+    words = (f"trainer.steps={steps}", *held_by(hold))
     run = start("requeued", *SHORT, *words, "agent.workers=1", *NEVER_SAVED, "--nodes", "2")
     run.wait_for(lambda: run.steps() >= 1)
     hold.touch()
