@@ -16,12 +16,12 @@ from .checkpoint import RecentBatches as RecentBatches
 from .checks import check_algorithm as check_algorithm
 from .checks import check_job as check_job
 from .config import RANKS_FILE_VARIABLE as RANKS_FILE_VARIABLE
-from .config import EstimatorConfig as EstimatorConfig
 from .config import Layout as Layout
 from .config import LoraConfig as LoraConfig
 from .config import OverlongConfig as OverlongConfig
 from .config import RankPlace as RankPlace
 from .config import StopConfig as StopConfig
+from .config import TrainedSourceConfig as TrainedSourceConfig
 from .config import TrainerConfig as TrainerConfig
 from .config import learning_rate as learning_rate
 from .credit import Estimators as Estimators

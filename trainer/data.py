@@ -34,6 +34,8 @@ class DatasetRow:
     ground_truth: Any
     agent_name: str | None
     extra_info: Mapping[str, Any]
+    group_size: int | None = None
+    """Episodes of its task in training; None: as many as the run's tasks have."""
 
     def task(self, task_id: str, split: str, sampling: Mapping[str, Any] | None = None, min_version: int = 0) -> Task:
         return Task(
@@ -46,6 +48,7 @@ class DatasetRow:
             extra_info=self.extra_info,
             sampling=sampling or {},
             min_version=min_version,
+            group_size=self.group_size,
         )
 
 

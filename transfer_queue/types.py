@@ -48,6 +48,8 @@ class Task:
     """The episode is leased only to be sampled by servers at this policy version or newer."""
     priority: int = 0
     """−1000 … 1000; a queued group with a higher one is admitted first. Equal ones go in the order of submission."""
+    group_size: int | None = None
+    """Episodes of this task in training, at least 1; None: as many as the run's limits say. Elsewhere a task has one."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -214,6 +216,7 @@ class Limits:
     """Limits that the queue enforces for a run. Written once by `create_run`."""
 
     group_size: int
+    """Episodes of a task that says nothing else."""
     groups_per_step: int
     max_staleness: int
     overage: str = "wait"

@@ -112,6 +112,8 @@ def _task_problem(task: Task) -> str | None:
         return f"priority is {priority!r}, not a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}"
     if task.min_version < 0:
         return f"min_version is {task.min_version}, below 0"
+    if task.group_size is not None and not (isinstance(task.group_size, Integral) and task.group_size >= 1):
+        return f"group_size is {task.group_size!r}, not a whole number from 1 on, and not None"
     return None
 
 

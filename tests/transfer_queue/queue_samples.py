@@ -6,6 +6,7 @@ Any trajectory that an engine could have made, and equality of what comes back.
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -31,10 +32,11 @@ INFRA = Outcome(OutcomeKind.INFRA_ERROR, "the box died", "sandbox")
 LIMITS = Limits(group_size=2, groups_per_step=2, max_staleness=1, lease_ttl_s=30.0)
 
 
-def task(number: int, split: str = "train", min_version: int = 0, *, source: str = "sums", priority: int = 0) -> Task:
+def task(number: int, split: str = "train", min_version: int = 0, *, source: str = "sums", **further: Any) -> Task:
+    """`further`: fields of the task, such as ``priority``."""
     messages = [{"role": "user", "content": f"{number} + 1"}]
     name = f"{split}/{number:04d}"
-    return Task(name, split, messages, source, number + 1, min_version=min_version, priority=priority)
+    return Task(name, split, messages, source, number + 1, min_version=min_version, **further)
 
 
 def tasks(count: int, start: int = 0) -> list[Task]:
