@@ -33,7 +33,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 plain_text = st.text(max_size=30).filter(lambda text: not any(word in text for word in ("<|", "think>")))
 kept_by_qwen3 = plain_text.map(lambda text: f"<think>\nhm {text.strip()}.\n</think>\n\nSo {text.strip()} {CALL}")
-many = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def split_anyhow(chat: Any, text: str, draw: Any) -> list[int]:

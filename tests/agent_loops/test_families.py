@@ -28,7 +28,7 @@ REWRITES_AFTER_USERS = {"qwen3", "qwen3_not_thinking"}
 
 plain_text = st.text(max_size=30).filter(lambda text: not any(word in text for word in ("<", "[", "think>")))
 reply_text = plain_text.map(lambda text: f"So {text.strip()}.")
-some = settings(max_examples=25, deadline=None)
+some = settings(max_examples=25)
 
 
 def split_anyhow(chat: ChatTokens, text: str, draw: Any) -> list[int]:

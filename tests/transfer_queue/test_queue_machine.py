@@ -399,7 +399,6 @@ def run_machine(server: RedisServer | RedisCluster | None, examples: int, steps:
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
-            deadline=None,
             suppress_health_check=checks,
             database=None,
             phases=[Phase.explicit, Phase.generate],

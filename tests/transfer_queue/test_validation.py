@@ -41,7 +41,7 @@ def tops(**changes: Any) -> dict[str, Any]:
     return {"teacher_logprobs": np.zeros(4, np.float32), **named}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trajectories)
 def test_finish_accepts_what_an_engine_makes(sent: Trajectory) -> None:
     result = finish(LEASE, sent)
@@ -166,7 +166,7 @@ def perhaps_bad(draw: st.DrawFn) -> Segment:
     return Segment(**arrays)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(perhaps_bad(), st.integers(-1, 3))
 def test_the_quick_look_and_the_rules_judge_alike(found: Segment, floor: int) -> None:
     """int64 prompts are for the rules alone, int32 ones for the quick look first: same verdict, same words."""

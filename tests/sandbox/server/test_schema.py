@@ -95,7 +95,7 @@ def try_out(operation: Any, mode: Any, session_id: str) -> None:
     # what is valid by the schema may still ask for a file that is not there, or for an image that cannot be had
     excluded = [positive_data_acceptance, ignored_auth]
 
-    @settings(max_examples=4, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=4, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
     def conforms(case: Any) -> None:
         if "session_id" in (case.path_parameters or {}) and operation.method.upper() != "DELETE":

@@ -94,7 +94,7 @@ def checked(parser: str, text: str) -> ParsedTurn:
 
 
 @pytest.mark.parametrize("parser", NAMES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.lists(pieces, max_size=12).map("".join))
 def test_parser_never_raises(parser: str, text: str) -> None:
     checked(parser, text)
@@ -115,7 +115,7 @@ def test_parser_reads_only_whole_calls_of_a_cut_turn(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", VALID)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_parser_survives_a_changed_turn(family: str, data: st.DataObject) -> None:
     text = VALID[family]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
@@ -30,7 +30,6 @@ def pack_of(lengths: list[int]) -> Pack:
 LENGTHS = st.lists(st.integers(1, 17), min_size=1, max_size=6)
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.sampled_from([1, 2, 4]))
 def test_a_rectangle_has_every_row_on_its_line(lengths: list[int], align: int) -> None:
     pack = pack_of(lengths)
@@ -46,7 +45,6 @@ def test_a_rectangle_has_every_row_on_its_line(lengths: list[int], align: int) -
     assert mask.tolist() == [[hidden > seen for hidden in range(ids.shape[1])] for seen in range(ids.shape[1])]
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]))
 def test_context_ranks_share_every_row_out(lengths: list[int], contexts: int, tensor: int) -> None:
     """Each rank's tokens are the pieces that megatron-core's attention expects, cut by hand from the filled rows."""
