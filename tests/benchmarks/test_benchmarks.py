@@ -135,6 +135,7 @@ def _check_rollout(measured: dict[str, Any]) -> None:
 
 
 @pytest.mark.torch
+@pytest.mark.deep
 async def test_the_weights(measure: Measure) -> None:
     pytest.importorskip("transformers")
     measured = await measure("weights", **WEIGHTS, PENSTOCK_BENCH_ENGINE="")
