@@ -18,29 +18,7 @@ def check_job(job: TrainJob) -> None:
             "off-policy correction collapse a run. Set trainer.correction (truncated_is) or max_staleness=0"
         )
     check_algorithm(config, job.limits.group_size)
-    if job.limits.filter_groups == "zero_variance" and config.turn_reward_weight:
-        raise BadJob(
-            "transfer_queue.filter_groups is zero_variance and trainer.turn_reward_weight "
-            f"{config.turn_reward_weight}: groups of equal rewards would be filtered although their turns differ. Set "
-            "the one to none, or the other to 0"
-        )
-    if job.limits.filter_groups == "zero_variance" and config.distill.enabled:
-        raise BadJob(
-            "transfer_queue.filter_groups is zero_variance and trainer.distill is on: groups of equal rewards would be "
-            "filtered although the teacher judges their tokens. Set transfer_queue.filter_groups=none"
-        )
-    if job.limits.filter_groups == "zero_variance" and job.curriculum is not None:
-        raise BadJob(
-            "transfer_queue.filter_groups is zero_variance and data.curriculum is on: groups that are filtered never "
-            "say how often their rows are passed. Set transfer_queue.filter_groups=none; easy and hard rows come "
-            "seldom anyway"
-        )
-    single = [source for source, own in config.sources.items() if own.group_size == 1]
-    if job.limits.filter_groups == "zero_variance" and single:
-        raise BadJob(
-            f"transfer_queue.filter_groups is zero_variance and trainer.sources.{single[0]}.group_size 1: every group "
-            "of it would be filtered. Set the one to none, or the other to 2 or more"
-        )
+    _check_filter(job)
     _check_top_k(job)
     _check_stop(job)
     for sink in config.sinks:
@@ -62,6 +40,36 @@ def check_job(job: TrainJob) -> None:
         raise BadJob(f"weights over {job.transport} need the run's token: anybody could read them")
     if job.temperature <= 0:
         raise BadJob(f"temperature is {job.temperature}: training episodes must be sampled, not greedy")
+
+
+def _check_filter(job: TrainJob) -> None:
+    """Groups of equal rewards may still have something to learn from, or something to say."""
+    config = job.config
+    if job.limits.filter_groups != "zero_variance":
+        return
+    if config.turn_reward_weight:
+        raise BadJob(
+            "transfer_queue.filter_groups is zero_variance and trainer.turn_reward_weight "
+            f"{config.turn_reward_weight}: groups of equal rewards would be filtered although their turns differ. Set "
+            "the one to none, or the other to 0"
+        )
+    if config.distill.enabled:
+        raise BadJob(
+            "transfer_queue.filter_groups is zero_variance and trainer.distill is on: groups of equal rewards would be "
+            "filtered although the teacher judges their tokens. Set transfer_queue.filter_groups=none"
+        )
+    if job.curriculum is not None:
+        raise BadJob(
+            "transfer_queue.filter_groups is zero_variance and data.curriculum is on: groups that are filtered never "
+            "say how often their rows are passed. Set transfer_queue.filter_groups=none; easy and hard rows come "
+            "seldom anyway"
+        )
+    single = [source for source, own in config.sources.items() if own.group_size == 1]
+    if single:
+        raise BadJob(
+            f"transfer_queue.filter_groups is zero_variance and trainer.sources.{single[0]}.group_size 1: every group "
+            "of it would be filtered. Set the one to none, or the other to 2 or more"
+        )
 
 
 def _check_top_k(job: TrainJob) -> None:

@@ -49,7 +49,7 @@ class Task:
     priority: int = 0
     """−1000 … 1000; a queued group with a higher one is admitted first. Equal ones go in the order of submission."""
     group_size: int | None = None
-    """Episodes of this task in training, at least 1; None: as many as the run's limits say. Elsewhere a task has one."""
+    """Episodes of this task in training, at least 1; None: as the run's limits say. In other splits a task has one."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -21,6 +21,7 @@ from penstock.trainer import (
     Ranks,
     StepBatch,
     TokenScores,
+    TrainedSourceConfig,
     TrainerConfig,
     check_algorithm,
     episodes_of,

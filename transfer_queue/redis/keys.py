@@ -52,4 +52,6 @@ class Keys:
 
 
 LAYOUT = "3"
-"""Version of the names and contents of a run's keys; a run with another one is refused. 1 had no such field; 2 had groups of one size."""
+"""Version of the names and contents of a run's keys; a run with another one is refused.
+
+1 had no such field; 2 had groups of one size."""
