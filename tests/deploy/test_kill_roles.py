@@ -29,7 +29,7 @@ STEPS = len(VICTIMS) + 3
 
 def test_kill_each_role_once(start_run) -> None:
     """Worker, sidecar, engine, trainer and redis die a step apart; the engine comes back inside its sidecar."""
-    run = start_run("killed", f"trainer.steps={STEPS}", *SMALL)
+    run = start_run("roles", f"trainer.steps={STEPS}", *SMALL)
     seen = []
     for number, victim in enumerate(VICTIMS):
         run.wait_for(lambda goal=1 + number, words=victim: run.steps() >= goal and bool(run.pids(*words)))
