@@ -3,29 +3,35 @@
 On synthetic conversations, template(history + new messages) must end in the delta that would be spliced. If it also
 begins with what was fed before the reply, and the reply in between is complete, the history is kept. Reported are
 templates that rewrite history (Qwen3 drops old thinking after a user message) and messages that a template refuses
-itself (a system prompt, several results at once). If tool results cannot be spliced, a model with tools is refused; if
-a user's next message cannot (Mistral moves the system prompt there), `ChatTokens.render` refuses that role.
+itself (a system prompt, several results at once).
+
+Messages of a role that cannot be spliced (Mistral moves the system prompt behind a user's next message, Command R the
+instruction to call tools) are refused by `ChatTokens.render`. `ChatTokens.go_on` begins a new segment before them, whose
+prompt is the template's own, where a reply can be written again from its text: else a model with tools whose results
+cannot be spliced is refused.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 from penstock.agent_loops.chat.calls import PROBE, check_calls_are_read
 from penstock.agent_loops.chat.chat import ChatTokens
-from penstock.agent_loops.chat.images import with_images
-from penstock.agent_loops.chat.template import ChatTemplate, Message
+from penstock.agent_loops.chat.images import take, with_images
+from penstock.agent_loops.chat.template import ChatTemplate, Message, shared_length
 from penstock.agent_loops.errors import TemplateError
-from penstock.tools.parsers import ToolCall
+from penstock.tools.parsers import ParsedTurn, ToolCall
 
 Tools = Sequence[Any]
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
 USER: Message = {"role": "user", "content": "What is 2+2? Ünïcode: 数 🙂"}
 RESULT = "RESULT4711"
+ASKED = "ASKED4712"
 TOOL_TEXTS = (("4",), ("",), ("naïve – 数学 🙂\n\ttwo lines",), ("first", "second"), ('{"a": [1, 2]}',))
 PLAIN = "I shall look."
 THOUGHT = "Let me see."
@@ -34,6 +40,7 @@ PICTURE = (
     "BIIrC+AFAUQz669uAAAAAElFTkSuQmCC"
 )
 """32 x 32 pixels, red."""
+THOUGHT_TAGS = re.compile(r"</?think>")
 THINKING = f"<think>\n{THOUGHT}\n</think>\n\n{PLAIN}"
 
 
@@ -48,49 +55,65 @@ class TemplateVerification:
     """One line per kind of conversation that the template itself refuses, with its reason."""
     unsupported: Mapping[str, str] = field(default_factory=dict)
     """Role of a message → why it cannot follow a reply: `ChatTokens.render` raises this reason."""
+    renewing: frozenset[str] = frozenset()
+    """Of those, the roles before which `ChatTokens.go_on` begins a new segment."""
 
     def summary(self, thinking_history: str) -> str:
         """One line for the log."""
         parts = [
             f"history it rewrites (thinking_history: {thinking_history}): {', '.join(self.rewritten) or 'none'}",
             f"what it refuses: {'; '.join(self.refused) or 'nothing'}",
-            *(f"after a reply no message of role {role}: {why}" for role, why in self.unsupported.items()),
+            *(f"{self._told(role)}: {why}" for role, why in self.unsupported.items()),
         ]
         return "; ".join(parts)
 
+    def _told(self, role: str) -> str:
+        new = role in self.renewing
+        return f"before a message of role {role} a new segment" if new else f"after a reply no message of role {role}"
+
 
 def verify_template(chat: ChatTokens, tools: Tools = ()) -> TemplateVerification:
-    """Checks that splicing on `chat` writes what its template writes, with these tools.
+    """Checks that splicing on `chat` writes what its template writes, with these tools; without any, with one of ours.
 
-    Roles that cannot follow a reply, such as a user's next message, are recorded in `chat.refused_roles`.
-    Raises `TemplateError` naming the first difference.
+    Roles that cannot follow a reply in its segment are recorded in `chat.refused_roles`, and those that can begin a new
+    one in `chat.renewing_roles`. Raises `TemplateError` naming the first difference.
     """
     if chat.thinking_history == "strip":
         chat.old_thinking.check_strip()
     if chat.rendering.places is not None:
         chat.rendering.places.check(chat.encode)
-    chat.refused_roles = {}
     found = _verify(chat, tools)
-    chat.refused_roles = found.unsupported
+    if not tools:
+        found = _with_tool_role(chat, found)
+    chat.refused_roles, chat.renewing_roles = found.unsupported, found.renewing
     return found
 
 
+def _with_tool_role(chat: ChatTokens, found: TemplateVerification) -> TemplateVerification:
+    """`found` without tools, and what holds of results of tools that are not known at start."""
+    with_one = _verified_with_probe(chat)
+    if isinstance(with_one, TemplateError) or "tool" not in with_one.unsupported:
+        return found
+    unsupported = {**found.unsupported, "tool": with_one.unsupported["tool"]}
+    return replace(found, unsupported=unsupported, renewing=found.renewing | (with_one.renewing & {"tool"}))
+
+
 def _verify(chat: ChatTokens, tools: Tools) -> TemplateVerification:
-    if tools:
-        _check_tools(chat, tools)
     found = _Findings()
-    for case in conversations(chat.template, tools, images=chat.rendering.places is not None):
+    if tools:
+        _check_tools_are_shown(chat, tools)
+        _check_results(chat, tools, found)
+        check_calls_are_read(chat.parser, chat.template, tools)
+    for case in conversations(chat, tools, images=chat.rendering.places is not None):
         _try(chat, tools, case, found)
+    found.settle()
     needed = "tool" if tools else "user"
-    if needed not in found.verified:
-        raise TemplateError(
-            found.unsupported.get(needed) or f"nothing can follow a reply: {'; '.join(found.refused.values())}"
-        )
-    if "tool" in found.unsupported:
-        raise TemplateError(found.unsupported["tool"])
-    count = found.verified.total()
+    if needed not in found.verified and needed not in found.unsupported:
+        raise TemplateError(f"nothing can follow a reply: {'; '.join(found.refused.values())}")
+    renewing = frozenset(role for role in found.unsupported if _renews(chat, tools, role, found, needed))
+    count = sum(found.anew[role] if role in renewing else found.verified[role] for role in found.anew)
     return TemplateVerification(
-        count, tuple(dict.fromkeys(found.rewritten)), tuple(found.refused.values()), found.unsupported
+        count, tuple(dict.fromkeys(found.rewritten)), tuple(found.refused.values()), found.unsupported, renewing
     )
 
 
@@ -98,33 +121,143 @@ def _verify(chat: ChatTokens, tools: Tools) -> TemplateVerification:
 class _Findings:
     verified: Counter[str] = field(default_factory=Counter)
     """By the role of what follows the reply."""
+    anew: Counter[str] = field(default_factory=Counter)
+    """The same, of all conversations that the template renders."""
     rewritten: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     unsupported: dict[str, str] = field(default_factory=dict)
+    no_delta: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Role → name of a conversation → why there is no delta, though the template renders it."""
+
+    def settle(self) -> None:
+        """A role for which no conversation has a delta cannot follow a reply; else those that have none are refused."""
+        for role, problems in self.no_delta.items():
+            if role in self.verified or role in self.unsupported:
+                self.refused |= {name: f"{name}: {why}" for name, why in problems.items()}
+            else:
+                self.unsupported[role] = next(iter(problems.values()))
 
 
 def _try(chat: ChatTokens, tools: Tools, case: TemplateCase, found: _Findings) -> None:
     role = str(case.new[0]["role"])
     try:
         wanted = chat.rendering.prompt_text([*case.history, *case.new], tools)
-        delta = chat.decode(chat.render(case.new, tools, case.calls))
         opening = chat.rendering.prompt_text(case.history[:-1], tools)
     except TemplateError as error:
         found.refused.setdefault(case.name, f"{case.name}: {error}")
         return
+    found.anew[role] += 1
+    if role in found.unsupported:
+        return
+    try:
+        ids = chat.rendering.delta(take(case.new, {}), tools, case.calls)
+    except TemplateError as error:
+        found.no_delta.setdefault(role, {}).setdefault(case.name, str(error))
+        return
+    delta = chat.decode(ids)
     if not wanted.endswith(delta) and _moves_words(chat, tools, case, delta):
         found.verified[role] += 1
         found.rewritten.append(f"{case.name} (it moves the words behind the results)")
         return
     if not wanted.endswith(delta):
         difference = _difference(opening + "".join(case.said) + delta, wanted)
-        problem = f"the chat template cannot be continued on sampled ids ({case.name}): {difference}"
-        found.unsupported.setdefault(role, problem)
+        found.unsupported[role] = f"the chat template cannot be continued on sampled ids ({case.name}): {difference}"
+        return
+    between = wanted[len(opening) : len(wanted) - len(delta)]
+    is_kept = wanted.startswith(opening) and all(piece in between for piece in case.said)
+    if not is_kept and not case.thinks and (moved := _moved(chat, tools, case)):
+        found.unsupported[role] = f"the chat template writes anew what stood before the reply ({case.name}): {moved}"
+        return
+    if is_kept and (broken := _broken_end(chat, tools, case, opening, wanted, ids)):
+        found.unsupported[role] = f"a reply does not end where the chat template ends it ({case.name}): {broken}"
         return
     found.verified[role] += 1
-    between = wanted[len(opening) : len(wanted) - len(delta)]
-    if not (wanted.startswith(opening) and all(piece in between for piece in case.said)):
+    if not is_kept:
         found.rewritten.append(case.name)
+
+
+def _broken_end(
+    chat: ChatTokens, tools: Tools, case: TemplateCase, opening: str, wanted: str, delta: Sequence[int]
+) -> str:
+    """How a reply that is sampled as the template writes it, up to its first stop, and the delta differ from `wanted`;
+    empty where they do not, and where the template ends a reply otherwise before further messages (gpt-oss)."""
+    closed = _text_of(chat, tools, case.history)
+    if not closed.startswith(opening) or not wanted.startswith(closed.rstrip()):
+        return ""
+    written, stops = closed[len(opening) :], {stop: chat.decode([stop]) for stop in chat.stop_token_ids}
+    ends = [(written.find(word) + len(word), stop) for stop, word in stops.items() if word in written]
+    if not ends:
+        return ""
+    end, stop = min(ends)
+    joined = opening + written[:end] + chat.decode([*chat.without_repeated_end(stop, delta)])
+    return "" if joined == wanted else _difference(joined, wanted)
+
+
+def _moved(chat: ChatTokens, tools: Tools, case: TemplateCase) -> str:
+    """What the template changes of all that it wrote before a reply was asked for; empty where it keeps that.
+
+    Looked at three times: some prompts show the time.
+    """
+    difference = ""
+    for _ in range(3):
+        before = _text_of(chat, tools, case.history[:-1])
+        after = _text_of(chat, tools, [*case.history, *case.new])
+        if after.startswith(before):
+            return ""
+        difference = _difference(before, after)
+    return difference
+
+
+def _text_of(chat: ChatTokens, tools: Tools, messages: Sequence[Message]) -> str:
+    """A conversation that asks for no reply."""
+    return chat.template.render(chat.template.fitted(take(messages, {})), tools, prompt=False)
+
+
+def _renews(chat: ChatTokens, tools: Tools, role: str, found: _Findings, needed: str) -> bool:
+    """Whether a new segment can begin before messages of `role`.
+
+    Raises `TemplateError` where it cannot and results, or all that a model without tools could be told, would be refused.
+    """
+    try:
+        _check_written_again(chat, tools, role)
+    except TemplateError as error:
+        if role == "tool" or (role == needed and role not in found.verified):
+            raise TemplateError(f"{found.unsupported[role]}; nor can a new segment begin there: {error}") from error
+        return False
+    return True
+
+
+def _check_written_again(chat: ChatTokens, tools: Tools, role: str) -> None:
+    """A history that is rendered shows the reply as it was sampled, and the message behind it. Raises `TemplateError`."""
+    if role == "tool" and chat.template.call_form is None:
+        raise TemplateError("the chat template writes no tool calls")
+    calls = [ToolCall(tools[0]["function"]["name"], {"probe": ASKED}, "call00000")] if role == "tool" else []
+    reply = chat.template.call_message(calls) if calls else {"role": "assistant", "content": PLAIN}
+    (new,) = _results(chat.template, calls, [RESULT]) if calls else [{"role": role, "content": RESULT}]
+    whole = chat.rendering.prompt_text([USER, reply, new], tools)
+    shown = whole.find(ASKED if calls else PLAIN)
+    if shown < 0 or RESULT not in whole[shown:]:
+        raise TemplateError(f"the chat template does not show a reply and a message of role {role} behind it")
+    text = _up_to_stop(chat, _reply_in(chat, tools, reply, whole))
+    parsed = chat.parser.parse(text, tools) if calls else ParsedTurn(text)
+    if [call.name for call in parsed.calls] != [call.name for call in calls]:
+        raise TemplateError("a token that ends a reply stands inside a reply that calls")
+    content = THOUGHT_TAGS.sub("", chat.continuation.special.sub("", parsed.content)).strip()
+    if content != ("" if calls else PLAIN):
+        raise TemplateError(f"a reply cannot be written again from its text: {content[:80]!r} would be its content")
+
+
+def _reply_in(chat: ChatTokens, tools: Tools, reply: Message, whole: str) -> str:
+    """The reply as `whole` shows it, which has a message behind it."""
+    unasked, opening = (chat.template.render([USER], tools, prompt=prompt) for prompt in (False, True))
+    closed = chat.template.render([USER, reply], tools, prompt=False)
+    text = closed[shared_length(opening, closed) : shared_length(closed, whole)]
+    return text.removeprefix(opening[len(unasked) :] if opening.startswith(unasked) else "")
+
+
+def _up_to_stop(chat: ChatTokens, text: str) -> str:
+    words = [chat.decode([stop]) for stop in chat.stop_token_ids]
+    return text[: min((text.find(word) for word in words if word in text), default=len(text))]
 
 
 def _moves_words(chat: ChatTokens, tools: Tools, case: TemplateCase, delta: str) -> bool:
@@ -139,20 +272,18 @@ def _moves_words(chat: ChatTokens, tools: Tools, case: TemplateCase, delta: str)
         return False
 
 
-def _check_tools(chat: ChatTokens, tools: Tools) -> None:
-    _check_tools_are_shown(chat, tools)
-    _check_tool_results_are_shown(chat, tools)
-    check_calls_are_read(chat.parser, chat.template, tools)
-
-
 @lru_cache(maxsize=4)
+def _verified_with_probe(chat: ChatTokens) -> TemplateVerification | TemplateError:
+    try:
+        return _verify(chat, [PROBE])
+    except TemplateError as error:
+        return error
+
+
 def tools_problem(chat: ChatTokens) -> str:
     """Why this model can be given no tools at all; empty where it can. For tools that are not known at start."""
-    try:
-        _check_tools(chat, [PROBE])
-    except TemplateError as error:
-        return str(error)
-    return ""
+    found = _verified_with_probe(chat)
+    return str(found) if isinstance(found, TemplateError) else ""
 
 
 def _check_tools_are_shown(chat: ChatTokens, tools: Tools) -> None:
@@ -165,13 +296,21 @@ def _check_tools_are_shown(chat: ChatTokens, tools: Tools) -> None:
         )
 
 
-def _check_tool_results_are_shown(chat: ChatTokens, tools: Tools) -> None:
+def _check_results(chat: ChatTokens, tools: Tools, found: _Findings) -> None:
+    """Records in `found` where results cannot be spliced. Raises `TemplateError` where the template ignores them."""
     result, call = {"role": "tool", "content": RESULT}, ToolCall(tools[0]["function"]["name"])
-    delta = chat.continuation.delta([result], [call])
+    try:
+        delta = chat.continuation.delta([result], [call])
+        again = chat.continuation.delta([result], [call], tools)
+    except TemplateError as error:
+        if chat.template.call_form is None:
+            raise
+        found.unsupported["tool"] = str(error)
+        return
     if RESULT not in delta:
         raise TemplateError("the model's chat template ignores messages of role tool: the model would read no results")
-    if chat.continuation.delta([result], [call], tools) != delta:
-        raise TemplateError("the chat template shows tools again after a call; such results cannot be spliced")
+    if again != delta:
+        found.unsupported["tool"] = "the chat template shows tools again after a call; such results cannot be spliced"
 
 
 def _difference(spliced: str, wanted: str) -> str:
@@ -192,60 +331,89 @@ class TemplateCase:
     said: Sequence[str]
     """Pieces of the reply that a template which keeps history writes."""
     calls: Sequence[ToolCall] = ()
+    """As the model would have written them."""
+    thinks: bool = False
+    """The reply, and one before it, has thoughts."""
 
 
-def conversations(
-    template: ChatTemplate, tools: Sequence[Mapping[str, Any]], *, images: bool = False
-) -> Iterator[TemplateCase]:
+def conversations(chat: ChatTokens, tools: Tools, *, images: bool = False) -> Iterator[TemplateCase]:
     """Without tools: what a user says next. With tools also results of one and of several calls, once and again.
 
     `images`: both also with images, of which the history has one already.
     """
     if images:
-        yield from _with_images(template, tools)
+        yield from _with_images(chat, tools)
     for name, content, said in (("plain reply", PLAIN, [PLAIN]), ("reply with thinking", THINKING, [THOUGHT, PLAIN])):
-        reply = {"role": "assistant", "content": content}
-        yield TemplateCase(f"{name}, then a user message", [USER, reply], [USER], said)
-        yield TemplateCase(f"{name} under a system prompt, then a user message", [SYSTEM, USER, reply], [USER], said)
-        yield TemplateCase(f"{name}, second user turn", [USER, reply, USER, reply], [USER], said)
+        reply, thinks = {"role": "assistant", "content": content}, content == THINKING
+        for under, history in (
+            ("", [USER, reply]),
+            (" under a system prompt", [SYSTEM, USER, reply]),
+        ):
+            yield TemplateCase(f"{name}{under}, then a user message", history, [USER], said, thinks=thinks)
+        yield TemplateCase(f"{name}, second user turn", [USER, reply, USER, reply], [USER], said, thinks=thinks)
     if tools:
         for name, content, said in (
             ("call", "", []),
             ("call after words", PLAIN, [PLAIN]),
             ("call after thinking", THINKING, [THOUGHT]),
         ):
-            yield from _with_results(template, tools, name, content, said)
+            yield from _with_results(chat, tools, name, content, said)
 
 
-def _with_images(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> Iterator[TemplateCase]:
+def _with_images(chat: ChatTokens, tools: Tools) -> Iterator[TemplateCase]:
     shown = {"role": "user", "content": with_images("What is this?", [PICTURE])}
     reply = {"role": "assistant", "content": PLAIN}
     yield TemplateCase("reply to an image, then another image", [shown, reply], [shown], [PLAIN])
     if tools:
-        calls = [_call(tools, 0)]
-        (result,) = _results(template, calls, [RESULT])
+        calls = _calls(chat.template, tools, 0, 1)
+        (result,) = _results(chat.template, calls, [RESULT])
         seen = {**result, "content": with_images(RESULT, [PICTURE])}
-        yield TemplateCase(
-            "call, then a tool result with an image", [shown, _reply(template, calls, "")], [seen], [], calls
-        )
+        history = [shown, _reply(chat.template, calls, "")]
+        calls = _as_written(chat, tools, history, calls)
+        yield TemplateCase("call, then a tool result with an image", history, [seen], [], calls)
 
 
 def _with_results(
-    template: ChatTemplate, tools: Sequence[Mapping[str, Any]], name: str, content: str, said: Sequence[str]
+    chat: ChatTokens, tools: Tools, name: str, content: str, said: Sequence[str]
 ) -> Iterator[TemplateCase]:
+    template, thinks = chat.template, content == THINKING
     for texts in TOOL_TEXTS:
-        calls = [_call(tools, index) for index in range(len(texts))]
+        count = len(texts)
+        calls, later = _calls(template, tools, 0, count), _calls(template, tools, count, count)
         reply, new = _reply(template, calls, content), _results(template, calls, texts)
+        again, newer = _reply(template, later, content), _results(template, later, texts)
         pieces = [*said, *(call.name for call in calls if template.call_form)]
-        after = f"then {'several tool results' if len(texts) > 1 else 'tool results'}"
-        yield TemplateCase(f"{name}, {after}", [USER, reply], new, pieces, calls)
-        yield TemplateCase(f"{name} under a system prompt, {after}", [SYSTEM, USER, reply], new, pieces, calls)
-        yield TemplateCase(f"{name}, {after}, second tool turn", [USER, reply, *new, reply], new, pieces, calls)
+        after = f"then {'several tool results' if count > 1 else 'tool results'}"
+        for title, history, results, made in (
+            (f"{name}, {after}", [USER, reply], new, calls),
+            (f"{name} under a system prompt, {after}", [SYSTEM, USER, reply], new, calls),
+            (f"{name}, {after}, second tool turn", [USER, reply, *new, again], newer, later),
+        ):
+            written = _as_written(chat, tools, history, made)
+            yield TemplateCase(title, history, results, pieces, written, thinks)
 
 
-def _call(tools: Sequence[Mapping[str, Any]], index: int) -> ToolCall:
-    name = tools[index % len(tools)]["function"]["name"]
-    return ToolCall(name, {"probe": "ü"}, f"call0000{index}")
+def _calls(template: ChatTemplate, tools: Tools, first: int, count: int) -> list[ToolCall]:
+    """Calls `first` and following of a conversation, each with an id that no other one has."""
+    calls = []
+    for number in range(first, first + count):
+        name = tools[number % len(tools)]["function"]["name"]
+        calls.append(ToolCall(name, {"probe": "ü"}, template.call_id(f"call{number:05d}", number, name)))
+    return calls
+
+
+def _as_written(
+    chat: ChatTokens, tools: Tools, history: Sequence[Message], calls: Sequence[ToolCall]
+) -> Sequence[ToolCall]:
+    """`calls`, which end `history`, with the ids that a model writes which writes as the template does."""
+    try:
+        opening, closed = chat.rendering.prompt_text(history[:-1], tools), _text_of(chat, tools, history)
+    except TemplateError:
+        return calls
+    read = chat.parser.parse(closed[shared_length(opening, closed) :], tools).calls
+    if len(read) != len(calls):
+        return calls
+    return [replace(call, written_id=one.written_id) for call, one in zip(calls, read, strict=True)]
 
 
 def _reply(template: ChatTemplate, calls: Sequence[ToolCall], content: str) -> Message:
@@ -257,11 +425,6 @@ def _reply(template: ChatTemplate, calls: Sequence[ToolCall], content: str) -> M
 
 def _results(template: ChatTemplate, calls: Sequence[ToolCall], texts: Sequence[str]) -> list[Message]:
     return [
-        {
-            "role": "tool",
-            "content": text,
-            "name": call.name,
-            "tool_call_id": template.call_id(call.call_id, index, call.name),
-        }
-        for index, (text, call) in enumerate(zip(texts, calls, strict=True))
+        {"role": "tool", "content": text, "name": call.name, "tool_call_id": template.call_id(call.call_id, at, call.name)}
+        for at, (text, call) in enumerate(zip(texts, calls, strict=True))
     ]
