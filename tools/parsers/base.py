@@ -36,6 +36,7 @@ ParserName = Literal[
     "hunyuan_a13b",
     "nemotron",
     "functionary",
+    "functionary_v3_2",
     "muse_glimmer",
     "code",
 ]
@@ -113,6 +114,7 @@ PARSERS: Registry[Callable[[], ToolCallParser]] = Registry(
         "hunyuan_a13b": "penstock.tools.parsers.hunyuan_a13b:HunyuanA13bParser",
         "nemotron": "penstock.tools.parsers.nemotron:NemotronParser",
         "functionary": "penstock.tools.parsers.functionary:FunctionaryParser",
+        "functionary_v3_2": "penstock.tools.parsers.functionary_v3_2:FunctionaryV32Parser",
         "muse_glimmer": "penstock.tools.parsers.muse_glimmer:MuseGlimmerParser",
         "code": "penstock.tools.parsers.code:CodeParser",
     },

@@ -235,6 +235,11 @@ FUNCTIONARY = """\
 {%- for call in calls %}
     {{- '<function=' + call.name + '>' + call.arguments | tojson + '</function>' }}
 {%- endfor %}"""
+FUNCTIONARY_V3_2 = """\
+{{- 'all\\n' + content }}
+{%- for call in calls %}
+    {{- '>>>' + call.name + '\\n' + call.arguments | tojson }}
+{%- endfor %}"""
 KIMI_K3 = """\
 {{- content + '<|open|>tools<|sep|>' }}
 {%- for call in calls %}
@@ -334,6 +339,7 @@ FAMILIES = {
     "minimax_m1": Family("hunyuan_a13b", MINIMAX_M1),
     "nemotron": Family("nemotron", NEMOTRON),
     "functionary": Family("functionary", FUNCTIONARY),
+    "functionary_v3_2": Family("functionary_v3_2", FUNCTIONARY_V3_2, wrapped=("all\n", "")),
     "kimi_k3": Family("kimi_k3", KIMI_K3, ("<|",)),
     "muse_glimmer": Family(
         "muse_glimmer", MUSE_GLIMMER, ("<|", "<atem", "</atem"), wrapped=("to=user<|message|>", "<|eom|>")

@@ -112,6 +112,10 @@ def argument(key: str, kind: str, value: str) -> str:
         ("hunyuan_a13b", f'<tool_calls>[{F_JSON[:-1]}, "id": "7"}}]</tool_calls>', "", (F,)),
         ("nemotron", f"a<TOOLCALL>[{F_JSON}, {F_JSON}]</TOOLCALL>", "a", (F, F_AGAIN)),
         ("functionary", 'a<function=f>{"x": 1}</function>\n<function=f>{"x": 1}</function>b', "a\nb", (F, F_AGAIN)),
+        ("functionary_v3_2", 'f\n{"x": 1}', "", (F,)),
+        ("functionary_v3_2", 'all\nLook.>>>f\n{"x": 1}>>>f\n{"x": 1}', "all\nLook.", (F, F_AGAIN)),
+        ("functionary_v3_2", 'all\n{"x": 1}', 'all\n{"x": 1}', ()),
+        ("functionary_v3_2", "all\n>>> f\n{1}\n>>>f\nx", "all\n>>> f\n{1}\n>>>f\nx", ()),
         ("kimi_k3", f"a{K3}{K3_CALL}{argument('x', 'number', '1')}{END_K3_CALL}{END_K3}b", "ab", (F,)),
         ("kimi_k3", f"{K3}{K3_CALL}{K3_JSON}{END_K3_CALL}{END_K3}", "", (F,)),
         (
@@ -215,6 +219,7 @@ def test_parser_separates_calls_and_content(parser: str, text: str, content: str
         ("nemotron", f"<TOOLCALL>{F_JSON}</TOOLCALL>", "calls are written as a JSON list"),
         ("functionary", "<function=f>[1]</function>", "the arguments must be a JSON object"),
         ("functionary", "<function=>{}</function>", "a name and > belong behind <function="),
+        ("functionary_v3_2", 'f\n{"x": 1', "no valid JSON"),
         ("kimi_k3", f"{K3}{END_K3}", 'call tool="NAME" belongs'),
         ("kimi_k3", f"{K3}{K3_CALL}{argument('x', 'number', 'one')}", "'one' is no JSON"),
         ("kimi_k3", f"{K3}{K3_CALL}{argument('x', 'string', '<|open|>')}", "a value holds <|open|>"),
