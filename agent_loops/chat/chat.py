@@ -212,7 +212,12 @@ class ChatTokens:
         return [said, *self.rendering.with_ids(messages, numbered)]
 
     def _cost(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], calls: Sequence[ToolCall], *, renews: bool
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        calls: Sequence[ToolCall],
+        *,
+        renews: bool,
     ) -> int:
         """Ids that `messages` draw on the budget: those of their delta, or of their text where they have none."""
         if renews:

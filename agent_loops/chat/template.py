@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -22,6 +22,10 @@ JINJA_FILE = "<template>"
 """What jinja calls a template that was compiled from text."""
 MARK = "REPLYMARKERQX"
 MARK_NAME = "tool_name_marker_qx"
+SOME_TOOL = {
+    "type": "function",
+    "function": {"name": "some_tool", "description": "Looks.", "parameters": {"type": "object", "properties": {}}},
+}
 NAMED_ID = re.compile(r"functions\.[^\s:]+:\d+")
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
@@ -185,22 +189,26 @@ class ChatTemplate:
 
     def _find_call_form(self) -> CallForm | None:
         """The first form that the template takes without an objection and writes down, if possible not as Python does:
-        templates that print arguments as they are want JSON text (Phi-4-mini)."""
+        templates that print arguments as they are want JSON text (Phi-4-mini). Some write calls only where tools are
+        shown (Hunyuan A13B)."""
         arguments = {"probe": MARK}
-        written = list(self._forms_written(ToolCall(MARK_NAME, arguments)))
+        call = ToolCall(MARK_NAME, arguments)
+        written = self._forms_written(call, ()) or self._forms_written(call, [SOME_TOOL])
         as_json = [form for form, text in written if repr(arguments) not in text]
         return next(iter([*as_json, *(form for form, _ in written)]), None)
 
-    def _forms_written(self, call: ToolCall) -> Iterator[tuple[CallForm, str]]:
+    def _forms_written(self, call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> list[tuple[CallForm, str]]:
+        found = []
         for form in CALL_FORMS:
             try:
                 text = self.render(
-                    [{"role": "user", "content": "x"}, self.call_message([call], form=form)], prompt=False
+                    [{"role": "user", "content": "x"}, self.call_message([call], form=form)], tools, prompt=False
                 )
             except TemplateError:
                 continue
             if MARK in text and call.name in text:
-                yield form, text
+                found.append((form, text))
+        return found
 
 
 def _line_of(error: UndefinedError) -> int:

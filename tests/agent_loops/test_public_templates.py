@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from tests.agent_loops.families import TEMPLATES
 from tests.agent_loops.template_table import TOOLS, auto_chat, judge, main, templates_in
 from tests.tools.parsers.families import sorted_keys, unescaped
-from tests.tools.parsers.test_round_trip import TOOLS as CALLED
-from tests.tools.parsers.test_round_trip import arguments
+from tests.tools.parsers.test_round_trip import PROPERTIES, arguments
 
 from penstock.agent_loops import Budget, ChatTokens, Reply, SegmentBuilder, TemplateError
 from penstock.agent_loops.chat import name_of, verify_template
@@ -25,6 +24,20 @@ from penstock.tools.parsers import ToolCall, get_parser
 
 PUBLIC = TEMPLATES / "public"
 USER = {"role": "user", "content": "What is 12+34?"}
+DESCRIBED = {key: {"description": "It.", "additionalProperties": {}, **value} for key, value in PROPERTIES.items()}
+CALLED = [
+    {
+        "type": "function",
+        "function": {
+            "name": "write_file",
+            "description": "Writes.",
+            "parameters": {"type": "object", "properties": DESCRIBED},
+        },
+    }
+]
+"""With all that some templates ask of a tool."""
+OPENING = "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_THINKING|><|END_THINKING|>"
+"""Of a reply of Command R7B, as this template of it writes it."""
 Fit = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -88,8 +101,8 @@ READERS: dict[str, tuple[str, Fit]] = {
 }
 WRITES_OTHERWISE = {"granite_3_3", "phi4_mini"}
 """No calls, or old ones without the mark that the prompt asks for."""
-BEGINS_ANEW = {"command_r_plus"}
-"""Its instruction to call tools stands behind the newest message."""
+BEGINS_ANEW = {"command_r_plus", "hunyuan_a13b"}
+"""The instruction to call tools stands behind the newest message; results read otherwise where tools are shown."""
 
 
 @lru_cache
@@ -176,7 +189,7 @@ def test_cohere_results_have_the_numbers_that_the_model_wrote():
         assert text.startswith("<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|><|START_TOOL_RESULT|>[")
         assert all(f'"{one}",\n        "results": {{\n            "0": "result {one}"' in text for one in numbers)
         assert text.count("tool_call_id") == len(numbers)
-        assert text.endswith("<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>")
+        assert text.endswith(f"<|END_OF_TURN_TOKEN|>{OPENING}")
 
 
 def test_cohere_splice_is_what_the_template_writes_of_the_whole():
@@ -189,7 +202,9 @@ def test_cohere_splice_is_what_the_template_writes_of_the_whole():
         written = chat.template.render([*history, said], TOOLS, prompt=False)
         assert written.startswith(before)
         reply = says(chat, segment, written[len(before) :].removesuffix("<|END_OF_TURN_TOKEN|>"))
-        results = [{"role": "tool", "content": f"{turn} {at}", "tool_call_id": f"id{turn}{at}"} for at in range(turn + 1)]
+        results = [
+            {"role": "tool", "content": f"{turn} {at}", "tool_call_id": f"id{turn}{at}"} for at in range(turn + 1)
+        ]
         assert chat.go_on(segment, reply, [{"role": "tool", "content": one["content"]} for one in results]) is segment
         history += [said, *results]
         assert chat.decode(segment.context()) == chat.rendering.prompt_text(history, TOOLS)
@@ -203,9 +218,7 @@ def test_cohere_closing_of_two_tokens_is_written_once(said):
     assert chat.stop_token_ids == (chat.turn_end_id,)
     chat.go_on(segment, reply, [USER])
     turn = "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>What is 12+34?<|END_OF_TURN_TOKEN|>"
-    assert chat.decode(segment.context()).endswith(
-        f"{said}<|END_OF_TURN_TOKEN|>{turn}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
-    )
+    assert chat.decode(segment.context()).endswith(f"{said}<|END_OF_TURN_TOKEN|>{turn}{OPENING}")
     cut = chat.for_episode(Budget(9, 9999)).start([USER])
     cut.append_sampled(chat.encode("46"), [-0.1] * len(chat.encode("46")), [(0, 0, len(chat.encode("46")))], "stop")
     cut.observe(chat.render([USER]))
@@ -216,7 +229,7 @@ def test_a_template_that_opens_replies_unasked_is_cut_at_the_end_of_the_last():
     chat = chat_of("command_r7b")
     said = chat.template.render([USER, {"role": "assistant", "content": "46"}], prompt=False)
     assert said.endswith("46<|END_RESPONSE|><|END_OF_TURN_TOKEN|>")
-    assert chat.template.render([USER], prompt=True).endswith("<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>")
+    assert chat.template.render([USER], prompt=True).endswith(f"<|END_OF_TURN_TOKEN|>{OPENING}")
 
 
 def test_command_r_begins_a_segment_that_is_the_template_s_own():

@@ -68,7 +68,9 @@ def read_call_list(
     return named_calls(values, keys, also), end
 
 
-def named_calls(values: Any, keys: tuple[str, str] = ("name", "arguments"), also: Sequence[str] = ()) -> list[NamedCall]:
+def named_calls(
+    values: Any, keys: tuple[str, str] = ("name", "arguments"), also: Sequence[str] = ()
+) -> list[NamedCall]:
     """The calls that the JSON list `values` is: `keys` of a name and its arguments, and where it likes those in `also`.
 
     Raises `Malformed`.

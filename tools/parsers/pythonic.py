@@ -34,9 +34,7 @@ from penstock.tools.parsers.turn import (
 SHAPE = "calls are written [NAME(KEY=VALUE, ...), ...], with nothing before or behind them"
 _NAME = r"[A-Za-z_][\w.\-]{0,255}"
 _KEY = r"[^\W\d]\w{0,255}"
-_LIST = re.compile(
-    rf"\s*(?:<\|python_start\|>\s*)?\[(?=\s{{0,32}}{_NAME}\(\s{{0,32}}(?:{_KEY}\s{{0,32}}=|\)))"
-)
+_LIST = re.compile(rf"\s*(?:<\|python_start\|>\s*)?\[(?=\s{{0,32}}{_NAME}\(\s{{0,32}}(?:{_KEY}\s{{0,32}}=|\)))")
 _MARKS = re.compile(r"(?:\s*<(?:\|[^\s<>|]{1,64}\||/s|eos|end_of_turn)>)*\s*\Z")
 """Special tokens that end an answer, and Llama 4's ``<|python_end|>``."""
 _HEAD = re.compile(rf"\s*({_NAME})\(")
