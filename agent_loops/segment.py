@@ -141,14 +141,14 @@ class ReplyEnds:
     closers: frozenset[int]
     """Only close, and so stand for each other; a stop that is no closer opens the next turn."""
     leads: tuple[tuple[int, ...], ...]
-    """What a delta begins with, longest first: all that the template writes between a reply and its end, that end last."""
+    """What a delta begins with, longest first: all that the template writes between a reply and its end, that last."""
 
     def lead_of(self, delta: Sequence[int]) -> tuple[int, ...]:
         """The one that `delta` begins with; empty where it begins with none."""
         return next((lead for lead in self.leads if tuple(delta[: len(lead)]) == lead), ())
 
     def repeated(self, last: int, delta: Sequence[int]) -> int:
-        """How many of the delta's first ids the model has written already, where it sampled the id `last` at the end."""
+        """How many of the delta's first ids the model has written already, where it sampled `last` at the end."""
         lead = self.lead_of(delta) or tuple(delta[:1])
         if not lead:
             return 0

@@ -90,8 +90,8 @@ class ChatTokens:
     def go_on(self, segment: SegmentBuilder, reply: Reply, messages: Sequence[Message]) -> SegmentBuilder:
         """The segment in which the model reads `messages` after its `reply`; for loops of several turns.
 
-        Usually the same segment with the delta observed. A new segment, which begins with the history as rendered, where
-        the template writes the messages in a way that cannot be appended (`renewing_roles`), and under
+        Usually the same segment with the delta observed. A new segment, which begins with the history as rendered,
+        where the template writes the messages in a way that cannot be appended (`renewing_roles`), and under
         ``thinking_history: strip`` where it drops thinking: return the outputs of all (`Conversation` does). Without
         room for an answer it is the same segment, done. Raises `TemplateError`.
         """

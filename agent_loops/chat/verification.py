@@ -6,9 +6,9 @@ templates that rewrite history (Qwen3 drops old thinking after a user message) a
 itself (a system prompt, several results at once).
 
 Messages of a role that cannot be spliced (Mistral moves the system prompt behind a user's next message, Command R the
-instruction to call tools) are refused by `ChatTokens.render`. `ChatTokens.go_on` begins a new segment before them, whose
-prompt is the template's own, where a reply can be written again from its text: else a model with tools whose results
-cannot be spliced is refused.
+instruction to call tools) are refused by `ChatTokens.render`. `ChatTokens.go_on` begins a new segment before them,
+whose prompt is the template's own, where a reply can be written again from its text: else a model with tools whose
+results cannot be spliced is refused.
 """
 
 from __future__ import annotations
@@ -138,11 +138,21 @@ class _Findings:
                 self.unsupported[role] = next(iter(problems.values()))
 
 
+@dataclass(frozen=True, slots=True)
+class _Rendered:
+    """What the template writes of one conversation."""
+
+    opening: str
+    """Up to where the reply is asked for."""
+    whole: str
+    """With the reply and what follows it, up to the next reply."""
+
+
 def _try(chat: ChatTokens, tools: Tools, case: TemplateCase, found: _Findings) -> None:
     role = str(case.new[0]["role"])
     try:
-        wanted = chat.rendering.prompt_text([*case.history, *case.new], tools)
-        opening = chat.rendering.prompt_text(case.history[:-1], tools)
+        whole = chat.rendering.prompt_text([*case.history, *case.new], tools)
+        rendered = _Rendered(chat.rendering.prompt_text(case.history[:-1], tools), whole)
     except TemplateError as error:
         found.refused.setdefault(case.name, f"{case.name}: {error}")
         return
@@ -150,63 +160,70 @@ def _try(chat: ChatTokens, tools: Tools, case: TemplateCase, found: _Findings) -
     if role in found.unsupported:
         return
     try:
-        ids = chat.rendering.delta(take(case.new, {}), tools, case.calls)
+        delta = chat.rendering.delta(take(case.new, {}), tools, case.calls)
     except TemplateError as error:
         found.no_delta.setdefault(role, {}).setdefault(case.name, str(error))
         return
-    delta = chat.decode(ids)
-    if not wanted.endswith(delta) and _moves_words(chat, tools, case, delta):
-        found.verified[role] += 1
-        found.rewritten.append(f"{case.name} (it moves the words behind the results)")
+    _compare(chat, tools, case, rendered, delta, found=found)
+
+
+def _compare(
+    chat: ChatTokens, tools: Tools, case: TemplateCase, rendered: _Rendered, delta: Sequence[int], *, found: _Findings
+) -> None:
+    role, text = str(case.new[0]["role"]), chat.decode(delta)
+    if not rendered.whole.endswith(text):
+        if _moves_words(chat, tools, case, text):
+            found.verified[role] += 1
+            found.rewritten.append(f"{case.name} (it moves the words behind the results)")
+        else:
+            difference = _difference(rendered.opening + "".join(case.said) + text, rendered.whole)
+            found.unsupported[role] = (
+                f"the chat template cannot be continued on sampled ids ({case.name}): {difference}"
+            )
         return
-    if not wanted.endswith(delta):
-        difference = _difference(opening + "".join(case.said) + delta, wanted)
-        found.unsupported[role] = f"the chat template cannot be continued on sampled ids ({case.name}): {difference}"
-        return
-    between = wanted[len(opening) : len(wanted) - len(delta)]
-    is_kept = wanted.startswith(opening) and all(piece in between for piece in case.said)
-    if not is_kept and not case.thinks and (moved := _moved(chat, tools, case)):
-        found.unsupported[role] = f"the chat template writes anew what stood before the reply ({case.name}): {moved}"
-        return
-    if is_kept and (broken := _broken_end(chat, tools, case, opening, wanted, ids)):
-        found.unsupported[role] = f"a reply does not end where the chat template ends it ({case.name}): {broken}"
+    between = rendered.whole[len(rendered.opening) : len(rendered.whole) - len(text)]
+    is_kept = rendered.whole.startswith(rendered.opening) and all(piece in between for piece in case.said)
+    problem = _broken_end(chat, tools, case, rendered, delta) if is_kept else _moved(chat, tools, case)
+    if problem:
+        found.unsupported[role] = problem
         return
     found.verified[role] += 1
     if not is_kept:
         found.rewritten.append(case.name)
 
 
-def _broken_end(
-    chat: ChatTokens, tools: Tools, case: TemplateCase, opening: str, wanted: str, delta: Sequence[int]
-) -> str:
-    """How a reply that is sampled as the template writes it, up to its first stop, and the delta differ from `wanted`;
+def _broken_end(chat: ChatTokens, tools: Tools, case: TemplateCase, rendered: _Rendered, delta: Sequence[int]) -> str:
+    """How a reply that is sampled as the template writes it, up to its first stop, and the delta differ from the whole;
     empty where they do not, and where the template ends a reply otherwise before further messages (gpt-oss)."""
     closed = _text_of(chat, tools, case.history)
-    if not closed.startswith(opening) or not wanted.startswith(closed.rstrip()):
+    if not closed.startswith(rendered.opening) or not rendered.whole.startswith(closed.rstrip()):
         return ""
-    written, stops = closed[len(opening) :], {stop: chat.decode([stop]) for stop in chat.stop_token_ids}
+    written, stops = closed[len(rendered.opening) :], {stop: chat.decode([stop]) for stop in chat.stop_token_ids}
     ends = [(written.find(word) + len(word), stop) for stop, word in stops.items() if word in written]
     if not ends:
         return ""
     end, stop = min(ends)
-    joined = opening + written[:end] + chat.decode([*chat.without_repeated_end(stop, delta)])
-    return "" if joined == wanted else _difference(joined, wanted)
+    joined = rendered.opening + written[:end] + chat.decode([*chat.without_repeated_end(stop, delta)])
+    if joined == rendered.whole:
+        return ""
+    return f"a reply does not end where the template ends it ({case.name}): {_difference(joined, rendered.whole)}"
 
 
 def _moved(chat: ChatTokens, tools: Tools, case: TemplateCase) -> str:
     """What the template changes of all that it wrote before a reply was asked for; empty where it keeps that, white
-    space aside (Hermes 3 ends a last result with one line break less).
+    space aside (Hermes 3 ends a last result with one line break less), and thoughts, which `OldThinking` knows of.
 
     Looked at three times: some prompts show the time.
     """
     difference = ""
-    for _ in range(3):
+    for _ in range(0 if case.thinks else 3):
         before = _text_of(chat, tools, case.history[:-1])
         after = _text_of(chat, tools, [*case.history, *case.new])
         if "".join(after.split()).startswith("".join(before.split())):
             return ""
         difference = _difference(before, after)
-    return difference
+    told = f"the chat template writes anew what stood before the reply ({case.name}): {difference}"
+    return told if difference else ""
 
 
 def _text_of(chat: ChatTokens, tools: Tools, messages: Sequence[Message]) -> str:
@@ -217,7 +234,7 @@ def _text_of(chat: ChatTokens, tools: Tools, messages: Sequence[Message]) -> str
 def _renews(chat: ChatTokens, tools: Tools, role: str, found: _Findings, needed: str) -> bool:
     """Whether a new segment can begin before messages of `role`.
 
-    Raises `TemplateError` where it cannot and results, or all that a model without tools could be told, would be refused.
+    Raises `TemplateError` where it cannot, and results or all that a model without tools could be told are refused.
     """
     try:
         _check_written_again(chat, tools, role)
@@ -229,7 +246,7 @@ def _renews(chat: ChatTokens, tools: Tools, role: str, found: _Findings, needed:
 
 
 def _check_written_again(chat: ChatTokens, tools: Tools, role: str) -> None:
-    """A history that is rendered shows the reply as it was sampled, and the message behind it. Raises `TemplateError`."""
+    """A rendered history shows the reply as it was sampled, and the message behind it. Raises `TemplateError`."""
     if role == "tool" and chat.template.call_form is None:
         raise TemplateError("the chat template writes no tool calls")
     calls = [ToolCall(tools[0]["function"]["name"], {"probe": ASKED}, "call00000")] if role == "tool" else []

@@ -79,8 +79,8 @@ def main(arguments: Sequence[str]) -> int:
         print(verdicts[-1].line(), flush=True)
     accepted, renewing = sum(bool(one.parser) for one in verdicts), sum(one.renews for one in verdicts)
     print(
-        f"{accepted} of {len(verdicts)} templates with tools are accepted exactly, {renewing} of them with a new segment "
-        f"before results; {len(verdicts) - accepted} are refused"
+        f"{accepted} of {len(verdicts)} templates with tools are accepted exactly, {renewing} of them with a new "
+        f"segment before results; {len(verdicts) - accepted} are refused"
     )
     return 0
 

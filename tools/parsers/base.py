@@ -34,6 +34,8 @@ ParserName = Literal[
     "command_r",
     "apertus",
     "hunyuan_a13b",
+    "hy_v3",
+    "minicpm5",
     "nemotron",
     "functionary",
     "functionary_v3_2",
@@ -52,8 +54,8 @@ class ToolCall:
     call_id: str = ""
     """``call_0``, ``call_1`` ...: position in the turn."""
     written_id: str = ""
-    """The id that the model wrote, where its results are written beside it (Kimi K2); empty elsewhere. A number (Cohere)
-    counts the calls of the conversation before it."""
+    """The id that the model wrote, where its results are written beside it (Kimi K2); empty elsewhere. A number
+    (Cohere) counts the calls of the conversation before it."""
     error: str | None = None
     """What is wrong with the call's form, in words for the model."""
 
@@ -112,6 +114,8 @@ PARSERS: Registry[Callable[[], ToolCallParser]] = Registry(
         "command_r": "penstock.tools.parsers.command_r:CommandRParser",
         "apertus": "penstock.tools.parsers.apertus:ApertusParser",
         "hunyuan_a13b": "penstock.tools.parsers.hunyuan_a13b:HunyuanA13bParser",
+        "hy_v3": "penstock.tools.parsers.hy_v3:HyV3Parser",
+        "minicpm5": "penstock.tools.parsers.minicpm5:MiniCpm5Parser",
         "nemotron": "penstock.tools.parsers.nemotron:NemotronParser",
         "functionary": "penstock.tools.parsers.functionary:FunctionaryParser",
         "functionary_v3_2": "penstock.tools.parsers.functionary_v3_2:FunctionaryV32Parser",

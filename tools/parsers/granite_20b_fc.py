@@ -1,4 +1,4 @@
-"""Granite 20B function calling: ``<function_call> {"name": "python", "arguments": {"code": "1 + 1"}}``, several times."""
+"""Granite 20B (function calling): ``<function_call> {"name": "python", "arguments": {"code": "1 + 1"}}``, and more."""
 
 from __future__ import annotations
 

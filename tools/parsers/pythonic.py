@@ -5,9 +5,9 @@ list with words before or behind it is content, as one that a model quotes. An a
 does, ``[NAME(KEY=`` or ``[NAME()``, and cannot be read is a malformed call.
 
 Values are read as Python or JSON spells them. Templates write more than that, and it is read too: a text whose quotes
-are not escaped (Llama 4: ``x="say "hi""``) or that has none (ToolACE: ``x=1 < 2``) goes on to the next ``, KEY=`` or the
-end of its call, and a quoted value is what its schema says where that takes no text. A text that holds such an end
-cannot be distinguished from one.
+are not escaped (Llama 4: ``x="say "hi""``) or that has none (ToolACE: ``x=1 < 2``) goes on to the next ``, KEY=`` or
+the end of its call, and a quoted value is what its schema says where that takes no text. A text that holds such an
+end cannot be distinguished from one.
 """
 
 from __future__ import annotations

@@ -229,6 +229,34 @@ MINIMAX_M1 = """\
     {{- '{"name": ' + call.name | tojson + ', "arguments": ' + call.arguments | tojson + '}\\n' }}
 {%- endfor %}
 {{- '</tool_calls>' }}"""
+GLM_PAIRS = """\
+    {%- for key, value in call.arguments | items %}
+        {{- '<arg_key:opensource>' + key + '</arg_key:opensource>\\n<arg_value:opensource>' }}
+        {{- (value if value is string else value | tojson) + '</arg_value:opensource>\\n' }}
+    {%- endfor %}"""
+HY_V3 = f"""\
+{{{{- content + '<tool_calls:opensource>\\n' }}}}
+{{%- for call in calls %}}
+    {{{{- '<tool_call:opensource>' + call.name + '<tool_sep:opensource>\\n' }}}}
+{GLM_PAIRS}
+    {{{{- '</tool_call:opensource>\\n' }}}}
+{{%- endfor %}}
+{{{{- '</tool_calls:opensource>' }}}}"""
+MINICPM5 = """\
+{{- content }}
+{%- for call in calls %}
+    {{- '\\n<function name="' + call.name + '">' }}
+    {%- for key, value in call.arguments | items %}
+        {{- '<param name="' + key + '">' }}
+        {%- if value is string and ('<' in value or '&' in value or '\\n' in value) %}
+            {{- '<![CDATA[' + value + ']]>' }}
+        {%- else %}
+            {{- value | string }}
+        {%- endif %}
+        {{- '</param>' }}
+    {%- endfor %}
+    {{- '</function>' }}
+{%- endfor %}"""
 NEMOTRON = XLAM.replace("\\n[", "<TOOLCALL>[").replace("']' }}", "']</TOOLCALL>' }}")
 FUNCTIONARY = """\
 {{- content }}
@@ -337,6 +365,8 @@ FAMILIES = {
     "apertus": Family("apertus", APERTUS),
     "hunyuan_a13b": Family("hunyuan_a13b", HUNYUAN),
     "minimax_m1": Family("hunyuan_a13b", MINIMAX_M1),
+    "hy_v3": Family("hy_v3", HY_V3, ("<tool", "</tool", "<arg", "</arg")),
+    "minicpm5": Family("minicpm5", MINICPM5, ("<function", "</f", "<param", "</p", "]]>")),
     "nemotron": Family("nemotron", NEMOTRON),
     "functionary": Family("functionary", FUNCTIONARY),
     "functionary_v3_2": Family("functionary_v3_2", FUNCTIONARY_V3_2, wrapped=("all\n", "")),

@@ -53,6 +53,7 @@ MARKS = [
         "<|close|>call<|sep|>",
     ),
     *('<|open|>call tool="f"<|sep|>', '<|open|>argument key="x"<|sep|>', "<|close|>tools<|sep|>"),
+    *("<tool_calls:opensource>", "<tool_call:opensource>f<tool_sep:opensource>", '<function name="f"><param name="x">'),
     *(" to=f<|message|>", "<atem:function_calls>", '<atem:invoke name="f">', "<|eom|>"),
     *("<|python_tag|>", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|end|>", " to=f "),
     *(

@@ -25,6 +25,8 @@ F_COHERE = '{"tool_call_id": "4", "tool_name": "f", "parameters": {"x": 1}}'
 F_COMMAND_R = '{"tool_name": "f", "parameters": {"x": 1}}'
 RULED = f"Action:\n```json\n[{F_COMMAND_R}]```"
 """Not at the beginning of a line."""
+HY, HY_CALL = "<tool_calls:opensource>\n", "<tool_call:opensource>f<tool_sep:opensource>\n"
+HY_PAIR = "<arg_key:opensource>x</arg_key:opensource>\n<arg_value:opensource>1</arg_value:opensource>\n"
 K3, END_K3 = "<|open|>tools<|sep|>", "<|close|>tools<|sep|>"
 K3_CALL, END_K3_CALL = '<|open|>call tool="f" index="1"<|sep|>', "<|close|>call<|sep|>"
 K3_JSON = '<|open|>json type="object"<|sep|>{"x": 1}<|close|>json<|sep|>'
@@ -110,6 +112,14 @@ def argument(key: str, kind: str, value: str) -> str:
         ("hunyuan_a13b", f"a<tool_calls>[{F_JSON}]</tool_calls>b", "ab", (F,)),
         ("hunyuan_a13b", f"<tool_calls>\n{F_JSON}\n{F_JSON}\n</tool_calls>", "", (F, F_AGAIN)),
         ("hunyuan_a13b", f'<tool_calls>[{F_JSON[:-1]}, "id": "7"}}]</tool_calls>', "", (F,)),
+        ("hy_v3", f"a{HY}{HY_CALL}{HY_PAIR}</tool_call:opensource>\n</tool_calls:opensource>b", "ab", (F,)),
+        ("minicpm5", 'a<function name="f"><param name="x">1</param></function>b', "ab", (F,)),
+        (
+            "minicpm5",
+            '<function name="f"><param name="x"><![CDATA[1 < "2"\n]]></param></function>',
+            "",
+            (ToolCall("f", {"x": '1 < "2"\n'}, "call_0"),),
+        ),
         ("nemotron", f"a<TOOLCALL>[{F_JSON}, {F_JSON}]</TOOLCALL>", "a", (F, F_AGAIN)),
         ("functionary", 'a<function=f>{"x": 1}</function>\n<function=f>{"x": 1}</function>b', "a\nb", (F, F_AGAIN)),
         ("functionary_v3_2", 'f\n{"x": 1}', "", (F,)),
@@ -216,6 +226,12 @@ def test_parser_separates_calls_and_content(parser: str, text: str, content: str
         ("apertus", '<|tools_prefix|>{"f": {}}<|tools_suffix|>', "calls are written as a JSON list"),
         ("hunyuan_a13b", f"<tool_calls>[{F_JSON}]", "</tool_calls> is missing"),
         ("hunyuan_a13b", f"<tool_calls>{F_JSON}, {F_JSON}</tool_calls>", "stands where </tool_calls> belongs"),
+        ("hy_v3", f"{HY}</tool_calls:opensource>", "stands where <tool_call:opensource> belongs"),
+        ("hy_v3", f"{HY}{HY_CALL}{HY_PAIR * 2}", "the argument 'x' is given twice"),
+        ("hy_v3", f"{HY}{HY_CALL[:-20]}", "<tool_sep:opensource> is missing"),
+        ("minicpm5", '<function name="f"><param name="x">1</function>', "</param> is missing"),
+        ("minicpm5", '<function name="f"><param name="x"><![CDATA[1</param>', "]]></param> is missing"),
+        ("minicpm5", "<function name=f></function>", '"NAME"> belongs behind <function name='),
         ("nemotron", f"<TOOLCALL>{F_JSON}</TOOLCALL>", "calls are written as a JSON list"),
         ("functionary", "<function=f>[1]</function>", "the arguments must be a JSON object"),
         ("functionary", "<function=>{}</function>", "a name and > belong behind <function="),
