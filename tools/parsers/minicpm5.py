@@ -52,8 +52,9 @@ def _read_param(text: str, found: re.Match[str], reader: ArgumentReader) -> int:
     end = text.find(mark, start)
     if end < 0:
         raise Malformed(f"{mark} is missing")
+    value = text[start:end]
     if is_text:
-        reader.add_value(found[1], "", text[start:end])
+        reader.add_value(found[1], value, value)
     else:
-        reader.add(found[1], text[start:end])
+        reader.add(found[1], value)
     return end + len(mark)
