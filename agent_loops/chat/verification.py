@@ -30,6 +30,7 @@ from penstock.tools.parsers import ParsedTurn, ToolCall
 Tools = Sequence[Any]
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
 USER: Message = {"role": "user", "content": "What is 2+2? Ünïcode: 数 🙂"}
+AGAIN: Message = {"role": "user", "content": "And 3+3?"}
 RESULT = "RESULT4711"
 ASKED = "ASKED4712"
 TOOL_TEXTS = (("4",), ("",), ("naïve – 数学 🙂\n\ttwo lines",), ("first", "second"), ('{"a": [1, 2]}',))
@@ -40,6 +41,7 @@ PICTURE = (
     "BIIrC+AFAUQz669uAAAAAElFTkSuQmCC"
 )
 """32 x 32 pixels, red."""
+MOVED_CHARS = 20
 THOUGHT_TAGS = re.compile(r"</?think>")
 THINKING = f"<think>\n{THOUGHT}\n</think>\n\n{PLAIN}"
 
@@ -183,7 +185,7 @@ def _compare(
         return
     between = rendered.whole[len(rendered.opening) : len(rendered.whole) - len(text)]
     is_kept = rendered.whole.startswith(rendered.opening) and all(piece in between for piece in case.said)
-    problem = _broken_end(chat, tools, case, rendered, delta) if is_kept else _moved(chat, tools, case)
+    problem = _broken_end(chat, tools, case, rendered, delta) if is_kept else _moved(chat, tools, case, text)
     if problem:
         found.unsupported[role] = problem
         return
@@ -209,21 +211,21 @@ def _broken_end(chat: ChatTokens, tools: Tools, case: TemplateCase, rendered: _R
     return f"a reply does not end where the template ends it ({case.name}): {_difference(joined, rendered.whole)}"
 
 
-def _moved(chat: ChatTokens, tools: Tools, case: TemplateCase) -> str:
-    """What the template changes of all that it wrote before a reply was asked for; empty where it keeps that, white
-    space aside (Hermes 3 ends a last result with one line break less), and thoughts, which `OldThinking` knows of.
-
-    Looked at three times: some prompts show the time.
-    """
+def _moved(chat: ChatTokens, tools: Tools, case: TemplateCase, delta: str) -> str:
+    """What the template takes away from before a reply to write it behind it, where the model would read it twice;
+    empty where it moves nothing. Looked at three times: some prompts show the time."""
     difference = ""
-    for _ in range(0 if case.thinks else 3):
-        before = _text_of(chat, tools, case.history[:-1])
-        after = _text_of(chat, tools, [*case.history, *case.new])
-        if "".join(after.split()).startswith("".join(before.split())):
+    for _ in range(3):
+        before, after = (
+            "".join(_text_of(chat, tools, messages).split())
+            for messages in (case.history[:-1], [*case.history, *case.new])
+        )
+        at = _first_difference(before, after)
+        taken = before[at : at + MOVED_CHARS]
+        if len(taken) < MOVED_CHARS or taken not in "".join(delta.split()):
             return ""
         difference = _difference(before, after)
-    told = f"the chat template writes anew what stood before the reply ({case.name}): {difference}"
-    return told if difference else ""
+    return f"the chat template writes again behind a reply what stood before it ({case.name}): {difference}"
 
 
 def _text_of(chat: ChatTokens, tools: Tools, messages: Sequence[Message]) -> str:
@@ -338,10 +340,13 @@ def _check_results(chat: ChatTokens, tools: Tools, found: _Findings) -> None:
         found.unsupported["tool"] = "the chat template shows tools again after a call; such results cannot be spliced"
 
 
+def _first_difference(one: str, other: str) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
 def _difference(spliced: str, wanted: str) -> str:
-    at = next(
-        (i for i, (a, b) in enumerate(zip(spliced, wanted, strict=False)) if a != b), min(len(spliced), len(wanted))
-    )
+    at = _first_difference(spliced, wanted)
     window = slice(max(0, at - 30), at + 60)
     return f"at character {at} the splice has {spliced[window]!r}, the template {wanted[window]!r}"
 
@@ -357,8 +362,6 @@ class TemplateCase:
     """Pieces of the reply that a template which keeps history writes."""
     calls: Sequence[ToolCall] = ()
     """As the model would have written them."""
-    thinks: bool = False
-    """The reply, and one before it, has thoughts."""
 
 
 def conversations(chat: ChatTokens, tools: Tools, *, images: bool = False) -> Iterator[TemplateCase]:
@@ -369,13 +372,10 @@ def conversations(chat: ChatTokens, tools: Tools, *, images: bool = False) -> It
     if images:
         yield from _with_images(chat, tools)
     for name, content, said in (("plain reply", PLAIN, [PLAIN]), ("reply with thinking", THINKING, [THOUGHT, PLAIN])):
-        reply, thinks = {"role": "assistant", "content": content}, content == THINKING
-        for under, history in (
-            ("", [USER, reply]),
-            (" under a system prompt", [SYSTEM, USER, reply]),
-        ):
-            yield TemplateCase(f"{name}{under}, then a user message", history, [USER], said, thinks=thinks)
-        yield TemplateCase(f"{name}, second user turn", [USER, reply, USER, reply], [USER], said, thinks=thinks)
+        reply = {"role": "assistant", "content": content}
+        for under, history in (("", [USER, reply]), (" under a system prompt", [SYSTEM, USER, reply])):
+            yield TemplateCase(f"{name}{under}, then a user message", history, [AGAIN], said)
+        yield TemplateCase(f"{name}, second user turn", [USER, reply, AGAIN, reply], [USER], said)
     if tools:
         for name, content, said in (
             ("call", "", []),
@@ -400,7 +400,7 @@ def _with_images(chat: ChatTokens, tools: Tools) -> Iterator[TemplateCase]:
 def _with_results(
     chat: ChatTokens, tools: Tools, name: str, content: str, said: Sequence[str]
 ) -> Iterator[TemplateCase]:
-    template, thinks = chat.template, content == THINKING
+    template = chat.template
     for texts in TOOL_TEXTS:
         count = len(texts)
         calls = _calls(chat, tools, [USER], 0, count)
@@ -414,7 +414,7 @@ def _with_results(
             (f"{name} under a system prompt, {after}", [SYSTEM, USER, reply], new, calls),
             (f"{name}, {after}, second tool turn", [USER, reply, *new, again], newer, later),
         ):
-            yield TemplateCase(title, history, results, pieces, made, thinks)
+            yield TemplateCase(title, history, results, pieces, made)
 
 
 def _calls(chat: ChatTokens, tools: Tools, history: Sequence[Message], first: int, count: int) -> list[ToolCall]:

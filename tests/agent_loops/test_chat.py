@@ -315,8 +315,9 @@ def test_chat_begins_a_segment_where_a_template_shows_tools_after_results(chat_f
 
 
 def test_chat_begins_no_segment_with_a_reply_that_reads_otherwise(chat_for):
-    """Turns are numbered, which a reply that is written again from its text would not be."""
-    text = "{%- for m in messages %}{{ loop.index0 ~ m.role ~ ':' ~ m.content ~ '<|im_end|>' }}"
+    """Turns are numbered, and a reply is `said …`, which written again from its text would be `said said …`."""
+    text = "{%- for m in messages %}{{ loop.index0 ~ m.role ~ (':said ' if m.role == 'assistant' else ':') }}"
+    text += "{{ m.content ~ '<|im_end|>' }}"
     text += "{%- endfor %}{%- if add_generation_prompt %}assistant:{%- endif %}"
     found = verify_template(chat_for(text))
     assert (list(found.unsupported), found.renewing) == (["user"], frozenset())

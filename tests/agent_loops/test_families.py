@@ -204,7 +204,7 @@ def test_families_are_verified_with_findings(name):
         "glm": ("rewritten", "reply with thinking, then a user message"),
         "deepseek": ("rewritten", "call after thinking, then tool results"),
         "qwen3_not_thinking": ("rewritten", "call, then tool results"),
-        "mistral": ("unsupported", "anew what stood before the reply (plain reply, then a user message)"),
+        "mistral": ("unsupported", "behind a reply what stood before it (plain reply, then a user message)"),
     }
     assert proof.conversations >= (40 if FAMILIES[name].takes_tools else 4)
     if name in told:
