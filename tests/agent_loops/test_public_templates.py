@@ -81,6 +81,7 @@ READERS: dict[str, tuple[str, Fit]] = {
     "gemma4": ("gemma4", lambda given_arguments: sorted_keys(without_tags(given_arguments))),
     "functionary_3_1": ("functionary", exact),
     "functionary_3_2": ("functionary_v3_2", exact),
+    "gigachat_3_1": ("gigachat3", exact),
     "granite_20b_fc": ("granite_20b_fc", exact),
     "granite_3_3": ("granite", exact),
     "hunyuan_a13b": ("hunyuan_a13b", exact),

@@ -40,6 +40,7 @@ ParserName = Literal[
     "functionary",
     "functionary_v3_2",
     "muse_glimmer",
+    "gigachat3",
     "code",
 ]
 
@@ -120,6 +121,7 @@ PARSERS: Registry[Callable[[], ToolCallParser]] = Registry(
         "functionary": "penstock.tools.parsers.functionary:FunctionaryParser",
         "functionary_v3_2": "penstock.tools.parsers.functionary_v3_2:FunctionaryV32Parser",
         "muse_glimmer": "penstock.tools.parsers.muse_glimmer:MuseGlimmerParser",
+        "gigachat3": "penstock.tools.parsers.gigachat3:GigaChat3Parser",
         "code": "penstock.tools.parsers.code:CodeParser",
     },
 )

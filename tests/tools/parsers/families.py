@@ -215,6 +215,7 @@ GRANITE_20B_FC = """\
 {%- for call in calls %}
     {{- '<function_call> {"name": ' + call.name | tojson + ', "arguments": ' + call.arguments | tojson + '}' }}
 {%- endfor %}"""
+GIGACHAT3 = GRANITE_20B_FC.replace("<function_call> ", "<|function_call|>")
 APERTUS = """\
 {{- content + '<|tools_prefix|>[' }}
 {%- for call in calls %}
@@ -362,6 +363,7 @@ FAMILIES = {
     "cohere": Family("cohere", COHERE),
     "command_r": Family("command_r", COMMAND_R),
     "granite_20b_fc": Family("granite_20b_fc", GRANITE_20B_FC),
+    "gigachat3": Family("gigachat3", GIGACHAT3),
     "apertus": Family("apertus", APERTUS),
     "hunyuan_a13b": Family("hunyuan_a13b", HUNYUAN),
     "minimax_m1": Family("hunyuan_a13b", MINIMAX_M1),
