@@ -16,7 +16,7 @@ from penstock.tools.parsers.invoke import InvokeParser, InvokeSyntax
 from penstock.tools.parsers.turn import NAME, TurnBuilder
 
 SYNTAX = InvokeSyntax("atem:function_calls", "atem:")
-_HEADER = re.compile(rf"(?:<\|start\|>[ ]?assistant)?[ \t]{{0,32}}to=({NAME})<\|message\|>")
+_HEADER = re.compile(rf"(?:<\|start\|>assistant)?[ ]?to=({NAME})<\|message\|>")
 _END = re.compile(r"<\|(?:eom|eot)\|>|(?=<\|start\|>)")
 
 

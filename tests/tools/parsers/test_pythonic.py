@@ -48,7 +48,7 @@ def dispatched(text: str) -> list[tuple[str, Any]]:
     return [(call.name, call.arguments) for call in turn.calls if call.error is None]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(made=calls, thought=words)
 def test_pythonic_reads_a_whole_answer_as_vllm_does(made: list[tuple[str, dict[str, Any]]], thought: str) -> None:
     text = written(made)
@@ -56,7 +56,7 @@ def test_pythonic_reads_a_whole_answer_as_vllm_does(made: list[tuple[str, dict[s
     assert repr(dispatched(f"<think>{thought}</think>\n{text}<|eot|>\n")) == repr(made)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(made=calls, before=words, behind=words)
 def test_pythonic_reads_no_calls_in_prose(made: list[tuple[str, dict[str, Any]]], before: str, behind: str) -> None:
     assume(before.strip() or behind.strip())
@@ -66,7 +66,7 @@ def test_pythonic_reads_no_calls_in_prose(made: list[tuple[str, dict[str, Any]]]
     assert of_vllm(text.strip()) == []
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(parts=st.lists(pieces, max_size=10))
 def test_pythonic_calls_are_all_of_an_answer(parts: list[str]) -> None:
     text = "".join(parts)
