@@ -308,13 +308,13 @@ SHOWS_TOOLS_ANEW = (
 )
 
 
-def test_chat_begins_a_segment_where_a_template_shows_tools_after_results(chat_for):
+def test_chat_begins_a_segment_behind_repeated_tools(chat_for):
     found = verify_template(chat_for(SHOWS_TOOLS_ANEW), TOOLS)
     assert "shows tools again after a call" in found.unsupported["tool"]
     assert "tool" in found.renewing
 
 
-def test_chat_begins_no_segment_with_a_reply_that_reads_otherwise(chat_for):
+def test_chat_begins_no_segment_of_a_rewritten_reply(chat_for):
     """Turns are numbered, and a reply is `said …`, which written again from its text would be `said said …`."""
     text = "{%- for m in messages %}{{ loop.index0 ~ m.role ~ (':said ' if m.role == 'assistant' else ':') }}"
     text += "{{ m.content ~ '<|im_end|>' }}"

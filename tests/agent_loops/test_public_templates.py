@@ -236,14 +236,14 @@ def test_cohere_closing_of_two_tokens_is_written_once(said):
     assert f"46<|END_RESPONSE|><|END_OF_TURN_TOKEN|>{turn}" in chat.decode(cut.context())
 
 
-def test_a_template_that_opens_replies_unasked_is_cut_at_the_end_of_the_last():
+def test_template_opening_that_nobody_asked_for_is_cut():
     chat = chat_of("command_r7b")
     said = chat.template.render([USER, {"role": "assistant", "content": "46"}], prompt=False)
     assert said.endswith("46<|END_RESPONSE|><|END_OF_TURN_TOKEN|>")
     assert chat.template.render([USER], prompt=True).endswith(f"<|END_OF_TURN_TOKEN|>{OPENING}")
 
 
-def test_command_r_begins_a_segment_that_is_the_template_s_own():
+def test_command_r_begins_segments_as_its_template_writes():
     chat = auto_chat(PUBLIC / "command_r_plus.jinja")
     found = verify_template(chat, TOOLS)
     assert {"tool", "user"} == set(found.unsupported) == found.renewing
@@ -283,7 +283,7 @@ def test_a_new_segment_draws_on_the_budget_of_its_messages():
     assert after.done
 
 
-def test_calls_of_a_history_that_is_written_anew_have_ids_of_their_own():
+def test_history_calls_have_ids_of_their_own():
     """Command R7B looks up by the id which call a result answers."""
     chat = copy.copy(chat_of("command_r7b"))
     chat.renewing_roles = ("tool",)

@@ -53,7 +53,7 @@ async def test_strip_begins_segment_per_turn(run_loop, saying, calculator):
     assert "46 (call 2)" in last
 
 
-async def test_results_that_cannot_be_appended_begin_a_segment_each(run_loop, saying, calculator):
+async def test_results_that_cannot_be_appended_begin_segments(run_loop, saying, calculator):
     chat = auto_chat(TEMPLATES / "public" / "hunyuan_a13b.jinja")
     assert verify_template(chat, [calculator.schema]).renewing == {"tool"}
     called = '<tool_calls>[{"name": "calculator", "arguments": {"expression": "12+34"}}]</tool_calls>'
