@@ -15,35 +15,31 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 from penstock.agent_loops.chat.calls import PROBE, check_calls_are_read
 from penstock.agent_loops.chat.chat import ChatTokens
-from penstock.agent_loops.chat.images import take, with_images
-from penstock.agent_loops.chat.template import ChatTemplate, Message, shared_length
+from penstock.agent_loops.chat.images import take
+from penstock.agent_loops.chat.template import Message, shared_length
+from penstock.agent_loops.chat.template_cases import (
+    PLAIN,
+    RESULT,
+    USER,
+    TemplateCase,
+    conversations,
+    results_of,
+    text_of,
+)
 from penstock.agent_loops.errors import TemplateError
 from penstock.tools.parsers import ParsedTurn, ToolCall
 
 Tools = Sequence[Any]
-SYSTEM: Message = {"role": "system", "content": "Be brief."}
-USER: Message = {"role": "user", "content": "What is 2+2? Ünïcode: 数 🙂"}
-AGAIN: Message = {"role": "user", "content": "And 3+3?"}
-RESULT = "RESULT4711"
 ASKED = "ASKED4712"
-TOOL_TEXTS = (("4",), ("",), ("naïve – 数学 🙂\n\ttwo lines",), ("first", "second"), ('{"a": [1, 2]}',))
-PLAIN = "I shall look."
-THOUGHT = "Let me see."
-PICTURE = (
-    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAACAAAAAgCAIAAAD8GO2jAAAAKklEQVR42u3NMQEAAAQAMATRP4pYSvBtBZbTHZ8qngkEAoFAIBAI"
-    "BIIrC+AFAUQz669uAAAAAElFTkSuQmCC"
-)
-"""32 x 32 pixels, red."""
 MOVED_CHARS = 20
 THOUGHT_TAGS = re.compile(r"</?think>")
-THINKING = f"<think>\n{THOUGHT}\n</think>\n\n{PLAIN}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +193,7 @@ def _compare(
 def _broken_end(chat: ChatTokens, tools: Tools, case: TemplateCase, rendered: _Rendered, delta: Sequence[int]) -> str:
     """How a reply that is sampled as the template writes it, up to its first stop, and the delta differ from the whole;
     empty where they do not, and where the template ends a reply otherwise before further messages (gpt-oss)."""
-    closed = _text_of(chat, tools, case.history)
+    closed = text_of(chat, tools, case.history)
     if not closed.startswith(rendered.opening) or not rendered.whole.startswith(closed.rstrip()):
         return ""
     written, stops = closed[len(rendered.opening) :], {stop: chat.decode([stop]) for stop in chat.stop_token_ids}
@@ -217,7 +213,7 @@ def _moved(chat: ChatTokens, tools: Tools, case: TemplateCase, delta: str) -> st
     difference = ""
     for _ in range(3):
         before, after = (
-            "".join(_text_of(chat, tools, messages).split())
+            "".join(text_of(chat, tools, messages).split())
             for messages in (case.history[:-1], [*case.history, *case.new])
         )
         at = _first_difference(before, after)
@@ -226,11 +222,6 @@ def _moved(chat: ChatTokens, tools: Tools, case: TemplateCase, delta: str) -> st
             return ""
         difference = _difference(before, after)
     return f"the chat template writes again behind a reply what stood before it ({case.name}): {difference}"
-
-
-def _text_of(chat: ChatTokens, tools: Tools, messages: Sequence[Message]) -> str:
-    """A conversation that asks for no reply."""
-    return chat.template.render(chat.template.fitted(take(messages, {})), tools, prompt=False)
 
 
 def _renews(chat: ChatTokens, tools: Tools, role: str, found: _Findings, needed: str) -> bool:
@@ -253,7 +244,7 @@ def _check_written_again(chat: ChatTokens, tools: Tools, role: str) -> None:
         raise TemplateError("the chat template writes no tool calls")
     calls = [ToolCall(tools[0]["function"]["name"], {"probe": ASKED}, "call00000")] if role == "tool" else []
     reply = chat.template.call_message(calls) if calls else {"role": "assistant", "content": PLAIN}
-    (new,) = _results(chat.template, calls, [RESULT]) if calls else [{"role": role, "content": RESULT}]
+    (new,) = results_of(chat.template, calls, [RESULT]) if calls else [{"role": role, "content": RESULT}]
     whole = chat.rendering.prompt_text([USER, reply, new], tools)
     shown = whole.find(ASKED if calls else PLAIN)
     if shown < 0 or RESULT not in whole[shown:]:
@@ -273,7 +264,7 @@ def _reply_in(chat: ChatTokens, tools: Tools, reply: Message, whole: str) -> str
     Raises `TemplateError` where that opening cannot be found.
     """
     unasked, opening = (chat.template.render([USER], tools, prompt=prompt) for prompt in (False, True))
-    closed, other = (_text_of(chat, tools, [USER, one]) for one in (reply, {"role": "assistant", "content": "0"}))
+    closed, other = (text_of(chat, tools, [USER, one]) for one in (reply, {"role": "assistant", "content": "0"}))
     at = shared_length(closed, other)
     asked = opening.removeprefix(unasked)
     if not opening.startswith(unasked) or asked not in closed[:at]:
@@ -349,111 +340,3 @@ def _difference(spliced: str, wanted: str) -> str:
     at = _first_difference(spliced, wanted)
     window = slice(max(0, at - 30), at + 60)
     return f"at character {at} the splice has {spliced[window]!r}, the template {wanted[window]!r}"
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateCase:
-    """One conversation: `history` ends in a reply, `new` comes after it."""
-
-    name: str
-    history: Sequence[Message]
-    new: Sequence[Message]
-    said: Sequence[str]
-    """Pieces of the reply that a template which keeps history writes."""
-    calls: Sequence[ToolCall] = ()
-    """As the model would have written them."""
-
-
-def conversations(chat: ChatTokens, tools: Tools, *, images: bool = False) -> Iterator[TemplateCase]:
-    """Without tools: what a user says next. With tools also results of one and of several calls, once and again.
-
-    `images`: both also with images, of which the history has one already.
-    """
-    if images:
-        yield from _with_images(chat, tools)
-    for name, content, said in (("plain reply", PLAIN, [PLAIN]), ("reply with thinking", THINKING, [THOUGHT, PLAIN])):
-        reply = {"role": "assistant", "content": content}
-        for under, history in (("", [USER, reply]), (" under a system prompt", [SYSTEM, USER, reply])):
-            yield TemplateCase(f"{name}{under}, then a user message", history, [AGAIN], said)
-        yield TemplateCase(f"{name}, second user turn", [USER, reply, AGAIN, reply], [USER], said)
-    if tools:
-        for name, content, said in (
-            ("call", "", []),
-            ("call after words", PLAIN, [PLAIN]),
-            ("call after thinking", THINKING, [THOUGHT]),
-        ):
-            yield from _with_results(chat, tools, name, content, said)
-
-
-def _with_images(chat: ChatTokens, tools: Tools) -> Iterator[TemplateCase]:
-    shown = {"role": "user", "content": with_images("What is this?", [PICTURE])}
-    reply = {"role": "assistant", "content": PLAIN}
-    yield TemplateCase("reply to an image, then another image", [shown, reply], [shown], [PLAIN])
-    if tools:
-        calls = _calls(chat, tools, [shown], 0, 1)
-        (result,) = _results(chat.template, calls, [RESULT])
-        seen = {**result, "content": with_images(RESULT, [PICTURE])}
-        history = [shown, _reply(chat.template, calls, "")]
-        yield TemplateCase("call, then a tool result with an image", history, [seen], [], calls)
-
-
-def _with_results(
-    chat: ChatTokens, tools: Tools, name: str, content: str, said: Sequence[str]
-) -> Iterator[TemplateCase]:
-    template = chat.template
-    for texts in TOOL_TEXTS:
-        count = len(texts)
-        calls = _calls(chat, tools, [USER], 0, count)
-        reply, new = _reply(template, calls, content), _results(template, calls, texts)
-        later = _calls(chat, tools, [USER, reply, *new], count, count)
-        again, newer = _reply(template, later, content), _results(template, later, texts)
-        pieces = [*said, *(call.name for call in calls if template.call_form)]
-        after = f"then {'several tool results' if count > 1 else 'tool results'}"
-        for title, history, results, made in (
-            (f"{name}, {after}", [USER, reply], new, calls),
-            (f"{name} under a system prompt, {after}", [SYSTEM, USER, reply], new, calls),
-            (f"{name}, {after}, second tool turn", [USER, reply, *new, again], newer, later),
-        ):
-            yield TemplateCase(title, history, results, pieces, made)
-
-
-def _calls(chat: ChatTokens, tools: Tools, history: Sequence[Message], first: int, count: int) -> list[ToolCall]:
-    """Calls `first` and following of a conversation, behind `history`, each with an id that no other one has.
-
-    Where the model writes ids, they are those of a model that writes as the template does.
-    """
-    calls = []
-    for number in range(first, first + count):
-        name = tools[number % len(tools)]["function"]["name"]
-        calls.append(ToolCall(name, {"probe": "ü"}, chat.template.call_id(f"call{number:05d}", number, name)))
-    reply = _reply(chat.template, calls, "")
-    try:
-        opening, closed = chat.rendering.prompt_text(history, tools), _text_of(chat, tools, [*history, reply])
-    except TemplateError:
-        return calls
-    read = chat.parser.parse(closed[shared_length(opening, closed) :], tools).calls
-    if len(read) != len(calls):
-        return calls
-    written = [one.written_id for one in read]
-    return [
-        replace(call, call_id=own or call.call_id, written_id=own) for call, own in zip(calls, written, strict=True)
-    ]
-
-
-def _reply(template: ChatTemplate, calls: Sequence[ToolCall], content: str) -> Message:
-    """A template that writes no calls takes them as the text that they are."""
-    if template.call_form is not None:
-        return template.call_message(calls, content)
-    return {"role": "assistant", "content": content or PLAIN}
-
-
-def _results(template: ChatTemplate, calls: Sequence[ToolCall], texts: Sequence[str]) -> list[Message]:
-    return [
-        {
-            "role": "tool",
-            "content": text,
-            "name": call.name,
-            "tool_call_id": template.call_id(call.call_id, at, call.name),
-        }
-        for at, (text, call) in enumerate(zip(texts, calls, strict=True))
-    ]
