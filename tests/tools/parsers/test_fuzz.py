@@ -43,6 +43,18 @@ MARKS = [
     ),
     *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>"),
     *("<seed:tool_call>", "</seed:tool_call>"),
+    *("<|START_ACTION|>", '[{"tool_call_id": "0", ', "<|END_ACTION|>", "Action:\n```json\n[", "<|tools_prefix|>"),
+    *(
+        "<function_call> ",
+        "<tool_calls>",
+        "</tool_calls>",
+        "<TOOLCALL>",
+        "<|open|>tools<|sep|>",
+        "<|close|>call<|sep|>",
+    ),
+    *('<|open|>call tool="f"<|sep|>', '<|open|>argument key="x"<|sep|>', "<|close|>tools<|sep|>"),
+    *("<tool_calls:opensource>", "<tool_call:opensource>f<tool_sep:opensource>", '<function name="f"><param name="x">'),
+    *(" to=f<|message|>", "<atem:function_calls>", '<atem:invoke name="f">', "<|eom|>"),
     *("<|python_tag|>", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|end|>", " to=f "),
     *(
         "```python\n",
