@@ -1,3 +1,4 @@
+from .bridge import ModelBridge as ModelBridge
 from .bridge import grouped_name as grouped_name
 from .engine import MegatronEngine as MegatronEngine
 from .engine import flops_of as flops_of

@@ -71,9 +71,7 @@ def rectangle(pack: Pack, align: int) -> Inputs:
     }
     own, tokens = (torch.arange(count, device=lengths.device) for count in (len(pack.targets), len(pack.ids)))
     place = pack.positions * rows + line
-    return Inputs(
-        arguments, own, line[pack.predictors], pack.positions[pack.predictors], tokens, place, rows * longest
-    )
+    return Inputs(arguments, own, line[pack.predictors], pack.positions[pack.predictors], tokens, place, rows * longest)
 
 
 def packed(pack: Pack, align: int, contexts: int, context: int) -> Inputs:
@@ -98,9 +96,7 @@ def packed(pack: Pack, align: int, contexts: int, context: int) -> Inputs:
         "packed_seq_params": PackedSeqParams(qkv_format="thd", **bounds, **sizes),
     }
     own = cut.mine[pack.predictors].nonzero().flatten()
-    return Inputs(
-        arguments, own, torch.zeros_like(own), cut.place[pack.predictors[own]], tokens, place, cut.length
-    )
+    return Inputs(arguments, own, torch.zeros_like(own), cut.place[pack.predictors[own]], tokens, place, cut.length)
 
 
 def cut_rows(pack: Pack, align: int, contexts: int, context: int) -> Cut:

@@ -1,7 +1,7 @@
 """The routers of a mixture in a rank's part of the model: which experts read a token, and how evenly they share out.
 
     Pack.experts [L, layers, k]
-        │  columns of this stage's layers; tokens of this context rank, and under sequence parallelism of this tensor rank
+        │  columns of this stage's layers, tokens of this context rank and, under sequence parallelism, tensor rank
         ▼
     Routing ─► GPTModel ─► TransformerBlock ─► a layer's forward ─► TopKRouter ─► topk_routing_with_score_function
                            as `attention_bias`  takes it out                       asks `router_replay` which k experts
@@ -51,7 +51,7 @@ OWN_WAY = {
 
 
 class StageRouters:
-    """Of one model's layers on this rank, which are wrapped in place: a forward without `arguments` is routed freely."""
+    """Of one model's layers on this rank, wrapped in place. A forward without `arguments` is routed freely."""
 
     def __init__(self, models: Sequence[nn.Module], layers: MixtureLayers, device: torch.device) -> None:
         """Raises `NoRouters` where the routers would choose by themselves, or are not where `layers` says."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -52,7 +53,7 @@ def _places(bounds: list[int], contexts: int) -> list[Tensor]:
     found = []
     for context in range(contexts):
         parts = []
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in pairwise(bounds):
             pieces = torch.arange(start, end).chunk(2 * contexts)
             parts += [pieces[context], pieces[2 * contexts - 1 - context]]
         found.append(torch.cat(parts))
@@ -74,7 +75,7 @@ def context_parallelism() -> Iterator[None]:
 def whole_experts() -> Iterator[None]:
     """Each rank reads its experts from the file, since mbridge cuts experts of megatron-core's own layers over tensor
     ranks."""
-    from penstock.trainer.engines.megatron.bridge import ModelBridge
+    from penstock.trainer.engines.megatron import ModelBridge
 
     original = ModelBridge.load
 

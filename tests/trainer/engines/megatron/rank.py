@@ -22,9 +22,8 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 import torch
 
 if not torch.cuda.is_available():
-    import cpu_shim  # before anything of megatron
-
     import cpu_layers
+    import cpu_shim  # before anything of megatron
 
 import torch.distributed as dist
 from parallel_ranks import become_ranks

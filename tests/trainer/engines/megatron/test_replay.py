@@ -97,8 +97,8 @@ def test_logprobs_are_those_of_fsdp_with_the_same_experts(name: str, found: Path
 
 def test_own_choices_would_give_other_logprobs(expected: dict[str, Any]) -> None:
     """So that what is above could fail."""
-    apart = [float((expected["free"][row] - one).abs().max()) for row, one in expected["logprobs"].items()]
-    assert [number for number, one in enumerate(apart) if one < 1e-2] == [UNTOLD]
+    apart = {row: float((expected["free"][row] - one).abs().max()) for row, one in expected["logprobs"].items()}
+    assert [row for row, one in apart.items() if one < 1e-2] == [f"row {UNTOLD}"]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
