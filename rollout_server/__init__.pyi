@@ -44,6 +44,7 @@ from .routers import LayerLoad as LayerLoad
 from .routers import NoRouters as NoRouters
 from .routers import Routers as Routers
 from .routers import Routing as Routing
+from .routers import replayed_choice as replayed_choice
 from .routes import GenerateResponse as GenerateResponse
 from .routes import make_app as make_app
 from .routes import make_routes as make_routes

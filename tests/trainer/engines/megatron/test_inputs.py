@@ -42,6 +42,9 @@ def test_a_rectangle_has_every_row_on_its_line(lengths: list[int], align: int) -
         assert row[:length].tolist() == pack.ids[pack.row_bounds[line] : pack.row_bounds[line + 1]].tolist()
         assert not row[length:].any()
     assert ids[inputs.line, inputs.column].tolist() == pack.ids[pack.predictors].tolist()
+    # In the order of hidden states: positions first, then lines.
+    assert ids.T.flatten()[inputs.place].tolist() == pack.ids[inputs.tokens].tolist() == pack.ids.tolist()
+    assert inputs.size == ids.numel()
     assert mask.tolist() == [[hidden > seen for hidden in range(ids.shape[1])] for seen in range(ids.shape[1])]
 
 
