@@ -62,5 +62,5 @@ async def test_another_worker_is_told_the_same(tool: BaseTool) -> None:
 
 @pytest.mark.parametrize("extra_info", [{}, {"parts": "1+1 *2", "results": "2"}, {"parts": "2*1 *1", "results": "2 2"}])
 async def test_a_row_that_is_no_sum_is_named(tool: BaseTool, extra_info: dict[str, str]) -> None:
-    with pytest.raises(ToolInfraError, match="row train/00000001.*`parts`.*`results`"):
+    with pytest.raises(ToolInfraError, match=r"row train/00000001.*`parts`.*`results`"):
         await tool.create(replace(TASK, extra_info=extra_info))
