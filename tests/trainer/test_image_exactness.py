@@ -60,7 +60,7 @@ def shared(folder: str) -> ChatTokens:
     return chat_of(folder, AgentConfig())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15)
 @given(TURNS, st.booleans())
 def test_the_trainer_reads_what_the_engine_was_fed(
     shared: ChatTokens, policy: Policy, folder: str, tmp_path_factory: Any, turns: Any, in_files: bool

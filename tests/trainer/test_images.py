@@ -92,7 +92,10 @@ def laid_out(folder: str, layout: RowLayout) -> Policy:
     return policy
 
 
-@pytest.mark.parametrize("layout", [RowLayout.PACKED, RowLayout.PADDED])
+LAYOUTS = [RowLayout.PACKED, pytest.param(RowLayout.PADDED, marks=pytest.mark.deep)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_with_images_equal_each_row_alone(folder: str, layout: RowLayout) -> None:
     assert_equal_alone(laid_out(folder, layout), folder)
 
@@ -130,7 +133,7 @@ def test_another_image_is_another_logprob(policy: Policy) -> None:
     assert not torch.allclose(before, after, atol=1e-2)
 
 
-@pytest.mark.parametrize("layout", [RowLayout.PACKED, RowLayout.PADDED])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_pack_without_images_gives_the_tower_zeros(folder: str, layout: RowLayout) -> None:
     """Not no gradient at all: another rank's tower waits in collectives for this one's."""
     policy, row = laid_out(folder, layout), row_of([], 9)
@@ -260,6 +263,7 @@ def test_a_folder_without_a_processor_is_refused(folder: str, tmp_path: Path) ->
         load_policy(str(tmp_path), 1.0)
 
 
+@pytest.mark.deep
 def test_a_final_model_has_its_processor(folder: str, tmp_path: Path, ranks: Ranks) -> None:
     from penstock.trainer import save_final_model
 
