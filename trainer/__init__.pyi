@@ -53,6 +53,7 @@ from .export import export_checkpoint as export_checkpoint
 from .export import save_final_model as save_final_model
 from .grouping import discounted as discounted
 from .grouping import gae_of as gae_of
+from .images import sees_images as sees_images
 from .job import BadJob as BadJob
 from .job import TrainJob as TrainJob
 from .job import needs_of_advantage as needs_of_advantage

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from queue_samples import LEASE, plain, same, segment, task, trajectories, trajectory, turn
+from queue_samples import LEASE, images_of, plain, same, segment, task, trajectories, trajectory, turn
 from xxhash import xxh3_64_intdigest
 
 from penstock.transfer_queue import (
@@ -58,6 +58,28 @@ CODECS = st.sampled_from(["none", "zstd"])
 @given(trajectories, CODECS)
 def test_trajectories_come_back_equal(sent: Trajectory, codec: str) -> None:
     assert same(decode_trajectory(encode_trajectory(sent, codec)), sent)
+
+
+@settings(max_examples=40)
+@given(trajectories, st.lists(st.binary(min_size=1, max_size=300), max_size=4), CODECS)
+def test_images_come_back_and_leave_the_head_small(sent: Trajectory, images: list[bytes], codec: str) -> None:
+    """Their bytes are a field of their own: who reads some fields does not read them."""
+    shown = images_of(*(images for _ in sent.segments), elsewhere=b"x") if sent.segments else images_of([])
+    with_images = replace(sent, images=shown)
+    blob = encode_trajectory(with_images, codec)
+    assert same(decode_trajectory(blob), with_images)
+    assert len(shown.data) == len(set(images)) * bool(sent.segments)
+    head = parse_head(blob, KIND_TRAJECTORY)
+    assert head.fields["images"].shape == (sum(map(len, shown.data.values())),)
+    assert get_fields(blob, ["reward"]).plain == {"reward": sent.reward}
+
+
+def test_images_that_the_head_does_not_tell_are_refused() -> None:
+    good = {field: None for field in PLAIN_FIELDS} | {"segments": 0, "outcome": ["completed", "", ""]}
+    stored = [Column("images", "u1", np.zeros(3, np.uint8))]
+    for told in (None, 7, [[["a", 2]], [], {}], [[["a", 9]], [], {}], [[["a", "b"]], [], {}]):
+        with pytest.raises(BadPayload, match="images: "):
+            decode_trajectory(pack(1, stored, good | {"images": told}).joined())
 
 
 @settings(max_examples=100)

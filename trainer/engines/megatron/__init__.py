@@ -32,6 +32,12 @@ __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 @ENGINES.register("megatron", check=check)
 def open_megatron(job: TrainJob, ranks: Ranks) -> Engine:
     from penstock.trainer.engines.megatron.engine import MegatronEngine
+    from penstock.trainer.images import sees_images
+    from penstock.trainer.job import BadJob
 
+    if sees_images(job.run.model):
+        raise BadJob(
+            f"{job.run.model} sees images, which trainer.engine megatron does not train: set trainer.engine=fsdp"
+        )
     routing_replay = job.run.routing_replay
     return MegatronEngine(job.run.model, job.config, ranks, job.temperature, routing_replay=routing_replay)
