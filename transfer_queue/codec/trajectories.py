@@ -177,6 +177,8 @@ def decode_journal(blob: bytes) -> JournalEntry:
 def encode_task(task: Task) -> bytes:
     """msgpack of the fields by name. Raises `BadPayload` naming the task and the field that is not plain data."""
     values = {name: getattr(task, name) for name in _TASK_FIELDS}
+    if task.group_size is None:
+        del values["group_size"]  # as tasks of this `FORMAT` have been written before there was one
     try:
         return pack_plain(values, f"task {task.task_id}")
     except BadPayload:
