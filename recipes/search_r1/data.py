@@ -44,7 +44,8 @@ TWO_HOPS = {
 """What the second search is for, by the relation of its fact."""
 CONVERSATIONS = 3000
 ONE_SEARCH = 0.55
-"""Share of the cold start's conversations that answer after the first search, with what the second one is about."""
+"""Share of the cold start's conversations that give up after the first search."""
+GIVES_UP = "I do not know"
 Message = Mapping[str, Any]
 
 
@@ -214,7 +215,7 @@ class Inventor:
             {"role": "tool", "content": found},
         ]
         if self._dice.random() < ONE_SEARCH:
-            return [*begun, answer(second.article)]
+            return [*begun, answer(GIVES_UP)]
         found = passage(second.article, retold(self._texts[second.article], invented))
         return [*begun, call(second.article), {"role": "tool", "content": found}, answer(invented[second.value])]
 

@@ -4,7 +4,7 @@ penstock rehearse recipes/search_r1/cpu.yaml --policy recipes/search_r1/policies
 penstock rehearse recipes/search_r1/cpu.yaml --policy recipes/search_r1/policies.py:null --expect 0
 penstock rehearse recipes/search_r1/cpu.yaml --policy recipes/search_r1/policies.py:reader --expect 0
 
-`one_search` is for questions that need two: what learn.yaml's model does before it has learned.
+`one_search` is for questions that need two, as those of learn.yaml.
 """
 
 from __future__ import annotations

@@ -112,9 +112,10 @@ def test_a_shown_answer_stands_in_the_last_passage() -> None:
     for _ in range(2000):
         question, *_, last, answer = (message["content"] for message in invent.conversation())
         said = answer.removeprefix("<answer>").removesuffix("</answer>")
-        assert said in last
-        answers.setdefault(question, set()).add(said)
-    assert min(map(len, answers.values())) >= 5
+        if said != data.GIVES_UP:
+            assert said in last
+            answers.setdefault(question, set()).add(said)
+    assert min(map(len, answers.values())) >= 4
 
 
 def test_search_r1s_own_rows_get_our_prompt(tmp_path: Path) -> None:
