@@ -108,12 +108,11 @@ async def test_the_rollout_servers_beside_the_bare_engine(measure: Measure) -> N
     measured = await measure("rollout", **ROLLOUT, PENSTOCK_BENCH_ENGINE="vllm")
     _check_rollout(measured)
     prefix = measured["figures"]["prefix"]
-    # Counted by the engines. What was sampled by the same server is there again; elsewhere it must be computed anew, of
-    # which there is more or less: which of two servers is less loaded depends on what runs beside.
-    assert 0 < prefix["not_sticky"]["hit_rate"] <= prefix["sticky"]["hit_rate"] <= prefix["possible_hit_rate"]
-    assert prefix["sticky"]["hit_rate"] > 0.9 * prefix["possible_hit_rate"]
+    # Counted by the engines. What was sampled by the same server is there again; elsewhere it must be computed anew.
+    assert prefix["not_sticky"]["hit_rate"] < prefix["sticky"]["hit_rate"] <= prefix["possible_hit_rate"]
     assert prefix["sticky"]["prompt_tokens"] == prefix["not_sticky"]["prompt_tokens"] == 16 * 1536
-    assert measured["ratio"]["prefix_hits_sticky_over_not"] >= 1
+    assert min(prefix["sticky"]["by_server"]) > 0
+    assert measured["ratio"]["prefix_hits_sticky_over_not"] > 1
 
 
 def _check_rollout(measured: dict[str, Any]) -> None:

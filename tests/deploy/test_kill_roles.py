@@ -24,23 +24,30 @@ VICTIMS = [
 
 
 SMALL = ("groups_per_step=2", "group_size=4", "data.eval_limit=8", "trainer.checkpoint_every=2", "agent.workers=1")
-STEPS = len(VICTIMS) + 3
+RUNS = [
+    pytest.param(len(VICTIMS) + 3, 1, SMALL, False, id="small"),
+    pytest.param(24, 3, (), True, id="until-it-has-learned", marks=pytest.mark.deep),
+]
 
 
-def test_kill_each_role_once(start_run) -> None:
-    """Worker, sidecar, engine, trainer and redis die a step apart; the engine comes back inside its sidecar."""
-    run = start_run("roles", f"trainer.steps={STEPS}", *SMALL)
+@pytest.mark.parametrize(("steps", "every", "settings", "learns"), RUNS)
+def test_kill_each_role_once(start_run, steps: int, every: int, settings: tuple[str, ...], learns: bool) -> None:
+    """Worker, sidecar, engine, trainer and redis die `every` steps apart; the engine comes back inside its sidecar."""
+    run = start_run("roles", f"trainer.steps={steps}", *settings)
     seen = []
     for number, victim in enumerate(VICTIMS):
-        run.wait_for(lambda goal=1 + number, words=victim: run.steps() >= goal and bool(run.pids(*words)))
+        run.wait_for(lambda goal=1 + every * number, words=victim: run.steps() >= goal and bool(run.pids(*words)))
         seen += run.pids()
         run.kill_one(*victim)
     summary = run.finish()
-    assert summary["steps"] == STEPS
+    assert summary["steps"] == steps
     assert summary["staleness_max"] <= 2
     assert_accounts_balance(summary)
     assert [summary["restarts"][role] for role in ("agent-0", "rollout-0", "trainer")] == [1, 1, 1]
     assert_nothing_left(run, seen)
+    if learns:
+        assert summary["reward_last"] >= 0.8
+        assert summary["eval_reward"] >= 0.9
 
 
 @pytest.mark.deep

@@ -43,16 +43,6 @@ def on_every_provider(test: F) -> F:
     return test
 
 
-def is_asked(item: pytest.Item) -> bool:
-    """Providers differ in their APIs alone: Kubernetes is asked for every promise of a session, the others for those
-    that depend on what an API does, and for served runs and copies."""
-    given = getattr(getattr(item, "callspec", None), "params", {}).values()
-    if item.path.name != "test_conformance.py" or not any(one in FURTHER_PROVIDERS for one in given):
-        return True
-    marks = vars(item.function)  # type: ignore[attr-defined]
-    return bool(marks.get("on_every_backend") or marks.get("on_every_provider"))
-
-
 def is_deep(item: pytest.Item) -> bool:
     """Whether a test of a backend belongs to the deep run."""
     parameters = getattr(item, "callspec", None)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from tests.sandbox import orphans
-from tests.sandbox.backends import is_asked, is_deep
+from tests.sandbox.backends import is_deep
 from tests.sandbox.orphans import MAKERS, Maker
 
 from penstock.sandbox import BwrapSandbox, DriverSession, SandboxConfig, SandboxError
@@ -39,7 +39,6 @@ def box_cgroups(owner: str) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items[:] = [item for item in items if is_asked(item)]
     for item in items:
         if is_deep(item):
             item.add_marker(pytest.mark.deep)
