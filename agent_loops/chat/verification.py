@@ -227,7 +227,8 @@ def _moved(chat: ChatTokens, tools: Tools, case: TemplateCase, delta: str) -> st
 def _renews(chat: ChatTokens, tools: Tools, role: str, found: _Findings, needed: str) -> bool:
     """Whether a new segment can begin before messages of `role`.
 
-    Raises `TemplateError` where it cannot, and results or all that a model without tools could be told are refused.
+    Raises `TemplateError` where it cannot and no loop can do without the role: results of tools, or, where there are
+    no tools, messages of the user.
     """
     try:
         _check_written_again(chat, tools, role)

@@ -57,10 +57,10 @@ def check_template(config: RunConfig) -> Check | None:
             verified = verify_sources(chat, config.agent, tools)
     except (AgentError, SandboxError, OSError, ValueError) as error:
         return Check("chat template", False, config.model, str(error))
-    told = f"splices exactly, verified on {verified.conversations} conversations"
+    found = f"splices exactly, verified on {verified.conversations} conversations"
     if roles := sorted(chat.renewing_roles):
-        told += f"; a new segment begins before messages of role {' and '.join(roles)}"
-    return Check("chat template", True, told)
+        found += f"; a new segment begins before messages of role {' and '.join(roles)}"
+    return Check("chat template", True, found)
 
 
 def check_loop(config: RunConfig) -> Check | None:

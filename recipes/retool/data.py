@@ -103,7 +103,7 @@ class PartedSum:
         """What a model can write that knows the result of the part before."""
         return f"{self.results[place - 1] if place else ''}{self.parts[place]}"
 
-    def told(self, place: int) -> str:
+    def result_text(self, place: int) -> str:
         """What the tool answers to it."""
         following = self.parts[place + 1 : place + 2]
         return "\nthen ".join([str(self.results[place]), *following])
@@ -153,13 +153,13 @@ def random_part(results: Sequence[int], dice: Random) -> tuple[str, int]:
 
 def step_row(made: PartedSum, split: str, index: int) -> Row:
     """The tool reads `parts` and `results`; the prompt has the first part alone."""
-    told = {"parts": " ".join(made.parts), "results": " ".join(map(str, made.results))}
+    answers = {"parts": " ".join(made.parts), "results": " ".join(map(str, made.results))}
     return {
         "data_source": "retool/steps",
         "prompt": [{"role": "user", "content": made.question}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": str(made.results[-1])},
-        "extra_info": {"split": split, "index": index, **told},
+        "extra_info": {"split": split, "index": index, **answers},
     }
 
 
@@ -170,7 +170,7 @@ def worked(made: PartedSum, dice: Random) -> list[dict[str, Any]]:
         code = f"print(round({made.expression(place)},4))"
         call = {"type": "function", "function": {"name": "python", "arguments": {"code": code}}}
         turns.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        turns.append({"role": "tool", "content": made.told(place)})
+        turns.append({"role": "tool", "content": made.result_text(place)})
         if result == made.results[-1] or dice.random() < STOPS:
             break
     return [*turns, {"role": "assistant", "content": str(result)}]

@@ -1,4 +1,4 @@
-"""The `python` tool beside a sum in parts: a call is told what follows the result that it printed.
+"""The `python` tool for a sum in parts: its answer to a call adds the part that follows the printed result.
 
     user       What is 48+17, then?
     assistant  <tool_call>{"name": "python", "arguments": {"code": "print(round(48+17,4))"}}</tool_call>
@@ -12,8 +12,8 @@
     assistant  175
 
 One call cannot solve such a sum. A problem that stands in the prompt as a whole is one program, however many steps it
-has; here the later parts stand neither in the prompt nor in the interpreter. The agent worker holds them, and a call
-is told one of them at most, where the last line that it printed is the result of the part before.
+has; here the later parts stand neither in the prompt nor in the interpreter. The agent worker holds them, and adds at
+most one to its answer to a call, where the last line that the call printed is the result of the part before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.sandbox import Sandbox
 from penstock.tools import EpisodeBox, PythonTool, ToolInfraError, ToolResult
 from penstock.transfer_queue import Task
 
-TOLD = "\nthen "
+FOLLOWS = "\nthen "
 """Between a result and the part that follows it."""
 
 
@@ -40,9 +40,9 @@ class WorksheetBox(EpisodeBox):
 
 
 class Worksheet(PythonTool):
-    """Runs code as `python` does. What it tells follows from the row and the call alone.
+    """Runs code as `python` does. Its answer depends on the row and the call alone.
 
-    So nothing is counted: another worker that takes the episode over, and a call that is repeated, are told the same.
+    Nothing is counted, so another worker that takes the episode over, and a repeated call, get the same answer.
     """
 
     box_kind = WorksheetBox
@@ -54,7 +54,7 @@ class Worksheet(PythonTool):
         assert isinstance(state, WorksheetBox)
         result = await super().execute(state, arguments)
         following = None if result.is_error else state.follows.get(last_line(result.text))
-        return result if following is None else replace(result, text=f"{result.text}{TOLD}{following}")
+        return result if following is None else replace(result, text=f"{result.text}{FOLLOWS}{following}")
 
 
 def follow_ups(task: Task) -> dict[str, str]:

@@ -55,6 +55,16 @@ def add_call(turn: TurnBuilder, value: Any, arguments_key: str = "arguments", al
     turn.malformed(problem, name if isinstance(name, str) else "")
 
 
+def read_call(text: str, body: int, turn: TurnBuilder) -> int:
+    """Adds the call that the JSON object at `body` is, where a mark before it is all that a syntax has beside it.
+
+    Returns where it ends. Raises `Malformed`.
+    """
+    value, end = read_json(text, body)
+    add_call(turn, value)
+    return end
+
+
 def arguments_key(value: Any, usual: str, other: str) -> str:
     """What a model that was taught `usual` calls the arguments; models tuned on other data keep to `other`."""
     return other if isinstance(value, dict) and other in value and usual not in value else usual

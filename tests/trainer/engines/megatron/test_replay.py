@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from shutil import which
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_runs import INSTALLED, PYTHON, Case, on_ranks, with_distinct_norms
+from megatron_runs import ON_CPU, Case, on_ranks, with_distinct_norms
 from replayed_rows import DIVISOR, LENGTHS, SETTINGS, UNTOLD, by_row, packs_of, told_rows, weighted
 from safetensors.torch import load_file
 from tests.tiny_model import save_tiny_model
@@ -23,16 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from penstock.trainer import Ranks, TrainerConfig, router_metrics
 from penstock.trainer.engines.fsdp import FSDPEngine
-from penstock.trainer.engines.megatron import SETUP_HINT
 
-pytestmark = [
-    pytest.mark.deep,
-    pytest.mark.megatron,
-    pytest.mark.skipif(not INSTALLED, reason=f"no megatron-core and mbridge in {PYTHON}: {SETUP_HINT}"),
-    pytest.mark.skipif(
-        which("nvidia-smi") is not None, reason="its CPU tests run where Transformer Engine is not there"
-    ),
-]
+pytestmark = ON_CPU
 
 MIXTURE: dict[str, Any] = {
     **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
