@@ -70,6 +70,9 @@ class Keeper:
         self._greeting = b""
         """That the driver is ready, until there is somebody to tell."""
         self._running: int | None = None
+        self._heard: int | None = None
+        """The request that the connection of now has asked for: it gets those answers as they come. Another one would get
+        them twice, now and when it asks."""
         self._served = False
 
     def serve(self) -> None:
@@ -94,7 +97,7 @@ class Keeper:
     def _replace(self, client: Peer | None) -> None:
         if self._client is not None:
             self._client.connection.close()
-        self._client = client
+        self._client, self._heard = client, None
         if client is not None:
             client.send(self._greeting)
             self._greeting = b""
@@ -116,6 +119,7 @@ class Keeper:
                 self._to_driver(frame)
             return
         number, have = frame["id"], frame.pop("have", 0)
+        self._heard = number
         if number in self._answers:
             self._to_client(b"".join(self._answers[number][have:]))
             return
@@ -155,7 +159,8 @@ class Keeper:
             self._answers[self._running].append(line)
             if "out" not in frame:
                 self._running, self._served = None, False
-        self._to_client(line)
+        if frame.get("id", self._heard) == self._heard:
+            self._to_client(line)
 
     def _to_client(self, data: bytes) -> None:
         if self._client is not None:
