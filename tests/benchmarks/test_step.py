@@ -192,7 +192,7 @@ def test_a_stack_belongs_to_the_part_of_its_innermost_known_frame() -> None:
 @pytest.mark.redis
 @pytest.mark.bwrap
 async def test_the_cost_of_a_step(measure: Callable[..., Awaitable[dict[str, Any]]]) -> None:
-    measured = await measure("step", PENSTOCK_BENCH_STEPS="20")
+    measured = await measure("step", PENSTOCK_BENCH_STEPS="12")
     figures = measured["figures"]
     known = {"boxes", "engine", "agent workers", "trainer", "sidecar", "supervisor", "redis"}
     assert known <= set(figures["processes"])
