@@ -43,6 +43,10 @@ class ModelBridge:
         self.hf_config = _read_config(self.folder)
         check_model(self.hf_config, config.parallel, model)
         self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        # On a tensor rank whole experts read that rank's tokens alone. Groups of expert ranks sum such gradients; with
+        # one such rank megatron-core takes experts for layers that every tensor rank gives all tokens.
+        whole_experts = config.parallel.tensor > 1 and config.parallel.expert == 1
+        self._on_creation = [_sum_experts_over_tensor_ranks] if whole_experts else []
         self._bridge = _open(self.hf_config, self._dtype, model)
         self._layers = "Transformer Engine's layers" if transformer_engine else "megatron-core's own layers"
         if not transformer_engine:
@@ -72,6 +76,7 @@ class ModelBridge:
                 use_cpu_initialization=self.config.use_cpu_initialization,
                 data_parallel_random_init=False,
                 ddp_config=dict(DATA_PARALLEL),
+                post_model_creation_callbacks=self._on_creation,
             )
             self.load(models, self.folder)
         except UNCONVERTED as error:
@@ -134,6 +139,13 @@ def unwrapped(model: Any) -> Any:
     while hasattr(model, "module"):
         model = model.module
     return model
+
+
+def _sum_experts_over_tensor_ranks(model: nn.Module, **about: Any) -> None:
+    """Before the model is wrapped: the wrapper adds up an expert's gradient over all ranks that have this expert."""
+    for name, parameter in model.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]
 
 
 def _stand_in(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
