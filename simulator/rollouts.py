@@ -41,7 +41,11 @@ class Rollouts:
     """Runs the episodes of groups that were begun and says when a group has ended."""
 
     def __init__(self, clock: Clock, config: Simulation, host: Host | None, ended: Callable[[Group], None]) -> None:
-        self.servers = [Server(clock, config.rollout, host) for _ in range(config.rollout.servers)]
+        self.servers = [Server(clock, config.rollout, host) for _ in range(config.rollout.servers + config.lent)]
+        self._lent = self.servers[config.rollout.servers :]
+        """Those on the trainer's GPUs."""
+        self._asleep = False
+        self._turns = 0
         self.starts = Stage(clock, lambda _: 1.0, config.rollout.starts_at_once, host)
         self.running = 0
         self._clock, self._config, self._ended = clock, config, ended
@@ -59,6 +63,28 @@ class Rollouts:
                 server.stage.pause()
                 self._clock.after(self._config.weights.pause_s, server.stage.resume)
 
+    def sleep(self) -> bool:
+        """Lent servers stop for the trainer; what they decode waits. False: they were asleep."""
+        self._turns += 1
+        if self._asleep:
+            return False
+        self._asleep = True
+        for server in self._lent:
+            server.stage.pause()
+        return True
+
+    def wake(self, after_s: float) -> None:
+        """Lent servers go on, unless the trainer takes the GPUs back before."""
+        turn = self._turns
+        self._clock.after(after_s, lambda: self._awaken(turn))
+
+    def _awaken(self, turn: int) -> None:
+        if turn != self._turns:
+            return
+        self._asleep = False
+        for server in self._lent:
+            server.stage.resume()
+
     def _lease(self) -> None:
         most = self._config.rollout.in_flight
         while self._queue and (not most or self.running < most):
@@ -72,8 +98,9 @@ class Rollouts:
         self.starts.submit(self._config.rollout.start_s, lambda _: self._place(episode))
 
     def _place(self, episode: SimulatedEpisode) -> None:
-        """New episodes go to the server with the fewest."""
-        server = min(self.servers, key=lambda s: s.episodes)
+        """New episodes go to the server with the fewest, of those that are awake."""
+        awake = self.servers[: self._config.rollout.servers] if self._asleep else self.servers
+        server = min(awake, key=lambda s: s.episodes)
         server.episodes += 1
         self._call(episode, server, self._config.work.prompt_tokens)
 

@@ -173,6 +173,40 @@ def test_more_of_anything_is_never_slower(seed: int, staleness: int) -> None:
     assert simulate(changed(base, max_staleness=staleness + 1)).step_s <= step_s * slack
 
 
+def test_gpus_that_are_lent_shorten_the_step_by_what_they_decode() -> None:
+    """Four episodes of 10 tokens, two at once on a server: 20 s of it alone, 10 s of the trainer. With a lent server that
+    is awake while the trainer is not, 2 T + 2 (T - 10) = 40 tokens in T = 15 s at best."""
+    base = cluster(max_staleness=1, rollout=Rollout(token_s=1.0, concurrent=2), steps=12)
+    plain, lent = simulate(base), simulate(changed(base, lend=True))
+    assert plain.step_s == pytest.approx(20)
+    assert 15 <= lent.step_s < plain.step_s
+    assert lent.gpus == plain.gpus
+    assert simulate(changed(base, lend=True, hand_over_s=3)).step_s > lent.step_s
+    assert max(lent.staleness) <= 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"colocated": True}, "colocated: false"),
+        ({"cores": 2}, "cores: 0"),
+        ({"rollout": Rollout(token_s=1.0, gpus=2)}, "no server fits"),
+    ],
+)
+def test_what_cannot_be_lent_is_refused(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        cluster(lend=True, **changes)
+
+
+def test_advice_says_whether_lending_pays() -> None:
+    from penstock.simulator import advised
+
+    waits = cluster(max_staleness=1, rollout=Rollout(token_s=1.0, concurrent=2), steps=12)
+    assert "It pays to lend: with placement.lend a step would take" in advised(waits).advice
+    assert "Lending does not pay" in advised(changed(waits, hand_over_s=60)).advice
+    assert "lend" not in advised(changed(waits, lend=True)).advice.lower()
+
+
 def test_advice_names_the_limit_and_a_faster_split() -> None:
     from penstock.simulator import advised
 
