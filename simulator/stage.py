@@ -117,10 +117,23 @@ class Stage:
             return 0.0
         return float(min(1, self.running) if self._one_core else self.running)
 
-    def submit(self, work: float, done: Callable[[Job], None]) -> None:
+    def submit(self, work: float, done: Callable[[Job], None]) -> Job:
         self.settle()
-        self.waiting.append(Job(work, done))
+        job = Job(work, done)
+        self.waiting.append(job)
         self._fill()
+        return job
+
+    def withdraw(self, job: Job) -> float:
+        """A job that waits or runs here leaves; returns what is left of its work."""
+        self.settle()
+        if any(one is job for one in self.waiting):
+            self.waiting = deque(one for one in self.waiting if one is not job)
+            return job.work
+        self._running = [one for one in self._running if one[2] is not job]
+        heapq.heapify(self._running)
+        self._fill()
+        return max(0.0, job.entered + job.work - self.progress)
 
     def pause(self) -> None:
         self.settle()
