@@ -111,14 +111,16 @@ def test_a_lent_server_samples_between_steps(start_run) -> None:
     """It is asleep while the trainer takes its step, samples in between, and its kill gives the device back; the server
     with a device of its own takes no turn."""
     lent = ("placement.lend=true", f"placement.memory_budget_bytes={BUDGET}")
-    run = start_run("lent", *lent, *SMALL, "trainer.steps=16")
-    run.wait_for(lambda: samples(run, "rollout-lent-0"))
+    # So many episodes for so few places that both servers are full while a batch is sampled.
+    full = ("rollout.max_concurrent=4", "groups_per_step=8", "group_size=8", "data.eval=null", "agent.workers=1")
+    run = start_run("lent", *lent, *full, "trainer.steps=12")
+    run.wait_for(lambda: run.steps() >= 2 and samples(run, "rollout-lent-0"))
     seen = run.pids()
     fence = kill_in_its_turn(run, "engine", "penstock.deploy.cli rollout", "--lent")
     run.wait_for(lambda: gets_on(run, fence, "engine"))
     run.wait_for(lambda: samples(run, "rollout-lent-0"))
     summary = run.finish()
-    assert summary["steps"] == 16
+    assert summary["steps"] == 12
     assert_accounts_balance(summary)
     assert (summary["restarts"]["rollout-lent-0"], summary["restarts"]["rollout-0"]) == (1, 0)
     assert_the_budget_holds(run)
