@@ -127,13 +127,14 @@ def rollout(
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0: a free one; default: the recipe's.")] = None,
     *,
     evaluates: Annotated[bool, typer.Option(help="Serve only evaluations, each at one version.")] = False,
+    lent: Annotated[bool, typer.Option(help="Compute on the trainer's devices, between its steps.")] = False,
     wait_s: WaitS = 0.0,
 ) -> None:
     """Start one rollout server (sidecar and engine) and join a running queue."""
     from penstock.deploy import roles
 
     own = name or f"rollout-{socket.gethostname()}"
-    _run(lambda: roles.rollout(_link(queue, run), own, host, port, evaluates=evaluates, wait_s=wait_s))
+    _run(lambda: roles.rollout(_link(queue, run), own, host, port, evaluates=evaluates, lent=lent, wait_s=wait_s))
 
 
 @app.command()

@@ -57,6 +57,11 @@ class PlacementConfig(BaseModel):
         description="Engines and trainer share the same devices, in turns: engines sleep while the trainer takes its"
         " step, and its states wait in host memory while they sample. `penstock run` on one machine.",
     )
+    lend: bool = Field(
+        False,
+        description="The trainer's devices sample between its steps too: as many more rollout servers as fit on them are"
+        " asleep while a step is trained. `penstock run` on one machine.",
+    )
     memory_budget_bytes: int = Field(
         0,
         ge=0,
@@ -71,6 +76,11 @@ class PlacementConfig(BaseModel):
     hand_over_timeout_s: float = Field(
         900.0, gt=0, description="Longest wait of the trainer for the engines to hand the devices over; then it ends."
     )
+
+    @property
+    def in_turns(self) -> bool:
+        """Some engine and the trainer share devices."""
+        return self.colocated or self.lend
 
 
 class TelemetryConfig(BaseModel):

@@ -4,6 +4,7 @@ The trainer's ranks get the first GPUs, servers the ones that follow:
 
     8 GPUs, trainer.ranks=4, 2 servers split over 2 each:   trainer 0 1 2 3   rollout-0 4 5   rollout-1 6 7
     the same, placement.colocated:                          trainer 0 1 2 3   rollout-0 0 1   rollout-1 2 3
+    the first, placement.lend:      as above, and   rollout-lent-0 0 1   rollout-lent-1 2 3
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class Role:
     stop_grace_s: float = 15.0
     restart_window_s: float = RESTART_WINDOW_S
     number: int | None = None
-    """Its place among those of its kind that may be added and removed; None: it is the only one."""
+    """Its place among those of its kind that may be added and removed; None: it may not."""
+    lent: int | None = None
+    """A rollout server's place on the trainer's devices, which it has between steps; None: it has its own."""
 
     def spec(self, logs: Path, cwd: Path | None = None) -> RoleSpec:
         """How this machine starts it: this Python, this environment, and what is the role's own."""
@@ -78,6 +81,7 @@ def roles_of(config: RunConfig, link: RunConnection) -> list[Role]:
         rollouts.append(
             _role(config, link, "rollout-eval", "rollout", *words, max_restarts=config.rollout.max_restarts)
         )
+    rollouts += [_lent_role(config, link, place) for place in range(lent_servers(config))]
     agents = [agent_role(config, link, number) for number in range(config.agent.workers)]
     return [*rollouts, *agents, _trainer_role(config, link)]
 
@@ -98,6 +102,14 @@ def rollout_role(config: RunConfig, link: RunConnection, number: int) -> Role:
     name = f"rollout-{number}"
     words = ("rollout", "--name", name, "--port", _port(config, number))
     return _role(config, link, name, "rollout", *words, max_restarts=config.rollout.max_restarts, number=number)
+
+
+def _lent_role(config: RunConfig, link: RunConnection, place: int) -> Role:
+    name = f"rollout-lent-{place}"
+    port = _port(config, config.rollout.servers + config.rollout.evaluation_server + place)
+    words = ("rollout", "--name", name, "--port", port, "--lent")
+    role = _role(config, link, name, "rollout", *words, max_restarts=config.rollout.max_restarts)
+    return replace(role, lent=place)
 
 
 def agent_role(config: RunConfig, link: RunConnection, number: int) -> Role:
@@ -173,6 +185,14 @@ def gpus_of_server(rollout: RolloutConfig) -> int:
     return count
 
 
+def lent_servers(config: RunConfig) -> int:
+    """Rollout servers on the trainer's devices, besides `rollout.servers`; where those are CPUs, one."""
+    if not config.placement.lend:
+        return 0
+    each = gpus_of_server(config.rollout)
+    return config.trainer.ranks // each if each else 1
+
+
 def visible_gpus() -> tuple[str, ...]:
     """As CUDA names them: those that CUDA_VISIBLE_DEVICES leaves us, else all that nvidia-smi lists."""
     named = os.environ.get(VARIABLE)
@@ -213,12 +233,14 @@ def gpus_of(role: Role, config: RunConfig, gpus: Sequence[str]) -> tuple[str, ..
         return tuple(gpus[: config.trainer.ranks])
     if role.kind != "rollout":
         return None
+    if role.lent is not None:
+        return tuple(gpus[index] for index in places_of_server(config, role.lent, len(gpus), lent=True))
     number = config.rollout.servers if role.number is None else role.number  # the evaluation server has none
     return tuple(gpus[index] for index in places_of_server(config, number, len(gpus)))
 
 
-def places_of_server(config: RunConfig, number: int, count: int) -> list[int]:
-    """Which of `count` GPUs rollout server `number` computes on."""
+def places_of_server(config: RunConfig, number: int, count: int, *, lent: bool = False) -> list[int]:
+    """Which of `count` GPUs rollout server `number`, or the lent one of that number, computes on."""
     each = gpus_of_server(config.rollout)
-    start = number * each + (0 if config.placement.colocated else config.trainer.ranks)
+    start = number * each + (0 if config.placement.colocated or lent else config.trainer.ranks)
     return [(start + i) % count for i in range(min(each, count))]

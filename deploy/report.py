@@ -22,6 +22,7 @@ from penstock.common import JsonlTail, rewrite_jsonl
 from penstock.dashboard import Pulse, RunFiles, advise, flat, flat_rewards, rollout_idle
 from penstock.deploy.config import RunConfig
 from penstock.deploy.lives import LivesFile
+from penstock.deploy.plan import lent_servers
 from penstock.deploy.run_dir import RunDir
 from penstock.deploy.supervisor import KillerCheck, StalledRun, SupervisedRole, VersionRefused, Watchdog
 from penstock.transfer_queue import QueueError, ServerInfo, Status, TransferQueue
@@ -134,6 +135,7 @@ def describe(config: RunConfig) -> str:
         f"{config.rollout.servers} {config.rollout.engine} server(s), {config.agent.workers} agent worker(s), "
         f"{config.trainer.ranks} trainer rank(s)"
         + (", in turns on the same devices" if config.placement.colocated else "")
+        + (f", {lent_servers(config)} more server(s) on the trainer's devices" if config.placement.lend else "")
     )
 
 

@@ -130,9 +130,9 @@ def context_of(link: RunConnection, queue: TransferQueue, config: RunConfig) -> 
 
 
 def turn_of(config: RunConfig) -> TurnSettings | None:
-    """Of devices that engines and trainer share; None: each has its own."""
+    """Of devices that the trainer shares with engines; None: it has its own."""
     placement = config.placement
-    if not placement.colocated:
+    if not placement.in_turns:
         return None
     return TurnSettings(
         placement.memory_budget_bytes,
@@ -142,14 +142,29 @@ def turn_of(config: RunConfig) -> TurnSettings | None:
     )
 
 
+def turn_of_server(config: RunConfig, *, lent: bool) -> TurnSettings | None:
+    """Of devices that a rollout server shares with the trainer; None: it has its own. Raises `FatalError`."""
+    if lent and not config.placement.lend:
+        raise FatalError("--lent: this run's trainer keeps its devices; set placement.lend=true in its recipe")
+    return turn_of(config) if lent or config.placement.colocated else None
+
+
 def seed_of_server(seed: int, name: str) -> int:
     """Of its engine's sampling: servers with one seed would answer one prompt alike. The same after a restart."""
     return xxhash.xxh32_intdigest(f"{seed}/{name}".encode()) >> 1  # 31 bits: engines take a signed number
 
 
 async def rollout(
-    link: RunConnection, name: str, host: str | None, port: int | None, *, evaluates: bool = False, wait_s: float = 0.0
+    link: RunConnection,
+    name: str,
+    host: str | None,
+    port: int | None,
+    *,
+    evaluates: bool = False,
+    lent: bool = False,
+    wait_s: float = 0.0,
 ) -> None:
+    """`lent`: on the trainer's devices, in turns with it."""
     with uncollected():
         from penstock.gateway import GatewayJob, mount
         from penstock.rollout_server import EngineError, ServerJob, serve
@@ -169,7 +184,7 @@ async def rollout(
         evaluates=evaluates,
         metrics_token=metrics_token(link.token),
         mount=mount(recorded),
-        turn=turn_of(config),
+        turn=turn_of_server(config, lent=lent),
     )
     # The sidecar has restarted its engine as often as it may; `NotPrivate` is an `OSError`.
     with fatal(EngineError, OverBudget, OSError), weights_entered(config, link.token), frozen_start():

@@ -83,7 +83,7 @@ class RunDir:
 
     @property
     def turns(self) -> Path:
-        """Who held the shared devices, and how much of them, of a colocated run; written when it ends."""
+        """Who held the shared devices, and how much of them, of a run in turns; written when it ends."""
         return self.root / "turns.jsonl"
 
     @property

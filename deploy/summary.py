@@ -26,7 +26,7 @@ async def write_summary(config: RunConfig, run: RunDir, queue: TransferQueue, to
     rows = last_by(read_jsonl(run.metrics), "step")
     status, updates = await queue.status(), await queue.updates()
     rewrite_jsonl(run.weight_updates, map(asdict, updates))
-    turns = await queue.turn_reports() if config.placement.colocated else []
+    turns = await queue.turn_reports() if config.placement.in_turns else []
     if turns:
         rewrite_jsonl(run.turns, map(asdict, turns))
     summary = {

@@ -109,6 +109,8 @@ class Simulation(Section):
         "bounded", description="Which groups a step takes: as the queue does, none over-age; or whichever ended first."
     )
     colocated: bool = Field(False, description="Rollout and training take turns on the same GPUs.")
+    lend: bool = Field(False, description="The trainer's GPUs decode between its steps, as further servers.")
+    hand_over_s: float = Field(0, ge=0, description="Seconds until GPUs that are lent have changed sides, each way.")
     group_size: int = Field(8, ge=1, description="Episodes per task.")
     groups_per_step: int = Field(8, ge=1, description="Tasks per step.")
     work: Work
@@ -126,10 +128,19 @@ class Simulation(Section):
         rollout, trainer = self.rollout.servers * self.rollout.gpus, self.trainer.ranks * self.trainer.gpus
         return max(rollout, trainer) if self.colocated else rollout + trainer
 
+    @property
+    def lent(self) -> int:
+        """Servers on the trainer's GPUs."""
+        return int(self.trainer.ranks * self.trainer.gpus // self.rollout.gpus) if self.lend else 0
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.colocated and self.max_staleness:
             raise ValueError("colocated: roles that take turns are synchronous; set max_staleness: sync")
+        if self.lend and (self.colocated or self.cores):
+            raise ValueError("lend: the trainer has GPUs of its own to lend; set colocated: false and cores: 0")
+        if self.lend and not self.lent:
+            raise ValueError("lend: no server fits on the trainer's GPUs; lower rollout.gpus, or raise trainer.ranks")
         if self.groups_per_step % self.trainer.chunks:
             raise ValueError(f"trainer.chunks: {self.groups_per_step} groups do not divide into {self.trainer.chunks}")
         if self.shipping == "bounded" and (self.max_staleness % 1 or self.trainer.chunks > 1):

@@ -110,7 +110,13 @@ class Pipeline:
         chosen = {group.number for group in taken}
         self._ready = [group for group in self._ready if group.number not in chosen]
         self._part, self._training = taken, True
-        self.trainer.submit(self._work_s(taken), lambda _: self._part_trained())
+        if self.config.lend and self.rollouts.sleep():
+            self.clock.after(self.config.hand_over_s, self._train)
+        else:
+            self._train()
+
+    def _train(self) -> None:
+        self.trainer.submit(self._work_s(self._part), lambda _: self._part_trained())
 
     def _work_s(self, groups: list[Group]) -> float:
         trainer = self.config.trainer
@@ -136,6 +142,8 @@ class Pipeline:
     def _go_on(self) -> None:
         self._training = False
         self._try_train()
+        if self.config.lend and not self._training:
+            self.rollouts.wake(self.config.hand_over_s)
 
     def _arrived(self, version: int) -> None:
         self.version = version

@@ -37,7 +37,8 @@ class Result:
     trainer_bubble: float
     """Share of the time in which the trainer trains nothing."""
     rollout_bubble: float
-    """Share of the servers' time in which they decode nothing. A server with one straggler counts as decoding."""
+    """Share of the servers' time in which they decode nothing. A server with one straggler counts as decoding; a lent one
+    has the time in which the trainer trains nothing."""
     tokens_decoded_per_s: float
     staleness: dict[int, float]
     """Share of trained tokens by age in versions."""
@@ -83,15 +84,16 @@ class Accounts:
         first, last = self._steps[self._config.warmup], self._steps[-1]
         counted = self._steps[self._config.warmup + 1 :]
         wall_s = last.ended_s - first.ended_s
-        servers, episodes = self._config.rollout.servers, self._config.groups_per_step * self._config.group_size
+        trained_s, episodes = last.trained_s - first.trained_s, self._config.groups_per_step * self._config.group_size
+        servers_s = wall_s * self._config.rollout.servers + (wall_s - trained_s) * self._config.lent
         total = sum(self._ages.values()) or 1.0
         ages = {age: self._ages[age] / total for age in sorted(self._ages)}
         return Result(
             step_s=wall_s / len(counted),
             tokens_per_s=self.tokens / wall_s,
-            train_s=(last.trained_s - first.trained_s) / len(counted),
-            trainer_bubble=1 - (last.trained_s - first.trained_s) / wall_s,
-            rollout_bubble=1 - (last.decoding_s - first.decoding_s) / (wall_s * servers),
+            train_s=trained_s / len(counted),
+            trainer_bubble=1 - trained_s / wall_s,
+            rollout_bubble=1 - (last.decoding_s - first.decoding_s) / servers_s,
             tokens_decoded_per_s=(last.decoded - first.decoded) / wall_s,
             staleness=ages,
             staleness_mean=sum(age * share for age, share in ages.items()),

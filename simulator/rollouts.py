@@ -18,16 +18,17 @@ class Server:
             return 1.0 / (config.token_s + config.token_s_per_sequence * (running - 1))
 
         self.stage = Stage(clock, speed, config.concurrent, host, one_core=True)
-        self.episodes = 0
+        self.episodes: dict[int, SimulatedEpisode] = {}
+        """Those that are on it, by identity."""
         self._versions: list[tuple[float, int]] = [(0.0, 0)]
 
     def swap(self, version: int) -> None:
         self.stage.settle()
         self._versions.append((self.stage.progress, version))
 
-    def count_tokens(self, episode: SimulatedEpisode, job: Job) -> None:
-        """Add the job's tokens to the versions under which they were decoded."""
-        upper = job.entered + job.work
+    def count_tokens(self, episode: SimulatedEpisode, job: Job, tokens: float) -> None:
+        """Add the job's first `tokens` to the versions under which they were decoded."""
+        upper = job.entered + tokens
         for since, version in reversed(self._versions):
             lower = max(since, job.entered)
             if upper > lower:
@@ -41,10 +42,17 @@ class Rollouts:
     """Runs the episodes of groups that were begun and says when a group has ended."""
 
     def __init__(self, clock: Clock, config: Simulation, host: Host | None, ended: Callable[[Group], None]) -> None:
-        self.servers = [Server(clock, config.rollout, host) for _ in range(config.rollout.servers)]
+        self.servers = [Server(clock, config.rollout, host) for _ in range(config.rollout.servers + config.lent)]
+        self._lent = self.servers[config.rollout.servers :]
+        """Those on the trainer's GPUs."""
+        self._asleep = False
+        self._turns = 0
         self.starts = Stage(clock, lambda _: 1.0, config.rollout.starts_at_once, host)
         self.running = 0
         self._clock, self._config, self._ended = clock, config, ended
+        self._at: dict[int, Server] = {}
+        self._jobs: dict[int, Job] = {}
+        """The call of each episode that waits or runs at its server."""
         self._queue: deque[SimulatedEpisode] = deque()
 
     def begin(self, group: Group) -> None:
@@ -59,6 +67,30 @@ class Rollouts:
                 server.stage.pause()
                 self._clock.after(self._config.weights.pause_s, server.stage.resume)
 
+    def sleep(self) -> bool:
+        """Lent servers stop for the trainer; their episodes go on at others. False: they were asleep."""
+        self._turns += 1
+        if self._asleep:
+            return False
+        self._asleep = True
+        for server in self._lent:
+            server.stage.pause()
+            for episode in list(server.episodes.values()):
+                self._move(episode)
+        return True
+
+    def wake(self, after_s: float) -> None:
+        """Lent servers go on, unless the trainer takes the GPUs back before."""
+        turn = self._turns
+        self._clock.after(after_s, lambda: self._awaken(turn))
+
+    def _awaken(self, turn: int) -> None:
+        if turn != self._turns:
+            return
+        self._asleep = False
+        for server in self._lent:
+            server.stage.resume()
+
     def _lease(self) -> None:
         most = self._config.rollout.in_flight
         while self._queue and (not most or self.running < most):
@@ -72,34 +104,51 @@ class Rollouts:
         self.starts.submit(self._config.rollout.start_s, lambda _: self._place(episode))
 
     def _place(self, episode: SimulatedEpisode) -> None:
-        """New episodes go to the server with the fewest."""
-        server = min(self.servers, key=lambda s: s.episodes)
-        server.episodes += 1
-        self._call(episode, server, self._config.work.prompt_tokens)
+        self._at[id(episode)] = server = self._emptiest()
+        server.episodes[id(episode)] = episode
+        self._call(episode, self._config.work.prompt_tokens)
 
-    def _call(self, episode: SimulatedEpisode, server: Server, new_tokens: float) -> None:
+    def _emptiest(self) -> Server:
+        """The server with the fewest episodes, of those that are awake."""
+        awake = self.servers[: self._config.rollout.servers] if self._asleep else self.servers
+        return min(awake, key=lambda s: len(s.episodes))
+
+    def _move(self, episode: SimulatedEpisode) -> None:
+        """To another server, with what is left of its call."""
+        before, job = self._at[id(episode)], self._jobs.get(id(episode))
+        self._at[id(episode)] = server = self._emptiest()
+        server.episodes[id(episode)] = before.episodes.pop(id(episode))
+        if job is not None:
+            left = before.stage.withdraw(job)
+            before.count_tokens(episode, job, job.work - left)
+            self._jobs[id(episode)] = server.stage.submit(left, job.done)
+
+    def _call(self, episode: SimulatedEpisode, new_tokens: float) -> None:
         rate = self._config.rollout.prefill_tokens_per_s
-        share = episode.tokens / episode.turns
-
-        def decoded(job: Job) -> None:
-            server.count_tokens(episode, job)
-            self._answered(episode, server)
-
         if rate and new_tokens:
-            self._clock.after(new_tokens / rate, lambda: server.stage.submit(share, decoded))
+            self._clock.after(new_tokens / rate, lambda: self._decode(episode))
         else:
-            server.stage.submit(share, decoded)
+            self._decode(episode)
 
-    def _answered(self, episode: SimulatedEpisode, server: Server) -> None:
+    def _decode(self, episode: SimulatedEpisode) -> None:
+        stage, share = self._at[id(episode)].stage, episode.tokens / episode.turns
+        self._jobs[id(episode)] = stage.submit(share, lambda job: self._decoded(episode, job))
+
+    def _decoded(self, episode: SimulatedEpisode, job: Job) -> None:
+        del self._jobs[id(episode)]
+        self._at[id(episode)].count_tokens(episode, job, job.work)
+        self._answered(episode)
+
+    def _answered(self, episode: SimulatedEpisode) -> None:
         episode.turn += 1
         if episode.turn == episode.turns:
-            self._finish(episode, server)
+            self._finish(episode)
             return
         observed = self._config.work.observation_tokens
-        self._clock.after(episode.tool_s[episode.turn - 1], lambda: self._call(episode, server, observed))
+        self._clock.after(episode.tool_s[episode.turn - 1], lambda: self._call(episode, observed))
 
-    def _finish(self, episode: SimulatedEpisode, server: Server) -> None:
-        server.episodes -= 1
+    def _finish(self, episode: SimulatedEpisode) -> None:
+        del self._at.pop(id(episode)).episodes[id(episode)]
         self.running -= 1
         episode.group.running -= 1
         self._lease()

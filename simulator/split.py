@@ -1,4 +1,4 @@
-"""Advice: what limits a described cluster, and which split of the same GPUs would be faster."""
+"""Advice: what limits a described cluster, which split of the same GPUs would be faster, and whether lending pays."""
 
 from __future__ import annotations
 
@@ -11,13 +11,25 @@ from penstock.simulator.result import Result
 SHARES = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 """Of the GPUs, for rollout: the splits that are tried."""
 WORTH_IT = 0.97
-"""A split that is not 3 % faster is not recommended."""
+"""What is not 3 % faster is not recommended."""
+IDLE = 0.05
+"""Share of the time that the trainer must wait before it is asked whether it should lend its GPUs."""
 
 
 def advised(config: Simulation) -> Result:
     """The run with `advice` filled in. Simulates the other splits too, so it takes some times as long."""
     found = simulate(config)
-    return replace(found, advice=f"{limit(config, found)} {_split(config, found)}")
+    return replace(found, advice=f"{limit(config, found)} {_split(config, found)}{_lending(config, found)}")
+
+
+def _lending(config: Simulation, found: Result) -> str:
+    """Nothing where the trainer lends already, hardly waits, or has no GPUs of its own on which a server fits."""
+    fits = config.trainer.ranks * config.trainer.gpus >= config.rollout.gpus
+    if config.lend or config.colocated or config.cores or not fits or found.trainer_bubble < IDLE:
+        return ""
+    step_s = simulate(config.model_copy(update={"lend": True})).step_s
+    with_it = f"with placement.lend a step would take {step_s:.1f} s, {config.hand_over_s:g} s for each hand-over counted"
+    return f" It pays to lend: {with_it}." if step_s <= WORTH_IT * found.step_s else f" Lending does not pay: {with_it}."
 
 
 def limit(config: Simulation, found: Result) -> str:
@@ -25,7 +37,7 @@ def limit(config: Simulation, found: Result) -> str:
     trainer, rollout = found.trainer_bubble, found.rollout_bubble
     if config.max_staleness == 0:
         return f"Synchronous: the trainer waits {trainer:.0%} of the time, rollout servers {rollout:.0%}."
-    if trainer < 0.05:
+    if trainer < IDLE:
         return f"The trainer is the limit: it waits {trainer:.0%} of the time, rollout servers {rollout:.0%}."
     if rollout < 0.05:
         return f"Rollout is the limit: servers wait {rollout:.0%} of the time, the trainer {trainer:.0%}."

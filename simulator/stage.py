@@ -83,7 +83,7 @@ class Host:
 
 
 class Stage:
-    """At most `capacity` jobs run, further ones wait in order. A pause stops progress, not the queue."""
+    """At most `capacity` jobs run, further ones wait in order. A pause stops progress, not the queue; pauses nest."""
 
     def __init__(self, clock: Clock, speed: Speed, capacity: int, host: Host | None = None, one_core: bool = False):
         self.progress = 0.0
@@ -98,7 +98,7 @@ class Stage:
         self._entered = 0
         self._settled_s = clock.now_s
         self._plan = 0
-        self._paused = False
+        self._pauses = 0
         if host is not None:
             host.stages.append(self)
 
@@ -113,23 +113,36 @@ class Stage:
     @property
     def demand(self) -> float:
         """Cores asked for: one for the whole stage, or one per job."""
-        if self._paused:
+        if self._pauses:
             return 0.0
         return float(min(1, self.running) if self._one_core else self.running)
 
-    def submit(self, work: float, done: Callable[[Job], None]) -> None:
+    def submit(self, work: float, done: Callable[[Job], None]) -> Job:
         self.settle()
-        self.waiting.append(Job(work, done))
+        job = Job(work, done)
+        self.waiting.append(job)
         self._fill()
+        return job
+
+    def withdraw(self, job: Job) -> float:
+        """A job that waits or runs here leaves; returns what is left of its work."""
+        self.settle()
+        if any(one is job for one in self.waiting):
+            self.waiting = deque(one for one in self.waiting if one is not job)
+            return job.work
+        self._running = [one for one in self._running if one[2] is not job]
+        heapq.heapify(self._running)
+        self._fill()
+        return max(0.0, job.entered + job.work - self.progress)
 
     def pause(self) -> None:
         self.settle()
-        self._paused = True
+        self._pauses += 1
         self._changed()
 
     def resume(self) -> None:
         self.settle()
-        self._paused = False
+        self._pauses -= 1
         self._changed()
 
     def settle(self) -> None:
@@ -152,7 +165,7 @@ class Stage:
             self._clock.after(left / rate, lambda: self._end_first(plan))
 
     def _rate(self) -> float:
-        if self._paused or not self._running:
+        if self._pauses or not self._running:
             return 0.0
         return self._speed(len(self._running)) * (self._host.share if self._host else 1.0)
 

@@ -66,6 +66,11 @@ class BadJob(ValueError):
     """The job cannot be right; the message names the setting and the fix."""
 
 
+def no_replay(cause: object) -> BadJob:
+    """What refuses `rollout.routing_replay` because of `cause`."""
+    return BadJob(f"rollout.routing_replay: {cause}; set it to false, and the trainer's own routers choose")
+
+
 def needs_of_advantage(config: TrainerConfig) -> frozenset[str]:
     """What the run must have for its estimator, see `registry.needs_of`."""
     from penstock.trainer.advantages import ADVANTAGES, needs_of

@@ -63,7 +63,7 @@ class TrainerDevices:
         if not self._shares:
             return
         if not isinstance(engine, SharingEngine):
-            raise BadJob("placement.colocated needs trainer.engine=fsdp: no other one moves its states to the host")
+            raise BadJob("placement: turns need trainer.engine=fsdp: no other one moves its states to the host")
         self._engine = engine
         self._needs = int(await self._in_torch(self._ranks.sum, engine.turn_bytes))
         if self._turn is not None:

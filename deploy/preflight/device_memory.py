@@ -1,7 +1,7 @@
 """The memory of one device that trainer and engines share, and of every recipe below a folder.
 
     one device  =  what a trainer's rank keeps on it  +  the share that each engine on it claims
-    colocated   =  the larger one of the two  +  what sleeping processes keep
+    in turns    =  the larger one of the two  +  what sleeping processes keep
 
 An engine claims a share of the whole device (vLLM's ``gpu_memory_utilization``, SGLang's ``mem_fraction_static``), and
 its weights and the KV cache of one request must fit into that. Which device has what is as in `plan`: ranks get the
@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from penstock.deploy.config import ConfigError, RunConfig, load_config
-from penstock.deploy.plan import gpus_of_server, places_of_server
+from penstock.deploy.plan import gpus_of_server, lent_servers, places_of_server
 from penstock.deploy.preflight.check import Check, human, skipped
 from penstock.deploy.preflight.memory import (
     ModelShape,
@@ -76,18 +76,25 @@ def check_device(name: str, config: RunConfig, shape: ModelShape, gpus: Gpus) ->
 
 def busiest(config: RunConfig, shape: ModelShape, gpus: Gpus) -> dict[str, float]:
     """Bytes by part of the device that is over its limit, else of the fullest that a rank is on."""
-    rank, colocated = _rank_parts(config, shape), config.placement.colocated
+    rank, claim = _rank_parts(config, shape), _claim(config) * gpus.bytes
     servers = config.rollout.servers + config.rollout.evaluation_server
-    placed = [place for number in range(servers) for place in places_of_server(config, number, gpus.count)]
+    own = [place for number in range(servers) for place in places_of_server(config, number, gpus.count)]
+    in_turns = [
+        place
+        for number in range(lent_servers(config))
+        for place in places_of_server(config, number, gpus.count, lent=True)
+    ]
+    if config.placement.colocated:
+        own, in_turns = [], own
     # Further ranks are on further machines of as many GPUs.
     devices: list[dict[str, float]] = []
     for index in range(gpus.count):
-        on_it, engines = (rank if index < config.trainer.ranks else {}), placed.count(index)
-        claimed = engines * _claim(config) * gpus.bytes
-        if colocated and on_it and engines:
-            devices += [{**on_it, ASLEEP: engines * RESIDUE}, {ENGINES: claimed, ASLEEP: RESIDUE}]
+        on_it, awake, sleepers = (rank if index < config.trainer.ranks else {}), own.count(index), in_turns.count(index)
+        if on_it and sleepers:
+            devices.append({**on_it, ENGINES: awake * claim, ASLEEP: sleepers * RESIDUE})
+            devices.append({ENGINES: (awake + sleepers) * claim, ASLEEP: RESIDUE})
         else:
-            devices.append({**on_it, ENGINES: claimed})
+            devices.append({**on_it, ENGINES: (awake + sleepers) * claim})
     return max(devices, key=lambda parts: _fullness(parts, gpus))
 
 

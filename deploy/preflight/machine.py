@@ -10,7 +10,14 @@ from itertools import permutations
 from typing import Any
 
 from penstock.deploy.config import ConfigError, RunConfig
-from penstock.deploy.plan import NODES_VARIABLE, gpus_of_server, has_gpu, places_of_server, smallest_gpu_bytes
+from penstock.deploy.plan import (
+    NODES_VARIABLE,
+    gpus_of_server,
+    has_gpu,
+    lent_servers,
+    places_of_server,
+    smallest_gpu_bytes,
+)
 from penstock.deploy.preflight.check import Check, cores, human, memory_bytes, skipped, warning
 from penstock.deploy.preflight.device_memory import Gpus, check_device, find_shape
 from penstock.deploy.preflight.memory import model_shape, needs_critic, server_bytes, trainer_bytes
@@ -150,6 +157,8 @@ def _enough(config: RunConfig, count: int, names: list[str]) -> Check:
         return Check("gpus", False, found, fix)
     if config.placement.colocated:
         return Check("gpus", True, f"{found}, in turns with the trainer")
+    if config.placement.lend:
+        found = f"{found}, {lent_servers(config)} more in turns with the trainer"
     if ranks + servers * each > count:
         fix = "start servers on other machines, or let each engine take a part of its device (gpu_memory_utilization)"
         return warning("gpus", f"{found}: trainer and engines share devices", fix)

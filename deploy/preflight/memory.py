@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deploy.config import RunConfig
-from penstock.deploy.plan import has_gpu
+from penstock.deploy.plan import has_gpu, lent_servers
 from penstock.deploy.preflight.check import Check, available_bytes, human, memory_bytes, skipped, warning
 from penstock.deploy.preflight.model import BadModelFiles, WeightFiles, read_config, read_weights
 from penstock.deploy.preflight.routing import token_bytes
@@ -204,16 +204,17 @@ def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     states = rank["weights"] + rank["gradients"] + rank["moments"]
     # megatron loads the model whole on every rank; fsdp reads slices.
     loaded = MASTER * shape.parameters if trainer.engine == "megatron" else 0
-    colocated = config.placement.colocated
-    rank_bytes = max(loaded, states if trainer.offload or colocated else 0) if on_gpu else sum(rank.values())
+    placement = config.placement
+    rank_bytes = max(loaded, states if trainer.offload or placement.in_turns else 0) if on_gpu else sum(rank.values())
     served_here = rollout.engine == "hf" or not on_gpu
     served = server_bytes(shape, config, cached_tokens(config))
-    asleep = served["weights"] if colocated and config.placement.sleep_level == 1 else 0
-    server = sum(served.values()) if served_here else asleep
-    torch_processes = rollout.servers + trainer.ranks
+    servers = rollout.servers + lent_servers(config)
+    sleepers = servers if placement.colocated else lent_servers(config)
+    asleep = served["weights"] if placement.sleep_level == 1 else 0
+    torch_processes = servers + trainer.ranks
     return {
         "trainer": trainer.ranks * rank_bytes,
-        "servers": rollout.servers * server,
+        "servers": servers * sum(served.values()) if served_here else sleepers * asleep,
         "published weights": 0 if rollout.weight_transport == "disk" else published_bytes(shape, config),
         "in flight": 0 if config.transfer_queue.url else min(in_flight_bytes(config), config.transfer_queue.max_bytes),
         "processes": torch_processes * TORCH_PROCESS + config.agent.workers * WORKER_PROCESS,

@@ -24,6 +24,7 @@ import yaml
 from penstock.common import HOST_VARIABLE, is_loopback, own_host, reachable_host
 from penstock.deploy.config import RunConfig, parse_config
 from penstock.deploy.connection import PASSWORD_VARIABLE, TOKEN_VARIABLE, USER_VARIABLE, RunConnection, redis_login
+from penstock.deploy.plan import lent_servers
 from penstock.deploy.preflight.check import Check, human, skipped, warning
 from penstock.transfer_queue import (
     Announcement,
@@ -38,7 +39,7 @@ from penstock.transfer_queue.redis import Connection, redact
 
 def check_ports(config: RunConfig) -> Iterator[Check]:
     rollout, page = config.rollout, config.dashboard
-    servers = rollout.servers + rollout.evaluation_server
+    servers = rollout.servers + rollout.evaluation_server + lent_servers(config)
     if rollout.servers:
         ports = range(rollout.port, rollout.port + servers) if rollout.port else [0]
         yield _listened("rollout", rollout.host, ports, "host", "port")

@@ -1,4 +1,5 @@
-"""What `placement.colocated` needs: settings that go together, and each side's memory while the other one sleeps.
+"""What `placement.colocated` and `placement.lend` need: settings that go together, and each side's memory while the
+other one sleeps.
 
     engines' turn    =  servers: weights + KV cache        trainer: nothing but what its process needs anyway
     trainer's turn   =  ranks: weights + gradients + moments, on a GPU activations too     engines: nothing
@@ -12,40 +13,58 @@ import os
 from collections.abc import Iterator
 
 from penstock.deploy.config import ConfigError, RunConfig
-from penstock.deploy.plan import NODES_VARIABLE
+from penstock.deploy.plan import NODES_VARIABLE, gpus_of_server, lent_servers
 from penstock.deploy.preflight.check import Check, human
 from penstock.deploy.preflight.device_memory import find_shape
 from penstock.deploy.preflight.memory import cached_tokens, needs_critic, server_bytes, trainer_bytes
 
 STATES = ("weights", "gradients", "moments")
-NAME = "placement.colocated"
 
 
 def refuse_elsewhere(config: RunConfig, where: str) -> None:
     """Raises `ConfigError`: roles that are placed on several machines share no device."""
-    if config.placement.colocated:
+    if config.placement.in_turns:
         raise ConfigError(
-            f"{NAME}: engines and trainer share the devices of one machine, and {where} places roles on several:"
-            " use `penstock run RECIPE` on that machine, or set placement.colocated=false"
+            f"{_key(config)}: engines and trainer share the devices of one machine, and {where} places roles on several:"
+            f" use `penstock run RECIPE` on that machine, or set {_key(config)}=false"
         )
+
+
+def _key(config: RunConfig) -> str:
+    return "placement.colocated" if config.placement.colocated else "placement.lend"
 
 
 def check_turns(config: RunConfig) -> Iterator[Check]:
     """Nothing where the devices are not shared."""
-    if not config.placement.colocated:
+    if not config.placement.in_turns:
         return
     for found, fix in _unfit(config):
-        yield Check(NAME, False, found, fix)
+        yield Check(_key(config), False, found, fix)
+    if config.placement.lend:
+        for found, fix in _unfit_to_lend(config):
+            yield Check("placement.lend", False, found, fix)
     yield _check_budget(config)
 
 
+def _unfit_to_lend(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if config.placement.colocated:
+        yield "placement.colocated gives all servers the trainer's devices already", "set one of the two to false"
+    elif not config.rollout.servers:
+        yield "rollout.servers=0: the only servers are the lent ones", "set rollout.servers, or placement.colocated=true"
+    elif not lent_servers(config):
+        yield (
+            f"a rollout server takes {gpus_of_server(config.rollout)} GPUs, and the trainer has {config.trainer.ranks}",
+            "split servers over fewer GPUs, raise trainer.ranks, or set placement.lend=false",
+        )
+
+
 def _unfit(config: RunConfig) -> Iterator[tuple[str, str]]:
-    rollout, trainer = config.rollout, config.trainer
+    rollout, trainer, key = config.rollout, config.trainer, _key(config)
     nodes = int(os.environ.get(NODES_VARIABLE) or 1)
     if nodes > 1:
         yield (
             f"the trainer is on {nodes} machines ({NODES_VARIABLE})",
-            "run it on one machine, or placement.colocated=false",
+            f"run it on one machine, or {key}=false",
         )
     if rollout.broadcasts_weights:
         yield (
@@ -55,13 +74,13 @@ def _unfit(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
     if rollout.engine == "served":
         yield "rollout.engine=served is a server of its own, which does not sleep", "rollout.engine=hf, vllm or sglang"
-    if not rollout.servers:
+    if config.placement.colocated and not rollout.servers:
         yield (
             "rollout.servers=0: no engine of this run is on the devices",
             "set rollout.servers, or placement.colocated=false",
         )
     if trainer.engine != "fsdp":
-        fix = "set trainer.engine=fsdp, or placement.colocated=false"
+        fix = f"set trainer.engine=fsdp, or {key}=false"
         yield f"trainer.engine={trainer.engine} cannot move its states to the host between steps", fix
     if config.placement.memory_budget_bytes and rollout.engine != "hf":
         yield (
@@ -78,7 +97,8 @@ def turn_bytes(config: RunConfig) -> dict[str, float] | None:
     shape, _ = find_shape(config)
     if shape is None:
         return None
-    servers = config.rollout.servers + config.rollout.evaluation_server
+    placement, rollout = config.placement, config.rollout
+    servers = rollout.servers + rollout.evaluation_server if placement.colocated else lent_servers(config)
     rank = trainer_bytes(shape, config.trainer, config.rollout.max_model_len, critic=needs_critic(config))
     return {
         "engines": servers * sum(server_bytes(shape, config, cached_tokens(config)).values()),

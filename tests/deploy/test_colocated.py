@@ -1,4 +1,4 @@
-"""Whole runs whose engine and trainer share one device in turns: what they learn, the byte budget, kills in a turn."""
+"""Whole runs whose engine and trainer share one device in turns: the byte budget, kills in a turn, a device that is lent."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import asyncio
 import json
 import os
 import signal
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import pytest
 from tests.deploy.conftest import LivingRun, assert_accounts_balance, assert_nothing_left
 
 from penstock.deploy import RunConnection
-from penstock.transfer_queue import Turns
+from penstock.transfer_queue import TransferQueue, Turns
 
 pytestmark = [
     *(pytest.mark.deep, pytest.mark.crash, pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch),
     pytest.mark.timeout(1500),
 ]
 
+T = TypeVar("T")
 BUDGET = 72 << 20
 """Above what either side needs of the calculator's model, and below what both need together."""
 SHARED = ("placement.colocated=true", f"placement.memory_budget_bytes={BUDGET}")
@@ -88,12 +90,45 @@ def gets_on(run: LivingRun, fence: int, dead: str) -> bool:
 
 
 def turns_of(run: LivingRun) -> Turns:
-    async def ask() -> Turns:
+    return asked(run, lambda queue: queue.turns())
+
+
+def asked(run: LivingRun, question: Callable[[TransferQueue], Awaitable[T]]) -> T:
+    """What the run's queue answers."""
+
+    async def ask() -> T:
         link = RunConnection.from_lines((run.root / "connect.env").read_text())
         queue, _ = await link.join()
         try:
-            return await queue.turns()
+            return await question(queue)
         finally:
             await queue.close()
 
     return asyncio.run(ask())
+
+
+def test_a_lent_server_samples_between_steps(start_run) -> None:
+    """It is asleep while the trainer takes its step, samples in between, and its kill gives the device back; the server
+    with a device of its own takes no turn."""
+    lent = ("placement.lend=true", f"placement.memory_budget_bytes={BUDGET}")
+    # So many episodes for so few places that both servers are full while a batch is sampled.
+    full = ("rollout.max_concurrent=4", "groups_per_step=8", "group_size=8", "data.eval=null", "agent.workers=1")
+    run = start_run("lent", *lent, *full, "trainer.steps=12")
+    run.wait_for(lambda: run.steps() >= 2 and samples(run, "rollout-lent-0"))
+    seen = run.pids()
+    fence = kill_in_its_turn(run, "engine", "penstock.deploy.cli rollout", "--lent")
+    run.wait_for(lambda: gets_on(run, fence, "engine"))
+    run.wait_for(lambda: samples(run, "rollout-lent-0"))
+    summary = run.finish()
+    assert summary["steps"] == 12
+    assert_accounts_balance(summary)
+    assert (summary["restarts"]["rollout-lent-0"], summary["restarts"]["rollout-0"]) == (1, 0)
+    assert_the_budget_holds(run)
+    holders = {report["holder"].split()[0] for report in reports_of(run) if report["side"] == "engine"}
+    assert holders == {"rollout-lent-0"}
+    assert_nothing_left(run, seen)
+
+
+def samples(run: LivingRun, server: str) -> bool:
+    servers = asked(run, lambda queue: queue.servers())
+    return any(one.server_id == server and one.in_flight and not one.asleep for one in servers)

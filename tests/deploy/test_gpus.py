@@ -49,6 +49,14 @@ def test_a_server_takes_what_its_model_is_split_over(words, count):
     assert gpus_of_server(load_config(RECIPE, words).rollout) == count
 
 
+def test_lent_servers_are_on_the_trainers_gpus():
+    split = "rollout.vllm_args={tensor_parallel_size: 2}"
+    assert shares(EIGHT, "trainer.ranks=4", "rollout.servers=2", "placement.lend=true", split) == {
+        **{"rollout-0": "45", "rollout-1": "67", "rollout-lent-0": "01", "rollout-lent-1": "23"},
+        **{"agent-0": None, "trainer": "0123"},
+    }
+
+
 def test_ranks_and_servers_have_gpus_of_their_own():
     found = shares(EIGHT, "trainer.ranks=4", "rollout.servers=4")
     assert found == {

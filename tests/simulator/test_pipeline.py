@@ -132,17 +132,18 @@ def test_each_group_is_trained_once_and_nothing_is_trained_that_was_not_decoded(
     assert not left & set(trained)
 
 
-def test_work_is_conserved(noisy: Simulation) -> None:
-    """Tokens that servers made = tokens of calls that ended + progress of calls that run."""
-    pipeline = Pipeline(noisy)
+@pytest.mark.parametrize("lend", [False, True])
+def test_work_is_conserved(noisy: Simulation, lend: bool) -> None:
+    """Tokens that servers made = tokens of calls that ended or moved + progress of calls that run."""
+    pipeline = Pipeline(changed(noisy, lend=lend, hand_over_s=0.5))
     counted = 0.0
     for server in pipeline.rollouts.servers:
         count = server.count_tokens
 
-        def both(episode: Any, job: Any, count: Any = count) -> None:
+        def both(episode: Any, job: Any, tokens: float, count: Any = count) -> None:
             nonlocal counted
-            counted += job.work
-            count(episode, job)
+            counted += tokens
+            count(episode, job, tokens)
 
         server.count_tokens = both
     pipeline.run()
@@ -171,6 +172,65 @@ def test_more_of_anything_is_never_slower(seed: int, staleness: int) -> None:
     assert simulate(changed(base, trainer={"tokens_per_s": 8.0})).step_s <= step_s * slack
     assert simulate(changed(base, rollout={"token_s": 0.5})).step_s <= step_s * slack
     assert simulate(changed(base, max_staleness=staleness + 1)).step_s <= step_s * slack
+
+
+def lending() -> Simulation:
+    """Eight groups of two, 10 tokens each, eight decoded at once on a server, sixteen at most under way: 20 s of one
+    server, of which the trainer works 10."""
+    rollout = Rollout(token_s=1.0, concurrent=8, in_flight=16)
+    return cluster(
+        max_staleness=1, groups_per_step=8, rollout=rollout, trainer=Trainer(tokens_per_s=16.0), steps=40, warmup=10
+    )
+
+
+def test_gpus_that_are_lent_shorten_the_step_by_what_they_decode() -> None:
+    """With a lent server awake while the trainer is not, 8 T + 8 (T - 10) = 160 tokens in T = 15 s at best."""
+    plain, lent = simulate(lending()), simulate(changed(lending(), lend=True))
+    assert plain.step_s == pytest.approx(20)
+    assert 15 <= lent.step_s <= 17
+    assert lent.gpus == plain.gpus
+    assert simulate(changed(lending(), lend=True, hand_over_s=3)).step_s > lent.step_s
+    assert max(lent.staleness) <= 1
+
+
+@given(hand_over_s=st.floats(0, 30), seed=st.integers(0, 99))
+@settings(max_examples=25)
+def test_lending_loses_and_repeats_no_token(hand_over_s: float, seed: int) -> None:
+    """Episodes move when a server falls asleep, with what is left of their calls."""
+    work = Work(response=LogNormal(median=20, sigma=1.0, longest=200), turns=2, tool_s=LogNormal(median=1, sigma=0.5))
+    config = changed(lending(), lend=True, hand_over_s=hand_over_s, seed=seed, steps=6, warmup=0)
+    pipeline = Pipeline(config.model_copy(update={"work": work}))
+    ended, groups = pipeline.rollouts._ended, []
+
+    def remember(group: Group) -> None:
+        groups.append(group)
+        ended(group)
+
+    pipeline.rollouts._ended = remember
+    pipeline.run()
+    for episode in (episode for group in groups for episode in group.episodes):
+        assert sum(episode.versions.values()) == pytest.approx(episode.tokens)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"colocated": True}, "colocated: false"),
+        ({"cores": 2}, "cores: 0"),
+        ({"rollout": Rollout(token_s=1.0, gpus=2)}, "no server fits"),
+    ],
+)
+def test_what_cannot_be_lent_is_refused(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        cluster(lend=True, **changes)
+
+
+def test_advice_says_whether_lending_pays() -> None:
+    from penstock.simulator import advised
+
+    assert "It pays to lend: with placement.lend a step would take" in advised(lending()).advice
+    assert "Lending does not pay" in advised(changed(lending(), hand_over_s=60)).advice
+    assert "lend" not in advised(changed(lending(), lend=True)).advice.lower()
 
 
 def test_advice_names_the_limit_and_a_faster_split() -> None:

@@ -25,6 +25,9 @@ def configured(*overrides: str) -> RunConfig:
     return load_config(RECIPE, [SHARED, *overrides])
 
 
+LENT = "placement.lend=true"
+
+
 def failures(*overrides: str) -> list[Check]:
     return [check for check in check_turns(configured(*overrides)) if not check.ok]
 
@@ -54,6 +57,29 @@ def test_what_cannot_work_is_named_with_its_fix(words: tuple[str, ...], named: s
     (found,) = failures(*words)
     assert any(name in found.found for name in named.split("|"))
     assert fix in found.fix
+
+
+@pytest.mark.parametrize(
+    ("words", "named", "fix"),
+    [
+        ((SHARED,), "placement.colocated", "one of the two"),
+        (("rollout.servers=0",), "rollout.servers=0", "placement.colocated=true"),
+        (("rollout.engine=vllm", "rollout.vllm_args={tensor_parallel_size: 2}"), "takes 2 GPUs", "trainer.ranks"),
+        (("rollout.weight_transport=broadcast",), "rollout.weight_transport", "rollout.weight_transport=shm"),
+        (("trainer.engine=megatron",), "trainer.engine", "placement.lend=false"),
+    ],
+)
+def test_what_cannot_be_lent_is_named_with_its_fix(words: tuple[str, ...], named: str, fix: str) -> None:
+    (found,) = [check for check in check_turns(load_config(RECIPE, [LENT, *words])) if not check.ok]
+    assert named in found.found
+    assert fix in found.fix
+
+
+def test_the_sums_of_a_run_that_lends_are_of_the_lent_server() -> None:
+    lent = turn_bytes(load_config(RECIPE, [LENT, "rollout.servers=3"]))
+    assert lent == turn_bytes(configured("rollout.servers=1"))
+    with pytest.raises(ConfigError, match=r"placement\.lend.*Slurm"):
+        refuse_elsewhere(load_config(RECIPE, [LENT]), "Slurm")
 
 
 def test_several_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +143,14 @@ def test_in_turns_a_device_holds_what_it_cannot_hold_at_once(shape: ModelShape) 
     in_turns = check_device("gpu memory", on_vllm(SHARED), shape, GPU)
     assert in_turns.ok, in_turns.found
     assert "asleep" in in_turns.found
+
+
+def test_a_lent_server_sleeps_where_a_second_one_would_not_fit(shape: ModelShape) -> None:
+    two = Gpus(2, GPU.bytes)
+    assert not check_device("gpu memory", on_vllm("rollout.servers=2"), shape, two).ok
+    lent = check_device("gpu memory", on_vllm(LENT), shape, two)
+    assert lent.ok, lent.found
+    assert "asleep" in lent.found
 
 
 def test_in_turns_each_side_must_fit_by_itself(shape: ModelShape) -> None:

@@ -32,7 +32,7 @@ from penstock.trainer.engines.fsdp.saved_model import save_settings, save_tensor
 from penstock.trainer.engines.fsdp.sharded import ShardedModule, TrainableModule
 from penstock.trainer.engines.fsdp.shell import local_part
 from penstock.trainer.images import sees_images
-from penstock.trainer.job import BadJob
+from penstock.trainer.job import BadJob, no_replay
 from penstock.trainer.packing import Pack, RowLayout
 from penstock.trainer.ranks.distributed import Ranks
 from penstock.weight_sync import Shard
@@ -60,7 +60,7 @@ class FSDPEngine:
             refuse_beside_images(model, config)
         self.policy: Policy = load_policy(model, temperature, config, in_slices=True)
         if routing_replay and self.policy.routers is None:
-            raise BadJob(f"rollout.routing_replay: {self.policy.unrouted_because}")
+            raise no_replay(self.policy.unrouted_because)
         self.limits = _model_limits(self.policy, routing_replay=routing_replay)
         self.flops = Flops.of(self.policy.model, learns_all=self.policy.adapter is None)
         self._actor = TrainableModule(self.policy, config, ranks)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,12 @@ class ModelBridge:
         self.hf_config = _read_config(self.folder)
         check_model(self.hf_config, config.parallel, model)
         self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        self._on_creation: list[Callable[..., None]] = []
         self._bridge = _open(self.hf_config, self._dtype, model)
+        if self.config.num_moe_experts and config.parallel.tensor > 1 and config.parallel.expert == 1:
+            # Every tensor rank has all experts, and each expert reads that rank's tokens alone.
+            self._on_creation.append(_sum_experts_over_tensor_ranks)
+            self._bridge._weight_merge_across_tp = _merged_but_experts(self._bridge._weight_merge_across_tp)
         self._layers = "Transformer Engine's layers" if transformer_engine else "megatron-core's own layers"
         if not transformer_engine:
             # megatron-core trains experts on tensor ranks under sequence parallelism alone.
@@ -72,6 +77,7 @@ class ModelBridge:
                 use_cpu_initialization=self.config.use_cpu_initialization,
                 data_parallel_random_init=False,
                 ddp_config=dict(DATA_PARALLEL),
+                post_model_creation_callbacks=self._on_creation,
             )
             self.load(models, self.folder)
         except UNCONVERTED as error:
@@ -134,6 +140,23 @@ def unwrapped(model: Any) -> Any:
     while hasattr(model, "module"):
         model = model.module
     return model
+
+
+def _sum_experts_over_tensor_ranks(model: nn.Module, **about: Any) -> None:
+    """Before the model is wrapped: the wrapper then adds up an expert's gradient over all ranks that have it, which
+    megatron-core does by itself where there are expert ranks."""
+    for name, parameter in model.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]
+
+
+def _merged_but_experts(merge: Callable[[str, list[Tensor], Tensor], Tensor]) -> Callable[..., Tensor]:
+    """For an mbridge `Bridge`, which takes what tensor ranks have of an expert for its parts."""
+
+    def merged(name: str, weights: list[Tensor], parameter: Tensor) -> Tensor:
+        return weights[0] if ".mlp.experts." in name else merge(name, weights, parameter)
+
+    return merged
 
 
 def _stand_in(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:

@@ -38,6 +38,7 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "two stages, computed again": ("replay", "pp2", AGAIN),
     "split matrices and tokens": ("replay_with_sequence_parallelism", "tp2 ep2", AGAIN),
     "the same on two stages": ("replay_with_sequence_parallelism", "tp2 pp2 ep2", {}),
+    "split matrices and tokens, every expert on both ranks": ("replay_with_sequence_parallelism", "tp2", AGAIN),
     "cut rows": ("replay_with_context_parallelism", "cp2 ep2", AGAIN),
 }
 
@@ -118,5 +119,6 @@ def test_loads_are_those_of_fsdp(name: str, found: Path, expected: dict[str, Any
 
 def test_a_model_without_experts_is_refused(found: Path) -> None:
     assert (found / "refused" / "refusal").read_text() == (
-        "rollout.routing_replay: the model has no layers with experts"
+        "rollout.routing_replay: the model has no layers with experts; "
+        "set it to false, and the trainer's own routers choose"
     )
