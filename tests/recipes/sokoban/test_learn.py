@@ -29,7 +29,7 @@ def test_rooms_are_learned_from_rewards(start_run: Callable[..., LivingRun], tmp
     subprocess.run([*command, f"runs_dir={tmp_path / 'sft'}"], check=True, timeout=900)
 
     data = (f"data.train={tmp_path / 'train.parquet'}", "data.eval=null", f"model={model}")
-    goal = ("trainer.stop.metric=reward", "trainer.stop.target=0.82", f"trainer.stop.window={WINDOW}")
+    goal = ("trainer.stop.metric=reward", "trainer.stop.target=0.88", f"trainer.stop.window={WINDOW}")
     run = start_run("sokoban", *data, *goal, recipe=recipe)
     summary = run.finish(timeout_s=900)
     rewards = [json.loads(line)["reward"] for line in (run.root / "metrics.jsonl").read_text().splitlines()]
