@@ -59,8 +59,8 @@ class PlacementConfig(BaseModel):
     )
     lend: bool = Field(
         False,
-        description="The trainer's devices sample between its steps too: as many more rollout servers as fit on them are"
-        " asleep while a step is trained. `penstock run` on one machine.",
+        description="The trainer's devices sample between its steps too: as many more rollout servers as fit on them"
+        " are asleep while a step is trained. `penstock run` on one machine.",
     )
     memory_budget_bytes: int = Field(
         0,

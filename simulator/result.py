@@ -37,8 +37,8 @@ class Result:
     trainer_bubble: float
     """Share of the time in which the trainer trains nothing."""
     rollout_bubble: float
-    """Share of the servers' time in which they decode nothing. A server with one straggler counts as decoding; a lent one
-    has the time in which the trainer trains nothing."""
+    """Share of the servers' time in which they decode nothing. A server with one straggler counts as decoding; a lent
+    one has the time in which the trainer trains nothing."""
     tokens_decoded_per_s: float
     staleness: dict[int, float]
     """Share of trained tokens by age in versions."""

@@ -28,8 +28,12 @@ def _lending(config: Simulation, found: Result) -> str:
     if config.lend or config.colocated or config.cores or not fits or found.trainer_bubble < IDLE:
         return ""
     step_s = simulate(config.model_copy(update={"lend": True})).step_s
-    with_it = f"with placement.lend a step would take {step_s:.1f} s, {config.hand_over_s:g} s for each hand-over counted"
-    return f" It pays to lend: {with_it}." if step_s <= WORTH_IT * found.step_s else f" Lending does not pay: {with_it}."
+    with_it = (
+        f"with placement.lend a step would take {step_s:.1f} s, {config.hand_over_s:g} s for each hand-over counted"
+    )
+    return (
+        f" It pays to lend: {with_it}." if step_s <= WORTH_IT * found.step_s else f" Lending does not pay: {with_it}."
+    )
 
 
 def limit(config: Simulation, found: Result) -> str:

@@ -25,8 +25,8 @@ def refuse_elsewhere(config: RunConfig, where: str) -> None:
     """Raises `ConfigError`: roles that are placed on several machines share no device."""
     if config.placement.in_turns:
         raise ConfigError(
-            f"{_key(config)}: engines and trainer share the devices of one machine, and {where} places roles on several:"
-            f" use `penstock run RECIPE` on that machine, or set {_key(config)}=false"
+            f"{_key(config)}: engines and trainer share the devices of one machine, and {where} places roles on"
+            f" several: use `penstock run RECIPE` on that machine, or set {_key(config)}=false"
         )
 
 
@@ -50,7 +50,10 @@ def _unfit_to_lend(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.placement.colocated:
         yield "placement.colocated gives all servers the trainer's devices already", "set one of the two to false"
     elif not config.rollout.servers:
-        yield "rollout.servers=0: the only servers are the lent ones", "set rollout.servers, or placement.colocated=true"
+        yield (
+            "rollout.servers=0: the only servers are the lent ones",
+            "set rollout.servers, or placement.colocated=true",
+        )
     elif not lent_servers(config):
         yield (
             f"a rollout server takes {gpus_of_server(config.rollout)} GPUs, and the trainer has {config.trainer.ranks}",

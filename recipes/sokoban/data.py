@@ -1,10 +1,10 @@
-"""Rooms of Sokoban by their seeds, and turns of a player who knows the way and has a bad habit: the recipe's cold start.
+"""Rooms of Sokoban by their seeds, and turns of a player who knows the way and has a bad habit: the cold start.
 
     python recipes/sokoban/data.py --out data/sokoban
 
-Writes train.parquet and eval.parquet, which share no room, and conversations.jsonl: turns played in training rooms. In a
-share of them (`--habit`) the player goes up whatever he sees, so a model that was trained on them solves few rooms, and
-has the right move and a wrong one to choose from at most positions.
+Writes train.parquet and eval.parquet, which share no room, and conversations.jsonl: turns played in training rooms. In
+a share of them (`--habit`) the player goes up whatever he sees, so a model that was trained on them solves few rooms,
+and has the right move and a wrong one to choose from at most positions.
 """
 
 from __future__ import annotations

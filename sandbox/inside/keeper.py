@@ -71,8 +71,8 @@ class Keeper:
         """That the driver is ready, until there is somebody to tell."""
         self._running: int | None = None
         self._heard: int | None = None
-        """The request that the connection of now has asked for: it gets those answers as they come. Another one would get
-        them twice, now and when it asks."""
+        """The request that the connection of now has asked for: it gets those answers as they come. Who has not asked
+        would get them twice, now and when it asks."""
         self._served = False
 
     def serve(self) -> None:

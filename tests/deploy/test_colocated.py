@@ -1,4 +1,4 @@
-"""Whole runs whose engine and trainer share one device in turns: the byte budget, kills in a turn, a device that is lent."""
+"""Whole runs whose engine and trainer share one device in turns: the byte budget, kills in a turn, a lent device."""
 
 from __future__ import annotations
 

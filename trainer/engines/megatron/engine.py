@@ -29,7 +29,7 @@ from penstock.trainer.engines.megatron.routing import StageRouters, layers_of
 from penstock.trainer.engines.megatron.settings import check_machine, has_transformer_engine, takes_packed_rows
 from penstock.trainer.engines.megatron.stages import Reading, Stages
 from penstock.trainer.engines.megatron.state import State
-from penstock.trainer.job import BadJob, no_replay
+from penstock.trainer.job import no_replay
 from penstock.trainer.packing import Pack, RowLayout
 from penstock.trainer.ranks.distributed import Ranks
 
