@@ -106,8 +106,8 @@ class SGLangServer(ChildServer):
     def prepare(self, installation: Installation) -> tuple[EngineAddress, list[str], dict[str, str]]:
         if installation.cpu and image_token_of(find_model(self.model)) is not None:
             raise EngineError(
-                f"{self.model} sees images: SGLang's part that reads them needs compiled kernels, which have no build for "
-                "CPUs; rollout.engine hf or vllm takes the model",
+                f"{self.model} sees images: SGLang's part that reads them needs compiled kernels, which have no build "
+                "for CPUs; rollout.engine hf or vllm takes the model",
                 retryable=False,
             )
         port, key = free_port(), secrets.token_hex(32)
