@@ -48,7 +48,7 @@ def packed_item(pixels: bytes, dtype: str, shape: Sequence[int], grid: bytes) ->
 
     `pixels`: [patches, numbers] of `dtype`, named as torch does; `grid`: int64 [3], patches in time, height and width.
     """
-    along_patches = ["flat", {"keep_on_cpu": False, "slices": [[0, shape[0], None]], "dim": 0}]
+    along_patches = ["flat", {"keep_on_cpu": False, "slices": [[[0, shape[0], None]]], "dim": 0}]
     item = {
         "pixel_values": {"data": _tensor(pixels, dtype, shape), "field": along_patches},
         "image_grid_thw": {"data": _tensor(grid, "int64", [3]), "field": ["batched", {"keep_on_cpu": True}]},

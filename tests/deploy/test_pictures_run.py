@@ -19,15 +19,15 @@ RECIPE = """
 name: pictures
 model: model
 max_staleness: sync
-group_size: 4
+group_size: 2
 groups_per_step: 2
 data: {train: rows.jsonl}
 agent:
   loop: single_turn
   workers: 1
   concurrency: 8
-  max_new_tokens: 12
-  max_response_tokens: 16
+  max_new_tokens: 8
+  max_response_tokens: 8
   reward: reward.py:compute_score
 rollout: {engine: vllm, max_model_len: 512, max_concurrent: 8, start_timeout_s: 500.0}
 trainer: {steps: 10, lr: 1.0e-3, micro_batch_tokens: 512, checkpoint_every: 10}
