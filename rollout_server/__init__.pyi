@@ -10,6 +10,7 @@ from .import_without_torch import no_torch as no_torch
 from .kept_scans import keep_scans as keep_scans
 from .kept_scans import kept as kept
 from .metrics import RolloutMetrics as RolloutMetrics
+from .pictures import SeenImage as SeenImage
 from .pictures import read_images as read_images
 from .protocol import BadRequest as BadRequest
 from .protocol import Chunk as Chunk

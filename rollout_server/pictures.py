@@ -1,10 +1,11 @@
-"""Reads the bytes of `ImageRef`s and verifies them."""
+"""Images of requests: their bytes, read and verified, and what an engine is given of them."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -13,12 +14,29 @@ from penstock.rollout_server.protocol import BadRequest, ImageRef
 MAX_BYTES = 64 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class SeenImage:
+    """One image as it goes into an engine's requests."""
+
+    sha256: str
+    """Of the encoded image."""
+    tokens: int
+    """How many ids stand for it."""
+    item: str
+    """Its pixels, in the engine's own form."""
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.item)
+
+
 def read_images(images: Sequence[ImageRef]) -> list[bytes]:
     """The images' bytes. Raises `BadRequest` naming the one that cannot be read or has other bytes."""
-    return [_read(image, f"images.{position}") for position, image in enumerate(images)]
+    return [read_image(image, f"images.{position}") for position, image in enumerate(images)]
 
 
-def _read(image: ImageRef, field: str) -> bytes:
+def read_image(image: ImageRef, field: str = "image") -> bytes:
+    """The image's bytes. Raises `BadRequest` naming `field` where they cannot be read, or are others."""
     try:
         data = _bytes_of(image.url)
     except (OSError, ValueError) as error:

@@ -206,7 +206,7 @@ def fit_request(request: GenerateRequest, info: EngineInfo) -> GenerateRequest:
         wrong = next(i for i, token in enumerate(ids) if not 0 <= token < info.vocab_size)
         raise BadRequest(f"token_ids.{wrong}", f"{ids[wrong]} is outside the vocabulary of {info.vocab_size}")
     if request.images and not info.images:
-        raise BadRequest("images", f"the {info.name} engine takes none with this model")
+        raise BadRequest("images", f"the {info.name} engine takes none with this model; its limits say why")
     if request.routed_experts_from is not None and not info.routed_experts:
         raise BadRequest("routed_experts_from", f"the {info.name} engine was not started with routing_replay: true")
     room = info.max_model_len - len(ids)

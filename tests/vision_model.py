@@ -49,20 +49,23 @@ VISION_SIZES = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_heads": 2,
-    "out_hidden_size": 32,
     "patch_size": 14,
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
 
 
-def text_sizes() -> dict[str, int]:
+HEADS = 4
+"""Of the text model."""
+
+
+def text_sizes(head_dim: int) -> dict[str, int]:
     return {
         "vocab_size": len(vision_tokenizer()),
-        "hidden_size": 32,
+        "hidden_size": HEADS * head_dim,
         "intermediate_size": 64,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
+        "num_attention_heads": HEADS,
         "num_key_value_heads": 2,
         "max_position_embeddings": 4096,
     }
@@ -78,20 +81,25 @@ def token_ids() -> dict[str, int]:
     }
 
 
-def save_vision_model(folder: Path) -> str:
-    """With weights: two layers of text, one of vision."""
+def save_vision_model(folder: Path, head_dim: int = 8) -> str:
+    """With weights: two layers of text, one of vision. vLLM on CPUs needs a head_dim of 32."""
     import torch
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     torch.manual_seed(0)
     config = Qwen2_5_VLConfig(
         text_config={
-            **text_sizes(),
-            "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0},
+            **text_sizes(head_dim),
+            "rope_parameters": {
+                "rope_type": "default",
+                "mrope_section": [head_dim // 8, head_dim // 8, head_dim // 4],
+                "rope_theta": 10000.0,
+            },
         },
         vision_config={
             "depth": 1,
             **VISION_SIZES,
+            "out_hidden_size": HEADS * head_dim,
             "window_size": 112,
             "fullatt_block_indexes": [0],
         },
@@ -100,12 +108,12 @@ def save_vision_model(folder: Path) -> str:
     )
     model = Qwen2_5_VLForConditionalGeneration(config).eval()
     for parameter in model.parameters():  # far enough from each other that another image is another answer
-        torch.nn.init.normal_(parameter, std=0.3)
+        torch.nn.init.normal_(parameter, std=0.3 * (8 / head_dim) ** 0.5)
     model.save_pretrained(folder)
     return save_vision_processor(folder)
 
 
-def save_qwen3_vl(folder: Path) -> str:
+def save_qwen3_vl(folder: Path, head_dim: int = 8) -> str:
     """A tiny random Qwen3-VL with the same tokenizer and processor: two layers of text, two of vision."""
     import torch
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
@@ -113,13 +121,19 @@ def save_qwen3_vl(folder: Path) -> str:
     torch.manual_seed(0)
     config = Qwen3VLConfig(
         text_config={
-            **text_sizes(),
-            "head_dim": 8,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0},
+            **text_sizes(head_dim),
+            "head_dim": head_dim,
+            "rope_parameters": {
+                "rope_type": "default",
+                "mrope_section": [head_dim // 4, head_dim // 8, head_dim // 8],
+                "mrope_interleaved": True,  # as on the hub; transformers does so anyway, engines where it is said
+                "rope_theta": 10000.0,
+            },
         },
         vision_config={
             "depth": 2,
             **VISION_SIZES,
+            "out_hidden_size": HEADS * head_dim,
             "num_position_embeddings": 64,
             "deepstack_visual_indexes": [0],
         },
@@ -127,7 +141,7 @@ def save_qwen3_vl(folder: Path) -> str:
     )
     model = Qwen3VLForConditionalGeneration(config).eval()
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
+        torch.nn.init.normal_(parameter, std=0.1 * (8 / head_dim) ** 0.5)
     model.save_pretrained(folder)
     return save_vision_processor(folder)
 
@@ -138,4 +152,15 @@ def png(colour: tuple[int, int, int], size: tuple[int, int] = (60, 90)) -> bytes
 
     data = io.BytesIO()
     Image.new("RGB", size, colour).save(data, "PNG")
+    return data.getvalue()
+
+
+def noise(size: tuple[int, int], seed: int, kind: str = "PNG") -> bytes:
+    """An image of random pixels; `size`: width and height."""
+    import numpy as np
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    data = io.BytesIO()
+    Image.fromarray(pixels).save(data, kind)
     return data.getvalue()

@@ -25,6 +25,8 @@ from .hf_sampling import Sampler as Sampler
 from .http_engine import HttpEngine as HttpEngine
 from .http_stream import RoutedAnswer as RoutedAnswer
 from .http_stream import refusal as refusal
+from .image_reader import ImageReader as ImageReader
+from .image_server import PixelMaker as PixelMaker
 from .registry import find_installation as find_installation
 from .registry import make_engine as make_engine
 from .server_process import Child as Child
@@ -49,7 +51,12 @@ from .sglang_weights import shown_as_folder as shown_as_folder
 from .verify_loaded import Comparison as Comparison
 from .verify_loaded import Sample as Sample
 from .verify_loaded import compare_held as compare_held
-from .vllm import VLLM as VLLM
-from .vllm import VLLMServer as VLLMServer
 from .vllm import VLLMStream as VLLMStream
+from .vllm_images import SEEN_KINDS as SEEN_KINDS
+from .vllm_images import features as features
+from .vllm_images import image_token_of as image_token_of
+from .vllm_images import packed_item as packed_item
+from .vllm_images import places_of as places_of
+from .vllm_server import VLLM as VLLM
+from .vllm_server import VLLMServer as VLLMServer
 from .vllm_worker import say_what_differs as say_what_differs

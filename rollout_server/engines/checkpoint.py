@@ -87,6 +87,14 @@ def vocab_size(model: str) -> int:
             ) from error
 
 
+def has_vision_tower(model: str) -> bool:
+    """Of a folder or a name in the hub's cache; False where its config.json cannot be read."""
+    try:
+        return "vision_config" in json.loads((find_model(model) / "config.json").read_text())
+    except (OSError, ValueError, EngineError):
+        return False  # whoever loads the model says what is wrong with it
+
+
 def layers_with_experts(model: str) -> MixtureLayers:
     """Of a folder or a name in the hub's cache. Raises `EngineError` where no engine records its routed experts."""
     file = find_model(model) / "config.json"

@@ -3,30 +3,20 @@
 HFEngine.generate ── queue per request ◄── Link ◄── socket pair ◄── hf_server process
 
 `Link` is the connection: JSON lines both ways (`hf_server` lists them).
-
-    call    one message, one reply of the same number
-    stream  a queue per request, filled by `tokens` messages
-
-The connection ends with the process, and every waiting call gets the cause.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import os
 import socket
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import from_json, to_json
-
-import penstock
-from penstock.common import environment_without_secrets
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import fetch_model, layers_with_experts, start_deadline_s
+from penstock.rollout_server.engines.child_link import Link, child_environment
 from penstock.rollout_server.engines.server_process import Child
 from penstock.rollout_server.pictures import read_images
 from penstock.rollout_server.protocol import (
@@ -41,7 +31,6 @@ from penstock.rollout_server.protocol import (
 )
 from penstock.weight_sync import GLOO, LoadReport, Manifest, Offer, WeightsRefused, WeightsUnreachable
 
-LINE_LIMIT_BYTES = 256 << 20
 PING_S = 10.0
 LOAD_S = 300.0
 STAGE_S = 30.0
@@ -49,113 +38,6 @@ STAGE_S = 30.0
 STOP_S = 5.0
 LAST_WORDS_S = 1.0
 """From the end of the connection to the end of the process."""
-
-
-class Link:
-    """One connection. `reap` waits a moment for the process's end, after which `cause` says how it ended."""
-
-    def __init__(self, reap: Callable[[], Awaitable[None]], cause: Callable[[], str]) -> None:
-        self._reap, self._cause = reap, cause
-        self.is_open = False
-        self._numbers = itertools.count()
-        self._streams: dict[str, asyncio.Queue[Chunk | EngineError]] = {}
-        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
-        self._writer: asyncio.StreamWriter | None = None
-        self._reading: asyncio.Task[None] | None = None
-
-    async def open(self, connection: socket.socket) -> None:
-        reader, self._writer = await asyncio.open_connection(sock=connection, limit=LINE_LIMIT_BYTES)
-        self.is_open = True
-        self._reading = asyncio.create_task(self._read(reader))
-
-    async def ready(self) -> EngineInfo:
-        """What the engine says of itself once it is up. Raises `EngineError` where it ended."""
-        return await self._ready
-
-    def send(self, op: str, **fields: Any) -> None:
-        """Raises `EngineError` where it would have no effect."""
-        if self._writer is None or not self.is_open:
-            raise EngineError(self._cause())
-        self._writer.write(to_json({"op": op, **fields}) + b"\n")
-
-    async def call(self, op: str, timeout_s: float, **fields: Any) -> dict[str, Any]:
-        """The reply. Raises `EngineError` where there is none in time."""
-        number = next(self._numbers)
-        reply = self._calls[number] = asyncio.get_running_loop().create_future()
-        try:
-            self.send(op, call=number, **fields)
-            async with asyncio.timeout(timeout_s):
-                return await reply
-        except TimeoutError as error:
-            raise EngineError(f"the hf engine did not answer {op!r} in {timeout_s:g} s") from error
-        finally:
-            del self._calls[number]
-
-    def stream(self) -> tuple[str, asyncio.Queue[Chunk | EngineError]]:
-        """A name for a request, and where its answer will arrive."""
-        name = str(next(self._numbers))
-        answer = self._streams[name] = asyncio.Queue()
-        return name, answer
-
-    def forget(self, name: str) -> bool:
-        """Whether the request was still being answered."""
-        return self._streams.pop(name, None) is not None
-
-    def close_writing(self) -> None:
-        """The engine takes it as its owner's end, and ends."""
-        if self._writer is not None:
-            self._writer.close()
-
-    def close(self) -> None:
-        """Wake everybody who still waits."""
-        if self._reading is not None:
-            self._reading.cancel()
-        self._fail_all()
-
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        try:
-            while line := await reader.readline():
-                self._dispatch(from_json(line))
-        except OSError:
-            pass  # a reset connection is a dead engine, like an ended one
-        finally:
-            self.is_open = False
-        await self._reap()
-        self._fail_all()
-
-    def _dispatch(self, message: dict[str, Any]) -> None:
-        match message["event"]:
-            case "tokens":
-                for name, chunk in message["answers"]:
-                    self._deliver(name, Chunk.model_construct(**chunk))
-                for name, error in message["errors"]:
-                    self._deliver(name, EngineError(f"the hf engine failed this request: {error}"))
-            case "ready" if not self._ready.done():
-                self._ready.set_result(EngineInfo(**message["info"]))
-            case "reply":
-                call = self._calls.get(message["call"])
-                if call is not None and not call.done():
-                    call.set_result(message)
-
-    def _deliver(self, name: str, item: Chunk | EngineError) -> None:
-        answer = self._streams.get(name)
-        if answer is None:
-            return
-        if isinstance(item, EngineError) or item.finish_reason:
-            del self._streams[name]
-        answer.put_nowait(item)
-
-    def _fail_all(self) -> None:
-        cause = EngineError(self._cause())
-        for answer in self._streams.values():
-            answer.put_nowait(cause)
-        self._streams.clear()
-        futures: list[asyncio.Future[Any]] = [self._ready, *self._calls.values()]
-        for waiting in futures:
-            if not waiting.done():
-                waiting.set_exception(cause)
-                waiting.exception()  # retrieved, so that asyncio logs nothing
 
 
 class HFEngine:
@@ -186,7 +68,7 @@ class HFEngine:
         start_s = start_deadline_s(self.config.start_timeout_s, folder)
         try:
             async with asyncio.timeout(start_s):
-                self._link = Link(self._reap, self._cause)
+                self._link = Link(self._reap, self._cause, "the hf engine")
                 await self._spawn(self._link)
                 self.info = await self._link.ready()
                 await self._sample_one()
@@ -203,7 +85,7 @@ class HFEngine:
         command = [sys.executable, "-m", "penstock.rollout_server.engines.hf_server", "--fd", str(theirs.fileno())]
         command += ["--model", self.model, "--config", self.config.model_dump_json(), "--seed", str(self.seed)]
         with theirs:
-            await self.child.spawn(command, _environment(self.config.threads), pass_fds=[theirs.fileno()])
+            await self.child.spawn(command, child_environment(self.config.threads), pass_fds=[theirs.fileno()])
         await link.open(ours)
 
     async def _sample_one(self) -> None:
@@ -332,16 +214,3 @@ class HFEngine:
     def _cause(self) -> str:
         tail = self.stderr_tail()
         return "the hf engine is gone" + (f"; the end of {self.child.log_path}:\n{tail}" if tail else "")
-
-
-def _environment(threads: int) -> dict[str, str]:
-    root = str(Path(penstock.__file__).parent.parent)
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
-        **environment_without_secrets(),
-        "PYTHONPATH": os.pathsep.join(paths),
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }

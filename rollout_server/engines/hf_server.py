@@ -44,6 +44,7 @@ with uncollected():
 
     from penstock.rollout_server.config import RolloutConfig
     from penstock.rollout_server.engines.checkpoint import tensor_shapes
+    from penstock.rollout_server.engines.child_link import LINE_LIMIT_BYTES
     from penstock.rollout_server.engines.hf_attention import use_attention_by_request
     from penstock.rollout_server.engines.hf_batch import Batcher
     from penstock.rollout_server.engines.hf_vision import VisionBatcher
@@ -64,7 +65,6 @@ with uncollected():
 
 logger = logging.getLogger("penstock.hf")
 TICK_S = 0.12
-LINE_LIMIT_BYTES = 256 << 20
 UNBATCHED = "Of a vision-language model it decodes one request at a time and reuses no prefix."
 DROPS_WEIGHTS = 2
 """The level of sleep."""

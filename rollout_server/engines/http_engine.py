@@ -24,7 +24,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Collection, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Collection, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -33,6 +33,7 @@ from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import layers_with_experts, tensor_shapes, vocab_size
 from penstock.rollout_server.engines.http_stream import AnswerStream, NotAdmitted, version_of
 from penstock.rollout_server.engines.server_process import ChildServer
+from penstock.rollout_server.pictures import SeenImage
 from penstock.rollout_server.protocol import (
     Chunk,
     DeviceBytes,
@@ -88,8 +89,18 @@ class HttpEngine(ABC):
         """Raises `BadRequest` where the server would not do what is asked."""
 
     @abstractmethod
-    def _send(self, request: GenerateRequest) -> AnswerStream:
-        """The request, on its way, under `weights.cache_salt`."""
+    def _send(self, request: GenerateRequest, seen: Sequence[SeenImage]) -> AnswerStream:
+        """The request, on its way, under `weights.cache_salt`, with its images. Raises `BadRequest` for images that do
+        not fit its ids."""
+
+    @property
+    def sees_images(self) -> bool:
+        """Requests may have images."""
+        return False
+
+    async def _see(self, request: GenerateRequest) -> Sequence[SeenImage]:
+        """The request's images as the server takes them. Raises `BadRequest`, `EngineError`."""
+        return ()
 
     async def start(self) -> EngineInfo:
         """Start the server, check what it offers, sample one token. Raises `EngineError`."""
@@ -112,6 +123,7 @@ class HttpEngine(ABC):
             vocab_size=vocabulary,
             max_model_len=self.config.max_model_len,
             limits=limits,
+            images=self.sees_images,
             routed_experts=self.layers is not None,
         )
         return self.info
@@ -153,18 +165,20 @@ class HttpEngine(ABC):
         return await self.weights.swap(manifest)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
-        """Stream the answer. Raises `BadRequest` (ids outside the vocabulary, too many), `EngineError`."""
+        """Stream the answer. Raises `BadRequest` (ids outside the vocabulary, too many; images that are none, or do not
+        fit the ids), `EngineError`."""
         # Servers without a tokenizer die of an id outside the embedding: all requests would be lost.
         request = fit_request(request, self._check_running())
         self._check_sampling(request.sampling)
         deadline = time.monotonic() + self.config.request_timeout_s
+        seen = await self._see(request)
         while True:
             if self.weights.asleep:
                 yield Chunk(finish_reason="abort")
                 return
             pauses = await self.weights.admission.wait(deadline)
             try:
-                async with self._answer(request, deadline) as chunks:
+                async with self._answer(request, seen, deadline) as chunks:
                     async for chunk in chunks:
                         yield chunk
                 return
@@ -173,8 +187,10 @@ class HttpEngine(ABC):
                     raise
 
     @asynccontextmanager
-    async def _answer(self, request: GenerateRequest, deadline: float) -> AsyncGenerator[AsyncGenerator[Chunk]]:
-        stream = self._send(request)
+    async def _answer(
+        self, request: GenerateRequest, seen: Sequence[SeenImage], deadline: float
+    ) -> AsyncGenerator[AsyncGenerator[Chunk]]:
+        stream = self._send(request, seen)
         if request.whole:
             stream.hold_first()
         if not self.weights.verified:

@@ -26,7 +26,7 @@ ENGINES: Registry[MakeEngine] = Registry(
 INSTALLATIONS: Registry[FindInstallation] = Registry(
     "engine with a Python environment",
     {
-        "vllm": "penstock.rollout_server.engines.vllm:find_installation",
+        "vllm": "penstock.rollout_server.engines.vllm_server:find_installation",
         "sglang": "penstock.rollout_server.engines.sglang_server:find_installation",
     },
 )

@@ -17,17 +17,19 @@ import json
 import secrets
 import uuid
 from base64 import b64decode
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.rollout_server.engines.checkpoint import has_vision_tower
 from penstock.rollout_server.engines.event_client import EventClient
 from penstock.rollout_server.engines.http_engine import HttpEngine
 from penstock.rollout_server.engines.http_stream import AnswerEvent, AnswerStream, RoutedAnswer, version_of
 from penstock.rollout_server.engines.sglang_server import SGLangServer
 from penstock.rollout_server.engines.sglang_weights import SGLangWeights
+from penstock.rollout_server.pictures import SeenImage
 from penstock.rollout_server.protocol import (
     BadRequest,
     EngineError,
@@ -37,6 +39,10 @@ from penstock.rollout_server.protocol import (
 )
 from penstock.weight_sync import GLOO, Offer
 
+BLIND = (
+    "images are refused: SGLang takes finished pixels as tensors of its Python API alone, and over HTTP makes its own"
+    " of encoded images, by another processor than the trainer's"
+)
 ABORT_S = 5.0
 """How long the server may take to note that an answer is not wanted any more."""
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -155,6 +161,8 @@ class SGLangEngine(HttpEngine):
             "what an answer gets after a weight update is handed on at its end: SGLang tells no earlier which version"
             " sampled which token",
         ]
+        if await asyncio.to_thread(has_vision_tower, self.model):
+            limits.append(BLIND)
         if not self._seeds:
             limits.append("requests with a seed are refused: SGLang honours seeds with enable_deterministic_inference")
         return limits
@@ -163,7 +171,7 @@ class SGLangEngine(HttpEngine):
         if sampling.seed is not None and not self._seeds:
             raise BadRequest("sampling.seed", "this SGLang honours no seeds; see enable_deterministic_inference")
 
-    def _send(self, request: GenerateRequest) -> SGLangStream:
+    def _send(self, request: GenerateRequest, seen: Sequence[SeenImage]) -> SGLangStream:
         routed = RoutedAnswer.of(request, self.layers)
         return SGLangStream(self.server.events, self._body(request), self.weights.version, routed)
 

@@ -29,6 +29,7 @@ from penstock.rollout_server.engines.server_process import (
     flag_words,
     inherited_environment,
 )
+from penstock.rollout_server.engines.vllm_images import image_token_of
 from penstock.rollout_server.protocol import EngineError
 
 _LEFT_OUT = frozenset({"config.json", "generation_config.json"})
@@ -103,6 +104,12 @@ class SGLangServer(ChildServer):
         return await find_installation(self.config)
 
     def prepare(self, installation: Installation) -> tuple[EngineAddress, list[str], dict[str, str]]:
+        if installation.cpu and image_token_of(find_model(self.model)) is not None:
+            raise EngineError(
+                f"{self.model} sees images: SGLang's part that reads them needs compiled kernels, which have no build "
+                "for CPUs; rollout.engine hf or vllm takes the model",
+                retryable=False,
+            )
         port, key = free_port(), secrets.token_hex(32)
         words = flags(self._defaults(installation), self.config.sglang_args, self.config.pause)
         words += ["--model-path", str(show_model(self.model, self.folder / "model"))]

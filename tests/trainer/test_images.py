@@ -22,7 +22,7 @@ from image_rows import BLUE, NIGHT, RED, mixed_rows, prompt_of, row_of, segment_
 from safetensors.torch import load_file
 from tests.rollout_server.conftest import whole
 from tests.rollout_server.engines.test_hf import hf_engine
-from tests.rollout_server.engines.test_hf_vision import ask, ref
+from tests.rollout_server.seeing import ask_about, ref
 from tests.vision_model import save_qwen3_vl, save_vision_model, vision_tokenizer
 
 from penstock.rollout_server import Generation
@@ -222,7 +222,7 @@ async def test_engine_and_trainer_agree_before_and_after_an_update(folder: str, 
 
 
 async def sampled(server: Any, asked: Sequence[tuple[list[int], list[bytes]]]) -> list[Generation]:
-    return list(await asyncio.gather(*(whole(server, ask(ids, *images, seed=5)) for ids, images in asked)))
+    return list(await asyncio.gather(*(whole(server, ask_about(ids, *images, seed=5)) for ids, images in asked)))
 
 
 def made_row(engine: FSDPEngine, number: int, prompt: list[int], images: list[bytes], answer: Generation) -> Row:

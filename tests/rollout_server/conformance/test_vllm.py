@@ -17,7 +17,7 @@ from tests.weight_sync.conftest import altered, other_checksum
 
 from penstock.rollout_server import Chunk, EngineError, Generation, RolloutConfig
 from penstock.rollout_server.engines import find_installation
-from penstock.rollout_server.engines.vllm import environment
+from penstock.rollout_server.engines.vllm_server import environment
 from penstock.weight_sync import WeightsRefused
 
 pytestmark = [

@@ -190,3 +190,11 @@ def test_the_model_is_shown_without_ids_that_end_answers(tmp_path: Path) -> None
 def test_a_model_that_is_nowhere_is_named(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="no-such/model is neither a folder nor in the hub's cache"):
         show_model("no-such/model", tmp_path / "shown")
+
+
+def test_a_model_that_sees_is_refused_on_cpus(tmp_path: Path) -> None:
+    model = model_folder(tmp_path, {"model_type": "qwen2_5_vl", "image_token_id": 7, "vision_config": {}})
+    server = SGLangServer(RolloutConfig(engine="sglang"), str(model), tmp_path, 0)
+    with pytest.raises(EngineError, match="sees images") as refused:
+        server.prepare(Installation("python", "0.5.23", cpu=True))
+    assert not refused.value.retryable

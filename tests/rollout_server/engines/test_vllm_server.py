@@ -10,7 +10,7 @@ import pytest
 
 from penstock.rollout_server import EngineError, RolloutConfig
 from penstock.rollout_server.engines import VLLM, Installation, find_installation, flag_words
-from penstock.rollout_server.engines.vllm import environment
+from penstock.rollout_server.engines.vllm_server import environment
 
 
 def fake_python(folder: Path, versions: dict[str, str], plugin: bool = True) -> str:

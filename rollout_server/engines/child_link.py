@@ -1,0 +1,148 @@
+"""A child process of our own Python and the one connection to it, an inherited socket pair: JSON lines both ways.
+
+    call    one message, one reply of the same number
+    stream  a queue per request, filled by `tokens` messages
+
+No other process can reach the child, and the connection's end is its owner's death. The connection ends with the child
+too, and every waiting call gets the cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import from_json, to_json
+
+import penstock
+from penstock.common import environment_without_secrets
+from penstock.rollout_server.protocol import Chunk, EngineError, EngineInfo
+
+LINE_LIMIT_BYTES = 256 << 20
+
+
+class Link:
+    """One connection. `reap` waits a moment for the process's end, after which `cause` says how it ended."""
+
+    def __init__(self, reap: Callable[[], Awaitable[None]], cause: Callable[[], str], name: str) -> None:
+        """`name`: of the process, in messages."""
+        self._reap, self._cause, self._name = reap, cause, name
+        self.is_open = False
+        self._numbers = itertools.count()
+        self._streams: dict[str, asyncio.Queue[Chunk | EngineError]] = {}
+        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    async def open(self, connection: socket.socket) -> None:
+        reader, self._writer = await asyncio.open_connection(sock=connection, limit=LINE_LIMIT_BYTES)
+        self.is_open = True
+        self._reading = asyncio.create_task(self._read(reader))
+
+    async def ready(self) -> EngineInfo:
+        """What the engine says of itself once it is up. Raises `EngineError` where it ended."""
+        return await self._ready
+
+    def send(self, op: str, **fields: Any) -> None:
+        """Raises `EngineError` where it would have no effect."""
+        if self._writer is None or not self.is_open:
+            raise EngineError(self._cause())
+        self._writer.write(to_json({"op": op, **fields}) + b"\n")
+
+    async def call(self, op: str, timeout_s: float, **fields: Any) -> dict[str, Any]:
+        """The reply. Raises `EngineError` where there is none in time."""
+        number = next(self._numbers)
+        reply = self._calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            self.send(op, call=number, **fields)
+            async with asyncio.timeout(timeout_s):
+                return await reply
+        except TimeoutError as error:
+            raise EngineError(f"{self._name} did not answer {op!r} in {timeout_s:g} s") from error
+        finally:
+            del self._calls[number]
+
+    def stream(self) -> tuple[str, asyncio.Queue[Chunk | EngineError]]:
+        """A name for a request, and where its answer will arrive."""
+        name = str(next(self._numbers))
+        answer = self._streams[name] = asyncio.Queue()
+        return name, answer
+
+    def forget(self, name: str) -> bool:
+        """Whether the request was still being answered."""
+        return self._streams.pop(name, None) is not None
+
+    def close_writing(self) -> None:
+        """The engine takes it as its owner's end, and ends."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def close(self) -> None:
+        """Wake everybody who still waits."""
+        if self._reading is not None:
+            self._reading.cancel()
+        self._fail_all()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while line := await reader.readline():
+                self._dispatch(from_json(line))
+        except OSError:
+            pass  # a reset connection is a dead engine, like an ended one
+        finally:
+            self.is_open = False
+        await self._reap()
+        self._fail_all()
+
+    def _dispatch(self, message: dict[str, Any]) -> None:
+        match message["event"]:
+            case "tokens":
+                for name, chunk in message["answers"]:
+                    self._deliver(name, Chunk.model_construct(**chunk))
+                for name, error in message["errors"]:
+                    self._deliver(name, EngineError(f"{self._name} failed this request: {error}"))
+            case "ready" if not self._ready.done():
+                self._ready.set_result(EngineInfo(**message["info"]))
+            case "reply":
+                call = self._calls.get(message["call"])
+                if call is not None and not call.done():
+                    call.set_result(message)
+
+    def _deliver(self, name: str, item: Chunk | EngineError) -> None:
+        answer = self._streams.get(name)
+        if answer is None:
+            return
+        if isinstance(item, EngineError) or item.finish_reason:
+            del self._streams[name]
+        answer.put_nowait(item)
+
+    def _fail_all(self) -> None:
+        cause = EngineError(self._cause())
+        for answer in self._streams.values():
+            answer.put_nowait(cause)
+        self._streams.clear()
+        futures: list[asyncio.Future[Any]] = [self._ready, *self._calls.values()]
+        for waiting in futures:
+            if not waiting.done():
+                waiting.set_exception(cause)
+                waiting.exception()  # retrieved, so that asyncio logs nothing
+
+
+def child_environment(threads: int) -> dict[str, str]:
+    """Of a child that runs this very Python: its packages, no secret, `threads` threads."""
+    root = str(Path(penstock.__file__).parent.parent)
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **environment_without_secrets(),
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
