@@ -1,0 +1,37 @@
+"""Scripted policies that prove the environments.
+
+penstock rehearse recipes/vision/cpu.yaml --policy recipes/vision/policies.py:oracle --expect 1
+penstock rehearse recipes/vision/cpu.yaml --policy recipes/vision/policies.py:null --expect 0
+penstock rehearse recipes/vision/screen.yaml --policy recipes/vision/policies.py:opens --expect 1
+penstock rehearse recipes/vision/screen.yaml --policy recipes/vision/policies.py:looks --expect 0
+"""
+
+from __future__ import annotations
+
+from screen import VIEWS
+
+from penstock.agent_loops import EpisodeState
+
+
+def oracle(scene: EpisodeState) -> str:
+    """The right answer, from the row."""
+    return str(scene.task.ground_truth)
+
+
+def null(scene: EpisodeState) -> str:
+    """No answer."""
+    return "Which?"
+
+
+def opens(scene: EpisodeState) -> str:
+    """Looks at the page, then presses the key of the view."""
+    if scene.turn == 0:
+        return scene.call("computer", action="look")
+    if scene.turn == 1:
+        return scene.call("computer", action="press", text=VIEWS[str(scene.task.extra_info["view"])])
+    return "done"
+
+
+def looks(scene: EpisodeState) -> str:
+    """Looks at the page and stays where it is: must earn nothing."""
+    return scene.call("computer", action="look") if scene.turn == 0 else "done"

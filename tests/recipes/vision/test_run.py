@@ -1,0 +1,54 @@
+"""A tiny vision-language model from guesses to what it sees, by reward alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.deploy.conftest import assert_accounts_balance
+from tests.recipes.conftest import RECIPES, played
+
+pytest.importorskip("PIL", reason="Pillow is not installed: pip install 'penstock[vision]'")
+
+pytestmark = [
+    pytest.mark.deep,
+    *(pytest.mark.recipes, pytest.mark.slow, pytest.mark.redis, pytest.mark.torch),
+]
+WINDOW = 3
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recipe's data and its base model."""
+    folder = tmp_path_factory.mktemp("vision")
+    for script, out in (("data.py", folder), ("make_model.py", folder / "model")):
+        command = [sys.executable, str(RECIPES / "vision" / script), "--out", str(out)]
+        subprocess.run(command, check=True, timeout=600)
+    return folder
+
+
+@pytest.mark.parametrize(("policy", "reward"), [("oracle", 1.0), ("null", 0.0)])
+async def test_the_right_answer_earns_everything(made: Path, policy: str, reward: float) -> None:
+    given = (f"data.train={made / 'train.parquet'}", f"model={made / 'model'}")
+    found = await played("vision/cpu.yaml", policy, *given, rows=12)
+    assert (found.failures, found.rewards) == ([], [reward] * 12)
+    assert [len(one.images.by_segment[0]) for one in found.trajectories] == [1] * 12
+
+
+def test_a_tiny_model_learns_to_answer_by_what_it_sees(start_run, made: Path) -> None:
+    data = (f"data.train={made / 'train.parquet'}", "data.eval=null", f"model={made / 'model'}")
+    goal = ("trainer.stop.metric=reward", "trainer.stop.target=0.9", f"trainer.stop.window={WINDOW}")
+    run = start_run("vision", *data, *goal, recipe=RECIPES / "vision/cpu.yaml")
+    summary = run.finish(timeout_s=600)
+    steps = [json.loads(line) for line in (run.root / "metrics.jsonl").read_text().splitlines()]
+    rewards = [step["reward"] for step in steps]
+    first, last = sum(rewards[:WINDOW]) / WINDOW, sum(rewards[-WINDOW:]) / WINDOW
+    assert first <= 0.45
+    assert last >= 0.85
+    assert max(step["logprob_abs_diff_max"] for step in steps) < 1e-3
+    assert summary["staleness_max"] <= 2
+    assert list((run.root / "images").iterdir()), "recorded episodes have their pictures"
+    assert_accounts_balance(summary)
