@@ -89,13 +89,13 @@ def test_a_task_hides_its_test_and_its_repair(learning: ModuleType, folder: Path
 
 def test_conversations_repair_one_bug_in_three(learning: ModuleType, folder: Path) -> None:
     lines = (folder / "data/swe-learn/conversations.jsonl").read_text().splitlines()
+    right = {bug.request: bug.right for bug in learning.all_bugs()}
     found: Counter[str] = Counter()
     for messages in (json.loads(line)["messages"] for line in lines):
         calls = [one["tool_calls"][0]["function"] for one in messages if one["role"] == "assistant"]
         assert [call["name"] for call in (calls[0], calls[-1])] == ["shell", "submit"]
-        right = next(bug.right for bug in learning.all_bugs() if bug.request == messages[1]["content"])
-        edits = [call["arguments"] for call in calls[1:-1]]
-        found["none" if not edits else "right" if edits[0]["text"] == right else "wrong"] += 1
+        edits = [call["arguments"]["text"] for call in calls[1:-1]]
+        found["none" if not edits else "right" if edits == [right[messages[1]["content"]]] else "wrong"] += 1
     shares = {kind: count / len(lines) for kind, count in found.items()}
     assert shares == pytest.approx({"none": 0.25, "right": 0.34, "wrong": 0.41}, abs=0.03)
 
