@@ -50,6 +50,7 @@ from .loader import allow_imports_from as allow_imports_from
 from .loader import load_object as load_object
 from .loop_watch import LoopWatch as LoopWatch
 from .merge import check_output as check_output
+from .merge import images_of as images_of
 from .merge import to_trajectory as to_trajectory
 from .merge import turn_bounds as turn_bounds
 from .metrics import WorkerMetrics as WorkerMetrics

@@ -23,7 +23,7 @@ from penstock.agent_loops.chat.chat import new_budget
 from penstock.agent_loops.errors import EpisodeRestart, InfraFailure, LoadError, TokenMismatch
 from penstock.agent_loops.journal import EpisodeJournal
 from penstock.agent_loops.llm import EpisodeLLM, usual_sampling
-from penstock.agent_loops.merge import as_outputs, check_output, to_trajectory
+from penstock.agent_loops.merge import as_outputs, check_output, images_of, to_trajectory
 from penstock.agent_loops.mismatch import continuity
 from penstock.agent_loops.segment import TRUNCATED_DEADLINE, AgentLoopOutput, last_answer
 from penstock.agent_loops.sources import services_of
@@ -230,7 +230,8 @@ class FinishedAttempt:
         if self.outputs[-1].outcome.may_carry_reward:
             reward, further = await self._reward()
             metrics |= further
-        return to_trajectory(self.lease, self.outputs, reward, metrics | self._totals(), self._notes())
+        images = await images_of(self.lease, self.outputs)
+        return to_trajectory(self.lease, self.outputs, reward, metrics | self._totals(), self._notes(), images=images)
 
     async def _reward(self) -> tuple[float, Mapping[str, float]]:
         """The loop's own reward, else the run's reward function, else the sum of the tools'."""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import xxhash
 
+from penstock.agent_loops.chat.images import files_of
 from penstock.agent_loops.errors import InfraFailure, TokenMismatch
 from penstock.agent_loops.llm import SeenContexts
 from penstock.agent_loops.segment import AgentLoopOutput, little_endian
-from penstock.transfer_queue import Lease, Trajectory
-
-IMAGES = "images"
-"""Key in a trajectory's extra."""
+from penstock.rollout_server import BadRequest, read_images
+from penstock.transfer_queue import EpisodeImages, Lease, Trajectory
 
 
 def as_outputs(returned: Any) -> list[AgentLoopOutput]:
@@ -61,8 +61,10 @@ def to_trajectory(
     reward: float | None,
     metrics: Mapping[str, float],
     extra: Mapping[str, Any],
+    *,
+    images: EpisodeImages | None = None,
 ) -> Trajectory:
-    """Segments in order; the episode's outcome is its last segment's."""
+    """Segments in order; the episode's outcome is its last segment's. `images`: as `images_of` finds them."""
     merged_metrics = {key: value for output in outputs for key, value in output.metrics.items()}
     merged_extra = {key: value for output in outputs for key, value in output.extra.items()}
     return Trajectory(
@@ -74,18 +76,31 @@ def to_trajectory(
         turn_rewards=tuple(float(value) for output in outputs for value in output.turn_rewards),
         num_turns=sum(output.num_turns for output in outputs),
         metrics={key: float(value) for key, value in {**merged_metrics, **metrics}.items()},
-        extra={**merged_extra, **extra, **_images(outputs)},
+        extra={**merged_extra, **extra},
         data_source=lease.task.data_source,
+        images=images,
     )
 
 
-def _images(outputs: Sequence[AgentLoopOutput]) -> dict[str, Any]:
-    """Which images stand in each segment, in order, by content, and where their bytes are; nothing where none does."""
+async def images_of(lease: Lease, outputs: Sequence[AgentLoopOutput]) -> EpisodeImages | None:
+    """What the trajectory carries of the images that stand in its segments; None where none does.
+
+    A file of a tool is read now: it is the tool's, and may be gone before the episode is trained on. Raises
+    `InfraFailure("loop")` where it is gone already.
+    """
     if not any(output.images for output in outputs):
-        return {}
-    by_segment = [[image.sha256 for image in output.images] for output in outputs]
-    urls = {image.sha256: image.url for output in outputs for image in output.images}
-    return {IMAGES: {"by_segment": by_segment, "urls": urls}}
+        return None
+    by_segment = tuple(tuple(image.sha256 for image in output.images) for output in outputs)
+    refs = {image.sha256: image for output in outputs for image in output.images}
+    of_task = files_of(lease.task.messages)
+    urls = {name: ref.url for name, ref in refs.items() if ref.url in of_task}
+    carried = [ref for name, ref in refs.items() if name not in urls]
+    try:
+        found = await asyncio.to_thread(read_images, carried)
+    except BadRequest as error:
+        problem = f"{error}: an image that a tool or loop gave must stay until its episode ends; or give a data: URL"
+        raise InfraFailure("loop", problem) from error
+    return EpisodeImages(by_segment, dict(zip((ref.sha256 for ref in carried), found, strict=True)), urls)
 
 
 def _check_lengths(output: AgentLoopOutput) -> None:

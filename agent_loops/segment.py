@@ -132,19 +132,28 @@ class ReplyEnds:
 
     gpt-oss: the model samples ``<|return|>`` or ``<|call|>``, the template writes ``<|end|>`` or ``<|call|>``.
     Llama 3.1: ``<|eot_id|>``; its generation config has ``<|eom_id|>`` too, which the template names and opens nothing
-    with: it only closes. ``<|end_of_text|>``, which the template never names, is a stop and closes no turn.
+    with: it only closes. ``<|end_of_text|>``, which the template never names, is a stop and closes no turn. Command A:
+    ``<|END_RESPONSE|><|END_OF_TURN_TOKEN|>`` close an answer together, and the second one ends it.
     """
 
     stops: tuple[int, ...]
     """A sampled one ends the reply."""
     closers: frozenset[int]
     """Only close, and so stand for each other; a stop that is no closer opens the next turn."""
-    heads: frozenset[int]
-    """What a delta begins with."""
+    leads: tuple[tuple[int, ...], ...]
+    """What a delta begins with, longest first: all that the template writes between a reply and its end, that last."""
 
-    def repeats(self, last: int, first: int) -> bool:
-        """Whether the delta's first id repeats the end that the model sampled last."""
-        return (first == last and last in self.stops) or {first, last} <= self.closers
+    def lead_of(self, delta: Sequence[int]) -> tuple[int, ...]:
+        """The one that `delta` begins with; empty where it begins with none."""
+        return next((lead for lead in self.leads if tuple(delta[: len(lead)]) == lead), ())
+
+    def repeated(self, last: int, delta: Sequence[int]) -> int:
+        """How many of the delta's first ids the model has written already, where it sampled `last` at the end."""
+        lead = self.lead_of(delta) or tuple(delta[:1])
+        if not lead:
+            return 0
+        ended = (lead[-1] == last and last in self.stops) or {lead[-1], last} <= self.closers
+        return len(lead) if ended else 0
 
 
 class SegmentBuilder:
@@ -313,9 +322,9 @@ class SegmentBuilder:
         """Invariant 1 keeps the sampled stop token where it is; the rendered delta begins with the same one."""
         if not ids or not self._row.ends_sampled:
             return ids
-        last, first = self._row.ids[-1], ids[0]
-        repeats = (first == last and first in self._stop_ids) or (self._ends and self._ends.repeats(last, first))
-        return ids[1:] if repeats else ids
+        last = self._row.ids[-1]
+        repeated = self._ends.repeated(last, ids) if self._ends else 0
+        return ids[repeated or int(ids[0] == last and last in self._stop_ids) :]
 
     def _ending(self) -> Outcome:
         if self._out_of_room:

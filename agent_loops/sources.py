@@ -46,13 +46,15 @@ def tools_of(config: AgentConfig, data_source: str, tools: Mapping[str, BaseTool
 def verify_sources(chat: ChatTokens, config: AgentConfig, tools: Mapping[str, BaseTool]) -> TemplateVerification:
     """`verify_template` with every set of tools that episodes may have; that of all of them is returned.
 
-    A role that cannot follow a reply under one set is refused under all. Raises `LoadError`, `TemplateError`.
+    A role that cannot follow a reply under one set is refused under all, and begins a new segment where it does under
+    all that refuse it. Raises `LoadError`, `TemplateError`.
     """
     sets = {tuple(found): found for found in (tools_of(config, source, tools) for source in config.sources)}
     sets.pop(tuple(tools), None)
-    refused: dict[str, str] = {}
-    for found in sets.values():
-        refused |= verify_template(chat, [tool.schema for tool in found.values()]).unsupported
+    others = [verify_template(chat, [tool.schema for tool in found.values()]) for found in sets.values()]
     verified = verify_template(chat, [tool.schema for tool in tools.values()])
-    chat.refused_roles = {**refused, **verified.unsupported}
+    every = [*others, verified]
+    chat.refused_roles = {role: why for one in every for role, why in one.unsupported.items()}
+    kept = {role for one in every for role in set(one.unsupported) - one.renewing}
+    chat.renewing_roles = frozenset(chat.refused_roles) - kept
     return verified

@@ -253,6 +253,9 @@ class Teachers:
         teacher = self.of(task.data_source)
         if teacher is None or task.split != "train":
             return trajectory
+        if trajectory.images is not None:
+            reason = "the episode has images, and a teacher reads ids alone: take the source out of agent.teachers"
+            raise InfraFailure(COMPONENT, reason)
         began = time.monotonic()
         with span(COMPONENT):
             segments = await gather_or_cancel([_annotated(teacher, segment) for segment in trajectory.segments])

@@ -76,6 +76,14 @@ def live_routes(folders: RunFolders, pulse: Pulse) -> APIRouter:
 REFRESH_S = 0.4
 """Of each answer, for reading step files that are new; the page asks again while some are left."""
 Points = Annotated[int, Query(ge=10, le=2000)]
+IMAGE_KINDS = {
+    "image/png": b"\x89PNG",
+    "image/jpeg": b"\xff\xd8\xff",
+    "image/gif": b"GIF8",
+    "image/webp": b"RIFF",
+    "image/bmp": b"BM",
+}
+"""What a browser draws, by its first bytes. Nothing else is sent: an episode may have brought anything."""
 
 
 class Page(Wanted):
@@ -140,6 +148,15 @@ def _add_trajectories(router: APIRouter, folders: RunFolders) -> None:
         total, rows = index.page(wanted, page.offset, page.limit)
         trained = sum(row.get("episodes", 0) for row in files.metrics.rows())
         return {"total": total, "trained": trained, "pending": pending, "generation": index.generation, "rows": rows}
+
+    @router.get("/{run}/image", response_model=None)
+    def image(run: str, name: str) -> Response:
+        """An image of a recorded trajectory, by the sha256 that the record names it by."""
+        data = folders.run(run).image(name)
+        kind = next((kind for kind, begins in IMAGE_KINDS.items() if data and data.startswith(begins)), None)
+        if data is None or kind is None:
+            return error_response(404, "name", f"no image {name[:80]!r} is recorded")
+        return Response(data, media_type=kind)
 
     @router.get("/{run}/trajectory", response_model=None)
     def trajectory(run: str, episode: str, step: int) -> Response:

@@ -17,6 +17,7 @@ from penstock.dashboard.metrics import Devices, MetricsFile, newest_row
 from penstock.dashboard.trajectories import TrajectoryIndex
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+IMAGE = re.compile(r"[0-9a-f]{64}")
 """Of a run, as `name` of its recipe has it; no name leads out of the folder."""
 DEFAULT_PARSER = "hermes"
 
@@ -40,6 +41,11 @@ class RunFiles:
             if self._index is None:
                 self._index = TrajectoryIndex(self.root / "trajectories", self.root / "trajectories.sqlite")
             return self._index
+
+    def image(self, name: str) -> bytes | None:
+        """Of a recorded trajectory, by the sha256 of its bytes; None where there is none of that name."""
+        path = self.root / "images" / name
+        return path.read_bytes() if IMAGE.fullmatch(name) and path.is_file() else None
 
     def config(self) -> dict[str, Any]:
         """The resolved recipe; empty where it is not there."""

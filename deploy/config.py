@@ -153,6 +153,12 @@ class RunConfig(BaseModel):
     ray: RayConfig = RayConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
+    @property
+    def largest_group(self) -> int:
+        """Episodes per task of the data source that has most."""
+        sizes = (own.group_size for own in self.trainer.sources.values())
+        return max([self.group_size, *(size for size in sizes if size is not None)])
+
 
 class ConfigError(Exception):
     """The recipe or an override is invalid; the message may have several lines."""

@@ -190,7 +190,7 @@ def limits_of(config: RunConfig) -> Limits:
         groups_per_step=config.groups_per_step,
         max_staleness=config.max_staleness,
         overage=knobs.overage,
-        min_group=min(knobs.min_group, config.group_size),
+        min_group=min(knobs.min_group, config.largest_group),
         max_attempts=knobs.max_attempts,
         max_lost_leases=knobs.max_lost_leases,
         lease_ttl_s=knobs.lease_ttl_s,

@@ -18,6 +18,7 @@ import os
 import secrets
 import signal
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -71,7 +72,7 @@ async def _launch(config: RunConfig, resume: bool, placement: Placement) -> Path
         run.logs.mkdir(exist_ok=True)
         config = _for_all_roles(config, run)
         limits = limits_of(config)
-        check_step_bytes(limits, config.agent.most_response_tokens)
+        check_step_bytes(replace(limits, group_size=config.largest_group), config.agent.most_response_tokens)
         async with open_queue(config, run) as (link, queue, keepers), run_headed(queue) as keeping:
             found = await _enter(config, run, queue, limits)
             # Files that a head which was refused must not take from the one that lives.

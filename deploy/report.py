@@ -126,8 +126,10 @@ class Reporter:
 def describe(config: RunConfig) -> str:
     """The meaning of the settings together, in one line."""
     groups = (config.max_staleness + 1) * config.groups_per_step
+    own = (source.group_size or config.group_size for source in config.trainer.sources.values())
+    of = " or ".join(map(str, sorted({config.group_size, *own})))
     return (
-        f"at most {config.max_staleness + 1} x {config.groups_per_step} = {groups} groups of {config.group_size} "
+        f"at most {config.max_staleness + 1} x {config.groups_per_step} = {groups} groups of {of} "
         f"episodes in flight; tokens up to {config.max_staleness} versions old; {config.trainer.steps} steps; "
         f"{config.rollout.servers} {config.rollout.engine} server(s), {config.agent.workers} agent worker(s), "
         f"{config.trainer.ranks} trainer rank(s)"

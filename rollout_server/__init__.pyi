@@ -10,6 +10,7 @@ from .import_without_torch import no_torch as no_torch
 from .kept_scans import keep_scans as keep_scans
 from .kept_scans import kept as kept
 from .metrics import RolloutMetrics as RolloutMetrics
+from .pictures import read_images as read_images
 from .protocol import BadRequest as BadRequest
 from .protocol import Chunk as Chunk
 from .protocol import Engine as Engine
@@ -44,6 +45,7 @@ from .routers import LayerLoad as LayerLoad
 from .routers import NoRouters as NoRouters
 from .routers import Routers as Routers
 from .routers import Routing as Routing
+from .routers import replayed_choice as replayed_choice
 from .routes import GenerateResponse as GenerateResponse
 from .routes import make_app as make_app
 from .routes import make_routes as make_routes

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from penstock.rollout_server.protocol import DeviceBytes, Engine, EngineError, SleepingEngine, SleepLevel
-from penstock.transfer_queue import ALL_THAT_IS_FREE, DeviceTurn, QueueError, TurnLost
+from penstock.transfer_queue import ALL_THAT_IS_FREE, DeviceTurn, QueueError, TurnLost, TurnTimeout
 
 ASLEEP = "asleep: the trainer has the devices for its step"
 WAITS = "the engine starts when the trainer has handed the devices over"
@@ -53,11 +53,11 @@ class EngineDevices:
             self.asleep = False
 
     async def started(self, engine: Engine) -> None:
-        """Raises `EngineError`, `OverBudget`."""
+        """Returns when what the engine needs is claimed. Raises `EngineError`, `OverBudget`."""
         await self.measure(engine)
         try:
             await self._turn.claim(self._bytes.most)
-        except (TurnLost, QueueError) as error:
+        except (TurnLost, TurnTimeout, QueueError) as error:
             raise EngineError(str(error)) from error
 
     async def measure(self, engine: Engine) -> None:

@@ -13,7 +13,7 @@ from penstock.rollout_server.protocol import BadRequest, ImageRef
 MAX_BYTES = 64 << 20
 
 
-def read_pictures(images: Sequence[ImageRef]) -> list[bytes]:
+def read_images(images: Sequence[ImageRef]) -> list[bytes]:
     """The images' bytes. Raises `BadRequest` naming the one that cannot be read or has other bytes."""
     return [_read(image, f"images.{position}") for position, image in enumerate(images)]
 

@@ -72,6 +72,13 @@ class LayerLoad:
             self.tokens[2] += (weight * other).sum()
 
 
+def replayed_choice(alone: Tensor, replayed: Tensor) -> tuple[Tensor, Tensor]:
+    """What the router chose and what is replayed, each [T, k] → (the experts [T, k], whether they are replayed [T]
+    bool): k equal numbers are not known, so that the router's own choice holds."""
+    known = (replayed[:, :1] != replayed[:, 1:]).any(-1)
+    return torch.where(known[:, None], replayed.to(alone.dtype), alone), known
+
+
 def probabilities(scores: Tensor) -> Tensor:
     """[T, E] that routers choose by → their softmax: most have taken it already."""
     scores = scores.float()
@@ -104,8 +111,7 @@ class _Mixture:
         alone = indices = found.indices
         known: Tensor | None = None
         if self.replayed is not None:
-            known = (self.replayed[:, :1] != self.replayed[:, 1:]).any(-1)
-            indices = torch.where(known[:, None], self.replayed.to(alone.dtype), alone)
+            indices, known = replayed_choice(alone, self.replayed)
             found = torch.return_types.topk((scores.gather(-1, indices), indices))
         if self.record is not None:
             self.record.append(indices)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 from collections import Counter, defaultdict
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ TOGETHER = (
 LONG_S = 1200
 """A test whose deadline is at least so far away may take minutes: begun last, it would run alone at the end."""
 OUTCOMES = ("passed", "failed", "error", "skipped")
+GREEDIEST = 60
+"""So many tests are printed with the processor time they took: on two cores it decides how long all tests take."""
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
@@ -46,10 +50,26 @@ def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
         pytest.exit("xdist has not read the groups of tests: see pytest's range in pyproject.toml", returncode=4)
 
 
+_cpu_before = 0.0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    """Adds the processor time of this process and of the children that it has waited for, in seconds."""
+    global _cpu_before
+    report = yield
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    now = sum(one.ru_utime + one.ru_stime for one in used)
+    report.cpu_s, _cpu_before = now - _cpu_before, now
+    return report
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """One line per area: seconds of a process, tests passed, failed and skipped, and why they were skipped."""
+    """One line per area: its seconds, how its tests ended, and why some were skipped."""
+    _print_greediest(terminalreporter)
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     seconds: Counter[str] = Counter()
+    cpu: Counter[str] = Counter()
     reasons: dict[str, set[str]] = defaultdict(set)
     for outcome in OUTCOMES:
         for report in terminalreporter.stats.get(outcome, []):
@@ -61,13 +81,27 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         for report in reports:
             if hasattr(report, "duration"):
                 seconds[_area(report.nodeid)] += report.duration
+                cpu[_area(report.nodeid)] += report.cpu_s
     if not counts:
         return
     terminalreporter.section("areas")
     for area in sorted(counts):
         numbers = ", ".join(f"{counts[area][outcome]} {outcome}" for outcome in OUTCOMES if counts[area][outcome])
         why = "".join(f"; skipped: {reason}" for reason in sorted(reasons[area]))
-        terminalreporter.write_line(f"{area:16} {seconds[area]:6.0f} s  {numbers}{why}")
+        terminalreporter.write_line(f"{area:16} {seconds[area]:6.0f} s {cpu[area]:6.0f} s CPU  {numbers}{why}")
+
+
+def _print_greediest(terminalreporter: Any) -> None:
+    """Those that took a second of the processors or more."""
+    cpu: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            cpu[getattr(report, "nodeid", "")] += getattr(report, "cpu_s", 0)
+    greediest = [(nodeid, used) for nodeid, used in cpu.most_common(GREEDIEST) if used >= 1]
+    if greediest:
+        terminalreporter.section("processor time")
+    for nodeid, used in greediest:
+        terminalreporter.write_line(f"{used:6.0f} s  {nodeid}")
 
 
 def _area(nodeid: str) -> str:

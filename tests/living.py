@@ -7,10 +7,11 @@ from contextlib import suppress
 import psutil
 
 
-def alive(pid: int) -> bool:
-    """A zombie that waits for its parent counts as ended."""
+def alive(pid: int, began: float | None = None) -> bool:
+    """A zombie that waits for its parent counts as ended, and so does one that did not begin then (`create_time`)."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and began in (None, process.create_time())
     except psutil.NoSuchProcess:
         return False
 

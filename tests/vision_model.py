@@ -45,45 +45,89 @@ def save_vision_processor(folder: Path) -> str:
     return str(folder)
 
 
+VISION_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+
+
+def text_sizes() -> dict[str, int]:
+    return {
+        "vocab_size": len(vision_tokenizer()),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+    }
+
+
+def token_ids() -> dict[str, int]:
+    token = vision_tokenizer().convert_tokens_to_ids
+    return {
+        "image_token_id": token("<|image_pad|>"),
+        "video_token_id": token(VIDEO),
+        "vision_start_token_id": token("<|vision_start|>"),
+        "vision_end_token_id": token("<|vision_end|>"),
+    }
+
+
 def save_vision_model(folder: Path) -> str:
     """With weights: two layers of text, one of vision."""
     import torch
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     torch.manual_seed(0)
-    token = vision_tokenizer().convert_tokens_to_ids
     config = Qwen2_5_VLConfig(
         text_config={
-            "vocab_size": len(vision_tokenizer()),
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 4096,
+            **text_sizes(),
             "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0},
         },
         vision_config={
             "depth": 1,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "out_hidden_size": 32,
-            "patch_size": 14,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
+            **VISION_SIZES,
             "window_size": 112,
             "fullatt_block_indexes": [0],
         },
-        image_token_id=token("<|image_pad|>"),
-        video_token_id=token(VIDEO),
-        vision_start_token_id=token("<|vision_start|>"),
-        vision_end_token_id=token("<|vision_end|>"),
+        **token_ids(),
         tie_word_embeddings=False,
     )
     model = Qwen2_5_VLForConditionalGeneration(config).eval()
     for parameter in model.parameters():  # far enough from each other that another image is another answer
         torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    return save_vision_processor(folder)
+
+
+def save_qwen3_vl(folder: Path) -> str:
+    """A tiny random Qwen3-VL with the same tokenizer and processor: two layers of text, two of vision."""
+    import torch
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = Qwen3VLConfig(
+        text_config={
+            **text_sizes(),
+            "head_dim": 8,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0},
+        },
+        vision_config={
+            "depth": 2,
+            **VISION_SIZES,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0],
+        },
+        **token_ids(),
+    )
+    model = Qwen3VLForConditionalGeneration(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(folder)
     return save_vision_processor(folder)
 

@@ -16,12 +16,12 @@ from .checkpoint import RecentBatches as RecentBatches
 from .checks import check_algorithm as check_algorithm
 from .checks import check_job as check_job
 from .config import RANKS_FILE_VARIABLE as RANKS_FILE_VARIABLE
-from .config import EstimatorConfig as EstimatorConfig
 from .config import Layout as Layout
 from .config import LoraConfig as LoraConfig
 from .config import OverlongConfig as OverlongConfig
 from .config import RankPlace as RankPlace
 from .config import StopConfig as StopConfig
+from .config import TrainedSourceConfig as TrainedSourceConfig
 from .config import TrainerConfig as TrainerConfig
 from .config import learning_rate as learning_rate
 from .credit import Estimators as Estimators
@@ -53,6 +53,7 @@ from .export import export_checkpoint as export_checkpoint
 from .export import save_final_model as save_final_model
 from .grouping import discounted as discounted
 from .grouping import gae_of as gae_of
+from .images import sees_images as sees_images
 from .job import BadJob as BadJob
 from .job import TrainJob as TrainJob
 from .job import needs_of_advantage as needs_of_advantage

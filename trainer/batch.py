@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.rollout_server import Mixtures
+from penstock.trainer.images import UnreadableImages, encoded_images
 from penstock.transfer_queue import Batch, RoutedExperts, Segment, Trajectory
 
 NO_ID = -1
@@ -37,6 +38,8 @@ class ModelLimits:
     """Of its hidden states: from how long a row on attention costs as much as all else."""
     mixtures: Mixtures | None = None
     """Its layers with experts, where it replays the engine's choices."""
+    image_token: int | None = None
+    """Id that stands for a part of an image; None: it is trained without images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,8 @@ class Row:
     counts to the rest. None where the teacher was not asked for them."""
     top_logprobs: NDArray[np.float32] | None = None
     """[N, k] the teacher's logprobs of them; 0 for `NO_ID`."""
+    images: Sequence[bytes] = ()
+    """The encoded images (PNG, JPEG …) in the order of their places in `ids`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +149,11 @@ def make_step_batch(
     for trajectory in trajectories:
         if trajectory.reward is None or not np.isfinite(trajectory.reward):
             raise BadBatch(f"episode {trajectory.episode_id}: reward is {trajectory.reward}")
-        if trajectory.extra.get("images"):
-            raise BadBatch(f"episode {trajectory.episode_id}: it has images; this trainer would not see their pixels")
+    images = [images_by_segment(trajectory, model) for trajectory in trajectories]
     rows = [
-        make_row(index, segment, _where(trajectory, number), step=batch.step, bound=bound, model=model)
+        make_row(index, segment, _where(trajectory, number), step=batch.step, bound=bound, model=model, images=of_row)
         for index, trajectory in enumerate(trajectories)
-        for number, segment in enumerate(trajectory.segments)
+        for number, (segment, of_row) in enumerate(zip(trajectory.segments, images[index], strict=True))
     ]
     return StepBatch(batch.step, batch.groups, trajectories, np.array(group, dtype=np.int64), number_tokens(rows))
 
@@ -159,7 +163,29 @@ def number_tokens(rows: Sequence[Row]) -> list[Row]:
     return [replace(row, first_token=end - len(row.targets)) for row, end in zip(rows, ends, strict=True)]
 
 
-def make_row(episode: int, segment: Segment, where: str, *, step: int, bound: int, model: ModelLimits) -> Row:
+def images_by_segment(trajectory: Trajectory, model: ModelLimits) -> list[list[bytes]]:
+    """See `encoded_images`. Raises `BadBatch`."""
+    if trajectory.images is None:
+        return [[] for _ in trajectory.segments]
+    where = f"episode {trajectory.episode_id}"
+    if model.image_token is None:
+        raise BadBatch(f"{where}: it has images, and the trainer's model sees none: both sides must load one model")
+    try:
+        return encoded_images(trajectory.images)
+    except UnreadableImages as error:
+        raise BadBatch(f"{where}: {error}") from error
+
+
+def make_row(
+    episode: int,
+    segment: Segment,
+    where: str,
+    *,
+    step: int,
+    bound: int,
+    model: ModelLimits,
+    images: Sequence[bytes] = (),
+) -> Row:
     """Check one segment and lay it out. Raises `BadBatch` with `where` in front."""
     ids = np.concatenate([segment.prompt_ids, segment.response_ids]).astype(np.int64)
     _check_ids(ids, where, model)
@@ -178,6 +204,8 @@ def make_row(episode: int, segment: Segment, where: str, *, step: int, bound: in
     turn = np.searchsorted(segment.turn_starts, sampled, side="right").astype(np.int64) - 1
     # Every token of the call has staleness 0.
     same_version = ~np.isin(turn, np.unique(turn[staleness != 0]))
+    unread = _behind_sampled_place(ids[targets], model)
+    mask, same_version = mask & ~unread, same_version & ~unread
     taught = segment.teacher_logprobs
     teacher = None if taught is None else taught[sampled].astype(np.float32)
     experts = _experts(segment, where, model)
@@ -195,7 +223,17 @@ def make_row(episode: int, segment: Segment, where: str, *, step: int, bound: in
         experts,
         top_ids=top_ids,
         top_logprobs=top_logprobs,
+        images=tuple(images),
     )
+
+
+def _behind_sampled_place(sampled: NDArray[np.int64], model: ModelLimits) -> NDArray[np.bool_]:
+    """[N] which sampled tokens come after one that stands for a part of an image. There is no image behind it, so that
+    no forward with pixels repeats what the engine read there; such an answer ends its segment."""
+    if model.image_token is None:
+        return np.zeros(len(sampled), dtype=np.bool_)
+    places = sampled == model.image_token
+    return (np.cumsum(places) - places) > 0
 
 
 def _tops(segment: Segment, model: ModelLimits) -> tuple[NDArray[np.int32] | None, NDArray[np.float32] | None]:

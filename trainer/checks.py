@@ -18,23 +18,7 @@ def check_job(job: TrainJob) -> None:
             "off-policy correction collapse a run. Set trainer.correction (truncated_is) or max_staleness=0"
         )
     check_algorithm(config, job.limits.group_size)
-    if job.limits.filter_groups == "zero_variance" and config.turn_reward_weight:
-        raise BadJob(
-            "transfer_queue.filter_groups is zero_variance and trainer.turn_reward_weight "
-            f"{config.turn_reward_weight}: groups of equal rewards would be filtered although their turns differ. Set "
-            "the one to none, or the other to 0"
-        )
-    if job.limits.filter_groups == "zero_variance" and config.distill.enabled:
-        raise BadJob(
-            "transfer_queue.filter_groups is zero_variance and trainer.distill is on: groups of equal rewards would be "
-            "filtered although the teacher judges their tokens. Set transfer_queue.filter_groups=none"
-        )
-    if job.limits.filter_groups == "zero_variance" and job.curriculum is not None:
-        raise BadJob(
-            "transfer_queue.filter_groups is zero_variance and data.curriculum is on: groups that are filtered never "
-            "say how often their rows are passed. Set transfer_queue.filter_groups=none; easy and hard rows come "
-            "seldom anyway"
-        )
+    _check_filter(job)
     _check_top_k(job)
     _check_stop(job)
     for sink in config.sinks:
@@ -56,6 +40,36 @@ def check_job(job: TrainJob) -> None:
         raise BadJob(f"weights over {job.transport} need the run's token: anybody could read them")
     if job.temperature <= 0:
         raise BadJob(f"temperature is {job.temperature}: training episodes must be sampled, not greedy")
+
+
+def _check_filter(job: TrainJob) -> None:
+    """Groups of equal rewards may still have something to learn from, or something to say."""
+    config = job.config
+    if job.limits.filter_groups != "zero_variance":
+        return
+    if config.turn_reward_weight:
+        raise BadJob(
+            "transfer_queue.filter_groups is zero_variance and trainer.turn_reward_weight "
+            f"{config.turn_reward_weight}: groups of equal rewards would be filtered although their turns differ. Set "
+            "the one to none, or the other to 0"
+        )
+    if config.distill.enabled:
+        raise BadJob(
+            "transfer_queue.filter_groups is zero_variance and trainer.distill is on: groups of equal rewards would be "
+            "filtered although the teacher judges their tokens. Set transfer_queue.filter_groups=none"
+        )
+    if job.curriculum is not None:
+        raise BadJob(
+            "transfer_queue.filter_groups is zero_variance and data.curriculum is on: groups that are filtered never "
+            "say how often their rows are passed. Set transfer_queue.filter_groups=none; easy and hard rows come "
+            "seldom anyway"
+        )
+    single = [source for source, own in config.sources.items() if own.group_size == 1]
+    if single:
+        raise BadJob(
+            f"transfer_queue.filter_groups is zero_variance and trainer.sources.{single[0]}.group_size 1: every group "
+            "of it would be filtered. Set the one to none, or the other to 2 or more"
+        )
 
 
 def _check_top_k(job: TrainJob) -> None:
@@ -100,7 +114,8 @@ def check_algorithm(config: TrainerConfig, group_size: int) -> None:
     if config.filter is not None:
         FILTERS.bind(config.filter, config.filter_options)
     _check_needs(config, needs_of_advantage(config), group_size)
-    _check_loss_needs(config, needs_of(LOSSES.get(config.loss)), group_size)
+    smallest = min([group_size, *(own.group_size or group_size for own in config.sources.values())])
+    _check_loss_needs(config, needs_of(LOSSES.get(config.loss)), smallest)
     _check_sources(config, group_size)
     _check_settings(config)
 
@@ -109,14 +124,14 @@ def _check_sources(config: TrainerConfig, group_size: int) -> None:
     """A critic, an implicit reward model or a greedy member are of the whole run, so no source can have its own."""
     from penstock.trainer.advantages import ADVANTAGES, needs_of
 
-    if not config.sources:
-        return
-    names = {"trainer.advantage": (config.advantage, config.advantage_options)}
+    usual = (config.advantage, config.advantage_options, group_size)
+    names = {"trainer.advantage": usual} if any(own.advantage for own in config.sources.values()) else {}
     names |= {
-        f"trainer.sources.{source}.advantage": (own.advantage, own.advantage_options)
+        f"trainer.sources.{source}.advantage": (own.advantage, own.advantage_options, own.group_size or group_size)
         for source, own in config.sources.items()
+        if own.advantage is not None
     }
-    for key, (name, options) in names.items():
+    for key, (name, options, size) in names.items():
         ADVANTAGES.bind(name, options)
         needs = needs_of(ADVANTAGES.get(name))
         if needs - {"groups"}:
@@ -124,8 +139,14 @@ def _check_sources(config: TrainerConfig, group_size: int) -> None:
                 f"{key}={name} needs a critic, an implicit reward model or a greedy member, which tasks of other "
                 "estimators do not have: under trainer.sources choose estimators without, such as grpo, rloo, dr_grpo"
             )
-        if "groups" in needs and group_size < 2:
+        if "groups" in needs and size < 2:
             raise BadJob(f"{key}={name} compares the episodes of one task: set group_size to 2 or more")
+    for source, own in config.sources.items():
+        if own.advantage is None and own.group_size == 1 and needs_of_advantage(config) & {"groups", "greedy"}:
+            raise BadJob(
+                f"trainer.sources.{source}.group_size is 1, and trainer.advantage={config.advantage} compares the "
+                f"episodes of one task: set it to 2 or more, or trainer.sources.{source}.advantage"
+            )
 
 
 def _check_needs(config: TrainerConfig, needs: frozenset[str], group_size: int) -> None:

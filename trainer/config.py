@@ -11,7 +11,7 @@ batch. The learning rate warms up linearly, then stays constant or decays linear
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -74,13 +74,22 @@ class DistillConfig(BaseModel):
         return self.in_advantage > 0 or self.in_loss > 0
 
 
-class EstimatorConfig(BaseModel):
-    """The advantage estimator of one data source."""
+class TrainedSourceConfig(BaseModel):
+    """What the tasks of one data source have for themselves in training."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    advantage: str = Field(description="As `trainer.advantage`, but none with a critic or a greedy member.")
+    advantage: str | None = Field(
+        None, description="As `trainer.advantage`, but none with a critic or a greedy member; None: that one."
+    )
     advantage_options: dict[str, Any] = Field(default_factory=dict, description="Its settings.")
+    group_size: int | None = Field(None, ge=1, description="Episodes per task; None: the run's `group_size`.")
+
+    @model_validator(mode="after")
+    def _options_have_an_estimator(self) -> Self:
+        if self.advantage_options and self.advantage is None:
+            raise ValueError("advantage_options are settings of an advantage: name it beside them")
+        return self
 
 
 class CriticConfig(BaseModel):
@@ -195,9 +204,10 @@ class TrainerConfig(BaseModel):
     advantage_options: dict[str, Any] = Field(
         default_factory=dict, description="Settings of the estimator; docs/algorithms.md lists them."
     )
-    sources: dict[str, EstimatorConfig] = Field(
+    sources: dict[str, TrainedSourceConfig] = Field(
         default_factory=dict,
-        description="Data source or pattern (`my_*`) → advantage estimator of its tasks, in place of `advantage`.",
+        description="Data source or pattern (`my_*`) → advantage estimator and group size of its tasks, in place of "
+        "`advantage` and the run's `group_size`.",
     )
     turn_reward_weight: float = Field(
         0.0, description="Turn rewards count this much beside the episode's reward; 0: not at all."

@@ -74,21 +74,29 @@ class Estimators:
     def __init__(self, config: TrainerConfig, ranks: Ranks) -> None:
         self._ranks = ranks
         self._usual = ADVANTAGES.bind(config.advantage, config.advantage_options)
+        self._sources = config.sources
         self._of_sources = {
-            pattern: ADVANTAGES.bind(own.advantage, own.advantage_options) for pattern, own in config.sources.items()
+            pattern: ADVANTAGES.bind(own.advantage, own.advantage_options)
+            for pattern, own in config.sources.items()
+            if own.advantage is not None
         }
 
     def __call__(self, episodes: Episodes, data_sources: Sequence[str]) -> Advantages:
         """`data_sources`: of each episode. A collective: every rank calls each estimator, also for no episode."""
         if not self._of_sources:
             return whitened(self._usual(episodes), episodes.trained, self._ranks)
-        patterns = [pattern_of(source, self._of_sources) for source in data_sources]
+        patterns = [self._pattern(source) for source in data_sources]
         tokens = torch.zeros(len(episodes.token_turn), dtype=torch.float64)
         for pattern, estimate in ((None, self._usual), *self._of_sources.items()):
             chosen = torch.tensor([one == pattern for one in patterns], dtype=torch.bool)
             part = episodes.only(chosen)
             tokens[chosen[episodes.token_episode]] = whitened(estimate(part), part.trained, self._ranks).tokens
         return Advantages(tokens)
+
+    def _pattern(self, data_source: str) -> str | None:
+        """Under which an estimator of its own stands; None: it has the run's."""
+        pattern = pattern_of(data_source, self._sources)
+        return pattern if pattern in self._of_sources else None
 
 
 def whitened(advantages: Advantages, trained: Tensor, ranks: Ranks) -> Advantages:

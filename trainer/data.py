@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from penstock.trainer.image_column import COLUMN, BadImages, with_pictures
 from penstock.transfer_queue import DataCursor, Limits, Status, StepError, Task, TransferQueue
 
 NEEDED = ("prompt", "data_source", "reward_model")
@@ -34,6 +35,8 @@ class DatasetRow:
     ground_truth: Any
     agent_name: str | None
     extra_info: Mapping[str, Any]
+    group_size: int | None = None
+    """Episodes of its task in training; None: as many as the run's tasks have."""
 
     def task(self, task_id: str, split: str, sampling: Mapping[str, Any] | None = None, min_version: int = 0) -> Task:
         return Task(
@@ -46,6 +49,7 @@ class DatasetRow:
             extra_info=self.extra_info,
             sampling=sampling or {},
             min_version=min_version,
+            group_size=self.group_size,
         )
 
 
@@ -56,7 +60,7 @@ def load_rows(path: str | Path, limit: int = 0) -> list[DatasetRow]:
         raise DataError(f"dataset {path}: no such file")
     rows = []
     for number, raw in enumerate(_raw_rows(path), start=1):
-        rows.append(_check_row(raw, f"dataset {path}, row {number}"))
+        rows.append(_check_row(raw, f"dataset {path}, row {number}", path.parent))
         if number == limit:
             break
     if not rows:
@@ -110,7 +114,8 @@ def _check_columns(found: Sequence[str], where: str) -> None:
             raise DataError(f"{where}: column {name!r} is missing; found {', '.join(sorted(found)) or 'none'}")
 
 
-def _check_row(raw: Mapping[str, Any], where: str) -> DatasetRow:
+def _check_row(raw: Mapping[str, Any], where: str, folder: Path) -> DatasetRow:
+    """`folder`: of the dataset; paths of pictures are relative to it."""
     reward_model = raw["reward_model"]
     if not isinstance(reward_model, Mapping) or reward_model.get("ground_truth") is None:
         raise DataError(f"{where}: reward_model.ground_truth is missing; found {reward_model!r}")
@@ -120,7 +125,7 @@ def _check_row(raw: Mapping[str, Any], where: str) -> DatasetRow:
     if not (agent_name is None or isinstance(agent_name, str)):
         raise DataError(f"{where}: agent_name must be text, found {agent_name!r}")
     return DatasetRow(
-        messages=_check_messages(raw["prompt"], where),
+        messages=_with_pictures(_check_messages(raw["prompt"], where), raw, where, folder),
         data_source=raw["data_source"],
         ground_truth=_check_plain(reward_model["ground_truth"], f"{where}: reward_model.ground_truth"),
         agent_name=agent_name,
@@ -137,6 +142,19 @@ def _check_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
     return [{key: value for key, value in message.items() if value is not None} for message in prompt]
 
 
+def _with_pictures(
+    messages: list[dict[str, Any]], raw: Mapping[str, Any], where: str, folder: Path
+) -> list[dict[str, Any]]:
+    if raw.get("videos"):
+        raise DataError(f"{where}: column 'videos' has some, and only images are read")
+    if raw.get(COLUMN) is None:
+        return messages
+    try:
+        return with_pictures(messages, raw[COLUMN], folder)
+    except BadImages as error:
+        raise DataError(f"{where}: {error}") from error
+
+
 def _is_message(message: Any) -> bool:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
@@ -148,7 +166,7 @@ def _extra_info(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     own = raw.get("extra_info") or {}
     if not isinstance(own, Mapping):
         raise DataError(f"{where}: extra_info must be a mapping, found {own!r}")
-    others = {key: value for key, value in raw.items() if key not in (*NEEDED, "extra_info", "agent_name")}
+    others = {key: value for key, value in raw.items() if key not in (*NEEDED, "extra_info", "agent_name", COLUMN)}
     checked: dict[str, Any] = _check_plain({**others, **own}, f"{where}: extra_info")
     return checked
 

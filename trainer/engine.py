@@ -180,10 +180,12 @@ class Flops:
     @classmethod
     def of(cls, model: PreTrainedModel, *, learns_all: bool) -> Flops | None:
         """Before the model is sharded. None for a mixture of experts, whose tokens go through a part of its
-        weights, and for layers with a state, whose arithmetic is not that of attention."""
+        weights, for layers with a state, whose arithmetic is not that of attention, and for models that see images."""
         config, head = model.config.get_text_config(), model.get_output_embeddings()
         # Three dimensions: all experts of a layer, stacked, or the convolution of a layer with a state.
         if any(one.dim() == 3 for one in model.parameters()) or not hasattr(config, "num_attention_heads"):
+            return None
+        if hasattr(model.config, "vision_config"):  # its tower reads patches, not tokens
             return None
         body = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m is not head)
         heads = config.num_attention_heads

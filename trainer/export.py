@@ -12,9 +12,11 @@ from pathlib import Path
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.engine import Engine
 from penstock.trainer.engines.fsdp.engine import FSDPEngine
+from penstock.trainer.images import sees_images
 from penstock.trainer.ranks.distributed import Ranks
 
 TIMEOUT_S = 60.0
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,8 @@ def save_final_model(engine: Engine, ranks: Ranks, source: str, folder: Path, *,
     if not ranks.is_rank0:
         return
     _save_tokenizer(source, temporary)
+    if sees_images(source):
+        _save_image_processor(source, temporary)
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)
 
@@ -57,6 +61,16 @@ def export_checkpoint(checkpoint: Path, model: str, config: TrainerConfig, folde
     finally:
         ranks.close()
     return found.step
+
+
+def _save_image_processor(source: str, folder: Path) -> None:
+    """As the folder has it: by whose settings pixels were made is part of the model."""
+    from transformers.utils import cached_file
+
+    for name in PROCESSOR_FILES:
+        found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+        if found:
+            shutil.copyfile(found, folder / name)
 
 
 def _save_tokenizer(source: str, folder: Path) -> None:

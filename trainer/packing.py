@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,10 @@ from penstock.trainer.batch import NO_ID, Row
 
 SHARING_PAYS_FROM = 0.1
 """Spared share of the tokens. Below it the mask that attention to a parent needs costs what is spared."""
+
+
+ON_HOST = ("image_bytes", "image_bounds", "shown")
+"""Fields of a pack that go to no device."""
 
 
 class RowLayout(Enum):
@@ -84,6 +89,25 @@ class Pack:
     """[N, k] int32, as `Row.top_ids`, `NO_ID` also for rows that have none, or fewer than others. None: no row has."""
     top_logprobs: Tensor | None = None
     """[N, k] float32; 0 for `NO_ID`"""
+    image_bytes: Tensor | None = None
+    """[bytes] uint8, the encoded images of all runs, each once, end to end. None: no row has images. This and the next
+    two stay on the host, where images are decoded."""
+    image_bounds: Tensor | None = None
+    """[K + 1] int64: image k is bytes image_bounds[k] … image_bounds[k + 1] − 1"""
+    shown: Tensor | None = None
+    """[M, 2] int64, (run, image) in the order of their places in `ids`"""
+
+    @property
+    def images(self) -> list[list[bytes]]:
+        """Of each run, the encoded images in the order of their places; empty where no run has any."""
+        if self.image_bytes is None or self.image_bounds is None or self.shown is None:
+            return []
+        bounds, whole = self.image_bounds.tolist(), self.image_bytes.numpy()
+        found: list[list[bytes]] = [[] for _ in range(len(self.row_bounds) - 1)]
+        encoded = [whole[start:end].tobytes() for start, end in pairwise(bounds)]
+        for run, image in self.shown.tolist():
+            found[run].append(encoded[image])
+        return found
 
     @property
     def without_tops(self) -> Pack:
@@ -91,8 +115,8 @@ class Pack:
         return replace(self, top_ids=None, top_logprobs=None)
 
     def to(self, device: torch.device) -> Pack:
-        present = {name: getattr(self, name) for name in self.__slots__ if getattr(self, name) is not None}
-        return replace(self, **{name: tensor.to(device) for name, tensor in present.items()})
+        names = [name for name in self.__slots__ if name not in ON_HOST and getattr(self, name) is not None]
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +217,7 @@ def join_bundles(bundles: Sequence[Bundle]) -> Pack:
     runs, predictors = _lay_out(bundles)
     parents = torch.tensor([run.parent for run in runs], dtype=torch.int32)
     top_ids, top_logprobs = _tops(rows)
+    image_bytes, image_bounds, shown = _images(runs)
     return Pack(
         ids=_join([run.row.ids[run.start : run.end] for run in runs]),
         positions=_join([np.arange(run.start, run.end) for run in runs]),
@@ -211,6 +236,9 @@ def join_bundles(bundles: Sequence[Bundle]) -> Pack:
         parents=parents if any(bundle.shared for bundle in bundles) else None,
         top_ids=top_ids,
         top_logprobs=top_logprobs,
+        image_bytes=image_bytes,
+        image_bounds=image_bounds,
+        shown=shown,
     )
 
 
@@ -259,6 +287,19 @@ def _experts(runs: Sequence[_Run]) -> Tensor | None:
         for run in runs
     ]
     return _join(parts)
+
+
+def _images(runs: Sequence[_Run]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """As `Pack.image_bytes`, `image_bounds` and `shown`. Rows with images share no prompt: each of them is a run."""
+    number: dict[bytes, int] = {}
+    shown = [
+        (place, number.setdefault(image, len(number))) for place, run in enumerate(runs) for image in run.row.images
+    ]
+    if not shown:
+        return None, None, None
+    bounds = np.cumsum([0, *(len(image) for image in number)])
+    whole = np.frombuffer(b"".join(number), dtype=np.uint8).copy()
+    return torch.from_numpy(whole), torch.from_numpy(bounds.astype(np.int64)), torch.tensor(shown, dtype=torch.int64)
 
 
 def _lay_out(bundles: Sequence[Bundle]) -> tuple[list[_Run], list[NDArray[np.int64]]]:

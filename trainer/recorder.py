@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.common import append_jsonl, iter_jsonl, rewrite_jsonl
+from penstock.trainer.images import FOLDER, UnreadableImages, keep_images
 from penstock.trainer.sinks import MetricSink
 from penstock.trainer.sinks.jsonl import JsonLines
 from penstock.trainer.stopping import Stopping
@@ -52,6 +53,7 @@ class Recorder:
         self._stopping = stopping
         self._one_at_a_time = threading.Lock()
         self._lines = JsonLines(run_dir)
+        self._images = run_dir / FOLDER
         self._sinks: Sequence[MetricSink] = (self._lines, *further)
         self._tokenizer = _tokenizer(model)
 
@@ -101,7 +103,17 @@ class Recorder:
     def _readable(self, batch: StepBatch, advantages: Tensor) -> list[dict[str, Any]]:
         weights = advantages.tolist()
         chosen = kept_of([t.reward for t in batch.trajectories], self._save_trajectories)
+        self._keep_images([batch.trajectories[n] for n in chosen])
         return [readable_trajectory(batch.trajectories[n], weights[n], self._tokenizer) for n in chosen]
+
+    def _keep_images(self, trajectories: Sequence[Trajectory]) -> None:
+        """For people: a record without its images is better than no record."""
+        for trajectory in trajectories:
+            try:
+                if trajectory.images is not None:
+                    keep_images(trajectory.images, self._images)
+            except UnreadableImages as error:
+                logger.warning("images of episode %s are not recorded: %s", trajectory.episode_id, error)
 
 
 def kept_of(rewards: Sequence[float | None], count: int) -> list[int]:
@@ -138,6 +150,7 @@ def readable_trajectory(trajectory: Trajectory, advantage: float | None, tokeniz
         "data_source": trajectory.data_source,
         "metrics": dict(trajectory.metrics),
         "extra": dict(trajectory.extra),
+        **({} if trajectory.images is None else {"images": [list(names) for names in trajectory.images.by_segment]}),
         "segments": [_segment(segment, tokenizer) for segment in trajectory.segments],
     }
 

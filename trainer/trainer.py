@@ -12,13 +12,15 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
+from penstock.common import pattern_of
 from penstock.trainer.bad_batch import BadBatches
 from penstock.trainer.batch import GREEDY_MEMBER, BadBatch, StepBatch, rewards_by_task
+from penstock.trainer.config import TrainerConfig
 from penstock.trainer.data import DatasetRow, DataStream, Feeder, TaskOrder, load_rows
 from penstock.trainer.engine import Engine, peak_tflops
 from penstock.trainer.engines import ENGINES
@@ -291,11 +293,18 @@ def first_rank_parts(job: TrainJob, timeline: Timeline) -> tuple[Feeder, Recorde
         check_quotas(job.limits, {row.data_source for row in rows})
     except QueueError as error:
         raise BadJob(f"{error} (dataset {job.train_data})") from error
+    rows = [_sized(row, job.config) for row in rows]
     eval_rows = load_rows(job.eval_data, job.eval_limit) if job.eval_data else []
     feeder = Feeder(job.run.queue, job.limits, _order_of(job, rows), job.config.steps)
     stopping, sinks = Stopping(job.config.stop), [*job.watchers, *_sinks(job)]
     recorder = Recorder(job.run_dir, job.run.model, job.config.save_trajectories, stopping, sinks)
     return feeder, recorder, Evaluator(job.run.queue, eval_rows, recorder, timeline, job.config.eval_timeout_s)
+
+
+def _sized(row: DatasetRow, config: TrainerConfig) -> DatasetRow:
+    """With the group size of its data source."""
+    pattern = pattern_of(row.data_source, config.sources)
+    return row if pattern is None else replace(row, group_size=config.sources[pattern].group_size)
 
 
 def _order_of(job: TrainJob, rows: Sequence[DatasetRow]) -> TaskOrder:

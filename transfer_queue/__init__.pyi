@@ -55,6 +55,7 @@ from .types import AnnouncementMark as AnnouncementMark
 from .types import Batch as Batch
 from .types import DataCursor as DataCursor
 from .types import DeadLetter as DeadLetter
+from .types import EpisodeImages as EpisodeImages
 from .types import FieldValues as FieldValues
 from .types import Head as Head
 from .types import Ids as Ids

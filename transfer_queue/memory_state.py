@@ -129,7 +129,7 @@ class MemoryState:
 
     # episodes ------------------------------------------------------------------------------------------------------
     def add_group(self, task: Task, cost: int, member_cost: int) -> None:
-        size = self.limits.group_size if task.split == TRAIN else 1
+        size = (task.group_size or self.limits.group_size) if task.split == TRAIN else 1
         members = [GroupMember() for _ in range(size)]
         group = MemoryGroup(task, self._seq, members, cost, size * member_cost, self.clock())
         if not group.is_train:

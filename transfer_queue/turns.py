@@ -260,10 +260,19 @@ class DeviceTurn:
             self._asks = False
 
     async def claim(self, needs: int) -> None:
-        """Changes the claim of a turn that is held, before memory grows. Raises `OverBudget`, `TurnLost`."""
-        if not await self._try(needs) and not self.holds:
-            self._lost = self._lost or f"{self._holder} does not hold the devices any more"
-            self.check()
+        """Changes the claim of a turn that is held, before memory grows: returns when the queue has it.
+
+        What a killed process had counts until its entry is over. Raises `OverBudget`, `TurnLost`, `TurnTimeout`.
+        """
+        deadline = time.monotonic() + self.settings.hand_over_s
+        self._over_since = None
+        while not await self._try(needs) or self._over_since is not None:
+            if not self.holds:
+                self._lost = self._lost or f"{self._holder} does not hold the devices any more"
+                self.check()
+            if time.monotonic() > deadline:
+                raise TurnTimeout(self._late())
+            await asyncio.sleep(ASK_S)
 
     async def give_back(self, kept: int = 0) -> None:
         """The other side may take the devices; `kept` bytes of them stay with this process.
@@ -293,16 +302,18 @@ class DeviceTurn:
         return self.holds
 
     def _check_budget(self, found: Turns, needs: int) -> None:
-        """Others on the devices may leave some, and entries of killed ones end; those that rest keep what they have."""
-        if not found.over_budget or any(one.holds for one in self._others):
+        """Who waits may get what others on the devices leave, and entries of killed ones end after their time; those
+        that rest keep what they have."""
+        waits, others_hold = found.fence == 0, any(one.holds for one in self._others)
+        if not found.over_budget or (waits and others_hold):
             self._over_since = None
             return
         self._over_since = self._over_since or time.monotonic()
-        if found.fence == 0 and time.monotonic() - self._over_since <= self.settings.ttl_s:
+        if (waits or others_hold) and time.monotonic() - self._over_since <= self.settings.ttl_s + REST_S:
             return
         kept = sum(one.bytes for one in self._others)
         raise OverBudget(
-            f"{self._holder} needs {needs} bytes of the devices, and those that rest keep {kept}: together more than "
+            f"{self._holder} needs {needs} bytes of the devices, and the others keep {kept}: together more than "
             f"placement.memory_budget_bytes, {self.settings.budget}. Raise it, or take less: a smaller model or "
             + ("rollout.kv_cache_tokens" if self._side == "engine" else "trainer.micro_batch_tokens, trainer.lora.rank")
         )

@@ -48,6 +48,8 @@ class Task:
     """The episode is leased only to be sampled by servers at this policy version or newer."""
     priority: int = 0
     """−1000 … 1000; a queued group with a higher one is admitted first. Equal ones go in the order of submission."""
+    group_size: int | None = None
+    """Episodes of this task in training, at least 1; None: as the run's limits say. In other splits a task has one."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -133,6 +135,22 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class EpisodeImages:
+    """The images of a trajectory, each once, named by the sha256 of its file's bytes (PNG, JPEG …), as hex digits.
+
+    A trajectory carries the bytes of what its tools and messages brought along. What its task names by a file stays
+    there: all episodes of a row share it.
+    """
+
+    by_segment: Sequence[Sequence[str]]
+    """For each segment the images in the order of their places in its ids; what stands there twice is named twice."""
+    data: Mapping[str, bytes] = field(default_factory=dict)
+    """Bytes of those that travel with the trajectory."""
+    urls: Mapping[str, str] = field(default_factory=dict)
+    """``file:///…`` of the others."""
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectory:
     """A finished episode: its segments, reward and outcome. Produced by an agent worker, consumed by the trainer."""
 
@@ -150,6 +168,8 @@ class Trajectory:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Plain data for people: texts of tool results, the worker's name, timings."""
     data_source: str = ""
+    images: EpisodeImages | None = None
+    """None: it has none."""
 
     @property
     def num_sampled(self) -> int:
@@ -214,6 +234,7 @@ class Limits:
     """Limits that the queue enforces for a run. Written once by `create_run`."""
 
     group_size: int
+    """Episodes of a task that says nothing else."""
     groups_per_step: int
     max_staleness: int
     overage: str = "wait"

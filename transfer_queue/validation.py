@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from numbers import Integral, Real
 from typing import Any
 
@@ -25,7 +26,7 @@ from penstock.transfer_queue.codec.columns import MOST_DIMENSIONS
 from penstock.transfer_queue.codec.packing import Packed
 from penstock.transfer_queue.codec.trajectories import pack_trajectory
 from penstock.transfer_queue.errors import BadPayload, QueueError
-from penstock.transfer_queue.types import Lease, Segment, Task, Trajectory
+from penstock.transfer_queue.types import EpisodeImages, Lease, Segment, Task, Trajectory
 
 MAX_PAYLOAD_BYTES = 256 << 20
 """Redis itself refuses values over 512 MiB."""
@@ -80,6 +81,20 @@ def check_trajectory(lease: Lease, trajectory: Trajectory) -> None:
         expect(trajectory.outcome.may_carry_reward, "reward", f"{trajectory.outcome.kind} may not carry one")
     for index, segment in enumerate(trajectory.segments):
         check_segment(segment, lease.min_version, f"segments[{index}]")
+    if trajectory.images is not None:
+        _check_images(trajectory.images, len(trajectory.segments))
+
+
+def _check_images(images: EpisodeImages, segments: int) -> None:
+    """Each image that a segment names is here once, or somewhere else, and its bytes are those of its name."""
+    count = len(images.by_segment)
+    expect(count == segments, "images.by_segment", f"names images of {count} segments, there are {segments}")
+    named, given = {name for names in images.by_segment for name in names}, {*images.data, *images.urls}
+    expect(named == given, "images", f"{min(named ^ given, default='')!r:.80} is named or given, not both")
+    expect(images.data.keys().isdisjoint(images.urls), "images.urls", "one is of an image that is carried too")
+    for name, data in images.data.items():
+        expect(isinstance(data, bytes), "images.data", f"{name:.80} is {type(data).__name__}, bytes expected")
+        expect(sha256(data).hexdigest() == name, "images.data", f"{name:.80} is not the sha256 of its bytes")
 
 
 def check_leases(leases: Sequence[Lease]) -> None:
@@ -112,6 +127,8 @@ def _task_problem(task: Task) -> str | None:
         return f"priority is {priority!r}, not a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}"
     if task.min_version < 0:
         return f"min_version is {task.min_version}, below 0"
+    if task.group_size is not None and not (isinstance(task.group_size, Integral) and task.group_size >= 1):
+        return f"group_size is {task.group_size!r}, not a whole number from 1 on, and not None"
     return None
 
 

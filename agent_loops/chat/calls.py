@@ -20,7 +20,7 @@ from penstock.tools.parsers import ParsedTurn, ParserName, ToolCall, ToolCallPar
 
 AUTO = "auto"
 USER = {"role": "user", "content": "What is 2+2?"}
-PARAMETERS = {"type": "object", "properties": {"probe": {"type": "string"}}}
+PARAMETERS = {"type": "object", "properties": {"probe": {"type": "string", "description": "Where to look."}}}
 PROBE = {"type": "function", "function": {"name": "probe", "description": "Looks.", "parameters": PARAMETERS}}
 ARGUMENTS = {"probe": "1 < 2"}
 Tools = Sequence[Mapping[str, Any]]

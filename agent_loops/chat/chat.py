@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from penstock.agent_loops.chat.calls import NoParser, choose_parser
@@ -48,6 +50,8 @@ class ChatTokens:
         self.old_thinking = OldThinking(self.template)
         self.refused_roles: Mapping[str, str] = {}
         """Role → why `render` refuses its messages; set by `verify_template`."""
+        self.renewing_roles: Collection[str] = ()
+        """Of those, the ones before which `go_on` begins a new segment; set by `verify_template`."""
         self._begin_episode(budget or new_budget(AgentConfig()))
 
     def for_episode(self, budget: Budget) -> ChatTokens:
@@ -86,29 +90,32 @@ class ChatTokens:
     def go_on(self, segment: SegmentBuilder, reply: Reply, messages: Sequence[Message]) -> SegmentBuilder:
         """The segment in which the model reads `messages` after its `reply`; for loops of several turns.
 
-        Usually the same segment with the delta observed. Under ``thinking_history: strip``, if the template drops
-        thinking that it holds, a new segment that begins with the history as rendered: return the outputs of all
-        (`Conversation` does). Without room for an answer it is the same segment, done. Raises `TemplateError`.
+        Usually the same segment with the delta observed. A new segment, which begins with the history as rendered,
+        where the template writes the messages in a way that cannot be appended (`renewing_roles`), and under
+        ``thinking_history: strip`` where it drops thinking: return the outputs of all (`Conversation` does). Without
+        room for an answer it is the same segment, done. Raises `TemplateError`.
         """
         calls, messages = self.tool_calls(reply), take(messages, self._images)
-        if self.thinking_history == "keep":
+        if not self._remembers:
             segment.observe(self.render(messages, segment.tools, calls))
             return segment
         if segment.said_up_to != segment.context_len - len(reply.ids):
             raise AgentError("go_on() needs every message of the conversation: use it, not observe(), in each turn")
-        new = [self._as_message(reply), *self.rendering.with_ids(messages, calls)]
-        if self._drops_thought(segment, messages):
-            said, cost = [*segment.said, *new], len(self.rendering.delta(messages, segment.tools, calls))
+        new = self._said(segment, reply, calls, messages)
+        renews = any(message.get("role") in self.renewing_roles for message in messages)
+        if renews or self._drops_thought(segment, messages):
+            said = [*segment.said, *new]
             prompt = self.rendering.prompt_anew(key_of(said, segment.tools))
-            if segment.make_room(cost, len(prompt)):
+            if segment.make_room(self._cost(messages, segment.tools, calls, renews=renews), len(prompt)):
                 return self._begin(prompt, said, segment.tools)
-        segment.observe(self.render(messages, segment.tools, calls))
+        if not renews:
+            segment.observe(self.render(messages, segment.tools, calls))
         segment.remember(new)
         return segment
 
     def begins_anew(self, context: Sequence[int], messages: Sequence[Message]) -> bool:
         """``thinking_history: strip`` asks for a new segment: before `messages` thinking in `context` is dropped."""
-        if self.thinking_history == "keep" or not self.old_thinking.is_dropped_before(messages):
+        if not self._drops(messages):
             return False
         return thinks(self.decode(context))
 
@@ -140,17 +147,19 @@ class ChatTokens:
         Begins with an end-of-turn id, which `segment.observe` leaves out where the model sampled it. Special tokens
         spelled out in the messages are defused: what a tool prints cannot open or close a turn. `tools` matter to
         templates that show them before the last user message (Mistral), `calls` as in `render_tools`.
-        Raises `TemplateError`.
+        Raises `TemplateError`, also where `go_on` would begin a new segment.
         """
-        refused = [self.refused_roles[str(m.get("role"))] for m in messages if m.get("role") in self.refused_roles]
+        refused = [str(message["role"]) for message in messages if message.get("role") in self.refused_roles]
         if refused:
-            raise TemplateError(refused[0])
+            role, fix = refused[0], "take the next segment from go_on(), or from a Conversation"
+            raise TemplateError(self.refused_roles[role] + (f"; {fix}" if role in self.renewing_roles else ""))
         messages = take(messages, self._images)
         return MessageDelta(self.rendering.delta(messages, tools, calls), self._images_of(messages))
 
     def without_repeated_end(self, last: int, delta: Sequence[int]) -> Sequence[int]:
         """`delta` after the id `last`: an end token that the model sampled is not repeated."""
-        return delta[1:] if delta and (delta[0] == last or self.ends.repeats(last, delta[0])) else delta
+        repeated = self.ends.repeated(last, delta)
+        return delta[repeated or int(bool(delta) and delta[0] == last) :]
 
     # helpers -------------------------------------------------------------------------------------------------------
     def _begin(
@@ -159,9 +168,14 @@ class ChatTokens:
         images, placeholders = self._images_of(messages), self.rendering.placeholders
         segment = SegmentBuilder(ids, self.budget, self.ends.stops, self.ends, images=images, placeholders=placeholders)
         segment.tools = tuple(tools)
-        if self.thinking_history == "strip":
+        if self._remembers:
             segment.remember(messages)
         return segment
+
+    @property
+    def _remembers(self) -> bool:
+        """Histories may have to be written again."""
+        return self.thinking_history == "strip" or bool(self.renewing_roles)
 
     def _images_of(self, messages: Sequence[Message]) -> list[ImageRef]:
         return [self._images[part["image"].removeprefix(NAMED)] for part in parts_of(messages)]
@@ -174,14 +188,41 @@ class ChatTokens:
             self._read = (reply, parsed)
         return self._read[1]
 
-    def _drops_thought(self, segment: SegmentBuilder, messages: Sequence[Message]) -> bool:
-        """Whether the segment holds thinking that the template drops before `messages`; each id is searched once."""
-        if not self.old_thinking.is_dropped_before(messages):
-            return False
-        return thinks(self.decode(segment.take_unsearched()))
+    def _drops(self, messages: Sequence[Message]) -> bool:
+        """``thinking_history: strip``, and the template drops thinking before `messages`."""
+        return self.thinking_history == "strip" and self.old_thinking.is_dropped_before(messages)
 
-    def _as_message(self, reply: Reply) -> Message:
-        return written_again(self.template, self._parsed(reply), reply.text, self.continuation.special)
+    def _drops_thought(self, segment: SegmentBuilder, messages: Sequence[Message]) -> bool:
+        """Whether the segment holds thinking that is dropped before `messages`; each id is searched once."""
+        return self._drops(messages) and thinks(self.decode(segment.take_unsearched()))
+
+    def _said(
+        self, segment: SegmentBuilder, reply: Reply, calls: Sequence[ToolCall], messages: Sequence[Message]
+    ) -> list[Message]:
+        """The reply and what follows it, for a history. Each call has an id that no other of the conversation has: a
+        template may look up by it which call a result answers."""
+        first = sum(len(said.get("tool_calls") or ()) + (said.get("role") == "tool") for said in segment.said)
+        named = self.template.call_form is not None and self.template.call_form.ids == "named"
+        numbered = [
+            replace(call, call_id=f"call{first + at:05d}", written_id=call.written_id if named else "")
+            for at, call in enumerate(calls)
+        ]
+        parsed = replace(self._parsed(reply), calls=tuple(numbered))
+        said = written_again(self.template, parsed, reply.text, self.continuation.special)
+        return [said, *self.rendering.with_ids(messages, numbered)]
+
+    def _cost(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        calls: Sequence[ToolCall],
+        *,
+        renews: bool,
+    ) -> int:
+        """Ids that `messages` draw on the budget: those of their delta, or of their text where they have none."""
+        if renews:
+            return sum(self.count_tokens(json.dumps(message["content"], ensure_ascii=False)) for message in messages)
+        return len(self.rendering.delta(messages, tools, calls))
 
 
 def chat_of(model: str, config: AgentConfig) -> ChatTokens:

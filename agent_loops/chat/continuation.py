@@ -8,7 +8,8 @@ A synthetic conversation that ends in a marked reply is rendered closed, and ext
 
 Before tool results the reply is a tool call with the mark in its arguments: some templates take results only after the
 call that they answer, or write its name or id beside them. There the delta is the call's closing token and what the
-extended text has beyond the closed one. Nothing between two turns can get lost, such as Qwen's newline.
+extended text has beyond the closed one. Nothing between two turns can get lost, such as Qwen's newline. Where the model
+numbers the calls of a conversation (Cohere), as many calls stand before the marked one as its number says.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from penstock.tools.parsers import ToolCall
 
 Tools = Sequence[Mapping[str, Any]]
 MOST_CLOSED = 64
+NUMBER = re.compile(r"[0-9]{1,3}")
 ASKS: Message = {"role": "user", "content": "x"}
 
 
@@ -105,22 +107,29 @@ class Continuation:
 
     def _after_calls(self, calls: Sequence[ToolCall], messages: Sequence[Message], tools: Tools) -> str:
         mark = unused_mark(messages, tools)
-        asked = self.template.call_message([*calls[:-1], _marked(calls[-1], mark)])
+        asked = [*self._earlier(calls[0]), self.template.call_message([*calls[:-1], _marked(calls[-1], mark)])]
         closed = self._closed(asked, mark, tools)
-        extended = _behind(mark, self.template.render([ASKS, asked, *messages], tools, prompt=True))
+        extended = _behind(mark, self.template.render([ASKS, *asked, *messages], tools, prompt=True))
         if not extended.startswith(closed):
             raise TemplateError(
                 f"the chat template closes a call with {closed!r}, but writes {extended!r} before results"
             )
         return self.closing_of(closed) + extended[len(closed) :]
 
-    def _closed(self, asked: Message, mark: str, tools: Tools) -> str:
+    def _earlier(self, call: ToolCall) -> list[Message]:
+        """A reply with as many calls as the number of `call` counts before it; none where it has no number."""
+        if not NUMBER.fullmatch(call.written_id) or not int(call.written_id):
+            return []
+        made_up = [ToolCall(call.name, call_id=f"earlier{at}") for at in range(int(call.written_id))]
+        return [self.template.call_message(made_up)]
+
+    def _closed(self, asked: Sequence[Message], mark: str, tools: Tools) -> str:
         """What ends a conversation behind the marked call; the same in most turns of a run, so it is remembered."""
         key = repr((asked, tools))
         if key not in self._closed_by:
             if len(self._closed_by) >= MOST_CLOSED:
                 self._closed_by.clear()
-            self._closed_by[key] = _behind(mark, self.template.render([ASKS, asked], tools, prompt=False))
+            self._closed_by[key] = _behind(mark, self.template.render([ASKS, *asked], tools, prompt=False))
         return self._closed_by[key]
 
     def _after_text(self, messages: Sequence[Message], tools: Tools) -> str:

@@ -81,6 +81,12 @@ def with_images(text: str, images: Sequence[str]) -> Any:
     return [{"type": "text", "text": text}, *({"type": "image", "image": image} for image in images)]
 
 
+def files_of(messages: Sequence[Message]) -> set[str]:
+    """``file:`` URLs of the images that messages name by a file."""
+    named = (_place_of(part) for part in parts_of(messages))
+    return {_file_of(where).as_uri() for where in named if isinstance(where, str) and not where.startswith("data:")}
+
+
 def _parts(message: Message) -> Iterator[Part]:
     content = message.get("content")
     return iter(()) if isinstance(content, str) or content is None else iter(content)
@@ -100,7 +106,7 @@ def _taken(message: Message, known: dict[str, ImageRef]) -> Message:
 
 
 def _taken_part(part: Part, known: dict[str, ImageRef]) -> Part:
-    where = part.get("image") or part.get("url") or (part.get("image_url") or {}).get("url")
+    where = _place_of(part)
     if not isinstance(where, str):
         raise TemplateError(f"an image is given by a path or a data: URL, not by {where!r}")
     if where.startswith(NAMED):
@@ -110,6 +116,15 @@ def _taken_part(part: Part, known: dict[str, ImageRef]) -> Part:
     ref = ImageRef(sha256=hashlib.sha256(data).hexdigest(), url=url)
     known[ref.sha256] = ref
     return {"type": "image", "image": NAMED + ref.sha256, "width": width, "height": height}
+
+
+def _place_of(part: Part) -> Any:
+    """Where the part says that its image is."""
+    return part.get("image") or part.get("url") or (part.get("image_url") or {}).get("url")
+
+
+def _file_of(where: str) -> Path:
+    return (Path(unquote(urlsplit(where).path)) if where.startswith("file://") else Path(where)).resolve()
 
 
 def _read(where: str) -> tuple[str, bytes]:
@@ -122,8 +137,8 @@ def _read(where: str) -> tuple[str, bytes]:
                 f"image {where[:80]!r}: only files and data: URLs are taken; what a web server gives may be another "
                 "image tomorrow, and the trainer must see the same pixels"
             )
-        path = Path(unquote(urlsplit(where).path)) if where.startswith("file://") else Path(where)
-        return path.resolve().as_uri(), path.read_bytes()
+        path = _file_of(where)
+        return path.as_uri(), path.read_bytes()
     except (OSError, ValueError) as error:
         raise TemplateError(f"image {where[:80]!r} cannot be read: {error}") from error
 

@@ -87,7 +87,7 @@ class Rendering:
         parts = self._image_parts(messages)
         text = self.continuation.delta([self.defused(message) for message in messages], calls, tools)
         ids = self.encode(self.places.widen(text, parts) if self.places else text)
-        if not ids or ids[0] not in self.ends.heads:
+        if not self.ends.lead_of(ids):
             raise TemplateError("the chat template closes a reply differently before these messages")
         return ids
 

@@ -6,7 +6,7 @@ Defusing: a special token spelled out in a message (``<|im_end|>``) is written s
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.agent_loops.chat.continuation import ASKS, Continuation
@@ -27,6 +27,8 @@ class AddedTokens:
         added = {int(number): token for number, token in tokenizer.added_tokens_decoder.items()}
         marked = {number: str(token.content) for number, token in added.items() if token.special}
         self._marked = marked
+        self.texts = {number: str(token.content) for number, token in added.items()}
+        """Of every added token."""
         self.special = sorted(set(marked.values()))
         self.special_ids = frozenset(marked) | frozenset(tokenizer.all_special_ids)
         self._plain = sorted({str(token.content) for token in added.values() if not token.special})
@@ -68,23 +70,56 @@ def find_reply_ends(
     continuation: Continuation, encode: Callable[[str], list[int]], words: AddedTokens, further: Sequence[int] = ()
 ) -> ReplyEnds:
     """`further` ids end a reply too. Raises `TemplateError` if the end of a reply cannot be found in ids."""
-    special = words.special_ids
-    closings = continuation.closings()
-    closed = _first_ids([encode(text) for text in closings], special)
-    deltas = [encode(text) for text in _deltas(continuation)]
-    heads = _first_ids(deltas, special)
-    if not heads:
+    texts, deltas = continuation.closings(), _deltas(continuation)
+    stop_words = [words.texts[number] for number in further if number in words.texts]
+    closings = _unique(_closing(text, deltas, continuation.special, stop_words) for text in texts)
+    leads = _unique(_lead(delta, closings, continuation.special) for delta in deltas)
+    if not leads and any(word in text for text in texts for word in stop_words):
+        return ReplyEnds(tuple(dict.fromkeys(further)), frozenset(), ())
+    if not leads:
         raise TemplateError(
-            f"the chat template closes a reply with {closings[0]!r}, which does not begin with a special token, and "
+            f"the chat template closes a reply with {texts[0]!r}, which does not begin with a special token, and "
             "none follows; the end of a reply cannot be found in ids"
         )
-    closers = {head for ids in deltas for head in ids[:1] if head in closed or _closes(ids, encode, special)}
+    ids = {text: tuple(encode(text)) for text in (*closings, *leads)}
+    closed = list(dict.fromkeys(ids[text][-1] for text in closings))
+    heads = list(dict.fromkeys(ids[text][-1] for text in leads))
+    closers = {ids[lead][-1] for lead in leads if ids[lead][-1] in closed or _closes(lead, deltas, encode, words)}
     if closed:
         opening = {*heads, *encode(continuation.template.render([ASKS], prompt=True))}
         closers |= {*closed, *(set(words.named_in(continuation.template.source)) & set(further) - opening)}
     return ReplyEnds(
-        tuple(dict.fromkeys((*(closed or heads), *further))), frozenset(closers if closed else ()), frozenset(heads)
+        tuple(dict.fromkeys((*(closed or heads), *further))),
+        frozenset(closers if closed else ()),
+        tuple(sorted((ids[lead] for lead in leads), key=len, reverse=True)),
     )
+
+
+def _closing(text: str, deltas: Sequence[str], special: re.Pattern[str], stop_words: Sequence[str]) -> str:
+    """What of `text`, behind a reply that ends a conversation, closes the reply; empty where nothing does.
+
+    All up to the first word that ends a reply, where what follows in a conversation begins so too; else a special
+    token, white space before it included, behind which nothing else is said.
+    """
+    cuts = sorted(text.find(word) + len(word) for word in stop_words if word in text)
+    if cuts and any(delta.startswith(text[: cuts[0]]) for delta in deltas):
+        return text[: cuts[0]]
+    found = re.match(rf"\s*(?:{special.pattern})", text)
+    return found[0] if found and not special.sub("", text).strip() else ""
+
+
+def _lead(delta: str, closings: Sequence[str], special: re.Pattern[str]) -> str:
+    """What `delta` begins with: a closing, else a special token, white space before it included."""
+    found = max((closing for closing in closings if delta.startswith(closing)), key=len, default="")
+    if found:
+        return found
+    other = re.match(rf"\s*(?:{special.pattern})", delta)
+    return other[0] if other else ""
+
+
+def _unique(texts: Iterable[str]) -> list[str]:
+    """Those that are not empty."""
+    return list(dict.fromkeys(text for text in texts if text))
 
 
 def _deltas(continuation: Continuation) -> list[str]:
@@ -100,12 +135,11 @@ def _deltas(continuation: Continuation) -> list[str]:
     return deltas
 
 
-def _closes(delta: Sequence[int], encode: Callable[[str], list[int]], special: Collection[int]) -> bool:
+def _closes(lead: str, deltas: Sequence[str], encode: Callable[[str], list[int]], words: AddedTokens) -> bool:
     """Another special token follows at once, white space aside: the first one closed, the second opens."""
     spaces = {token for space in (" ", "\n", "\n\n") for token in encode(space)}
-    rest = [token for token in delta[1:3] if token not in spaces]
-    return bool(rest) and rest[0] in special
-
-
-def _first_ids(deltas: Sequence[Sequence[int]], special: Collection[int]) -> list[int]:
-    return list(dict.fromkeys(ids[0] for ids in deltas if ids and ids[0] in special))
+    for delta in deltas:
+        rest = [token for token in encode(delta[len(lead) :])[:2] if token not in spaces]
+        if delta.startswith(lead) and rest and rest[0] in words.special_ids:
+            return True
+    return False

@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -22,6 +22,10 @@ JINJA_FILE = "<template>"
 """What jinja calls a template that was compiled from text."""
 MARK = "REPLYMARKERQX"
 MARK_NAME = "tool_name_marker_qx"
+SOME_TOOL = {
+    "type": "function",
+    "function": {"name": "some_tool", "description": "Looks.", "parameters": {"type": "object", "properties": {}}},
+}
 NAMED_ID = re.compile(r"functions\.[^\s:]+:\d+")
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
@@ -50,6 +54,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._settings = dict(settings or {})
         self._no_tools: list[Any] | None = None
+        self._forced_opening = ""
         if not getattr(tokenizer, "chat_template", None):
             raise TemplateError(
                 f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; put one into its "
@@ -58,6 +63,7 @@ class ChatTemplate:
         self.source = str(tokenizer.get_chat_template())
         """The template's own text."""
         self._no_tools = self._find_no_tools()
+        self._forced_opening = self._find_forced_opening()
         self.call_form = self._find_call_form()
         """None: the template writes no tool calls; they are part of a reply's text."""
 
@@ -82,7 +88,7 @@ class ChatTemplate:
         except (JinjaError, TypeError, KeyError, AttributeError, ValueError) as error:
             roles = [message.get("role") for message in messages]
             raise TemplateError(f"the chat template refuses messages with roles {roles}: {error}") from error
-        return text
+        return text if prompt else text.removesuffix(self._forced_opening)
 
     def call_message(self, calls: Sequence[ToolCall], content: str = "", form: CallForm | None = None) -> Message:
         """A reply that makes `calls`, as this template takes it."""
@@ -149,7 +155,7 @@ class ChatTemplate:
         user = {"role": "user", "content": "x"}
         opening = self.render([user], tools, prompt=True)
         closed = self.render([user, self.call_message([call])], tools, prompt=False)
-        return closed[_shared(opening, closed) :]
+        return closed[shared_length(opening, closed) :]
 
     def _find_no_tools(self) -> list[Any] | None:
         """What stands for no tools: nothing, or an empty list where a template reads one in any case (Hermes 3)."""
@@ -162,24 +168,47 @@ class ChatTemplate:
             return self._no_tools
         return None
 
+    def _find_forced_opening(self) -> str:
+        """The opening of the next reply where the template writes it whether it is asked to or not; else empty.
+
+        It stands behind the token that ends a reply: the tokenizer's end of text, else the first special one.
+        """
+        user = {"role": "user", "content": "x"}
+        said = [user, {"role": "assistant", "content": MARK}]
+        try:
+            unasked, asked = (self.render(said, prompt=prompt) for prompt in (False, True))
+            opened = self.render([user], prompt=False)
+        except TemplateError:
+            return ""
+        tail = unasked.rpartition(MARK)[2] if unasked == asked else ""
+        eos, added = self._tokenizer.eos_token, self._tokenizer.added_tokens_decoder.values()
+        words = [eos] if eos and eos in tail else [token.content for token in added if token.special]
+        ends = [tail.find(word) + len(word) for word in words if word in tail]
+        opening = tail[min(ends) :] if ends else ""
+        return opening if opening.strip() and opened.endswith(opening) else ""
+
     def _find_call_form(self) -> CallForm | None:
         """The first form that the template takes without an objection and writes down, if possible not as Python does:
-        templates that print arguments as they are want JSON text (Phi-4-mini)."""
+        templates that print arguments as they are want JSON text (Phi-4-mini). Some write calls only where tools are
+        shown (Hunyuan A13B)."""
         arguments = {"probe": MARK}
-        written = list(self._forms_written(ToolCall(MARK_NAME, arguments)))
+        call = ToolCall(MARK_NAME, arguments)
+        written = self._forms_written(call, ()) or self._forms_written(call, [SOME_TOOL])
         as_json = [form for form, text in written if repr(arguments) not in text]
         return next(iter([*as_json, *(form for form, _ in written)]), None)
 
-    def _forms_written(self, call: ToolCall) -> Iterator[tuple[CallForm, str]]:
+    def _forms_written(self, call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> list[tuple[CallForm, str]]:
+        found = []
         for form in CALL_FORMS:
             try:
                 text = self.render(
-                    [{"role": "user", "content": "x"}, self.call_message([call], form=form)], prompt=False
+                    [{"role": "user", "content": "x"}, self.call_message([call], form=form)], tools, prompt=False
                 )
             except TemplateError:
                 continue
             if MARK in text and call.name in text:
-                yield form, text
+                found.append((form, text))
+        return found
 
 
 def _line_of(error: UndefinedError) -> int:
@@ -188,7 +217,7 @@ def _line_of(error: UndefinedError) -> int:
     return next((frame.lineno or 0 for frame in reversed(frames) if frame.filename == JINJA_FILE), 0)
 
 
-def _shared(opening: str, closed: str) -> int:
+def shared_length(opening: str, closed: str) -> int:
     """Length of the common beginning. It cuts no tag in two: `<think>` and `<tool_call>` begin alike."""
     pairs = enumerate(zip(opening, closed, strict=False))
     shared = next((at for at, (one, other) in pairs if one != other), min(len(opening), len(closed)))

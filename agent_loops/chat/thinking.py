@@ -28,10 +28,14 @@ def thinks(text: str) -> bool:
 
 
 def written_again(template: ChatTemplate, parsed: ParsedTurn, text: str, special: re.Pattern[str]) -> Message:
-    """A sampled reply as a message for the template; with a malformed call, as its text."""
+    """A sampled reply as a message for the template; with a malformed call, as its text. White space around it is the
+    template's.
+
+    The ids of `parsed.calls` are those that the message gets.
+    """
     if parsed.calls and template.call_form is not None and not any(call.error for call in parsed.calls):
         return template.call_message(parsed.calls, special.sub("", parsed.content))
-    return {"role": "assistant", "content": special.sub("", text)}
+    return {"role": "assistant", "content": special.sub("", text).strip()}
 
 
 class OldThinking:

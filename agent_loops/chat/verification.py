@@ -3,38 +3,43 @@
 On synthetic conversations, template(history + new messages) must end in the delta that would be spliced. If it also
 begins with what was fed before the reply, and the reply in between is complete, the history is kept. Reported are
 templates that rewrite history (Qwen3 drops old thinking after a user message) and messages that a template refuses
-itself (a system prompt, several results at once). If tool results cannot be spliced, a model with tools is refused; if
-a user's next message cannot (Mistral moves the system prompt there), `ChatTokens.render` refuses that role.
+itself (a system prompt, several results at once).
+
+Messages of a role that cannot be spliced (Mistral moves the system prompt behind a user's next message, Command R the
+instruction to call tools) are refused by `ChatTokens.render`. `ChatTokens.go_on` begins a new segment before them,
+whose prompt is the template's own, where a reply can be written again from its text: else a model with tools whose
+results cannot be spliced is refused.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 from penstock.agent_loops.chat.calls import PROBE, check_calls_are_read
 from penstock.agent_loops.chat.chat import ChatTokens
-from penstock.agent_loops.chat.images import with_images
-from penstock.agent_loops.chat.template import ChatTemplate, Message
+from penstock.agent_loops.chat.images import take
+from penstock.agent_loops.chat.template import Message, shared_length
+from penstock.agent_loops.chat.template_cases import (
+    PLAIN,
+    RESULT,
+    USER,
+    TemplateCase,
+    conversations,
+    results_of,
+    text_of,
+)
 from penstock.agent_loops.errors import TemplateError
-from penstock.tools.parsers import ToolCall
+from penstock.tools.parsers import ParsedTurn, ToolCall
 
 Tools = Sequence[Any]
-SYSTEM: Message = {"role": "system", "content": "Be brief."}
-USER: Message = {"role": "user", "content": "What is 2+2? Ünïcode: 数 🙂"}
-RESULT = "RESULT4711"
-TOOL_TEXTS = (("4",), ("",), ("naïve – 数学 🙂\n\ttwo lines",), ("first", "second"), ('{"a": [1, 2]}',))
-PLAIN = "I shall look."
-THOUGHT = "Let me see."
-PICTURE = (
-    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAACAAAAAgCAIAAAD8GO2jAAAAKklEQVR42u3NMQEAAAQAMATRP4pYSvBtBZbTHZ8qngkEAoFAIBAI"
-    "BIIrC+AFAUQz669uAAAAAElFTkSuQmCC"
-)
-"""32 x 32 pixels, red."""
-THINKING = f"<think>\n{THOUGHT}\n</think>\n\n{PLAIN}"
+ASKED = "ASKED4712"
+MOVED_CHARS = 20
+THOUGHT_TAGS = re.compile(r"</?think>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,49 +53,65 @@ class TemplateVerification:
     """One line per kind of conversation that the template itself refuses, with its reason."""
     unsupported: Mapping[str, str] = field(default_factory=dict)
     """Role of a message → why it cannot follow a reply: `ChatTokens.render` raises this reason."""
+    renewing: frozenset[str] = frozenset()
+    """Of those, the roles before which `ChatTokens.go_on` begins a new segment."""
 
     def summary(self, thinking_history: str) -> str:
         """One line for the log."""
         parts = [
             f"history it rewrites (thinking_history: {thinking_history}): {', '.join(self.rewritten) or 'none'}",
             f"what it refuses: {'; '.join(self.refused) or 'nothing'}",
-            *(f"after a reply no message of role {role}: {why}" for role, why in self.unsupported.items()),
+            *(f"{self._told(role)}: {why}" for role, why in self.unsupported.items()),
         ]
         return "; ".join(parts)
 
+    def _told(self, role: str) -> str:
+        new = role in self.renewing
+        return f"before a message of role {role} a new segment" if new else f"after a reply no message of role {role}"
+
 
 def verify_template(chat: ChatTokens, tools: Tools = ()) -> TemplateVerification:
-    """Checks that splicing on `chat` writes what its template writes, with these tools.
+    """Checks that splicing on `chat` writes what its template writes, with these tools; without any, with one of ours.
 
-    Roles that cannot follow a reply, such as a user's next message, are recorded in `chat.refused_roles`.
-    Raises `TemplateError` naming the first difference.
+    Roles that cannot follow a reply in its segment are recorded in `chat.refused_roles`, and those that can begin a new
+    one in `chat.renewing_roles`. Raises `TemplateError` naming the first difference.
     """
     if chat.thinking_history == "strip":
         chat.old_thinking.check_strip()
     if chat.rendering.places is not None:
         chat.rendering.places.check(chat.encode)
-    chat.refused_roles = {}
     found = _verify(chat, tools)
-    chat.refused_roles = found.unsupported
+    if not tools:
+        found = _with_tool_role(chat, found)
+    chat.refused_roles, chat.renewing_roles = found.unsupported, found.renewing
     return found
 
 
+def _with_tool_role(chat: ChatTokens, found: TemplateVerification) -> TemplateVerification:
+    """`found` without tools, and what holds of results of tools that are not known at start."""
+    with_one = _verified_with_probe(chat)
+    if isinstance(with_one, TemplateError) or "tool" not in with_one.unsupported:
+        return found
+    unsupported = {**found.unsupported, "tool": with_one.unsupported["tool"]}
+    return replace(found, unsupported=unsupported, renewing=found.renewing | (with_one.renewing & {"tool"}))
+
+
 def _verify(chat: ChatTokens, tools: Tools) -> TemplateVerification:
-    if tools:
-        _check_tools(chat, tools)
     found = _Findings()
-    for case in conversations(chat.template, tools, images=chat.rendering.places is not None):
+    if tools:
+        _check_tools_are_shown(chat, tools)
+        _check_results(chat, tools, found)
+        check_calls_are_read(chat.parser, chat.template, tools)
+    for case in conversations(chat, tools, images=chat.rendering.places is not None):
         _try(chat, tools, case, found)
+    found.settle()
     needed = "tool" if tools else "user"
-    if needed not in found.verified:
-        raise TemplateError(
-            found.unsupported.get(needed) or f"nothing can follow a reply: {'; '.join(found.refused.values())}"
-        )
-    if "tool" in found.unsupported:
-        raise TemplateError(found.unsupported["tool"])
-    count = found.verified.total()
+    if needed not in found.verified and needed not in found.unsupported:
+        raise TemplateError(f"nothing can follow a reply: {'; '.join(found.refused.values())}")
+    renewing = frozenset(role for role in found.unsupported if _renews(chat, tools, role, found, needed))
+    count = sum(found.anew[role] if role in renewing else found.verified[role] for role in found.anew)
     return TemplateVerification(
-        count, tuple(dict.fromkeys(found.rewritten)), tuple(found.refused.values()), found.unsupported
+        count, tuple(dict.fromkeys(found.rewritten)), tuple(found.refused.values()), found.unsupported, renewing
     )
 
 
@@ -98,33 +119,164 @@ def _verify(chat: ChatTokens, tools: Tools) -> TemplateVerification:
 class _Findings:
     verified: Counter[str] = field(default_factory=Counter)
     """By the role of what follows the reply."""
+    anew: Counter[str] = field(default_factory=Counter)
+    """The same, of all conversations that the template renders."""
     rewritten: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     unsupported: dict[str, str] = field(default_factory=dict)
+    no_delta: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Role → name of a conversation → why there is no delta, though the template renders it."""
+
+    def settle(self) -> None:
+        """A role for which no conversation has a delta cannot follow a reply; else those that have none are refused."""
+        for role, problems in self.no_delta.items():
+            if role in self.verified or role in self.unsupported:
+                self.refused |= {name: f"{name}: {why}" for name, why in problems.items()}
+            else:
+                self.unsupported[role] = next(iter(problems.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendered:
+    """What the template writes of one conversation."""
+
+    opening: str
+    """Up to where the reply is asked for."""
+    whole: str
+    """With the reply and what follows it, up to the next reply."""
 
 
 def _try(chat: ChatTokens, tools: Tools, case: TemplateCase, found: _Findings) -> None:
     role = str(case.new[0]["role"])
     try:
-        wanted = chat.rendering.prompt_text([*case.history, *case.new], tools)
-        delta = chat.decode(chat.render(case.new, tools, case.calls))
-        opening = chat.rendering.prompt_text(case.history[:-1], tools)
+        whole = chat.rendering.prompt_text([*case.history, *case.new], tools)
+        rendered = _Rendered(chat.rendering.prompt_text(case.history[:-1], tools), whole)
     except TemplateError as error:
         found.refused.setdefault(case.name, f"{case.name}: {error}")
         return
-    if not wanted.endswith(delta) and _moves_words(chat, tools, case, delta):
-        found.verified[role] += 1
-        found.rewritten.append(f"{case.name} (it moves the words behind the results)")
+    found.anew[role] += 1
+    if role in found.unsupported:
         return
-    if not wanted.endswith(delta):
-        difference = _difference(opening + "".join(case.said) + delta, wanted)
-        problem = f"the chat template cannot be continued on sampled ids ({case.name}): {difference}"
-        found.unsupported.setdefault(role, problem)
+    try:
+        delta = chat.rendering.delta(take(case.new, {}), tools, case.calls)
+    except TemplateError as error:
+        found.no_delta.setdefault(role, {}).setdefault(case.name, str(error))
+        return
+    _compare(chat, tools, case, rendered, delta, found=found)
+
+
+def _compare(
+    chat: ChatTokens, tools: Tools, case: TemplateCase, rendered: _Rendered, delta: Sequence[int], *, found: _Findings
+) -> None:
+    role, text = str(case.new[0]["role"]), chat.decode(delta)
+    if not rendered.whole.endswith(text):
+        if _moves_words(chat, tools, case, text):
+            found.verified[role] += 1
+            found.rewritten.append(f"{case.name} (it moves the words behind the results)")
+        else:
+            difference = _difference(rendered.opening + "".join(case.said) + text, rendered.whole)
+            found.unsupported[role] = (
+                f"the chat template cannot be continued on sampled ids ({case.name}): {difference}"
+            )
+        return
+    between = rendered.whole[len(rendered.opening) : len(rendered.whole) - len(text)]
+    is_kept = rendered.whole.startswith(rendered.opening) and all(piece in between for piece in case.said)
+    problem = _broken_end(chat, tools, case, rendered, delta) if is_kept else _moved(chat, tools, case, text)
+    if problem:
+        found.unsupported[role] = problem
         return
     found.verified[role] += 1
-    between = wanted[len(opening) : len(wanted) - len(delta)]
-    if not (wanted.startswith(opening) and all(piece in between for piece in case.said)):
+    if not is_kept:
         found.rewritten.append(case.name)
+
+
+def _broken_end(chat: ChatTokens, tools: Tools, case: TemplateCase, rendered: _Rendered, delta: Sequence[int]) -> str:
+    """How a reply that is sampled as the template writes it, up to its first stop, and the delta differ from the whole;
+    empty where they do not, and where the template ends a reply otherwise before further messages (gpt-oss)."""
+    closed = text_of(chat, tools, case.history)
+    if not closed.startswith(rendered.opening) or not rendered.whole.startswith(closed.rstrip()):
+        return ""
+    written, stops = closed[len(rendered.opening) :], {stop: chat.decode([stop]) for stop in chat.stop_token_ids}
+    ends = [(written.find(word) + len(word), stop) for stop, word in stops.items() if word in written]
+    if not ends:
+        return ""
+    end, stop = min(ends)
+    joined = rendered.opening + written[:end] + chat.decode([*chat.without_repeated_end(stop, delta)])
+    if joined == rendered.whole:
+        return ""
+    return f"a reply does not end where the template ends it ({case.name}): {_difference(joined, rendered.whole)}"
+
+
+def _moved(chat: ChatTokens, tools: Tools, case: TemplateCase, delta: str) -> str:
+    """What the template takes away from before a reply to write it behind it, where the model would read it twice;
+    empty where it moves nothing. Looked at three times: some prompts show the time."""
+    difference = ""
+    for _ in range(3):
+        before, after = (
+            "".join(text_of(chat, tools, messages).split())
+            for messages in (case.history[:-1], [*case.history, *case.new])
+        )
+        at = _first_difference(before, after)
+        taken = before[at : at + MOVED_CHARS]
+        if len(taken) < MOVED_CHARS or taken not in "".join(delta.split()):
+            return ""
+        difference = _difference(before, after)
+    return f"the chat template writes again behind a reply what stood before it ({case.name}): {difference}"
+
+
+def _renews(chat: ChatTokens, tools: Tools, role: str, found: _Findings, needed: str) -> bool:
+    """Whether a new segment can begin before messages of `role`.
+
+    Raises `TemplateError` where it cannot and no loop can do without the role: results of tools, or, where there are
+    no tools, messages of the user.
+    """
+    try:
+        _check_written_again(chat, tools, role)
+    except TemplateError as error:
+        if role == "tool" or (role == needed and role not in found.verified):
+            raise TemplateError(f"{found.unsupported[role]}; nor can a new segment begin there: {error}") from error
+        return False
+    return True
+
+
+def _check_written_again(chat: ChatTokens, tools: Tools, role: str) -> None:
+    """A rendered history shows the reply as it was sampled, and the message behind it. Raises `TemplateError`."""
+    if role == "tool" and chat.template.call_form is None:
+        raise TemplateError("the chat template writes no tool calls")
+    calls = [ToolCall(tools[0]["function"]["name"], {"probe": ASKED}, "call00000")] if role == "tool" else []
+    reply = chat.template.call_message(calls) if calls else {"role": "assistant", "content": PLAIN}
+    (new,) = results_of(chat.template, calls, [RESULT]) if calls else [{"role": role, "content": RESULT}]
+    whole = chat.rendering.prompt_text([USER, reply, new], tools)
+    shown = whole.find(ASKED if calls else PLAIN)
+    if shown < 0 or RESULT not in whole[shown:]:
+        raise TemplateError(f"the chat template does not show a reply and a message of role {role} behind it")
+    text = _up_to_stop(chat, _reply_in(chat, tools, reply, whole))
+    parsed = chat.parser.parse(text, tools) if calls else ParsedTurn(text)
+    if [call.name for call in parsed.calls] != [call.name for call in calls]:
+        raise TemplateError("a token that ends a reply stands inside a reply that calls")
+    content = THOUGHT_TAGS.sub("", chat.continuation.special.sub("", parsed.content)).strip()
+    if content != ("" if calls else PLAIN):
+        raise TemplateError(f"a reply cannot be written again from its text: {content[:80]!r} would be its content")
+
+
+def _reply_in(chat: ChatTokens, tools: Tools, reply: Message, whole: str) -> str:
+    """The reply as `whole` shows it, which has a message behind it: all behind the opening of a reply.
+
+    Raises `TemplateError` where that opening cannot be found.
+    """
+    unasked, opening = (chat.template.render([USER], tools, prompt=prompt) for prompt in (False, True))
+    closed, other = (text_of(chat, tools, [USER, one]) for one in (reply, {"role": "assistant", "content": "0"}))
+    at = shared_length(closed, other)
+    asked = opening.removeprefix(unasked)
+    if not opening.startswith(unasked) or asked not in closed[:at]:
+        raise TemplateError("the chat template opens a reply that it writes otherwise than one that it asks for")
+    end = shared_length(closed, whole)
+    return closed[closed.rindex(asked, 0, at) + len(asked) : end if end > at else len(closed)]
+
+
+def _up_to_stop(chat: ChatTokens, text: str) -> str:
+    words = [chat.decode([stop]) for stop in chat.stop_token_ids]
+    return text[: min((text.find(word) for word in words if word in text), default=len(text))]
 
 
 def _moves_words(chat: ChatTokens, tools: Tools, case: TemplateCase, delta: str) -> bool:
@@ -139,20 +291,18 @@ def _moves_words(chat: ChatTokens, tools: Tools, case: TemplateCase, delta: str)
         return False
 
 
-def _check_tools(chat: ChatTokens, tools: Tools) -> None:
-    _check_tools_are_shown(chat, tools)
-    _check_tool_results_are_shown(chat, tools)
-    check_calls_are_read(chat.parser, chat.template, tools)
-
-
 @lru_cache(maxsize=4)
+def _verified_with_probe(chat: ChatTokens) -> TemplateVerification | TemplateError:
+    try:
+        return _verify(chat, [PROBE])
+    except TemplateError as error:
+        return error
+
+
 def tools_problem(chat: ChatTokens) -> str:
     """Why this model can be given no tools at all; empty where it can. For tools that are not known at start."""
-    try:
-        _check_tools(chat, [PROBE])
-    except TemplateError as error:
-        return str(error)
-    return ""
+    found = _verified_with_probe(chat)
+    return str(found) if isinstance(found, TemplateError) else ""
 
 
 def _check_tools_are_shown(chat: ChatTokens, tools: Tools) -> None:
@@ -165,103 +315,29 @@ def _check_tools_are_shown(chat: ChatTokens, tools: Tools) -> None:
         )
 
 
-def _check_tool_results_are_shown(chat: ChatTokens, tools: Tools) -> None:
+def _check_results(chat: ChatTokens, tools: Tools, found: _Findings) -> None:
+    """Records in `found` where results cannot be spliced. Raises `TemplateError` where the template ignores them."""
     result, call = {"role": "tool", "content": RESULT}, ToolCall(tools[0]["function"]["name"])
-    delta = chat.continuation.delta([result], [call])
+    try:
+        delta = chat.continuation.delta([result], [call])
+        again = chat.continuation.delta([result], [call], tools)
+    except TemplateError as error:
+        if chat.template.call_form is None:
+            raise
+        found.unsupported["tool"] = str(error)
+        return
     if RESULT not in delta:
         raise TemplateError("the model's chat template ignores messages of role tool: the model would read no results")
-    if chat.continuation.delta([result], [call], tools) != delta:
-        raise TemplateError("the chat template shows tools again after a call; such results cannot be spliced")
+    if again != delta:
+        found.unsupported["tool"] = "the chat template shows tools again after a call; such results cannot be spliced"
+
+
+def _first_difference(one: str, other: str) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _difference(spliced: str, wanted: str) -> str:
-    at = next(
-        (i for i, (a, b) in enumerate(zip(spliced, wanted, strict=False)) if a != b), min(len(spliced), len(wanted))
-    )
+    at = _first_difference(spliced, wanted)
     window = slice(max(0, at - 30), at + 60)
     return f"at character {at} the splice has {spliced[window]!r}, the template {wanted[window]!r}"
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateCase:
-    """One conversation: `history` ends in a reply, `new` comes after it."""
-
-    name: str
-    history: Sequence[Message]
-    new: Sequence[Message]
-    said: Sequence[str]
-    """Pieces of the reply that a template which keeps history writes."""
-    calls: Sequence[ToolCall] = ()
-
-
-def conversations(
-    template: ChatTemplate, tools: Sequence[Mapping[str, Any]], *, images: bool = False
-) -> Iterator[TemplateCase]:
-    """Without tools: what a user says next. With tools also results of one and of several calls, once and again.
-
-    `images`: both also with images, of which the history has one already.
-    """
-    if images:
-        yield from _with_images(template, tools)
-    for name, content, said in (("plain reply", PLAIN, [PLAIN]), ("reply with thinking", THINKING, [THOUGHT, PLAIN])):
-        reply = {"role": "assistant", "content": content}
-        yield TemplateCase(f"{name}, then a user message", [USER, reply], [USER], said)
-        yield TemplateCase(f"{name} under a system prompt, then a user message", [SYSTEM, USER, reply], [USER], said)
-        yield TemplateCase(f"{name}, second user turn", [USER, reply, USER, reply], [USER], said)
-    if tools:
-        for name, content, said in (
-            ("call", "", []),
-            ("call after words", PLAIN, [PLAIN]),
-            ("call after thinking", THINKING, [THOUGHT]),
-        ):
-            yield from _with_results(template, tools, name, content, said)
-
-
-def _with_images(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> Iterator[TemplateCase]:
-    shown = {"role": "user", "content": with_images("What is this?", [PICTURE])}
-    reply = {"role": "assistant", "content": PLAIN}
-    yield TemplateCase("reply to an image, then another image", [shown, reply], [shown], [PLAIN])
-    if tools:
-        calls = [_call(tools, 0)]
-        (result,) = _results(template, calls, [RESULT])
-        seen = {**result, "content": with_images(RESULT, [PICTURE])}
-        yield TemplateCase(
-            "call, then a tool result with an image", [shown, _reply(template, calls, "")], [seen], [], calls
-        )
-
-
-def _with_results(
-    template: ChatTemplate, tools: Sequence[Mapping[str, Any]], name: str, content: str, said: Sequence[str]
-) -> Iterator[TemplateCase]:
-    for texts in TOOL_TEXTS:
-        calls = [_call(tools, index) for index in range(len(texts))]
-        reply, new = _reply(template, calls, content), _results(template, calls, texts)
-        pieces = [*said, *(call.name for call in calls if template.call_form)]
-        after = f"then {'several tool results' if len(texts) > 1 else 'tool results'}"
-        yield TemplateCase(f"{name}, {after}", [USER, reply], new, pieces, calls)
-        yield TemplateCase(f"{name} under a system prompt, {after}", [SYSTEM, USER, reply], new, pieces, calls)
-        yield TemplateCase(f"{name}, {after}, second tool turn", [USER, reply, *new, reply], new, pieces, calls)
-
-
-def _call(tools: Sequence[Mapping[str, Any]], index: int) -> ToolCall:
-    name = tools[index % len(tools)]["function"]["name"]
-    return ToolCall(name, {"probe": "ü"}, f"call0000{index}")
-
-
-def _reply(template: ChatTemplate, calls: Sequence[ToolCall], content: str) -> Message:
-    """A template that writes no calls takes them as the text that they are."""
-    if template.call_form is not None:
-        return template.call_message(calls, content)
-    return {"role": "assistant", "content": content or PLAIN}
-
-
-def _results(template: ChatTemplate, calls: Sequence[ToolCall], texts: Sequence[str]) -> list[Message]:
-    return [
-        {
-            "role": "tool",
-            "content": text,
-            "name": call.name,
-            "tool_call_id": template.call_id(call.call_id, index, call.name),
-        }
-        for index, (text, call) in enumerate(zip(texts, calls, strict=True))
-    ]

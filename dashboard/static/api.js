@@ -36,6 +36,18 @@ function query(values) {
 
 export const get = (path, values = {}) => ask(path + query(values), { method: "GET" });
 
+/** An image as a bitmap, to be drawn: the page loads no address that could hold the token. */
+export async function bitmap(path, values) {
+  const headers = { Authorization: `Bearer ${token.get() ?? ""}` };
+  const answer = await fetch(`/api/${path}${query(values)}`, {
+    headers,
+    signal: AbortSignal.timeout(30000),
+    redirect: "error",
+  });
+  if (!answer.ok) throw new Refused(answer.status, `status ${answer.status}`);
+  return createImageBitmap(await answer.blob());
+}
+
 export const post = (path, body) =>
   ask(path, { method: "POST", body: JSON.stringify(body), headers: { "Content-Type": "application/json" } });
 

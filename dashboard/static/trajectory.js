@@ -1,7 +1,7 @@
 // One trajectory, turn by turn.
 
 import { address } from "./address.js";
-import { get, of } from "./api.js";
+import { bitmap, get, of } from "./api.js";
 import { h, number, seconds, svg, table, visible } from "./dom.js";
 import { about, MODES } from "./tokens.js";
 import { shown } from "./trajectories.js";
@@ -61,6 +61,18 @@ function facts(record, step) {
   );
 }
 
+/** Drawn when its bytes are there; its place says so where they are not. */
+function drawPicture(run, name) {
+  const canvas = h("canvas", { width: 0, height: 0, title: name });
+  bitmap(of(run, "image"), { name })
+    .then((found) => {
+      [canvas.width, canvas.height] = [found.width, found.height];
+      canvas.getContext("2d").drawImage(found, 0, 0);
+    })
+    .catch((error) => canvas.replaceWith(`not there: ${visible(error.message)}`));
+  return canvas;
+}
+
 export async function trajectory(root, { run, params, go, keys }) {
   const [episode, step] = [params.get("episode") ?? "", params.get("step") ?? "0"];
   const record = await get(of(run, "trajectory"), { episode, step });
@@ -68,6 +80,7 @@ export async function trajectory(root, { run, params, go, keys }) {
     bar = h("div", { class: "choices", role: "toolbar" }),
     told = h("output", { class: "readout", id: "token" }, "point at a token");
   let runs = [];
+  const picture = (name) => drawPicture(run, name);
   const choices = (all, name) =>
     all.map((one) =>
       h("button", { type: "button", "aria-pressed": String(kept[name] === one), onclick: () => pick(name, one) }, one),
@@ -78,7 +91,7 @@ export async function trajectory(root, { run, params, go, keys }) {
     const turns =
       kept.form === "record"
         ? [h("pre", { class: "record" }, visible(JSON.stringify(record, null, 1)))]
-        : drawTurns(record, runs).flat(2).filter(Boolean);
+        : drawTurns(record, runs, { picture }).flat(2).filter(Boolean);
     body.replaceChildren(...turns);
   };
   const pick = (name, value) => {

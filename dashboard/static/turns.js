@@ -58,8 +58,15 @@ function turn(run, index, names, oldest, span) {
   return h("article", { class: `turn ${run.mask ? "model" : "tools"}`, "data-run": index }, head, body, calls);
 }
 
+/** The images of a segment in the order of their places in its text. */
+function pictures(names, picture) {
+  if (!names.length) return null;
+  const each = names.map((name, place) => h("figure", {}, picture(name), h("figcaption", {}, `image ${place + 1}`)));
+  return h("div", { class: "pictures" }, each);
+}
+
 /** All turns of a record in the present form and colours; `runs` gets each drawn run by its number. */
-export function drawTurns(record, runs, { prompt: open = true } = {}) {
+export function drawTurns(record, runs, { prompt: open = true, picture } = {}) {
   const all = record.segments.flatMap((segment) => segment.runs);
   const held = all.flatMap(versions);
   const oldest = held.reduce((a, b) => Math.min(a, b), Infinity);
@@ -83,6 +90,7 @@ export function drawTurns(record, runs, { prompt: open = true } = {}) {
       "section",
       { class: "segment" },
       prompt,
+      picture ? pictures(record.images?.[i] ?? [], picture) : null,
       segment.runs.map((run) => {
         if (run.mask) names.turn += 1;
         return turn(run, runs.push(run) - 1, names, oldest, run.mask && known ? models[names.turn - 1] : null);

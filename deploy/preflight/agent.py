@@ -57,7 +57,10 @@ def check_template(config: RunConfig) -> Check | None:
             verified = verify_sources(chat, config.agent, tools)
     except (AgentError, SandboxError, OSError, ValueError) as error:
         return Check("chat template", False, config.model, str(error))
-    return Check("chat template", True, f"splices exactly, verified on {verified.conversations} conversations")
+    found = f"splices exactly, verified on {verified.conversations} conversations"
+    if roles := sorted(chat.renewing_roles):
+        found += f"; a new segment begins before messages of role {' and '.join(roles)}"
+    return Check("chat template", True, found)
 
 
 def check_loop(config: RunConfig) -> Check | None:

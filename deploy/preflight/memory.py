@@ -159,7 +159,7 @@ def published_bytes(shape: ModelShape, config: RunConfig) -> float:
 def in_flight_bytes(config: RunConfig) -> float:
     """The longest episodes of all groups that the staleness bound lets be in the system; responses alone."""
     groups = (config.max_staleness + 1) * config.groups_per_step
-    return groups * config.group_size * config.agent.most_response_tokens * token_bytes(config)
+    return groups * config.largest_group * config.agent.most_response_tokens * token_bytes(config)
 
 
 TORCH_PROCESS = 500 << 20

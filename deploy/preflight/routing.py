@@ -12,6 +12,8 @@ from penstock.rollout_server import MixtureLayers, mixture_layers
 from penstock.transfer_queue import BYTES_PER_TOKEN
 
 NAME = "rollout.routing_replay"
+REPLAYING = ("fsdp", "megatron")
+"""Trainer engines that replay."""
 
 
 def check_routing_replay(config: RunConfig) -> Check | None:
@@ -38,7 +40,11 @@ def _obstacles(config: RunConfig) -> Iterator[tuple[bool, str, str]]:
         f"under rollout.pause=recompute {engine} would report the experts of other weights",
         "rollout.pause=keep or abort",
     )
-    yield trainer.engine != "fsdp", f"trainer.engine {trainer.engine} does not replay", "trainer.engine=fsdp"
+    yield (
+        trainer.engine not in REPLAYING,
+        f"trainer.engine {trainer.engine} does not replay",
+        f"trainer.engine={' or '.join(REPLAYING)}",
+    )
     yield trainer.compile, "trainer.compile compiles the routers too", "trainer.compile=false"
 
 

@@ -7,6 +7,7 @@ import importlib.util
 import math
 import os
 import platform
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -192,7 +193,8 @@ def check_capacity(config: RunConfig) -> Check:
     limits = limits_of(config)
     try:
         check_limits(limits)
-        check_step_bytes(limits, config.agent.most_response_tokens, token_bytes(config))
+        largest = replace(limits, group_size=config.largest_group)
+        check_step_bytes(largest, config.agent.most_response_tokens, token_bytes(config))
         check_quotas(limits, data_sources(config) if limits.quotas else [])
     except QueueError as error:
         return Check("transfer_queue", False, "no step could be filled or held", str(error))

@@ -97,6 +97,8 @@ def prompt_of(record: Record) -> str:
 
 def recorded_segments(episode: RecordedEpisode, chat: ChatTokens) -> list[Segment]:
     """Raises `BadDemonstration` naming file and line."""
+    if any(episode.record.get("images", ())):
+        raise BadDemonstration(f"{episode.where}: it has images, which `penstock sft` does not train on")
     try:
         return [one for part in episode.record["segments"] if (one := _segment(part, chat)) is not None]
     except KeyError as error:

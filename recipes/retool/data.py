@@ -1,6 +1,7 @@
 """ReTool's data as Parquet with verl's columns.
 
     python recipes/retool/data.py arithmetic --out data/retool                    generated, for the laptop
+    python recipes/retool/data.py steps --out data/retool-steps                   sums in parts, for learn.yaml
     python recipes/retool/data.py gsm8k --input DIR --out data/retool-gsm8k       GSM8K's train.jsonl and test.jsonl
     python recipes/retool/data.py dapo --out data/retool-dapo                     DAPO-Math-17k, from the hub
     python recipes/retool/data.py aime --year 2024 --out data/retool-dapo         AIME, from the hub, for evaluation
@@ -16,10 +17,12 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
-from penstock.datasets import NoDataset, Row, dataset_file, field, parquet_rows, problems, write_parquet
+from penstock.datasets import NoDataset, Row, dataset_file, evaluate, field, parquet_rows, problems, write_parquet
 
 SYSTEM = (
     "Solve the problem. You may run Python with the tool `python`, as often as you like: it computes exactly and shows "
@@ -32,6 +35,11 @@ AIME = {
 }
 """Year → repository, file, columns of problem and answer."""
 DEMONSTRATIONS = ("JoeYing/ReTool-SFT", "train_2000.parquet")
+PARTS = (3, 4)
+LARGEST = 9999
+"""Of a result: digits are copied one by one."""
+STOPS = 0.35
+"""Share of the cold start's results which are answered although a part follows."""
 _DAPO_PROBLEM = re.compile(
     r"^Solve the following math problem step by step\..*?\n\n(.*)\n\nRemember to put your", re.DOTALL
 )
@@ -53,8 +61,9 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("kind", choices=sorted(KINDS))
     parser.add_argument("--out", type=Path, required=True, help="folder for the Parquet files")
     parser.add_argument("--input", type=Path, help="a file (GSM8K: a folder) that was fetched before")
-    parser.add_argument("--train", type=int, default=4096, help="arithmetic: training problems")
-    parser.add_argument("--eval", type=int, default=128, help="arithmetic: evaluation problems")
+    parser.add_argument("--train", type=int, default=4096, help="arithmetic, steps: training problems")
+    parser.add_argument("--eval", type=int, default=128, help="arithmetic, steps: evaluation problems")
+    parser.add_argument("--conversations", type=int, default=2000, help="steps: sums that the cold start shows")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--year", type=int, default=2024, choices=sorted(AIME))
     return parser.parse_args(arguments)
@@ -77,6 +86,94 @@ def truth_of(row: Row) -> float:
 
 def whole(row: Row) -> Row:
     return {**row, "reward_model": {"style": "rule", "ground_truth": str(int(truth_of(row)))}}
+
+
+@dataclass(frozen=True, slots=True)
+class PartedSum:
+    """48+17, then *3, then -20. No result occurs twice, so each says which part it is of."""
+
+    parts: tuple[str, ...]
+    results: tuple[int, ...]
+
+    @property
+    def question(self) -> str:
+        return f"What is {self.parts[0]}, then?"
+
+    def expression(self, place: int) -> str:
+        """What a model can write that knows the result of the part before."""
+        return f"{self.results[place - 1] if place else ''}{self.parts[place]}"
+
+    def result_text(self, place: int) -> str:
+        """What the tool answers to it."""
+        following = self.parts[place + 1 : place + 2]
+        return "\nthen ".join([str(self.results[place]), *following])
+
+
+def steps(options: argparse.Namespace) -> dict[Path, int]:
+    """Sums in parts, and conversations that solve some: the others answer a result in the middle, see `worked`."""
+    seen: set[PartedSum] = set()
+    written = {}
+    for split, count in {"train": options.train, "eval": options.eval}.items():
+        dice, path = Random(f"{split}/{options.seed}"), options.out / f"{split}.parquet"
+        written[path] = save(path, [step_row(new_sum(dice, seen), split, index) for index in range(count)])
+    dice, path = Random(f"conversations/{options.seed}"), options.out / "conversations.jsonl"
+    shown = [worked(new_sum(dice, seen), dice) for _ in range(options.conversations)]
+    path.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in shown), encoding="utf-8")
+    return {**written, path: len(shown)}
+
+
+def new_sum(dice: Random, seen: set[PartedSum]) -> PartedSum:
+    """One that is not in `seen`, which has it then."""
+    while (made := random_sum(dice)) in seen:
+        pass
+    seen.add(made)
+    return made
+
+
+def random_sum(dice: Random) -> PartedSum:
+    start = dice.randint(10, 99)
+    parts: list[str] = []
+    results = [start]
+    for _ in range(dice.choice(PARTS)):
+        part, result = random_part(results, dice)
+        parts.append(part)
+        results.append(result)
+    return PartedSum((f"{start}{parts[0]}", *parts[1:]), tuple(results[1:]))
+
+
+def random_part(results: Sequence[int], dice: Random) -> tuple[str, int]:
+    """An operator with its operand, and what it makes of the last result: from 1 to `LARGEST`, and new."""
+    while True:
+        operator = dice.choice("+-*")
+        part = f"{operator}{dice.randint(2, 9) if operator == '*' else dice.randint(10, 99)}"
+        result = int(evaluate(f"{results[-1]}{part}"))
+        if 0 < result <= LARGEST and result not in results:
+            return part, result
+
+
+def step_row(made: PartedSum, split: str, index: int) -> Row:
+    """The tool reads `parts` and `results`; the prompt has the first part alone."""
+    answers = {"parts": " ".join(made.parts), "results": " ".join(map(str, made.results))}
+    return {
+        "data_source": "retool/steps",
+        "prompt": [{"role": "user", "content": made.question}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(made.results[-1])},
+        "extra_info": {"split": split, "index": index, **answers},
+    }
+
+
+def worked(made: PartedSum, dice: Random) -> list[dict[str, Any]]:
+    """One call per part; at each result that something follows, `STOPS` of them answer it and are done."""
+    turns: list[dict[str, Any]] = [{"role": "user", "content": made.question}]
+    for place, result in enumerate(made.results):
+        code = f"print(round({made.expression(place)},4))"
+        call = {"type": "function", "function": {"name": "python", "arguments": {"code": code}}}
+        turns.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        turns.append({"role": "tool", "content": made.result_text(place)})
+        if result == made.results[-1] or dice.random() < STOPS:
+            break
+    return [*turns, {"role": "assistant", "content": str(result)}]
 
 
 def gsm8k(options: argparse.Namespace) -> dict[Path, int]:
@@ -188,7 +285,14 @@ def save(path: Path, rows: list[Row]) -> int:
     return len(rows)
 
 
-KINDS = {"arithmetic": arithmetic, "gsm8k": gsm8k, "dapo": dapo, "aime": aime, "demonstrations": demonstrations}
+KINDS = {
+    "arithmetic": arithmetic,
+    "steps": steps,
+    "gsm8k": gsm8k,
+    "dapo": dapo,
+    "aime": aime,
+    "demonstrations": demonstrations,
+}
 
 if __name__ == "__main__":
     main()

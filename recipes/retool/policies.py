@@ -3,6 +3,8 @@
 penstock rehearse recipes/retool/cpu.yaml --policy recipes/retool/policies.py:oracle --expect 1
 penstock rehearse recipes/retool/cpu.yaml --policy recipes/retool/policies.py:null --expect 0
 penstock rehearse recipes/retool/cpu.yaml --policy recipes/retool/policies.py:parrot --expect 0
+penstock rehearse recipes/retool/learn.yaml --policy recipes/retool/policies.py:patient --expect 1
+penstock rehearse recipes/retool/learn.yaml --policy recipes/retool/policies.py:hasty --expect 0
 """
 
 from __future__ import annotations
@@ -32,6 +34,23 @@ def parrot(scene: EpisodeState) -> str:
     """Lets the tool print the answer again and again, and never says it: must earn nothing."""
     said = f"\\boxed{{{scene.task.ground_truth}}}"
     return scene.call("python", code=f"print({said!r})")
+
+
+def patient(scene: EpisodeState) -> str:
+    """Of a sum in parts: one call for each, as long as the tool says what follows; then what it printed last."""
+    if not scene.turn:
+        return _call(scene, str(scene.task.extra_info["parts"]).split()[0])
+    result, _, following = scene.results[-1].strip().partition("\nthen ")
+    return _call(scene, f"{result}{following}") if following else result
+
+
+def hasty(scene: EpisodeState) -> str:
+    """Calls once, and answers what was printed: must earn nothing, however many parts a sum has."""
+    return patient(scene) if not scene.turn else scene.results[-1].strip().splitlines()[0]
+
+
+def _call(scene: EpisodeState, expression: str) -> str:
+    return scene.call("python", code=f"print(round({expression},4))")
 
 
 def _code(scene: EpisodeState) -> str:

@@ -1,6 +1,7 @@
 """Search-R1's data as Parquet with verl's columns, and the corpus that is searched.
 
     python recipes/search_r1/data.py small --out data/search-r1         questions about the corpus in this folder
+    python recipes/search_r1/data.py two_hops --out data/two-hops       those that need two searches, and a cold start
     python recipes/search_r1/data.py nq_hotpotqa --out data/nq-hotpotqa NQ and HotpotQA as Search-R1 has them
     python recipes/search_r1/data.py wiki18 --out data/wiki18           21 million passages of Wikipedia (2018)
     penstock search-server --corpus data/wiki18/wiki-18.jsonl           builds its index at the first start
@@ -14,11 +15,14 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import re
 import shutil
 import sys
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import IO, Any
 
 from penstock.datasets import NoDataset, Row, dataset_file, field, parquet_rows, write_parquet
@@ -31,6 +35,18 @@ SYSTEM = (
 QUESTIONS = "PeterJinGo/nq_hotpotqa_train"
 WIKI18 = ("PeterJinGo/wiki-18-corpus", "wiki-18.jsonl.gz")
 COPY_BYTES = 16 << 20
+TWO_HOPS = {
+    "land": "In which country or state lies {}?",
+    "water": "On which river or firth lies {}?",
+    "capital": "What is the capital of {}?",
+    "birthplace": "Where was {} born?",
+}
+"""What the second search is for, by the relation of its fact."""
+CONVERSATIONS = 3000
+ONE_SEARCH = 0.55
+"""Share of the cold start's conversations that give up after the first search."""
+GIVES_UP = "I do not know"
+Message = Mapping[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -115,6 +131,119 @@ def unpack(source: Path, into: IO[bytes]) -> None:
         raise NoDataset(f"{source}: no gzipped corpus: {error}") from error
 
 
+# two hops -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """What an article of the corpus says of its subject."""
+
+    article: str
+    relation: str
+    value: str
+    """As the article writes it. Where it is the title of another article, a question may go on from it."""
+    phrase: str = ""
+    """The value, described without its name: the part of a question that the first search finds out. Empty: none."""
+    mention: str = ""
+    """The subject as `phrase` writes it, and as one searches for it."""
+
+
+def two_hops(out: Path, _: Path | None) -> dict[Path, str]:
+    """Questions that need two searches, every fifth one for evaluation, and conversations for the cold start."""
+    facts = corpus_facts()
+    rows = [two_hop_row(first, second, index) for index, (first, second) in enumerate(chains(facts))]
+    splits = {"train": [row for row in rows if not held_out(row)], "eval": [row for row in rows if held_out(row)]}
+    written = {path: save(path, split) for name, split in splits.items() for path in [out / f"{name}.parquet"]}
+    invent = Inventor(facts, Random(0))
+    lines = [json.dumps({"messages": invent.conversation()}, ensure_ascii=False) for _ in range(CONVERSATIONS)]
+    path = out / "conversations.jsonl"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return {**written, path: f"{len(lines)} conversations"}
+
+
+def corpus_facts() -> list[Fact]:
+    lines = (CORPUS / "facts.jsonl").read_text(encoding="utf-8").splitlines()
+    return [Fact(**json.loads(line)) for line in lines]
+
+
+def corpus_texts() -> dict[str, str]:
+    lines = (CORPUS / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
+    return {entry["title"]: entry["text"] for entry in map(json.loads, lines)}
+
+
+def by_article(facts: Sequence[Fact]) -> dict[str, list[Fact]]:
+    found: dict[str, list[Fact]] = {}
+    for fact in facts:
+        found.setdefault(fact.article, []).append(fact)
+    return found
+
+
+def chains(facts: Sequence[Fact]) -> list[tuple[Fact, Fact]]:
+    """(first, second): the second fact is of the article that the first one's value names."""
+    told = by_article(facts)
+    return [(first, second) for first in facts if first.phrase for second in told[first.value]]
+
+
+def two_hop_question(first: Fact, second: Fact) -> str:
+    return TWO_HOPS[second.relation].format(first.phrase)
+
+
+def two_hop_row(first: Fact, second: Fact, index: int) -> Row:
+    """Without a system prompt: each token of the context counts for a model that small."""
+    question, split = two_hop_question(first, second), "eval" if index % 5 == 4 else "train"
+    made = row(question, [second.value], "searchR1_two_hops", split, index, articles=[first.article, second.article])
+    return {**made, "prompt": [{"role": "user", "content": question}]}
+
+
+class Inventor:
+    """Conversations about the corpus's articles with other facts in them, so that nothing can be learned by heart.
+
+    The first article leads to an article drawn anew, and that one has drawn values: the second query stands in the
+    first result alone, and the answer in the second one alone.
+    """
+
+    def __init__(self, facts: Sequence[Fact], dice: Random) -> None:
+        self._facts, self._told, self._texts, self._dice = facts, by_article(facts), corpus_texts(), dice
+        self._chains = chains(facts)
+
+    def conversation(self) -> list[Message]:
+        first, asked = self._dice.choice(self._chains)
+        second = self._dice.choice(self._of(asked.relation))
+        invented = {fact.value: self._dice.choice(self._of(fact.relation)).value for fact in self._told[second.article]}
+        found = passage(first.article, retold(self._texts[first.article], {first.value: second.article}))
+        begun = [
+            {"role": "user", "content": two_hop_question(first, asked)},
+            call(first.mention),
+            {"role": "tool", "content": found},
+        ]
+        if self._dice.random() < ONE_SEARCH:
+            return [*begun, answer(GIVES_UP)]
+        found = passage(second.article, retold(self._texts[second.article], invented))
+        return [*begun, call(second.article), {"role": "tool", "content": found}, answer(invented[second.value])]
+
+    def _of(self, relation: str) -> list[Fact]:
+        return [fact for fact in self._facts if fact.relation == relation]
+
+
+def retold(text: str, values: Mapping[str, str]) -> str:
+    """`text` with other names in it; longer ones go before those that they contain."""
+    names = "|".join(re.escape(name) for name in sorted(values, key=len, reverse=True))
+    return re.sub(rf"\b({names})\b", lambda found: values[found[0]], text)
+
+
+def passage(title: str, text: str) -> str:
+    """As the tool `search` writes the only passage that it found."""
+    return f"Doc 1 (Title: {title}) {text}"
+
+
+def call(query: str) -> Message:
+    function = {"name": "search", "arguments": {"query": query}}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+
+def answer(text: str) -> Message:
+    return {"role": "assistant", "content": f"<answer>{text}</answer>"}
+
+
+# rows ---------------------------------------------------------------------------------------------------------------
 def row(question: str, answers: Sequence[str], source: str, split: str, index: int, **extra: Any) -> Row:
     return {
         "data_source": source,
@@ -130,7 +259,7 @@ def save(path: Path, rows: list[Row]) -> str:
     return f"{len(rows)} rows"
 
 
-KINDS = {"small": small, "nq_hotpotqa": nq_hotpotqa, "wiki18": wiki18}
+KINDS = {"small": small, "two_hops": two_hops, "nq_hotpotqa": nq_hotpotqa, "wiki18": wiki18}
 
 if __name__ == "__main__":
     main()

@@ -1,6 +1,10 @@
 """A small model for a laptop that knows nothing yet: Qwen3 of 2 million random weights, and a tokenizer of the corpus.
 
     python recipes/search_r1/make_model.py --out data/search-r1/base
+    python recipes/search_r1/make_model.py --out data/two-hops/base --whole-names    for learn.yaml: 0.8 million
+
+With `--whole-names` each name of corpus/facts.jsonl is one token wherever it stands, and so is what prompts say of the
+tool: what is left to learn is which name to write, not how it is spelled, and contexts are short.
 
 It has to be shown how to search before it can learn anything (`penstock sft`). Same seed, same model.
 """
@@ -10,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +30,31 @@ CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<answer>", "</answer>"]
 VOCABULARY = 4096
 CONTEXT = 2048
+SMALL = {"hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 64}
+SMALLER = {
+    **{"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "head_dim": 32},
+    "initializer_range": 0.08,
+}
+"""Weights as wide as 1/sqrt(hidden_size): at the usual 0.02 copying a token takes thousands of steps to learn."""
+SCHEMA = {
+    "type": "function",
+    "function": {"name": SearchTool.name, "description": SearchTool.description, "parameters": SearchTool.parameters},
+}
+CALL = ['\n{"name": "search", "arguments": {"query": "', '"}}\n']
+"""What the template writes between a call's marks, around the query."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--whole-names", action="store_true", help="names are single tokens, the model is smaller")
     options = parser.parse_args(arguments)
     torch.manual_seed(options.seed)
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
+    if options.whole_names:
+        add_whole_names(tokenizer)
+    model = make_model(tokenizer, SMALLER if options.whole_names else SMALL)
     model.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
     print(f"{options.out}: {sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens")
@@ -65,9 +84,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def texts() -> Iterator[str]:
-    schema = {"name": SearchTool.name, "description": SearchTool.description, "parameters": SearchTool.parameters}
     constant = [
-        json.dumps({"type": "function", "function": schema}),
+        json.dumps(SCHEMA),
         *re.findall(r"'([^']{8,})'", TEMPLATE.read_text()),
     ]
     for name in ("corpus.jsonl", "questions.jsonl"):
@@ -85,15 +103,23 @@ def words(value: Any) -> Iterator[str]:
             yield from words(part)
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def add_whole_names(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Names, and the texts that all prompts and calls share, as one token each."""
+    shown = tokenizer.apply_chat_template([{"role": "user", "content": ""}], tools=[SCHEMA], tokenize=False)
+    of_the_tool = shown.partition("<|im_start|>system\n")[2].partition("<|im_end|>")[0]
+    lines = (HERE / "corpus" / "facts.jsonl").read_text(encoding="utf-8").splitlines()
+    facts = [json.loads(line) for line in lines]
+    names = {fact[key] for fact in facts for key in ("article", "value", "mention") if key in fact}
+    texts = [AddedToken(text, normalized=False) for text in (of_the_tool, *CALL)]
+    tokenizer.add_tokens([*texts, *(AddedToken(name, normalized=False, single_word=True) for name in sorted(names))])
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, shape: Mapping[str, Any]) -> Qwen3ForCausalLM:
     config = Qwen3Config(
+        **shape,
         vocab_size=len(tokenizer),
-        hidden_size=192,
-        intermediate_size=384,
-        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=64,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         bos_token_id=None,

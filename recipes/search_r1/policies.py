@@ -3,6 +3,8 @@
 penstock rehearse recipes/search_r1/cpu.yaml --policy recipes/search_r1/policies.py:oracle --expect 1
 penstock rehearse recipes/search_r1/cpu.yaml --policy recipes/search_r1/policies.py:null --expect 0
 penstock rehearse recipes/search_r1/cpu.yaml --policy recipes/search_r1/policies.py:reader --expect 0
+
+`one_search` is for questions that need two, as those of learn.yaml.
 """
 
 from __future__ import annotations
@@ -33,3 +35,9 @@ def null(scene: EpisodeState) -> str:
 def reader(scene: EpisodeState) -> str:
     """Finds every passage and never answers: must earn nothing."""
     return scene.call("search", query=str(scene.task.extra_info["articles"][0]))
+
+
+def one_search(scene: EpisodeState) -> str:
+    """Looks up the first article and answers with what it should have looked up next: must earn nothing."""
+    first, second = scene.task.extra_info["articles"]
+    return scene.call("search", query=str(first)) if scene.turn == 0 else f"<answer>{second}</answer>"

@@ -1,11 +1,12 @@
-"""Bugs that a model of a million parameters can repair, and conversations of which most repair them wrongly or not.
+"""Packages with two or three wrong lines, and conversations that repair some of them: half give up too early.
 
     python recipes/swe/learn_data.py --out data/swe-learn
 
-learn_package/ has one function per file. A task is that package with one operator or constant changed and the test of
-the function hidden. Writes repositories/ (a folder per task), train.parquet and eval.parquet, which share no bug,
-train.jsonl and eval.jsonl with the same tasks for `penstock data swe-check`, and conversations.jsonl for the cold
-start: a third of them leave the right line, the others another wrong one, or none.
+learn_package/ has a function per file, and check.py, which says what is wrong first. A task is that package with
+another operator or constant in two or three files, and its tests hidden. Writes repositories/ (a folder per task),
+train.parquet and eval.parquet, which share no task, train.jsonl and eval.jsonl with the same tasks for
+`penstock data swe-check`, and conversations.jsonl for the cold start. What those write is right; but after every second
+check that still fails they submit all the same.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import unified_diff
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from agent import SYSTEM
+from learn_package import check
 
 from penstock.datasets import Row, write_parquet
 
@@ -28,13 +31,22 @@ PACKAGE = Path(__file__).parent / "learn_package"
 FAMILIES = (("+", "-", "*", "//"), ("<", "<=", ">", ">="))
 """Operators that are put in one another's place."""
 CONSTANT_STEPS = (-2, -1, 1)
-STOPS = 0.25
-"""Of the conversations, those that look and repair nothing."""
-GUESSES = 0.55
-"""Of the others, those that write another operator or constant than the right one."""
+BUGS = (2, 3)
+"""Of a task."""
+STOPS = 0.5
+"""Share of the cold start's failing checks behind which it submits."""
+SPLITS = {"train": 32, "eval": 16}
+"""Tasks of each."""
 BOX_FOLDER = "/tmp/repo"  # noqa: S108 - the box's own
+CHECK_COMMAND = "python3 -B check.py"
+"""Without byte code: a file that is edited twice in a second would be run from what it was before."""
+FAILED = "\n[exit status 1]"
+"""What the shell tool adds to a check that fails."""
+PASSES = "all examples hold"
+HIDDEN = "tests/test_package.py"
+HIDDEN_ID = "tests.test_package"
 TEST_COMMAND = "python3 -m unittest {test}"
-"""A process per test, some 50 ms: with pytest, its canaries and its decoys a grading costs ten times as much."""
+"""One process for all hidden tests: pytest, with its canaries and decoys, costs ten times as much."""
 Message = Mapping[str, Any]
 Move = tuple[str, Mapping[str, str]]
 """A call: the tool's name, its arguments."""
@@ -44,114 +56,124 @@ Move = tuple[str, Mapping[str, str]]
 class LineBug:
     """One file of the package with another expression behind its `return`."""
 
-    name: str
     file: str
+    number: int
     wrong: str
     right: str
-    others: tuple[str, ...]
-    """Further wrong expressions of this function."""
 
     @property
     def function(self) -> str:
         return self.file.removesuffix(".py")
 
-    @property
-    def request(self) -> str:
-        return f"Repair {self.file}."
-
     def text(self, expression: str) -> str:
         """The file with `expression` in it."""
-        return (PACKAGE / self.file).read_text(encoding="utf-8").replace(self.right, expression)
+        return right_text(self.file).replace(self.right, expression)
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenPackage:
+    """A task: bugs of different files, in the order in which check.py finds them."""
+
+    bugs: tuple[LineBug, ...]
+
+    @property
+    def name(self) -> str:
+        return "_".join(f"{bug.function}-{bug.number}" for bug in self.bugs)
+
+    @property
+    def request(self) -> str:
+        return f"Make check.py pass. It says: {complaint(self.bugs[0])}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the files")
-    parser.add_argument("--conversations", type=int, default=4000, help="episodes of the cold start")
+    parser.add_argument("--conversations", type=int, default=2400, help="episodes of the cold start")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    train, held_out = split_bugs(all_bugs())
-    for split, bugs in {"train": train, "eval": held_out}.items():
-        write_tasks(bugs, split, options.out)
-    dice = Random(options.seed)
-    shown = [conversation(bug, drawn(bug, dice)) for bug in dice.choices(train, k=options.conversations)]
-    lines = [json.dumps({"messages": messages}) for messages in shown]
-    (options.out / "conversations.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print(f"{options.out}: {len(train)} and {len(held_out)} tasks, {len(shown)} conversations")
+    seen: set[BrokenPackage] = set()
+    for split, count in SPLITS.items():
+        dice = Random(f"{split}/{options.seed}")
+        write_tasks([new_package(dice, seen) for _ in range(count)], split, options.out)
+    dice = Random(f"conversations/{options.seed}")
+    shown = [shown_episode(random_package(dice, without=seen), dice) for _ in range(options.conversations)]
+    lines = "".join(json.dumps({"messages": messages}) + "\n" for messages in shown)
+    (options.out / "conversations.jsonl").write_text(lines, encoding="utf-8")
+    print(f"{options.out}: {len(seen)} tasks, {len(shown)} conversations")
 
 
 # ---- bugs
-def all_bugs() -> list[LineBug]:
-    """Three of each function, in the order of the files."""
-    return [bug for path in sorted(PACKAGE.glob("*.py")) for bug in bugs_of(path)]
+@cache
+def right_text(file: str) -> str:
+    return (PACKAGE / file).read_text(encoding="utf-8")
 
 
-def bugs_of(path: Path) -> Iterator[LineBug]:
-    right = path.read_text(encoding="utf-8").partition("return ")[2].strip()
-    wrong = wrong_expressions(right)
-    for number, expression in enumerate(wrong):
-        others = tuple(one for one in wrong if one != expression)
-        yield LineBug(f"{path.stem}-{number}", path.name, expression, right, others)
+@cache
+def complaint(bug: LineBug) -> str:
+    """What check.py prints where this bug is the first."""
+    names: dict[str, Any] = {}
+    exec(bug.text(bug.wrong), names)  # noqa: S102 - a line of learn_package
+    return str(check.complaint(bug.function, names[bug.function]))
 
 
-def wrong_expressions(expression: str) -> list[str]:
-    """`expression` is of the form ``name operator operand``; of a constant operand that one is changed."""
-    left, operator, operand = expression.split()
+@cache
+def bugs_of(function: str) -> tuple[LineBug, ...]:
+    """Three wrong lines of a function that returns ``name operator operand``: another operator, or another constant."""
+    file = f"{function}.py"
+    right = right_text(file).partition("return ")[2].strip()
+    left, operator, operand = right.split()
     if operand.isdigit():
-        return [f"{left} {operator} {int(operand) + step}" for step in CONSTANT_STEPS]
-    family = next(one for one in FAMILIES if operator in one)
-    return [f"{left} {other} {operand}" for other in family if other != operator]
+        wrong = [f"{left} {operator} {int(operand) + step}" for step in CONSTANT_STEPS]
+    else:
+        family = next(one for one in FAMILIES if operator in one)
+        wrong = [f"{left} {other} {operand}" for other in family if other != operator]
+    return tuple(LineBug(file, number, expression, right) for number, expression in enumerate(wrong))
 
 
-def split_bugs(bugs: Sequence[LineBug]) -> tuple[list[LineBug], list[LineBug]]:
-    """To train on and to evaluate with: of each function one bug, another one each time, is held out."""
-    functions = list(dict.fromkeys(bug.function for bug in bugs))
-    held_out = {f"{function}-{place % len(CONSTANT_STEPS)}" for place, function in enumerate(functions)}
-    return [bug for bug in bugs if bug.name not in held_out], [bug for bug in bugs if bug.name in held_out]
+def new_package(dice: Random, seen: set[BrokenPackage]) -> BrokenPackage:
+    """One that is not in `seen`, which has it then."""
+    made = random_package(dice, without=seen)
+    seen.add(made)
+    return made
+
+
+def random_package(dice: Random, *, without: set[BrokenPackage]) -> BrokenPackage:
+    functions = list(check.EXAMPLES)
+    while True:
+        broken = sorted(dice.sample(functions, dice.choice(BUGS)), key=functions.index)
+        made = BrokenPackage(tuple(dice.choice(bugs_of(function)) for function in broken))
+        if made not in without:
+            return made
 
 
 # ---- tasks
-def write_tasks(bugs: Sequence[LineBug], split: str, out: Path) -> None:
-    fields = [task_fields(bug, write_repository(bug, out)) for bug in bugs]
+def write_tasks(packages: Sequence[BrokenPackage], split: str, out: Path) -> None:
+    fields = [task_fields(one, write_repository(one, out)) for one in packages]
     write_parquet([task_row(one, split, index) for index, one in enumerate(fields)], out / f"{split}.parquet")
     lines = "".join(json.dumps(one) + "\n" for one in fields)
     (out / f"{split}.jsonl").write_text(lines, encoding="utf-8")
 
 
-def write_repository(bug: LineBug, out: Path) -> str:
-    """The broken package without the test of the function; the folder's path in `out`."""
-    inside = f"repositories/{bug.name}"
-    hidden = shutil.ignore_patterns(f"test_{bug.file}", "__pycache__")
-    shutil.copytree(PACKAGE, out / inside, ignore=hidden, dirs_exist_ok=True)
-    (out / inside / bug.file).write_text(bug.text(bug.wrong), encoding="utf-8")
+def write_repository(broken: BrokenPackage, out: Path) -> str:
+    """The broken package without its tests; the folder's path in `out`."""
+    inside = f"repositories/{broken.name}"
+    shutil.copytree(PACKAGE, out / inside, ignore=shutil.ignore_patterns("tests", "__pycache__"), dirs_exist_ok=True)
+    for bug in broken.bugs:
+        (out / inside / bug.file).write_text(bug.text(bug.wrong), encoding="utf-8")
     return inside
 
 
-def task_fields(bug: LineBug, repository: str) -> dict[str, Any]:
+def task_fields(broken: BrokenPackage, repository: str) -> dict[str, Any]:
     """What `penstock.sandbox.swe.SweTask.from_row` reads."""
-    test = f"tests/test_{bug.file}"
-    hidden = (PACKAGE / test).read_text(encoding="utf-8")
-    broken, repaired = bug.text(bug.wrong), bug.text(bug.right)
     return {
-        "instance_id": bug.name,
+        "instance_id": broken.name,
         "repository": repository,
-        "problem_statement": bug.request,
-        "FAIL_TO_PASS": [test_id(bug.function)],
-        "PASS_TO_PASS": [test_id(neighbour(bug.function))],
-        "test_patch": diff(test, None, hidden),
-        "patch": diff(bug.file, broken, repaired),
+        "problem_statement": broken.request,
+        "FAIL_TO_PASS": [HIDDEN_ID],
+        "test_patch": diff(HIDDEN, None, right_text(HIDDEN)),
+        "patch": "".join(diff(bug.file, bug.text(bug.wrong), bug.text(bug.right)) for bug in broken.bugs),
         "test_command": TEST_COMMAND,
     }
-
-
-def test_id(function: str) -> str:
-    return f"tests.test_{function}"
-
-
-def neighbour(function: str) -> str:
-    """The function of the next file: of the tests that no repair may break, grading runs one."""
-    functions = [path.stem for path in sorted(PACKAGE.glob("*.py"))]
-    return functions[(functions.index(function) + 1) % len(functions)]
 
 
 def diff(path: str, old: str | None, new: str) -> str:
@@ -173,41 +195,46 @@ def task_row(fields: Mapping[str, Any], split: str, index: int) -> Row:
 
 
 # ---- episodes
-def drawn(bug: LineBug, dice: Random) -> str | None:
-    """What a conversation leaves in place of the wrong expression; None: it stops without a repair."""
-    if dice.random() < STOPS:
-        return None
-    return dice.choice(bug.others) if dice.random() < GUESSES else bug.right
+def shown_episode(broken: BrokenPackage, dice: Random) -> list[Message]:
+    """One that repairs the first bug, and may stop before each other one."""
+    repaired = 1
+    while repaired < len(broken.bugs) and dice.random() >= STOPS:
+        repaired += 1
+    return conversation(broken, repaired)
 
 
-def moves(bug: LineBug, new: str | None) -> list[Move]:
-    """The calls of an episode that writes `new`: look, repair, finish."""
-    look: Move = ("shell", {"command": f"cat {bug.file}"})
-    done: Move = ("submit", {})
-    if new is None:
-        return [look, done]
-    arguments = {"command": "replace", "path": bug.file, "old_text": bug.wrong, "text": new}
-    return [look, ("editor", arguments), done]
+def moves(broken: BrokenPackage, repaired: int) -> list[Move]:
+    """The calls of an episode that repairs the first `repaired` bugs: for each look, repair and check; then finish."""
+    return [*(move for bug in broken.bugs[:repaired] for move in repair(bug)), ("submit", {})]
 
 
-def results(bug: LineBug, new: str | None) -> list[str]:
+def repair(bug: LineBug) -> list[Move]:
+    arguments = {"command": "replace", "path": bug.file, "old_text": bug.wrong, "text": bug.right}
+    return [("shell", {"command": f"cat {bug.file}"}), ("editor", arguments), ("shell", {"command": CHECK_COMMAND})]
+
+
+def results(broken: BrokenPackage, repaired: int) -> list[str]:
     """What the tools answer to `moves`, except to the last one."""
-    seen = bug.text(bug.wrong).rstrip()
-    if new is None:
-        return [seen]
-    lines = [f"{number:6}\t{line}" for number, line in enumerate(bug.text(new).splitlines(), 1)]
-    return [seen, "\n".join([f"{BOX_FOLDER}/{bug.file} now reads:", *lines])]
+    checks = [*(f"{complaint(bug)}{FAILED}" for bug in broken.bugs[1:]), PASSES]
+    return [text for bug, check in zip(broken.bugs[:repaired], checks, strict=False) for text in (*seen_of(bug), check)]
 
 
-def conversation(bug: LineBug, new: str | None) -> list[Message]:
+def seen_of(bug: LineBug) -> Iterator[str]:
+    """What looking at its file and repairing it answer."""
+    yield bug.text(bug.wrong).rstrip()
+    lines = [f"{number:6}\t{line}" for number, line in enumerate(bug.text(bug.right).splitlines(), 1)]
+    yield "\n".join([f"{BOX_FOLDER}/{bug.file} now reads:", *lines])
+
+
+def conversation(broken: BrokenPackage, repaired: int) -> list[Message]:
     """The episode as `agent.py` holds it with the settings of learn.yaml."""
-    calls = [called(*move) for move in moves(bug, new)]
-    answers = [{"role": "tool", "content": text} for text in results(bug, new)]
+    calls = [called(*move) for move in moves(broken, repaired)]
+    answers = [{"role": "tool", "content": text} for text in results(broken, repaired)]
     messages: list[Message] = [
         {"role": "system", "content": SYSTEM},
-        {"role": "user", "content": bug.request},
+        {"role": "user", "content": broken.request},
     ]
-    for call, answer in zip(calls, answers, strict=False):
+    for call, answer in zip(calls[:-1], answers, strict=True):
         messages += [call, answer]
     return [*messages, calls[-1]]
 

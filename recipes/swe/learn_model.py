@@ -3,7 +3,8 @@
     python recipes/swe/learn_model.py --out data/swe-learn/base
 
 It has to be shown how to repair before it can learn anything (`penstock sft`). The system prompt with its tools, and
-the frame of each call, are one token: an episode is about a hundred tokens long. Same seed, same model.
+what stands around the names, operators and numbers of a call or its result, are single tokens: an episode is two to
+three hundred tokens long. Same seed, same model.
 """
 
 from __future__ import annotations
@@ -14,7 +15,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from learn_data import Message, all_bugs, conversation
+from learn_data import (
+    BOX_FOLDER,
+    CHECK_COMMAND,
+    FAILED,
+    PASSES,
+    BrokenPackage,
+    Message,
+    bugs_of,
+    conversation,
+)
+from learn_package import check
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -27,14 +38,22 @@ TEMPLATE = HERE.parent / "calculator" / "chat_template.jinja"
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 FRAMES = [
-    '{"name": "shell", "arguments": {"command": "',
-    '{"name": "editor", "arguments": {"command": "replace", "path": "',
-    '", "old_text": "',
+    '\n{"name": "shell", "arguments": {"command": "',
+    "cat ",
+    CHECK_COMMAND,
+    '\n{"name": "editor", "arguments": {"command": "replace", "path": "',
+    '.py", "old_text": "',
     '", "text": "',
-    '"}}',
-    '{"name": "submit", "arguments": {}}',
+    '"}}\n',
+    '.py"}}\n',
+    '\n{"name": "submit", "arguments": {}}\n',
 ]
-"""What stands around the arguments of a call."""
+"""What stands around the names in a call."""
+RESULTS = [
+    *(f"{BOX_FOLDER}/", ".py now reads:\n     1\tdef ", "):\n     2\t    return ", "def ", "):\n    return "),
+    *("Make check.py pass. It says: ", ") is ", ", not ", FAILED, PASSES),
+]
+"""What stands around the names and numbers in a result, and in the request."""
 PIECES = Regex(r"[A-Za-z_]+|\d+|[^A-Za-z_\d]+")
 """A name, a number, an operator with the spaces around it: each may become one token."""
 VOCABULARY = 640
@@ -57,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE of the conversations; any other text is spelled in smaller pieces."""
     texts = list(rendered())
-    whole = [system_block(texts[0]), *FRAMES]
+    whole = [system_block(texts[0]), *FRAMES, *RESULTS]
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(PIECES, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -86,12 +105,13 @@ def wrapped(core: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def rendered() -> Iterator[str]:
-    """Every conversation that learn_data.py may write, as the chat template writes it."""
+    """Conversations with each of the bugs in each place, as the chat template writes them."""
     writer, tools = wrapped(Tokenizer(models.BPE())), make_tools([ToolConfig(name="swe")], FakeSandbox(), load_beside)
     schemas = [tool.schema for tool in tools.values()]
-    for bug in all_bugs():
-        for new in (bug.right, *bug.others, None):
-            messages: Sequence[Message] = conversation(bug, new)
+    functions = list(check.EXAMPLES)
+    for one, next_one in zip(functions, [*functions[1:], functions[0]], strict=True):
+        for bugs in zip(bugs_of(one), bugs_of(next_one), strict=True):
+            messages: Sequence[Message] = conversation(BrokenPackage(bugs), len(bugs))
             yield str(writer.apply_chat_template(messages, tools=schemas, tokenize=False))
 
 

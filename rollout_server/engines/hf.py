@@ -28,7 +28,7 @@ from penstock.common import environment_without_secrets
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import fetch_model, layers_with_experts, start_deadline_s
 from penstock.rollout_server.engines.server_process import Child
-from penstock.rollout_server.pictures import read_pictures
+from penstock.rollout_server.pictures import read_images
 from penstock.rollout_server.protocol import (
     Chunk,
     DeviceBytes,
@@ -232,7 +232,7 @@ class HFEngine:
             raise EngineError("the hf engine is not started")
         request = fit_request(request, self.info)
         if request.images:  # refused here, not by a failure in the engine
-            await asyncio.to_thread(read_pictures, request.images)
+            await asyncio.to_thread(read_images, request.images)
         images = [image.model_dump() for image in request.images]
         name, answer = self._link.stream()
         sampling = request.sampling.model_dump()

@@ -22,7 +22,7 @@ from transformers import AutoImageProcessor, DynamicCache
 
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.hf_sampling import Live, LiveRequests, Record, Sampler
-from penstock.rollout_server.pictures import read_pictures
+from penstock.rollout_server.pictures import read_images
 from penstock.rollout_server.protocol import ImageRef, Sampling
 
 IDLE_S = 0.05
@@ -183,7 +183,7 @@ class VisionBatcher(LiveRequests[Seeing]):
         ids = torch.tensor([live.ids])
         if not live.images:
             return {"input_ids": ids}
-        images = [Image.open(io.BytesIO(data)).convert("RGB") for data in read_pictures(live.images)]
+        images = [Image.open(io.BytesIO(data)).convert("RGB") for data in read_images(live.images)]
         seen = self._pixels_of(images, return_tensors="pt")
         places = (ids == self._model.config.image_token_id).to(torch.int32)
         return {"input_ids": ids, "mm_token_type_ids": places, **seen}

@@ -47,6 +47,7 @@ class ManagedBox(Box):
         self._oom_kills = 0
         self._oom_kills_seen = 0
         self._ended = False
+        self._writing = asyncio.Lock()
 
     @classmethod
     async def start(
@@ -146,7 +147,16 @@ class ManagedBox(Box):
     async def _send(self, frame: dict[str, Any]) -> None:
         if self._channel is None:
             raise ChannelBroken("no connection")
-        await self._channel.write(json.dumps(frame).encode("ascii") + b"\n")
+        line = json.dumps(frame).encode("ascii") + b"\n"
+        writing = asyncio.create_task(self._write(self._channel, line), name="frame to a box")
+        writing.add_done_callback(_retrieve)
+        await asyncio.shield(writing)
+
+    async def _write(self, channel: Channel, line: bytes) -> None:
+        """A frame is written whole, also where its sender is cancelled, and none into another: connections of a served
+        run write side by side, and what a half of one leaves behind would be read as the beginning of the next."""
+        async with self._writing:
+            await channel.write(line)
 
     async def _receive(self) -> dict[str, Any]:
         frame = json.loads(await self._line())
@@ -171,6 +181,12 @@ class ManagedBox(Box):
         line = bytes(self._received[:end])
         del self._received[: end + 1]
         return line
+
+
+def _retrieve(writing: asyncio.Task[None]) -> None:
+    """The error of a frame whose sender is gone is nobody's: the next frame meets it too."""
+    if not writing.cancelled():
+        writing.exception()
 
 
 UNFIT = (

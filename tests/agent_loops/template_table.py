@@ -3,9 +3,9 @@
     python -m tests.agent_loops.template_table FOLDER|FILE…
 
 One line per template, then how many. Accepted: `agent.parser: auto` finds the only parser that reads the calls that
-the template writes or asks for, and `verify_template` proves that splicing writes what the template writes. The
-tokenizer is a small one with the template's special tokens (`families.tokenizer_of`); templates without tools are left
-out.
+the template writes or asks for, and `verify_template` proves that splicing writes what the template writes, or that a
+new segment can begin before results. The tokenizer is a small one with the template's special tokens
+(`families.tokenizer_of`); templates without tools are left out.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from penstock.agent_loops.chat import ChatTemplate, choose_parser, name_of, veri
 PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string", "description": "What to compute."}}}
 TOOLS = [{"type": "function", "function": {"name": "calculator", "description": "Adds.", "parameters": PARAMETERS}}]
 
+ENDS = ("<|END_OF_TURN_TOKEN|>", "<|end_of_msg|>", "<|assistant_end|>", "<|eot_id|>")
+"""Ends of text of tokenizers whose templates do not say `eos_token`."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -33,6 +36,8 @@ class Verdict:
     """Empty: refused."""
     reason: str
     """Of the refusal, else what the template rewrites and refuses."""
+    renews: bool = False
+    """A new segment begins before results."""
 
     def line(self) -> str:
         name = f"{self.file.parent.name}/{self.file.name}"
@@ -41,7 +46,8 @@ class Verdict:
 
 def auto_chat(file: Path, eos: str | None = None) -> ChatTokens:
     """As a worker makes it without a setting. Raises `TemplateError`."""
-    eos = eos or ("</s>" if "eos_token" in file.read_text() else None)
+    text = file.read_text()
+    eos = eos or next((word for word in ENDS if word in text), "</s>" if "eos_token" in text else None)
     tokenizer = tokenizer_of(file, eos)
     return ChatTokens(tokenizer, choose_parser("auto", ChatTemplate(tokenizer)))
 
@@ -49,7 +55,9 @@ def auto_chat(file: Path, eos: str | None = None) -> ChatTokens:
 def judge(file: Path, tools: Sequence[Any] = TOOLS) -> Verdict:
     try:
         chat = auto_chat(file)
-        return Verdict(file, name_of(chat.parser), verify_template(chat, tools).summary(chat.thinking_history))
+        found = verify_template(chat, tools)
+        told = found.summary(chat.thinking_history)
+        return Verdict(file, name_of(chat.parser), told, "tool" in found.renewing)
     except TemplateError as refusal:
         return Verdict(file, "", str(refusal))
 
@@ -69,9 +77,10 @@ def main(arguments: Sequence[str]) -> int:
     for file in templates_in(parser.parse_args(arguments).paths):
         verdicts.append(judge(file))
         print(verdicts[-1].line(), flush=True)
-    accepted = sum(bool(one.parser) for one in verdicts)
+    accepted, renewing = sum(bool(one.parser) for one in verdicts), sum(one.renews for one in verdicts)
     print(
-        f"{accepted} of {len(verdicts)} templates with tools are accepted exactly, {len(verdicts) - accepted} refused"
+        f"{accepted} of {len(verdicts)} templates with tools are accepted exactly, {renewing} of them with a new "
+        f"segment before results; {len(verdicts) - accepted} are refused"
     )
     return 0
 

@@ -33,7 +33,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 plain_text = st.text(max_size=30).filter(lambda text: not any(word in text for word in ("<|", "think>")))
 kept_by_qwen3 = plain_text.map(lambda text: f"<think>\nhm {text.strip()}.\n</think>\n\nSo {text.strip()} {CALL}")
-many = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def split_anyhow(chat: Any, text: str, draw: Any) -> list[int]:
@@ -211,7 +211,7 @@ def test_verify_refuses_turn_dependent_delta(chat_for):
     text += "{%- endfor %}{%- if add_generation_prompt %}assistant:{%- endif %}"
     with pytest.raises(TemplateError, match=r"the splice has .* the template") as caught:
         verify_template(chat_for(text), TOOLS)
-    found = re.search(r"at character (\d+) the splice has (.+), the template (.+)$", str(caught.value))
+    found = re.search(r"at character (\d+) the splice has (.+), the template (.+); nor can", str(caught.value))
     assert found is not None
     at, spliced, wanted = (ast.literal_eval(value) for value in found.groups())
     before = min(at, 30)  # up to 30 characters that agree lead to the first that does not
@@ -308,9 +308,20 @@ SHOWS_TOOLS_ANEW = (
 )
 
 
-def test_chat_refuses_a_template_that_shows_tools_after_results(chat_for):
-    with pytest.raises(TemplateError, match="shows tools again after a call"):
-        verify_template(chat_for(SHOWS_TOOLS_ANEW), TOOLS)
+def test_chat_begins_a_segment_behind_repeated_tools(chat_for):
+    found = verify_template(chat_for(SHOWS_TOOLS_ANEW), TOOLS)
+    assert "shows tools again after a call" in found.unsupported["tool"]
+    assert "tool" in found.renewing
+
+
+def test_chat_begins_no_segment_of_a_rewritten_reply(chat_for):
+    """Turns are numbered, and a reply is `said …`, which written again from its text would be `said said …`."""
+    text = "{%- for m in messages %}{{ loop.index0 ~ m.role ~ (':said ' if m.role == 'assistant' else ':') }}"
+    text += "{{ m.content ~ '<|im_end|>' }}"
+    text += "{%- endfor %}{%- if add_generation_prompt %}assistant:{%- endif %}"
+    found = verify_template(chat_for(text))
+    assert (list(found.unsupported), found.renewing) == (["user"], frozenset())
+    assert "after a reply no message of role user" in found.summary("keep")
 
 
 def test_chat_does_not_repeat_an_end_that_was_sampled(chat_for):

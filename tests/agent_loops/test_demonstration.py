@@ -72,7 +72,7 @@ def test_a_tool_trace_is_the_tokens_of_its_episode(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"qwen3", "qwen3_not_thinking", "gpt_oss", "mistral"}))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(asked=text, said=text, again=text)
 def test_several_turns_read_as_the_template_writes_them(name: str, asked: str, said: str, again: str) -> None:
     """For templates that keep history: nothing is lost or added between the turns."""

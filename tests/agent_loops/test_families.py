@@ -28,7 +28,7 @@ REWRITES_AFTER_USERS = {"qwen3", "qwen3_not_thinking"}
 
 plain_text = st.text(max_size=30).filter(lambda text: not any(word in text for word in ("<", "[", "think>")))
 reply_text = plain_text.map(lambda text: f"So {text.strip()}.")
-some = settings(max_examples=25, deadline=None)
+some = settings(max_examples=25)
 
 
 def split_anyhow(chat: ChatTokens, text: str, draw: Any) -> list[int]:
@@ -204,7 +204,7 @@ def test_families_are_verified_with_findings(name):
         "glm": ("rewritten", "reply with thinking, then a user message"),
         "deepseek": ("rewritten", "call after thinking, then tool results"),
         "qwen3_not_thinking": ("rewritten", "call, then tool results"),
-        "mistral": ("unsupported", "plain reply under a system prompt, then a user message"),
+        "mistral": ("unsupported", "behind a reply what stood before it (plain reply, then a user message)"),
     }
     assert proof.conversations >= (40 if FAMILIES[name].takes_tools else 4)
     if name in told:
@@ -215,12 +215,21 @@ def test_families_are_verified_with_findings(name):
         assert (proof.rewritten, proof.refused, proof.unsupported) == ((), (), {})
 
 
-def test_families_unsupported_role_is_refused():
+@pytest.mark.parametrize(("tools", "case"), [(TOOLS, "plain reply, then"), ((), "under a system prompt, then")])
+def test_families_unsupported_role_begins_a_segment(tools, case):
+    """Mistral writes tools and the system prompt before the newest message of a user."""
     chat = FAMILIES["mistral"].chat()
-    verify_template(chat, TOOLS)
+    assert verify_template(chat, tools).renewing == {"user"}
     assert chat.render_tools([ToolResult("46")], [ToolCall("calculator", call_id="call00000")])
-    with pytest.raises(TemplateError, match="under a system prompt, then a user message"):
-        chat.for_episode(Budget(1, 1)).render([USER])
+    chat, history = chat.for_episode(Budget(9, 999)), [{"role": "system", "content": "Be brief."}, USER]
+    with pytest.raises(TemplateError, match=f"{case} a user message.*; take the next segment from go_on"):
+        chat.render([USER])
+    segment = chat.start(history, tools)
+    say(segment, [*chat.encode(" 46"), chat.turn_end_id])
+    after = chat.go_on(segment, reply_of(chat, " 46</s>"), [USER])
+    assert after is not segment
+    history += [{"role": "assistant", "content": "46"}, USER]
+    assert chat.decode(after.context()) == chat.template.render(history, tools, prompt=True)
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)

@@ -76,7 +76,7 @@ def answer(context: list[int], start: int, turn: Turn, chunks: list[int]) -> Gen
     return builder.build()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(prompt=ids_lists, played=st.lists(turns, max_size=4), chunks=st.lists(st.integers(1, 3), max_size=3))
 def test_each_token_keeps_the_experts_of_the_pass_that_read_it(prompt, played, chunks):
     segment = SegmentBuilder(prompt, Budget(100, 10_000))

@@ -101,7 +101,6 @@ async def test_the_rollout_servers(measure: Measure) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.alone
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 async def test_the_rollout_servers_beside_the_bare_engine(measure: Measure) -> None:
@@ -135,6 +134,7 @@ def _check_rollout(measured: dict[str, Any]) -> None:
 
 
 @pytest.mark.torch
+@pytest.mark.deep
 async def test_the_weights(measure: Measure) -> None:
     pytest.importorskip("transformers")
     measured = await measure("weights", **WEIGHTS, PENSTOCK_BENCH_ENGINE="")

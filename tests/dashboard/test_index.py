@@ -168,3 +168,17 @@ async def test_over_http(page: httpx.AsyncClient, run: Path) -> None:
     assert (answered["calls"], answered["pieces"]) == ([], [ANSWER])
     missing = await page.get("/api/runs/mine/trajectory", params={"episode": "train/z#0", "step": 1})
     assert (missing.status_code, missing.json()["error"]["field"]) == (404, "episode")
+
+
+async def test_images_of_a_record_are_served_by_their_name(run: Path, page: httpx.AsyncClient) -> None:
+    """Pictures alone: what else an episode brought, and names that lead elsewhere, are not there."""
+    folder = run / "images"
+    folder.mkdir()
+    for name, data in (("a" * 64, b"\x89PNG and so on"), ("b" * 64, b"<svg onload='1'/>"), ("c" * 63, b"\x89PNG")):
+        (folder / name).write_bytes(data)
+    found = await page.get("/api/runs/mine/image", params={"name": "a" * 64})
+    assert (found.status_code, found.content) == (200, b"\x89PNG and so on")
+    assert found.headers["content-type"] == "image/png"
+    for name in ("b" * 64, "c" * 63, "d" * 64, "../config.yaml", "A" * 64):
+        refused = await page.get("/api/runs/mine/image", params={"name": name})
+        assert (refused.status_code, refused.json()["error"]["field"]) == (404, "name")

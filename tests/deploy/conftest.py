@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ class LivingRun:
     ) -> None:
         self.root = runs_dir / name
         self.weights_of_others = weights_of(name)
+        self.started: dict[int, float] = {}
+        """When each process that was seen began: its number may be another's by the end."""
         self.log = runs_dir / f"{name}.log"
         argv = [sys.executable, "-m", "penstock.deploy.cli", "run", str(recipe), f"name={name}", f"runs_dir={runs_dir}"]
         with self.log.open("ab") as log:
@@ -61,7 +64,11 @@ class LivingRun:
 
     def pids(self, *words: str) -> list[int]:
         """Living descendants whose command line holds all the words."""
-        return [process.pid for process in living_below(self.process.pid, *words)]
+        found = living_below(self.process.pid, *words)
+        for process in found:
+            with suppress(psutil.Error):
+                self.started[process.pid] = process.create_time()
+        return [process.pid for process in found]
 
     def kill_one(self, *words: str) -> int:
         pid = self.pids(*words)[0]
@@ -119,7 +126,7 @@ def weights_of(name: str) -> set[Path]:
 def assert_nothing_left(run: LivingRun, pids: list[int]) -> None:
     """Every process that the run started is gone (a zombie not yet reaped counts as gone), its shared memory too."""
     deadline = time.monotonic() + 60
-    while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < deadline:
+    while (left := [pid for pid in pids if alive(pid, run.started.get(pid))]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left == [], [_command(pid) for pid in left]
     assert weights_of(run.root.name) <= run.weights_of_others

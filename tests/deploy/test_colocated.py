@@ -47,7 +47,7 @@ VICTIMS = [("trainer", ("train-rank",)), ("engine", ("penstock.deploy.cli rollou
 
 def test_each_side_killed_in_its_turn(start_run) -> None:
     """Trainer, sidecar and engine, each while it has the devices: the other side gets them, and the run ends whole."""
-    run = start_run("killed", *SHARED, *SMALL, "trainer.steps=24")  # three kills, and steps after each
+    run = start_run("turns", *SHARED, *SMALL, "trainer.steps=24")  # three kills, and steps after each
     seen: list[int] = []
     for number, (side, victim) in enumerate(VICTIMS):
         run.wait_for(lambda goal=2 + 2 * number: run.steps() >= goal)

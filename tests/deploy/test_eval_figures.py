@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.deploy.evaluation import EpisodeResult, ResultsFile, estimate, figures_of, parts_of, pass_at_k, wilson
@@ -17,7 +17,6 @@ from penstock.deploy.evaluation import EpisodeResult, ResultsFile, estimate, fig
 outcomes = st.lists(st.booleans(), min_size=1, max_size=9)
 
 
-@settings(deadline=None)
 @given(right=outcomes, data=st.data())
 def test_pass_at_k_is_the_share_of_all_choices(right: list[bool], data: st.DataObject) -> None:
     """Every k of the n samples drawn once: the share that holds a right one."""

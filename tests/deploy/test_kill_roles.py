@@ -33,7 +33,7 @@ RUNS = [
 @pytest.mark.parametrize(("steps", "every", "settings", "learns"), RUNS)
 def test_kill_each_role_once(start_run, steps: int, every: int, settings: tuple[str, ...], learns: bool) -> None:
     """Worker, sidecar, engine, trainer and redis die `every` steps apart; the engine comes back inside its sidecar."""
-    run = start_run("killed", f"trainer.steps={steps}", *settings)
+    run = start_run("roles", f"trainer.steps={steps}", *settings)
     seen = []
     for number, victim in enumerate(VICTIMS):
         run.wait_for(lambda goal=1 + every * number, words=victim: run.steps() >= goal and bool(run.pids(*words)))

@@ -152,9 +152,10 @@ def test_messages_become_a_model(tmp_path: Path, start: Callable[..., LivingSft]
     assert "holds an earlier run" in again
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 @pytest.mark.crash
-@pytest.mark.parametrize("killed", [pytest.param("the trainer", marks=pytest.mark.deep), "everything"])
+@pytest.mark.parametrize("killed", ["the trainer", "everything"])
 def test_a_killed_run_comes_to_the_same_bits(
     killed: str, tmp_path: Path, start: Callable[..., LivingSft], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

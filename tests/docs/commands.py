@@ -18,6 +18,7 @@ from tests.docs.shell import simple_commands
 
 from penstock.agent_loops import find_loop, load_object
 from penstock.deploy import app, load_config, load_sandbox
+from penstock.sandbox import FakeSandbox
 from penstock.simulator import changed, of_case, of_file
 from penstock.tools import make_tools
 
@@ -103,7 +104,7 @@ def check_run(given: Mapping[str, Any], folder: Path) -> None:
             raise Wrong(f"{named}: the page shows no such file")
     find_loop(config.agent.loop, folder)
     theirs = [tool for tool in config.tools if "." in tool.name and not tool.name.startswith("penstock.")]
-    make_tools(theirs, None, partial(load_object, recipe_dir=folder))
+    make_tools(theirs, FakeSandbox(), partial(load_object, recipe_dir=folder))
 
 
 def _recipe(path: Path) -> Path:

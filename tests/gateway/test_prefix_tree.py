@@ -201,7 +201,7 @@ def turns_of(segment: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     return found
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plan=st.lists(steps, min_size=1, max_size=12), says=st.lists(texts, max_size=40))
 @pytest.mark.parametrize("api", ["chat", "messages"])
 async def test_every_sampled_id_is_in_one_place_after_exactly_what_was_fed(

@@ -105,7 +105,7 @@ def test_every_route_answers_as_its_schema_says(url: str, mode: Any, known: bool
 
 
 def try_out(operation: Any, mode: Any, handle: str | None) -> None:
-    @settings(max_examples=8, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=8, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
     def conforms(case: Any) -> None:
         if handle is not None and "handle" in case.path_parameters:

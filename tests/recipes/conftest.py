@@ -57,6 +57,15 @@ def search_r1(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def two_hops(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Search-R1's questions that need two searches, their cold start, and a model whose names are single tokens."""
+    folder = tmp_path_factory.mktemp("two-hops")
+    script("search_r1/data.py").main(["two_hops", "--out", str(folder)])
+    script("search_r1/make_model.py").main(["--whole-names", "--out", str(folder / "base")])
+    return folder
+
+
+@pytest.fixture(scope="session")
 def search_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real `penstock search-server` over the recipe's corpus, which tools reach with the token in the environment."""
     pytest.importorskip("tantivy", reason="tantivy is not installed: pip install 'penstock[search]'")
@@ -96,8 +105,11 @@ def wait_until_up(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.fixture
-def searching(search_url: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+def searching(search_url: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """The override that leads the recipe's tool to the server, its token in this process's environment."""
     monkeypatch.setenv("PENSTOCK_SEARCH_TOKEN", SEARCH_TOKEN)
-    tool = f"{{name: search, timeout_s: 40, settings: {{topk: 2, url: '{search_url}'}}}}"
-    return lambda: f"tools=[{tool}]"
+
+    def override(topk: int = 2) -> str:
+        return f"tools=[{{name: search, timeout_s: 40, settings: {{topk: {topk}, url: '{search_url}'}}}}]"
+
+    return override

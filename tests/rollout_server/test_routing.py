@@ -176,7 +176,7 @@ async def test_one_server_gets_all(queue: StubQueue, clock: list[float]) -> None
 Step = st.tuples(st.sampled_from(["ask", "fail", "full", "work", "close", "wait", "leave", "join"]), st.integers(0, 7))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps=st.lists(Step, max_size=40))
 async def test_whatever_happens_only_able_servers_are_picked(steps: list[tuple[str, int]]) -> None:
     """Registered, accepting, not resting, not full; and what is open is what was opened and not closed."""

@@ -77,7 +77,7 @@ def try_out(operation: Any, mode: Any) -> None:
     # Which ids and lengths there are is the model's, not the schema's: valid requests may be refused by /generate.
     excluded = [positive_data_acceptance] if operation.path == "/generate" else []
 
-    @settings(max_examples=10, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=10, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
     def conforms(case: Any) -> None:
         case.call_and_validate(headers=HEADERS, excluded_checks=excluded)

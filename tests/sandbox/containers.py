@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
+import tarfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from typing import Any
 IMAGE = "penstock-box:base"
 PLAIN_IMAGE = "penstock-box:without-python"
 VOLUME_IMAGE = "penstock-box:with-volume"
+LAYERED_IMAGE = "penstock-box:of-many-layers"
+MANY_LAYERS = 100
 _PLAIN = f"""
 FROM {IMAGE}
 RUN rm /usr/bin/python3*
@@ -45,6 +49,20 @@ def make_volume_image() -> None:
     changes = ("VOLUME /data", "WORKDIR /work", "ENV GREETING=hello")
     docker("commit", *(f"--change={change}" for change in changes), made, VOLUME_IMAGE)
     docker("rm", made)
+
+
+def make_layered_image() -> None:
+    """With `MANY_LAYERS` more than the plain one: nearly as many as the engine allows."""
+    copies = [f"COPY {number} /etc/{number}" for number in range(MANY_LAYERS)]
+    files = {"Dockerfile": "\n".join([f"FROM {IMAGE}", *copies]), **{str(n): str(n) for n in range(MANY_LAYERS)}}
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for name, text in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(text)
+            archive.addfile(entry, io.BytesIO(text.encode()))
+    command = ["docker", "build", "--quiet", "--tag", LAYERED_IMAGE, "-"]
+    subprocess.run(command, input=packed.getvalue(), capture_output=True, timeout=300, check=True)
 
 
 def all_boxes() -> list[str]:

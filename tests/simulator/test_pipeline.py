@@ -160,7 +160,7 @@ def test_synchronous_roles_never_overlap(noisy: Simulation) -> None:
     assert (1 - found.trainer_bubble) + (1 - found.rollout_bubble) == pytest.approx(1)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 50), staleness=st.integers(0, 2))
 def test_more_of_anything_is_never_slower(seed: int, staleness: int) -> None:
     """Nor is a looser bound. (More servers may be: placing anew can put two long episodes together.)"""

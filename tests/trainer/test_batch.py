@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 from trainer_support import make_segment, make_trajectory
 
 from penstock.trainer import BadBatch, ModelLimits, make_row, make_step_batch, minibatch_bounds, share_of
-from penstock.transfer_queue import Batch
+from penstock.transfer_queue import Batch, EpisodeImages
 
 pytestmark = pytest.mark.torch
 LIMITS = ModelLimits(context=64, vocab=64)
@@ -78,8 +78,8 @@ def test_a_reward_that_is_missing_or_not_finite_is_refused() -> None:
         make_step_batch(batch, [0], [trajectory], 2, LIMITS)
 
 
-def test_an_episode_with_images_is_refused_not_trained_on_without_its_pixels() -> None:
-    trajectory = replace(make_trajectory("train/0", 0, 0), extra={"images": {"by_segment": [["a"]], "urls": {}}})
+def test_images_are_refused_by_a_model_that_sees_none() -> None:
+    trajectory = replace(make_trajectory("train/0", 0, 0), images=EpisodeImages([["a"]], {"a": b"picture"}))
     with pytest.raises(BadBatch, match="episode train/0#0: it has images"):
         make_step_batch(Batch(0, [[trajectory.episode_id]]), [0], [trajectory], 2, LIMITS)
 

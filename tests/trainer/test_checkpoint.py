@@ -185,7 +185,7 @@ def two_checkpoints(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -
         ranks.close()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(draws=st.data())
 def test_whatever_happens_to_one_file_the_state_is_right_or_the_one_before(
     two_checkpoints: Path, draws: st.DataObject

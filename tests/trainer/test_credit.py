@@ -15,13 +15,13 @@ from trainer_support import episodes, make_segment, make_trajectory
 from penstock.trainer import (
     BadBatch,
     BadJob,
-    EstimatorConfig,
     Estimators,
     ModelLimits,
     OverlongConfig,
     Ranks,
     StepBatch,
     TokenScores,
+    TrainedSourceConfig,
     TrainerConfig,
     check_algorithm,
     episodes_of,
@@ -111,7 +111,11 @@ def test_means_by_episode() -> None:
 
 
 SOURCES = ["sums", "sums", "code/a", "sums", "sums", "code/a"]
-OWN = {"code/*": EstimatorConfig(advantage="rloo"), "sums": EstimatorConfig(advantage="reinforce_plus_plus")}
+OWN = {
+    "code/*": TrainedSourceConfig(advantage="rloo"),
+    "sums": TrainedSourceConfig(advantage="reinforce_plus_plus"),
+    "s*": TrainedSourceConfig(group_size=2),
+}
 
 
 def test_each_source_has_the_advantages_of_its_estimator(ranks: Ranks) -> None:
@@ -130,8 +134,9 @@ def test_each_source_has_the_advantages_of_its_estimator(ranks: Ranks) -> None:
 def test_sources_that_are_not_named_have_the_usual_estimator(ranks: Ranks) -> None:
     batch = episodes([1.0, 0.0, 1.0, 0.0], [0, 0, 1, 1])
     usual = Estimators(TrainerConfig(), ranks)(batch, ["x"] * 4).tokens
-    own = {"y": EstimatorConfig(advantage="rloo")}
-    assert Estimators(TrainerConfig(sources=own), ranks)(batch, ["x"] * 4).tokens.tolist() == usual.tolist()
+    own = {"y": TrainedSourceConfig(advantage="rloo"), "x": TrainedSourceConfig(group_size=2)}
+    for data_sources in (["x"] * 4, ["z"] * 4, ["x", "x", "z", "z"]):
+        assert Estimators(TrainerConfig(sources=own), ranks)(batch, data_sources).tokens.tolist() == usual.tolist()
 
 
 def test_every_estimator_of_a_source_takes_no_episodes() -> None:
@@ -149,6 +154,10 @@ def test_every_estimator_of_a_source_takes_no_episodes() -> None:
         ({"advantage": "gae", "sources": {"a": {"advantage": "grpo"}}}, r"trainer\.advantage=gae needs a critic"),
         ({"sources": {"a": {"advantage": "grp"}}}, "grpo"),
         ({"sources": {"a": {"advantage": "grpo", "advantage_options": {"gama": 1}}}}, "gama"),
+        ({"sources": {"a": {"advantage_options": {"gamma": 1}}}}, "name it beside them"),
+        ({"sources": {"a": {"group_size": 1}}}, r"trainer\.sources\.a\.group_size is 1, and trainer\.advantage=grpo"),
+        ({"sources": {"a": {"group_size": 0}}}, "greater than or equal to 1"),
+        ({"sources": {"a": {"advantage": "rloo", "group_size": 1}}}, "compares the episodes of one task"),
     ],
 )
 def test_an_estimator_that_a_source_cannot_have_is_named(settings: dict[str, Any], message: str) -> None:
@@ -156,3 +165,5 @@ def test_an_estimator_that_a_source_cannot_have_is_named(settings: dict[str, Any
         check_algorithm(TrainerConfig(**settings), 4)
     with pytest.raises(BadJob, match="set group_size to 2 or more"):
         check_algorithm(TrainerConfig(advantage="reinforce_plus_plus", sources={"a": {"advantage": "grpo"}}), 1)
+    sized = {"a": {"advantage": "grpo", "group_size": 4}}
+    check_algorithm(TrainerConfig(advantage="reinforce_plus_plus", sources=sized), 1)

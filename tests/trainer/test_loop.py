@@ -362,3 +362,16 @@ async def test_synchronous_without_correction(tmp_path: Path, tiny_model: str) -
     await train(job)
     assert all(line["staleness_max"] == 0 for line in lines(job, "metrics.jsonl"))
     assert all(line["logprob_abs_diff_tokens"] == line["tokens_trained"] for line in lines(job, "metrics.jsonl"))
+
+
+async def test_groups_of_a_data_source_have_its_own_size(tmp_path: Path, tiny_model: str) -> None:
+    job = make_job(tmp_path, tiny_model, {"sources": {"te*": {"group_size": 3}}, "steps": 2})
+    await train(job)
+    steps = lines(job, "steps.jsonl")
+    assert [[name.rpartition("#")[2] for name in step["episodes"]] for step in steps] == [["0", "1", "2"] * 2] * 2
+
+
+async def test_single_episodes_beside_a_filter_of_groups_are_refused(tmp_path: Path, tiny_model: str) -> None:
+    job = make_job(tmp_path, tiny_model, {"sources": {"x": {"advantage": "reinforce_plus_plus", "group_size": 1}}})
+    with pytest.raises(BadJob, match=r"trainer\.sources\.x\.group_size 1"):
+        await train(replace(job, limits=replace(job.limits, filter_groups="zero_variance")))

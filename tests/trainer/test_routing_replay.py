@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
@@ -58,7 +58,6 @@ def segment_of(prompt: Sequence[int], sampled: Sequence[int], logprobs: Any, exp
 
 
 # packs ---------------------------------------------------------------------------------------------------------------
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.booleans()), min_size=1, max_size=6), st.booleans())
 def test_packed_tokens_keep_their_experts(shapes: list[tuple[int, int, bool]], share: bool) -> None:
     """The experts of a token are made from its id and its row, so that each can be told."""

@@ -34,7 +34,7 @@ from penstock.trainer import (
 pytestmark = pytest.mark.torch
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(count=st.integers(1, 40), batch=st.integers(1, 9), epochs=st.integers(1, 4))
 def test_every_epoch_has_every_row_once(count: int, batch: int, epochs: int) -> None:
     """Whatever the batch; a step's rows follow from seed and step alone."""

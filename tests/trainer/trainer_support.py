@@ -173,7 +173,8 @@ class ScriptedQueue:
             self.queued[: self.limits.groups_per_step],
             self.queued[self.limits.groups_per_step :],
         )
-        made = [[self.produce(t.task_id, m, version) for m in range(self.limits.group_size)] for t in tasks]
+        size = self.limits.group_size
+        made = [[self.produce(t.task_id, m, version) for m in range(t.group_size or size)] for t in tasks]
         self.payloads |= {t.episode_id: t for group in made for t in group}
         self.steps[step] = [[t.episode_id for t in group] for group in made]
         self.most_held = max(self.most_held, len(self.payloads))

@@ -6,6 +6,8 @@ Any trajectory that an engine could have made, and equality of what comes back.
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
+from hashlib import sha256
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -15,6 +17,7 @@ from penstock.transfer_queue import (
     Announcement,
     Batch,
     DataCursor,
+    EpisodeImages,
     JournalEntry,
     JournalKind,
     Lease,
@@ -31,10 +34,11 @@ INFRA = Outcome(OutcomeKind.INFRA_ERROR, "the box died", "sandbox")
 LIMITS = Limits(group_size=2, groups_per_step=2, max_staleness=1, lease_ttl_s=30.0)
 
 
-def task(number: int, split: str = "train", min_version: int = 0, *, source: str = "sums", priority: int = 0) -> Task:
+def task(number: int, split: str = "train", min_version: int = 0, *, source: str = "sums", **further: Any) -> Task:
+    """`further`: fields of the task, such as ``priority``."""
     messages = [{"role": "user", "content": f"{number} + 1"}]
     name = f"{split}/{number:04d}"
-    return Task(name, split, messages, source, number + 1, min_version=min_version, priority=priority)
+    return Task(name, split, messages, source, number + 1, min_version=min_version, **further)
 
 
 def tasks(count: int, start: int = 0) -> list[Task]:
@@ -67,6 +71,14 @@ def trajectory(lease: Lease, version: int | None = None, reward: float | None = 
         num_turns=1,
         metrics={"tool_calls": 1},
     )
+
+
+def images_of(*by_segment: list[bytes], elsewhere: bytes | None = None) -> EpisodeImages:
+    """Of segments with these images; `elsewhere`: one more in the first segment, which stays in a file."""
+    names = [[sha256(image).hexdigest() for image in of_segment] for of_segment in by_segment]
+    data = {sha256(image).hexdigest(): image for of_segment in by_segment for image in of_segment}
+    urls = {} if elsewhere is None else {sha256(elsewhere).hexdigest(): "file:///pictures/a.png"}
+    return EpisodeImages([[*names[0], *urls], *names[1:]], data, urls)
 
 
 def turn(number: int) -> JournalEntry:

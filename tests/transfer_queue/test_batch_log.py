@@ -244,7 +244,7 @@ def test_threads_append_and_read_at_once(log: BatchLog) -> None:
     assert len(list(log.folder.iterdir())) == 48
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(at=st.integers(0, 400), bit=st.integers(0, 7), cut=st.booleans())
 def test_no_damage_ever_gives_other_bytes(
     tmp_path_factory: pytest.TempPathFactory, at: int, bit: int, cut: bool
@@ -283,7 +283,7 @@ CALLS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(calls=CALLS)
 def test_any_calls_leave_what_a_dictionary_holds(
     tmp_path_factory: pytest.TempPathFactory, calls: list[tuple[str, int, dict[str, bytes], str]]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from queue_samples import LEASE, plain, same, segment, task, trajectories, trajectory, turn
+from queue_samples import LEASE, images_of, plain, same, segment, task, trajectories, trajectory, turn
 from xxhash import xxh3_64_intdigest
 
 from penstock.transfer_queue import (
@@ -54,13 +54,35 @@ from penstock.transfer_queue.codec import (
 CODECS = st.sampled_from(["none", "zstd"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trajectories, CODECS)
 def test_trajectories_come_back_equal(sent: Trajectory, codec: str) -> None:
     assert same(decode_trajectory(encode_trajectory(sent, codec)), sent)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40)
+@given(trajectories, st.lists(st.binary(min_size=1, max_size=300), max_size=4), CODECS)
+def test_images_come_back_and_leave_the_head_small(sent: Trajectory, images: list[bytes], codec: str) -> None:
+    """Their bytes are a field of their own: who reads some fields does not read them."""
+    shown = images_of(*(images for _ in sent.segments), elsewhere=b"x") if sent.segments else images_of([])
+    with_images = replace(sent, images=shown)
+    blob = encode_trajectory(with_images, codec)
+    assert same(decode_trajectory(blob), with_images)
+    assert len(shown.data) == len(set(images)) * bool(sent.segments)
+    head = parse_head(blob, KIND_TRAJECTORY)
+    assert head.fields["images"].shape == (sum(map(len, shown.data.values())),)
+    assert get_fields(blob, ["reward"]).plain == {"reward": sent.reward}
+
+
+def test_images_that_the_head_does_not_tell_are_refused() -> None:
+    good = {field: None for field in PLAIN_FIELDS} | {"segments": 0, "outcome": ["completed", "", ""]}
+    stored = [Column("images", "u1", np.zeros(3, np.uint8))]
+    for told in (None, 7, [[["a", 2]], [], {}], [[["a", 9]], [], {}], [[["a", "b"]], [], {}]):
+        with pytest.raises(BadPayload, match="images: "):
+            decode_trajectory(pack(1, stored, good | {"images": told}).joined())
+
+
+@settings(max_examples=100)
 @given(st.data(), trajectories, CODECS)
 def test_fields_and_slices_equal_those_of_the_whole(data: st.DataObject, sent: Trajectory, codec: str) -> None:
     fields = data.draw(st.lists(st.sampled_from(SEGMENT_FIELDS + OPTIONAL_FIELDS + PLAIN_FIELDS), unique=True))
@@ -132,7 +154,7 @@ def test_the_head_of_a_megabyte_fits_the_first_read() -> None:
     assert head_length(long[:HEAD_GUESS]) <= HEAD_GUESS
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_any_flipped_byte_and_any_cut_is_refused(data: st.DataObject) -> None:
     blob = encode_trajectory(trajectory(LEASE))
@@ -171,7 +193,7 @@ def sealed(kind: int, head: object) -> bytes:
     return preamble + raw + bytes(-len(raw) % 8)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from([*PLAIN_FIELDS, "segments", "other"]), plain, st.sampled_from([1, 2]))
 def test_foreign_plain_data_is_refused_or_read_as_it_is(name: str, value: object, kind: int) -> None:
     """A head with a right checksum and any content: nothing but `BadPayload` comes out."""
@@ -201,7 +223,7 @@ def test_a_trajectory_with_other_fields_is_refused() -> None:
         outcome_from_plain(["exploded", "", ""])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=120))
 def test_arbitrary_bytes_are_refused(junk: bytes) -> None:
     for blob in (junk, MAGIC + struct.pack("<HH", FORMAT, KIND_TRAJECTORY) + junk):
@@ -233,7 +255,7 @@ def test_golden_files_are_written_and_read(name: str) -> None:
 
 
 # tasks and journals --------------------------------------------------------------------------------------------------
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.dictionaries(st.text(), plain, max_size=3), plain, st.integers(-1000, 1000))
 def test_tasks_come_back_equal(extra: dict, truth: object, priority: int) -> None:
     messages = [{"role": "user", "content": "hi"}]

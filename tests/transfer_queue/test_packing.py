@@ -72,7 +72,7 @@ def sealed(head: Any, body: bytes = b"", packed: bytes | None = None) -> bytes:
     return preamble + raw + bytes(-len(raw) % 8) + body
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(columns(), st.dictionaries(st.text(), plain, max_size=3), CODECS)
 def test_arrays_and_plain_data_come_back_equal(sent: list[Column], extra: dict, codec: str) -> None:
     blob = pack(KIND, sent, extra, codec).joined()
@@ -82,7 +82,7 @@ def test_arrays_and_plain_data_come_back_equal(sent: list[Column], extra: dict, 
     assert blob_length(blob[: PREAMBLE.size]) == len(blob)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.data(), CODECS)
 def test_any_slice_of_any_field_is_read_from_its_own_bytes(data: st.DataObject, codec: str) -> None:
     blob = pack(KIND, LONG, {}, codec).joined()
@@ -144,7 +144,7 @@ def test_every_flipped_bit_and_every_cut_is_refused(codec: str) -> None:
         whole(blob + b"\0")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data(), CODECS)
 def test_a_flipped_byte_of_a_long_payload_is_refused(data: st.DataObject, codec: str) -> None:
     blob = bytearray(pack(KIND, LONG, {"name": "x"}, codec).joined())
@@ -153,7 +153,7 @@ def test_a_flipped_byte_of_a_long_payload_is_refused(data: st.DataObject, codec:
         whole(bytes(blob))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=200))
 @example(PREAMBLE.pack(MAGIC, FORMAT, KIND, 2**32 - 1, 0, 2**64 - 1, 0))
 @example(PREAMBLE.pack(MAGIC, FORMAT, KIND, 0, 0, 0, xxh3_64_intdigest(b"")))
@@ -169,7 +169,7 @@ def test_arbitrary_bytes_are_refused(junk: bytes) -> None:
 odd = plain | st.binary(max_size=20) | st.sampled_from([-1, 2**63, 2**40, True, [2**30, 2**30], [], [0, 2**30], [-1]])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, 6), odd, st.binary(max_size=64))
 def test_a_table_with_a_right_checksum_and_wrong_rows_is_refused(place: int, value: object, body: bytes) -> None:
     """Whoever can write the store can seal any head: a reader allocates and believes nothing that does not fit."""

@@ -167,3 +167,35 @@ async def test_groups_beyond_their_quotas_room_are_parked(make_queue) -> None:
         await queue.complete(lease, trajectory(lease))
     assert isinstance(await queue.lease_batch(0), Batch)
     assert ((await queue.status()).parked, (await queue.status()).groups["queued"]) == (1, 2)
+
+
+async def test_a_tasks_own_group_size_is_that_of_its_group(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, min_group=2))
+    sized = [task(0, group_size=3), task(1), task(2, group_size=1)]
+    await queue.submit(sized, cursor=at(3))
+    status = await queue.status()
+    assert (status.groups["queued"], status.episodes["queued"]) == (3, 3 + 2 + 1)
+    leases = await queue.lease_episodes("worker", 5, 0)
+    assert [lease.episode_id for lease in leases] == [*(f"train/0000#{m}" for m in range(3)), *at_members(1, 2)]
+    assert (await queue.status()).episodes["queued"] == 1
+    for lease, reward in zip(leases, (0.0, None, 1.0, 0.5, None), strict=True):
+        await queue.complete(lease, trajectory(lease, reward=reward))
+    status = await queue.status()
+    assert (status.groups["ready"], status.groups["dead"]) == (1, 1), "two of three are enough, one of two is not"
+    await finish_group(queue, [1.0])
+    assert await queue.lease_batch(0) == Batch(0, [["train/0000#0", "train/0000#2"], ["train/0002#0"]])
+    await queue.requeue("train/0001#1")
+    assert (await queue.status()).episodes["queued"] == 2
+    await queue.submit([task(3, "eval/1", group_size=4)])
+    assert (await queue.status()).other_splits == {"eval/1": {"queued": 1, "leased": 0, "done": 0}}
+
+
+def at_members(number: int, count: int) -> list[str]:
+    return [f"train/{number:04d}#{member}" for member in range(count)]
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, "2"])
+async def test_a_group_size_that_is_none_is_refused(make_queue, size) -> None:
+    queue = await make_queue(LIMITS)
+    with pytest.raises(QueueError, match="train/0000: group_size is"):
+        await queue.submit([task(0, group_size=size)])

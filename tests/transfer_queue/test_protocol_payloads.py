@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from queue_samples import LIMITS, at, finish_all, tasks, train, trajectory
+from queue_samples import LIMITS, at, finish_all, images_of, tasks, train, trajectory
 
 from penstock.transfer_queue import (
     Announcement,
@@ -52,6 +52,27 @@ async def test_slices_are_those_of_the_whole(make_queue, tokens: int) -> None:
         (values,) = await queue.get([sent.episode_id], ["response_ids", "prompt_ids"], start, stop)
         np.testing.assert_array_equal(values.segments[0]["response_ids"], whole.response_ids[start:stop])
         np.testing.assert_array_equal(values.segments[0]["prompt_ids"], whole.prompt_ids)
+
+
+async def test_images_are_counted_and_deleted_with_their_trajectory(make_queue) -> None:
+    """Each once, however often it stands in the episode; a spilled step keeps them, a committed one has none left."""
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(2), cursor=at(2))
+    leases = await queue.lease_episodes("worker", 4, 0)
+    shown = images_of([b"a" * 50_000, b"b" * 50_000, b"a" * 50_000])
+    for lease in leases:
+        await queue.complete(lease, replace(trajectory(lease), images=shown))
+    held = (await queue.status()).bytes
+    assert 4 * 100_000 < held < 4 * 120_000, "with what a store needs beside them"
+    await train(queue, 0)
+    episodes = [lease.episode_id for lease in leases]
+    assert [one.images for one in await queue.read(episodes)] == [shown] * 4
+    await queue.spill(0, episodes)
+    assert [one.images for one in await queue.read(episodes)] == [shown] * 4
+    await queue.commit(1)
+    assert (await queue.status()).bytes == 0
+    with pytest.raises(BadPayload):
+        await queue.read(episodes[:1])
 
 
 async def test_big_payloads_come_back_as_they_were_sent(make_queue) -> None:

@@ -199,3 +199,26 @@ async def test_a_claim_over_the_whole_budget_is_refused(make_queue) -> None:
     trainer = DeviceTurn(queue, "trainer", "trainer", TurnSettings(BUDGET, ttl_s=SHORT_S))
     with pytest.raises(OverBudget, match=str(BUDGET)):
         await trainer.take(BUDGET + 1)
+
+
+async def test_a_claim_waits_for_the_entry_of_a_killed_process(make_queue) -> None:
+    """Else the next life would use what is still counted for the one before it."""
+    queue = await make_queue(LIMITS)
+    await Party(queue, "engine", "rollout-0 (killed)", BUDGET)(holds=True, bytes=700, ttl_s=1.0)
+    engine = DeviceTurn(queue, "engine", "rollout-0 (next)", TurnSettings(BUDGET))
+    async with engine.kept(), asyncio.timeout(30):
+        await engine.take(ALL_THAT_IS_FREE)
+        assert {one.holder: one.bytes for one in (await queue.turns()).holders}["rollout-0 (next)"] == 300
+        await engine.claim(700)
+        assert [(one.holder, one.bytes) for one in (await queue.turns()).holders] == [("rollout-0 (next)", 700)]
+
+
+async def test_a_claim_beside_a_living_one_over_the_budget_is_refused(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    first = DeviceTurn(queue, "engine", "rollout-0", TurnSettings(BUDGET))
+    second = DeviceTurn(queue, "engine", "rollout-1", TurnSettings(BUDGET, ttl_s=SHORT_S))
+    async with first.kept(), second.kept(), asyncio.timeout(30):
+        await first.take(700)
+        await second.take(ALL_THAT_IS_FREE)
+        with pytest.raises(OverBudget, match=r"rollout-1 needs 700 bytes .* the others keep 700"):
+            await second.claim(700)

@@ -140,7 +140,11 @@ class QueueMachine(RuleBasedStateMachine):
 
     def submit_next(self, count: int, min_version: int) -> None:
         numbers = range(self.submitted, self.submitted + count)
-        new = [task(n, min_version=min_version, source="abc"[n % 3], priority=n % 5 // 4) for n in numbers]
+        sizes = (None, None, 1, 3)
+        new = [
+            task(n, min_version=min_version, source="abc"[n % 3], priority=n % 5 // 4, group_size=sizes[n % 4])
+            for n in numbers
+        ]
         cursor = DataCursor(0, self.submitted + count)
         assert self.ask(lambda queue: queue.submit(new, cursor)) == count
         assert self.ask(lambda queue: queue.submit(new, cursor)) == 0
@@ -395,7 +399,6 @@ def run_machine(server: RedisServer | RedisCluster | None, examples: int, steps:
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
-            deadline=None,
             suppress_health_check=checks,
             database=None,
             phases=[Phase.explicit, Phase.generate],

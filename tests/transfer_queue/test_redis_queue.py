@@ -410,14 +410,14 @@ async def test_a_sweep_under_way_frees_nothing_that_is_needed_again(
     assert len(await losing.read([f"{tasks(1)[0].task_id}#{member}" for member in range(2)])) == 2
 
 
-@pytest.mark.parametrize(("stored", "found"), [(None, "1"), ("3", "3")])
+@pytest.mark.parametrize(("stored", "found"), [(None, "1"), ("4", "4")])
 async def test_a_run_of_another_layout_is_refused(queue: RedisTransferQueue, stored: str | None, found: str) -> None:
     """Keys that an older or newer version wrote; runs of layout 1 had no such field."""
     run = queue._keys.run
     write = ("HDEL", run, "layout") if stored is None else ("HSET", run, "layout", stored)
     await queue._connection.command(*write)
     for call in (queue.config(), queue.create_run(LIMITS, "x"), queue.submit(tasks(1)), queue.status()):
-        with pytest.raises(QueueError, match=rf"layout {found}, .* layout 2: .*penstock queue drop"):
+        with pytest.raises(QueueError, match=rf"layout {found}, .* layout 3: .*penstock queue drop"):
             await call
     assert await queue.drop_run() > 0
     await queue.create_run(LIMITS, "x")

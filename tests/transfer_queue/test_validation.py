@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from queue_samples import LEASE, same, segment, segments, task, trajectories, trajectory
+from queue_samples import LEASE, images_of, same, segment, segments, task, trajectories, trajectory
 
 from penstock.transfer_queue import (
     COMPLETED,
@@ -41,7 +41,7 @@ def tops(**changes: Any) -> dict[str, Any]:
     return {"teacher_logprobs": np.zeros(4, np.float32), **named}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trajectories)
 def test_finish_accepts_what_an_engine_makes(sent: Trajectory) -> None:
     result = finish(LEASE, sent)
@@ -50,6 +50,23 @@ def test_finish_accepts_what_an_engine_makes(sent: Trajectory) -> None:
     assert result.tokens == sum(len(one.response_ids) for one in sent.segments)
     assert result.lowest_version == sent.min_version
     assert result.highest_version == max((one.versions().max(initial=0) for one in sent.segments), default=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"by_segment": []}, "images.by_segment: names images of 0 segments, there are 1"),
+        ({"by_segment": [["a"]]}, "images: '.*' is named or given, not both"),
+        ({"data": {}}, "images: '.*' is named or given"),
+        ({"data": {"a": b"other"}, "by_segment": [["a"]]}, "images.data: a is not the sha256 of its bytes"),
+        ({"data": {"a": "text"}, "by_segment": [["a"]]}, "images.data: a is str, bytes expected"),
+    ],
+)
+def test_images_that_are_not_what_they_say_are_refused(changes: dict[str, Any], message: str) -> None:
+    shown = images_of([b"picture"])
+    finish(LEASE, replace(trajectory(LEASE), images=shown))
+    with pytest.raises(BadPayload, match=message):
+        finish(LEASE, replace(trajectory(LEASE), images=replace(shown, **changes)))
 
 
 def test_compression_reaches_the_payload() -> None:
@@ -166,7 +183,7 @@ def perhaps_bad(draw: st.DrawFn) -> Segment:
     return Segment(**arrays)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(perhaps_bad(), st.integers(-1, 3))
 def test_the_quick_look_and_the_rules_judge_alike(found: Segment, floor: int) -> None:
     """int64 prompts are for the rules alone, int32 ones for the quick look first: same verdict, same words."""

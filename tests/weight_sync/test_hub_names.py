@@ -38,7 +38,7 @@ def shell_of(model: str) -> Any:
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     kind=st.sampled_from([*MIXTURES, "Qwen3", "Gemma2", "Llama"]),
     experts=st.integers(2, 6),

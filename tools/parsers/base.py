@@ -26,8 +26,21 @@ ParserName = Literal[
     "phi4_mini",
     "internlm2",
     "granite",
+    "granite_20b_fc",
     "seed_oss",
     "kimi_k2",
+    "kimi_k3",
+    "cohere",
+    "command_r",
+    "apertus",
+    "hunyuan_a13b",
+    "hy_v3",
+    "minicpm5",
+    "nemotron",
+    "functionary",
+    "functionary_v3_2",
+    "muse_glimmer",
+    "gigachat3",
     "code",
 ]
 
@@ -42,7 +55,8 @@ class ToolCall:
     call_id: str = ""
     """``call_0``, ``call_1`` ...: position in the turn."""
     written_id: str = ""
-    """The id that the model wrote, where its results are written beside it (Kimi K2); empty elsewhere."""
+    """The id that the model wrote, where its results are written beside it (Kimi K2); empty elsewhere. A number
+    (Cohere) counts the calls of the conversation before it."""
     error: str | None = None
     """What is wrong with the call's form, in words for the model."""
 
@@ -93,8 +107,21 @@ PARSERS: Registry[Callable[[], ToolCallParser]] = Registry(
         "phi4_mini": "penstock.tools.parsers.phi4_mini:Phi4MiniParser",
         "internlm2": "penstock.tools.parsers.internlm2:InternLm2Parser",
         "granite": "penstock.tools.parsers.granite:GraniteParser",
+        "granite_20b_fc": "penstock.tools.parsers.granite_20b_fc:Granite20bFcParser",
         "seed_oss": "penstock.tools.parsers.seed_oss:SeedOssParser",
         "kimi_k2": "penstock.tools.parsers.kimi_k2:KimiK2Parser",
+        "kimi_k3": "penstock.tools.parsers.kimi_k3:KimiK3Parser",
+        "cohere": "penstock.tools.parsers.cohere:CohereParser",
+        "command_r": "penstock.tools.parsers.command_r:CommandRParser",
+        "apertus": "penstock.tools.parsers.apertus:ApertusParser",
+        "hunyuan_a13b": "penstock.tools.parsers.hunyuan_a13b:HunyuanA13bParser",
+        "hy_v3": "penstock.tools.parsers.hy_v3:HyV3Parser",
+        "minicpm5": "penstock.tools.parsers.minicpm5:MiniCpm5Parser",
+        "nemotron": "penstock.tools.parsers.nemotron:NemotronParser",
+        "functionary": "penstock.tools.parsers.functionary:FunctionaryParser",
+        "functionary_v3_2": "penstock.tools.parsers.functionary_v3_2:FunctionaryV32Parser",
+        "muse_glimmer": "penstock.tools.parsers.muse_glimmer:MuseGlimmerParser",
+        "gigachat3": "penstock.tools.parsers.gigachat3:GigaChat3Parser",
         "code": "penstock.tools.parsers.code:CodeParser",
     },
 )

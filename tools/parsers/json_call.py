@@ -47,7 +47,7 @@ def read_arguments(text: str, start: int, name: str) -> tuple[dict[str, Any], in
 
 def add_call(turn: TurnBuilder, value: Any, arguments_key: str = "arguments", also: Sequence[str] = ()) -> None:
     """Adds the call that the JSON object `value` is: a name, arguments and, where it likes, the keys in `also`."""
-    problem = _problem_with(value, arguments_key, also)
+    problem = _problem_with(value, ("name", arguments_key), also)
     if problem is None:
         turn.call(value["name"], value[arguments_key])
         return
@@ -55,20 +55,42 @@ def add_call(turn: TurnBuilder, value: Any, arguments_key: str = "arguments", al
     turn.malformed(problem, name if isinstance(name, str) else "")
 
 
+def read_call(text: str, body: int, turn: TurnBuilder) -> int:
+    """Adds the call that the JSON object at `body` is, where a mark before it is all that a syntax has beside it.
+
+    Returns where it ends. Raises `Malformed`.
+    """
+    value, end = read_json(text, body)
+    add_call(turn, value)
+    return end
+
+
 def arguments_key(value: Any, usual: str, other: str) -> str:
     """What a model that was taught `usual` calls the arguments; models tuned on other data keep to `other`."""
     return other if isinstance(value, dict) and other in value and usual not in value else usual
 
 
-def read_call_list(text: str, start: int) -> tuple[list[NamedCall], int]:
-    """The calls of a JSON list of objects with `name` and `arguments`, and where it ends. Raises `Malformed`."""
+def read_call_list(
+    text: str, start: int, keys: tuple[str, str] = ("name", "arguments"), also: Sequence[str] = ()
+) -> tuple[list[NamedCall], int]:
+    """The calls of a JSON list of objects with these `keys`, and where it ends. Raises `Malformed`."""
     values, end = read_json(text, start)
+    return named_calls(values, keys, also), end
+
+
+def named_calls(
+    values: Any, keys: tuple[str, str] = ("name", "arguments"), also: Sequence[str] = ()
+) -> list[NamedCall]:
+    """The calls that the JSON list `values` is: `keys` of a name and its arguments, and where it likes those in `also`.
+
+    Raises `Malformed`.
+    """
     if not isinstance(values, list) or not values:
         raise Malformed("the list of calls is empty" if values == [] else "calls are written as a JSON list")
     for value in values:
-        if problem := _problem_with(value, "arguments", ()):
+        if problem := _problem_with(value, keys, also):
             raise Malformed(problem)
-    return [(value["name"], value["arguments"]) for value in values], end
+    return [(value[keys[0]], value[keys[1]]) for value in values]
 
 
 def unusable(value: Any) -> str | None:
@@ -85,14 +107,15 @@ def unusable(value: Any) -> str | None:
     return None
 
 
-def _problem_with(value: Any, arguments_key: str, also: Sequence[str]) -> str | None:
+def _problem_with(value: Any, keys: tuple[str, str], also: Sequence[str]) -> str | None:
+    name_key, arguments_key = keys
     if not isinstance(value, dict):
         return "it must be a JSON object"
-    if not isinstance(value.get("name"), str) or not value["name"]:
-        return '"name" must be a text'
+    if not isinstance(value.get(name_key), str) or not value[name_key]:
+        return f'"{name_key}" must be a text'
     if not isinstance(value.get(arguments_key), dict):
         return f'"{arguments_key}" must be a JSON object'
-    if extra := sorted(set(value) - {"name", arguments_key, *also}):
+    if extra := sorted(set(value) - {*keys, *also}):
         return f"{extra[0]!r} has no meaning here"
     return unusable(value)
 

@@ -1,10 +1,13 @@
 """Calls as a list of Python: ``[python(code="1 + 1"), search(query='x', topk=3)]``; Llama 4, Gemma 3, ToolACE.
 
-A list begins where ``[NAME(KEY=`` stands, or ``[NAME()`` at the beginning of a line; anything else is content, and so
-is what ends before a ``</think>``. Values are read as Python or JSON spells them. Templates write more than that, and
-it is read too: a text whose quotes are not escaped (Llama 4: ``x="say "hi""``) or that has none (ToolACE: ``x=1 < 2``)
-goes on to the next ``, KEY=`` or the end of its call, and a quoted value is what its schema says where that takes no
-text. A text that holds such an end cannot be distinguished from one.
+The list is the whole answer, thoughts before it aside: so the prompts of these models have it, and so vLLM reads it. A
+list with words before or behind it is content, as one that a model quotes. An answer that begins as a list of calls
+does, ``[NAME(KEY=`` or ``[NAME()``, and cannot be read is a malformed call.
+
+Values are read as Python or JSON spells them. Templates write more than that, and it is read too: a text whose quotes
+are not escaped (Llama 4: ``x="say "hi""``) or that has none (ToolACE: ``x=1 < 2``) goes on to the next ``, KEY=`` or
+the end of its call, and a quoted value is what its schema says where that takes no text. A text that holds such an
+end cannot be distinguished from one.
 """
 
 from __future__ import annotations
@@ -17,14 +20,23 @@ from penstock.tools.parsers.base import ParsedTurn
 from penstock.tools.parsers.json_call import unusable
 from penstock.tools.parsers.literal import read_literal, read_text
 from penstock.tools.parsers.plain_text import properties_of, type_of, types_of
-from penstock.tools.parsers.turn import MAX_CALLS, Malformed, NamedCall, expect, read_unmarked, skip_space
+from penstock.tools.parsers.turn import (
+    MAX_CALLS,
+    THOUGHT,
+    UNREAD,
+    Malformed,
+    NamedCall,
+    TurnBuilder,
+    expect,
+    skip_space,
+)
 
-SHAPE = "calls are written [NAME(KEY=VALUE, ...), ...]"
+SHAPE = "calls are written [NAME(KEY=VALUE, ...), ...], with nothing before or behind them"
 _NAME = r"[A-Za-z_][\w.\-]{0,255}"
 _KEY = r"[^\W\d]\w{0,255}"
-_LIST = re.compile(
-    rf"\[(?=\s{{0,32}}{_NAME}\({_KEY}\s{{0,32}}=)|^[ \t]{{0,32}}\[(?=\s{{0,32}}{_NAME}\(\))", re.MULTILINE
-)
+_LIST = re.compile(rf"\s*(?:<\|python_start\|>\s*)?\[(?=\s{{0,32}}{_NAME}\(\s{{0,32}}(?:{_KEY}\s{{0,32}}=|\)))")
+_MARKS = re.compile(r"(?:\s*<(?:\|[^\s<>|]{1,64}\||/s|eos|end_of_turn)>)*\s*\Z")
+"""Special tokens that end an answer, and Llama 4's ``<|python_end|>``."""
 _HEAD = re.compile(rf"\s*({_NAME})\(")
 _ARGUMENT = re.compile(rf"\s*({_KEY})\s*=\s*")
 _END = rf"(?=\s{{0,32}}(?:,\s{{0,32}}{_KEY}\s{{0,32}}=|\)\s{{0,32}}(?:\]|,\s{{0,32}}{_NAME}\()))"
@@ -38,7 +50,44 @@ class PythonicParser:
     opening, closing = "", ""
 
     def parse(self, text: str, tools: Tools = ()) -> ParsedTurn:
-        return read_unmarked(text, _LIST, SHAPE, lambda text, body: read_list(text, body, tools))
+        turn, starts, problem = TurnBuilder(SHAPE), _starts(text), ""
+        for start in starts:
+            problem = ""
+            try:
+                found = _read_answer(text, start, tools)
+            except Malformed as error:
+                problem = str(error)
+                continue
+            if found is not None:
+                calls, end = found
+                turn.say(text[:start])
+                for name, arguments in calls:
+                    turn.call(name, arguments)
+                turn.say(text[end:])
+                return turn.done()
+        turn.say(text[: starts[-1]] if problem else text)
+        if problem:
+            turn.malformed(f"{problem}{UNREAD}")
+        return turn.done()
+
+
+def _read_answer(text: str, start: int, tools: Tools) -> tuple[list[NamedCall], int] | None:
+    """The calls of a list that is all that stands from `start` on; None where it does not begin as one, or other text
+    stands behind it. Raises `Malformed`."""
+    found = _LIST.match(text, start)
+    if found is None:
+        return None
+    calls, end = read_list(text, found.end(), tools)
+    return (calls, end) if _MARKS.match(text, end) else None
+
+
+def _starts(text: str) -> list[int]:
+    """Where an answer may begin: with the text, or behind a thought. A value may spell ``</think>`` too, so a thought
+    ends at the first one or at the last one; what is malformed is told of the last place alone."""
+    if THOUGHT not in text:
+        return [0]
+    behind = [text.find(THOUGHT) + len(THOUGHT), text.rfind(THOUGHT) + len(THOUGHT)]
+    return list(dict.fromkeys([0, *behind]))
 
 
 def read_list(text: str, position: int, tools: Tools) -> tuple[list[NamedCall], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from penstock.tools.parsers.base import ParsedTurn, ToolCall
@@ -41,6 +42,10 @@ class TurnBuilder:
 
     def call(self, name: str, arguments: Mapping[str, Any], written_id: str = "") -> None:
         self._add(ToolCall(name, arguments, self._next_id(), written_id))
+
+    def add(self, call: ToolCall) -> None:
+        """A call that another parser read of a part of the turn."""
+        self._add(replace(call, call_id=self._next_id()))
 
     def malformed(self, problem: str, name: str = "") -> None:
         """`name`: where it could be read."""

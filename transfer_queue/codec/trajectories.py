@@ -8,6 +8,9 @@ from dataclasses import fields as dataclass_fields
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.transfer_queue.codec.columns import DTYPES
 from penstock.transfer_queue.codec.packing import (
     Column,
@@ -23,6 +26,7 @@ from penstock.transfer_queue.errors import BadPayload, QueueError
 from penstock.transfer_queue.types import (
     Announcement,
     AnnouncementMark,
+    EpisodeImages,
     FieldValues,
     JournalEntry,
     JournalKind,
@@ -55,7 +59,10 @@ one of these dtypes, the array's own."""
 OPTIONAL_FIELDS = tuple(OPTIONAL_DTYPES)
 TOKEN_FIELDS = ("response_ids", "response_mask", "response_logprobs", "teacher_logprobs")
 """Fields with one value per response token; readers may ask for some positions only."""
-PLAIN_FIELDS = tuple(one.name for one in dataclass_fields(Trajectory) if one.name != "segments")
+IMAGES = "images"
+"""Field of the encoded images, end to end, and in the head's plain data which they are: [digest, bytes] of each, names
+by segment, URLs of those that are elsewhere. Neither is there where a trajectory has none."""
+PLAIN_FIELDS = tuple(one.name for one in dataclass_fields(Trajectory) if one.name not in ("segments", IMAGES))
 JOURNAL_DTYPES = {"ids": "i4", "logprobs": "f4", "version_spans": "i4", "routed_experts": "u1|u2"}
 MARK_DIGITS = 32
 """128 bits of SHA-256: two announcements of a run never have the same."""
@@ -84,6 +91,9 @@ def pack_trajectory(trajectory: Trajectory, compression: str = "none") -> Packed
     plain = {name: getattr(trajectory, name) for name in PLAIN_FIELDS}
     plain["outcome"] = outcome_to_plain(trajectory.outcome)
     plain["segments"] = len(trajectory.segments)
+    if trajectory.images is not None:
+        columns.append(Column(IMAGES, "u1", np.frombuffer(b"".join(trajectory.images.data.values()), np.uint8)))
+        plain[IMAGES] = _images_to_plain(trajectory.images)
     return pack(KIND_TRAJECTORY, columns, plain, compression)
 
 
@@ -96,7 +106,8 @@ def decode_trajectory(blob: bytes) -> Trajectory:
         Segment(**{name: arrays[f"{index}.{name}"] for name in _ALL_DTYPES if f"{index}.{name}" in arrays})
         for index in range(count)
     ]
-    return Trajectory(segments=segments, **_plain_values(head, PLAIN_FIELDS))
+    images = _images_from_plain(head.plain.get(IMAGES), arrays.get(IMAGES))
+    return Trajectory(segments=segments, images=images, **_plain_values(head, PLAIN_FIELDS))
 
 
 def wanted_fields(head: PayloadHead, fields: Sequence[str]) -> list[str]:
@@ -166,6 +177,8 @@ def decode_journal(blob: bytes) -> JournalEntry:
 def encode_task(task: Task) -> bytes:
     """msgpack of the fields by name. Raises `BadPayload` naming the task and the field that is not plain data."""
     values = {name: getattr(task, name) for name in _TASK_FIELDS}
+    if task.group_size is None:
+        del values["group_size"]  # as tasks of this `FORMAT` have been written before there was one
     try:
         return pack_plain(values, f"task {task.task_id}")
     except BadPayload:
@@ -195,6 +208,28 @@ def outcome_from_plain(plain: list[str]) -> Outcome:
         raise BadPayload(f"outcome: {error}") from error
 
 
+def _images_to_plain(images: EpisodeImages) -> list[Any]:
+    sizes = [[name, len(data)] for name, data in images.data.items()]
+    return [sizes, [list(names) for names in images.by_segment], dict(images.urls)]
+
+
+def _images_from_plain(plain: Any, stored: NDArray[np.uint8] | None) -> EpisodeImages | None:
+    """Inverse of `_images_to_plain`, with the bytes. Raises `BadPayload` where the two do not belong together."""
+    if plain is None and stored is None:
+        return None
+    try:
+        sizes, by_segment, urls = plain
+        whole, data, at = memoryview(stored), {}, 0  # type: ignore[arg-type]
+        for name, size in sizes:
+            data[name] = bytes(whole[at : at + size])
+            at += size
+    except (TypeError, ValueError) as error:
+        raise BadPayload(f"{IMAGES}: {error}") from error
+    if at != len(whole):
+        raise BadPayload(f"{IMAGES}: {len(whole)} bytes, {at} by the head")
+    return EpisodeImages(by_segment, data, urls)
+
+
 def _segment_fields(fields: Sequence[str]) -> list[str]:
     for name in fields:
         if name not in _ALL_DTYPES and name not in PLAIN_FIELDS:
@@ -206,7 +241,7 @@ def _segment_fields(fields: Sequence[str]) -> list[str]:
 def _count(head: PayloadHead) -> int:
     """Number of segments of a trajectory's head. Raises `BadPayload` unless it has exactly their fields."""
     count = head.plain.get("segments")
-    optional = sum(name.endswith(_OPTIONAL_ENDS) for name in head.fields)
+    optional = sum(name == IMAGES or name.endswith(_OPTIONAL_ENDS) for name in head.fields)
     if not isinstance(count, int) or len(head.fields) - optional != count * len(SEGMENT_FIELDS):
         raise BadPayload(f"head: {len(head.fields)} fields for {count!r:.80} segments")
     _check_table(head, _segment_table(count))
@@ -215,7 +250,7 @@ def _count(head: PayloadHead) -> int:
 
 @lru_cache(maxsize=8)
 def _segment_table(count: int) -> dict[str, str]:
-    return {f"{index}.{name}": dtype for index in range(count) for name, dtype in _ALL_DTYPES.items()}
+    return {f"{index}.{name}": dtype for index in range(count) for name, dtype in _ALL_DTYPES.items()} | {IMAGES: "u1"}
 
 
 def _dtype_of(values: Any, dtypes: str) -> str:

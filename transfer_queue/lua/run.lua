@@ -52,8 +52,8 @@ return 1
 -- script: submit
 -- needs: run, clock, server, episode, queue
 -- ARGV: epoch and index of the cursor ('' for none), epoch and index of the place before the tasks ('' for any), then
--- task id, split, min_version, priority, source, bytes that the task, and each of its episodes once it may run, count
--- for, packed task, … Returns how many tasks were new.
+-- task id, split, min_version, priority, source, episodes of the group ('' for the run's), bytes that the task, and each
+-- of its episodes once it may run, count for, packed task, … Returns how many tasks were new.
 local epoch, index = tonumber(ARGV[1]), tonumber(ARGV[2])
 if epoch then
   local known = call('HMGET', key('counters'), 'epoch', 'index')
@@ -67,15 +67,16 @@ if epoch then
 end
 local quotas, now, new, train_tasks = quota_of(), now_ms(), 0, 0
 
-local function add(task_id, split, min_version, priority, source, cost, member_cost, task)
+local function add(task_id, split, min_version, priority, source, members, cost, member_cost, task)
   local group, train = group_key(task_id), split == 'train'
-  local size, seq = train and run.group_size or 1, call('HINCRBY', key('counters'), 'seq', 1)
+  local size, seq = train and (members or run.group_size) or 1, call('HINCRBY', key('counters'), 'seq', 1)
   call('SET', key('task:' .. task_id), task)
   call('HSET', group, 'seq', seq, 'split', split, 'source', source, 'priority', priority, 'min_version', min_version,
     'size', size, 'cost', cost, 'members_cost', size * member_cost, 'at', now, 'state', train and 'queued' or 'split')
   add_bytes(train and cost or cost + member_cost, 0)
   if train then
     call('ZADD', queue_key(source, quotas), queue_score(priority, seq), task_id)
+    count('queued_episodes', size)
     train_tasks = train_tasks + 1
   else
     call('HSET', group, 'floor', min_version, 's0', 'q')
@@ -84,12 +85,12 @@ local function add(task_id, split, min_version, priority, source, cost, member_c
   end
 end
 
-for i = 5, #ARGV, 8 do
+for i = 5, #ARGV, 9 do
   local task_id = ARGV[i]
   -- A queue that lost its last second in a machine crash may receive a task again that is already trained.
   if call('EXISTS', group_key(task_id)) == 0 and call('SREM', key('trained_ahead'), task_id) == 0 then
     add(task_id, ARGV[i + 1], ARGV[i + 2], tonumber(ARGV[i + 3]), ARGV[i + 4], tonumber(ARGV[i + 5]),
-      tonumber(ARGV[i + 6]), ARGV[i + 7])
+      tonumber(ARGV[i + 6]), tonumber(ARGV[i + 7]), ARGV[i + 8])
     new = new + 1
   end
 end

@@ -99,8 +99,7 @@ end
 
 return cmsgpack.pack({
   lost = count_lost_groups(),
-  run = {run.version, run.next_step, run.committed_step, run.groups_per_step, run.group_size,
-    run.committing},
+  run = {run.version, run.next_step, run.committed_step, run.groups_per_step, run.committing},
   counters = call('HGETALL', key('counters')),
   queued = count_queued(quotas),
   parked = count_parked(quotas),
@@ -157,6 +156,7 @@ add_bytes(tonumber(v.cost) + (v.split == 'train' and 0 or tonumber(v.members_cos
 if v.split == 'train' then
   call('HSET', group, 'state', 'queued')
   call('ZADD', queue_key(v.source, quota_of()), queue_score(tonumber(v.priority), tonumber(v.seq)), task_id)
+  count('queued_episodes', tonumber(v.size))
   count('dead_groups', -1)
 else
   call('HSET', group, 'state', 'split', 'floor', v.min_version, 's0', 'q')

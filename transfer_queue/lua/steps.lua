@@ -280,6 +280,7 @@ local function forget_trained(group)
   end
   settle_members(v, group)
   for _, set in ipairs({queue_key(v.source, quota_of()), key('admitted'), key('ready')}) do call('ZREM', set, task_id) end
+  if v.state == 'queued' then count('queued_episodes', -tonumber(v.size)) end
   if v.state == 'admitted' or v.state == 'ready' then count_source(v.source, -1) end
   if v.state == 'dead' then count('dead_groups', -1) end
   forget_group(task_id)

@@ -51,5 +51,7 @@ class Keys:
         return [self.index + "*", self._payload + "*"]
 
 
-LAYOUT = "2"
-"""Version of the names and contents of a run's keys; a run with another one is refused. 1 had no such field."""
+LAYOUT = "3"
+"""Version of the names and contents of a run's keys; a run with another one is refused.
+
+1 had no such field; 2 had groups of one size."""

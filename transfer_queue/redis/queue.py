@@ -407,5 +407,5 @@ def _submitted(task: Task) -> tuple[Any, ...]:
     cost = task_cost(len(packed))
     return (
         *(task.task_id, task.split, task.min_version, task.priority, task.data_source),
-        *(cost, MEMBER_COST, packed),
+        *("" if task.group_size is None else task.group_size, cost, MEMBER_COST, packed),
     )

@@ -97,7 +97,7 @@ def limits_to_args(limits: Limits) -> list[Any]:
 
 def status_from_map(found: dict[str, Any]) -> Status:
     """From the packed map of script ``status``."""
-    version, step, forgotten, per_step, group_size, committed = found["run"]  # a commit under way forgets step by step
+    version, step, forgotten, per_step, committed = found["run"]  # a commit under way forgets step by step
     counts, counters = _ints(found["counts"]), _ints(found["counters"])
     published = max(version, forgotten)
     groups = {
@@ -113,7 +113,7 @@ def status_from_map(found: dict[str, Any]) -> Status:
         "payload_lost": counts.get("payload_lost_groups", 0),
         "submitted": counts.get("submitted", 0),
     }
-    now = {"queued": found["queued"] * group_size + found["open"], "leased": counts.get("leased", 0)}
+    now = {"queued": counts.get("queued_episodes", 0) + found["open"], "leased": counts.get("leased", 0)}
     return Status(
         version=version,
         step=step,

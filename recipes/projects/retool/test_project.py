@@ -24,6 +24,7 @@ def test_data_is_made(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"train.parquet", "eval.parquet"}
 
 
-def test_the_recipe_is_sound() -> None:
-    config = load_config(HERE / "recipe.yaml")
+@pytest.mark.parametrize("name", ["recipe.yaml", "learn.yaml"])
+def test_the_recipe_is_sound(name: str) -> None:
+    config = load_config(HERE / name)
     assert Path(config.agent.reward.partition(":")[0]).parent == HERE

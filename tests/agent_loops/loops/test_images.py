@@ -10,11 +10,22 @@ import io
 import pytest
 from tests.vision_model import png, save_vision_processor, vision_tokenizer
 
-from penstock.agent_loops import TRUNCATED_TURNS, AgentConfig, Budget, ChatTokens, Reply, TemplateError, tool_messages
+from penstock.agent_loops import (
+    TRUNCATED_TURNS,
+    AgentConfig,
+    Budget,
+    ChatTokens,
+    InfraFailure,
+    Reply,
+    TemplateError,
+    images_of,
+    tool_messages,
+)
 from penstock.agent_loops.chat import chat_of, verify_template
 from penstock.agent_loops.loops import ToolAgentLoop
 from penstock.tools import ToolResult
 from penstock.tools.parsers import ToolCall, get_parser
+from penstock.transfer_queue import EpisodeImages, Lease, Task
 
 PARAMETERS = {"type": "object", "properties": {"page": {"type": "integer"}}}
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": PARAMETERS}}]
@@ -167,9 +178,10 @@ def test_splices_with_images_are_proven_at_start(shared, folder):
     proof = verify_template(shared, TOOLS)
     assert (proof.rewritten, proof.refused, proof.unsupported) == ((), (), {})
     counted = chat_of(folder, AgentConfig(template_settings={"add_vision_id": True}))
-    with pytest.raises(TemplateError, match="tool result with an image"):
-        verify_template(counted, TOOLS)
+    with_tools = verify_template(counted, TOOLS)
+    assert "tool result with an image" in with_tools.unsupported["tool"]
     assert "then another image" in verify_template(counted).unsupported["user"]
+    assert with_tools.renewing == {"tool", "user"}
 
 
 def test_images_sampled_placeholder_is_policy_error(chat):
@@ -198,10 +210,7 @@ async def test_an_episode_carries_its_images_by_reference(shared, run_loop, sayi
     _, trajectory = await run_loop(ToolAgentLoop, client, calculator, chat=shared, messages=[asks(url_of(RED))])
     shas = [hashlib.sha256(data).hexdigest() for data in (RED, BLUE)]
     assert [[image.sha256 for image in request.images] for request in client.requests] == [shas[:1], shas]
-    assert trajectory.extra["images"] == {
-        "by_segment": [shas],
-        "urls": {shas[0]: url_of(RED), shas[1]: file.as_uri()},
-    }
+    assert trajectory.images == EpisodeImages(((*shas,),), dict(zip(shas, (RED, BLUE), strict=True)))
     assert (
         client.requests[1].token_ids
         == [
@@ -209,6 +218,34 @@ async def test_an_episode_carries_its_images_by_reference(shared, run_loop, sayi
             *trajectory.segments[0].response_ids.tolist(),
         ][: len(client.requests[1].token_ids)]
     )
+
+
+def lease_of(*messages: dict) -> Lease:
+    return Lease("t#0", Task("t", "train", messages, "looks", "red"), 0, 0, 1, 0)
+
+
+async def test_images_of_the_task_stay_in_their_files(chat, tmp_path):
+    """All episodes of a row share the dataset's file; what came from elsewhere is carried."""
+    ours, theirs = tmp_path / "ours.png", tmp_path / "theirs.png"
+    ours.write_bytes(RED)
+    theirs.write_bytes(BLUE)
+    asked = asks(str(ours))
+    segment = chat.start([asked], TOOLS)
+    call = '<tool_call>\n{"name": "look", "arguments": {"page": 1}}\n</tool_call>'
+    chat.go_on(segment, say(chat, segment, call), tool_messages([ToolResult("", (str(theirs), str(ours)))]))
+    say(chat, segment, "red")
+    red, blue = (hashlib.sha256(data).hexdigest() for data in (RED, BLUE))
+    found = await images_of(lease_of(asked), [segment.output()])
+    assert found == EpisodeImages(((red, blue, red),), {blue: BLUE}, {red: ours.as_uri()})
+    theirs.unlink()
+    with pytest.raises(InfraFailure, match=r"loop: images\.0: .*must stay until its episode ends"):
+        await images_of(lease_of(asked), [segment.output()])
+
+
+async def test_an_episode_without_images_carries_none(chat):
+    segment = chat.start([asks(text="none")], TOOLS)
+    say(chat, segment, "x")
+    assert await images_of(lease_of(asks(text="none")), [segment.output()]) is None
 
 
 def test_stripped_thinking_keeps_the_images_of_the_history(shared):

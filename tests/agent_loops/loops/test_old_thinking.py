@@ -5,10 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from tests.agent_loops.families import FAMILIES
+from tests.agent_loops.families import FAMILIES, TEMPLATES
 from tests.agent_loops.loops.conftest import check_fed, whole
 from tests.agent_loops.loops.test_code_act import Interpreter
+from tests.agent_loops.template_table import auto_chat
 
+from penstock.agent_loops.chat import verify_template
 from penstock.agent_loops.loops import CodeActLoop, MultiAgentLoop, ToolAgentLoop
 from penstock.tools import ToolResult
 from penstock.transfer_queue import Outcome, OutcomeKind
@@ -49,6 +51,24 @@ async def test_strip_begins_segment_per_turn(run_loop, saying, calculator):
     assert last.count("calculator\n```json") == 2
     assert "46 (call 1)" in last
     assert "46 (call 2)" in last
+
+
+async def test_results_that_cannot_be_appended_begin_segments(run_loop, saying, calculator):
+    chat = auto_chat(TEMPLATES / "public" / "hunyuan_a13b.jinja")
+    assert verify_template(chat, [calculator.schema]).renewing == {"tool"}
+    called = '<tool_calls>[{"name": "calculator", "arguments": {"expression": "12+34"}}]</tool_calls>'
+    client = saying(lambda text: "46" if "(call 2)" in text else called, chat=chat)
+    outcome, trajectory = await run_loop(ToolAgentLoop, client, calculator, chat=chat)
+    assert (outcome.kind, trajectory.num_turns, trajectory.reward) == (OutcomeKind.COMPLETED, 3, 1.0)
+    assert [request.token_ids for request in client.requests] == [
+        one.prompt_ids.tolist() for one in trajectory.segments
+    ]
+    assert all(one.response_mask.all() for one in trajectory.segments)
+    last = chat.decode(trajectory.segments[-1].prompt_ids)
+    assert last.endswith(
+        f"{called}<|eos|><tool_response>46 (call 1)</tool_response><|extra_0|>"
+        f"{called}<|eos|><tool_response>46 (call 2)</tool_response><|extra_0|>"
+    )
 
 
 async def test_what_stripping_costs_is_told(run_loop, saying, calculator):

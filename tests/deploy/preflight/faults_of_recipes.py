@@ -42,9 +42,9 @@ def experts_of_a_model_that_has_none(place: Place) -> Sequence[str]:
     return ["rollout.routing_replay=true"]
 
 
-@planted(check_routing_replay, "rollout.routing_replay", r"trainer\.engine=fsdp")
-def experts_for_a_trainer_that_routes_by_itself(place: Place) -> Sequence[str]:
-    return ["rollout.routing_replay=true", "trainer.engine=megatron"]
+@planted(check_routing_replay, "rollout.routing_replay", r"trainer\.compile=false")
+def experts_for_routers_that_are_compiled(place: Place) -> Sequence[str]:
+    return ["rollout.routing_replay=true", "trainer.compile=true"]
 
 
 @planted(check_data, "data", r"row 2: column 'prompt' is missing")

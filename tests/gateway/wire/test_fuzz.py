@@ -105,7 +105,7 @@ ANY_JSON = st.recursive(
 
 
 @pytest.mark.parametrize(("parse", "fields", "good"), ROUTES, ids=NAMES)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_any_body(parse: Parse, fields: Any, good: dict[str, Any], data: st.DataObject) -> None:
     known = sorted({*fields.model_fields, *OTHER_FIELDS})
@@ -114,7 +114,7 @@ def test_any_body(parse: Parse, fields: Any, good: dict[str, Any], data: st.Data
 
 
 @pytest.mark.parametrize(("parse", "fields", "good"), ROUTES, ids=NAMES)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(data=st.data())
 def test_a_good_body_with_one_place_changed(
     parse: Parse, fields: Any, good: dict[str, Any], data: st.DataObject

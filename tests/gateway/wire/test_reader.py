@@ -89,7 +89,7 @@ PIECES = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     pieces=PIECES,
     sizes=st.lists(st.integers(1, 9), max_size=40),
@@ -204,7 +204,7 @@ def pieces_of(decode: Decode, ids: list[int], cuts: list[int]) -> list[str]:
     return [*pieces, stream.flush()]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_pieces_of_any_ids_join_to_the_whole(chat_for: Callable[..., ChatTokens], data: st.DataObject) -> None:
     """Ids at random are mostly broken characters: the worst case, which a young policy samples."""
@@ -216,7 +216,7 @@ def test_pieces_of_any_ids_join_to_the_whole(chat_for: Callable[..., ChatTokens]
     assert "".join(pieces) == chat.decode(ids)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text(max_size=60))
 def test_text_comes_through_and_no_half_character_is_shown(chat_for: Callable[..., ChatTokens], text: str) -> None:
     chat = chat_for()
@@ -240,7 +240,7 @@ def sentencepiece() -> Tokenizer:
     return tokenizer
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text(st.sampled_from("ab é日👩\n"), max_size=40), cuts=st.lists(st.integers(0, 200), max_size=60))
 def test_characters_spelled_byte_by_byte_come_through_too(text: str, cuts: list[int]) -> None:
     tokenizer = sentencepiece()
@@ -276,7 +276,7 @@ def test_the_work_per_id_does_not_grow(chat_for: Callable[..., ChatTokens]) -> N
         assert max(sizes) <= 2 * WINDOW_IDS + 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text(max_size=60))
 def test_bytes_of_tokens_join_to_the_text(chat_for: Callable[..., ChatTokens], text: str) -> None:
     chat = chat_for()

@@ -56,7 +56,7 @@ def made(
     return ask, readers, [chat.encode(text + "<|im_end|>") for text in answers]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @any_answers
 def test_chat(
     detokenizer: wire.Detokenizer, chat_for: Callable[..., Any], answers: list[str], size: int, told: bool, cut: int
@@ -78,7 +78,7 @@ def test_chat(
         assert reasons == [None] * (len(parts) - 1) + [expected["finish_reason"]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @any_answers
 def test_responses(
     detokenizer: wire.Detokenizer, chat_for: Callable[..., Any], answers: list[str], size: int, told: bool, cut: int
@@ -106,7 +106,7 @@ THOUGHTS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(answer=THOUGHTS.map("".join), size=st.integers(1, 7), inside=st.booleans(), cut=st.integers(1, 60))
 def test_messages(
     detokenizer: wire.Detokenizer, chat_for: Callable[..., Any], answer: str, size: int, inside: bool, cut: int
@@ -147,7 +147,7 @@ def summed(events: list[Any]) -> Any:
     return {**first["message"], "content": content, **delta["delta"], "usage": delta["usage"]}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @any_answers
 def test_completions(
     detokenizer: wire.Detokenizer, chat_for: Callable[..., Any], answers: list[str], size: int, told: bool, cut: int

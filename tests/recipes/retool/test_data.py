@@ -35,6 +35,33 @@ def test_arithmetic_is_whole_and_its_splits_share_nothing(tmp_path: Path) -> Non
     assert expressions[0].isdisjoint(expressions[1])
 
 
+def test_sums_in_parts_show_a_prompt_their_first_part_alone(tmp_path: Path) -> None:
+    data.main(["steps", "--out", str(tmp_path), "--train", "64", "--eval", "16", "--conversations", "8"])
+    train, held_out = load_rows(tmp_path / "train.parquet"), load_rows(tmp_path / "eval.parquet")
+    assert (len(train), len(held_out)) == (64, 16)
+    sums = [[row.extra_info["parts"] for row in rows] for rows in (train, held_out)]
+    assert len({*sums[0], *sums[1]}) == 80
+    for row in [*train, *held_out]:
+        first, *later = row.extra_info["parts"].split()
+        results = row.extra_info["results"].split()
+        assert row.messages == [{"role": "user", "content": f"What is {first}, then?"}]
+        assert results[0] == str(eval(first))
+        assert results[1:] == [str(eval(result + part)) for result, part in zip(results, later, strict=False)]
+        assert len(set(results)) == len(later) + 1 >= 3
+        assert row.ground_truth == results[-1]
+
+
+def test_the_cold_start_stops_in_a_third_of_the_places(tmp_path: Path) -> None:
+    data.main(["steps", "--out", str(tmp_path), "--train", "8", "--eval", "8", "--conversations", "2000"])
+    shown = [json.loads(line)["messages"] for line in (tmp_path / "conversations.jsonl").read_text().splitlines()]
+    told = [turn["content"].split() for turns in shown for turn in turns[:-1] if turn["role"] == "tool"]
+    ends = [turns[-2]["content"].split() for turns in shown]
+    assert [turns[-1]["content"] for turns in shown] == [result for result, *_ in ends]
+    share = sum(len(one) == 3 for one in ends) / sum(len(one) == 3 for one in told)
+    assert abs(share - data.STOPS) < 0.04
+    assert 0.25 < sum(len(one) == 1 for one in ends) / len(shown) < 0.45
+
+
 def test_gsm8k_keeps_question_and_solution(tmp_path: Path) -> None:
     rows = [{"question": "How many?", "answer": "It is <<600*2=1200>>1,200.\n#### 1,200"}]
     for split in ("train", "test"):

@@ -5,17 +5,27 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
-from tests.recipes.conftest import played, script
+from tests.recipes.conftest import RECIPES, played, script
 
 pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'penstock[math]'")
+
+from penstock.agent_loops import EnvCheck, segments_of
+from penstock.agent_loops.chat import chat_of
+from penstock.deploy import load_config
+from penstock.deploy.sft import tools_of
 
 pytestmark = [pytest.mark.deep, pytest.mark.recipes, pytest.mark.bwrap]
 FOLDER = os.environ.get("PENSTOCK_GSM8K", "")
 ROWS = 24
 BUSY = ("tools=[{name: python, timeout_s: 120}]", "agent.rewards.settings.processes=1")
 """For a busy machine."""
+WORKSHEET = "tools=[{name: worksheet.py:Worksheet, timeout_s: 120}]"
 ROOM = ("agent.max_new_tokens=4000", "agent.max_response_tokens=12000", *BUSY)
 """The tiny model's tokenizer spells most words letter by letter."""
 OWN = [
@@ -65,6 +75,52 @@ async def test_the_oracle_earns_everything_on_arithmetic(arithmetic: str) -> Non
 async def test_the_oracle_earns_everything_on_word_problems(gsm8k: str) -> None:
     found = await played("retool/cpu.yaml", "oracle", gsm8k, *ROOM, "agent.rewards.settings.boxed=true", rows=ROWS)
     assert (found.rewards, found.failures) == ([1.0] * ROWS, [])
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("steps")
+    small = ("--train", str(ROWS), "--eval", "8", "--conversations", "8")
+    script("retool/data.py").main(["steps", "--out", str(out), *small])
+    return out
+
+
+async def played_sums(policy: str, sums: Path, rows: int = ROWS) -> EnvCheck:
+    data = (f"model={RECIPES / 'calculator/model'}", f"data.train={sums / 'train.parquet'}", WORKSHEET)
+    return await played("retool/learn.yaml", policy, *data, "agent.rewards.settings.processes=1", rows=rows)
+
+
+async def test_a_call_for_each_part_earns_everything(sums: Path) -> None:
+    found = await played_sums("patient", sums)
+    assert (found.rewards, found.failures) == ([1.0] * ROWS, [])
+    parts = [len(row["extra_info"]["parts"].split()) for row in rows_in(sums / "train.parquet")]
+    assert [one.metrics["tool_calls"] for one in found.trajectories] == parts
+    assert set(parts) == {3, 4}
+
+
+async def test_one_call_earns_nothing(sums: Path) -> None:
+    found = await played_sums("hasty", sums)
+    assert (found.rewards, found.failures) == ([0.0] * ROWS, [])
+    assert [one.metrics["tool_calls"] for one in found.trajectories] == [1.0] * ROWS
+
+
+async def test_the_cold_start_shows_what_an_episode_holds(sums: Path) -> None:
+    """A sum that is solved to its end, as messages and as it was played: the same ids with the same mask."""
+    config = load_config(RECIPES / "retool/learn.yaml", [f"model={RECIPES / 'calculator/model'}"])
+    (trajectory,) = (await played_sums("patient", sums, rows=1)).trajectories
+    row = rows_in(sums / "train.parquet")[0]["extra_info"]
+    data, never_stops = script("retool/data.py"), SimpleNamespace(random=lambda: 1.0)
+    made = data.PartedSum(tuple(row["parts"].split()), tuple(map(int, row["results"].split())))
+    messages = data.worked(made, never_stops)
+    chat = chat_of(config.model, config.agent)
+    (shown,), (segment,) = segments_of(chat, messages, await tools_of(config)), trajectory.segments
+    for name in ("prompt_ids", "response_ids", "response_mask", "turn_starts"):
+        np.testing.assert_array_equal(getattr(shown, name), getattr(segment, name), err_msg=name)
+
+
+def rows_in(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    return rows
 
 
 @pytest.mark.parametrize("boxed", ["true", "false"])

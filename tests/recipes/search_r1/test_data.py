@@ -7,6 +7,7 @@ import io
 import json
 import tarfile
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pyarrow as pa
@@ -15,7 +16,7 @@ import pytest
 from tests.recipes.conftest import script
 
 from penstock.agent_loops.rewards import normalised
-from penstock.tools.retrieval import read_passages
+from penstock.tools.retrieval import open_or_build, read_passages
 from penstock.trainer import load_rows
 
 pytestmark = pytest.mark.recipes
@@ -59,6 +60,62 @@ def test_splits_share_no_question(tmp_path: Path) -> None:
     ]
     assert [len(one) for one in asked] == [96, 24]
     assert asked[0].isdisjoint(asked[1])
+
+
+def test_facts_stand_in_their_articles() -> None:
+    texts, facts = data.corpus_texts(), data.corpus_facts()
+    assert len(facts) == len({(fact.article, fact.relation) for fact in facts})
+    for fact in facts:
+        assert fact.value in texts[fact.article], fact
+        assert fact.mention.lower() in texts[fact.article].lower(), fact
+        assert fact.mention in fact.phrase, fact
+        assert fact.value not in fact.phrase, fact
+
+
+def test_a_chain_needs_both_searches() -> None:
+    """The second article is not named in the question, nor is the answer in the question or the first article."""
+    texts, found = data.corpus_texts(), data.chains(data.corpus_facts())
+    asked = [data.two_hop_question(*chain) for chain in found]
+    assert len(set(asked)) == len(found) == 32
+    for (first, second), question in zip(found, asked, strict=True):
+        assert second.article == first.value
+        assert second.article not in question, question
+        assert second.value not in question, question
+        assert second.value not in texts[first.article], question
+
+
+def test_a_chains_queries_find_its_articles(tmp_path: Path) -> None:
+    pytest.importorskip("tantivy", reason="tantivy is not installed: pip install 'penstock[search]'")
+    index = open_or_build(data.CORPUS / "corpus.jsonl", tmp_path / "index")
+    for first, second in data.chains(data.corpus_facts()):
+        wanted = {first.mention: first.article, second.article: second.article}
+        assert {query: index.search(query, 1)[0].passage.title for query in wanted} == wanted
+
+
+def test_two_hops_are_split_and_shown(tmp_path: Path) -> None:
+    data.main(["two_hops", "--out", str(tmp_path)])
+    asked = [
+        {row.messages[0]["content"] for row in load_rows(tmp_path / f"{name}.parquet")} for name in ("train", "eval")
+    ]
+    assert [len(one) for one in asked] == [26, 6]
+    assert asked[0].isdisjoint(asked[1])
+    lines = (tmp_path / "conversations.jsonl").read_text(encoding="utf-8").splitlines()
+    shown = [json.loads(line)["messages"] for line in lines]
+    assert len(shown) == data.CONVERSATIONS
+    assert {len(one) for one in shown} == {4, 6}
+    assert sum(len(one) == 4 for one in shown) / len(shown) == pytest.approx(data.ONE_SEARCH, abs=0.05)
+
+
+def test_a_shown_answer_stands_in_the_last_passage() -> None:
+    """What is shown can be copied, and is no knowledge: a question has many answers."""
+    invent, answers = data.Inventor(data.corpus_facts(), Random(1)), dict[str, set[str]]()
+    for _ in range(2000):
+        question, *_, last, answer = (message["content"] for message in invent.conversation())
+        said = answer.removeprefix("<answer>").removesuffix("</answer>")
+        if said != data.GIVES_UP:
+            assert said in last
+            answers.setdefault(question, set()).add(said)
+    assert min(map(len, answers.values())) >= 4
 
 
 def test_search_r1s_own_rows_get_our_prompt(tmp_path: Path) -> None:

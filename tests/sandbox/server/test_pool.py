@@ -133,7 +133,7 @@ async def test_pool_request_that_is_cancelled_gives_its_slot_on(fake: FakeSandbo
 Step = st.tuples(st.sampled_from(["take", "back", "die", "fail", "cancel", "wait"]), st.integers(0, 3))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps=st.lists(Step, max_size=40))
 def test_pool_random_requests_neither_lose_nor_share_slots(steps: list[tuple[str, int]]) -> None:
     asyncio.run(act(steps))

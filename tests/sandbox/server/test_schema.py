@@ -88,16 +88,18 @@ def test_schema_whatever_is_sent_is_answered_as_the_schema_says(url: str, client
     for operation in operations(url):
         client.delete("/sessions", params={"label": ""})
         session_id = client.post("/sessions", json={"ttl_s": 600.0}).json()["session_id"]
-        try_out(operation, mode, session_id)
+        try_out(operation, mode, session_id, client)
 
 
-def try_out(operation: Any, mode: Any, session_id: str) -> None:
+def try_out(operation: Any, mode: Any, session_id: str, client: httpx.Client) -> None:
     # what is valid by the schema may still ask for a file that is not there, or for an image that cannot be had
     excluded = [positive_data_acceptance, ignored_auth]
 
-    @settings(max_examples=4, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=4, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
     def conforms(case: Any) -> None:
+        if operation.path == "/sessions":  # those of the cases before hold boxes, of which there are few
+            client.delete("/sessions", params={"label": ""})
         if "session_id" in (case.path_parameters or {}) and operation.method.upper() != "DELETE":
             case.path_parameters["session_id"] = session_id
         if isinstance(case.body, dict) and isinstance(case.body.get("timeout_s"), float):

@@ -84,7 +84,7 @@ HARMONY_HISTORY = """\
     {{- '<|channel|>commentary json<|message|>' + call.arguments | tojson + '<|call|>' }}
 {%- endfor %}"""
 PYTHONIC = """\
-{{- content + '\\n[' }}
+{{- '<think>' + content + '</think>\\n[' }}
 {%- for call in calls %}
     {{- call.name + '(' }}
     {%- for key, value in call.arguments | items %}
@@ -196,6 +196,101 @@ SEED_OSS = """\
     {%- endfor %}
     {{- '</function>\\n</seed:tool_call>' }}
 {%- endfor %}"""
+COHERE = """\
+{{- content + '<|START_ACTION|>[\\n' }}
+{%- for call in calls %}
+    {{- '    {"tool_call_id": "' + loop.index0 | string + '", "tool_name": ' + call.name | tojson }}
+    {{- ', "parameters": ' + call.arguments | tojson + '}' + (',\\n' if not loop.last else '\\n') }}
+{%- endfor %}
+{{- ']<|END_ACTION|>' }}"""
+COMMAND_R = """\
+{{- content + '\\nAction:\\n```json\\n[\\n' }}
+{%- for call in calls %}
+    {{- '    {\\n        "tool_name": ' + call.name | tojson + ',\\n        "parameters": ' }}
+    {{- call.arguments | tojson + '\\n    }' + (',\\n' if not loop.last else '') }}
+{%- endfor %}
+{{- '\\n]```' }}"""
+GRANITE_20B_FC = """\
+{{- content }}
+{%- for call in calls %}
+    {{- '<function_call> {"name": ' + call.name | tojson + ', "arguments": ' + call.arguments | tojson + '}' }}
+{%- endfor %}"""
+GIGACHAT3 = GRANITE_20B_FC.replace("<function_call> ", "<|function_call|>")
+APERTUS = """\
+{{- content + '<|tools_prefix|>[' }}
+{%- for call in calls %}
+    {{- '{' + call.name | tojson + ': ' + call.arguments | tojson + '}' }}
+    {{- ', ' if not loop.last else '' }}
+{%- endfor %}
+{{- ']<|tools_suffix|>' }}"""
+HUNYUAN = XLAM.replace("\\n[", "<tool_calls>[").replace("']' }}", "']</tool_calls>' }}")
+MINIMAX_M1 = """\
+{{- content + '\\n<tool_calls>\\n' }}
+{%- for call in calls %}
+    {{- '{"name": ' + call.name | tojson + ', "arguments": ' + call.arguments | tojson + '}\\n' }}
+{%- endfor %}
+{{- '</tool_calls>' }}"""
+GLM_PAIRS = """\
+    {%- for key, value in call.arguments | items %}
+        {{- '<arg_key:opensource>' + key + '</arg_key:opensource>\\n<arg_value:opensource>' }}
+        {{- (value if value is string else value | tojson) + '</arg_value:opensource>\\n' }}
+    {%- endfor %}"""
+HY_V3 = f"""\
+{{{{- content + '<tool_calls:opensource>\\n' }}}}
+{{%- for call in calls %}}
+    {{{{- '<tool_call:opensource>' + call.name + '<tool_sep:opensource>\\n' }}}}
+{GLM_PAIRS}
+    {{{{- '</tool_call:opensource>\\n' }}}}
+{{%- endfor %}}
+{{{{- '</tool_calls:opensource>' }}}}"""
+MINICPM5 = """\
+{{- content }}
+{%- for call in calls %}
+    {{- '\\n<function name="' + call.name + '">' }}
+    {%- for key, value in call.arguments | items %}
+        {{- '<param name="' + key + '">' }}
+        {%- if value is string and ('<' in value or '&' in value or '\\n' in value) %}
+            {{- '<![CDATA[' + value + ']]>' }}
+        {%- else %}
+            {{- value | string }}
+        {%- endif %}
+        {{- '</param>' }}
+    {%- endfor %}
+    {{- '</function>' }}
+{%- endfor %}"""
+NEMOTRON = XLAM.replace("\\n[", "<TOOLCALL>[").replace("']' }}", "']</TOOLCALL>' }}")
+FUNCTIONARY = """\
+{{- content }}
+{%- for call in calls %}
+    {{- '<function=' + call.name + '>' + call.arguments | tojson + '</function>' }}
+{%- endfor %}"""
+FUNCTIONARY_V3_2 = """\
+{{- 'all\\n' + content }}
+{%- for call in calls %}
+    {{- '>>>' + call.name + '\\n' + call.arguments | tojson }}
+{%- endfor %}"""
+KIMI_K3 = """\
+{{- content + '<|open|>tools<|sep|>' }}
+{%- for call in calls %}
+    {{- '<|open|>call tool="' + call.name + '" index="' + loop.index | string + '"<|sep|>' }}
+    {%- for key, value in call.arguments | items %}
+        {{- '<|open|>argument key="' + key + '" type="' + ('string' if value is string else 'object') + '"<|sep|>' }}
+        {{- (value if value is string else value | tojson) + '<|close|>argument<|sep|>' }}
+    {%- endfor %}
+    {{- '<|close|>call<|sep|>' }}
+{%- endfor %}
+{{- '<|close|>tools<|sep|>' }}"""
+MUSE_GLIMMER = """\
+{{- ' to=user<|message|>' + content + '<|eom|>' }}
+{%- for call in calls %}
+    {{- '<|start|>assistant to=' + call.name + '<|message|><atem:function_calls>\\n' }}
+    {{- '<atem:invoke name="' + call.name + '">\\n' }}
+    {%- for key, value in call.arguments | items %}
+        {{- '<atem:parameter name="' + key + '">' + (value if value is string else value | tojson) }}
+        {{- '</atem:parameter>\\n' }}
+    {%- endfor %}
+    {{- '</atem:invoke>\\n</atem:function_calls>' + ('<|eom|>' if not loop.last else '<|eot|>') }}
+{%- endfor %}"""
 CODE = """\
 {{- content + '\\n' }}
 {%- for call in calls %}
@@ -253,7 +348,7 @@ FAMILIES = {
     "deepseek 3.1": Family("deepseek", DEEPSEEK_31),
     "glm": Family("glm", GLM, ("<tool", "</tool", "<arg", "</arg")),
     "glm 4.7": Family("glm", GLM_47, ("<tool", "</tool", "<arg", "</arg")),
-    "pythonic": Family("pythonic", PYTHONIC),
+    "pythonic": Family("pythonic", PYTHONIC, wrapped=("<think>", "</think>")),
     "lfm2": Family("lfm2", LFM2, fit=unescaped),
     "gemma4": Family("gemma4", GEMMA4, ('<|"|>',), fit=sorted_keys),
     "minimax_m2": Family("minimax_m2", MINIMAX_M2, ("<minimax", "</minimax", "<invoke", "</i", "<param", "</p")),
@@ -265,6 +360,22 @@ FAMILIES = {
     "granite": Family("granite", GRANITE),
     "internlm2": Family("internlm2", INTERNLM2),
     "seed_oss": Family("seed_oss", SEED_OSS, ("<seed", "</seed", "<function", "</f", "<param", "</p")),
+    "cohere": Family("cohere", COHERE),
+    "command_r": Family("command_r", COMMAND_R),
+    "granite_20b_fc": Family("granite_20b_fc", GRANITE_20B_FC),
+    "gigachat3": Family("gigachat3", GIGACHAT3),
+    "apertus": Family("apertus", APERTUS),
+    "hunyuan_a13b": Family("hunyuan_a13b", HUNYUAN),
+    "minimax_m1": Family("hunyuan_a13b", MINIMAX_M1),
+    "hy_v3": Family("hy_v3", HY_V3, ("<tool", "</tool", "<arg", "</arg")),
+    "minicpm5": Family("minicpm5", MINICPM5, ("<function", "</f", "<param", "</p", "]]>")),
+    "nemotron": Family("nemotron", NEMOTRON),
+    "functionary": Family("functionary", FUNCTIONARY),
+    "functionary_v3_2": Family("functionary_v3_2", FUNCTIONARY_V3_2, wrapped=("all\n", "")),
+    "kimi_k3": Family("kimi_k3", KIMI_K3, ("<|",)),
+    "muse_glimmer": Family(
+        "muse_glimmer", MUSE_GLIMMER, ("<|", "<atem", "</atem"), wrapped=("to=user<|message|>", "<|eom|>")
+    ),
     "harmony": Family("harmony", HARMONY, wrapped=("<|channel|>analysis<|message|>", "<|end|>")),
     "harmony history": Family("harmony", HARMONY_HISTORY, wrapped=("<|channel|>analysis<|message|>", "<|end|>")),
 }

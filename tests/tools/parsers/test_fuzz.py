@@ -43,6 +43,18 @@ MARKS = [
     ),
     *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>"),
     *("<seed:tool_call>", "</seed:tool_call>"),
+    *("<|START_ACTION|>", '[{"tool_call_id": "0", ', "<|END_ACTION|>", "Action:\n```json\n[", "<|tools_prefix|>"),
+    *(
+        "<function_call> ",
+        "<tool_calls>",
+        "</tool_calls>",
+        "<TOOLCALL>",
+        "<|open|>tools<|sep|>",
+        "<|close|>call<|sep|>",
+    ),
+    *('<|open|>call tool="f"<|sep|>', '<|open|>argument key="x"<|sep|>', "<|close|>tools<|sep|>"),
+    *("<tool_calls:opensource>", "<tool_call:opensource>f<tool_sep:opensource>", '<function name="f"><param name="x">'),
+    *(" to=f<|message|>", "<atem:function_calls>", '<atem:invoke name="f">', "<|eom|>"),
     *("<|python_tag|>", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|end|>", " to=f "),
     *(
         "```python\n",
@@ -94,7 +106,7 @@ def checked(parser: str, text: str) -> ParsedTurn:
 
 
 @pytest.mark.parametrize("parser", NAMES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.lists(pieces, max_size=12).map("".join))
 def test_parser_never_raises(parser: str, text: str) -> None:
     checked(parser, text)
@@ -115,7 +127,7 @@ def test_parser_reads_only_whole_calls_of_a_cut_turn(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", VALID)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_parser_survives_a_changed_turn(family: str, data: st.DataObject) -> None:
     text = VALID[family]

@@ -19,6 +19,26 @@ TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
 LFM, END_LFM, MINI = "<|tool_call_start|>", "<|tool_call_end|>", "<minimax:tool_call>"
 F_JSON = '{"name": "f", "arguments": {"x": 1}}'
 F = ToolCall("f", {"x": 1}, "call_0")
+F_AGAIN = ToolCall("f", {"x": 1}, "call_1")
+ACTION, END_ACTION = "<|START_ACTION|>", "<|END_ACTION|>"
+F_COHERE = '{"tool_call_id": "4", "tool_name": "f", "parameters": {"x": 1}}'
+F_COMMAND_R = '{"tool_name": "f", "parameters": {"x": 1}}'
+RULED = f"Action:\n```json\n[{F_COMMAND_R}]```"
+"""Not at the beginning of a line."""
+HY, HY_CALL = "<tool_calls:opensource>\n", "<tool_call:opensource>f<tool_sep:opensource>\n"
+HY_PAIR = "<arg_key:opensource>x</arg_key:opensource>\n<arg_value:opensource>1</arg_value:opensource>\n"
+K3, END_K3 = "<|open|>tools<|sep|>", "<|close|>tools<|sep|>"
+K3_CALL, END_K3_CALL = '<|open|>call tool="f" index="1"<|sep|>', "<|close|>call<|sep|>"
+K3_JSON = '<|open|>json type="object"<|sep|>{"x": 1}<|close|>json<|sep|>'
+ATEM_F = (
+    '<atem:function_calls>\n<atem:invoke name="f">\n<atem:parameter name="x">1</atem:parameter>\n'
+    "</atem:invoke>\n</atem:function_calls>"
+)
+
+
+def argument(key: str, kind: str, value: str) -> str:
+    """Kimi K3's."""
+    return f'<|open|>argument key="{key}" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>'
 
 
 @pytest.mark.parametrize(
@@ -46,7 +66,12 @@ F = ToolCall("f", {"x": 1}, "call_0")
         ("harmony", '<|channel|>analysis to=python <|message|>{"x": 1}', "", (ToolCall("python", {"x": 1}, "call_0"),)),
         ("harmony", "<|channel|>final<|message|>to=f<|return|>", "<|channel|>final<|message|>to=f<|return|>", ()),
         ("pythonic", "[f(x=1)]", "", (F,)),
-        ("pythonic", "I think [f(x=2)]</think>\nSo: [f(x=1)].", "I think [f(x=2)]</think>\nSo: .", (F,)),
+        ("pythonic", "I think [f(x=2)]</think>\n[f(x=1)]", "I think [f(x=2)]</think>", (F,)),
+        ("pythonic", "<|python_start|>[f(x=1)]<|python_end|><|eot|>", "<|python_end|><|eot|>", (F,)),
+        ("pythonic", "Look: [f(x=1)]", "Look: [f(x=1)]", ()),
+        ("pythonic", "Look:\n[f(x=1)]", "Look:\n[f(x=1)]", ()),
+        ("pythonic", "[f(x=1)] finds it.", "[f(x=1)] finds it.", ()),
+        ("pythonic", "[f(x=2)]</think>\nSo: [f(x=1)].", "[f(x=2)]</think>\nSo: [f(x=1)].", ()),
         ("pythonic", "[f(x='</think>')]", "", (ToolCall("f", {"x": "</think>"}, "call_0"),)),
         ("pythonic", "see [f(x) for x in y] and [1] and a[f()]", "see [f(x) for x in y] and [1] and a[f()]", ()),
         ("pythonic", "[f()]", "", (ToolCall("f", {}, "call_0"),)),
@@ -77,6 +102,43 @@ F = ToolCall("f", {"x": 1}, "call_0")
         ("phi4_mini", f"functools[{F_JSON}]", "", (F,)),
         ("granite", f"<|tool_call|> [{F_JSON}]", "", (F,)),
         ("internlm2", f"a<|action_start|><|plugin|>\n{F_JSON}<|action_end|>\n", "a", (F,)),
+        ("granite_20b_fc", f"a<function_call> {F_JSON}<|endoftext|>", "a<|endoftext|>", (F,)),
+        ("cohere", f"a{ACTION}[{F_COHERE}]{END_ACTION}b", "ab", (ToolCall("f", {"x": 1}, "call_0", "4"),)),
+        ("cohere", f"{ACTION}{F_COHERE}{END_ACTION}", "", (ToolCall("f", {"x": 1}, "call_0", "4"),)),
+        ("cohere", f'{ACTION}[{{"tool_name": "f", "parameters": {{"x": 1}}}}]{END_ACTION}', "", (F,)),
+        ("command_r", f"Plan: x\nAction: ```json\n[{F_COMMAND_R}]```\nb", "Plan: x\n\nb", (F,)),
+        ("command_r", f"Action: ask.\nAn Action:\n```json\n[{F_COMMAND_R}]```", f"Action: ask.\nAn {RULED}", ()),
+        ("gigachat3", f"a<|function_call|>{F_JSON}<|message_sep|>", "a<|message_sep|>", (F,)),
+        ("apertus", 'a<|tools_prefix|>[{"f": {"x": 1}}]<|tools_suffix|>b', "ab", (F,)),
+        ("hunyuan_a13b", f"a<tool_calls>[{F_JSON}]</tool_calls>b", "ab", (F,)),
+        ("hunyuan_a13b", f"<tool_calls>\n{F_JSON}\n{F_JSON}\n</tool_calls>", "", (F, F_AGAIN)),
+        ("hunyuan_a13b", f'<tool_calls>[{F_JSON[:-1]}, "id": "7"}}]</tool_calls>', "", (F,)),
+        ("hy_v3", f"a{HY}{HY_CALL}{HY_PAIR}</tool_call:opensource>\n</tool_calls:opensource>b", "ab", (F,)),
+        ("minicpm5", 'a<function name="f"><param name="x">1</param></function>b', "ab", (F,)),
+        (
+            "minicpm5",
+            '<function name="f"><param name="x"><![CDATA[1 < "2"\n]]></param></function>',
+            "",
+            (ToolCall("f", {"x": '1 < "2"\n'}, "call_0"),),
+        ),
+        ("nemotron", f"a<TOOLCALL>[{F_JSON}, {F_JSON}]</TOOLCALL>", "a", (F, F_AGAIN)),
+        ("functionary", 'a<function=f>{"x": 1}</function>\n<function=f>{"x": 1}</function>b', "a\nb", (F, F_AGAIN)),
+        ("functionary_v3_2", 'f\n{"x": 1}', "", (F,)),
+        ("functionary_v3_2", 'all\nLook.>>>f\n{"x": 1}>>>f\n{"x": 1}', "all\nLook.", (F, F_AGAIN)),
+        ("functionary_v3_2", 'all\n{"x": 1}', 'all\n{"x": 1}', ()),
+        ("functionary_v3_2", "all\n>>> f\n{1}\n>>>f\nx", "all\n>>> f\n{1}\n>>>f\nx", ()),
+        ("kimi_k3", f"a{K3}{K3_CALL}{argument('x', 'number', '1')}{END_K3_CALL}{END_K3}b", "ab", (F,)),
+        ("kimi_k3", f"{K3}{K3_CALL}{K3_JSON}{END_K3_CALL}{END_K3}", "", (F,)),
+        (
+            "kimi_k3",
+            f"{K3}{K3_CALL}{argument('a&amp;&quot;', 'string', '&amp; 1')}{END_K3_CALL}{END_K3}",
+            "",
+            (ToolCall("f", {'a&"': "&amp; 1"}, "call_0"),),
+        ),
+        ("muse_glimmer", f" to=f<|message|>{ATEM_F}<|eot|>", "", (F,)),
+        ("muse_glimmer", f" to=self<|message|>{ATEM_F}<|eom|>", f"to=self<|message|>{ATEM_F}<|eom|>", ()),
+        ("muse_glimmer", f" to=user<|message|>{ATEM_F}<|eot|>", f"to=user<|message|>{ATEM_F}<|eot|>", ()),
+        ("muse_glimmer", ATEM_F, ATEM_F, ()),
         ("code", "a\n```python\nx\n```\nb", "a\n\nb", (ToolCall("python", {"code": "x"}, "call_0"),)),
         ("code", "````py\n```\n````", "", (ToolCall("python", {"code": "```"}, "call_0"),)),
         ("code", "```sh\nls\n```", "", (ToolCall("shell", {"command": "ls"}, "call_0"),)),
@@ -150,6 +212,39 @@ def test_parser_separates_calls_and_content(parser: str, text: str, content: str
         ("internlm2", f"<|action_start|><|interpreter|>{F_JSON}<|action_end|>", "stands where <|plugin|> belongs"),
         ("internlm2", f"<|action_start|><|plugin|>{F_JSON}", "<|action_end|> is missing"),
         ("seed_oss", "<seed:tool_call><function=f></function>", "</seed:tool_call> is missing"),
+        ("granite_20b_fc", '<function_call> {"name": "f"}', '"arguments" must be a JSON object'),
+        ("gigachat3", "<|function_call|>f", "no valid JSON"),
+        ("cohere", f"{ACTION}[{F_COHERE}]", f"{END_ACTION} is missing"),
+        ("cohere", f"{ACTION}[{F_JSON}]{END_ACTION}", '"tool_name" must be a text'),
+        ("cohere", f"{ACTION}[{F_COHERE}, {F_COHERE}]{END_ACTION}", '"tool_call_id" must count up by one'),
+        ("cohere", f"{ACTION}[{F_COHERE}, {F_COMMAND_R}]{END_ACTION}", "of each call or of none"),
+        ("cohere", f"{ACTION}[{F_COHERE.replace('4', 'x')}]{END_ACTION}", "must be a number in quotes"),
+        ("cohere", f"{ACTION}[{F_COHERE.replace('4', '1000')}]{END_ACTION}", "must be a number in quotes"),
+        ("cohere", f"{ACTION}[]{END_ACTION}", "the list of calls is empty"),
+        ("command_r", f"Action:\n```json\n[{F_COMMAND_R}]", "``` is missing"),
+        ("command_r", f"Action:\n```json\n[{F_JSON}]```", '"tool_name" must be a text'),
+        ("apertus", '<|tools_prefix|>[{"f": {}, "g": {}}]<|tools_suffix|>', "the name of its tool as the only key"),
+        ("apertus", '<|tools_prefix|>[{"f": 1}]<|tools_suffix|>', '"arguments" must be a JSON object'),
+        ("apertus", '<|tools_prefix|>{"f": {}}<|tools_suffix|>', "calls are written as a JSON list"),
+        ("hunyuan_a13b", f"<tool_calls>[{F_JSON}]", "</tool_calls> is missing"),
+        ("hunyuan_a13b", f"<tool_calls>{F_JSON}, {F_JSON}</tool_calls>", "stands where </tool_calls> belongs"),
+        ("hy_v3", f"{HY}</tool_calls:opensource>", "stands where <tool_call:opensource> belongs"),
+        ("hy_v3", f"{HY}{HY_CALL}{HY_PAIR * 2}", "the argument 'x' is given twice"),
+        ("hy_v3", f"{HY}{HY_CALL[:-20]}", "<tool_sep:opensource> is missing"),
+        ("minicpm5", '<function name="f"><param name="x">1</function>', "</param> is missing"),
+        ("minicpm5", '<function name="f"><param name="x"><![CDATA[1</param>', "]]></param> is missing"),
+        ("minicpm5", "<function name=f></function>", '"NAME"> belongs behind <function name='),
+        ("nemotron", f"<TOOLCALL>{F_JSON}</TOOLCALL>", "calls are written as a JSON list"),
+        ("functionary", "<function=f>[1]</function>", "the arguments must be a JSON object"),
+        ("functionary", "<function=>{}</function>", "a name and > belong behind <function="),
+        ("functionary_v3_2", 'f\n{"x": 1', "no valid JSON"),
+        ("kimi_k3", f"{K3}{END_K3}", 'call tool="NAME" belongs'),
+        ("kimi_k3", f"{K3}{K3_CALL}{argument('x', 'number', 'one')}", "'one' is no JSON"),
+        ("kimi_k3", f"{K3}{K3_CALL}{argument('x', 'string', '<|open|>')}", "a value holds <|open|>"),
+        ("kimi_k3", f"{K3}{K3_CALL}{argument('x', 'string', '1') * 2}", "the argument 'x' is given twice"),
+        ("kimi_k3", f"{K3}{K3_CALL}{argument('', 'string', '1')}", "an argument has no key"),
+        ("kimi_k3", f"{K3}{K3_CALL}{END_K3}", "stands where <|close|>call<|sep|> belongs"),
+        ("muse_glimmer", f" to=f<|message|>{ATEM_F.replace('</atem:inv', '')}<|eot|>", "where </atem:invoke> belongs"),
         ("llama3_json", '{"name": "f", "parameters": {"x": 1}', "no valid JSON"),
         ("llama3_json", '{"name": "f", "parameters": 1}', '"parameters" must be a JSON object'),
         ("llama3_json", "<|python_tag|>print(1)", "no valid JSON"),

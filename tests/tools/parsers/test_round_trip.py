@@ -79,7 +79,7 @@ def parsed(family: Family, text: str) -> tuple[str, list[tuple[str, Any]]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(calls=calls)
 def test_parser_reads_what_its_template_wrote(family: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
     one = FAMILIES[family]
@@ -124,7 +124,7 @@ def test_pythonic_reads_texts_in_any_quotes(template: str, fit: Any, calls: list
     assert (found, repr(found)) == (calls, repr(calls))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.sampled_from(["python", "shell"]), min_size=1, max_size=3), texts)
 def test_parser_reads_code_as_it_was_written(names: list[str], code: str) -> None:
     code = f"x = 1\n{code}".replace("```", "'''").replace("</think>", "")
@@ -134,7 +134,7 @@ def test_parser_reads_code_as_it_was_written(names: list[str], code: str) -> Non
     assert (content, found) == ("I shall look.", rendered)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.text(min_size=1), st.dictionaries(texts, json_values, max_size=4), st.text(), st.booleans())
 def test_hermes_reads_any_name_and_json(name: str, arguments: dict[str, object], before: str, ascii_only: bool) -> None:
     body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=ascii_only)

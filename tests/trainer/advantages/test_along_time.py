@@ -64,7 +64,7 @@ def test_remax_by_hand() -> None:
 NUMBERS = st.floats(-3, 3, width=32)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(NUMBERS, NUMBERS), min_size=1, max_size=12), st.floats(0, 1), st.floats(0, 1))
 def test_gae_is_its_sum_of_deltas(steps: list[tuple[float, float]], gamma: float, lam: float) -> None:
     rewards, values = (torch.tensor(column, dtype=torch.float64) for column in zip(*steps, strict=True))
@@ -76,7 +76,7 @@ def test_gae_is_its_sum_of_deltas(steps: list[tuple[float, float]], gamma: float
         assert float(found[start]) == pytest.approx(float((powers * deltas[start:]).sum()), abs=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.lists(NUMBERS, min_size=1, max_size=5), min_size=1, max_size=4), st.floats(0, 1))
 def test_episodes_do_not_see_each_other(rewards: list[list[float]], gamma: float) -> None:
     flat = torch.tensor([r for episode in rewards for r in episode], dtype=torch.float64)

@@ -103,7 +103,7 @@ def test_equal_rewards_say_nothing(name: str) -> None:
 REWARDS = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=4, max_size=9)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(REWARDS, st.randoms(use_true_random=False))
 @pytest.mark.parametrize("name", GROUPED)
 def test_the_order_of_episodes_does_not_matter(name: str, rewards: list[float], random: Any) -> None:
@@ -115,7 +115,7 @@ def test_the_order_of_episodes_does_not_matter(name: str, rewards: list[float], 
     assert after == pytest.approx([before[i] for i in order], abs=1e-12)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(REWARDS, st.floats(0.5, 50), st.floats(-5, 5))
 @pytest.mark.parametrize("name", GROUPED)
 def test_a_shift_does_not_matter_and_a_scale_scales_or_does_not(
@@ -129,7 +129,7 @@ def test_a_shift_does_not_matter_and_a_scale_scales_or_does_not(
     torch.testing.assert_close(changed, before * (scale if name in LINEAR else 1.0), atol=1e-4, rtol=1e-4)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.integers(0, 3)), min_size=2, max_size=12))
 @pytest.mark.parametrize("name", GROUPED)
 def test_a_group_is_alone_in_the_world(name: str, members: list[tuple[float, int]]) -> None:

@@ -58,7 +58,7 @@ def test_nothing_is_corrected_where_both_policies_are_one(name: str) -> None:
     assert found.kept.all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(given_=st.lists(st.tuples(st.floats(0.05, 20), st.integers(0, 2)), min_size=1, max_size=12))
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("name", CORRECTIONS.names())

@@ -25,3 +25,4 @@ from .tensor_parallel import split_over as split_over
 from .trial import Trial as Trial
 from .trial import try_copy as try_copy
 from .trial import try_model as try_model
+from .vision import Vision as Vision

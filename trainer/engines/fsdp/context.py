@@ -10,6 +10,7 @@ continues with all N values and the same loss, and its backward takes its own to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,8 @@ class PackPart:
     """[l, layers, k] as `Pack.experts`"""
     top_ids: Tensor | None = None
     """[n, k] as `Pack.top_ids`"""
+    images: Sequence[Sequence[bytes]] = ()
+    """As `Pack.images`; empty over several ranks"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,7 @@ def whole_part(pack: Pack) -> PackPart:
         parents=pack.parents,
         experts=pack.experts,
         top_ids=pack.top_ids,
+        images=pack.images,
     )
 
 

@@ -31,6 +31,7 @@ from penstock.trainer.engines.fsdp.publishing import local_shards
 from penstock.trainer.engines.fsdp.saved_model import save_settings, save_tensors
 from penstock.trainer.engines.fsdp.sharded import ShardedModule, TrainableModule
 from penstock.trainer.engines.fsdp.shell import local_part
+from penstock.trainer.images import sees_images
 from penstock.trainer.job import BadJob
 from penstock.trainer.packing import Pack, RowLayout
 from penstock.trainer.ranks.distributed import Ranks
@@ -38,7 +39,8 @@ from penstock.weight_sync import Shard
 
 
 class FSDPEngine:
-    """Any `AutoModelForCausalLM`. One rank by default; more give the same numbers, up to rounding."""
+    """Any `AutoModelForCausalLM`, and models of images and text. One rank by default; more give the same numbers, up to
+    rounding."""
 
     def __init__(
         self,
@@ -54,6 +56,8 @@ class FSDPEngine:
         self.config = config
         self.temperature = temperature
         self._ranks = ranks
+        if sees_images(model):
+            refuse_beside_images(model, config)
         self.policy: Policy = load_policy(model, temperature, config, in_slices=True)
         if routing_replay and self.policy.routers is None:
             raise BadJob(f"rollout.routing_replay: {self.policy.unrouted_because}")
@@ -231,7 +235,23 @@ class FSDPEngine:
 def _model_limits(policy: Policy, *, routing_replay: bool) -> ModelLimits:
     config = policy.model.config.get_text_config()
     mixtures = policy.routers.mixtures if routing_replay and policy.routers else None
-    return ModelLimits(config.max_position_embeddings, config.vocab_size, config.hidden_size, mixtures)
+    image_token = policy.vision.image_token if policy.vision else None
+    sizes = config.max_position_embeddings, config.vocab_size, config.hidden_size
+    return ModelLimits(*sizes, mixtures, image_token)
+
+
+def refuse_beside_images(model: str, config: TrainerConfig) -> None:
+    """Raises `BadJob` for settings under which a model that sees images has not been shown to be exact."""
+    asked = {
+        "trainer.parallel.context": (config.parallel.context > 1, 1),
+        "trainer.parallel.tensor": (config.parallel.tensor > 1, 1),
+        "trainer.lora.rank": (config.lora.rank > 0, 0),
+        "trainer.compile": (config.compile, "false"),
+        "trainer.liger": (config.liger, "false"),
+    }
+    for key, (is_asked, plain) in asked.items():
+        if is_asked:
+            raise BadJob(f"{model} sees images, and {key} is not tried with them: set it to {plain}")
 
 
 def _model_state(engine: FSDPEngine) -> dict[str, Any]:

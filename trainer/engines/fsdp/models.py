@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from penstock.rollout_server import Routers
 from penstock.trainer.config import TrainerConfig
@@ -37,6 +37,8 @@ from penstock.trainer.engines.fsdp.lora import Adapter
 from penstock.trainer.engines.fsdp.rows import first_sentence, run_rows
 from penstock.trainer.engines.fsdp.shell import ModelShell, NeedsWholeModel, names_of, open_shell
 from penstock.trainer.engines.fsdp.traits import Traits, body_of, find_traits
+from penstock.trainer.engines.fsdp.vision import Vision
+from penstock.trainer.images import sees_images
 from penstock.trainer.job import BadJob
 from penstock.trainer.logprobs import Head, Outputs, coarse_logprobs, entropies, target_logprobs, token_logprobs
 from penstock.trainer.packing import Pack
@@ -66,6 +68,7 @@ class Policy(nn.Module):
         self.head = replace(head, temperature=temperature) if head else None
         """As `Traits.head`."""
         self.rows = loaded.traits.rows
+        self.vision = loaded.vision
         self.routers: Routers | None = None
         """Of a mixture of experts; None: its layers are not wrapped."""
         self.unrouted_because = loaded.traits.unrouted_because
@@ -101,7 +104,8 @@ class Policy(nn.Module):
 
     def _run(self, call: Callable[[dict[str, Any]], Tensor], part: PackPart) -> Tensor:
         """[N, …] at the places that predict a sampled token"""
-        found = run_rows(call, part, self.rows, self.context, routed=self.routers is not None)
+        routed = self.routers is not None
+        found = run_rows(call, part, self.rows, self.context, routed=routed, vision=self.vision)
         return found[part.predictors]
 
 
@@ -114,6 +118,8 @@ class LoadedModel:
     names: HubNames
     shell: ModelShell | None = None
     """Where its weights come from once it is sharded; None: it has them, on the host."""
+    vision: Vision | None = None
+    """None: it is trained without images."""
 
 
 def load_policy(
@@ -162,6 +168,8 @@ def keep_in(module: nn.Module, dtype: torch.dtype) -> None:
 
 def load_model(model: str, *, in_slices: bool = False) -> LoadedModel:
     """`in_slices`: without weights where that can be, for each rank to read its own slices. Raises `BadJob`."""
+    if sees_images(model):
+        return _load_seeing(model)
     if in_slices:
         try:
             shell = open_shell(model)
@@ -177,6 +185,14 @@ def load_model(model: str, *, in_slices: bool = False) -> LoadedModel:
     loaded.eval()
     freeze_choosers(loaded)
     return LoadedModel(loaded, find_traits(loaded), names_of(loaded, model))
+
+
+def _load_seeing(model: str) -> LoadedModel:
+    """A model of images and text, whole. All of it learns, the vision tower too. Raises `BadJob`."""
+    loaded = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    loaded.eval()
+    vision = Vision.of(model, loaded)
+    return LoadedModel(loaded, find_traits(loaded, vision), names_of(loaded, model), vision=vision)
 
 
 def freeze_choosers(model: PreTrainedModel) -> None:
@@ -214,6 +230,7 @@ class Critic(nn.Module):
         super().__init__()
         self.model: nn.Module = body_of(loaded.model)
         self.rows = loaded.traits.rows
+        self.vision = loaded.vision
         self.shell = loaded.shell
         self.context: ContextGroup | None = None
         """As `Policy.context`."""
@@ -223,7 +240,9 @@ class Critic(nn.Module):
     def forward(self, pack: Pack) -> Tensor:
         """Values [N], float32, of the contexts before `pack.targets`."""
         part = self.context.part(pack) if self.context else whole_part(pack)
-        hidden = run_rows(lambda inputs: self.model(**inputs).last_hidden_state, part, self.rows, self.context)
+        hidden = run_rows(
+            lambda inputs: self.model(**inputs).last_hidden_state, part, self.rows, self.context, vision=self.vision
+        )
         # A sum over the one column: FSDP's hook on the output would be lost with a view.
         values = self.head(hidden[part.predictors]).float().sum(-1)
         return self.context.join(values, part.counts) if self.context else values

@@ -11,6 +11,7 @@ forward of one row cannot be trained on.
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from penstock.trainer.engines.fsdp import attention
 from penstock.trainer.engines.fsdp.attention import NoBounds, VisibleKeys
 from penstock.trainer.engines.fsdp.context import ContextGroup, PackPart
 from penstock.trainer.engines.fsdp.mixers import has_kernels, kinds_of_mixers, mix_row_by_row
+from penstock.trainer.engines.fsdp.vision import Vision
 from penstock.trainer.job import BadJob
 from penstock.trainer.packing import RowLayout
 
@@ -39,6 +41,8 @@ SHORT = (5, 3)
 LONG = (70, 90)
 """Lengths of the rows that are tried; long ones where layers carry a state, whose loops take 64 tokens at a time."""
 FIRST_ROW = (1, 2, 3, 4, 5)
+TRIED_IMAGES = (((60, 90), (90, 60)), ((120, 60),), ())
+"""Width and height of the images of each row that a model of images and text is tried on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +82,13 @@ class RowInputs:
     """[L] first index of each token in what the model returns [B, W, …]; None: they are one line, as they lie"""
     column: Tensor | None = None
     """[L] second index"""
+    blank: tuple[int, int] | None = None
+    """First and second index of a token of a blank image, see `vision`."""
 
     def of_pack(self, found: Tensor) -> Tensor:
         """[B, W, …] → [L, …]"""
-        return found[0] if self.line is None else found[self.line, self.column]
+        picked = found[0] if self.line is None else found[self.line, self.column]
+        return picked if self.blank is None else picked + found[self.blank].sum() * 0
 
 
 def run_rows(
@@ -91,18 +98,28 @@ def run_rows(
     context: ContextGroup | None = None,
     *,
     routed: bool = False,
+    vision: Vision | None = None,
 ) -> Tensor:
-    """[L, …] of a pack's tokens, in its order; `call`: keyword arguments → [B, W, …]. `routed`: it has `Routers`."""
-    found = [inputs.of_pack(call(inputs.arguments)) for inputs in row_inputs(part, plan, context, routed=routed)]
+    """[L, …] of a pack's tokens, in its order; `call`: keyword arguments → [B, W, …]. `routed`: it has `Routers`;
+    `vision`: it sees images."""
+    calls = row_inputs(part, plan, context, routed=routed, vision=vision)
+    found = [inputs.of_pack(call(inputs.arguments)) for inputs in calls]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def row_inputs(
-    part: PackPart, plan: RowPlan, context: ContextGroup | None = None, *, routed: bool = False
+    part: PackPart,
+    plan: RowPlan,
+    context: ContextGroup | None = None,
+    *,
+    routed: bool = False,
+    vision: Vision | None = None,
 ) -> Iterator[RowInputs]:
     """The calls by which the rows of one part of a pack go through the model."""
     experts = part.experts if routed else None
-    if plan.layout is RowLayout.PACKED:
+    if plan.layout is RowLayout.PACKED and vision is not None:
+        yield _packed_seeing(part, vision)
+    elif plan.layout is RowLayout.PACKED:
         arguments = row_bounds_arguments(part.row_bounds, part.parents, numbered=bool(plan.mixers))
         if context is not None:
             arguments["context"] = context
@@ -112,7 +129,7 @@ def row_inputs(
             {"input_ids": part.ids[None], "position_ids": part.positions[None], "use_cache": False, **arguments}
         )
     elif plan.layout is RowLayout.PADDED:
-        yield _padded(part, routed=routed)
+        yield _padded(part, routed=routed, vision=vision)
     else:
         lengths = part.row_bounds.diff().tolist()
         told = [None] * len(lengths) if experts is None else experts.split(lengths)
@@ -121,13 +138,29 @@ def row_inputs(
             yield RowInputs({"input_ids": row[None], "use_cache": False, **given})
 
 
-def _padded(part: PackPart, *, routed: bool) -> RowInputs:
+def _padded(part: PackPart, *, routed: bool, vision: Vision | None = None) -> RowInputs:
     lengths = part.row_bounds.diff().long()
     line = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     ids = part.ids.new_zeros(len(lengths), int(lengths.max()))
     ids[line, part.positions] = part.ids
-    given = {KEYWORD: _padded_routing(part, line, ids.shape[1])} if routed else {}
-    return RowInputs({"input_ids": ids, "use_cache": False, **given}, line, part.positions)
+    given: dict[str, Any] = {KEYWORD: _padded_routing(part, line, ids.shape[1])} if routed else {}
+    lines = len(ids)
+    if vision is not None:
+        ids, seen = vision.look(ids, part.images)
+        given |= seen
+    arguments = {"input_ids": ids, "use_cache": False, **given}
+    return RowInputs(arguments, line, part.positions, blank=(lines, 0) if len(ids) > lines else None)
+
+
+def _packed_seeing(part: PackPart, vision: Vision) -> RowInputs:
+    length = len(part.ids)
+    seen = vision.look_along(part.ids.split(part.row_bounds.diff().tolist()), part.images)
+    bounds = row_bounds_arguments(seen.bounds)
+    arguments = {"input_ids": seen.ids, "position_ids": seen.positions, "use_cache": False, **bounds, **seen.arguments}
+    if seen.ids.shape[1] == length:
+        return RowInputs(arguments)
+    column = torch.arange(length, device=part.ids.device)
+    return RowInputs(arguments, torch.zeros_like(column), column, blank=(0, length))
 
 
 def _padded_routing(part: PackPart, line: Tensor, width: int) -> Routing:
@@ -162,9 +195,15 @@ def row_bounds_arguments(
     return arguments if parents is None else {**arguments, "seen": VisibleKeys.of(row_bounds, parents)}
 
 
-def choose_rows(model: PreTrainedModel) -> RowPlan:
-    """`model` has weights and takes the plan. Raises `BadJob` where its own forward fails or gives no numbers."""
-    probe = TrialRows.of(model, LONG if kinds_of_mixers(model) else SHORT)
+def choose_rows(model: PreTrainedModel, vision: Vision | None = None) -> RowPlan:
+    """`model` has weights and takes the plan. Raises `BadJob` where its own forward fails or gives no numbers.
+
+    One that sees images (`vision`) is tried on rows with some.
+    """
+    if vision is not None:
+        probe = TrialRows.with_images(model, vision)
+    else:
+        probe = TrialRows.of(model, LONG if kinds_of_mixers(model) else SHORT)
     try:
         model.set_attn_implementation("eager")  # sdpa leaves out caps on scores
         reference = probe.alone()
@@ -199,7 +238,7 @@ def _packed_plan(model: PreTrainedModel, probe: TrialRows, reference: Tensor) ->
         for name in (attention.NAME, "sdpa"):
             plan = RowPlan(RowLayout.PACKED, name, mixers=mixers, row_by_row=row_by_row)
             try:
-                model.set_attn_implementation(name)
+                _set_attention(model, name)
                 packed = probe.by(plan)
             except NoBounds as error:  # transformers' own mask is a substitute: exact, and slower
                 because = first_sentence(error)
@@ -214,9 +253,16 @@ def _packed_plan(model: PreTrainedModel, probe: TrialRows, reference: Tensor) ->
     return None, because
 
 
+def _set_attention(model: PreTrainedModel, name: str) -> None:
+    """A vision tower's own attention goes both ways, and keeps its images apart by itself: ours is for the text."""
+    parts = {"text_config": name, "vision_config": "sdpa"}
+    seeing = name == attention.NAME and hasattr(model.config, "vision_config")
+    model.set_attn_implementation(parts if seeing else name)
+
+
 def _unpacked_plan(model: PreTrainedModel, probe: TrialRows, reference: Tensor, because: str) -> RowPlan:
     """By sdpa where that is exact, since eager keeps all scores of a row."""
-    for layout in (RowLayout.PADDED, RowLayout.ALONE):
+    for layout in (RowLayout.PADDED,) if probe.vision is not None else (RowLayout.PADDED, RowLayout.ALONE):
         for name in ("sdpa", "eager"):
             plan = RowPlan(layout, name, mixers=kinds_of_mixers(model), unpacked_because=because)
             try:
@@ -270,6 +316,22 @@ class TrialRows:
     """The position of each row's first token; empty: 0"""
     parents: tuple[int, ...] = ()
     """As `Pack.parents`; empty: none"""
+    images: tuple[tuple[bytes, ...], ...] = ()
+    """Of each row; empty: none"""
+    vision: Vision | None = None
+
+    @classmethod
+    def with_images(cls, model: PreTrainedModel, vision: Vision) -> TrialRows:
+        """Places of images among other ids, which are none of its vision."""
+        words = [word for word in range(1, 61) if word != vision.image_token]
+        images = tuple(tuple(_noise(size) for size in sizes) for sizes in TRIED_IMAGES)
+        rows = []
+        for number, of_row in enumerate(images):
+            ids = words[number : number + 3]
+            for image in of_row:
+                ids = [*ids, *[vision.image_token] * vision.read(image).tokens, *words[number + 3 : number + 7]]
+            rows.append((*ids, *words[number + 7 : number + 9]))
+        return cls(model, tuple(rows), images=images, vision=vision)
 
     @classmethod
     def of(cls, model: PreTrainedModel, lengths: tuple[int, ...]) -> TrialRows:
@@ -279,14 +341,20 @@ class TrialRows:
     @torch.no_grad()
     def alone(self) -> Tensor:
         """Logits [L, V] of one row after the other, as anybody would call the model."""
-        return torch.cat(
-            [self.model(input_ids=self._tensor(row)[None], use_cache=False).logits[0] for row in self.rows]
-        )
+        return torch.cat([self._alone(number) for number in range(len(self.rows))])
+
+    def _alone(self, number: int) -> Tensor:
+        ids = self._tensor(self.rows[number])[None]
+        seen: dict[str, Tensor] = {}
+        if self.vision is not None and self.images[number]:
+            ids, seen = self.vision.look(ids, [self.images[number]])
+        logits: Tensor = self.model(input_ids=ids, use_cache=False, **seen).logits[0]
+        return logits
 
     @torch.no_grad()
     def by(self, plan: RowPlan) -> Tensor:
         """Logits [L, V]"""
-        return run_rows(lambda arguments: self.model(**arguments).logits, self.part(), plan)
+        return run_rows(lambda arguments: self.model(**arguments).logits, self.part(), plan, vision=self.vision)
 
     def part(self) -> PackPart:
         starts = self.starts or (0,) * len(self.rows)
@@ -299,7 +367,19 @@ class TrialRows:
             predictors=nothing,
             targets=nothing,
             parents=self._tensor(self.parents) if self.parents else None,
+            images=self.images,
         )
 
     def _tensor(self, numbers: Any) -> Tensor:
         return torch.tensor(list(numbers), dtype=torch.long, device=self.model.device)
+
+
+def _noise(size: tuple[int, int]) -> bytes:
+    """An encoded image, the same in every process."""
+    from PIL import Image
+
+    width, height = size
+    pixels = torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    written = io.BytesIO()
+    Image.fromarray(pixels.numpy()).save(written, "PNG")
+    return written.getvalue()

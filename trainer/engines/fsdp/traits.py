@@ -23,6 +23,7 @@ from penstock.trainer.engines.fsdp.rows import (
     keeps_shared_prompts,
     run_rows,
 )
+from penstock.trainer.engines.fsdp.vision import Vision
 from penstock.trainer.logprobs import Head
 
 
@@ -38,13 +39,18 @@ class Traits:
     """Why no `Routers` can be made of it: it has no experts, or chooses them in another way. Empty where they can."""
 
 
-def find_traits(model: PreTrainedModel) -> Traits:
-    """`model` has weights and is on the host; it takes the plan for its rows. Raises `BadJob` where there is none."""
+def find_traits(model: PreTrainedModel, vision: Vision | None = None) -> Traits:
+    """`model` has weights and is on the host; it takes the plan for its rows. Raises `BadJob` where there is none.
+    `vision`: it sees images."""
     device = torch.device("cuda" if mixers_of(model) and torch.cuda.is_available() else "cpu")
     module: nn.Module = model
     module.to(device)  # kernels of layers with a state compute on GPUs alone
     try:
-        rows = choose_rows(model)
+        rows = choose_rows(model, vision)
+        if vision is not None:
+            return Traits(
+                rows, _head_of(model, rows), shares_prompts=False, unrouted_because="a model that sees images"
+            )
         return Traits(rows, _head_of(model, rows), keeps_shared_prompts(model, rows), _unrouted_because(model, rows))
     finally:
         module.to("cpu")

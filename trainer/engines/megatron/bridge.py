@@ -46,7 +46,8 @@ class ModelBridge:
         self._bridge = _open(self.hf_config, self._dtype, model)
         self._layers = "Transformer Engine's layers" if transformer_engine else "megatron-core's own layers"
         if not transformer_engine:
-            if self.config.num_moe_experts and config.parallel.tensor > 1:
+            # megatron-core trains experts on tensor ranks under sequence parallelism alone.
+            if self.config.num_moe_experts and config.parallel.tensor > 1 and not PLAIN["sequence_parallel"]:
                 raise BadJob(
                     f"{model} has experts, and without Transformer Engine trainer.parallel.tensor is 1: split them "
                     f"with trainer.parallel.expert; {SETUP_HINT}"
@@ -126,6 +127,13 @@ def standing_in(models: list[nn.Module], values: Mapping[nn.Parameter, Tensor]) 
     finally:
         for owner, name, parameter in held:
             owner[name] = parameter
+
+
+def unwrapped(model: Any) -> Any:
+    """megatron's `GPTModel` inside its wrappers."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
 
 
 def _stand_in(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:

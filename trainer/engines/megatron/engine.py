@@ -16,17 +16,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from penstock.rollout_server import NoRouters
 from penstock.trainer.batch import ModelLimits
 from penstock.trainer.checkpoint import CheckpointInfo
 from penstock.trainer.config import TrainerConfig, learning_rate
-from penstock.trainer.engine import Flops, PackLoss, Update, ValueLoss
+from penstock.trainer.engine import Flops, PackLoss, RouterLoads, Update, ValueLoss
 from penstock.trainer.engines.megatron.bridge import ModelBridge
 from penstock.trainer.engines.megatron.optimizer import Optimizer
+from penstock.trainer.engines.megatron.routing import StageRouters, layers_of
 from penstock.trainer.engines.megatron.settings import check_machine, has_transformer_engine, takes_packed_rows
 from penstock.trainer.engines.megatron.stages import Reading, Stages
 from penstock.trainer.engines.megatron.state import State
+from penstock.trainer.job import BadJob
 from penstock.trainer.packing import Pack, RowLayout
 from penstock.trainer.ranks.distributed import Ranks
 
@@ -37,8 +40,17 @@ NO_LORA = "trainer.engine megatron has no LoRA"
 class MegatronEngine:
     """An `Engine` over ranks that `config.parallel` arranges."""
 
-    def __init__(self, model: str, config: TrainerConfig, ranks: Ranks, temperature: float = 1.0) -> None:
-        """A collective. Raises `BadJob` for a model or a machine that the engine cannot serve."""
+    def __init__(
+        self,
+        model: str,
+        config: TrainerConfig,
+        ranks: Ranks,
+        temperature: float = 1.0,
+        *,
+        routing_replay: bool = False,
+    ) -> None:
+        """A collective. `routing_replay`: the policy's tokens are read by the experts that packs name. Raises `BadJob`
+        for a model or a machine that the engine cannot serve."""
         check_machine(config)
         open_groups(config)
         self.config = config
@@ -48,14 +60,17 @@ class MegatronEngine:
         self._bridge = ModelBridge(model, config, transformer_engine=has_transformer_engine())
         self._bridge.config.finalize_model_grads_func = _reduce_gradients
         reading = Reading(config.parallel, takes_packed_rows(config), temperature)
-        self._policy = Stages(self._bridge.build(trained=True), reading, ranks)
+        policy = self._bridge.build(trained=True)
+        self._routers = self._wrap_routers(policy, routing_replay=routing_replay)
+        self._policy = Stages(policy, reading, ranks, self._routers)
         self._reference: Stages | None = None
         if config.kl.needs_reference:
             self._reference = Stages(self._bridge.build(trained=False), reading, ranks)
         self._optimizer = Optimizer(self._policy.models, config)
         self._state = State(self._policy.models, self._bridge, self._optimizer, ranks)
         hf = self._bridge.hf_config
-        self.limits = ModelLimits(hf.max_position_embeddings, hf.vocab_size, hf.hidden_size)
+        mixtures = self._routers.mixtures if self._routers and routing_replay else None
+        self.limits = ModelLimits(hf.max_position_embeddings, hf.vocab_size, hf.hidden_size, mixtures)
         self.flops = flops_of(self._bridge.config, hf.vocab_size)
 
     @property
@@ -71,9 +86,20 @@ class MegatronEngine:
         """Also where rows become a rectangle: what fills it up is not counted."""
         return RowLayout.PACKED
 
-    def take_router_loads(self) -> None:
-        """Not counted."""
-        return None
+    def take_router_loads(self) -> RouterLoads | None:
+        if self._routers is None:
+            return None
+        has_aux_loss = getattr(self._bridge.hf_config, "router_aux_loss_coef", None) is not None
+        return RouterLoads(self._routers.take_load(), has_aux_loss)
+
+    def _wrap_routers(self, models: list[nn.Module], *, routing_replay: bool) -> StageRouters | None:
+        """None for a model whose routers cannot be recorded. Raises `BadJob` where they must be."""
+        try:
+            return StageRouters(models, layers_of(self._bridge.folder), self._ranks.device)
+        except NoRouters as error:
+            if routing_replay:
+                raise BadJob(f"rollout.routing_replay: {error}") from error
+            return None
 
     def score(self, packs: Sequence[Pack]) -> list[Tensor]:
         return self._policy.score(packs)

@@ -24,7 +24,7 @@ from penstock.trainer.packing import Pack
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """M of the pack's N sampled tokens are predicted on this rank."""
+    """M of the pack's N sampled tokens are predicted on this rank, which has K of its L tokens."""
 
     arguments: dict[str, Any]
     """Of `GPTModel.forward`"""
@@ -34,6 +34,12 @@ class Inputs:
     """[M] second index of the hidden states [S, B, H] that predict them"""
     column: Tensor
     """[M] first index"""
+    tokens: Tensor
+    """[K] which of the pack's tokens"""
+    place: Tensor
+    """[K] where each is among the S · B places of the hidden states, filling included: column · B + line"""
+    size: int
+    """S · B"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +69,9 @@ def rectangle(pack: Pack, align: int) -> Inputs:
         # True is hidden.
         "attention_mask": (columns[:, None] < columns)[None, None],
     }
-    own = torch.arange(len(pack.targets), device=lengths.device)
-    return Inputs(arguments, own, line[pack.predictors], pack.positions[pack.predictors])
+    own, tokens = (torch.arange(count, device=lengths.device) for count in (len(pack.targets), len(pack.ids)))
+    place = pack.positions * rows + line
+    return Inputs(arguments, own, line[pack.predictors], pack.positions[pack.predictors], tokens, place, rows * longest)
 
 
 def packed(pack: Pack, align: int, contexts: int, context: int) -> Inputs:
@@ -73,8 +80,10 @@ def packed(pack: Pack, align: int, contexts: int, context: int) -> Inputs:
 
     cut = cut_rows(pack, align, contexts, context)
     ids, positions = (torch.zeros(cut.length, dtype=torch.long, device=pack.ids.device) for _ in range(2))
-    ids[cut.place[cut.mine]] = pack.ids[cut.mine]
-    positions[cut.place[cut.mine]] = pack.positions[cut.mine]
+    tokens = cut.mine.nonzero().flatten()
+    place = cut.place[tokens]
+    ids[place] = pack.ids[tokens]
+    positions[place] = pack.positions[tokens]
     longest = int(cut.bounds.diff().max())
     bounds = {
         name: cut.bounds for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
@@ -87,7 +96,7 @@ def packed(pack: Pack, align: int, contexts: int, context: int) -> Inputs:
         "packed_seq_params": PackedSeqParams(qkv_format="thd", **bounds, **sizes),
     }
     own = cut.mine[pack.predictors].nonzero().flatten()
-    return Inputs(arguments, own, torch.zeros_like(own), cut.place[pack.predictors[own]])
+    return Inputs(arguments, own, torch.zeros_like(own), cut.place[pack.predictors[own]], tokens, place, cut.length)
 
 
 def cut_rows(pack: Pack, align: int, contexts: int, context: int) -> Cut:

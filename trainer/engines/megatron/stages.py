@@ -21,7 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.trainer.config import ParallelConfig
+from penstock.trainer.engines.megatron.bridge import unwrapped
 from penstock.trainer.engines.megatron.inputs import Inputs, packed, rectangle
+from penstock.trainer.engines.megatron.routing import StageRouters
 from penstock.trainer.logprobs import Head, Outputs, token_logprobs
 from penstock.trainer.packing import Pack, empty_pack
 from penstock.trainer.ranks.distributed import Ranks
@@ -50,10 +52,14 @@ class Reading:
 class Stages:
     """This rank's part of a model. Every method is a collective over all ranks."""
 
-    def __init__(self, models: list[nn.Module], reading: Reading, ranks: Ranks) -> None:
+    def __init__(
+        self, models: list[nn.Module], reading: Reading, ranks: Ranks, routers: StageRouters | None = None
+    ) -> None:
+        """`routers`: of these models, to which the experts of packs are given."""
         self.models = models
         self._reading = reading
         self._ranks = ranks
+        self._routers = routers
 
     @torch.no_grad()
     def score(self, packs: Sequence[Pack]) -> list[Tensor]:
@@ -99,7 +105,8 @@ class Stages:
         def forward(turn: Iterator[Pack], model: nn.Module) -> tuple[Tensor, Any]:
             pack = next(turn).to(self._ranks.device)
             inputs = self._reading.layout(pack)
-            return hidden_states(model, inputs.arguments), partial(last, pack, inputs, model)
+            routed = {} if self._routers is None else self._routers.arguments(pack, inputs)
+            return hidden_states(model, {**inputs.arguments, **routed}), partial(last, pack, inputs, model)
 
         return get_forward_backward_func()(
             forward_step_func=forward,
@@ -136,7 +143,7 @@ class Stages:
 def hidden_states(model: Any, arguments: dict[str, Any]) -> Tensor:
     """[S, B, H] after this stage's layers, after the last norm on the last stage; under sequence parallelism the rank's
     part of S."""
-    gpt = _unwrapped(model)
+    gpt = unwrapped(model)
     last, gpt.post_process = gpt.post_process, False
     try:
         return model(**arguments)
@@ -152,7 +159,7 @@ def outputs_of(
     rank the same; the gradient reaches each rank's own hidden states once."""
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-    gpt, count = _unwrapped(model), len(pack.targets)
+    gpt, count = unwrapped(model), len(pack.targets)
     if gpt.config.sequence_parallel:
         # The gradient that comes back is whole on every tensor rank already: each takes its part.
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
@@ -187,10 +194,3 @@ def _whole(values: Tensor, own: Tensor, count: int) -> Tensor:
         return values
     # Forward a sum over the group, backward the gradient as it is.
     return reduce_from_tensor_model_parallel_region(values.new_zeros(count).index_copy(0, own, values), group=group)
-
-
-def _unwrapped(model: Any) -> Any:
-    """megatron's `GPTModel` inside its wrappers."""
-    while hasattr(model, "module"):
-        model = model.module
-    return model

@@ -8,17 +8,28 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from shutil import which
 from typing import Any
 
+import pytest
 from tests.tiny_model import save_tiny_model
 
-from penstock.trainer.engines.megatron import find_python
+from penstock.trainer.engines.megatron import SETUP_HINT, find_python
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[3]
 PYTHON = os.environ.get("PENSTOCK_MEGATRON_PYTHON") or find_python(None)
 FIND = "import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ('megatron', 'mbridge', 'torch'))))"
 INSTALLED = not subprocess.run([PYTHON, "-c", FIND], capture_output=True, check=False).returncode
+ON_CPU = [
+    pytest.mark.deep,
+    pytest.mark.megatron,
+    pytest.mark.skipif(not INSTALLED, reason=f"no megatron-core and mbridge in {PYTHON}: {SETUP_HINT}"),
+    pytest.mark.skipif(
+        which("nvidia-smi") is not None, reason="its CPU tests run where Transformer Engine is not there"
+    ),
+]
+"""Marks of tests that run on gloo."""
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1": {"ranks": 1},
@@ -28,6 +39,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"ranks": 2, "parallel": {"context": 2}},
     "ep2": {"ranks": 2, "parallel": {"expert": 2}},
     "cp2 ep2": {"ranks": 2, "parallel": {"context": 2, "expert": 2}},
+    "tp2 ep2": {"ranks": 2, "parallel": {"tensor": 2, "expert": 2}},
+    "tp2 pp2 ep2": {"ranks": 4, "parallel": {"tensor": 2, "pipeline": 2, "expert": 2}},
     "tp2 pp2": {"ranks": 4, "parallel": {"tensor": 2, "pipeline": 2}},
     "tp2 cp2": {"ranks": 4, "parallel": {"tensor": 2, "context": 2}},
 }

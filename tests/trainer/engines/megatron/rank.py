@@ -22,20 +22,24 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 import torch
 
 if not torch.cuda.is_available():
+    import cpu_layers
     import cpu_shim  # before anything of megatron
 
 import torch.distributed as dist
 from parallel_ranks import become_ranks
+from replayed_rows import DIVISOR, SETTINGS, by_row, packs_of, told_rows, weighted
 from safetensors.torch import save_file
 from trainer_support import make_job, make_trajectory
 
 from penstock.common import die_with_parent
 from penstock.trainer import (
+    BadJob,
     CheckpointStore,
     Learner,
     Ranks,
     TrainerConfig,
     make_step_batch,
+    router_metrics,
     share_of,
     train,
 )
@@ -108,11 +112,58 @@ def bad_step(folder: Path, model: str, settings: dict[str, Any]) -> None:
     with_engine(model, settings, step)
 
 
-def with_engine(model: str, settings: dict[str, Any], use: Callable[[MegatronEngine, Ranks], None]) -> None:
-    config = TrainerConfig(lr=1e-3, eps=1e-4, **settings)
+def replay(folder: Path, model: str, settings: dict[str, Any]) -> None:
+    """Logprobs, gradients and loads of rows whose tokens are told their experts."""
+
+    def learn(engine: MegatronEngine, ranks: Ranks) -> None:
+        packs = packs_of(told_rows(engine.limits)[ranks.data.rank :: ranks.data.world])
+        logprobs = by_row(packs, engine.score(packs))
+        update = engine.update(packs, weighted, DIVISOR, 0)
+        loads = engine.take_router_loads()
+        assert loads is not None
+        found = {"grad_norm": update.grad_norm, "loss": update.loss, **router_metrics(loads, ranks.data)}
+        share = 1 - engine.config.betas[0]
+        gradients = {name: (moment / share).contiguous() for name, moment in engine._state.export("exp_avg")}
+        if ranks.is_replica_leader:
+            save_file(logprobs, folder / f"logprobs_{ranks.data.rank}.safetensors")
+        if ranks.is_rank0:
+            save_file(gradients, folder / "gradients.safetensors")
+            (folder / "found.json").write_text(json.dumps(found))
+
+    with_engine(model, {**SETTINGS, **settings}, learn, routing_replay=True)
+
+
+def replay_with_sequence_parallelism(folder: Path, model: str, settings: dict[str, Any]) -> None:
+    """The same, tensor ranks sharing out the tokens between their matrices, and the experts."""
+    with cpu_shim.sequence_parallelism(), cpu_layers.whole_experts():
+        replay(folder, model, settings)
+
+
+def replay_with_context_parallelism(folder: Path, model: str, settings: dict[str, Any]) -> None:
+    """The same with packed rows, cut over context ranks."""
+    with cpu_layers.context_parallelism():
+        replay(folder, model, settings)
+
+
+def refused_replay(folder: Path, model: str, settings: dict[str, Any]) -> None:
+    """What a model is told that has nothing to replay."""
+    try:
+        with_engine(model, settings, lambda engine, ranks: None, routing_replay=True)
+    except BadJob as error:
+        (folder / "refusal").write_text(str(error))
+
+
+def with_engine(
+    model: str,
+    settings: dict[str, Any],
+    use: Callable[[MegatronEngine, Ranks], None],
+    *,
+    routing_replay: bool = False,
+) -> None:
+    config = TrainerConfig(**{"lr": 1e-3, "eps": 1e-4, **settings})
     ranks = Ranks.open(60, config.parallel.layout)
     try:
-        use(MegatronEngine(model, config, ranks), ranks)
+        use(MegatronEngine(model, config, ranks, routing_replay=routing_replay), ranks)
     finally:
         ranks.close()
 
@@ -151,9 +202,9 @@ def groups_of_their_own() -> Callable[[str], None]:
 
 def work(cases: Sequence[dict[str, Any]]) -> None:
     """All of them, as one rank."""
-    known = {
-        one.__name__: one for one in (run, run_with_sequence_parallelism, round_trip, first_steps, next_step, bad_step)
-    }
+    plain = (run, run_with_sequence_parallelism, round_trip, first_steps, next_step, bad_step)
+    replays = (replay, replay_with_sequence_parallelism, replay_with_context_parallelism, refused_replay)
+    known = {one.__name__: one for one in (*plain, *replays)}
     name_group = groups_of_their_own()
     for number, given in enumerate(cases):
         print(f"rank {os.environ['RANK']}: {given}", file=sys.stderr, flush=True)

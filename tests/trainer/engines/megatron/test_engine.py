@@ -7,28 +7,19 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from shutil import which
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_runs import INSTALLED, PYTHON, Case, metrics, on_ranks, with_distinct_norms
+from megatron_runs import ON_CPU, Case, metrics, on_ranks, with_distinct_norms
 from safetensors.torch import load_file
 from trainer_support import make_job
 
 from penstock.trainer import train
-from penstock.trainer.engines.megatron import SETUP_HINT
 
-pytestmark = [
-    pytest.mark.deep,
-    pytest.mark.megatron,
-    pytest.mark.skipif(not INSTALLED, reason=f"no megatron-core and mbridge in {PYTHON}: {SETUP_HINT}"),
-    pytest.mark.skipif(
-        which("nvidia-smi") is not None, reason="its CPU tests run where Transformer Engine is not there"
-    ),
-]
+pytestmark = ON_CPU
 
 PLAIN: dict[str, Any] = {"steps": 3}
 EVERYTHING: dict[str, Any] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
@@ -30,7 +30,6 @@ def pack_of(lengths: list[int]) -> Pack:
 LENGTHS = st.lists(st.integers(1, 17), min_size=1, max_size=6)
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.sampled_from([1, 2, 4]))
 def test_a_rectangle_has_every_row_on_its_line(lengths: list[int], align: int) -> None:
     pack = pack_of(lengths)
@@ -43,10 +42,12 @@ def test_a_rectangle_has_every_row_on_its_line(lengths: list[int], align: int) -
         assert row[:length].tolist() == pack.ids[pack.row_bounds[line] : pack.row_bounds[line + 1]].tolist()
         assert not row[length:].any()
     assert ids[inputs.line, inputs.column].tolist() == pack.ids[pack.predictors].tolist()
+    # In the order of hidden states: positions first, then lines.
+    assert ids.T.flatten()[inputs.place].tolist() == pack.ids[inputs.tokens].tolist() == pack.ids.tolist()
+    assert inputs.size == ids.numel()
     assert mask.tolist() == [[hidden > seen for hidden in range(ids.shape[1])] for seen in range(ids.shape[1])]
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]))
 def test_context_ranks_share_every_row_out(lengths: list[int], contexts: int, tensor: int) -> None:
     """Each rank's tokens are the pieces that megatron-core's attention expects, cut by hand from the filled rows."""

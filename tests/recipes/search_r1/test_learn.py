@@ -1,0 +1,40 @@
+"""From one search to two, by the reward of the answer alone, with a real search server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.deploy.conftest import assert_accounts_balance
+from tests.recipes.conftest import RECIPES
+
+pytestmark = [
+    pytest.mark.deep,
+    *(pytest.mark.recipes, pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch),
+]
+RECIPE = RECIPES / "search_r1/learn.yaml"
+WINDOW = 5
+"""Steps that count together: the reward of one is that of eight questions."""
+
+
+def test_a_second_search_is_learned(start_run, two_hops: Path, searching: Callable[..., str], tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shown = (f"model={two_hops / 'base'}", f"sft.messages={two_hops / 'conversations.jsonl'}", f"sft.out={model}")
+    command = [sys.executable, "-m", "penstock.deploy.cli", "sft", str(RECIPE), *shown]
+    subprocess.run([*command, f"runs_dir={tmp_path / 'sft'}"], check=True, timeout=900)
+
+    data = (f"data.train={two_hops / 'train.parquet'}", "data.eval=null", f"model={model}", searching(topk=1))
+    goal = ("trainer.stop.metric=reward", "trainer.stop.target=0.68", f"trainer.stop.window={WINDOW}")
+    run = start_run("two-hops", *data, *goal, recipe=RECIPE)
+    summary = run.finish(timeout_s=900)
+    rewards = [json.loads(line)["reward"] for line in (run.root / "metrics.jsonl").read_text().splitlines()]
+    first, last = sum(rewards[:WINDOW]) / WINDOW, sum(rewards[-WINDOW:]) / WINDOW
+    assert first <= 0.45
+    assert last >= max(0.65, 1.5 * first)
+    assert summary["staleness_max"] <= 2
+    assert summary["logprob_abs_diff_mean"] <= 1e-3
+    assert_accounts_balance(summary)

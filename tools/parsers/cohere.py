@@ -1,0 +1,52 @@
+"""Cohere Command R7B, Command A and later, which number the calls of a conversation:
+
+``<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "python", "parameters": {"code": "1 + 1"}}, ...]<|END_ACTION|>``.
+
+Results are written beside that number, so the ones of a turn must count up by one; a call may leave it out. A lone
+object in place of the list is one call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.tools.parsers.base import ParsedTurn
+from penstock.tools.parsers.json_call import named_calls, read_json
+from penstock.tools.parsers.turn import Malformed, TurnBuilder, expect, read_marked
+
+OPEN, CLOSE = "<|START_ACTION|>", "<|END_ACTION|>"
+SHAPE = f'calls are written {OPEN}[{{"tool_call_id": "NUMBER", "tool_name": ..., "parameters": {{...}}}}, ...]{CLOSE}'
+KEYS, NUMBER = ("tool_name", "parameters"), "tool_call_id"
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,2}")
+"""A conversation has fewer calls than a thousand: a result is written behind as many as its number says."""
+
+
+class CohereParser:
+    opening, closing = OPEN, CLOSE
+
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
+        return read_marked(text, OPEN, SHAPE, _read_calls)
+
+
+def _read_calls(text: str, body: int, turn: TurnBuilder) -> int:
+    values, end = read_json(text, body)
+    values = [values] if isinstance(values, dict) else values
+    calls = named_calls(values, KEYS, also=(NUMBER,))
+    end = expect(text, end, CLOSE)
+    for (name, arguments), number in zip(calls, _numbers(values), strict=True):
+        turn.call(name, arguments, written_id=number)
+    return end
+
+
+def _numbers(values: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Raises `Malformed`."""
+    found = [value[NUMBER] for value in values if NUMBER in value]
+    if not found:
+        return [""] * len(values)
+    if len(found) < len(values) or not all(isinstance(one, str) and _NUMBER.fullmatch(one) for one in found):
+        raise Malformed(f'"{NUMBER}" must be a number in quotes, of each call or of none')
+    if any(int(one) != int(found[0]) + at for at, one in enumerate(found)):
+        raise Malformed(f'"{NUMBER}" must count up by one')
+    return found

@@ -1,0 +1,117 @@
+"""The column `images` of a dataset, as verl and EasyR1 have it: pictures beside the prompt, `<image>` in their places.
+
+    images   [{"bytes": b"…", "path": "a.png"}, …]      of Hugging Face's `Image`; bytes go before the path
+             ["a.png", "data:image/png;base64,…", …]    paths, relative to the dataset's folder
+    prompt   [{"role": "user", "content": "<image>Which colour is it?"}]
+        ──► content in parts: {"type": "image", "image": FILE or data: URL}, {"type": "text", "text": "Which colour …"}
+
+As there, every `<image>` of a prompt stands for the next picture, in order, and there are as many of the one as of the
+other. Content that is in parts already has {"type": "image"} in their places.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+COLUMN = "images"
+MARK = "<image>"
+MIME = {"PNG": "png", "JPEG": "jpeg", "WEBP": "webp", "GIF": "gif", "BMP": "bmp", "TIFF": "tiff"}
+
+
+class BadImages(ValueError):
+    """The pictures of a row cannot be used; the message names the column and what is wrong."""
+
+
+def with_pictures(messages: Sequence[Mapping[str, Any]], column: Any, folder: Path) -> list[dict[str, Any]]:
+    """`messages` of a row with the pictures of its column in their places. Raises `BadImages`."""
+    if not isinstance(column, list | tuple):
+        raise BadImages(f"{COLUMN} must be a list of pictures, found {type(column).__name__}")
+    places = [_picture(one, f"{COLUMN}[{index}]", folder) for index, one in enumerate(column)]
+    left = iter(places)
+    found = [{**message, "content": _content(message.get("content"), left)} for message in messages]
+    asked = sum(_marks(message.get("content")) for message in messages)
+    if asked != len(places):
+        raise BadImages(f"the prompt has {asked} places for pictures ({MARK}), {COLUMN} has {len(places)}")
+    return [{key: value for key, value in message.items() if value is not None} for message in found]
+
+
+def _marks(content: Any) -> int:
+    if isinstance(content, str):
+        return content.count(MARK)
+    return sum(_is_place(part) or str(part.get("text", "")).count(MARK) for part in content or ())
+
+
+def _content(content: Any, left: Iterator[str]) -> Any:
+    """Text without places stays text: templates may write it otherwise than a part."""
+    if isinstance(content, str):
+        return [*_parts(content, left)] if MARK in content else content
+    return None if content is None else [made for part in content for made in _of_part(part, left)]
+
+
+def _of_part(part: Mapping[str, Any], left: Iterator[str]) -> Iterator[Mapping[str, Any]]:
+    text = part.get("text")
+    if _is_place(part):
+        yield from _next(left)
+    elif isinstance(text, str) and MARK in text:
+        yield from _parts(text, left)
+    else:
+        yield {key: value for key, value in part.items() if value is not None}
+
+
+def _parts(text: str, left: Iterator[str]) -> Iterator[Mapping[str, Any]]:
+    for piece in re.split(f"({MARK})", text):
+        if piece == MARK:
+            yield from _next(left)
+        elif piece:
+            yield {"type": "text", "text": piece}
+
+
+def _next(left: Iterator[str]) -> Iterator[Mapping[str, Any]]:
+    """Nothing where there are too few: they are counted afterwards."""
+    where = next(left, None)
+    if where is not None:
+        yield {"type": "image", "image": where}
+
+
+def _is_place(part: Any) -> bool:
+    """A part of kind `image` that does not say which; Parquet fills its other fields up with nulls."""
+    return part.get("type") == "image" and not any(part.get(name) for name in ("image", "url", "image_url"))
+
+
+def _picture(given: Any, field: str, folder: Path) -> str:
+    """A ``data:`` URL or an absolute path."""
+    if isinstance(given, Mapping):
+        given = given.get("path") if given.get("bytes") is None else given["bytes"]
+        if given is None:
+            raise BadImages(f"{field} has neither bytes nor a path")
+    if isinstance(given, bytes | bytearray):
+        return _url(bytes(given), field)
+    if not isinstance(given, str):
+        raise BadImages(f"{field} must be {{'bytes', 'path'}}, bytes or a path, found {type(given).__name__}")
+    if given.startswith("data:"):
+        return given
+    whole = (folder / given.removeprefix("file://")).resolve()
+    if not whole.is_file():
+        raise BadImages(f"{field}: {whole} is no file")
+    return str(whole)
+
+
+def _url(data: bytes, field: str) -> str:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        fix = "Pillow is not installed: pip install 'penstock[vision]'"
+        raise BadImages(f"{field} has bytes of a picture, and {fix}") from error
+    try:
+        with Image.open(io.BytesIO(data)) as opened:
+            kind = opened.format
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        raise BadImages(f"{field}: its {len(data)} bytes are no picture: {error}") from error
+    if kind not in MIME:
+        raise BadImages(f"{field} is of kind {kind}; {', '.join(MIME)} are read")
+    return f"data:image/{MIME[kind]};base64,{base64.b64encode(data).decode()}"
