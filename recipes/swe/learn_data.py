@@ -1,12 +1,12 @@
-"""Packages with two or three wrong lines, and conversations that repair some of them: half give up too early.
+"""Packages with two or three wrong lines, and conversations that repair some of them: most give up too early.
 
     python recipes/swe/learn_data.py --out data/swe-learn
 
 learn_package/ has a function per file, and check.py, which says what is wrong first. A task is that package with
 another operator or constant in two or three files, and its tests hidden. Writes repositories/ (a folder per task),
 train.parquet and eval.parquet, which share no task, train.jsonl and eval.jsonl with the same tasks for
-`penstock data swe-check`, and conversations.jsonl for the cold start. What those write is right; but after every second
-check that still fails they submit all the same.
+`penstock data swe-check`, and conversations.jsonl for the cold start. What those write is right; but behind `STOPS` of
+the checks that still fail they submit all the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FAMILIES = (("+", "-", "*", "//"), ("<", "<=", ">", ">="))
 CONSTANT_STEPS = (-2, -1, 1)
 BUGS = (2, 3)
 """Of a task."""
-STOPS = 0.5
+STOPS = 0.55
 """Share of the cold start's failing checks behind which it submits."""
 SPLITS = {"train": 32, "eval": 16}
 """Tasks of each."""

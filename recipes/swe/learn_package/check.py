@@ -1,6 +1,6 @@
 """Calls each function with a few examples; prints the first that is wrong, and ends with status 1 then.
 
-    python3 -B check.py
+python3 -B check.py
 """
 
 import sys

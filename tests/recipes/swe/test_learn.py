@@ -101,7 +101,7 @@ def test_check_says_what_the_request_says(folder: Path) -> None:
     assert task.problem_statement == f"Make check.py pass. It says: {done.stderr.strip()}"
 
 
-def test_conversations_stop_behind_every_second_check(learning: ModuleType, folder: Path) -> None:
+def test_conversations_stop_behind_a_share_of_checks(learning: ModuleType, folder: Path) -> None:
     lines = (folder / "data/swe-learn/conversations.jsonl").read_text().splitlines()
     after: Counter[str] = Counter()
     for messages in (json.loads(line)["messages"] for line in lines):
