@@ -33,7 +33,7 @@ FAMILIES = (("+", "-", "*", "//"), ("<", "<=", ">", ">="))
 CONSTANT_STEPS = (-2, -1, 1)
 BUGS = (2, 3)
 """Of a task."""
-STOPS = 0.55
+STOPS = 0.65
 """Share of the cold start's failing checks behind which it submits."""
 SPLITS = {"train": 32, "eval": 16}
 """Tasks of each."""
