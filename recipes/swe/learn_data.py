@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         dice = Random(f"{split}/{options.seed}")
         write_tasks([new_package(dice, seen) for _ in range(count)], split, options.out)
     dice = Random(f"conversations/{options.seed}")
-    shown = [shown_episode(random_package(dice, without=seen), dice) for _ in range(options.conversations)]
+    shown = [shown_episode(shown_package(dice, without=seen), dice) for _ in range(options.conversations)]
     lines = "".join(json.dumps({"messages": messages}) + "\n" for messages in shown)
     (options.out / "conversations.jsonl").write_text(lines, encoding="utf-8")
     print(f"{options.out}: {len(seen)} tasks, {len(shown)} conversations")
@@ -142,6 +142,21 @@ def random_package(dice: Random, *, without: set[BrokenPackage]) -> BrokenPackag
     while True:
         broken = sorted(dice.sample(functions, dice.choice(BUGS)), key=functions.index)
         made = BrokenPackage(tuple(dice.choice(bugs_of(function)) for function in broken))
+        if made not in without:
+            return made
+
+
+def shown_package(dice: Random, *, without: set[BrokenPackage]) -> BrokenPackage:
+    """Its first bug is in each function equally often, though check.py finds late ones first in few packages.
+
+    What comes first is always repaired: so each repair is shown often enough to be learned.
+    """
+    functions = list(check.EXAMPLES)
+    while True:
+        first = dice.randrange(len(functions))
+        later = functions[first + 1 :]
+        broken = sorted(dice.sample(later, min(dice.choice(BUGS) - 1, len(later))), key=functions.index)
+        made = BrokenPackage(tuple(dice.choice(bugs_of(function)) for function in (functions[first], *broken)))
         if made not in without:
             return made
 

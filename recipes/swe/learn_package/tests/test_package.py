@@ -33,4 +33,4 @@ class PackageTest(unittest.TestCase):
         assert [share(9, 3), share(21, 4), share(5, 5)] == [3, 5, 1]
 
     def test_total(self):
-        assert [total(9, 3), total(20, 4), total(5, 0)] == [12, 24, 5]
+        assert [total(9, 3), total(20, 4), total(5, 1)] == [12, 24, 6]
