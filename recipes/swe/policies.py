@@ -1,7 +1,10 @@
 """Policies without a model: one knows the answer, one does nothing. They prove an environment, not an agent.
 
 `oracle` applies the reference patch the way an agent would, through `editor` where it can and `shell` where it must;
-`null` looks around and submits. Both talk through the real loop, tools, boxes and grading.
+`null` looks around and submits. Both talk through the real loop, tools, boxes and grading: by prove.py, or as
+
+penstock rehearse recipes/swe/cpu.yaml --policy recipes/swe/policies.py:repairs --expect 1
+penstock rehearse recipes/swe/cpu.yaml --policy recipes/swe/policies.py:submits --expect 0
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ import json
 import re
 from collections.abc import Mapping
 from typing import Any
+
+from penstock.agent_loops import EpisodeState
 
 Says = list[str]
 _FILE = re.compile(r"^--- a/(.+)\n\+\+\+ b/(.+)\n", re.MULTILINE)
@@ -35,6 +40,16 @@ def oracle(task: Mapping[str, Any]) -> Says:
 
 def null(task: Mapping[str, Any]) -> Says:
     return [call("shell", command="git log --oneline; git status --short"), call("submit")]
+
+
+def repairs(scene: EpisodeState) -> str:
+    """`oracle` for `penstock rehearse`."""
+    return oracle(scene.task.extra_info)[scene.turn]
+
+
+def submits(scene: EpisodeState) -> str:
+    """`null` for `penstock rehearse`."""
+    return null(scene.task.extra_info)[scene.turn]
 
 
 def edits_of(patch: str) -> list[dict[str, str]] | None:

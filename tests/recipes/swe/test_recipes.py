@@ -10,7 +10,7 @@ from penstock.deploy import load_config, load_sandbox
 from penstock.tools import SweSettings
 
 pytestmark = pytest.mark.recipes
-NAMES = ("cpu", "gpu1", "gpu8", "gpu64")
+NAMES = ("cpu", "learn", "gpu1", "gpu8", "gpu64")
 
 
 def test_dry_run_prints_the_whole_recipe(tmp_path):

@@ -1,0 +1,2 @@
+def cheaper(price, limit):
+    return price < limit

@@ -1,0 +1,2 @@
+def cost(price, count):
+    return price * count

@@ -1,0 +1,2 @@
+def dozens(count):
+    return count * 12

@@ -1,0 +1,2 @@
+def enough(paid, price):
+    return paid >= price

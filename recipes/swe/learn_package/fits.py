@@ -1,0 +1,2 @@
+def fits(count, room):
+    return count <= room

@@ -1,0 +1,2 @@
+def share(price, people):
+    return price // people

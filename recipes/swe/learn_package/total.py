@@ -1,0 +1,2 @@
+def total(price, postage):
+    return price + postage
