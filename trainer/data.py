@@ -38,6 +38,13 @@ class DatasetRow:
     group_size: int | None = None
     """Episodes of its task in training; None: as many as the run's tasks have."""
 
+    @property
+    def has_images(self) -> bool:
+        """Pictures stand in its prompt."""
+        contents = (message.get("content") for message in self.messages)
+        parts = [part for content in contents if not isinstance(content, str) for part in content or ()]
+        return any(str(part.get("type", "")).startswith("image") for part in parts)
+
     def task(self, task_id: str, split: str, sampling: Mapping[str, Any] | None = None, min_version: int = 0) -> Task:
         return Task(
             task_id=task_id,

@@ -16,6 +16,9 @@ from penstock.deploy.preflight.check import Check
 if TYPE_CHECKING:
     from penstock.trainer import DatasetRow
 
+BLIND = {"sglang"}
+"""Engines of whose pixels it cannot be proven that they are the trainer's."""
+
 
 def data_sources(config: RunConfig) -> set[str]:
     """Every data_source of the training data; none where it is generated for the run, or is no dataset."""
@@ -52,7 +55,7 @@ def rewards_of(config: RunConfig) -> set[str]:
 
 
 def check_data(config: RunConfig) -> Check:
-    """Every row of every file; what is wrong is named by file, row and column."""
+    """Every row of every file; what is wrong is named by file, row and column. Images need an engine that sees them."""
     from penstock.trainer import DataError, load_rows
 
     counts = []
@@ -62,10 +65,14 @@ def check_data(config: RunConfig) -> Check:
         try:
             if is_generated(spec):
                 check_spec(spec)
-            else:
-                counts.append(f"{len(load_rows(spec))} rows in {spec}")
+                continue
+            rows = load_rows(spec)
         except (DataError, BadSpec) as error:
             return Check("data", False, spec, str(error))
+        if config.rollout.engine in BLIND and any(row.has_images for row in rows):
+            found = f"{spec} has images, of which rollout.engine={config.rollout.engine} makes pixels of its own"
+            return Check("data", False, found, "set rollout.engine=vllm or hf, see docs/vision.md")
+        counts.append(f"{len(rows)} rows in {spec}")
     return Check("data", True, "; ".join(counts) or "generated for the run")
 
 

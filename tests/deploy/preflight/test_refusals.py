@@ -48,6 +48,19 @@ def test_stale_tokens_need_a_correction() -> None:
     assert failures("trainer.correction=null", "max_staleness=0") == {}
 
 
+def test_an_engine_that_cannot_see_is_given_no_pictures(tmp_path: Path) -> None:
+    pixel = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
+    row = {
+        **{"data_source": "calculator", "prompt": [{"role": "user", "content": "<image>Which colour?"}]},
+        **{"reward_model": {"ground_truth": "red"}, "images": [f"data:image/png;base64,{pixel}"]},
+    }
+    (tmp_path / "seen.jsonl").write_text(json.dumps(row) + "\n")
+    data = f"data.train={tmp_path / 'seen.jsonl'}"
+    assert "rollout.engine=vllm or hf" in failures(data, "rollout.engine=sglang")["data"].fix
+    assert "data" not in failures(data)
+    assert "data" not in failures("rollout.engine=sglang")
+
+
 def test_one_member_is_no_group_for_grpo() -> None:
     assert "2 or more" in failures("group_size=1")["trainer.advantage"].fix
 
