@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def seeds_of_rooms(first: int, wanted: int) -> Iterator[int]:
-    """Seeds from `first` on, each of another room. Ends the program where there are not so many rooms."""
+    """Seeds from `first` on, one for each different room. Raises `SystemExit` where there are too few rooms."""
     seen = set()
     for seed in range(first, first + wanted * DRAWS_PER_ROOM):
         found = drawn(seed)

@@ -24,6 +24,8 @@ from penstock.common import environment_without_secrets
 from penstock.rollout_server.protocol import Chunk, EngineError, EngineInfo
 
 LINE_LIMIT_BYTES = 256 << 20
+STOP_S = 5.0
+"""For a child that was told its end, before it is killed."""
 
 
 class Link:
@@ -132,6 +134,21 @@ class Link:
             if not waiting.done():
                 waiting.set_exception(cause)
                 waiting.exception()  # retrieved, so that asyncio logs nothing
+
+
+async def end_child(process: asyncio.subprocess.Process | None, link: Link | None) -> None:
+    """Its connection first, a kill after `STOP_S`; a second call does nothing."""
+    if link is not None:
+        link.close_writing()
+    if process is not None and process.returncode is None:
+        try:
+            async with asyncio.timeout(STOP_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+    if link is not None:
+        link.close()
 
 
 def child_environment(threads: int) -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import fetch_model, layers_with_experts, start_deadline_s
-from penstock.rollout_server.engines.child_link import Link, child_environment
+from penstock.rollout_server.engines.child_link import Link, child_environment, end_child
 from penstock.rollout_server.engines.server_process import Child
 from penstock.rollout_server.pictures import read_images
 from penstock.rollout_server.protocol import (
@@ -35,7 +35,6 @@ PING_S = 10.0
 LOAD_S = 300.0
 STAGE_S = 30.0
 """Beside a broadcast's own deadline."""
-STOP_S = 5.0
 LAST_WORDS_S = 1.0
 """From the end of the connection to the end of the process."""
 
@@ -94,19 +93,8 @@ class HFEngine:
             pass
 
     async def stop(self) -> None:
-        """End the process: its connection first, a kill after `STOP_S`."""
-        if self._link is not None:
-            self._link.close_writing()
-        process = self.child.process
-        if process is not None and process.returncode is None:
-            try:
-                async with asyncio.timeout(STOP_S):
-                    await process.wait()
-            except TimeoutError:
-                process.kill()
-                await process.wait()
-        if self._link is not None:
-            self._link.close()
+        """End the process: its connection first, a kill after `child_link.STOP_S`."""
+        await end_child(self.child.process, self._link)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
         """See `Engine.generate`. Raises `BadRequest`, `EngineError`."""

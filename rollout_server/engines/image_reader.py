@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines.child_link import Link, child_environment
+from penstock.rollout_server.engines.child_link import Link, child_environment, end_child
 from penstock.rollout_server.engines.server_process import Child
 from penstock.rollout_server.pictures import SeenImage
 from penstock.rollout_server.protocol import BadRequest, EngineError, ImageRef
 
 KEPT_BYTES = 256 << 20
-STOP_S = 5.0
 LAST_WORDS_S = 1.0
 """From the end of the connection to the end of the process."""
 NAME = "the process that reads images"
@@ -69,19 +68,8 @@ class ImageReader:
         await link.open(ours)
 
     async def stop(self) -> None:
-        """End the process: its connection first, a kill after `STOP_S`. A second call does nothing."""
-        if self._link is not None:
-            self._link.close_writing()
-        process = self._child.process
-        if process is not None and process.returncode is None:
-            try:
-                async with asyncio.timeout(STOP_S):
-                    await process.wait()
-            except TimeoutError:
-                process.kill()
-                await process.wait()
-        if self._link is not None:
-            self._link.close()
+        """End the process: its connection first, a kill after `child_link.STOP_S`. A second call does nothing."""
+        await end_child(self._child.process, self._link)
 
     async def read(self, images: Sequence[ImageRef]) -> list[SeenImage]:
         """In order. Raises `BadRequest` naming the one that cannot be read or is none, `EngineError`."""

@@ -100,7 +100,7 @@ async def test_a_hung_engine_is_started_again_and_nobody_notices_but_by_the_cloc
     server: RunningServer, client: RolloutClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGSTOP: the process lives, answers nothing and obeys no SIGTERM."""
-    monkeypatch.setattr("penstock.rollout_server.engines.hf.STOP_S", 1.0)
+    monkeypatch.setattr("penstock.rollout_server.engines.child_link.STOP_S", 1.0)
     whole = await ask_all(client, 400)
     asking = await begun(client, [ask(i, 400) for i in range(12)])
     os.kill(server.engine.process.pid, signal.SIGSTOP)

@@ -26,11 +26,11 @@ def test_summaries_learn_to_keep_what_the_answer_needs(start_run, tmp_path: Path
     subprocess.run([*command, f"runs_dir={tmp_path / 'sft'}"], check=True, timeout=900)
 
     data = (f"data.train={tmp_path / 'train.parquet'}", "data.eval=null", f"model={model}")
-    goal = ("trainer.stop.metric=reward", "trainer.stop.target=0.75", f"trainer.stop.window={WINDOW}")
+    goal = ("trainer.stop.metric=reward", "trainer.stop.target=0.85", f"trainer.stop.window={WINDOW}")
     run = start_run("compaction", *data, *goal, recipe=recipe)
     summary = run.finish(timeout_s=900)
     rewards = [json.loads(line)["reward"] for line in (run.root / "metrics.jsonl").read_text().splitlines()]
     first, last = sum(rewards[:WINDOW]) / WINDOW, sum(rewards[-WINDOW:]) / WINDOW
     assert first <= 0.5
-    assert last >= max(0.7, 1.4 * first)
+    assert last >= 0.8
     assert_accounts_balance(summary)

@@ -30,7 +30,7 @@ def test_a_small_model_learns_to_call_until_nothing_follows(start_run, tmp_path:
     subprocess.run([*command, f"runs_dir={tmp_path / 'sft'}"], check=True, timeout=600)
 
     data = (f"data.train={tmp_path / 'train.parquet'}", "data.eval=null", f"model={model}")
-    goal = ("trainer.stop.metric=reward", "trainer.stop.target=0.85", f"trainer.stop.window={WINDOW}")
+    goal = ("trainer.stop.metric=reward", "trainer.stop.target=0.9", f"trainer.stop.window={WINDOW}")
     run = start_run("retool-learn", *data, *goal, SEED, recipe=recipe)
     summary = run.finish(timeout_s=600)
     lines = [json.loads(line) for line in (run.root / "metrics.jsonl").read_text().splitlines()]

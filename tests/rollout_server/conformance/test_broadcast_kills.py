@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.parametrize("subject", BROADCASTS, indirect=True),
 ]
-ROUNDS = int(os.environ.get("PENSTOCK_KILLS", "4"))
+ROUNDS = int(os.environ.get("PENSTOCK_KILLS", "6"))
 BUCKET_BYTES = 20_000
 
 
