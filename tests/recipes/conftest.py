@@ -39,6 +39,15 @@ def script(name: str) -> ModuleType:
     return sys.modules[module_name]
 
 
+def cold_start(recipe: Path, folder: Path, *settings: str) -> Path:
+    """The calculator's small model after `penstock sft` on the conversations in `folder`, where it is put."""
+    model = folder / "model"
+    shown = (f"sft.messages={folder / 'conversations.jsonl'}", f"model={RECIPES / 'calculator/model'}")
+    command = [sys.executable, "-m", "penstock.deploy.cli", "sft", str(recipe), *shown, f"sft.out={model}", *settings]
+    subprocess.run([*command, f"runs_dir={folder / 'sft'}"], check=True, timeout=900)
+    return model
+
+
 async def played(recipe: str, policy: str, *overrides: str, rows: int = 0, split: str = "train") -> EnvCheck:
     """`policy` of the recipe's policies.py on its rows, as `penstock rehearse` plays them."""
     path = RECIPES / recipe

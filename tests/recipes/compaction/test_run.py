@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tests.deploy.conftest import assert_accounts_balance
-from tests.recipes.conftest import RECIPES, script
+from tests.recipes.conftest import RECIPES, cold_start, script
 
 pytestmark = [
     pytest.mark.deep,
@@ -20,10 +18,8 @@ WINDOW = 3
 
 def test_summaries_learn_to_keep_what_the_answer_needs(start_run, tmp_path: Path) -> None:
     script("compaction/data.py").main(["--out", str(tmp_path)])
-    recipe, model = RECIPES / "compaction/cpu.yaml", tmp_path / "model"
-    shown = (f"sft.messages={tmp_path / 'conversations.jsonl'}", f"model={RECIPES / 'calculator/model'}")
-    command = [sys.executable, "-m", "penstock.deploy.cli", "sft", str(recipe), *shown, f"sft.out={model}"]
-    subprocess.run([*command, f"runs_dir={tmp_path / 'sft'}"], check=True, timeout=900)
+    recipe = RECIPES / "compaction/cpu.yaml"
+    model = cold_start(recipe, tmp_path)
 
     data = (f"data.train={tmp_path / 'train.parquet'}", "data.eval=null", f"model={model}")
     goal = ("trainer.stop.metric=reward", "trainer.stop.target=0.85", f"trainer.stop.window={WINDOW}")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tests.deploy.conftest import assert_accounts_balance
-from tests.recipes.conftest import RECIPES, script
+from tests.recipes.conftest import RECIPES, cold_start, script
 
 pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'penstock[math]'")
 
@@ -24,10 +22,8 @@ SEED = "seed=1"
 
 def test_a_small_model_learns_to_call_until_nothing_follows(start_run, tmp_path: Path) -> None:
     script("retool/data.py").main(["steps", "--out", str(tmp_path)])
-    recipe, model = RECIPES / "retool/learn.yaml", tmp_path / "model"
-    shown = (f"sft.messages={tmp_path / 'conversations.jsonl'}", f"model={RECIPES / 'calculator/model'}")
-    command = [sys.executable, "-m", "penstock.deploy.cli", "sft", str(recipe), *shown, f"sft.out={model}", SEED]
-    subprocess.run([*command, f"runs_dir={tmp_path / 'sft'}"], check=True, timeout=600)
+    recipe = RECIPES / "retool/learn.yaml"
+    model = cold_start(recipe, tmp_path, SEED)
 
     data = (f"data.train={tmp_path / 'train.parquet'}", "data.eval=null", f"model={model}")
     goal = ("trainer.stop.metric=reward", "trainer.stop.target=0.9", f"trainer.stop.window={WINDOW}")

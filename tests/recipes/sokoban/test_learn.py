@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.deploy.conftest import LivingRun, assert_accounts_balance
-from tests.recipes.conftest import RECIPES
+from tests.recipes.conftest import RECIPES, cold_start
 
 from penstock.agent_loops import load_object
 
@@ -23,10 +21,8 @@ WINDOW = 3
 
 def test_rooms_are_learned_from_rewards(start_run: Callable[..., LivingRun], tmp_path: Path) -> None:
     load_object(f"{RECIPES / 'sokoban/data.py'}:main", Path.cwd())(["--out", str(tmp_path)])
-    recipe, model = RECIPES / "sokoban/learn.yaml", tmp_path / "model"
-    shown = (f"sft.messages={tmp_path / 'conversations.jsonl'}", f"model={RECIPES / 'calculator/model'}")
-    command = [sys.executable, "-m", "penstock.deploy.cli", "sft", str(recipe), *shown, f"sft.out={model}"]
-    subprocess.run([*command, f"runs_dir={tmp_path / 'sft'}"], check=True, timeout=900)
+    recipe = RECIPES / "sokoban/learn.yaml"
+    model = cold_start(recipe, tmp_path)
 
     data = (f"data.train={tmp_path / 'train.parquet'}", "data.eval=null", f"model={model}")
     goal = ("trainer.stop.metric=reward", "trainer.stop.target=0.88", f"trainer.stop.window={WINDOW}")
