@@ -24,14 +24,21 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Collection, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.engines.answer_labels import (
+    AnswerLabels,
+    Continuing,
+    EngineState,
+    Followers,
+    NoFollowers,
+)
 from penstock.rollout_server.engines.checkpoint import layers_with_experts, tensor_shapes, vocab_size
-from penstock.rollout_server.engines.http_stream import AnswerStream, NotAdmitted, version_of
+from penstock.rollout_server.engines.http_stream import AnswerStream, NotAdmitted
 from penstock.rollout_server.engines.server_process import ChildServer
 from penstock.rollout_server.pictures import SeenImage
 from penstock.rollout_server.protocol import (
@@ -52,8 +59,6 @@ HEALTH_S = 15.0
 """A busy machine may keep a sound server from answering for seconds; ending it would cost far more than waiting."""
 RECOMPUTED = "rollout.pause=recompute would report the experts of other weights than sampled; set it to keep or abort"
 """Rows are kept by position: what is computed again after a swap takes the place of the pass that sampled."""
-QUIET_TURNS = 10
-"""Turns of the event loop, each of which polls every socket, without a token: then none is on its way."""
 Fetched = TypeVar("Fetched")
 """A version that was read and verified, as the server will be told of it."""
 
@@ -63,6 +68,10 @@ class HttpEngine(ABC):
 
     server_class: ClassVar[type[ChildServer]]
     weights_class: ClassVar[type[HttpWeights[Any]]]
+    weights: HttpWeights[Any]
+    """Of the owner alone."""
+    labels: AnswerLabels
+    """Of this process's answers; the owner's are its `weights`."""
     routes: ClassVar[tuple[str, ...]]
     """What the server must offer."""
     sleep_routes: ClassVar[tuple[str, ...]]
@@ -70,7 +79,10 @@ class HttpEngine(ABC):
     health_path: ClassVar[str]
     """Answered at once, paused or not, as long as the server can sample."""
 
-    def __init__(self, config: RolloutConfig, model: str, log_dir: Path, seed: int) -> None:
+    def __init__(
+        self, config: RolloutConfig, model: str, log_dir: Path, seed: int, *, beside: bool = False
+    ) -> None:
+        """`beside`: another process owns the server, and this one only `adopt`s its state."""
         self.config = config
         self.model = model
         self.info: EngineInfo | None = None
@@ -78,7 +90,10 @@ class HttpEngine(ABC):
         """Of a mixture whose routed experts the server reports."""
         self.server = self.server_class(config, model, log_dir, seed)
         self.streams = self.server.streams
-        self.weights = self.weights_class(config, model, self.server, self.streams)
+        if beside:
+            self.labels = self._new_labels()
+        else:
+            self.labels = self.weights = self.weights_class(config, model, self.server, self.streams)
 
     @abstractmethod
     async def _try_out(self) -> list[str]:
@@ -90,7 +105,7 @@ class HttpEngine(ABC):
 
     @abstractmethod
     def _send(self, request: GenerateRequest, seen: Sequence[SeenImage]) -> AnswerStream:
-        """The request, on its way, under `weights.cache_salt`, with its images. Raises `BadRequest` for images that do
+        """The request, on its way, under `labels.cache_salt`, with its images. Raises `BadRequest` for images that do
         not fit its ids."""
 
     @property
@@ -104,11 +119,10 @@ class HttpEngine(ABC):
 
     async def start(self) -> EngineInfo:
         """Start the server, check what it offers, sample one token. Raises `EngineError`."""
-        vocabulary = await asyncio.to_thread(vocab_size, self.model)
-        if self.config.routing_replay:
-            if self.config.pause == "recompute":
-                raise EngineError(f"rollout.routing_replay: {RECOMPUTED}", retryable=False)
-            self.layers = await asyncio.to_thread(layers_with_experts, self.model)
+        vocabulary = await self._vocab_size()
+        if self.config.routing_replay and self.config.pause == "recompute":
+            raise EngineError(f"rollout.routing_replay: {RECOMPUTED}", retryable=False)
+        await self._read_layers()
         installation = await self.server.start()
         try:
             await self._check_routes(installation.version)
@@ -128,10 +142,62 @@ class HttpEngine(ABC):
         )
         return self.info
 
+    async def _vocab_size(self) -> int:
+        return await asyncio.to_thread(vocab_size, self.model)
+
+    async def _read_layers(self) -> None:
+        """Raises `EngineError`."""
+        if self.config.routing_replay:
+            self.layers = await asyncio.to_thread(layers_with_experts, self.model)
+
     async def stop(self) -> None:
         """End the server and everything it started; open answers break off."""
         await self.server.stop()
+        self.weights.followers.tell()
         await self.weights.until_verified()
+
+    def share(self, followers: Followers) -> None:
+        """Before `start`: other processes ask the server too, and follow its state."""
+        self.weights.followers = followers
+
+    @property
+    def state(self) -> EngineState | None:
+        """What they must know; None while no request can be sent."""
+        if self.info is None or self.server.address is None or not self.server.alive:
+            return None
+        return self.labels.state(self.server.address, self.info)
+
+    async def adopt(self, state: EngineState | None) -> Continuing:
+        """In a process beside the owner: `state` holds here when this returns.
+
+        Where the version of what was received is not certain, every open answer is broken off.
+        """
+        if state is None or state.address != self.server.address:
+            await self._detach("the server is being stopped")
+        if state is None:
+            return Continuing(0, 0.0)
+        try:
+            if self.info is None:
+                await self._attach(state)
+            return await self.labels.adopt(state)
+        except EngineError as error:
+            logger.error("open answers are broken off: %s", error)
+            await self._detach(str(error))
+            return Continuing(0, 0.0)
+
+    async def _attach(self, state: EngineState) -> None:
+        await self._read_layers()
+        self.labels = self._new_labels()
+        self.server.attach(state.address)
+        self.info = state.info
+
+    async def _detach(self, why: str) -> None:
+        self.info = None
+        await self.server.detach(why)
+        self.labels.admission.open()  # who waits there finds that the server is gone
+
+    def _new_labels(self) -> AnswerLabels:
+        return AnswerLabels(self.server, self.streams, self.weights_class.version_path)
 
     def will_sleep(self, level: SleepLevel) -> None:
         """See `SleepingEngine`."""
@@ -173,17 +239,17 @@ class HttpEngine(ABC):
         deadline = time.monotonic() + self.config.request_timeout_s
         seen = await self._see(request)
         while True:
-            if self.weights.asleep:
+            if self.labels.asleep:
                 yield Chunk(finish_reason="abort")
                 return
-            pauses = await self.weights.admission.wait(deadline)
+            pauses = await self.labels.admission.wait(deadline)
             try:
                 async with self._answer(request, seen, deadline) as chunks:
                     async for chunk in chunks:
                         yield chunk
                 return
             except NotAdmitted:  # some servers refuse what arrives during a pause; it waits here like the others
-                if pauses == self.weights.admission.closings:
+                if pauses == self.labels.admission.closings:
                     raise
 
     @asynccontextmanager
@@ -193,7 +259,7 @@ class HttpEngine(ABC):
         stream = self._send(request, seen)
         if request.whole:
             stream.hold_first()
-        if not self.weights.verified:
+        if not self.labels.verified:
             stream.hold()
         self.streams.add(stream)
         try:
@@ -216,40 +282,8 @@ class HttpEngine(ABC):
             raise EngineError(text, retryable=False)
 
 
-class Admission:
-    """Requests pass here, except while the server is paused."""
-
-    def __init__(self) -> None:
-        self.closings = 0
-        self._open = asyncio.Event()
-        self._open.set()
-
-    @property
-    def is_open(self) -> bool:
-        return self._open.is_set()
-
-    async def wait(self, deadline: float) -> int:
-        """`closings`, once it is open. Raises `EngineError` at `deadline` (monotonic)."""
-        if self._open.is_set():
-            return self.closings
-        try:
-            await asyncio.wait_for(self._open.wait(), deadline - time.monotonic())
-        except TimeoutError as error:
-            raise EngineError("the weight swap did not end before the request's deadline") from error
-        return self.closings
-
-    @contextmanager
-    def closed(self) -> Iterator[None]:
-        self.closings += 1
-        self._open.clear()
-        try:
-            yield
-        finally:
-            self._open.set()
-
-
-class HttpWeights(ABC, Generic[Fetched]):
-    """One server's weights. Subclasses say by which routes and bodies."""
+class HttpWeights(AnswerLabels, ABC, Generic[Fetched]):
+    """One server's weights, in the process that owns it. Subclasses say by which routes and bodies."""
 
     version_path: ClassVar[str]
     """Tells `weight_version`."""
@@ -259,16 +293,10 @@ class HttpWeights(ABC, Generic[Fetched]):
     def __init__(
         self, config: RolloutConfig, model: str, server: ChildServer, streams: Collection[AnswerStream]
     ) -> None:
-        self.config, self.model, self.server, self.streams = config, model, server, streams
+        super().__init__(server, streams, self.version_path)
+        self.config, self.model = config, model
         self.shapes = tensor_shapes(model)
-        self.version = 0
-        self.verified = True
-        """What the server holds was found to be `version`; False while that is being looked at, and if it is not."""
-        self.admission = Admission()
-        self.asleep = False
-        """No request is sent to the server."""
-        self._loads = 0
-        """A version that comes a second time with other weights must not find the first one's prefixes."""
+        self.followers: Followers = NoFollowers()
         self._one_at_a_time = asyncio.Lock()
         self._verifying: asyncio.Task[None] | None = None
 
@@ -312,6 +340,7 @@ class HttpWeights(ABC, Generic[Fetched]):
         async with self._one_at_a_time:
             await self.until_verified()  # the workers compare what they hold, which must be there
             self.asleep = True
+            await self.followers.follow()
             await self._or_end(self._sleep(level), "fall asleep")
             self._loads += 1  # no prefix is left
 
@@ -320,6 +349,7 @@ class HttpWeights(ABC, Generic[Fetched]):
         async with self._one_at_a_time:
             await self._or_end(self._wake(), "wake up")
             self.asleep = False
+            self.followers.tell()
 
     async def _or_end(self, work: Awaitable[None], what: str) -> None:
         try:
@@ -332,15 +362,10 @@ class HttpWeights(ABC, Generic[Fetched]):
             await self.server.stop()
             raise
 
-    @property
-    def cache_salt(self) -> str:
-        """Requests of one salt share prefixes."""
-        return f"v{self.version}-{self._loads}"
-
     async def start(self) -> list[str]:
         """Ask the running server for its version; returns what cannot be done. Raises `EngineError`."""
         limits = await self._look()
-        self.version = await self._server_version()
+        self.version = await self.server_version()
         if not self.shapes:
             limits.append(f"{self.model} has no safetensors to compare with: incomplete versions are not detected")
         return limits
@@ -364,6 +389,7 @@ class HttpWeights(ABC, Generic[Fetched]):
         try:
             with self.admission.closed():
                 async with asyncio.timeout(self.config.start_timeout_s):
+                    await self.followers.follow()
                     return await self._pause_and_load(version, fetched)
         except WeightsRefused:
             raise
@@ -373,6 +399,8 @@ class HttpWeights(ABC, Generic[Fetched]):
         except BaseException:
             await self.server.stop()
             raise
+        finally:
+            self.followers.tell()
 
     async def _pause_and_load(self, version: int, fetched: Fetched) -> tuple[float, float, int]:
         asked = time.monotonic()
@@ -381,7 +409,7 @@ class HttpWeights(ABC, Generic[Fetched]):
         stands_since = max([asked, *(stream.received_at for stream in self.streams)])
         self._read_all()
         # Aborted answers do not continue, though the last events of some are still on their way.
-        in_flight = 0 if self.config.pause == "abort" else sum(not stream.ended for stream in self.streams)
+        in_flight = sum(not stream.ended for stream in self.streams)
         begin = time.monotonic()
         try:
             await self._load(version, fetched)
@@ -389,23 +417,20 @@ class HttpWeights(ABC, Generic[Fetched]):
             await self._resume()
             raise
         load_s = time.monotonic() - begin
-        if (reported := await self._server_version()) != version:
+        if (reported := await self.server_version()) != version:
             raise EngineError(f"{self.server.name} reports version {reported} after loading {version}")
-        await self._settle()
+        await self.settle()
         if not self.verifies_late:
             await self._verify(fetched)
-        self.version = version
-        for stream in self.streams:
-            stream.relabel(version)
-        self._loads += 1
+        self.label(version, self._loads + 1)
         if self.verifies_late:
-            self.verified = False
-            for stream in self.streams:
-                stream.hold()
+            self.hold()
+        beside = await self.followers.follow()  # before the first token of this version
         await self._resume()
         if self.verifies_late:
             self._verifying = asyncio.create_task(self._release_or_end(fetched), name=f"verify version {version}")
-        return time.monotonic() - stands_since, load_s, in_flight
+        continuing = 0 if self.config.pause == "abort" else in_flight + beside.in_flight
+        return time.monotonic() - max(stands_since, beside.received_at), load_s, continuing
 
     async def _release_or_end(self, fetched: Fetched) -> None:
         """Hand on what was held back, or end the server, which drops it."""
@@ -414,34 +439,12 @@ class HttpWeights(ABC, Generic[Fetched]):
         except (EngineError, OSError) as error:
             logger.error("what was sampled since version %d was loaded is dropped: %s", self.version, error)
             await self.server.stop()
+            self.followers.tell()
             return
-        self.verified = True
-        for stream in self.streams:
-            stream.release()
+        self.release()
+        self.followers.tell()
 
     async def until_verified(self) -> None:
         """The last load was verified, or its server has ended."""
         if self._verifying is not None:
             await asyncio.wait({self._verifying})
-
-    async def _settle(self) -> None:
-        """Receive everything that was sampled before the pause: tokens are labelled with the version of that moment.
-
-        The server is idle and has answered several calls since, each behind its tokens in the same queues; what is left
-        is in our sockets, and each turn of the loop reads those.
-        """
-        quiet_turns, received = 0, -1
-        while quiet_turns < QUIET_TURNS:
-            await asyncio.sleep(0)
-            now = self._read_all()
-            quiet_turns = quiet_turns + 1 if now == received else 0
-            received = now
-
-    def _read_all(self) -> int:
-        """Takes apart what was received; the tokens of all open answers."""
-        for stream in self.streams:
-            stream.read()
-        return sum(stream.received for stream in self.streams)
-
-    async def _server_version(self) -> int:
-        return version_of((await self.server.call("GET", self.version_path))["weight_version"])
