@@ -4,7 +4,7 @@ Who owns what, with N processes of which the sidecar is one:
 
     the engine's life, weights, health, the registry     the sidecar alone; the others follow (`answer_labels`)
     pins of a version                                    an evaluation server has one process
-    the port                                             the sidecar accepts, and deals connections out: `ConnectionDealer`
+    the port                                             the sidecar, which deals connections out: `ConnectionDealer`
     POST /generate                                       whoever has the connection; with images the sidecar
     every other route, episodes                          the sidecar: the others pass them on
     slots, the length of the queue                       equal shares, in sum those of one process
@@ -241,7 +241,7 @@ class AnswerProcesses:
             started = time.monotonic()
             try:
                 await process.start(spec.model_copy(update={"engine_class": self._engine_class}))
-                self._begin(process)
+                await self._begin(process)
                 await self._count_while_it_lives(process)
             except (EngineError, OSError) as error:
                 cause = str(error)
@@ -255,7 +255,9 @@ class AnswerProcesses:
             logger.error("%s: restart %d of %d: %s", process.name, in_a_row, self._max_restarts, cause)
             await restart_after(BACKOFF.pause_s(in_a_row))
 
-    def _begin(self, process: AnswerProcess) -> None:
+    async def _begin(self, process: AnswerProcess) -> None:
+        process.tell(self._now())
+        await process.count()  # answered behind the state: it can take connections
         # At once one after the other: a state that came between the two would not reach it.
         process.tell(self._now())
         process.begun = True

@@ -34,7 +34,7 @@ from tests.rollout_server.conftest import (
 )
 
 from penstock.common import cancel_and_wait
-from penstock.rollout_server import Chunk, Generation, RolloutClient, RolloutConfig, join_chunks, next_token
+from penstock.rollout_server import Chunk, EngineError, Generation, RolloutClient, RolloutConfig, join_chunks, next_token
 from penstock.rollout_server.engines import FakeHttpEngine
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
@@ -318,20 +318,39 @@ async def test_a_killed_process_breaks_off_its_own_answers_alone(several: Severa
     await several.until(lambda: victim.counts.tokens == 10)
 
 
-async def test_processes_follow_to_the_next_engine(several: Several, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_process_hands_on_what_was_not_verified(
+    several: Several, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is found to hold other weights than the version's: it ends, and all follow to the next one."""
     monkeypatch.setattr("penstock.rollout_server.sidecar.restart_after", lambda _s: asyncio.sleep(0))
     await several.idle()
+    looking, engines, before = asyncio.Event(), several.server.engines, several.version
+
+    async def differs(_fetched: Any) -> None:
+        await looking.wait()
+        raise EngineError("it holds other values")
+
+    monkeypatch.setattr(several.server.engine.weights, "_verify", differs)
+    async with answers_under_way(several, SLOTS, LONG) as asked:
+        await several.until(lambda: all(one.found.token_ids for one in asked))
+        several.version = before + 1
+        several.queue.announce(several.version)
+        await several.until(lambda: not several.server.engine.weights.verified)
+        sampled = (await several.engine_figures())["sampled"]
+        while (await several.engine_figures())["sampled"] < sampled + 40 * SLOTS:
+            await asyncio.sleep(0.02)
+        looking.set()
+        await asyncio.gather(*(one.task for one in asked))
+    for one in asked:
+        assert check_versions(one.context, one.found) == [before]
+    await several.until(lambda: len(engines) == 2 and several.sidecar.open)
     client = RolloutClient(several.queue, TOKEN, 60.0)
     try:
-        asked = await begun(client, [ask(prompt(n), 200) for n in range(SLOTS)])
-        os.killpg(several.server.engine.server.pid, signal.SIGKILL)
-        answers = await asyncio.gather(*asked)
+        answers = await asyncio.gather(*(client.generate(ask(prompt(n), 5)) for n in range(SLOTS)))
     finally:
         await client.close()
     for number, found in enumerate(answers):
-        assert found.resumed
         assert check_versions(prompt(number), found) == [several.version]
-    assert len(several.server.engines) == 2
 
 
 @pytest.mark.deep
