@@ -111,5 +111,5 @@ class HttpConnections:
     async def _let_end(self, deadline: float) -> None:
         for protocol in list(self._state.connections):
             protocol.shutdown()
-        while self._state.connections and time.monotonic() < deadline:
+        while self._state.connections and time.monotonic() < deadline:  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(CLOSE_POLL_S)

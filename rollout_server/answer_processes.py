@@ -167,13 +167,13 @@ class AnswerProcess:
         """With SIGKILL: when this returns, its connections are closed. Twice does nothing."""
         self._stop_handing()
         self._forget()
-        process = self._child.process
+        process, link = self._child.process, self._link  # of this life: the next one may begin while we wait
         if process is not None and process.returncode is None:
             process.kill()
             await process.wait()
-        if self._link is not None:
-            self._link.close_writing()
-            self._link.close()
+        if link is not None:
+            link.close_writing()
+            link.close()
 
     def _stop_handing(self) -> None:
         connections, self._connections = self._connections, None
@@ -344,7 +344,7 @@ class AnswerProcesses:
 
 
 def make_specs(
-    server: str, run: str, config: RolloutConfig, model: str, log_dir: Path, token: str, sidecar_socket: str
+    config: RolloutConfig, log_dir: Path, sidecar_socket: str, *, server: str, run: str, model: str, token: str
 ) -> list[ProcessSpec]:
     """Of the processes beside the sidecar."""
     return [

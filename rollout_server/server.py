@@ -171,7 +171,9 @@ def _beside(job: ServerJob, metrics: RolloutMetrics, inner: socket.socket | None
     if inner is None:
         return AnswerProcesses((), _log_dir(job), metrics)
     run, address = job.run, inner.getsockname()
-    specs = make_specs(job.name, run.name, job.config, run.model, _log_dir(job), run.token, address)
+    specs = make_specs(
+        job.config, _log_dir(job), address, server=job.name, run=run.name, model=run.model, token=run.token
+    )
     return AnswerProcesses(specs, _log_dir(job), metrics, job.config.max_restarts)
 
 

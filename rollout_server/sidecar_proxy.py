@@ -53,7 +53,7 @@ class SidecarProxy:
                 scope["method"],
                 URL(f"http://sidecar{_target(scope)}", encoded=True),
                 headers=[pair for pair in _text(scope["headers"]) if pair[0] not in ("host", "transfer-encoding")],
-                data=client.body() if _has_body(scope) else client.no_body(),
+                data=client.body(_has_body(scope)),
                 allow_redirects=False,
             ) as response:
                 begun = True
@@ -80,7 +80,14 @@ class _Client:
         self.refused: HTTPException | None = None
         """Of a body that this process does not take."""
 
-    async def body(self) -> AsyncGenerator[bytes]:
+    def body(self, has_one: bool) -> AsyncGenerator[bytes] | None:
+        """None where there is none to be sent."""
+        if has_one:
+            return self._body()
+        self._watch()
+        return None
+
+    async def _body(self) -> AsyncGenerator[bytes]:
         more = True
         while more:
             message = await self._next()
@@ -90,9 +97,6 @@ class _Client:
             more = message.get("more_body", False)
             if piece := message.get("body"):
                 yield piece
-        self._watch()
-
-    def no_body(self) -> None:
         self._watch()
 
     async def _next(self) -> Message:

@@ -34,7 +34,7 @@ from penstock.rollout_server import GenerateRequest, RolloutClient, RolloutConfi
 from penstock.rollout_server.engines import FakeHttpEngine
 from penstock.transfer_queue import Announcement, AnnouncementMark, RunContext, ServerInfo, Status, WeightUpdate
 
-TOKEN = "a-token-of-the-benchmark"
+TOKEN = "a-token-of-the-benchmark"  # noqa: S105 - of a server of this machine, for a minute
 VOCAB = 512
 STARTS_S = 60.0
 TIMEOUT_S = 300.0

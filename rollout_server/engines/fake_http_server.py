@@ -147,14 +147,15 @@ class FrontEnd:
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         method, path, _ = first.split(" ")
         body = await reader.readexactly(int(headers.get("content-length", "0")))
+        kept = headers.get("connection", "").lower() != "close"
         if headers.get("authorization") != self._authorization:
-            self._reply(writer, 401, {"error": {"message": "another key"}})
+            self._reply(writer, 401, {"error": {"message": "another key"}}, kept=kept)
         elif path == GENERATE:
             await self._generate(json.loads(body), writer)
         else:
             status, answer = self._control(f"{method} {path}", json.loads(body or b"{}"))
-            self._reply(writer, status, answer)
-        return headers.get("connection", "").lower() != "close"
+            self._reply(writer, status, answer, kept=kept)
+        return kept
 
     def _control(self, what: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
         decoder = self._decoder
@@ -193,10 +194,10 @@ class FrontEnd:
             self._decoder.remove(request)
         writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
 
-    def _reply(self, writer: asyncio.StreamWriter, status: int, answer: Mapping[str, Any]) -> None:
+    def _reply(self, writer: asyncio.StreamWriter, status: int, answer: Mapping[str, Any], *, kept: bool) -> None:
         data = json.dumps(answer).encode()
-        head = b"HTTP/1.1 %d -\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        writer.write(head % (status, len(data)) + data)
+        head = f"HTTP/1.1 {status} -\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+        writer.write(f"{head}Connection: {'keep-alive' if kept else 'close'}\r\n\r\n".encode() + data)
 
 
 async def main() -> None:

@@ -79,9 +79,7 @@ class HttpEngine(ABC):
     health_path: ClassVar[str]
     """Answered at once, paused or not, as long as the server can sample."""
 
-    def __init__(
-        self, config: RolloutConfig, model: str, log_dir: Path, seed: int, *, beside: bool = False
-    ) -> None:
+    def __init__(self, config: RolloutConfig, model: str, log_dir: Path, seed: int, *, beside: bool = False) -> None:
         """`beside`: another process owns the server, and this one only `adopt`s its state."""
         self.config = config
         self.model = model
