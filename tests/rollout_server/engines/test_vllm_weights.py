@@ -19,7 +19,7 @@ from tests.rollout_server.engines.event_server import serving, stream_events
 from tests.rollout_server.engines.test_vllm_stream import event
 
 from penstock.rollout_server import Chunk, EngineError, EngineInfo, RequestQueue, RolloutConfig, RolloutMetrics
-from penstock.rollout_server.engines import EventClient, vllm
+from penstock.rollout_server.engines import EventClient, vllm, vllm_plugin, vllm_weights
 from penstock.weight_sync import ChainFile, Manifest, Offer, WeightsRefused, state_of
 
 MANIFEST = Manifest("shm", (ChainFile(3, None, "/dev/null", 0, "", state_of(())),), ())
@@ -52,7 +52,7 @@ class Server:
         if info.get("phase") == "stage":
             self.staged.set_result(Path(info["report"]))
         if info.get("phase") == "load" and self.refuses_load:
-            raise EngineError(f"{vllm.REFUSED}tensor 'a' differs")
+            raise EngineError(f"{vllm_plugin.REFUSED}tensor 'a' differs")
         if info.get("phase") == "load":
             self.verdict.set_result(Path(info["report"]))
         return {"weight_version": "3"}
@@ -66,14 +66,14 @@ class Server:
             stream.break_off("the server is being stopped")
 
 
-async def weights_of(server: Server, workers: int) -> vllm.VLLMWeights:
-    weights = vllm.VLLMWeights(RolloutConfig(engine="vllm"), str(server.folder), server, set())  # type: ignore[arg-type]
+async def weights_of(server: Server, workers: int) -> vllm_weights.VLLMWeights:
+    weights = vllm_weights.VLLMWeights(RolloutConfig(engine="vllm"), str(server.folder), server, set())  # type: ignore[arg-type]
     weights.world_size = workers
     return weights
 
 
 async def a_while() -> None:
-    await asyncio.sleep(5 * vllm.READ_POLL_S)
+    await asyncio.sleep(5 * vllm_weights.READ_POLL_S)
 
 
 async def test_the_pause_begins_when_every_worker_has_read(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ class OnTrial:
         self.server = server
         self.engine = vllm.VLLMEngine(config, str(folder), folder, 0)
         self.engine.server, self.engine.streams = server, server.streams  # type: ignore[assignment]
-        self.engine.weights = vllm.VLLMWeights(config, str(folder), server, server.streams)  # type: ignore[arg-type]
+        self.engine.weights = vllm_weights.VLLMWeights(config, str(folder), server, server.streams)  # type: ignore[arg-type]
         self.engine.info = EngineInfo(name="vllm", engine_version="1", version=0, vocab_size=99, max_model_len=64)
         self.queue = RequestQueue(4, RolloutMetrics(), truncated_sampling=False)
         self.loaded = asyncio.Event()
