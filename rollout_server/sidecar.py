@@ -381,7 +381,8 @@ class Sidecar:
         """`ok` means that the engine answered lately, and sampled: for requests, or for a probe when idle."""
         silent_s = self.requests.silent_s
         receives = self.open and self._stands_still
-        stalled = self.open and not receives and silent_s > (STALL_S if self.requests.in_flight else 2 * PROBE_S + PROBE_TIMEOUT_S)
+        most_s = STALL_S if self.requests.in_flight else 2 * PROBE_S + PROBE_TIMEOUT_S
+        stalled = self.open and not receives and silent_s > most_s
         return Health(
             ok=self.open and not self.draining and not stalled,
             cause=f"no token sampled for {silent_s:.0f} s" if stalled else RECEIVES if receives else self.cause,

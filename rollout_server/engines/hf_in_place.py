@@ -1,10 +1,10 @@
 """The hf engine receives broadcasts in place: under the pause, each bucket straight into the model's parameters.
 
     receive(offer)     plan ─ join the group ─ (decoding stands still) ─ buckets into parameters ─ every checksum again
-    accept(manifest)   what came is what was announced: the caller labels it, and decoding continues
+    holds(manifest)    what came is what was announced: the caller labels it, and decoding continues
 
-From the first bucket on the model holds no version. Whatever ends the broadcast then, decoding stands still until
-`accept`, or until a whole file was loaded.
+From the first bucket on the model holds no version. Whatever ends the broadcast, decoding stands still until then, or
+until a whole file was loaded.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ class InPlaceReceiver:
 
     def __init__(self, model: torch.nn.Module, batcher: Halting, names: Callable[[], HubNames | None]) -> None:
         self._model, self._batcher, self._names = model, batcher, names
-        self._whole: tuple[str, tuple[TensorEntry, ...]] | None = None
-        """(name of the broadcast, what came) that the model holds and nobody has announced."""
+        self._whole: tuple[str, str] | None = None
+        """(name of the broadcast, state of what came) that the model holds and nobody has announced."""
         self._write_s = 0.0
 
     def receive(self, offer: Offer) -> str:
@@ -186,14 +186,17 @@ class InPlaceReceiver:
                 raise
         targets.verify(joined.entries)
         self._write_s = time.perf_counter() - began
-        self._whole = offer.name, joined.entries
-        return state_of(joined.entries)
+        state = state_of(joined.entries)
+        self._whole = offer.name, state
+        return state
 
-    def accept(self, manifest: Manifest) -> float:
-        """The model holds this version: seconds that receiving took. Raises `WeightsUnreachable` where it does not."""
-        whole, self._whole = self._whole, None
-        if whole is None or whole[0] != manifest.broadcast_name or state_of(whole[1]) != manifest.state:
-            raise WeightsUnreachable(f"version {manifest.version}: this engine does not hold its broadcast")
+    def holds(self, manifest: Manifest) -> bool:
+        """The model holds exactly this version, which came by its broadcast: every name, shape, dtype and checksum."""
+        return manifest.transport == "broadcast" and self._whole == (manifest.broadcast_name, manifest.state)
+
+    def accept(self) -> float:
+        """What came has its version; seconds that receiving it took."""
+        self._whole = None
         return self._write_s
 
     def forget(self) -> None:

@@ -319,8 +319,8 @@ class HFServer:
         started = time.perf_counter()
         received_s, copies = 0.0, []
         try:
-            if manifest.transport == "broadcast" and self.config.receives_in_place:
-                received_s = self._in_place.accept(manifest)
+            if self._in_place.holds(manifest):
+                received_s = self._in_place.accept()
             else:
                 copies = self._fetched(manifest)
             fetch_s = time.perf_counter() - started

@@ -88,6 +88,13 @@ class Standstill:
     """Of what came."""
     receive_s: float = 0.0
 
+    def holds(self, manifest: Manifest) -> bool:
+        """What came is exactly this version: every name, shape, dtype and checksum."""
+        return manifest.transport == "broadcast" and (self.broadcast, self.state) == (
+            manifest.broadcast_name,
+            manifest.state,
+        )
+
 
 class HttpWeights(ABC, Generic[Fetched]):
     """One server's weights. Subclasses say by which routes and bodies."""

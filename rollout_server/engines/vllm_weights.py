@@ -195,12 +195,11 @@ class VLLMWeights(HttpWeights[Manifest]):
 
     async def swap(self, manifest: Manifest) -> LoadReport:
         """See `HttpWeights.swap`; a version that came in place needs its label alone."""
-        if manifest.transport != "broadcast" or not self.config.receives_in_place:
+        if self.standstill is None or not self.standstill.holds(manifest):
             return await super().swap(manifest)
         async with self._one_at_a_time:
             pause = self.standstill
-            came = pause is not None and (pause.broadcast, pause.state) == (manifest.broadcast_name, manifest.state)
-            if pause is None or not came:
+            if pause is None or not pause.holds(manifest):  # another version was loaded meanwhile
                 raise WeightsUnreachable(f"version {manifest.version}: this server does not hold its broadcast")
             check_complete(manifest, self.shapes)
             try:
