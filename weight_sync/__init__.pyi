@@ -1,6 +1,8 @@
 from .broadcast.in_place import JoinedBroadcast as JoinedBroadcast
 from .broadcast.in_place import TensorPart as TensorPart
 from .broadcast.in_place import as_tensor as as_tensor
+from .broadcast.in_place import can_stream as can_stream
+from .broadcast.in_place import file_parts as file_parts
 from .broadcast.in_place import tensor_parts as tensor_parts
 from .broadcast.in_place import whole_tensors as whole_tensors
 from .broadcast.nccl import Nccl as Nccl

@@ -9,9 +9,10 @@ until a whole file was loaded.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +32,8 @@ from penstock.weight_sync import (
     WeightsUnreachable,
     as_tensor,
     checksum,
+    file_parts,
+    open_published,
     state_of,
     tensor_parts,
 )
@@ -96,23 +99,24 @@ class InPlaceTargets:
             self._parts[name] = as_tensor(self._parts[name], part.tensor)
             self._put_together(destination)
 
-    def verify(self, entries: Iterable[TensorEntry]) -> None:
-        """What the model holds now is what came. `entries`: of the whole stream.
-
-        Raises `WeightsBroken` for names of one parameter that differ, `DamagedMemory`.
-        """
-        wanted: dict[int, tuple[str, str]] = {}
+    def check_tied(self, entries: Iterable[TensorEntry]) -> None:
+        """Raises `WeightsRefused` where tensors of one parameter differ. `entries`: of the whole stream."""
+        found: dict[int, TensorEntry] = {}
         for entry in entries:
             destination = self._destinations[entry.name]
-            target = self._state[destination.parameter]
+            twin = found.setdefault(self._state[destination.parameter].data_ptr(), entry)
+            if len(destination.stored) == 1 and twin.xxh3 != entry.xxh3:
+                raise WeightsRefused(
+                    f"version {self._version}: tensors {twin.name!r} and {entry.name!r} are tied but differ"
+                )
+
+    def verify(self, entries: Iterable[TensorEntry]) -> None:
+        """What the model holds now is what came. `entries`: of the whole stream. Raises `DamagedMemory`."""
+        for entry in entries:
+            destination = self._destinations[entry.name]
             xxh3 = entry.xxh3 if destination.bytes is not None else self._made[destination.parameter]
-            twin, before = wanted.setdefault(target.data_ptr(), (entry.name, xxh3))
-            if before != xxh3:
-                raise WeightsBroken(f"version {self._version}: tensors {twin!r} and {entry.name!r} are tied but differ")
-        held = {target.data_ptr(): target for target in self._state.values()}
-        for address, (name, xxh3) in wanted.items():
-            if checksum(held[address]) != xxh3:
-                raise DamagedMemory(f"tensor {name!r} does not hold what was copied into it")
+            if checksum(self._state[destination.parameter]) != xxh3:
+                raise DamagedMemory(f"tensor {entry.name!r} does not hold what was copied into it")
 
     def _plan(self, offered: dict[str, StreamTensor]) -> Iterable[tuple[str, _Destination]]:
         for name, parts in self._names.parts.items() if self._names else ():
@@ -184,6 +188,10 @@ class InPlaceReceiver:
             except WeightsUnreachable:
                 self._batcher.go_on()
                 raise
+        try:
+            targets.check_tied(joined.entries)
+        except WeightsRefused as error:
+            raise WeightsBroken(str(error)) from error
         targets.verify(joined.entries)
         self._write_s = time.perf_counter() - began
         state = state_of(joined.entries)
@@ -202,6 +210,34 @@ class InPlaceReceiver:
     def forget(self) -> None:
         """Something else is about to be loaded."""
         self._whole = None
+
+    @contextmanager
+    def opened(self, manifest: Manifest) -> Iterator[Callable[[], None]]:
+        """A file that `can_stream`: all of it was compared with the manifest, and the call copies it into the model, no
+        second copy of it in between. It reads the same open file, compares again and raises `DamagedMemory`.
+
+        Raises `WeightsRefused`.
+        """
+        file = open_published(manifest.files[-1])
+        try:
+            for _ in file_parts(manifest, file):
+                pass
+            tensors = [StreamTensor(entry.name, entry.shape, entry.dtype) for entry in manifest.tensors]
+            targets = InPlaceTargets(self._model, tensors, self._names(), manifest.version)
+            targets.check_tied(manifest.tensors)
+            self._whole = None
+            yield lambda: _copy_file(targets, manifest, file)
+        finally:
+            os.close(file)
+
+
+def _copy_file(targets: InPlaceTargets, manifest: Manifest, file: int) -> None:
+    try:
+        for part in file_parts(manifest, file):
+            targets.write(part)
+    except WeightsRefused as error:
+        raise DamagedMemory(f"the file changed while it was copied: {error}") from error
+    targets.verify(manifest.tensors)
 
 
 def _dtype(tensor: StreamTensor) -> torch.dtype:

@@ -30,8 +30,9 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -62,6 +63,7 @@ with uncollected():
         WeightsBroken,
         WeightsRefused,
         WeightsUnreachable,
+        can_stream,
         checksum,
         dtype_name,
     )
@@ -317,16 +319,17 @@ class HFServer:
     def _load_blocking(self, manifest: Manifest) -> LoadReport:
         """fetch and verify (decoding continues) → pause → copy, verify what the model holds, version → resume."""
         started = time.perf_counter()
-        received_s, copies = 0.0, []
-        try:
+        received_s = 0.0
+        with ExitStack() as held:
+            held.callback(self._staged.give_back)
             if self._in_place.holds(manifest):
-                received_s = self._in_place.accept()
+                received_s, load = self._in_place.accept(), nothing_left
+            elif self.config.receives_in_place and manifest.transport != "broadcast" and can_stream(manifest):
+                load = held.enter_context(self._in_place.opened(manifest))
             else:
-                copies = self._fetched(manifest)
+                load = partial(_run, self._fetched(manifest))
             fetch_s = time.perf_counter() - started
-            pause_s, load_s, in_flight = self.batcher.swap(lambda: _run(copies), manifest.version)
-        finally:
-            self._staged.give_back()
+            pause_s, load_s, in_flight = self.batcher.swap(load, manifest.version)
         load_s += received_s
         if self.given_up.dropped:
             self.given_up.dropped = False
@@ -354,6 +357,10 @@ def _names_of(model: Any, folder: str) -> HubNames | None:
     except UnmappedTensors as error:
         logger.warning("%s: versions are loaded under the model's own names: %s", folder, error)
         return None
+
+
+def nothing_left() -> None:
+    """The model holds the version already."""
 
 
 def _run(copies: list[Copy]) -> None:

@@ -16,12 +16,14 @@ from contextlib import closing
 from dataclasses import dataclass
 
 import torch
+import xxhash
 
 from penstock.weight_sync.broadcast.memory import two_buckets
-from penstock.weight_sync.broadcast.offer import Offer, StreamDigests, StreamTensor
+from penstock.weight_sync.broadcast.offer import ITEM_BYTES, Offer, StreamDigests, StreamTensor
 from penstock.weight_sync.broadcast.receiver import join_offer
-from penstock.weight_sync.file_format import raw_bytes
-from penstock.weight_sync.manifest import TensorEntry, WeightsBroken, WeightsUnreachable
+from penstock.weight_sync.file_format import raw_bytes, verify_checksum, verify_form, verify_names
+from penstock.weight_sync.file_reader import FileReader
+from penstock.weight_sync.manifest import Manifest, TensorEntry, WeightsBroken, WeightsUnreachable
 
 ENDED_EARLY = (RuntimeError, OSError, ValueError, MemoryError)
 """What a group raises where a member is gone or silent, or its memory cannot be had."""
@@ -144,3 +146,27 @@ def whole_tensors(
 def as_tensor(memory: torch.Tensor, tensor: StreamTensor) -> torch.Tensor:
     """`memory` [tensor.nbytes] uint8 as that tensor; a view."""
     return memory.view(getattr(torch, tensor.dtype)).view(tensor.shape)
+
+
+def file_parts(manifest: Manifest, descriptor: int) -> Iterator[TensorPart]:
+    """A full version's file, `open_published`, as the parts of its tensors; to be read to its end.
+
+    Raises `WeightsRefused`, at the end too, unless all of it is what the manifest says.
+    """
+    with FileReader(manifest.files[-1], descriptor) as opened:
+        verify_names(manifest, opened.names)
+        for stored, pieces in opened.streamed():
+            entry = manifest.entries[stored.name]
+            verify_form(manifest.version, entry, stored.shape, stored.dtype)
+            tensor, begin, digest = StreamTensor(entry.name, entry.shape, entry.dtype), 0, xxhash.xxh3_64()
+            for piece in pieces if stored.nbytes else [memoryview(b"")]:
+                digest.update(piece)
+                yield TensorPart(tensor, begin, piece)
+                begin += len(piece)
+            verify_checksum(manifest.version, entry, digest.hexdigest())
+        opened.verify_whole()
+
+
+def can_stream(manifest: Manifest) -> bool:
+    """Whether `file_parts` reads it: one file, whole, of dtypes that streams have."""
+    return len(manifest.files) == 1 and all(entry.dtype in ITEM_BYTES for entry in manifest.tensors)

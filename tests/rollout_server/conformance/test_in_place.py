@@ -131,7 +131,7 @@ async def test_half_a_version_in_place_answers_nothing(subject: Subject, referen
             answer = await begun_answer(subject, count)
             await place.lose_the_trainer(next(subject.versions), reference.other(43), MIDDLE)
             assert place.engine.stands_still
-            new = asyncio.create_task(whole(subject.engine, ask(PROMPT, 8, temperature=0.0)))
+            new = asyncio.create_task(whole(subject.engine, ask(PROMPT, 8)))
             await asyncio.sleep(0.7)  # what was sampled before the pause has been handed on
             so_far, stands = sum(count), not answer.done()
             await asyncio.sleep(0.3)
