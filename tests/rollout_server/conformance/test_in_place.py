@@ -147,6 +147,19 @@ async def test_half_a_version_in_place_answers_nothing(subject: Subject, referen
         await exactly(subject, reference, version, tensors)
 
 
+async def test_broadcast_in_place_that_brings_nothing_costs_nothing(
+    subject: Subject, reference: Reference, tmp_path: Path
+) -> None:
+    version = await subject.hold_first(reference)
+    async with receiving_in_place(subject, tmp_path / "files") as place:
+        tasks = await subject.under_load(2, TOKENS)
+        await place.lose_the_trainer(next(subject.versions), reference.other(46), 0)
+        assert (place.member.missed, place.engine.stands_still) == (1, False)
+        for answer in await asyncio.gather(*tasks):
+            assert answer.version_spans == [(version, 0, TOKENS)]
+        await exactly(subject, reference, version, reference.first)
+
+
 async def begun_answer(subject: Subject, count: list[int]) -> asyncio.Task[Any]:
     """`count` has the tokens of each of its chunks."""
     going = asyncio.Event()
