@@ -320,10 +320,11 @@ class HFServer:
         """fetch and verify (decoding continues) → pause → copy, verify what the model holds, version → resume."""
         started = time.perf_counter()
         received_s = 0.0
+        load: Callable[[], None] = nothing_left
         with ExitStack() as held:
             held.callback(self._staged.give_back)
             if self._in_place.holds(manifest):
-                received_s, load = self._in_place.accept(), nothing_left
+                received_s = self._in_place.accept()
             elif self.config.receives_in_place and manifest.transport != "broadcast" and can_stream(manifest):
                 load = held.enter_context(self._in_place.opened(manifest))
             else:
