@@ -178,7 +178,9 @@ class BroadcastMember:
 
     async def _until_announced(self, current: _Round, version: int) -> None:
         """A trainer that is gone announces nothing: then what came is no version."""
-        self.cause = f"no version is held until a file is loaded: version {version} came as other tensors than announced"
+        self.cause = (
+            f"no version is held until a file is loaded: version {version} came as other tensors than announced"
+        )
         try:
             async with asyncio.timeout(ANNOUNCE_S):
                 await current.asked_for.wait()

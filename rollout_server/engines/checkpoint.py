@@ -135,7 +135,8 @@ def check_names(version: int, given: Mapping[str, tuple[int, ...]], shapes: Shap
     for name in sorted(shapes.keys() & given.keys()):
         if shapes[name] != given[name]:
             raise WeightsRefused(
-                f"version {version}: tensor {name!r} has shape {list(given[name])}, the model's has {list(shapes[name])}"
+                f"version {version}: tensor {name!r} has shape {list(given[name])},"
+                f" the model's has {list(shapes[name])}"
             )
 
 

@@ -153,9 +153,7 @@ def _holds(name: str, held: torch.Tensor, published: Mapping[str, torch.Tensor],
     return True
 
 
-def _begins(
-    name: str, held: torch.Tensor, forms: Mapping[str, torch.Tensor], rows: Mapping[str, torch.Tensor]
-) -> bool:
+def _begins(name: str, held: torch.Tensor, forms: Mapping[str, torch.Tensor], rows: Mapping[str, torch.Tensor]) -> bool:
     first = 0
     for part in parts_of(name):
         wanted = rows[part]

@@ -1,4 +1,4 @@
-"""A rollout server that receives in place: while its engine holds parts of two versions it answers and labels nothing."""
+"""A rollout server that receives in place: while its engine holds parts of two versions it answers nothing."""
 
 from __future__ import annotations
 

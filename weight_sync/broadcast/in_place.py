@@ -129,9 +129,7 @@ def tensor_parts(tensors: Iterable[StreamTensor], buckets: Iterable[memoryview])
         raise ValueError("the stream is longer than its tensors")
 
 
-def whole_tensors(
-    tensors: Sequence[StreamTensor], buckets: Iterable[memoryview]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def whole_tensors(tensors: Sequence[StreamTensor], buckets: Iterable[memoryview]) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor), each in host memory of its own, which goes with its last reader. Reads the stream to its end."""
     memory = torch.empty(0, dtype=torch.uint8)
     for part in tensor_parts(tensors, buckets):

@@ -1,4 +1,4 @@
-"""Broadcasts that are received in place: whoever is lost in mid-bucket, no answer is lost by it and none labelled wrong.
+"""Broadcasts received in place: whoever is lost in mid-bucket, no answer is lost by it and none is labelled wrong.
 
 The engines are those that receive broadcasts staged, too: here their members receive in place for a while.
 """
@@ -202,7 +202,11 @@ async def test_losses_in_mid_bucket_in_place_cost_no_answer(
     async with receiving_in_place(subject, tmp_path / "files") as place:
         for number in range(ROUNDS):
             tasks = await subject.under_load(2, TOKENS)
-            version, tensors, at = next(subject.versions), reference.other(200 + number), chosen.randrange(MIDDLE, buckets)
+            version, tensors, at = (
+                next(subject.versions),
+                reference.other(200 + number),
+                chosen.randrange(MIDDLE, buckets),
+            )
             if number % 2:
                 await place.lose_the_trainer(version, {name: one + 1 for name, one in tensors.items()}, at)
                 manifest = reference.publish(version, tensors)

@@ -1,4 +1,4 @@
-"""Where a version's tensors go in a model that receives them in place: all of it is planned before a byte is written."""
+"""Where tensors go in a model that receives them in place: all of it is planned before a byte is written."""
 
 from __future__ import annotations
 

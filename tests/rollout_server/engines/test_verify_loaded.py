@@ -113,7 +113,11 @@ def test_first_rows_are_compared_where_no_copy_is_left(dtype: Any) -> None:
 
 def test_excerpt_is_small_and_of_no_expert() -> None:
     excerpts = Excerpts()
-    tensors = {"wide.weight": torch.zeros(4, 5000), "long.weight": torch.zeros(5000, 2), "x.experts.0.w": torch.zeros(3, 3)}
+    tensors = {
+        "wide.weight": torch.zeros(4, 5000),
+        "long.weight": torch.zeros(5000, 2),
+        "x.experts.0.w": torch.zeros(3, 3),
+    }
     assert len(list(excerpts.noted([*tensors.items(), ("scale", torch.tensor(1.0))]))) == 4
     assert {name: tuple(rows.shape) for name, rows in excerpts.rows.items()} == {
         "wide.weight": (1, 5000),

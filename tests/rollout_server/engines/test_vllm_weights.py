@@ -186,7 +186,8 @@ async def test_version_in_place_is_labelled_once_it_is_announced(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "says", [("broken: gone",), ("broken: gone", STATE), ("lost: gone", STATE), ("lost: gone", "broken: gone"), (STATE, "1")]
+    "says",
+    [("broken: gone",), ("broken: gone", STATE), ("lost: gone", STATE), ("lost: gone", "broken: gone"), (STATE, "1")],
 )
 async def test_half_a_version_in_place_waits_for_a_file(says: tuple[str, ...], tmp_path: Path) -> None:
     server = Server(tmp_path)
