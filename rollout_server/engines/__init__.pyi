@@ -20,6 +20,7 @@ from .hf_cache import PAGE_TOKENS as PAGE_TOKENS
 from .hf_cache import KVCache as KVCache
 from .hf_cache import Layout as Layout
 from .hf_cache import Row as Row
+from .hf_in_place import InPlaceReceiver as InPlaceReceiver
 from .hf_in_place import InPlaceTargets as InPlaceTargets
 from .hf_sampling import Record as Record
 from .hf_sampling import Sampler as Sampler

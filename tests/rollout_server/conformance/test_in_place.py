@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.parametrize("subject", IN_PLACE, indirect=True),
 ]
-ROUNDS = int(os.environ.get("PENSTOCK_KILLS", "4"))
+ROUNDS = int(os.environ.get("PENSTOCK_KILLS", "2"))
 BUCKET_BYTES = 20_000
 MIDDLE = 10
 """A bucket after the first tensor: until that is whole vLLM has replaced nothing."""

@@ -14,11 +14,12 @@ from safetensors.torch import load_file
 from tests.tiny_model import save_tiny_model
 from transformers import AutoModelForCausalLM
 
-from penstock.rollout_server.engines import InPlaceTargets
+from penstock.rollout_server.engines import InPlaceReceiver, InPlaceTargets
 from penstock.weight_sync import (
     HubNames,
     StreamTensor,
     TensorEntry,
+    WeightPublisher,
     WeightsRefused,
     checksum,
     dtype_name,
@@ -107,3 +108,33 @@ def test_tied_tensors_that_came_different_are_no_version(tmp_path: Path) -> None
             continue
         with pytest.raises(WeightsRefused, match="tied but differ"):
             targets.check_tied(entries(both))
+
+
+class Standing:
+    """A batcher that nothing decodes in."""
+
+    stands_still = False
+
+    def halt(self) -> None:
+        self.stands_still = True
+
+    def go_on(self) -> None:
+        self.stands_still = False
+
+
+def test_a_file_is_copied_piece_by_piece_once_all_of_it_is_checked(tmp_path: Path) -> None:
+    case = Case(tmp_path / "model", "Qwen3", tie_word_embeddings=True)
+    receiver = InPlaceReceiver(case.model, Standing(), lambda: case.names)
+    publisher = WeightPublisher(tmp_path / "published", "shm")
+    manifest = publisher.write(1, case.version.items())
+    with receiver.opened(manifest) as load:
+        assert not case.holds(case.version)
+        load()
+    assert case.holds(case.version)
+    other = publisher.write(2, {name: tensor + 1 for name, tensor in case.version.items()}.items())
+    data = bytearray(Path(other.place).read_bytes())
+    data[-2] ^= 0xFF
+    Path(other.place).write_bytes(data)
+    with pytest.raises(WeightsRefused, match=other.tensors[-1].name), receiver.opened(other):
+        raise AssertionError("it does not verify")
+    assert case.holds(case.version)
