@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from tests.rollout_server.conformance.subject import PROMPT, Subject, prompt
-from tests.rollout_server.conformance.test_in_place import MIDDLE, receiving_in_place
 from tests.rollout_server.conftest import Reference, ask, members, skip_without, whole
 
 pytest.importorskip("torch")
@@ -193,27 +192,3 @@ async def test_what_one_rank_alone_refuses_is_loaded_by_none(subject: Subject, r
 
 def title(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
-
-
-@pytest.mark.parametrize("subject", [pytest.param("vllm+broadcast", marks=pytest.mark.vllm)], indirect=True)
-async def test_both_ranks_receive_in_place_or_stand_still(
-    subject: Subject, reference: Reference, tmp_path: Path
-) -> None:
-    engine = subject.engine
-    before, engine.config = engine.config, engine.config.model_copy(update={"broadcast_receive": "in_place"})
-    assert engine.weight_workers == 2
-    try:
-        async with receiving_in_place(subject, tmp_path / "files") as place:
-            version = next(subject.versions)
-            await place.load(await place.trainer.publish(version, reference.other(6), members=1))
-            reference.use(reference.other(6))
-            await check_holds(subject, reference, version)
-            await place.lose_the_trainer(next(subject.versions), reference.other(7), MIDDLE)
-            assert engine.stands_still
-            version = next(subject.versions)
-            await place.load(reference.publish(version, reference.other(8)))
-            reference.use(reference.other(8))
-            await check_holds(subject, reference, version)
-            assert place.files.by_file == 0
-    finally:
-        engine.config = before
