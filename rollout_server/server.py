@@ -76,7 +76,7 @@ async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:
     run = job.run
     with _listen(job) as listener:
         url = url_of(listener, job.host)
-        member = BroadcastMember(job.run.token) if job.config.broadcasts_weights else None
+        member = _member(job)
         fetcher = _fetcher(job, member)
         sidecar = Sidecar(
             job.name, url, partial(new_engine, job.config, run.model, _log_dir(job), run.seed), run.queue,
@@ -133,6 +133,14 @@ def _listen(job: ServerJob) -> socket.socket:
     except OSError as error:
         setting = "rollout.port" if error.errno == errno.EADDRINUSE else "rollout.host"
         raise OSError(error.errno, f"{setting}: {error.strerror}") from error
+
+
+def _member(job: ServerJob) -> BroadcastMember | None:
+    """None for a server that takes files: one that keeps its version for an evaluation cannot be received into."""
+    config = job.config
+    if not config.broadcasts_weights or (config.receives_in_place and job.evaluates):
+        return None
+    return BroadcastMember(job.run.token, in_place=config.receives_in_place)
 
 
 def _fetcher(job: ServerJob, member: BroadcastMember | None) -> ClosableFetch:

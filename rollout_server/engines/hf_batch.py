@@ -3,6 +3,7 @@
     event loop      add, cancel ──► arrived;  collect ◄── Record
     decoding thread admit → choose → forward → Sampler.draw → Record → end
     loader thread   swap ── asks for a pause ──► the decoding thread grants it between two passes
+                    halt ── the same; the pause then lasts until `swap` or `go_on`
 
 A pass computes one token of every request that decodes and is filled up with prompts, cut to fit. No pass is under way
 while weights are swapped, so every token was sampled either wholly before or wholly after.
@@ -50,7 +51,7 @@ WITH_ATTENTION = ("full_attention", "sliding_attention")
 
 
 class Batcher(LiveRequests[Row]):
-    """Owns the decoding thread. All methods but `swap` are for the event loop."""
+    """Owns the decoding thread. All methods but `swap`, `halt` and `go_on` are for the event loop."""
 
     def __init__(
         self,
@@ -79,6 +80,8 @@ class Batcher(LiveRequests[Row]):
         self._swaps_waiting = 0
         self._any_cancelled = False
         self._asleep = False
+        self._halt: tuple[float, int] | None = None
+        """(when decoding stopped, requests in flight then), while it stands still between two calls of the loader."""
         self._news = threading.Event()
         self._stopping = False
         self._fatal: str | None = None
@@ -154,18 +157,48 @@ class Batcher(LiveRequests[Row]):
         self._swaps_waiting += 1
         with self._turn:
             self._swaps_waiting -= 1
-            paused = time.perf_counter()
-            self._receive()
-            in_flight = 0 if self._config.pause == "abort" else len(self._running)
-            if self._config.pause == "abort":
-                self._abort()
+            paused, in_flight = self._halt or self._stop_decoding()
+            began = time.perf_counter()
             load()
-            load_s = time.perf_counter() - paused
+            load_s = time.perf_counter() - began
             self._start_again()
             self._full = False
             self.sampler.version = version
+            self._halt = None
             self._turn.notify_all()
+        self._news.set()
         return time.perf_counter() - paused, load_s, in_flight
+
+    @property
+    def stands_still(self) -> bool:
+        """Between `halt` and what ends it."""
+        return self._halt is not None
+
+    def halt(self) -> None:
+        """No pass after the one under way, until `swap` or `go_on`; requests in flight are treated as at a swap.
+
+        Of another thread, as `swap`.
+        """
+        self._swaps_waiting += 1
+        with self._turn:
+            self._swaps_waiting -= 1
+            self._halt = self._stop_decoding()
+            self._turn.notify_all()
+
+    def go_on(self) -> None:
+        """The weights are what they were at `halt`."""
+        with self._turn:
+            self._halt = None
+        self._news.set()
+
+    def _stop_decoding(self) -> tuple[float, int]:
+        """(now, requests that will continue)"""
+        now = time.perf_counter()
+        self._receive()
+        if self._config.pause != "abort":
+            return now, len(self._running)
+        self._abort()
+        return now, 0
 
     @torch.inference_mode()
     def _abort(self) -> None:
@@ -217,6 +250,8 @@ class Batcher(LiveRequests[Row]):
                 self._turn_away()
                 return False
             self._receive()
+            if self._halt is not None:
+                return False
             self._admit()
             self._choose()
             step = ForwardStep(self.cache)

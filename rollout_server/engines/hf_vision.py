@@ -46,7 +46,7 @@ class Seeing(Live):
 
 
 class VisionBatcher(LiveRequests[Seeing]):
-    """Owns the decoding thread. All methods but `swap` are for the event loop that made it."""
+    """Owns the decoding thread. All methods but `swap`, `halt` and `go_on` are for the event loop that made it."""
 
     kv_blocks_in_use = 0
     reused_tokens = 0
@@ -65,6 +65,8 @@ class VisionBatcher(LiveRequests[Seeing]):
         """Held for each token; `swap` holds it while the weights are exchanged."""
         self._swaps_waiting = 0
         self._asleep = False
+        self._halt: tuple[float, list[Seeing]] | None = None
+        """As `Batcher._halt`, with the requests that had begun."""
         self._fatal: str | None = None
         self._thread = threading.Thread(target=self._run, name="hf-vision", daemon=True)
         self._thread.start()
@@ -87,17 +89,41 @@ class VisionBatcher(LiveRequests[Seeing]):
         self._swaps_waiting += 1
         with self._turn:
             self._swaps_waiting -= 1
-            paused = time.perf_counter()
-            begun = [live for live in self._live.values() if live.cache is not None and not live.finish_reason]
+            paused, begun = self._halt or self._stop_decoding()
+            began = time.perf_counter()
             load()
-            load_s = time.perf_counter() - paused
+            load_s = time.perf_counter() - began
             for live in begun if self._config.pause != "keep" else ():
                 live.cache = None
                 live.finish_reason = "abort" if self._config.pause == "abort" else None
             self.sampler.version = version
+            self._halt = None
             self._turn.notify_all()
         in_flight = 0 if self._config.pause == "abort" else len(begun)
         return time.perf_counter() - paused, load_s, in_flight
+
+    @property
+    def stands_still(self) -> bool:
+        """As `Batcher.stands_still`."""
+        return self._halt is not None
+
+    def halt(self) -> None:
+        """As `Batcher.halt`; aborted answers end at the swap."""
+        self._swaps_waiting += 1
+        with self._turn:
+            self._swaps_waiting -= 1
+            self._halt = self._stop_decoding()
+            self._turn.notify_all()
+
+    def go_on(self) -> None:
+        """As `Batcher.go_on`."""
+        with self._turn:
+            self._halt = None
+
+    def _stop_decoding(self) -> tuple[float, list[Seeing]]:
+        return time.perf_counter(), [
+            live for live in self._live.values() if live.cache is not None and not live.finish_reason
+        ]
 
     def sleep(self) -> None:
         """As `Batcher.sleep`."""
@@ -139,6 +165,8 @@ class VisionBatcher(LiveRequests[Seeing]):
                 if self._live:
                     self._turn_away()
             return
+        if self._halt is not None:
+            return
         room, places = self._config.kv_cache_tokens, self._config.max_concurrent
         for live in list(self._live.values())[:places]:
             room -= live.tokens_at_most
@@ -149,7 +177,7 @@ class VisionBatcher(LiveRequests[Seeing]):
     def _take_turn(self, live: Seeing) -> None:
         with self._turn:
             self._turn.wait_for(lambda: not self._swaps_waiting, timeout=self._config.request_timeout_s)
-            if live.finish_reason or live.error:
+            if live.finish_reason or live.error or self._halt is not None:
                 return
             try:
                 self._step(live)
