@@ -167,7 +167,7 @@ class InPlaceReceiver:
     def __init__(self, model: torch.nn.Module, batcher: Halting, names: Callable[[], HubNames | None]) -> None:
         self._model, self._batcher, self._names = model, batcher, names
         self._whole: tuple[str, str] | None = None
-        """(name of the broadcast, state of what came) that the model holds and nobody has announced."""
+        """(name of the broadcast, state of its tensors) of what the model holds and the trainer has not announced."""
         self._write_s = 0.0
 
     def receive(self, offer: Offer) -> str:

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 QUIET_TURNS = 10
 """Turns of the event loop, each of which polls every socket, without a token: then none is on its way."""
 Fetched = TypeVar("Fetched")
-"""A version that was read and verified, as the server will be told of it."""
+"""A version that was read and verified, in the form that the server gets."""
 
 
 class Admission:
@@ -140,7 +140,7 @@ class HttpWeights(ABC, Generic[Fetched]):
 
     @abstractmethod
     async def _verify(self, fetched: Fetched) -> None:
-        """Raises `EngineError` where the server holds other values than it was told to load."""
+        """Raises `EngineError` where the values in the server differ from those of the version."""
 
     @abstractmethod
     async def _resume(self) -> None:

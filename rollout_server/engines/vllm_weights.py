@@ -1,4 +1,4 @@
-"""How vLLM is told of a version: the routes of its weight transfer, in the order in which our workers expect them.
+"""How vLLM gets a version: the routes of its weight transfer, in the order in which our workers expect them.
 
 `vllm_worker` is the other end, and says what each phase does there.
 """

@@ -53,7 +53,7 @@ TOKENS = (24, 120)
 ANSWERS_PER_KILL = 4
 """A kill waits for so many, 4 s at most: servers that are killed before they work would prove nothing."""
 SPARE = 8
-"""So many more kills at most, until one has hit an answer that had begun."""
+"""The most further kills, until one interrupts an answer that has begun."""
 LIMITS = Limits(group_size=1, groups_per_step=1, max_staleness=1_000)
 
 

@@ -138,6 +138,6 @@ def test_stream_of_another_length_is_an_error(length: int, words: str) -> None:
 
 
 def test_broken_is_no_kind_of_unreachable() -> None:
-    """Whoever takes the one for the other would go on with half a version."""
+    """Handling one as the other would continue with half a version."""
     assert not issubclass(WeightsBroken, WeightsUnreachable)
     assert not issubclass(WeightsUnreachable, WeightsBroken)

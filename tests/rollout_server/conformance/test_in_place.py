@@ -1,4 +1,4 @@
-"""Broadcasts received in place: whoever is lost in mid-bucket, no answer is lost by it and none is labelled wrong.
+"""Broadcasts received in place: a loss in mid-bucket, of any member, loses no answer and labels none wrong.
 
 The engines are those that receive broadcasts staged, too: here their members receive in place for a while.
 """
