@@ -30,7 +30,7 @@ import torch
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.hf_attention import USE_ANOTHER, ForwardStep, Probe, UnsupportedArguments
 from penstock.rollout_server.engines.hf_cache import PAGE_TOKENS, KVCache, Layout, Row
-from penstock.rollout_server.engines.hf_sampling import LiveRequests, Record, Sampler
+from penstock.rollout_server.engines.hf_sampling import HaltingRequests, Record, Sampler
 from penstock.rollout_server.protocol import Sampling
 from penstock.rollout_server.routers import NoRouters, Routers
 
@@ -50,7 +50,7 @@ WITH_ATTENTION = ("full_attention", "sliding_attention")
 """Kinds of layers that are computed."""
 
 
-class Batcher(LiveRequests[Row]):
+class Batcher(HaltingRequests[Row, tuple[float, int]]):
     """Owns the decoding thread. All methods but `swap`, `halt` and `go_on` are for the event loop."""
 
     def __init__(
@@ -75,14 +75,8 @@ class Batcher(LiveRequests[Row]):
         """Oldest first."""
         self._full = False
         """A request was put back for want of room: none is admitted before another has ended."""
-        self._turn = threading.Condition()
-        """Held for each pass; `swap` holds it while the weights are exchanged."""
-        self._swaps_waiting = 0
         self._any_cancelled = False
         self._asleep = False
-        self._halt: tuple[float, int] | None = None
-        """(when decoding stopped, requests in flight then), while it stands still between two calls of the loader."""
-        self._news = threading.Event()
         self._stopping = False
         self._fatal: str | None = None
         self._thread = threading.Thread(target=self._run, name="hf-decoding", daemon=True)
@@ -168,28 +162,6 @@ class Batcher(LiveRequests[Row]):
             self._turn.notify_all()
         self._news.set()
         return time.perf_counter() - paused, load_s, in_flight
-
-    @property
-    def stands_still(self) -> bool:
-        """Between `halt` and what ends it."""
-        return self._halt is not None
-
-    def halt(self) -> None:
-        """No pass after the one under way, until `swap` or `go_on`; requests in flight are treated as at a swap.
-
-        Of another thread, as `swap`.
-        """
-        self._swaps_waiting += 1
-        with self._turn:
-            self._swaps_waiting -= 1
-            self._halt = self._stop_decoding()
-            self._turn.notify_all()
-
-    def go_on(self) -> None:
-        """The weights are what they were at `halt`."""
-        with self._turn:
-            self._halt = None
-        self._news.set()
 
     def _stop_decoding(self) -> tuple[float, int]:
         """(now, requests that will continue)"""

@@ -21,7 +21,7 @@ import torch
 from transformers import AutoImageProcessor, DynamicCache
 
 from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines.hf_sampling import Live, LiveRequests, Record, Sampler
+from penstock.rollout_server.engines.hf_sampling import HaltingRequests, Live, Record, Sampler
 from penstock.rollout_server.pictures import read_images
 from penstock.rollout_server.protocol import ImageRef, Sampling
 
@@ -45,7 +45,7 @@ class Seeing(Live):
         return self.record.context_len + self.record.sampling.max_new_tokens
 
 
-class VisionBatcher(LiveRequests[Seeing]):
+class VisionBatcher(HaltingRequests[Seeing, tuple[float, list[Seeing]]]):
     """Owns the decoding thread. All methods but `swap`, `halt` and `go_on` are for the event loop that made it."""
 
     kv_blocks_in_use = 0
@@ -61,12 +61,7 @@ class VisionBatcher(LiveRequests[Seeing]):
         self.steps = 0
         self._model, self._config = model, config
         self._pixels_of = AutoImageProcessor.from_pretrained(model_path)
-        self._turn = threading.Condition()
-        """Held for each token; `swap` holds it while the weights are exchanged."""
-        self._swaps_waiting = 0
         self._asleep = False
-        self._halt: tuple[float, list[Seeing]] | None = None
-        """As `Batcher._halt`, with the requests that had begun."""
         self._fatal: str | None = None
         self._thread = threading.Thread(target=self._run, name="hf-vision", daemon=True)
         self._thread.start()
@@ -101,24 +96,6 @@ class VisionBatcher(LiveRequests[Seeing]):
             self._turn.notify_all()
         in_flight = 0 if self._config.pause == "abort" else len(begun)
         return time.perf_counter() - paused, load_s, in_flight
-
-    @property
-    def stands_still(self) -> bool:
-        """As `Batcher.stands_still`."""
-        return self._halt is not None
-
-    def halt(self) -> None:
-        """As `Batcher.halt`; aborted answers end at the swap."""
-        self._swaps_waiting += 1
-        with self._turn:
-            self._swaps_waiting -= 1
-            self._halt = self._stop_decoding()
-            self._turn.notify_all()
-
-    def go_on(self) -> None:
-        """As `Batcher.go_on`."""
-        with self._turn:
-            self._halt = None
 
     def _stop_decoding(self) -> tuple[float, list[Seeing]]:
         return time.perf_counter(), [
