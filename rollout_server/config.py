@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 
 class RolloutConfig(BaseModel):
@@ -46,6 +46,12 @@ class RolloutConfig(BaseModel):
         description="How weights travel from trainer to server: one machine, a shared disk, over HTTP, or broadcast to"
         " the workers of the servers that are ready (the others: HTTP). nccl: broadcast, from GPU to GPU where both"
         " sides have one.",
+    )
+    broadcast_receive: Literal["staged", "in_place"] = Field(
+        "staged",
+        description="Where a broadcast is received (broadcast, nccl). staged: into memory for one more version, while"
+        " decoding; in_place: under the pause, bucket by bucket into the engine's parameters, where memory has no room"
+        " for that. Engines hf and vllm.",
     )
     weights_host: str = Field(
         "127.0.0.1", description="Address that the trainer serves weights on (http, broadcast, nccl)."
@@ -104,6 +110,10 @@ class RolloutConfig(BaseModel):
         return self.manifest_transport == "broadcast"
 
     @property
+    def receives_in_place(self) -> bool:
+        return self.broadcast_receive == "in_place"
+
+    @property
     def serves_weights(self) -> bool:
         """The trainer listens for servers that fetch files."""
         return self.manifest_transport in ("http", "broadcast")
@@ -131,4 +141,22 @@ class RolloutConfig(BaseModel):
         """Raises `ValueError`: what recipes of earlier releases name exists no more."""
         if value == "collective":
             raise ValueError("collective is replaced by broadcast: set rollout.weight_transport=broadcast")
+        return value
+
+    @field_validator("broadcast_receive")
+    @classmethod
+    def _refuse_in_place(cls, value: str, info: ValidationInfo) -> str:
+        """Raises `ValueError` where nothing would be received in place."""
+        engine, transport = info.data.get("engine"), info.data.get("weight_transport")
+        if value != "in_place" or engine is None or transport is None:
+            return value
+        if transport not in ("broadcast", "nccl"):
+            raise ValueError(f"in_place is of broadcasts: set rollout.weight_transport=broadcast, it is {transport}")
+        if engine == "sglang":
+            raise ValueError(
+                "sglang receives in place only in a group of its own, which waits half an hour for a silent trainer"
+                " with the engine paused, and cannot be left: set staged, or take vllm"
+            )
+        if engine == "served":
+            raise ValueError("a served engine loads no weights: set staged")
         return value

@@ -87,7 +87,7 @@ async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:
     run = job.run
     with _listen(job) as listener, _inner_listener(job.processes) as inner:
         url = url_of(listener, job.host)
-        member = BroadcastMember(job.run.token) if job.config.broadcasts_weights else None
+        member = _member(job)
         fetcher = _fetcher(job, member)
         metrics = RolloutMetrics()
         beside = _beside(job, metrics, inner)
@@ -175,6 +175,14 @@ def _beside(job: ServerJob, metrics: RolloutMetrics, inner: socket.socket | None
         job.config, _log_dir(job), address, server=job.name, run=run.name, model=run.model, token=run.token
     )
     return AnswerProcesses(specs, _log_dir(job), metrics, job.config.max_restarts)
+
+
+def _member(job: ServerJob) -> BroadcastMember | None:
+    """None for a server that takes files: one that keeps its version for an evaluation cannot be received into."""
+    config = job.config
+    if not config.broadcasts_weights or (config.receives_in_place and job.evaluates):
+        return None
+    return BroadcastMember(job.run.token, in_place=config.receives_in_place)
 
 
 def _fetcher(job: ServerJob, member: BroadcastMember | None) -> ClosableFetch:

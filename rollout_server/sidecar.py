@@ -3,7 +3,8 @@
     supervise   start engine → load the newest announced weights → open → pull every 0.15 s, check it every 1 s
                 engine gone, hung or behind the others → closed → back off → start again
                 trainer waits for shared devices → closed → asleep in its turn → awake → newest weights → open
-    receive     under ``broadcast``, beside each engine: the next version, while this one is served
+    receive     under ``broadcast``, beside each engine: the next version, while this one is served; in place: under a
+                pause, and where that leaves no version: closed → a whole file → open
     heartbeat   once open: this server's `ServerInfo` to the queue, every second and on each change
     generate    one call per HTTP request: waits for a slot, then for the engine
 
@@ -33,7 +34,7 @@ from penstock.rollout_server.registration import QueueConnection, Registration, 
 from penstock.rollout_server.request_queue import NotServing, RequestQueue, TooOld
 from penstock.rollout_server.sidecar_state import SidecarState
 from penstock.transfer_queue import QueueError, ServerInfo, under_evaluation
-from penstock.weight_sync import BroadcastMember, Fetch, StagingEngine, WeightUpdater, no_fetch
+from penstock.weight_sync import BroadcastMember, Fetch, InPlaceEngine, StagingEngine, WeightUpdater, no_fetch
 
 logger = logging.getLogger(__name__)
 PULL_S = 0.15
@@ -46,6 +47,7 @@ STABLE_S = 300.0
 """An engine that ran this long has its restarts forgotten."""
 BACKOFF = Backoff(0.5, 15.0, jitter=(0.8, 1.2))
 STRAGGLER_DRAIN_S = 20.0
+RECEIVES = "a version is received in place"
 MOST_REFUSAL = 500
 """Characters of a refusal in the registry."""
 
@@ -246,10 +248,15 @@ class Sidecar:
     async def _keep_current(self, engine: Engine, receiving: asyncio.Task[None] | None) -> None:
         """Until the engine is gone. Raises `EngineError`."""
         self._checked_at = time.monotonic()
+        stood = False
         while True:
             if self._devices is not None and self._devices.wanted:
                 await self._hand_over(engine, self._devices)
             await self._pull(engine)
+            self._close_without_version(engine)
+            if stood and not self._stands_still:
+                self.requests.sampled()  # it was silent for a reason
+            stood = self._stands_still
             if receiving is not None and receiving.done():
                 receiving.result()
             if self._suspect or time.monotonic() - self._checked_at > HEALTH_S:
@@ -273,12 +280,31 @@ class Sidecar:
 
     def _meeting(self) -> str:
         """Where the newest announcement says that servers wait for broadcasts; empty where it does not, and while
-        draining: a member that leaves costs all others the broadcast."""
-        if self.draining:
+        draining: a member that leaves costs all others the broadcast. So does one that cannot pause for it at once:
+        in place a server that loads a file is none."""
+        in_place = self._member is not None and self._member.in_place
+        if self.draining or (in_place and (self.weights.loading or not self.open)):
             return ""
         newest = self.weights.newest
         found = newest.manifest.get("round") if newest and isinstance(newest.manifest, Mapping) else None
         return found if isinstance(found, str) else ""
+
+    @property
+    def _stands_still(self) -> bool:
+        """The engine is paused for a broadcast in place, or holds no version since one: its silence is no stall."""
+        if self._member is None or not self._member.in_place:
+            return False
+        return self._member.busy or (isinstance(self.engine, InPlaceEngine) and self.engine.stands_still)
+
+    def _close_without_version(self, engine: Engine) -> None:
+        """No broadcast will end the pause that one began: the engine holds parts of two versions. Requests in flight
+        wait in it, others go elsewhere, until the announced version was loaded from its file."""
+        if self._member is None or not self._member.in_place or self._member.busy or self.weights.is_dropped:
+            return
+        if isinstance(engine, InPlaceEngine) and engine.stands_still:
+            self.weights.dropped()
+            self._close(self._member.cause)
+            self._wake.set()
 
     async def _pull(self, engine: Engine) -> None:
         before = (self.weights.version, self.weights.refused)
@@ -304,7 +330,7 @@ class Sidecar:
             await self._devices.measure(engine)
         if not await engine.healthy():
             raise EngineError(f"the engine does not answer any more\n{engine.stderr_tail()}")
-        silent_s = self.silent_s
+        silent_s = 0.0 if self._stands_still else self.silent_s
         if self.open and self.in_flight == 0 and silent_s > PROBE_S:
             await self._probe(engine)
         elif self.in_flight and silent_s > self._stall_s:
@@ -401,10 +427,12 @@ class Sidecar:
     def health(self) -> Health:
         """`ok` means that the engine answered lately, and sampled: for requests, or for a probe when idle."""
         silent_s = self.silent_s
-        stalled = self.open and silent_s > (STALL_S if self.in_flight else 2 * PROBE_S + PROBE_TIMEOUT_S)
+        receives = self.open and self._stands_still
+        most_s = STALL_S if self.in_flight else 2 * PROBE_S + PROBE_TIMEOUT_S
+        stalled = self.open and not receives and silent_s > most_s
         return Health(
             ok=self.open and not self.draining and not stalled,
-            cause=f"no token sampled for {silent_s:.0f} s" if stalled else self.cause,
+            cause=f"no token sampled for {silent_s:.0f} s" if stalled else RECEIVES if receives else self.cause,
             draining=self.draining,
             engine=self.info,
             version=self.version,

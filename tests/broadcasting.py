@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,29 @@ async def broadcasting(folder: Path, **settings: Any) -> AsyncIterator[Broadcast
         await trainer.files.close()
 
 
+class HeldTrainer:
+    """`trainer`, whose next broadcast stops before a bucket until `go_on` is set."""
+
+    def __init__(self, trainer: BroadcastingTrainer, bucket: int, *, dies: bool = False) -> None:
+        self.in_the_middle, self.go_on = threading.Event(), threading.Event()
+        self._buckets, self._bucket, self._dies = trainer.source.buckets, bucket, dies
+        trainer.source.buckets = self._held  # type: ignore[method-assign]
+        self._trainer = trainer
+
+    def _held(self, version: int, bucket_bytes: int) -> Iterator[Any]:
+        self._trainer.source.buckets = self._buckets  # type: ignore[method-assign]
+        for number, bucket in enumerate(self._buckets(version, bucket_bytes)):
+            if number == self._bucket:
+                self.in_the_middle.set()
+                self.go_on.wait(60)
+                if self._dies:
+                    raise RuntimeError("the trainer is gone")
+            yield bucket
+
+    async def reached(self) -> None:
+        assert await asyncio.to_thread(self.in_the_middle.wait, 60)
+
+
 class StagedServer:
     """A server without an engine: what it receives stays in this process."""
 
@@ -103,3 +127,48 @@ class StagedServer:
         found = await self.fetch(manifest)
         read = self.staged.take if found.transport == "broadcast" else self.reader.read
         return dict(await asyncio.to_thread(read, found))
+
+
+def receive_in_place(offer: Any, held: dict[str, Any], pause: Callable[[], None]) -> str:
+    """As an engine's worker does: `held` [bytes] by tensor is overwritten as the stream comes. Blocks."""
+    import torch
+
+    from penstock.weight_sync import JoinedBroadcast, state_of, tensor_parts
+
+    with closing(JoinedBroadcast(offer)) as joined:
+        pause()
+        for part in tensor_parts(offer.tensors, joined.buckets()):
+            part.write(held.setdefault(part.tensor.name, torch.zeros(part.tensor.nbytes, dtype=torch.uint8)))
+    return state_of(joined.entries)
+
+
+class InPlaceServer(StagedServer):
+    """The same with an engine that receives in place: `held` is overwritten while it `stands_still`."""
+
+    def __init__(self, folder: Path) -> None:
+        from penstock.weight_sync import BroadcastMember, StagedFetch
+
+        super().__init__(folder)
+        self.member = BroadcastMember(TOKEN, in_place=True)
+        self.fetch = StagedFetch(self.member, self)  # type: ignore[arg-type]
+        self.held: dict[str, Any] = {}
+        self.stands_still = False
+
+    def pause(self) -> None:
+        self.stands_still = True
+
+    async def receive_weights(self, offer: Any) -> str:
+        from penstock.weight_sync import WeightsUnreachable
+
+        try:
+            return await asyncio.to_thread(receive_in_place, offer, self.held, self.pause)
+        except WeightsUnreachable:
+            self.stands_still = False
+            raise
+
+    def holds(self, tensors: Mapping[str, Any]) -> bool:
+        """Exactly these bytes."""
+        from penstock.weight_sync import checksum
+
+        wanted = {name: checksum(tensor) for name, tensor in tensors.items()}
+        return {name: checksum(held) for name, held in self.held.items()} == wanted

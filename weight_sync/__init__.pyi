@@ -1,9 +1,18 @@
+from .broadcast.in_place import JoinedBroadcast as JoinedBroadcast
+from .broadcast.in_place import TensorPart as TensorPart
+from .broadcast.in_place import as_tensor as as_tensor
+from .broadcast.in_place import can_stream as can_stream
+from .broadcast.in_place import file_parts as file_parts
+from .broadcast.in_place import tensor_parts as tensor_parts
+from .broadcast.in_place import whole_tensors as whole_tensors
 from .broadcast.nccl import Nccl as Nccl
 from .broadcast.nccl import NcclError as NcclError
+from .broadcast.offer import BUCKET_BYTES as BUCKET_BYTES
 from .broadcast.offer import GLOO as GLOO
 from .broadcast.offer import NCCL as NCCL
 from .broadcast.offer import Offer as Offer
 from .broadcast.offer import StreamDigests as StreamDigests
+from .broadcast.offer import StreamTensor as StreamTensor
 from .broadcast.receiver import StagedWeights as StagedWeights
 from .broadcast.seats import Broadcaster as Broadcaster
 from .broadcast.sender import Streamed as Streamed
@@ -15,6 +24,7 @@ from .broadcast.source import whole_shards as whole_shards
 from .broadcast.staged_memory import StagedMemory as StagedMemory
 from .broadcast.staged_memory import stream_layout as stream_layout
 from .broadcast_member import BroadcastMember as BroadcastMember
+from .broadcast_member import InPlaceEngine as InPlaceEngine
 from .broadcast_member import StagedFetch as StagedFetch
 from .broadcast_member import StagingEngine as StagingEngine
 from .delta import BadDelta as BadDelta
@@ -50,6 +60,7 @@ from .manifest import ChainFile as ChainFile
 from .manifest import Manifest as Manifest
 from .manifest import TensorEntry as TensorEntry
 from .manifest import Transport as Transport
+from .manifest import WeightsBroken as WeightsBroken
 from .manifest import WeightsRefused as WeightsRefused
 from .manifest import WeightsUnreachable as WeightsUnreachable
 from .manifest import state_of as state_of

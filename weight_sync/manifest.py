@@ -46,6 +46,13 @@ class WeightsUnreachable(Exception):
     """Announced weights cannot be fetched now; the message has the cause. The next pull tries again."""
 
 
+class WeightsBroken(Exception):
+    """A version that replaced the engine's weights in place did not come whole; the message has the cause.
+
+    The engine holds no version. It stands still until it has loaded a whole one, be it the one that it had.
+    """
+
+
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One tensor of a version."""

@@ -154,6 +154,8 @@ class WeightUpdater:
         """Weights that could not be fetched are asked for again from then on."""
         self._behind_since: float | None = None
         self._refusals = 0
+        self.loading = False
+        """A version is being fetched or loaded."""
         self._dropped = False
         """The engine has given up the weights that it had loaded."""
 
@@ -161,12 +163,18 @@ class WeightUpdater:
         """A new engine holds the model's own weights, `version` by its own account."""
         self.version, self.refused, self._loaded, self._retry_at = version, None, None, 0.0
         self._behind_since, self._refusals, self._dropped = None, 0, False
+        self.loading = False
         self.cause = "the newest weights are not loaded yet"
 
     @property
     def announced(self) -> bool:
         """The engine's weights are of an announcement: they can be had again."""
         return self._loaded is not None
+
+    @property
+    def is_dropped(self) -> bool:
+        """The engine samples from nothing."""
+        return self._dropped
 
     def dropped(self) -> None:
         """The engine samples from nothing until what is announced is loaded, be it the version that it had."""
@@ -226,7 +234,7 @@ class WeightUpdater:
         )
 
     async def _load(self, engine: WeightLoader, newest: Announcement) -> None:
-        began = time.monotonic()
+        began, self.loading = time.monotonic(), True
         try:
             manifest = await self._fetch(_parsed(newest))
             fetched_s = time.monotonic() - began
@@ -237,17 +245,23 @@ class WeightUpdater:
             self._refused(newest, error)
         else:
             await self._took(report.model_copy(update={"fetch_s": report.fetch_s + fetched_s}), newest)
+        finally:
+            self.loading = False
 
     def _unreachable(self, newest: Announcement, error: Exception) -> None:
         self._retry_at = time.monotonic() + RETRY_FETCH_S
-        cause = f"version {newest.version} not fetched, version {self.version} stays: {error}"
+        cause = f"version {newest.version} not fetched, {self._what_stays}: {error}"
         if cause != self.cause:
             self._failed("unreachable", newest, cause)
 
     def _refused(self, newest: Announcement, error: Exception) -> None:
         self.refused, self._refusals = newest, self._refusals + 1
         self._metrics.refused.inc()
-        self._failed("refused", newest, f"version {newest.version} refused, version {self.version} stays: {error}")
+        self._failed("refused", newest, f"version {newest.version} refused, {self._what_stays}: {error}")
+
+    @property
+    def _what_stays(self) -> str:
+        return "no version is held" if self._dropped else f"version {self.version} stays"
 
     def _failed(self, outcome: LoadOutcome, newest: Announcement, cause: str) -> None:
         self.cause = cause

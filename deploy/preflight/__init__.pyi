@@ -26,6 +26,7 @@ from .memory import check_memory as check_memory
 from .memory import check_shared_memory as check_shared_memory
 from .memory import in_flight_bytes as in_flight_bytes
 from .memory import published_bytes as published_bytes
+from .memory import received_bytes as received_bytes
 from .memory import server_bytes as server_bytes
 from .memory import shape_of as shape_of
 from .memory import trainer_bytes as trainer_bytes

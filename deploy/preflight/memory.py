@@ -13,6 +13,8 @@ times the experts of a token), T tokens of a packed row, b bytes of the arithmet
                          masters and moments 12, spread over the ranks that hold the same
 
     server             =  weights b·P + KV cache 2·L·kv·b·tokens
+    received           =  of a broadcast, in host memory: staged b·P per server; in place two buckets per worker, and
+                          under vLLM the tensors of one layer, or those outside of the layers
     in flight          =  (max_staleness + 1) · groups · members · tokens · 9 bytes in the queue
 
 What a layer keeps for its backward pass is counted for a pre-norm block with a gated MLP and fused attention: inputs of
@@ -31,12 +33,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deploy.config import RunConfig
-from penstock.deploy.plan import has_gpu, lent_servers
+from penstock.deploy.plan import gpus_of_server, has_gpu, lent_servers
 from penstock.deploy.preflight.check import Check, available_bytes, human, memory_bytes, skipped, warning
 from penstock.deploy.preflight.model import BadModelFiles, WeightFiles, read_config, read_weights
 from penstock.deploy.preflight.routing import token_bytes
 from penstock.deploy.weights_folder import SHARED_MEMORY
 from penstock.trainer import TrainerConfig
+from penstock.weight_sync import BUCKET_BYTES
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MASTER = 4
@@ -151,6 +154,19 @@ def server_bytes(shape: ModelShape, config: RunConfig, cached_tokens: int) -> di
     }
 
 
+def received_bytes(shape: ModelShape, config: RunConfig) -> float:
+    """What one rollout server takes in host memory for a broadcast beside its weights; 0 under other transports."""
+    rollout = config.rollout
+    if not rollout.broadcasts_weights:
+        return 0
+    width = BYTES[rollout.dtype]
+    if not rollout.receives_in_place:
+        return width * shape.parameters
+    workers = gpus_of_server(rollout) or 1
+    whole = max((shape.parameters - shape.outer) / shape.layers, shape.outer) if rollout.engine == "vllm" else 0
+    return workers * (2 * BUCKET_BYTES + width * whole)
+
+
 def published_bytes(shape: ModelShape, config: RunConfig) -> float:
     """Three versions at once: the one that is read, the one that is written, and one in between."""
     return 3 * BYTES[config.rollout.dtype] * shape.parameters
@@ -169,6 +185,7 @@ FIXES = {
     "trainer": "lower trainer.micro_batch_tokens, set trainer.recompute=true, use trainer.lora.rank, or train on more "
     "machines' worth of ranks",
     "servers": "lower rollout.kv_cache_tokens or rollout.servers, or start servers on other machines",
+    "received weights": "set rollout.broadcast_receive=in_place: broadcasts then need no memory for a second version",
     "published weights": "set rollout.weight_transport=disk",
     "in flight": "lower max_staleness, groups_per_step or agent.max_response_tokens",
     "processes": "lower agent.workers, rollout.servers or trainer.ranks",
@@ -215,6 +232,7 @@ def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     return {
         "trainer": trainer.ranks * rank_bytes,
         "servers": servers * sum(served.values()) if served_here else sleepers * asleep,
+        "received weights": servers * received_bytes(shape, config),
         "published weights": 0 if rollout.weight_transport == "disk" else published_bytes(shape, config),
         "in flight": 0 if config.transfer_queue.url else min(in_flight_bytes(config), config.transfer_queue.max_bytes),
         "processes": torch_processes * TORCH_PROCESS + config.agent.workers * WORKER_PROCESS,

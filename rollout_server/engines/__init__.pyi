@@ -22,6 +22,8 @@ from .hf_cache import PAGE_TOKENS as PAGE_TOKENS
 from .hf_cache import KVCache as KVCache
 from .hf_cache import Layout as Layout
 from .hf_cache import Row as Row
+from .hf_in_place import InPlaceReceiver as InPlaceReceiver
+from .hf_in_place import InPlaceTargets as InPlaceTargets
 from .hf_sampling import Record as Record
 from .hf_sampling import Sampler as Sampler
 from .http_engine import HttpEngine as HttpEngine
@@ -51,7 +53,9 @@ from .sglang_weights import expected_checksums as expected_checksums
 from .sglang_weights import first_difference as first_difference
 from .sglang_weights import shown_as_folder as shown_as_folder
 from .verify_loaded import Comparison as Comparison
+from .verify_loaded import Excerpts as Excerpts
 from .verify_loaded import Sample as Sample
+from .verify_loaded import compare_excerpts as compare_excerpts
 from .verify_loaded import compare_held as compare_held
 from .vllm import VLLMStream as VLLMStream
 from .vllm_images import SEEN_KINDS as SEEN_KINDS

@@ -22,8 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from typing import NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict
@@ -113,14 +112,6 @@ class Admission:
 
     def open(self) -> None:
         self._open.set()
-
-    @contextmanager
-    def closed(self) -> Iterator[None]:
-        self.close()
-        try:
-            yield
-        finally:
-            self.open()
 
 
 class AnswerLabels:

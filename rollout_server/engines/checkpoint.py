@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 
 from penstock.rollout_server.import_without_torch import no_torch
@@ -119,17 +120,22 @@ def check_complete(manifest: Manifest, shapes: Shapes) -> None:
     The output head may be missing or extra: it is the embedding where the two are tied. Where nothing is known of the
     model (`shapes` is empty) nothing is refused.
     """
+    if shapes:
+        _check_tied_head(manifest, shapes)
+    check_names(manifest.version, {entry.name: entry.shape for entry in manifest.tensors}, shapes)
+
+
+def check_names(version: int, given: Mapping[str, tuple[int, ...]], shapes: Shapes) -> None:
+    """`check_complete` before there are checksums: names and shapes alone."""
     if not shapes:
         return
-    _check_tied_head(manifest, shapes)
-    given = {entry.name: entry.shape for entry in manifest.tensors}
     for name in sorted((shapes.keys() ^ given.keys()) - {_OUTPUT_HEAD}):
         problem = "is missing" if name in shapes else "does not belong to the model"
-        raise WeightsRefused(f"version {manifest.version}: tensor {name!r} {problem}")
+        raise WeightsRefused(f"version {version}: tensor {name!r} {problem}")
     for name in sorted(shapes.keys() & given.keys()):
         if shapes[name] != given[name]:
             raise WeightsRefused(
-                f"version {manifest.version}: tensor {name!r} has shape {list(given[name])},"
+                f"version {version}: tensor {name!r} has shape {list(given[name])},"
                 f" the model's has {list(shapes[name])}"
             )
 

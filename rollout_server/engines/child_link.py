@@ -25,7 +25,7 @@ from penstock.rollout_server.protocol import Chunk, EngineError, EngineInfo
 
 LINE_LIMIT_BYTES = 256 << 20
 STOP_S = 5.0
-"""For a child that was told its end, before it is killed."""
+"""Between telling a child to end and killing it."""
 
 
 class Link:

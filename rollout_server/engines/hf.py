@@ -29,7 +29,15 @@ from penstock.rollout_server.protocol import (
     SleepLevel,
     fit_request,
 )
-from penstock.weight_sync import GLOO, LoadReport, Manifest, Offer, WeightsRefused, WeightsUnreachable
+from penstock.weight_sync import (
+    GLOO,
+    LoadReport,
+    Manifest,
+    Offer,
+    WeightsBroken,
+    WeightsRefused,
+    WeightsUnreachable,
+)
 
 PING_S = 10.0
 LOAD_S = 300.0
@@ -48,6 +56,8 @@ class HFEngine:
         self.info: EngineInfo | None = None
         self._link: Link | None = None
         self._one_load_at_a_time = asyncio.Lock()
+        self.stands_still = False
+        """See `InPlaceEngine`."""
 
     @property
     def process(self) -> asyncio.subprocess.Process | None:
@@ -133,10 +143,11 @@ class HFEngine:
         """See `Engine.load_weights`; one at a time."""
         async with self._one_load_at_a_time:
             reply = await self._call("load", LOAD_S, manifest=manifest.as_dict())
-        if "lost" in reply:
-            raise WeightsUnreachable(reply["lost"])
-        if reply["refused"] is not None:
-            raise WeightsRefused(reply["refused"])
+            if "lost" in reply:
+                raise WeightsUnreachable(reply["lost"])
+            if reply["refused"] is not None:
+                raise WeightsRefused(reply["refused"])
+            self.stands_still = False
         return LoadReport(**reply["report"])
 
     @property
@@ -155,6 +166,20 @@ class HFEngine:
         if "lost" in reply:
             raise WeightsUnreachable(reply["lost"])
         return str(reply["state"])
+
+    async def receive_weights(self, offer: Offer) -> str:
+        """See `InPlaceEngine`."""
+        async with self._one_load_at_a_time:
+            before, self.stands_still = self.stands_still, True  # also where no reply comes
+            reply = await self._call("receive", offer.deadline_s + STAGE_S, offer=offer.as_dict())
+            if "broken" in reply:
+                raise WeightsBroken(reply["broken"])
+            if "state" in reply:
+                return str(reply["state"])
+            self.stands_still = before
+        if "refused" in reply:
+            raise WeightsRefused(reply["refused"])
+        raise WeightsUnreachable(reply["lost"])
 
     def will_sleep(self, level: SleepLevel) -> None:
         """See `SleepingEngine`: any of these processes can."""

@@ -3,6 +3,7 @@
     event loop      add, cancel ──► arrived;  collect ◄── Record
     decoding thread admit → choose → forward → Sampler.draw → Record → end
     loader thread   swap ── asks for a pause ──► the decoding thread grants it between two passes
+                    halt ── the same; the pause then lasts until `swap` or `go_on`
 
 A pass computes one token of every request that decodes and is filled up with prompts, cut to fit. No pass is under way
 while weights are swapped, so every token was sampled either wholly before or wholly after.
@@ -29,7 +30,7 @@ import torch
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.hf_attention import USE_ANOTHER, ForwardStep, Probe, UnsupportedArguments
 from penstock.rollout_server.engines.hf_cache import PAGE_TOKENS, KVCache, Layout, Row
-from penstock.rollout_server.engines.hf_sampling import LiveRequests, Record, Sampler
+from penstock.rollout_server.engines.hf_sampling import HaltingRequests, Record, Sampler
 from penstock.rollout_server.protocol import Sampling
 from penstock.rollout_server.routers import NoRouters, Routers
 
@@ -49,8 +50,8 @@ WITH_ATTENTION = ("full_attention", "sliding_attention")
 """Kinds of layers that are computed."""
 
 
-class Batcher(LiveRequests[Row]):
-    """Owns the decoding thread. All methods but `swap` are for the event loop."""
+class Batcher(HaltingRequests[Row, tuple[float, int]]):
+    """Owns the decoding thread. All methods but `swap`, `halt` and `go_on` are for the event loop."""
 
     def __init__(
         self,
@@ -74,12 +75,8 @@ class Batcher(LiveRequests[Row]):
         """Oldest first."""
         self._full = False
         """A request was put back for want of room: none is admitted before another has ended."""
-        self._turn = threading.Condition()
-        """Held for each pass; `swap` holds it while the weights are exchanged."""
-        self._swaps_waiting = 0
         self._any_cancelled = False
         self._asleep = False
-        self._news = threading.Event()
         self._stopping = False
         self._fatal: str | None = None
         self._thread = threading.Thread(target=self._run, name="hf-decoding", daemon=True)
@@ -154,18 +151,26 @@ class Batcher(LiveRequests[Row]):
         self._swaps_waiting += 1
         with self._turn:
             self._swaps_waiting -= 1
-            paused = time.perf_counter()
-            self._receive()
-            in_flight = 0 if self._config.pause == "abort" else len(self._running)
-            if self._config.pause == "abort":
-                self._abort()
+            paused, in_flight = self._halt or self._stop_decoding()
+            began = time.perf_counter()
             load()
-            load_s = time.perf_counter() - paused
+            load_s = time.perf_counter() - began
             self._start_again()
             self._full = False
             self.sampler.version = version
+            self._halt = None
             self._turn.notify_all()
+        self._news.set()
         return time.perf_counter() - paused, load_s, in_flight
+
+    def _stop_decoding(self) -> tuple[float, int]:
+        """(now, requests that will continue)"""
+        now = time.perf_counter()
+        self._receive()
+        if self._config.pause != "abort":
+            return now, len(self._running)
+        self._abort()
+        return now, 0
 
     @torch.inference_mode()
     def _abort(self) -> None:
@@ -217,6 +222,8 @@ class Batcher(LiveRequests[Row]):
                 self._turn_away()
                 return False
             self._receive()
+            if self._halt is not None:
+                return False
             self._admit()
             self._choose()
             step = ForwardStep(self.cache)

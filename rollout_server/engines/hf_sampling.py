@@ -1,11 +1,13 @@
 """Sampling for a batch of requests, each with its own settings, and the record of what was sampled.
 
 The record is made in the forward pass itself, so a token's logprob and policy version are those of the weights that
-sampled it, whatever happens to the request later (invariant 1). `LiveRequests` passes the records on as chunks.
+sampled it, whatever happens to the request later (invariant 1). `LiveRequests` passes the records on as chunks,
+and `HaltingRequests` keeps decoding still while weights are exchanged.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -34,6 +36,7 @@ class Live:
 
 
 L = TypeVar("L", bound=Live)
+H = TypeVar("H")
 
 
 class LiveRequests(Generic[L]):
@@ -61,6 +64,43 @@ class LiveRequests(Generic[L]):
     @property
     def in_flight(self) -> int:
         return len(self._live)
+
+
+class HaltingRequests(LiveRequests[L], Generic[L, H]):
+    """Decoding stands still between two calls of the loader, which come from another thread than the event loop's."""
+
+    def __init__(self, on_finish: Callable[[], None]) -> None:
+        super().__init__(on_finish)
+        self._turn = threading.Condition()
+        """Held for each pass; whoever exchanges the weights holds it meanwhile."""
+        self._swaps_waiting = 0
+        self._news = threading.Event()
+        """The decoding thread has something to do."""
+        self._halt: H | None = None
+        """What `_stop_decoding` returned, while decoding stands still."""
+
+    def _stop_decoding(self) -> H:
+        """Called between two passes; what it returns is never false."""
+        raise NotImplementedError
+
+    @property
+    def stands_still(self) -> bool:
+        """Between `halt` and what ends it."""
+        return self._halt is not None
+
+    def halt(self) -> None:
+        """No pass after the one under way, until a swap or `go_on`; requests in flight are treated as at a swap."""
+        self._swaps_waiting += 1
+        with self._turn:
+            self._swaps_waiting -= 1
+            self._halt = self._stop_decoding()
+            self._turn.notify_all()
+
+    def go_on(self) -> None:
+        """The weights are what they were at `halt`."""
+        with self._turn:
+            self._halt = None
+        self._news.set()
 
 
 def _take_chunk(live: Live, reason: FinishReason | None) -> Chunk:

@@ -5,17 +5,18 @@ a killed sidecar leaves no engine behind. One JSON object per line, both ways:
 
     in   {"op": "generate", "id", "token_ids", "sampling", "images", "routed_from"} · {"op": "abort", "id"}
          {"op": "load", "call", "manifest"} · {"op": "stage", "call", "offer"} · {"op": "ping", "call"}
-         {"op": "sleep", "call", "level"} · {"op": "wake", "call"}
+         {"op": "receive", "call", "offer"} · {"op": "sleep", "call", "level"} · {"op": "wake", "call"}
     out  {"event": "ready", "info"} · {"event": "tokens", "answers": [[id, chunk], …], "errors": [[id, message], …]}
          {"event": "reply", "call", "report" | "refused" | "lost"} · {"event": "reply", "call", "steps", "in_flight", …}
-         {"event": "reply", "call", "state" | "lost"}   of `stage`: what was received by a broadcast
+         {"event": "reply", "call", "state" | "lost" | "refused" | "broken"}   of `stage` and `receive`: what was
+                                received by a broadcast, or why not; broken: decoding stands still until a `load`
          {"event": "reply", "call"}   of `sleep` and `wake`
 
 Tokens of all requests are sent together every `TICK_S`, those of a finished request at once: a line per token and
 request would cost more than sampling them.
 
 New weights are copied into the model in place, tensor by tensor, and checked before and after. They come from files, or
-from a broadcast that a thread receives beside the decoding.
+from a broadcast that a thread receives beside the decoding, or, without a second copy of them, under the pause.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from penstock.common import uncollected
 from penstock.rollout_server.kept_scans import keep_scans
@@ -47,6 +49,7 @@ with uncollected():
     from penstock.rollout_server.engines.child_link import LINE_LIMIT_BYTES
     from penstock.rollout_server.engines.hf_attention import use_attention_by_request
     from penstock.rollout_server.engines.hf_batch import Batcher
+    from penstock.rollout_server.engines.hf_in_place import DamagedMemory, InPlaceReceiver
     from penstock.rollout_server.engines.hf_vision import VisionBatcher
     from penstock.rollout_server.protocol import EngineInfo, ImageRef, Sampling
     from penstock.weight_sync import (
@@ -57,8 +60,10 @@ with uncollected():
         StagedWeights,
         UnmappedTensors,
         WeightReader,
+        WeightsBroken,
         WeightsRefused,
         WeightsUnreachable,
+        can_stream,
         checksum,
         dtype_name,
     )
@@ -172,6 +177,7 @@ class HFServer:
         self._staging: asyncio.Task[None] | None = None
         self._resting: asyncio.Task[None] | None = None
         self.given_up = GivenUpWeights(self.model)
+        self._in_place = InPlaceReceiver(self.model, self.batcher, lambda: self._names)
 
     @cached_property
     def _names(self) -> HubNames | None:
@@ -221,8 +227,9 @@ class HFServer:
                     self.batcher.cancel(message["id"])
                 case "load":
                     self._loading = asyncio.create_task(self._load(message["call"], message["manifest"]))
-                case "stage":
-                    self._staging = asyncio.create_task(self._stage(message["call"], message["offer"]))
+                case "stage" | "receive" as op:
+                    receive = self._staged.receive if op == "stage" else self._in_place.receive
+                    self._staging = asyncio.create_task(self._receive(receive, message["call"], message["offer"]))
                 case "sleep":
                     self._resting = asyncio.create_task(self._sleep(message["call"], message["level"]))
                 case "wake":
@@ -288,32 +295,57 @@ class HFServer:
         else:
             self._send({"event": "reply", "call": call, "refused": None, "report": report.model_dump()})
 
-    async def _stage(self, call: int, offer: Mapping[str, Any]) -> None:
+    async def _receive(self, receive: Callable[[Offer], str], call: int, plain: Mapping[str, Any]) -> None:
         try:
-            state = await asyncio.to_thread(self._staged.receive, Offer.parse(offer))
-        except (WeightsUnreachable, ValueError) as error:
+            offer = Offer.parse(plain)
+        except ValueError as error:
             self._send({"event": "reply", "call": call, "lost": str(error)})
-        else:
-            self._send({"event": "reply", "call": call, "state": state})
+            return
+        try:
+            said = {"state": await asyncio.to_thread(receive, offer)}
+        except WeightsRefused as error:
+            said = {"refused": str(error)}
+        except WeightsUnreachable as error:
+            said = {"lost": str(error)}
+        except WeightsBroken as error:
+            said = {"broken": str(error)}
+        except DamagedMemory as error:
+            _end_damaged(str(error))
+        except Exception as error:
+            logger.exception("a broadcast was not received; the engine ends")
+            _end_damaged(str(error))
+        self._send({"event": "reply", "call": call, **said})
 
     def _load_blocking(self, manifest: Manifest) -> LoadReport:
         """fetch and verify (decoding continues) → pause → copy, verify what the model holds, version → resume."""
         started = time.perf_counter()
-        # What a sidecar has fetched is a file, whatever it was announced as.
-        source = self._staged.take if manifest.transport == "broadcast" else self._weights.read
-        try:
-            tensors = source(manifest)
-            copies = plan_copies(self.model, manifest, self._names.joined(tensors) if self._names else tensors)
+        received_s = 0.0
+        load: Callable[[], None] = nothing_left
+        with ExitStack() as held:
+            held.callback(self._staged.give_back)
+            if self._in_place.holds(manifest):
+                received_s = self._in_place.accept()
+            elif self.config.receives_in_place and manifest.transport != "broadcast" and can_stream(manifest):
+                load = held.enter_context(self._in_place.opened(manifest))
+            else:
+                load = partial(_run, self._fetched(manifest))
             fetch_s = time.perf_counter() - started
-            pause_s, load_s, in_flight = self.batcher.swap(lambda: _run(copies), manifest.version)
-        finally:
-            self._staged.give_back()
+            pause_s, load_s, in_flight = self.batcher.swap(load, manifest.version)
+        load_s += received_s
         if self.given_up.dropped:
             self.given_up.dropped = False
             self.batcher.wake()
         return LoadReport(
             version=self.batcher.sampler.version, fetch_s=fetch_s, pause_s=pause_s, load_s=load_s, in_flight=in_flight
         )
+
+    def _fetched(self, manifest: Manifest) -> list[Copy]:
+        # What a sidecar has fetched is a file, whatever it was announced as.
+        source = self._staged.take if manifest.transport == "broadcast" else self._weights.read
+        tensors = source(manifest)
+        copies = plan_copies(self.model, manifest, self._names.joined(tensors) if self._names else tensors)
+        self._in_place.forget()
+        return copies
 
     def _send(self, message: dict[str, Any]) -> None:
         self._writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
@@ -328,14 +360,22 @@ def _names_of(model: Any, folder: str) -> HubNames | None:
         return None
 
 
+def nothing_left() -> None:
+    """The model holds the version already."""
+
+
 def _run(copies: list[Copy]) -> None:
     for copy in copies:
         copy.run()
     for copy in copies:
         if not copy.landed():
-            # The old weights are overwritten already: no token may be sampled from what is there now.
-            print(f"tensor {copy.name!r} does not hold what was copied into it", file=sys.stderr, flush=True)
-            os._exit(WEIGHTS_DAMAGED)
+            _end_damaged(f"tensor {copy.name!r} does not hold what was copied into it")
+
+
+def _end_damaged(text: str) -> NoReturn:
+    """The old weights are overwritten already: no token may be sampled from what is there now."""
+    print(text, file=sys.stderr, flush=True)
+    os._exit(WEIGHTS_DAMAGED)
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

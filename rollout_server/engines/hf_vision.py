@@ -21,7 +21,7 @@ import torch
 from transformers import AutoImageProcessor, DynamicCache
 
 from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines.hf_sampling import Live, LiveRequests, Record, Sampler
+from penstock.rollout_server.engines.hf_sampling import HaltingRequests, Live, Record, Sampler
 from penstock.rollout_server.pictures import read_images
 from penstock.rollout_server.protocol import ImageRef, Sampling
 
@@ -45,8 +45,8 @@ class Seeing(Live):
         return self.record.context_len + self.record.sampling.max_new_tokens
 
 
-class VisionBatcher(LiveRequests[Seeing]):
-    """Owns the decoding thread. All methods but `swap` are for the event loop that made it."""
+class VisionBatcher(HaltingRequests[Seeing, tuple[float, list[Seeing]]]):
+    """Owns the decoding thread. All methods but `swap`, `halt` and `go_on` are for the event loop that made it."""
 
     kv_blocks_in_use = 0
     reused_tokens = 0
@@ -61,9 +61,6 @@ class VisionBatcher(LiveRequests[Seeing]):
         self.steps = 0
         self._model, self._config = model, config
         self._pixels_of = AutoImageProcessor.from_pretrained(model_path)
-        self._turn = threading.Condition()
-        """Held for each token; `swap` holds it while the weights are exchanged."""
-        self._swaps_waiting = 0
         self._asleep = False
         self._fatal: str | None = None
         self._thread = threading.Thread(target=self._run, name="hf-vision", daemon=True)
@@ -87,17 +84,23 @@ class VisionBatcher(LiveRequests[Seeing]):
         self._swaps_waiting += 1
         with self._turn:
             self._swaps_waiting -= 1
-            paused = time.perf_counter()
-            begun = [live for live in self._live.values() if live.cache is not None and not live.finish_reason]
+            paused, begun = self._halt or self._stop_decoding()
+            began = time.perf_counter()
             load()
-            load_s = time.perf_counter() - paused
+            load_s = time.perf_counter() - began
             for live in begun if self._config.pause != "keep" else ():
                 live.cache = None
                 live.finish_reason = "abort" if self._config.pause == "abort" else None
             self.sampler.version = version
+            self._halt = None
             self._turn.notify_all()
         in_flight = 0 if self._config.pause == "abort" else len(begun)
         return time.perf_counter() - paused, load_s, in_flight
+
+    def _stop_decoding(self) -> tuple[float, list[Seeing]]:
+        return time.perf_counter(), [
+            live for live in self._live.values() if live.cache is not None and not live.finish_reason
+        ]
 
     def sleep(self) -> None:
         """As `Batcher.sleep`."""
@@ -139,6 +142,8 @@ class VisionBatcher(LiveRequests[Seeing]):
                 if self._live:
                     self._turn_away()
             return
+        if self._halt is not None:
+            return
         room, places = self._config.kv_cache_tokens, self._config.max_concurrent
         for live in list(self._live.values())[:places]:
             room -= live.tokens_at_most
@@ -149,7 +154,7 @@ class VisionBatcher(LiveRequests[Seeing]):
     def _take_turn(self, live: Seeing) -> None:
         with self._turn:
             self._turn.wait_for(lambda: not self._swaps_waiting, timeout=self._config.request_timeout_s)
-            if live.finish_reason or live.error:
+            if live.finish_reason or live.error or self._halt is not None:
                 return
             try:
                 self._step(live)

@@ -1,19 +1,7 @@
 """An inference server with an HTTP API (vLLM, SGLang) as an engine: a child process, used over that API alone.
 
     generate       wait while weights are swapped ──► one stream, passed on as it arrives
-    load_weights   `HttpWeights.swap`, while requests are in flight
-
-    decoding ─────────┬─ its last step ─┐ paused                         ┌── decoding
-    fetch: read, check│ request a pause │ load · label · settle · verify │ resume
-    └─ fetch_s ───────┘                 │ └ load_s ┘                     │
-                                        └─ pause_s ──────────────────────┘
-
-Where `verifies_late`, decoding continues while the server's weights are verified, and what is sampled meanwhile is held
-back here: handed on if they are the version's, else dropped with the server.
-
-New requests wait at `admission` meanwhile. Each carries `cache_salt`, so that the prefix cache never gives keys and
-values of older weights to a request that began under newer ones; nothing has to be flushed. Any failure that leaves the
-server in an unknown state ends it: half a version never samples.
+    load_weights   `HttpWeights.swap` (`http_weights`), while requests are in flight
 
 `vllm` and `sglang` add what differs.
 """
@@ -24,21 +12,16 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Collection, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines.answer_labels import (
-    AnswerLabels,
-    Continuing,
-    EngineState,
-    Followers,
-    NoFollowers,
-)
-from penstock.rollout_server.engines.checkpoint import layers_with_experts, tensor_shapes, vocab_size
+from penstock.rollout_server.engines.answer_labels import AnswerLabels, Continuing, EngineState, Followers
+from penstock.rollout_server.engines.checkpoint import layers_with_experts, vocab_size
 from penstock.rollout_server.engines.http_stream import AnswerStream, NotAdmitted
+from penstock.rollout_server.engines.http_weights import HttpWeights
 from penstock.rollout_server.engines.server_process import ChildServer
 from penstock.rollout_server.pictures import SeenImage
 from penstock.rollout_server.protocol import (
@@ -52,15 +35,13 @@ from penstock.rollout_server.protocol import (
     fit_request,
 )
 from penstock.rollout_server.routed_experts import MixtureLayers
-from penstock.weight_sync import LoadReport, Manifest, WeightsRefused
+from penstock.weight_sync import LoadReport, Manifest
 
 logger = logging.getLogger(__name__)
 HEALTH_S = 15.0
 """A busy machine may keep a sound server from answering for seconds; ending it would cost far more than waiting."""
 RECOMPUTED = "rollout.pause=recompute would report the experts of other weights than sampled; set it to keep or abort"
 """Rows are kept by position: what is computed again after a swap takes the place of the pass that sampled."""
-Fetched = TypeVar("Fetched")
-"""A version that was read and verified, as the server will be told of it."""
 
 
 class HttpEngine(ABC):
@@ -150,8 +131,11 @@ class HttpEngine(ABC):
 
     async def stop(self) -> None:
         """End the server and everything it started; open answers break off."""
-        await self.server.stop()
-        self.weights.followers.tell()
+        try:
+            await self.server.stop()
+        finally:
+            self.weights.admission.open()  # who waits there finds the server gone
+            self.weights.followers.tell()
         await self.weights.until_verified()
 
     def share(self, followers: Followers) -> None:
@@ -278,171 +262,3 @@ class HttpEngine(ABC):
         if missing := [route for route in needed if route not in paths]:
             text = f"{self.server.name} {version} does not offer {', '.join(missing)}; take one that does"
             raise EngineError(text, retryable=False)
-
-
-class HttpWeights(AnswerLabels, ABC, Generic[Fetched]):
-    """One server's weights, in the process that owns it. Subclasses say by which routes and bodies."""
-
-    version_path: ClassVar[str]
-    """Tells `weight_version`."""
-    verifies_late: ClassVar[bool] = False
-    """`_verify` is done after `_resume`, while what is sampled is held back."""
-
-    def __init__(
-        self, config: RolloutConfig, model: str, server: ChildServer, streams: Collection[AnswerStream]
-    ) -> None:
-        super().__init__(server, streams, self.version_path)
-        self.config, self.model = config, model
-        self.shapes = tensor_shapes(model)
-        self.followers: Followers = NoFollowers()
-        self._one_at_a_time = asyncio.Lock()
-        self._verifying: asyncio.Task[None] | None = None
-
-    @abstractmethod
-    async def _look(self) -> list[str]:
-        """What can be verified and what cannot, on the weights that the server came up with; limits in words."""
-
-    @abstractmethod
-    def _fetch(self, manifest: Manifest) -> AbstractAsyncContextManager[Fetched]:
-        """Verify every byte, name and shape while decoding continues. Raises `WeightsRefused`."""
-
-    @abstractmethod
-    async def _pause(self) -> None:
-        """Returns once nothing is sampled any more; requests in flight are treated as `config.pause` says."""
-
-    @abstractmethod
-    async def _load(self, version: int, fetched: Fetched) -> None:
-        """Put the version in and label it. Raises `WeightsRefused` only where nothing was touched."""
-
-    @abstractmethod
-    async def _verify(self, fetched: Fetched) -> None:
-        """Raises `EngineError` where the server holds other values than it was told to load."""
-
-    @abstractmethod
-    async def _resume(self) -> None:
-        """Decoding continues."""
-
-    @abstractmethod
-    async def _sleep(self, level: SleepLevel) -> None:
-        """End what is in flight, and free the devices' memory."""
-
-    @abstractmethod
-    async def _wake(self) -> None:
-        """The reverse."""
-
-    async def sleep(self, level: SleepLevel) -> None:
-        """Answers in flight end as ``abort``. Any failure ends the server, which frees the memory in any case.
-
-        Raises `EngineError`.
-        """
-        async with self._one_at_a_time:
-            await self.until_verified()  # the workers compare what they hold, which must be there
-            self.asleep = True
-            await self.followers.follow()
-            await self._or_end(self._sleep(level), "fall asleep")
-            self._loads += 1  # no prefix is left
-
-    async def wake(self) -> None:
-        """Raises `EngineError`; the server has ended then."""
-        async with self._one_at_a_time:
-            await self._or_end(self._wake(), "wake up")
-            self.asleep = False
-            self.followers.tell()
-
-    async def _or_end(self, work: Awaitable[None], what: str) -> None:
-        try:
-            async with asyncio.timeout(self.config.start_timeout_s):
-                await work
-        except TimeoutError as error:
-            await self.server.stop()
-            raise EngineError(f"{self.server.name} did not {what} in {self.config.start_timeout_s:g} s") from error
-        except BaseException:
-            await self.server.stop()
-            raise
-
-    async def start(self) -> list[str]:
-        """Ask the running server for its version; returns what cannot be done. Raises `EngineError`."""
-        limits = await self._look()
-        self.version = await self.server_version()
-        if not self.shapes:
-            limits.append(f"{self.model} has no safetensors to compare with: incomplete versions are not detected")
-        return limits
-
-    async def swap(self, manifest: Manifest) -> LoadReport:
-        """Fetch, verify, pause, load, verify again, resume.
-
-        `WeightsRefused`: nothing was touched, the old weights serve. `EngineError`: the server's state is unknown, so
-        it was ended; the sidecar starts another.
-        """
-        async with self._one_at_a_time:
-            begin = time.monotonic()
-            async with self._fetch(manifest) as fetched:
-                await self.until_verified()  # tokens of two versions on trial could not be distinguished
-                fetch_s = time.monotonic() - begin
-                pause_s, load_s, in_flight = await self._swap_or_end(manifest.version, fetched)
-        return LoadReport(version=self.version, fetch_s=fetch_s, pause_s=pause_s, load_s=load_s, in_flight=in_flight)
-
-    async def _swap_or_end(self, version: int, fetched: Fetched) -> tuple[float, float, int]:
-        """(seconds without a token, of loading, requests that continue). Any failure but a refusal ends the server."""
-        try:
-            with self.admission.closed():
-                async with asyncio.timeout(self.config.start_timeout_s):
-                    await self.followers.follow()
-                    return await self._pause_and_load(version, fetched)
-        except WeightsRefused:
-            raise
-        except TimeoutError as error:
-            await self.server.stop()
-            raise EngineError(f"the weight swap took more than {self.config.start_timeout_s:g} s") from error
-        except BaseException:
-            await self.server.stop()
-            raise
-        finally:
-            self.followers.tell()
-
-    async def _pause_and_load(self, version: int, fetched: Fetched) -> tuple[float, float, int]:
-        asked = time.monotonic()
-        await self._pause()
-        # The step that was under way when we asked continued sampling: the pause begins with its tokens.
-        stands_since = max([asked, *(stream.received_at for stream in self.streams)])
-        self._read_all()
-        # Aborted answers do not continue, though the last events of some are still on their way.
-        in_flight = sum(not stream.ended for stream in self.streams)
-        begin = time.monotonic()
-        try:
-            await self._load(version, fetched)
-        except WeightsRefused:
-            await self._resume()
-            raise
-        load_s = time.monotonic() - begin
-        if (reported := await self.server_version()) != version:
-            raise EngineError(f"{self.server.name} reports version {reported} after loading {version}")
-        await self.settle()
-        if not self.verifies_late:
-            await self._verify(fetched)
-        self.label(version, self._loads + 1)
-        if self.verifies_late:
-            self.hold()
-        beside = await self.followers.follow()  # before the first token of this version
-        await self._resume()
-        if self.verifies_late:
-            self._verifying = asyncio.create_task(self._release_or_end(fetched), name=f"verify version {version}")
-        continuing = 0 if self.config.pause == "abort" else in_flight + beside.in_flight
-        return time.monotonic() - max(stands_since, beside.received_at), load_s, continuing
-
-    async def _release_or_end(self, fetched: Fetched) -> None:
-        """Hand on what was held back, or end the server, which drops it."""
-        try:
-            await self._verify(fetched)
-        except (EngineError, OSError) as error:
-            logger.error("what was sampled since version %d was loaded is dropped: %s", self.version, error)
-            await self.server.stop()
-            self.followers.tell()
-            return
-        self.release()
-        self.followers.tell()
-
-    async def until_verified(self) -> None:
-        """The last load was verified, or its server has ended."""
-        if self._verifying is not None:
-            await asyncio.wait({self._verifying})

@@ -333,10 +333,14 @@ class ChildServer(Child, ABC):
             await self.events.close()
             await self.http.close()
 
-    async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The answer to a control request. Raises `EngineError`: refused, too slow, or the server is gone."""
+    async def call(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        """The answer to a control request, within `timeout_s` or `start_timeout_s`. Raises `EngineError`: refused, too
+        slow, or the server is gone."""
+        within_s = self.config.start_timeout_s if timeout_s is None else timeout_s
         # A connection for each call: servers close the one on which a call failed, and the next must not meet that.
-        headers, timeout = {"Connection": "close"}, aiohttp.ClientTimeout(total=self.config.start_timeout_s)
+        headers, timeout = {"Connection": "close"}, aiohttp.ClientTimeout(total=within_s)
         try:
             async with self.http.request(method, path, json=body, headers=headers, timeout=timeout) as response:
                 content = await response.read()

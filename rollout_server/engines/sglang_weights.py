@@ -21,8 +21,8 @@ from typing import Any
 
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import Shapes, check_complete
-from penstock.rollout_server.engines.http_engine import HttpWeights
 from penstock.rollout_server.engines.http_stream import AnswerStream
+from penstock.rollout_server.engines.http_weights import HttpWeights
 from penstock.rollout_server.engines.server_process import ChildServer
 from penstock.rollout_server.protocol import EngineError, SleepLevel
 from penstock.weight_sync import Manifest

@@ -6,12 +6,13 @@ packed copy only. What still has the published values in their order is compared
 
 A comparison never holds a second copy: it goes piece by piece, on the parameter's own device. There a sample is
 compared, because every value would have to cross the bus once more; those of `SAMPLE_EVERY` versions are all values.
+Of a version that replaced the parameters as it came no copy is left: there the first rows of each tensor are compared.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +23,8 @@ PIECE_VALUES = 4 << 20
 """Values that are compared at once."""
 SAMPLE_VALUES = 1 << 18
 SAMPLE_EVERY = 16
+EXCERPT_VALUES = 1 << 10
+"""Of each tensor, and one row at least."""
 _PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes to which published values are rounded and compared; others hold scaled values."""
 
@@ -65,6 +68,25 @@ class Sample:
 EVERYTHING = Sample()
 
 
+class Excerpts:
+    """The first rows of published tensors whose other values are not kept."""
+
+    def __init__(self) -> None:
+        self.forms: dict[str, torch.Tensor] = {}
+        """Shape and dtype of the whole tensors, by name, on the device ``meta``."""
+        self.rows: dict[str, torch.Tensor] = {}
+        """[some rows, …] of each."""
+
+    def noted(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """`tensors`, an excerpt kept of each that goes by. Engines pack experts: those cannot be compared."""
+        for name, tensor in tensors:
+            if tensor.ndim and ".experts." not in name:
+                row = max(1, tensor[:1].numel())
+                self.forms[name] = torch.empty_like(tensor, device="meta")
+                self.rows[name] = tensor[: max(1, EXCERPT_VALUES // row)].clone()
+            yield name, tensor
+
+
 def parts_of(name: str) -> tuple[str, ...]:
     """The published tensors that an engine's parameter is made of; itself where it is not fused."""
     for fused, parts in _FUSED.items():
@@ -77,11 +99,28 @@ def compare_held(
     parameters: Iterable[tuple[str, torch.Tensor]], published: Mapping[str, torch.Tensor], sample: Sample = EVERYTHING
 ) -> Comparison:
     """Ends at the first difference. Reads only; published values are rounded to the parameter's dtype."""
+    return _compared(parameters, published, lambda name, held: _holds(name, held, published, sample))
+
+
+def compare_excerpts(
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    forms: Mapping[str, torch.Tensor],
+    rows: Mapping[str, torch.Tensor],
+) -> Comparison:
+    """As `compare_held`, with the first rows of each published tensor. See `Excerpts`."""
+    return _compared(parameters, forms, lambda name, held: _begins(name, held, forms, rows))
+
+
+def _compared(
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    forms: Mapping[str, torch.Tensor],
+    holds: Callable[[str, torch.Tensor], bool],
+) -> Comparison:
     equal, reasons = 0, Counter[str]()
     for name, held in parameters:
-        if reason := _incomparable(name, held, published):
+        if reason := _incomparable(name, held, forms):
             reasons[reason] += 1
-        elif _holds(name, held.detach(), published, sample):
+        elif holds(name, held.detach()):
             equal += 1
         else:
             return Comparison(equal, reasons.total(), name, dict(reasons))
@@ -111,6 +150,16 @@ def _holds(name: str, held: torch.Tensor, published: Mapping[str, torch.Tensor],
         if not _equal(rows, wanted, sample):
             return False
         first += len(wanted)
+    return True
+
+
+def _begins(name: str, held: torch.Tensor, forms: Mapping[str, torch.Tensor], rows: Mapping[str, torch.Tensor]) -> bool:
+    first = 0
+    for part in parts_of(name):
+        wanted = rows[part]
+        if not torch.equal(held[first : first + len(wanted)], wanted.to(held.device, held.dtype)):
+            return False
+        first += len(forms[part])
     return True
 
 

@@ -1,4 +1,4 @@
-"""The vLLM engine: its token stream, its weight swap, its routes. `vllm_server` starts the process.
+"""The vLLM engine: its token stream and its routes. `vllm_server` starts the process, `vllm_weights` swaps weights.
 
 Tokens are labelled with the engine's version when they are received. That is exact because versions change only while
 the engine is paused and idle, and only after every token sampled before the pause was received, in each process that
@@ -8,26 +8,18 @@ reads them (`answer_labels`); vLLM's own spans arrive with the last event.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import shutil
-import tempfile
-import time
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
 
-from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines.checkpoint import check_complete, fetch_model, has_vision_tower
-from penstock.rollout_server.engines.http_engine import HttpEngine, HttpWeights
+from penstock.rollout_server.engines.checkpoint import fetch_model, has_vision_tower
+from penstock.rollout_server.engines.http_engine import HttpEngine
 from penstock.rollout_server.engines.http_stream import AnswerEvent, AnswerStream, RoutedAnswer, version_of
 from penstock.rollout_server.engines.image_reader import ImageReader
-from penstock.rollout_server.engines.server_process import ChildServer
 from penstock.rollout_server.engines.vllm_images import SEEN_KINDS, difference, features, image_token_of, places_of
-from penstock.rollout_server.engines.vllm_plugin import LOST, REFUSED
 from penstock.rollout_server.engines.vllm_server import MODEL_NAME, VLLMServer
+from penstock.rollout_server.engines.vllm_weights import VLLMWeights
 from penstock.rollout_server.pictures import SeenImage
 from penstock.rollout_server.protocol import (
     BadRequest,
@@ -36,24 +28,12 @@ from penstock.rollout_server.protocol import (
     FinishReason,
     GenerateRequest,
     Sampling,
-    SleepLevel,
 )
 from penstock.rollout_server.routed_experts import decode_rows
-from penstock.weight_sync import GLOO, NCCL, Manifest, Offer, WeightsRefused, WeightsUnreachable
+from penstock.weight_sync import GLOO, NCCL, Offer
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "stop"}
 MAX_TEMPERATURE = 2.0
-READ_POLL_S = 0.01
-STAGE_S = 30.0
-"""Beside a broadcast's own deadline."""
-GIVE_UP_S = 5.0
-"""For ending the session of a swap that was cancelled: the engine ends soon after."""
-PAUSES = {
-    "keep": "mode=keep&clear_cache=false",
-    "recompute": "mode=keep&clear_cache=true",
-    "abort": "mode=abort&clear_cache=true",
-}
-"""rollout.pause → vLLM's words."""
 
 
 class VLLMStream(AnswerStream):
@@ -109,173 +89,6 @@ class VLLMStream(AnswerStream):
         rows = decode_rows([found])
         assert rows is not None
         return rows
-
-
-class VLLMWeights(HttpWeights[Manifest]):
-    """By our weight-transfer engine in vLLM's workers (`vllm_worker`), which receives manifests.
-
-    vLLM has one session of updates at a time, and a swap has one from its first byte until the weights are loaded. A
-    broadcast may begin meanwhile: it is staged in that session, which it leaves as it is, or else in one of its own.
-    """
-
-    version_path = "/weight_info"
-    verifies_late = True
-    """Comparing every parameter would take longer than loading them."""
-    world_size = 1
-    _compared = Path()
-    """Where the workers say how they found what they hold since the last load."""
-
-    def __init__(
-        self, config: RolloutConfig, model: str, server: ChildServer, streams: Collection[AnswerStream]
-    ) -> None:
-        super().__init__(config, model, server, streams)
-        self._calls = asyncio.Lock()
-        """Held from a look at `_in_session` until the calls that depend on it are answered; never while waiting."""
-        self._in_session = False
-        """A swap's session is open in vLLM."""
-
-    async def _look(self) -> list[str]:
-        await self.server.call("POST", "/update_weight_version", {"new_version": "0"})
-        self.world_size = int((await self.server.call("GET", "/get_world_size"))["world_size"])
-        return []
-
-    @asynccontextmanager
-    async def _fetch(self, manifest: Manifest) -> AsyncGenerator[Manifest]:
-        """The workers read and verify in the background: what is left of it later would lengthen the pause."""
-        check_complete(manifest, self.shapes)
-        try:
-            await self._read(manifest)
-            yield manifest
-        except asyncio.CancelledError:
-            await self._give_up_session()
-            raise
-        finally:
-            self._in_session = False  # ended; or the server is, by who sees the error
-
-    async def _read(self, manifest: Manifest) -> None:
-        """Begins the swap's session, which is open afterwards unless this raises `WeightsRefused`,
-        `WeightsUnreachable`."""
-        report = self._folder("read-")
-        try:
-            async with self._calls:
-                self._in_session = True
-                await self.server.call("POST", "/start_weight_update")
-                await self._update(manifest, "fetch", report=str(report))
-            if refusal := await self._until_said(report, "read the weights"):
-                await self._finish()  # without a label
-                raise WeightsUnreachable(refusal) if refusal.startswith(LOST) else WeightsRefused(refusal)
-        finally:
-            shutil.rmtree(report, ignore_errors=True)
-
-    async def _finish(self, label: Mapping[str, str] | None = None) -> None:
-        """Ends the swap's session."""
-        async with self._calls:
-            self._in_session = False
-            await self.server.call("POST", "/finish_weight_update", label)
-
-    async def _give_up_session(self) -> None:
-        """The swap was cancelled, in whatever call; the server may have ended with it."""
-        if self._in_session:
-            with contextlib.suppress(EngineError, TimeoutError):
-                async with asyncio.timeout(GIVE_UP_S):
-                    await self._finish()
-
-    async def stage(self, offer: Offer) -> str:
-        """Let the first worker receive a broadcast, also while a swap is under way. See `StagingEngine`."""
-        report = self._folder("staged-")
-        info = {"manifest": {}, "phase": "stage", "report": str(report), "offer": offer.as_dict()}
-        try:
-            async with self._calls:
-                await self._stage(info)
-            return await self._until_staged(offer, report)
-        finally:
-            shutil.rmtree(report, ignore_errors=True)
-
-    async def _stage(self, info: Mapping[str, Any]) -> None:
-        """In the session of a swap: one of its own would drop what that swap has read."""
-        alone = not self._in_session
-        if alone:
-            await self.server.call("POST", "/start_weight_update")
-        await self.server.call("POST", "/update_weights", {"update_info": info})
-        if alone:
-            await self.server.call("POST", "/finish_weight_update")  # without a label
-
-    async def _until_staged(self, offer: Offer, report: Path) -> str:
-        """The state that came. Raises `WeightsUnreachable` where not all did, `EngineError` where vLLM is gone."""
-        deadline = time.monotonic() + offer.deadline_s + STAGE_S
-        while not (said := _said(report)) and time.monotonic() < deadline:
-            if not self.server.alive:
-                raise EngineError(f"vLLM's workers did not receive a broadcast; {self.server.cause()}")
-            await asyncio.sleep(READ_POLL_S)
-        state = said[0] if said else f"{LOST}no worker said that it received it"
-        if state.startswith(LOST):
-            raise WeightsUnreachable(f"version {offer.version}: {state.removeprefix(LOST)}")
-        return state
-
-    def _folder(self, prefix: str) -> Path:
-        return Path(tempfile.mkdtemp(prefix=prefix, dir=self.server.folder))
-
-    async def _until_said(self, report: Path, what: str) -> str:
-        """The first complaint, or empty once every worker has none. Raises `EngineError` where one did not `what`."""
-        deadline = time.monotonic() + self.config.start_timeout_s
-        while True:
-            said = _said(report)
-            if any(said) or len(said) >= self.world_size:
-                return next(filter(None, said), "")
-            if not self.server.alive or time.monotonic() > deadline:
-                raise EngineError(f"vLLM's workers did not {what}; {self.server.cause()}")
-            await asyncio.sleep(READ_POLL_S)
-
-    async def _pause(self) -> None:
-        await self.server.call("POST", f"/pause?{PAUSES[self.config.pause]}")  # returns when vLLM is idle
-
-    async def _load(self, version: int, fetched: Manifest) -> None:
-        self._compared = self._folder("held-")
-        try:
-            await self._load_in_session(fetched)
-        except EngineError as error:
-            shutil.rmtree(self._compared, ignore_errors=True)
-            # Of several ranks one may have refused what the others loaded: then the server must end.
-            _, refused, reason = str(error).partition(REFUSED)
-            if refused and self.world_size == 1:
-                raise WeightsRefused(reason) from error
-            raise
-        await self._finish({"weight_version": str(version)})
-
-    async def _load_in_session(self, fetched: Manifest) -> None:
-        async with self._calls:
-            try:
-                await self._update(fetched, "load", report=str(self._compared))
-            except BaseException:
-                self._in_session = False  # vLLM ends the session of an update that fails
-                raise
-
-    async def _verify(self, fetched: Manifest) -> None:
-        """Each worker compares what it holds since the load with the verified bytes."""
-        try:
-            complaint = await self._until_said(self._compared, "compare the weights that they hold")
-        finally:
-            shutil.rmtree(self._compared, ignore_errors=True)
-        if complaint:
-            raise EngineError(f"a worker of vLLM {complaint}")
-
-    async def _resume(self) -> None:
-        await self.server.call("POST", "/resume")
-
-    async def _sleep(self, level: SleepLevel) -> None:
-        await self.server.call("POST", f"/sleep?level={level}&mode=abort")  # returns when it sleeps
-
-    async def _wake(self) -> None:
-        await self.server.call("POST", "/wake_up")
-
-    async def _update(self, manifest: Manifest, phase: str, *, report: str = "") -> None:
-        info = {"manifest": manifest.as_dict(), "phase": phase, "report": report}
-        await self.server.call("POST", "/update_weights", {"update_info": info})
-
-
-def _said(report: Path) -> list[str]:
-    """See `vllm_worker.FileUpdateInfo.report`."""
-    return [file.read_text() for file in report.glob("[0-9]*")]
 
 
 class VLLMEngine(HttpEngine):
@@ -347,8 +160,8 @@ class VLLMEngine(HttpEngine):
 
     @property
     def weight_workers(self) -> int:
-        """See `StagingEngine`: one receives for all of them, which are on one machine."""
-        return 1
+        """See `StagingEngine`: one receives for all of them, which are on one machine; in place each for itself."""
+        return self.weights.world_size if self.config.receives_in_place else 1
 
     @property
     def weight_wires(self) -> tuple[str, ...]:
@@ -360,6 +173,16 @@ class VLLMEngine(HttpEngine):
         """See `StagingEngine`."""
         self._check_running()
         return await self.weights.stage(offer)
+
+    @property
+    def stands_still(self) -> bool:
+        """See `InPlaceEngine`."""
+        return self.weights.standstill is not None
+
+    async def receive_weights(self, offer: Offer) -> str:
+        """See `InPlaceEngine`."""
+        self._check_running()
+        return await self.weights.receive(offer)
 
     async def _try_out(self) -> list[str]:
         body = self._body(GenerateRequest(token_ids=[0], sampling=Sampling(max_new_tokens=1))) | {"stream": False}

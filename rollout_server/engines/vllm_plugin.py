@@ -11,6 +11,8 @@ BACKEND = "penstock"
 """What ``--weight-transfer-config '{"backend": …}'`` names."""
 LOST = "lost: "
 """Begins what a worker says of a broadcast that it did not receive, or does not hold any more."""
+BROKEN = "broken: "
+"""Begins what a worker says of a broadcast in place that ended after it had begun to replace parameters."""
 REFUSED = "the weights are refused: "
 """vLLM hands on the text of a worker's exception, not its type: with this in it nothing was touched."""
 

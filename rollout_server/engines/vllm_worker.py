@@ -20,6 +20,15 @@ all workers:
     /update_weights {"phase": "stage", offer…}       a thread receives; the call returns, decoding continues
                                                      the state that came is a file in the folder `report`
 
+Where broadcasts are received in place, every worker receives, into its own parameters (`vllm_in_place`):
+
+    /update_weights {"phase": "join", offer…}        a thread joins the group; the call returns, decoding continues
+                                                     whether it could is a file in the folder `report`
+    /pause
+    /update_weights {"phase": "receive"}             returns when the broadcast has ended
+                                                     the state that came is a file in the folder `report`
+    /finish_weight_update                            without a label: the version is not announced yet
+
 vLLM's layer-wise reload replaces parameters by placeholders as soon as it begins, so it begins only after every byte
 was verified: a refused version leaves the old weights as they were. Each worker loads full tensors through the model's
 own `load_weights`, which keeps this rank's share: tensor parallelism needs nothing here.
@@ -29,7 +38,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,14 +56,16 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from penstock.common import write_atomically
-from penstock.rollout_server.engines.verify_loaded import Sample, compare_held
-from penstock.rollout_server.engines.vllm_plugin import LOST, REFUSED
+from penstock.rollout_server.engines.verify_loaded import Excerpts, Sample, compare_excerpts, compare_held
+from penstock.rollout_server.engines.vllm_in_place import InPlaceWorker, NamedStream
+from penstock.rollout_server.engines.vllm_plugin import BROKEN, LOST, REFUSED
 from penstock.weight_sync import (
     Manifest,
     NodeReader,
     Offer,
     StagedMemory,
     VersionMemory,
+    WeightsBroken,
     WeightsRefused,
     WeightsUnreachable,
     stream_layout,
@@ -77,13 +88,13 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
 
     manifest: dict[str, Any]
     """`Manifest.as_dict`, with a path."""
-    phase: Literal["fetch", "load", "stage"]
+    phase: Literal["fetch", "load", "stage", "join", "receive"]
     report: str = ""
-    """Folder in which each worker says, by a file of its process number, how its reading (of the phase ``fetch``) or
-    its comparison (of ``load``) ended: what is wrong, or nothing. vLLM's routes have no answer that could say it while
-    decoding continues."""
+    """Folder in which each worker says, by a file of its process number, how its reading (of the phase ``fetch``), its
+    comparison (of ``load``) or its part of a broadcast ended: what is wrong, or nothing, or what came. vLLM's routes
+    have no answer that could say it while decoding continues, and an error of one rank stays in the others' queues."""
     offer: dict[str, Any] | None = None
-    """`Offer.as_dict`, of the phase ``stage``."""
+    """`Offer.as_dict`, of the phases ``stage`` and ``join``."""
 
 
 class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
@@ -98,6 +109,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._receiver = ThreadPoolExecutor(1, thread_name_prefix="broadcast")
         self._weights, self._staged = NodeReader(), StagedMemory()
+        self._in_place = InPlaceWorker()
         self._fetched: tuple[Manifest, Future[VersionMemory]] | None = None
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
@@ -106,6 +118,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     def start_weight_update(self) -> None:
         """Touches nothing: the layer-wise reload waits for verified bytes."""
         self._fetched = None
+        self._in_place.leave()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """The base class would synchronise an accelerator, which the CPU build does not have."""
@@ -114,10 +127,17 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        """Fetch or load. Raises `WeightsRefused` before anything is touched where the bytes do not verify."""
+        """One phase. Raises `WeightsRefused` before anything is touched where the bytes of a load do not verify."""
+        report = Path(update_info.report)
         if update_info.phase == "stage":
             if self._receives:
-                self._receiver.submit(self._stage, Offer.parse(update_info.offer), Path(update_info.report))
+                self._receiver.submit(self._stage, Offer.parse(update_info.offer), report)
+            return
+        if update_info.phase == "join":
+            self._join(Offer.parse(update_info.offer), report)
+            return
+        if update_info.phase == "receive":
+            _say(report, self._receive_in_place())
             return
         manifest = Manifest.parse(update_info.manifest)
         if update_info.phase == "fetch":
@@ -126,13 +146,16 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
             self._load(manifest.version, self._take_fetched(manifest), update_info.report)
 
     def finish_weight_update(self) -> None:
-        """Nothing is left to do: `receive_weights` finalised the layers, so that no half-loaded state outlives it."""
+        """The layers are finalised: `receive_weights` leaves no half-loaded ones. A group that was joined for nothing
+        is left."""
+        self._in_place.leave()
 
     def shutdown(self) -> None:
         """vLLM ends the worker."""
         self._reader.shutdown(wait=False, cancel_futures=True)
         self._weights.close()
         self._receiver.shutdown(wait=False, cancel_futures=True)
+        self._in_place.shutdown()
 
     @property
     def _receives(self) -> bool:
@@ -147,6 +170,31 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
             said = f"{LOST}{error}"
         finally:
             _say(report, said)
+
+    def _join(self, offer: Offer, report: Path) -> None:
+        parallel = self.parallel_config
+        worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        device = next(self.model.parameters()).device
+        self._in_place.join(offer, worker, device, lambda problem: _say(report, problem and f"{LOST}{problem}"))
+
+    def _receive_in_place(self) -> str:
+        """What the sidecar is to know. Raises `RuntimeError` where the layers hold other values than came."""
+        try:
+            received = self._in_place.receive(self._reload)
+        except WeightsUnreachable as error:
+            return f"{LOST}{error}"
+        except WeightsBroken as error:
+            return f"{BROKEN}{error}"
+        self._compare_excerpts(received.excerpts)
+        return received.state
+
+    def _compare_excerpts(self, excerpts: Excerpts) -> None:
+        forms, rows = by_engine_name(self.model, excerpts.forms), by_engine_name(self.model, excerpts.rows)
+        found = compare_excerpts(self.model.named_parameters(), forms, rows)
+        if found.different:
+            raise RuntimeError(f"parameter {found.different} holds other values than were received in place")
+        counts = found.equal, found.incomparable, found.reasons_text
+        logger.info("received in place: %d parameters begin as it, %d cannot be compared%s", *counts)
 
     def _fetch(self, manifest: Manifest, report: str = "") -> Future[VersionMemory]:
         future = self._reader.submit(self._read, manifest, report)
@@ -191,13 +239,20 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
             raise WeightsRefused(REFUSED + str(error)) from error
 
     def _load(self, version: int, tensors: VersionMemory, report: str) -> None:
-        initialize_layerwise_reload(self.model)
-        self.model.load_weights(self._without_tied_head(tensors))
-        finalize_layerwise_reload(self.model, self.model_config)
-        repack_tied_heads(self.model)
-        repack_experts(self.model)
+        self._reload(tensors.items())
         # After the fetch, before the next one: nobody changes `tensors` or the parameters meanwhile.
         self._reader.submit(self._compare, version, tensors, report)
+
+    def _reload(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Where `tensors` break off, layers have their old values or new ones, or parts of both; no placeholder stays:
+        the next request, or the next load, would end vLLM."""
+        initialize_layerwise_reload(self.model)
+        try:
+            self.model.load_weights(self._without_tied_head(tensors))
+        finally:
+            finalize_layerwise_reload(self.model, self.model_config)
+            repack_tied_heads(self.model)
+            repack_experts(self.model)
 
     def _compare(self, version: int, tensors: VersionMemory, report: str) -> None:
         try:
@@ -206,10 +261,10 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
             tensors.unmap()
             self._weights.done()
 
-    def _without_tied_head(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    def _without_tied_head(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> NamedStream:
         # One parameter under two names: loaded twice it would count twice, and its layer would be complete too early.
         tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
-        return ((name, tensor) for name, tensor in tensors.items() if not (tied and name == _OUTPUT_HEAD))
+        return ((name, tensor) for name, tensor in tensors if not (tied and name == _OUTPUT_HEAD))
 
 
 def _say(folder: Path, text: str) -> None:

@@ -117,10 +117,12 @@ class TinyQueue:
         self.failed: list[tuple[str, Outcome]] = []
         self.released: list[str] = []
         self.waits: dict[str, float] = {}
+        self.killed: set[str] = set()
         self.min_version = min_version
         self.max_attempts = 1
 
     async def lease_episodes(self, worker: str, count: int, version: int) -> list[Lease]:
+        count = 0 if worker in self.killed else count
         taken, self.waiting = self.waiting[:count], self.waiting[count:]
         return [self.lease(task) for task in taken]
 
@@ -131,8 +133,9 @@ class TinyQueue:
         self.held[task.task_id] = lease
         return lease
 
-    def expire_all(self) -> None:
-        """As if every worker had been killed and its leases had run out."""
+    def expire_all(self, *killed: str) -> None:
+        """As if every worker had been killed and its leases had run out; those in `killed` lease nothing more."""
+        self.killed.update(killed)
         for episode_id, lease in list(self.held.items()):
             self.fences[episode_id] += 1
             del self.held[episode_id]

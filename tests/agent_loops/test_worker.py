@@ -17,10 +17,10 @@ from penstock.transfer_queue import RunContext, ServerInfo
 
 @pytest.fixture
 def worker_of(parts_of):
-    def make(queue, client, tool=None, *, lease_ttl_s=15.0, max_failures_in_a_row=20, **fields):
+    def make(queue, client, tool=None, *, name="w", lease_ttl_s=15.0, max_failures_in_a_row=20, **fields):
         parts = parts_of(queue, client, tool, **fields)
         run = RunContext(queue, model="", lease_ttl_s=lease_ttl_s)
-        job = WorkerJob("w", run, parts.config, client, max_failures_in_a_row=max_failures_in_a_row)
+        job = WorkerJob(name, run, parts.config, client, max_failures_in_a_row=max_failures_in_a_row)
         return Worker(job, parts)
 
     return make
@@ -72,9 +72,9 @@ async def test_worker_resumes_episode_of_dead_worker(worker_of, queue_of, tasks_
     worker = worker_of(queue, first_client, calculator)
     dead = asyncio.create_task(worker.run())
     await until(lambda: len(calculator.executed) == 3 and all(len(j) == 2 for j in queue.journals.values()))
-    queue.expire_all()  # from here on nothing that the dead worker does counts
+    queue.expire_all("w")  # from here on nothing that the dead worker does counts
     second_client = FakeClient(policy, version=1)
-    async with running(worker_of(queue, second_client, calculator)):
+    async with running(worker_of(queue, second_client, calculator, name="next")):
         await until(lambda: len(queue.done) == 3)
     dead.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -104,10 +104,10 @@ async def test_a_stateless_tool_turn_is_not_run_again_after_a_kill(
     queue.complete = never
     dead = asyncio.create_task(first.run())
     await stop.wait()
-    queue.expire_all()
+    queue.expire_all("w")
     queue.complete = complete
     second_client = FakeClient(calling_policy())
-    async with running(worker_of(queue, second_client, calculator)):
+    async with running(worker_of(queue, second_client, calculator, name="next")):
         await until(lambda: queue.done)
     dead.cancel()
     with contextlib.suppress(asyncio.CancelledError):

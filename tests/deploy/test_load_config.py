@@ -35,6 +35,7 @@ def test_load_config_override_values(recipe: Path) -> None:
         ("max_stalenes=1", ["max_stalenes: no such key", "'max_staleness'"]),
         ("trainer.lr=fast", ["trainer.lr:", "valid number", "'fast'", "AdamW learning rate"]),
         ("rollout.weight_transport=collective", ["rollout.weight_transport:", "rollout.weight_transport=broadcast"]),
+        ("rollout.broadcast_receive=in_place", ["rollout.broadcast_receive:", "rollout.weight_transport=broadcast"]),
         ("rollout.engine=tpu", ["rollout.engine:", "'hf', 'vllm', 'sglang' or 'served'"]),
         ("agent.parser=hermez", ["1 problem(s)", "  agent.parser: ", "'auto', 'hermes'", "Format of the model's"]),
         ("group_size=0", ["group_size:", "greater than or equal to 1", "Episodes per task"]),

@@ -52,6 +52,8 @@ CLIENTS = 24
 TOKENS = (24, 120)
 ANSWERS_PER_KILL = 4
 """A kill waits for so many, 4 s at most: servers that are killed before they work would prove nothing."""
+SPARE = 8
+"""The most further kills, until one interrupts an answer that has begun."""
 LIMITS = Limits(group_size=1, groups_per_step=1, max_staleness=1_000)
 
 
@@ -122,6 +124,10 @@ class Load:
     """Answers come with the experts that read each token."""
     ending: bool = False
     answers: dict[str, tuple[GenerateRequest, Generation]] = field(default_factory=dict)
+
+    def resumed(self) -> bool:
+        """A kill has hit an answer that had begun."""
+        return any(answer.resumed for _, answer in self.answers.values())
 
     async def ask_on(self, number: int) -> None:
         turn = 0
@@ -203,6 +209,8 @@ async def play(kind: str, redis: RedisServer, model: str, folder: Path, write: A
             if number % max(1, kills // 8) == 0:
                 version = len(scene.published) + 1
                 await scene.publish(version, write(version))
+            await scene.kill_one(draw, engines=kind != "fake")
+        while not load.resumed() and scene.killed.total() < kills + SPARE:
             await scene.kill_one(draw, engines=kind != "fake")
         load.ending = True
         await asyncio.gather(*asking)

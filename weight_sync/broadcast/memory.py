@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -52,3 +52,14 @@ def bucket_memory(nbytes: int) -> torch.Tensor:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     return spare_memory(nbytes)
+
+
+def two_buckets(nbytes: int, bucket_bytes: int) -> Iterator[torch.Tensor]:
+    """For a stream of `nbytes`, two in turn: one is received while what came into the other is used."""
+    left, two = nbytes, [bucket_memory(min(bucket_bytes, nbytes)) for _ in range(2)]
+    number = 0
+    while left:
+        bucket = two[number % 2][:left]
+        yield bucket
+        left -= len(bucket)
+        number += 1

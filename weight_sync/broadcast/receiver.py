@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from penstock.weight_sync.broadcast.group import find_store, join_group
+from penstock.weight_sync.broadcast.group import BroadcastGroup, find_store, join_group
 from penstock.weight_sync.broadcast.memory import spare_memory
 from penstock.weight_sync.broadcast.offer import Member, Offer, StreamDigests
 from penstock.weight_sync.file_format import raw_bytes
@@ -118,7 +118,7 @@ def receive_stream(
         if keep is not None:
             keep(bucket)
 
-    with closing(join_group(_reach(offer, member), member, offer.here, device)) as group:
+    with closing(join_offer(offer, member, device)) as group:
         before = memoryview(b"")
         for bucket in buckets:
             work = group.begin(bucket)
@@ -131,6 +131,11 @@ def receive_stream(
         entries = digests.entries()
         group.say_done()
     return entries
+
+
+def join_offer(offer: Offer, member: Member, device: torch.device | None) -> BroadcastGroup:
+    """The group, once all members are there. Raises `OSError`, `RuntimeError`."""
+    return join_group(_reach(offer, member), member, offer.here, device)
 
 
 def _reach(offer: Offer, member: Member) -> dist.TCPStore:

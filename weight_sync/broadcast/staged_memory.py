@@ -14,12 +14,11 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
-from penstock.weight_sync.broadcast.memory import bucket_memory, stream_header
+from penstock.weight_sync.broadcast.memory import stream_header, two_buckets
 from penstock.weight_sync.broadcast.offer import Offer, stream_order
 from penstock.weight_sync.broadcast.receiver import check_staged, receive_stream
 from penstock.weight_sync.manifest import Manifest, TensorEntry, WeightsRefused, WeightsUnreachable, state_of
@@ -89,16 +88,6 @@ def _received(offer: Offer, device: torch.device | None) -> _Received:
     header = stream_header(offer.tensors)
     with SealableMemory(f"broadcast-{offer.version}", len(header) + offer.nbytes) as memory:
         memory.append(memoryview(header))
-        entries = receive_stream(offer, 0, _two_buckets(offer), memory.append, device)
+        buckets = two_buckets(offer.nbytes, offer.bucket_bytes)
+        entries = receive_stream(offer, 0, buckets, memory.append, device)
         return _Received(offer.name, entries, memory.seal())
-
-
-def _two_buckets(offer: Offer) -> Iterator[torch.Tensor]:
-    """In turn: one is received while the other is checked."""
-    left, two = offer.nbytes, [bucket_memory(min(offer.bucket_bytes, offer.nbytes)) for _ in range(2)]
-    number = 0
-    while left:
-        bucket = two[number % 2][:left]
-        yield bucket
-        left -= len(bucket)
-        number += 1

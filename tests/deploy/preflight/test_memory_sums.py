@@ -15,6 +15,7 @@ from penstock.deploy.preflight import (
     published_bytes,
     read_config,
     read_weights,
+    received_bytes,
     server_bytes,
     shape_of,
     trainer_bytes,
@@ -106,6 +107,18 @@ def test_servers_the_queue_and_shared_memory() -> None:
     assert server_bytes(BIG, config, 1000) == {"weights": 16 * GIGA, "KV cache": 2 * 32 * 1024 * 2 * 1000}
     assert published_bytes(BIG, config) == 3 * 16 * GIGA
     assert in_flight_bytes(config) == 3 * 8 * 8 * 120 * 9
+
+
+def test_a_broadcast_is_staged_in_a_whole_copy_or_in_buckets() -> None:
+    broadcast = ["rollout.dtype=bfloat16", "rollout.weight_transport=broadcast"]
+    in_place = [*broadcast, "rollout.broadcast_receive=in_place"]
+    assert received_bytes(BIG, load_config(RECIPE, ["rollout.dtype=bfloat16"])) == 0
+    assert received_bytes(BIG, load_config(RECIPE, broadcast)) == 16 * GIGA
+    buckets = 2 * (32 << 20)
+    assert received_bytes(BIG, load_config(RECIPE, in_place)) == buckets
+    vllm = load_config(RECIPE, [*in_place, "rollout.engine=vllm", "rollout.vllm_args={tensor_parallel_size: 2}"])
+    assert received_bytes(BIG, vllm) == 2 * (buckets + 2 * 8 * GIGA / 32), "a layer's tensors, on each worker"
+    assert received_bytes(replace(BIG, outer=GIGA), vllm) == 2 * (buckets + 2 * GIGA)
 
 
 def test_memory_counts_the_experts_of_a_token(tmp_path: Path) -> None:

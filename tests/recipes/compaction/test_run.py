@@ -11,6 +11,7 @@ from tests.recipes.conftest import RECIPES, cold_start, script
 
 pytestmark = [
     pytest.mark.deep,
+    pytest.mark.timeout(1800),
     *(pytest.mark.recipes, pytest.mark.slow, pytest.mark.redis, pytest.mark.torch),
 ]
 WINDOW = 3

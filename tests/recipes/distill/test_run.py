@@ -14,6 +14,7 @@ from tests.recipes.conftest import RECIPES, script
 
 pytestmark = [
     pytest.mark.deep,
+    pytest.mark.timeout(1800),
     *(pytest.mark.recipes, pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch),
 ]
 

@@ -13,6 +13,7 @@ pytest.importorskip("math_verify", reason="math-verify is not installed: pip ins
 
 pytestmark = [
     pytest.mark.deep,
+    pytest.mark.timeout(1800),
     *(pytest.mark.recipes, pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch),
 ]
 WINDOW = 3
@@ -28,7 +29,7 @@ def test_a_small_model_learns_to_call_until_nothing_follows(start_run, tmp_path:
     data = (f"data.train={tmp_path / 'train.parquet'}", "data.eval=null", f"model={model}")
     goal = ("trainer.stop.metric=reward", "trainer.stop.target=0.9", f"trainer.stop.window={WINDOW}")
     run = start_run("retool-learn", *data, *goal, SEED, recipe=recipe)
-    summary = run.finish(timeout_s=600)
+    summary = run.finish(timeout_s=900)
     lines = [json.loads(line) for line in (run.root / "metrics.jsonl").read_text().splitlines()]
     first, last = (sum(line["reward"] for line in part) / WINDOW for part in (lines[:WINDOW], lines[-WINDOW:]))
     assert first <= 0.45

@@ -14,6 +14,7 @@ from penstock.agent_loops import load_object
 
 pytestmark = [
     pytest.mark.deep,
+    pytest.mark.timeout(1800),
     *(pytest.mark.recipes, pytest.mark.slow, pytest.mark.redis, pytest.mark.torch),
 ]
 WINDOW = 3

@@ -157,6 +157,7 @@ def package_of(learning: ModuleType, instance_id: str):
 
 
 @pytest.mark.deep
+@pytest.mark.timeout(1800)
 @pytest.mark.slow
 @pytest.mark.redis
 @pytest.mark.torch

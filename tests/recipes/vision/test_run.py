@@ -15,6 +15,7 @@ pytest.importorskip("PIL", reason="Pillow is not installed: pip install 'penstoc
 
 pytestmark = [
     pytest.mark.deep,
+    pytest.mark.timeout(1800),
     *(pytest.mark.recipes, pytest.mark.slow, pytest.mark.redis, pytest.mark.torch),
 ]
 WINDOW = 3
@@ -26,7 +27,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vision")
     for script, out in (("data.py", folder), ("make_model.py", folder / "model")):
         command = [sys.executable, str(RECIPES / "vision" / script), "--out", str(out)]
-        subprocess.run(command, check=True, timeout=600)
+        subprocess.run(command, check=True, timeout=900)
     return folder
 
 
@@ -42,7 +43,7 @@ def test_a_tiny_model_learns_to_answer_by_what_it_sees(start_run, made: Path) ->
     data = (f"data.train={made / 'train.parquet'}", "data.eval=null", f"model={made / 'model'}")
     goal = ("trainer.stop.metric=reward", "trainer.stop.target=0.9", f"trainer.stop.window={WINDOW}")
     run = start_run("vision", *data, *goal, recipe=RECIPES / "vision/cpu.yaml")
-    summary = run.finish(timeout_s=600)
+    summary = run.finish(timeout_s=900)
     steps = [json.loads(line) for line in (run.root / "metrics.jsonl").read_text().splitlines()]
     rewards = [step["reward"] for step in steps]
     first, last = sum(rewards[:WINDOW]) / WINDOW, sum(rewards[-WINDOW:]) / WINDOW

@@ -9,13 +9,11 @@ import asyncio
 import os
 import random
 import signal
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.broadcasting import BroadcastingTrainer, StagedServer
+from tests.broadcasting import BroadcastingTrainer, HeldTrainer, StagedServer
 from tests.rollout_server.conformance.subject import BROADCASTS, Subject, broken_off
 from tests.rollout_server.conformance.test_faults import resident_bytes
 from tests.rollout_server.conformance.test_weights import exactly
@@ -37,29 +35,6 @@ pytestmark = [
 ]
 ROUNDS = int(os.environ.get("PENSTOCK_KILLS", "6"))
 BUCKET_BYTES = 20_000
-
-
-class HeldTrainer:
-    """`trainer`, whose next broadcast stops before a bucket until `go_on` is set."""
-
-    def __init__(self, trainer: BroadcastingTrainer, bucket: int, *, dies: bool = False) -> None:
-        self.in_the_middle, self.go_on = threading.Event(), threading.Event()
-        self._buckets, self._bucket, self._dies = trainer.source.buckets, bucket, dies
-        trainer.source.buckets = self._held  # type: ignore[method-assign]
-        self._trainer = trainer
-
-    def _held(self, version: int, bucket_bytes: int) -> Iterator[Any]:
-        self._trainer.source.buckets = self._buckets  # type: ignore[method-assign]
-        for number, bucket in enumerate(self._buckets(version, bucket_bytes)):
-            if number == self._bucket:
-                self.in_the_middle.set()
-                self.go_on.wait(60)
-                if self._dies:
-                    raise RuntimeError("the trainer is gone")
-            yield bucket
-
-    async def reached(self) -> None:
-        assert await asyncio.to_thread(self.in_the_middle.wait, 60)
 
 
 class OtherServer:

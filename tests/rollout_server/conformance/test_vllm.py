@@ -167,7 +167,7 @@ async def test_half_a_load_ends_the_server_and_its_open_answers(
     subject: Subject, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks = await subject.under_load(2)
-    monkeypatch.setattr("penstock.rollout_server.engines.vllm.check_complete", lambda *_: None)
+    monkeypatch.setattr("penstock.rollout_server.engines.vllm_weights.check_complete", lambda *_: None)
     unknown = {**reference.first, "model.layers.0.unknown.weight": reference.first["model.norm.weight"]}
     with pytest.raises(EngineError):
         await subject.load(reference, unknown)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,9 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
     "vllm": {"vllm_args": {"tensor_parallel_size": 2}},
     "sglang": {"sglang_args": {"tp_size": 2}},
 }
-ENGINES = [
-    pytest.param("vllm", marks=pytest.mark.vllm),
-    pytest.param("vllm+broadcast", marks=pytest.mark.vllm),
-    pytest.param("sglang", marks=pytest.mark.sglang),
-    pytest.param("sglang+broadcast", marks=pytest.mark.sglang),
-]
+ENGINES = [pytest.param("vllm", marks=pytest.mark.vllm), pytest.param("sglang", marks=pytest.mark.sglang)]
+LONG = 600
+"""Tokens of an answer around an update: more than a load lasts at most times, and asked for again until it is in."""
 pytestmark = [
     pytest.mark.deep,
     pytest.mark.asyncio(loop_scope="module"),
@@ -40,18 +38,24 @@ TOLERANCE = 2e-4
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENGINES)
-async def subject(
+async def server(
     request: pytest.FixtureRequest, tiny_model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Subject]:
+    """One for both transports: a member of broadcasts reads files as well."""
     name: str = request.param
-    engine = name.partition("+")[0]
-    await skip_without(engine)
+    await skip_without(name)
     logs = tmp_path_factory.mktemp("logs")
-    started = await Subject.start(name, tiny_model, logs, start_timeout_s=500.0, **TWO_RANKS[engine])
+    started = await Subject.start(f"{name}+broadcast", tiny_model, logs, start_timeout_s=500.0, **TWO_RANKS[name])
     try:
         yield started
     finally:
         await started.stop()
+
+
+@pytest.fixture(params=["file", "broadcast"])
+def subject(request: pytest.FixtureRequest, server: Subject) -> Subject:
+    """The server, whose versions come by this transport."""
+    return replace(server, trainer=None) if request.param == "file" else server
 
 
 async def check_holds(subject: Subject, reference: Any, version: int) -> None:
@@ -95,10 +99,10 @@ async def update_under_load(
         """Answers to one prompt, one after another, until the update is in: a load may outlast any one of them."""
         found = [(i, await first)]
         while not loaded.is_set():
-            found.append((i, await whole(subject.engine, ask(prompt(i), 1900))))
+            found.append((i, await whole(subject.engine, ask(prompt(i), LONG))))
         return found
 
-    tasks = [asyncio.create_task(keep_busy(i, first)) for i, first in enumerate(await subject.under_load(3, 1900))]
+    tasks = [asyncio.create_task(keep_busy(i, first)) for i, first in enumerate(await subject.under_load(3, LONG))]
     report = await subject.report_of(reference, weights)
     loaded.set()
     return [answer for found in await asyncio.gather(*tasks) for answer in found], report.version

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from penstock.rollout_server.engines import Comparison, Sample, compare_held
+from penstock.rollout_server.engines import Comparison, Excerpts, Sample, compare_excerpts, compare_held
 
 pytestmark = pytest.mark.torch
 
@@ -98,3 +98,28 @@ def test_a_sample_finds_what_it_looks_at() -> None:
 def test_host_memory_is_compared_whole() -> None:
     assert Sample.of(7, torch.device("cpu")).every == 1
     assert Sample.of(7, torch.device("cuda")) == Sample(16, 7, 1 << 18)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_first_rows_are_compared_where_no_copy_is_left(dtype: Any) -> None:
+    excerpts = Excerpts()
+    assert [name for name, _ in excerpts.noted(published().items())] == list(published())
+    assert compare_excerpts(held(dtype).items(), excerpts.forms, excerpts.rows) == Comparison(equal=4, incomparable=0)
+    for name in held():
+        parameters = held(dtype)
+        parameters[name].view(-1)[0] += 1
+        assert compare_excerpts(parameters.items(), excerpts.forms, excerpts.rows).different == name
+
+
+def test_excerpt_is_small_and_of_no_expert() -> None:
+    excerpts = Excerpts()
+    tensors = {
+        "wide.weight": torch.zeros(4, 5000),
+        "long.weight": torch.zeros(5000, 2),
+        "x.experts.0.w": torch.zeros(3, 3),
+    }
+    assert len(list(excerpts.noted([*tensors.items(), ("scale", torch.tensor(1.0))]))) == 4
+    assert {name: tuple(rows.shape) for name, rows in excerpts.rows.items()} == {
+        "wide.weight": (1, 5000),
+        "long.weight": (512, 2),
+    }

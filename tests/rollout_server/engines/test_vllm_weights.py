@@ -9,6 +9,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,16 @@ from tests.rollout_server.engines.event_server import serving, stream_events
 from tests.rollout_server.engines.test_vllm_stream import event
 
 from penstock.rollout_server import Chunk, EngineError, EngineInfo, RequestQueue, RolloutConfig, RolloutMetrics
-from penstock.rollout_server.engines import EventClient, vllm
-from penstock.weight_sync import ChainFile, Manifest, Offer, WeightsRefused, state_of
+from penstock.rollout_server.engines import EventClient, http_stream, vllm, vllm_plugin, vllm_weights
+from penstock.weight_sync import (
+    ChainFile,
+    Manifest,
+    Offer,
+    WeightsBroken,
+    WeightsRefused,
+    WeightsUnreachable,
+    state_of,
+)
 
 MANIFEST = Manifest("shm", (ChainFile(3, None, "/dev/null", 0, "", state_of(())),), ())
 
@@ -38,21 +47,31 @@ class Server:
         self.folder = folder
         self.calls: list[str] = []
         self.refuses_load = False
+        self.receive: list[str] = []
+        """What each worker says of a broadcast in place."""
+        self.labels: list[str] = []
         self.staged = asyncio.get_running_loop().create_future()
         self.report = asyncio.get_running_loop().create_future()
         self.verdict = asyncio.get_running_loop().create_future()
         self.streams: set[vllm.VLLMStream] = set()
         self.events: EventClient
 
-    async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    async def call(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
+    ) -> dict[str, Any]:
         info = (body or {}).get("update_info", {})
+        if path == "/update_weight_version":
+            self.labels.append((body or {})["new_version"])
+        if info.get("phase") in ("join", "receive"):
+            for number, said in enumerate(self.receive):
+                (Path(info["report"]) / str(101 + number)).write_text("" if info["phase"] == "join" else said)
         self.calls.append(path.partition("?")[0] + (f" {info['phase']}" if info else ""))
         if info.get("phase") == "fetch":
             self.report.set_result(Path(info["report"]))
         if info.get("phase") == "stage":
             self.staged.set_result(Path(info["report"]))
         if info.get("phase") == "load" and self.refuses_load:
-            raise EngineError(f"{vllm.REFUSED}tensor 'a' differs")
+            raise EngineError(f"{vllm_plugin.REFUSED}tensor 'a' differs")
         if info.get("phase") == "load":
             self.verdict.set_result(Path(info["report"]))
         return {"weight_version": "3"}
@@ -66,14 +85,14 @@ class Server:
             stream.break_off("the server is being stopped")
 
 
-async def weights_of(server: Server, workers: int) -> vllm.VLLMWeights:
-    weights = vllm.VLLMWeights(RolloutConfig(engine="vllm"), str(server.folder), server, set())  # type: ignore[arg-type]
+async def weights_of(server: Server, workers: int) -> vllm_weights.VLLMWeights:
+    weights = vllm_weights.VLLMWeights(RolloutConfig(engine="vllm"), str(server.folder), server, set())  # type: ignore[arg-type]
     weights.world_size = workers
     return weights
 
 
 async def a_while() -> None:
-    await asyncio.sleep(5 * vllm.READ_POLL_S)
+    await asyncio.sleep(5 * vllm_weights.READ_POLL_S)
 
 
 async def test_the_pause_begins_when_every_worker_has_read(tmp_path: Path) -> None:
@@ -140,6 +159,71 @@ async def test_a_broadcast_that_begins_during_a_load_is_staged_in_its_session(tm
     await server.stop()
 
 
+STATE = state_of(())
+CAME = Manifest("broadcast", MANIFEST.files, (), broadcast="http://trainer/broadcasts/life-1")
+JOIN = ["/start_weight_update", "/update_weights join", "/pause", "/update_weight_version", "/update_weights receive"]
+
+
+async def in_place(server: Server, *says: str) -> vllm_weights.VLLMWeights:
+    """After a broadcast of which the workers say this."""
+    server.receive = list(says)
+    weights = await weights_of(server, len(says))
+    weights.version = 2
+    await weights.receive(replace(OFFER, version=3))
+    return weights
+
+
+async def test_version_in_place_is_labelled_once_it_is_announced(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    weights = await in_place(server, STATE, STATE)
+    assert server.calls == [*JOIN, "/finish_weight_update"]
+    assert server.labels == [vllm_weights.NO_VERSION]
+    assert not weights.admission.is_open
+    report = await weights.swap(CAME)
+    assert server.calls[6:] == ["/update_weight_version", "/weight_info", "/resume"]
+    assert (server.labels[1:], weights.admission.is_open, weights.standstill) == (["3"], True, None)
+    assert report.pause_s >= report.load_s > 0
+
+
+@pytest.mark.parametrize(
+    "says",
+    [("broken: gone",), ("broken: gone", STATE), ("lost: gone", STATE), ("lost: gone", "broken: gone"), (STATE, "1")],
+)
+async def test_half_a_version_in_place_waits_for_a_file(says: tuple[str, ...], tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    server.receive = list(says)
+    weights = await weights_of(server, len(says))
+    with pytest.raises(WeightsBroken):
+        await weights.receive(replace(OFFER, version=3))
+    assert "/resume" not in server.calls
+    assert not weights.admission.is_open
+    with pytest.raises(WeightsUnreachable, match="waits for a file"):
+        await weights.receive(replace(OFFER, version=4))
+    before = len(server.calls)
+    swap = asyncio.create_task(weights.swap(MANIFEST))
+    report = await server.report
+    for number in range(len(says)):
+        (report / str(101 + number)).write_text("")
+    assert (await swap).version == 3
+    after = ["/start_weight_update", "/update_weights fetch", "/update_weights load", "/finish_weight_update"]
+    assert server.calls[before:] == [*after, "/weight_info", "/resume"]
+    assert (weights.admission.is_open, weights.standstill) == (True, None)
+    await server.stop()
+
+
+async def test_broadcast_in_place_without_a_byte_keeps_the_version(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    with pytest.raises(WeightsUnreachable, match="gone"):
+        await in_place(server, "lost: gone", "lost: gone")
+    assert server.calls[5:] == ["/finish_weight_update", "/update_weight_version", "/resume"]
+    assert server.labels == [vllm_weights.NO_VERSION, "2"]
+
+
+def test_answer_sampled_without_a_version_is_none() -> None:
+    with pytest.raises(ValueError, match="none"):
+        http_stream.version_of(vllm_weights.NO_VERSION)
+
+
 @pytest.mark.parametrize("before", ["nothing", "a load", "a refusal", "a refused load", "a cancelled load"])
 async def test_a_broadcast_beside_no_load_has_a_session_of_its_own(before: str, tmp_path: Path) -> None:
     server = Server(tmp_path)
@@ -196,7 +280,7 @@ class OnTrial:
         self.server = server
         self.engine = vllm.VLLMEngine(config, str(folder), folder, 0)
         self.engine.server, self.engine.streams = server, server.streams  # type: ignore[assignment]
-        self.engine.weights = vllm.VLLMWeights(config, str(folder), server, server.streams)  # type: ignore[arg-type]
+        self.engine.weights = vllm_weights.VLLMWeights(config, str(folder), server, server.streams)  # type: ignore[arg-type]
         self.engine.info = EngineInfo(name="vllm", engine_version="1", version=0, vocab_size=99, max_model_len=64)
         self.queue = RequestQueue(4, RolloutMetrics(), truncated_sampling=False)
         self.loaded = asyncio.Event()

@@ -1,0 +1,253 @@
+"""Broadcasts received in place: a loss in mid-bucket, of any member, loses no answer and labels none wrong.
+
+The engines are those that receive broadcasts staged, too: here their members receive in place for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.broadcasting import TOKEN, BroadcastingTrainer, HeldTrainer, StagedServer
+from tests.rollout_server.conformance.subject import PROMPT, Subject
+from tests.rollout_server.conformance.test_weights import exactly
+from tests.rollout_server.conftest import Reference, ask, whole
+from tests.until import until
+
+pytest.importorskip("torch")
+
+from penstock.common import cancel_and_wait
+from penstock.weight_sync import BroadcastMember, InPlaceEngine, StagedFetch, WeightsUnreachable
+
+IN_PLACE = [
+    pytest.param("hf+broadcast", marks=pytest.mark.torch),
+    pytest.param("vllm+broadcast", marks=[pytest.mark.vllm, pytest.mark.deep]),
+]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="package"),
+    pytest.mark.timeout(900),
+    pytest.mark.parametrize("subject", IN_PLACE, indirect=True),
+]
+ROUNDS = int(os.environ.get("PENSTOCK_KILLS", "2"))
+BUCKET_BYTES = 20_000
+MIDDLE = 10
+"""A bucket after the first tensor: until that is whole vLLM has replaced nothing."""
+TOKENS = 120
+
+
+class InPlaceSubject:
+    """An engine whose member receives in place, and that takes files where it must."""
+
+    def __init__(self, subject: Subject, trainer: BroadcastingTrainer, folder: Path) -> None:
+        self.subject, self.trainer, self.files = subject, trainer, StagedServer(folder)
+        self.engine: Any = subject.engine
+        assert isinstance(self.engine, InPlaceEngine)
+        self.member = BroadcastMember(TOKEN, in_place=True)
+        self.fetch = StagedFetch(self.member, self.files)  # type: ignore[arg-type]
+        self.loading = False
+
+    def address(self) -> str:
+        return "" if self.engine.stands_still or self.loading else self.trainer.meeting
+
+    async def load(self, manifest: Any) -> Any:
+        """As a sidecar does."""
+        self.loading = True
+        try:
+            found = manifest if manifest.transport == "shm" else await self.fetch(manifest)
+            report = await self.engine.load_weights(found)
+        finally:
+            self.loading = False
+        self.subject.reports.append(report)
+        self.subject.holds_first = False
+        return report
+
+    async def lose_the_trainer(self, version: int, tensors: Any, bucket: int) -> None:
+        """In mid-bucket: it announces nothing."""
+        held = HeldTrainer(self.trainer, bucket, dies=True)
+        lost = asyncio.create_task(self.trainer.publish(version, tensors, members=1))
+        await held.reached()
+        held.go_on.set()
+        with pytest.raises(RuntimeError, match="the trainer is gone"):
+            await lost
+        await until(lambda: not self.member.busy)
+
+
+@asynccontextmanager
+async def receiving_in_place(subject: Subject, folder: Path) -> AsyncIterator[InPlaceSubject]:
+    trainer, staged = subject.trainer, subject.fetch._member
+    assert trainer is not None
+    assert subject.member is not None
+    before = trainer.files.broadcaster.bucket_bytes
+    await cancel_and_wait([subject.member])
+    trainer.files.broadcaster.bucket_bytes = BUCKET_BYTES
+    made = InPlaceSubject(subject, trainer, folder)
+    task = asyncio.create_task(made.member.run(made.engine, made.address))
+    try:
+        yield made
+    finally:
+        await cancel_and_wait([task])
+        await made.files.close()
+        trainer.files.broadcaster.bucket_bytes = before
+        subject.member = asyncio.create_task(staged.run(subject.engine, lambda: trainer.meeting))
+
+
+async def test_answers_go_on_over_a_version_received_in_place(
+    subject: Subject, reference: Reference, tmp_path: Path
+) -> None:
+    old, crossed = await subject.hold_first(reference), 0
+    async with receiving_in_place(subject, tmp_path / "files") as place:
+        for seed in range(41, 46):  # on a busy machine the pause may fall between two answers
+            version, tensors = next(subject.versions), reference.other(seed)
+            tasks = await subject.under_load(2)
+            report = await place.load(await place.trainer.publish(version, tensors, members=1))
+            assert report.pause_s >= report.load_s > 0
+            for answer in await asyncio.gather(*tasks):
+                assert len(answer.token_ids) == subject.long
+                versions = [span[0] for span in answer.version_spans]
+                assert versions in ([old], [old, version])
+                crossed += len(versions) == 2
+            await exactly(subject, reference, version, tensors)
+            old = version
+            if crossed:
+                break
+        assert crossed
+        assert (place.files.by_file, place.engine.stands_still) == (0, False)
+
+
+async def test_half_a_version_in_place_answers_nothing(subject: Subject, reference: Reference, tmp_path: Path) -> None:
+    """The trainer dies in mid-bucket. The version that the engine had comes back as a file: answers go on under it."""
+    version, tensors = next(subject.versions), reference.other(42)
+    reference.use(tensors)
+    async with receiving_in_place(subject, tmp_path / "files") as place:
+        await place.load(reference.publish(version, tensors))
+        for _ in range(5):  # on a busy machine the answer may end before the pause
+            count: list[int] = []
+            answer = await begun_answer(subject, count)
+            await place.lose_the_trainer(next(subject.versions), reference.other(43), MIDDLE)
+            assert place.engine.stands_still
+            new = asyncio.create_task(whole(subject.engine, ask(PROMPT, 8)))
+            await asyncio.sleep(0.7)  # what was sampled before the pause has been handed on
+            so_far, stands = sum(count), not answer.done()
+            await asyncio.sleep(0.3)
+            assert sum(count) == so_far
+            assert not new.done()
+            await place.load(reference.publish(version, tensors))
+            for found, length in ((await answer, subject.long), (await new, 8)):
+                assert found.version_spans == [(version, 0, length)]
+                subject.close(found.logprobs, reference.logprobs(PROMPT, found.token_ids))
+            if stands:
+                break
+        assert stands
+        await exactly(subject, reference, version, tensors)
+
+
+async def test_broadcast_in_place_that_brings_nothing_costs_nothing(
+    subject: Subject, reference: Reference, tmp_path: Path
+) -> None:
+    version = await subject.hold_first(reference)
+    async with receiving_in_place(subject, tmp_path / "files") as place:
+        tasks = await subject.under_load(2, TOKENS)
+        await place.lose_the_trainer(next(subject.versions), reference.other(46), 0)
+        assert (place.member.missed, place.engine.stands_still) == (1, False)
+        for answer in await asyncio.gather(*tasks):
+            assert answer.version_spans == [(version, 0, TOKENS)]
+        await exactly(subject, reference, version, reference.first)
+
+
+async def begun_answer(subject: Subject, count: list[int]) -> asyncio.Task[Any]:
+    """`count` has the tokens of each of its chunks."""
+    going = asyncio.Event()
+
+    def counted(chunk: Any) -> None:
+        count.append(len(chunk.token_ids))
+        going.set()
+
+    answer = asyncio.create_task(whole(subject.engine, ask(PROMPT, subject.long), counted))
+    await asyncio.wait_for(going.wait(), 180)
+    return answer
+
+
+async def test_what_an_engine_received_in_place_is_no_other_version(
+    subject: Subject, reference: Reference, tmp_path: Path
+) -> None:
+    """Neither one of another broadcast, nor one that was loaded over."""
+    async with receiving_in_place(subject, tmp_path / "files") as place:
+        first, second = next(subject.versions), next(subject.versions)
+        came = await place.trainer.publish(first, reference.other(44), members=1)
+        assert await place.member.holds(came)
+        await place.load(reference.publish(second, reference.other(45)))
+        with pytest.raises(WeightsUnreachable, match="does not hold"):
+            await place.engine.load_weights(came)
+        await exactly(subject, reference, second, reference.other(45))
+
+
+@pytest.mark.deep
+@pytest.mark.crash
+async def test_losses_in_mid_bucket_in_place_cost_no_answer(
+    subject: Subject, reference: Reference, tmp_path: Path
+) -> None:
+    """The trainer, and another member: each time the engine stands still until it has a whole file."""
+    from tests.weight_sync.processes import receiving
+
+    trainer, chosen = subject.trainer, random.Random(0)
+    assert trainer is not None
+    buckets = sum(tensor.nbytes for tensor in reference.first.values()) // BUCKET_BYTES
+    versions = [await subject.hold_first(reference)]
+    async with receiving_in_place(subject, tmp_path / "files") as place:
+        for number in range(ROUNDS):
+            tasks = await subject.under_load(2, TOKENS)
+            version, tensors, at = (
+                next(subject.versions),
+                reference.other(200 + number),
+                chosen.randrange(MIDDLE, buckets),
+            )
+            if number % 2:
+                await place.lose_the_trainer(version, {name: one + 1 for name, one in tensors.items()}, at)
+                manifest = reference.publish(version, tensors)
+            else:
+                async with receiving() as process:
+                    manifest = await lose_the_other(place, process, version, tensors, at)
+            assert place.engine.stands_still
+            await place.load(manifest)
+            versions.append(version)
+            for answer in await asyncio.gather(*tasks):
+                assert len(answer.token_ids) == TOKENS
+                assert [span[0] for span in answer.version_spans] in (versions[-2:], versions[-1:], versions[-2:-1])
+            await exactly(subject, reference, version, tensors)
+        assert place.member.received == 0
+        assert place.files.by_file == (ROUNDS + 1) // 2
+
+
+class OtherMember:
+    """A server beside the engine, whose worker is a process."""
+
+    weight_workers = 1
+    weight_wires = ("gloo/1",)
+
+    def __init__(self, process: Any) -> None:
+        self.process = process
+
+    async def stage_weights(self, offer: Any) -> str:
+        answer = await self.process.ask(offer=offer.as_dict(), stop_after=0, piece_s=0.0)
+        raise WeightsUnreachable(answer["lost"])
+
+
+async def lose_the_other(place: InPlaceSubject, process: Any, version: int, tensors: Any, bucket: int) -> Any:
+    """A member that is killed in mid-bucket: the trainer announces the version all the same."""
+    other = BroadcastMember(TOKEN)
+    task = asyncio.create_task(other.run(OtherMember(process), lambda: place.trainer.meeting))
+    held = HeldTrainer(place.trainer, bucket)
+    publishing = asyncio.create_task(place.trainer.publish(version, tensors, members=2))
+    await held.reached()
+    await process.kill()
+    held.go_on.set()
+    manifest = await publishing
+    await cancel_and_wait([task])
+    await until(lambda: not place.member.busy)
+    return manifest

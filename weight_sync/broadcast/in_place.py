@@ -1,0 +1,170 @@
+"""A broadcast received under the engine's pause, straight into its parameters: two buckets of memory, no second model.
+
+    join             in a thread, while decoding continues: the group is complete, no byte has come
+    the engine pauses
+    buckets          bucket k from the group ── bucket k − 1: checksums, into the parameters
+    entries          what came, once all of it came; the engine continues when that was announced
+
+The first bucket that is handed out ends what the engine held. A broadcast that ends after it leaves half of one version
+and half of another: `WeightsBroken`, where one that ends before it is `WeightsUnreachable` and costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+from penstock.weight_sync.broadcast.memory import two_buckets
+from penstock.weight_sync.broadcast.offer import ITEM_BYTES, Offer, StreamDigests, StreamTensor
+from penstock.weight_sync.broadcast.receiver import join_offer
+from penstock.weight_sync.file_format import raw_bytes, verify_checksum, verify_form, verify_names
+from penstock.weight_sync.file_reader import FileReader
+from penstock.weight_sync.manifest import Manifest, TensorEntry, WeightsBroken, WeightsUnreachable
+
+ENDED_EARLY = (RuntimeError, OSError, ValueError, MemoryError)
+"""What a group raises where a member is gone or silent, or its memory cannot be had."""
+
+
+class JoinedBroadcast:
+    """One worker's place in a version's group. One thread at a time uses it; `close` ends it in any case."""
+
+    def __init__(self, offer: Offer, worker: int = 0, device: torch.device | None = None) -> None:
+        """Blocks until all members are there. `device`: on which NCCL receives.
+
+        Raises `WeightsUnreachable` where one does not come.
+        """
+        self.offer = offer
+        self.entries: tuple[TensorEntry, ...] = ()
+        """What came, in the stream's order; empty until all of it came."""
+        self._begun = self._closed = False
+        """A bucket was handed out; the group was left."""
+        try:
+            self._group = join_offer(offer, offer.member(worker), device)
+        except ENDED_EARLY as error:
+            raise WeightsUnreachable(self._ended(error)) from error
+
+    def buckets(self) -> Iterator[memoryview]:
+        """The stream, [bytes] in pieces, each valid until the next is asked for; to be read to its end. Once. Blocks.
+
+        Raises `WeightsUnreachable` where it ends before the first one, else `WeightsBroken`.
+        """
+        digests = StreamDigests(self.offer.tensors)
+        try:
+            with closing(self):
+                for bucket in self._received():
+                    digests.update(bucket)
+                    self._begun = True
+                    yield bucket
+                self.entries = digests.entries()
+                self._group.say_done()
+        except ENDED_EARLY as error:
+            self.entries = ()
+            kind = WeightsBroken if self._begun else WeightsUnreachable
+            raise kind(self._ended(error)) from error
+
+    def close(self) -> None:
+        """Leave the group: others that wait for this member get an error at once."""
+        if not self._closed:
+            self._closed = True
+            self._group.close()
+
+    def _received(self) -> Iterator[memoryview]:
+        before: memoryview | None = None
+        for bucket in two_buckets(self.offer.nbytes, self.offer.bucket_bytes):
+            work = self._group.begin(bucket)
+            if before is not None:
+                yield before
+            work.wait()
+            before = raw_bytes(bucket)
+        if before is not None:
+            yield before
+
+    def _ended(self, error: BaseException) -> str:
+        return f"version {self.offer.version}: the broadcast ended early: {error}"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPart:
+    """Consecutive bytes of one tensor of a stream."""
+
+    tensor: StreamTensor
+    begin: int
+    """Where they begin in the tensor."""
+    bytes: memoryview
+
+    @property
+    def is_last(self) -> bool:
+        return self.begin + len(self.bytes) == self.tensor.nbytes
+
+    def write(self, target: torch.Tensor) -> None:
+        """`target`: the tensor's bytes, [tensor.nbytes] uint8, in host memory."""
+        if len(self.bytes):
+            source = torch.frombuffer(self.bytes, dtype=torch.uint8)
+            target[self.begin : self.begin + len(self.bytes)].copy_(source)
+
+
+def tensor_parts(tensors: Iterable[StreamTensor], buckets: Iterable[memoryview]) -> Iterator[TensorPart]:
+    """The buckets of a stream, cut at its tensors; of a tensor without a byte one empty part. Reads them to their end.
+
+    Raises `ValueError` for a stream of another length.
+    """
+    source, rest = iter(buckets), memoryview(b"")
+    for tensor in tensors:
+        begin = 0
+        while True:
+            if not rest and begin < tensor.nbytes:
+                rest = next(source, rest)
+                if not rest:
+                    raise ValueError(f"the stream ends within tensor {tensor.name!r}")
+            part, rest = rest[: tensor.nbytes - begin], rest[tensor.nbytes - begin :]
+            yield TensorPart(tensor, begin, part)
+            begin += len(part)
+            if begin == tensor.nbytes:
+                break
+    if rest or next(source, None) is not None:
+        raise ValueError("the stream is longer than its tensors")
+
+
+def whole_tensors(tensors: Sequence[StreamTensor], buckets: Iterable[memoryview]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor), each in host memory of its own, which goes with its last reader. Reads the stream to its end."""
+    memory = torch.empty(0, dtype=torch.uint8)
+    for part in tensor_parts(tensors, buckets):
+        if not part.begin:
+            memory = torch.empty(part.tensor.nbytes, dtype=torch.uint8)
+        part.write(memory)
+        if part.is_last:
+            yield part.tensor.name, as_tensor(memory, part.tensor)
+            memory = torch.empty(0, dtype=torch.uint8)
+
+
+def as_tensor(memory: torch.Tensor, tensor: StreamTensor) -> torch.Tensor:
+    """`memory` [tensor.nbytes] uint8 as that tensor; a view."""
+    return memory.view(getattr(torch, tensor.dtype)).view(tensor.shape)
+
+
+def file_parts(manifest: Manifest, descriptor: int) -> Iterator[TensorPart]:
+    """A full version's file, `open_published`, as the parts of its tensors; to be read to its end.
+
+    Raises `WeightsRefused`, at the end too, unless all of it is what the manifest says.
+    """
+    with FileReader(manifest.files[-1], descriptor) as opened:
+        verify_names(manifest, opened.names)
+        for stored, pieces in opened.streamed():
+            entry = manifest.entries[stored.name]
+            verify_form(manifest.version, entry, stored.shape, stored.dtype)
+            tensor, begin, digest = StreamTensor(entry.name, entry.shape, entry.dtype), 0, xxhash.xxh3_64()
+            for piece in pieces if stored.nbytes else [memoryview(b"")]:
+                digest.update(piece)
+                yield TensorPart(tensor, begin, piece)
+                begin += len(piece)
+            verify_checksum(manifest.version, entry, digest.hexdigest())
+        opened.verify_whole()
+
+
+def can_stream(manifest: Manifest) -> bool:
+    """Whether `file_parts` reads it: one file, whole, of dtypes that streams have."""
+    return len(manifest.files) == 1 and all(entry.dtype in ITEM_BYTES for entry in manifest.tensors)
