@@ -78,6 +78,12 @@ class RolloutConfig(BaseModel):
         description="Mixtures of experts: engines record which experts read each token, and the trainer lets the same"
         " ones read it (R3). Engines hf, vllm and sglang; text only.",
     )
+    kv_offload_gb: int = Field(
+        0,
+        ge=0,
+        description="Host memory of a server in GB for keys and values that leave its GPUs: an episode whose tool takes"
+        " long finds its context there, and its next turn computes new tokens only. 0: none. Engines vllm and sglang.",
+    )
     truncated_sampling: bool = Field(
         False, description="Allow top_p below 1 and top_k, which bias the policy gradient."
     )
@@ -141,6 +147,22 @@ class RolloutConfig(BaseModel):
         """Raises `ValueError`: what recipes of earlier releases name exists no more."""
         if value == "collective":
             raise ValueError("collective is replaced by broadcast: set rollout.weight_transport=broadcast")
+        return value
+
+    @field_validator("kv_offload_gb")
+    @classmethod
+    def _refuse_offload(cls, value: int, info: ValidationInfo) -> int:
+        """Raises `ValueError` where nothing would be offloaded, or what belongs to it would be lost."""
+        if not value:
+            return value
+        engine = info.data.get("engine")
+        if engine in ("hf", "served"):
+            raise ValueError(f"only vllm and sglang offload keys and values: set it to 0, rollout.engine is {engine}")
+        if info.data.get("routing_replay"):
+            raise ValueError(
+                "the experts of tokens are not kept with keys and values in host memory: set it to 0, or"
+                " rollout.routing_replay=false"
+            )
         return value
 
     @field_validator("broadcast_receive")

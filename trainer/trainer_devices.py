@@ -72,11 +72,13 @@ class TrainerDevices:
             await self._turn.claim(self._needs)
 
     async def leave(self, publisher: Publisher) -> None:
-        """The engines' turn begins when this returns."""
+        """The engines' turn begins when this returns. Raises `TurnLost`, `OverBudget`, `TurnTimeout`."""
         if self._engine is None or not self._inside:
             return
         await publisher.settle()
         self.check()
+        if self._turn is not None:
+            await self._turn.claim(self._needs)  # said while everything is there: a step may be shorter than a renewal
         await self._in_torch(self._engine.leave_device)
         self._needs = int(await self._in_torch(self._ranks.sum, self._engine.turn_bytes))
         self._inside = False

@@ -15,6 +15,7 @@ times the experts of a token), T tokens of a packed row, b bytes of the arithmet
     server             =  weights b·P + KV cache 2·L·kv·b·tokens
     received           =  of a broadcast, in host memory: staged b·P per server; in place two buckets per worker, and
                           under vLLM the tensors of one layer, or those outside of the layers
+    offloaded          =  rollout.kv_offload_gb per server, in host memory
     in flight          =  (max_staleness + 1) · groups · members · tokens · 9 bytes in the queue
 
 What a layer keeps for its backward pass is counted for a pre-norm block with a gated MLP and fused attention: inputs of
@@ -42,6 +43,7 @@ from penstock.trainer import TrainerConfig
 from penstock.weight_sync import BUCKET_BYTES
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+GB = 1 << 30
 MASTER = 4
 """float32: weights, gradients; two moments are two of it."""
 
@@ -186,6 +188,7 @@ FIXES = {
     "machines' worth of ranks",
     "servers": "lower rollout.kv_cache_tokens or rollout.servers, or start servers on other machines",
     "received weights": "set rollout.broadcast_receive=in_place: broadcasts then need no memory for a second version",
+    "offloaded KV": "lower rollout.kv_offload_gb",
     "published weights": "set rollout.weight_transport=disk",
     "in flight": "lower max_staleness, groups_per_step or agent.max_response_tokens",
     "processes": "lower agent.workers, rollout.servers or trainer.ranks",
@@ -233,6 +236,7 @@ def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
         "trainer": trainer.ranks * rank_bytes,
         "servers": servers * sum(served.values()) if served_here else sleepers * asleep,
         "received weights": servers * received_bytes(shape, config),
+        "offloaded KV": servers * rollout.kv_offload_gb * GB,
         "published weights": 0 if rollout.weight_transport == "disk" else published_bytes(shape, config),
         "in flight": 0 if config.transfer_queue.url else min(in_flight_bytes(config), config.transfer_queue.max_bytes),
         "processes": torch_processes * TORCH_PROCESS + config.agent.workers * WORKER_PROCESS,

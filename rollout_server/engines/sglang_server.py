@@ -137,15 +137,35 @@ class SGLangServer(ChildServer):
         }
         if self.config.routing_replay:
             ours["enable-return-routed-experts"] = True
-        return ours | (self._cpu_defaults() if installation.cpu else self._sleep_defaults())
+        return ours | (self._cpu_defaults() if installation.cpu else self._gpu_defaults())
 
-    def _sleep_defaults(self) -> dict[str, Any]:
-        if not self.sleep_level:
-            return {}
-        # With a copy in host memory, versions that were never announced survive too: the model itself is one.
-        return {"enable-memory-saver": True, "enable-weights-cpu-backup": self.sleep_level == 1}
+    def _gpu_defaults(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self.sleep_level:
+            # With a copy in host memory, versions that were never announced survive too: the model itself is one.
+            found |= {"enable-memory-saver": True, "enable-weights-cpu-backup": self.sleep_level == 1}
+        if self.config.kv_offload_gb:
+            found |= {"enable-hierarchical-cache": True, "hicache-size": self._offload_gb_of_rank()}
+        return found
+
+    def _offload_gb_of_rank(self) -> int:
+        """SGLang takes what each rank of a server has. Raises `EngineError`."""
+        ranks = ranks_of(self.config.sglang_args)
+        if self.config.kv_offload_gb < ranks:
+            raise EngineError(
+                f"rollout.kv_offload_gb: {self.config.kv_offload_gb} GB for {ranks} ranks of SGLang, which takes whole "
+                f"GB for each; set it to {ranks} or more",
+                retryable=False,
+            )
+        return self.config.kv_offload_gb // ranks
 
     def _cpu_defaults(self) -> dict[str, Any]:
+        if self.config.kv_offload_gb:
+            raise EngineError(
+                "rollout.kv_offload_gb: on CPUs SGLang has its KV cache in host memory already; set it to 0 and "
+                "rollout.kv_cache_tokens to what that cache shall hold",
+                retryable=False,
+            )
         return {
             "device": "cpu",
             "attention-backend": "torch_native",

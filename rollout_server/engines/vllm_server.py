@@ -105,12 +105,26 @@ class VLLMServer(ChildServer):
                     retryable=False,
                 )
             ours["enable-return-routed-experts"] = True
-        if not installation.cpu:
-            # Each front end has a label of its own for the weights: with data parallelism there would be several.
-            ours["api-server-count"] = 1
-            if self.sleep_level:  # refused by the build for CPUs, whose routes say that it sleeps and free nothing
-                ours["enable-sleep-mode"] = True
+        ours |= self._cpu_flags() if installation.cpu else self._gpu_flags()
         return flag_words(VLLM.merge_flags(ours, self.config.vllm_args), negative=True)
+
+    def _cpu_flags(self) -> dict[str, Any]:
+        if self.config.kv_offload_gb:
+            raise EngineError(
+                "rollout.kv_offload_gb: vLLM's build for CPUs has its KV cache in host memory already; set it to 0 and "
+                "VLLM_CPU_KVCACHE_SPACE to the GB of that cache",
+                retryable=False,
+            )
+        return {}
+
+    def _gpu_flags(self) -> dict[str, Any]:
+        # Each front end has a label of its own for the weights: with data parallelism there would be several.
+        found: dict[str, Any] = {"api-server-count": 1}
+        if self.sleep_level:  # refused by the build for CPUs, whose routes say that it sleeps and free nothing
+            found["enable-sleep-mode"] = True
+        if self.config.kv_offload_gb:  # blocks are named by their tokens and `cache_salt`, in host memory too
+            found["kv-offloading-size"] = self.config.kv_offload_gb
+        return found
 
 
 async def find_installation(config: RolloutConfig) -> Installation:

@@ -36,6 +36,7 @@ def test_load_config_override_values(recipe: Path) -> None:
         ("trainer.lr=fast", ["trainer.lr:", "valid number", "'fast'", "AdamW learning rate"]),
         ("rollout.weight_transport=collective", ["rollout.weight_transport:", "rollout.weight_transport=broadcast"]),
         ("rollout.broadcast_receive=in_place", ["rollout.broadcast_receive:", "rollout.weight_transport=broadcast"]),
+        ("rollout.kv_offload_gb=8", ["rollout.kv_offload_gb:", "rollout.engine is hf"]),
         ("rollout.engine=tpu", ["rollout.engine:", "'hf', 'vllm', 'sglang' or 'served'"]),
         ("agent.parser=hermez", ["1 problem(s)", "  agent.parser: ", "'auto', 'hermes'", "Format of the model's"]),
         ("group_size=0", ["group_size:", "greater than or equal to 1", "Episodes per task"]),

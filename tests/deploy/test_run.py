@@ -153,10 +153,14 @@ def test_run_with_a_stock_engine(start_run, engine: str) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(("transport", "ranks"), [("http", 2), ("broadcast", 1), ("broadcast", 2)])
-def test_run_weights_over_the_network_on_loopback(start_run, transport: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("transport", "ranks", "receive"),
+    [("http", 2, "staged"), ("broadcast", 1, "staged"), ("broadcast", 2, "staged"), ("broadcast", 2, "in_place")],
+)
+def test_run_weights_over_the_network_on_loopback(start_run, transport: str, ranks: int, receive: str) -> None:
     overrides = (f"rollout.weight_transport={transport}", "rollout.weights_full_every=3", "rollout.servers=2")
-    run = start_run(f"{transport}-{ranks}", *SHORT, *overrides, f"trainer.ranks={ranks}")
+    receiving = f"rollout.broadcast_receive={receive}"
+    run = start_run(f"{transport}-{ranks}-{receive}", *SHORT, *overrides, receiving, f"trainer.ranks={ranks}")
     run.wait_for(lambda: run.steps() >= 1)
     pids = run.pids()
     listening = {ip for pid in pids for ip in listens_on(pid)}

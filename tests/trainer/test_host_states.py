@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,10 @@ async def test_a_run_in_turns_is_the_run_alone(tmp_path: Path, tiny_model: str, 
     states = max(report.bytes for report in queue.of_trainer[1:])
     assert 0 < max(report.used for report in queue.of_trainer) <= states
     assert all(report.used == 0 for report in queue.of_trainer if not report.holds)
+    turns = groupby(queue.of_trainer, lambda report: report.holds)
+    loaded, *fullest = (max(report.used for report in turn) for holds, turn in turns if holds)
+    assert len(fullest) == 5, "four steps and the final model"
+    assert min(fullest) > loaded, "gradients or moments are reported too, however short the turn is"
     assert all(report.total_bytes <= budget for report in queue.table.reports)
     assert queue.waits["trainer:turn"] > 0
 

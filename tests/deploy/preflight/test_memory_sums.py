@@ -11,6 +11,7 @@ from tests.deploy.preflight.planting import MODEL, RECIPE, write_huge_model
 from penstock.deploy import load_config
 from penstock.deploy.preflight import (
     ModelShape,
+    host_parts,
     in_flight_bytes,
     published_bytes,
     read_config,
@@ -119,6 +120,12 @@ def test_a_broadcast_is_staged_in_a_whole_copy_or_in_buckets() -> None:
     vllm = load_config(RECIPE, [*in_place, "rollout.engine=vllm", "rollout.vllm_args={tensor_parallel_size: 2}"])
     assert received_bytes(BIG, vllm) == 2 * (buckets + 2 * 8 * GIGA / 32), "a layer's tensors, on each worker"
     assert received_bytes(replace(BIG, outer=GIGA), vllm) == 2 * (buckets + 2 * GIGA)
+
+
+def test_offloaded_keys_and_values_are_host_memory_of_each_server() -> None:
+    settings = ["rollout.engine=vllm", "rollout.servers=2"]
+    assert host_parts(load_config(RECIPE, settings), BIG)["offloaded KV"] == 0
+    assert host_parts(load_config(RECIPE, [*settings, "rollout.kv_offload_gb=8"]), BIG)["offloaded KV"] == 16 << 30
 
 
 def test_memory_counts_the_experts_of_a_token(tmp_path: Path) -> None:

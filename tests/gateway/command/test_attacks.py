@@ -156,7 +156,10 @@ print(sent < 8 * 256)
 """,
     "answers that nobody reads": """
 path, key = OWN.path + "/models", os.environ["OPENAI_API_KEY"]
-deaf = [socket.create_connection((OWN.hostname, OWN.port)) for _ in range(4)]
+deaf = [socket.socket() for _ in range(4)]
+for one in deaf:
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    one.connect((OWN.hostname, OWN.port))
 many = f"GET {path} HTTP/1.1\\r\\nHost: x\\r\\nAuthorization: Bearer {key}\\r\\n\\r\\n" * 100
 for one in deaf:
     one.settimeout(1)

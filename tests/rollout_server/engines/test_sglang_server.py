@@ -198,3 +198,26 @@ def test_a_model_that_sees_is_refused_on_cpus(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="sees images") as refused:
         server.prepare(Installation("python", "0.5.23", cpu=True))
     assert not refused.value.retryable
+
+
+def command_of(config: RolloutConfig, tmp_path: Path, *, cpu: bool) -> list[str]:
+    model = model_folder(tmp_path, {"model_type": "qwen3"})
+    server = SGLangServer(config, str(model), tmp_path, 0)
+    server.folder = tmp_path / "server"
+    server.folder.mkdir()
+    return server.prepare(Installation("python", "0.5.23", cpu=cpu))[1]
+
+
+def test_offloaded_keys_and_values_are_shared_by_sglangs_ranks(tmp_path: Path) -> None:
+    config = RolloutConfig(engine="sglang", kv_offload_gb=81, sglang_args={"tp_size": 2})
+    command = command_of(config, tmp_path, cpu=False)
+    assert "--enable-hierarchical-cache" in command
+    assert command[command.index("--hicache-size") + 1] == "40"
+
+
+@pytest.mark.parametrize(("ranks", "cpu", "fix"), [(4, False, "set it to 4"), (1, True, r"rollout\.kv_cache_tokens")])
+def test_what_sglang_cannot_offload_is_refused(tmp_path: Path, ranks: int, cpu: bool, fix: str) -> None:
+    config = RolloutConfig(engine="sglang", kv_offload_gb=2, sglang_args={"tp_size": ranks})
+    with pytest.raises(EngineError, match=rf"rollout\.kv_offload_gb: .*{fix}") as refused:
+        command_of(config, tmp_path, cpu=cpu)
+    assert not refused.value.retryable

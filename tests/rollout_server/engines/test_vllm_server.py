@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.rollout_server import EngineError, RolloutConfig
-from penstock.rollout_server.engines import VLLM, Installation, find_installation, flag_words
+from penstock.rollout_server.engines import VLLM, Installation, VLLMServer, find_installation, flag_words
 from penstock.rollout_server.engines.vllm_server import environment
 
 
@@ -107,3 +107,18 @@ def test_vllm_gets_no_other_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_key_is_never_on_the_command_line() -> None:
     assert "api-key" in VLLM.own_flags
+
+
+def command_of(config: RolloutConfig, tmp_path: Path, *, cpu: bool) -> list[str]:
+    server = VLLMServer(config, "model", tmp_path, 0)
+    server.folder = tmp_path
+    return server.prepare(Installation("python", "0.33.1", cpu=cpu))[1]
+
+
+def test_offloaded_keys_and_values_are_a_flag_of_vllm_on_gpus(tmp_path: Path) -> None:
+    command = command_of(RolloutConfig(engine="vllm", kv_offload_gb=40), tmp_path, cpu=False)
+    assert command[command.index("--kv-offloading-size") + 1] == "40"
+    assert "--kv-offloading-size" not in command_of(RolloutConfig(engine="vllm"), tmp_path, cpu=False)
+    with pytest.raises(EngineError, match=r"rollout\.kv_offload_gb: .* VLLM_CPU_KVCACHE_SPACE") as refused:
+        command_of(RolloutConfig(engine="vllm", kv_offload_gb=40), tmp_path, cpu=True)
+    assert not refused.value.retryable
