@@ -99,6 +99,18 @@ class SGLangServer(ChildServer):
 
     product = SGLANG
     ready_path = "/model_info"
+    _port: socket.socket | None = None
+    """Held for the server's life."""
+
+    async def stop(self) -> None:
+        """See `ChildServer.stop`."""
+        await super().stop()
+        self._free_port()
+
+    def _free_port(self) -> None:
+        if self._port is not None:
+            self._port.close()
+            self._port = None
 
     async def find_installation(self) -> Installation:
         return await find_installation(self.config)
@@ -110,7 +122,9 @@ class SGLangServer(ChildServer):
                 "for CPUs; rollout.engine hf or vllm takes the model",
                 retryable=False,
             )
-        port, key = free_port(), secrets.token_hex(32)
+        self._free_port()
+        self._port, key = held_port(), secrets.token_hex(32)
+        port = self._port.getsockname()[1]
         words = flags(self._defaults(installation), self.config.sglang_args, self.config.pause)
         words += ["--model-path", str(show_model(self.model, self.folder / "model"))]
         words += ["--port", str(port), "--config", str(self._make_private(key))]
@@ -232,9 +246,17 @@ def flags(ours: dict[str, Any], users: dict[str, Any], pause: str) -> list[str]:
     return flag_words(merged, negative=False)
 
 
-def free_port() -> int:
-    """A loopback port that is free now; should another process take it before SGLang does, the start fails by name."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+def held_port() -> socket.socket:
+    """Has a loopback port that SGLang can listen on, and that Linux gives to nobody who asks for any port, nor to a
+    connection that goes out: SGLang binds it half a minute later.
+
+    Of two sockets with SO_REUSEADDR both may have the port as long as one of them does not listen.
+    """
+    held = socket.socket()
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+    except BaseException:
+        held.close()
+        raise
+    return held

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from penstock.rollout_server.engines import (
     ranks_of,
     show_model,
 )
-from penstock.rollout_server.engines.sglang_server import environment
+from penstock.rollout_server.engines.sglang_server import environment, held_port
 
 
 def fake_python(folder: Path, versions: dict[str, str], gpu: bool = False) -> str:
@@ -185,6 +186,19 @@ def test_the_model_is_shown_without_ids_that_end_answers(tmp_path: Path) -> None
         "eos_token_id": None,
         "text_config": {"hidden_size": 4, "eos_token_id": None},
     }
+
+
+def test_the_port_is_kept_for_sglang_until_it_listens() -> None:
+    with held_port() as held:
+        port = held.getsockname()[1]
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        with (
+            socket.create_server(("127.0.0.1", port)),
+            socket.create_connection(("127.0.0.1", port)),
+            pytest.raises(OSError, match="in use"),
+        ):
+            socket.create_server(("127.0.0.1", port))
 
 
 def test_a_model_that_is_nowhere_is_named(tmp_path: Path) -> None:
