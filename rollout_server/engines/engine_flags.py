@@ -62,7 +62,7 @@ def unfit_flag(users: Mapping[str, Any]) -> str:
         if flag.startswith(SPECULATION) and value not in (None, False):
             return (
                 f"{name}: speculative decoding is refused: a draft's weights stay as they were while the policy's "
-                "change, and its tokens' logprobs were not compared with the trainer's. Remove it"
+                "change, and logprobs of sampled tokens are not the policy's behind a draft. Remove it"
             )
         if flag == QUANTIZATION and value not in (None, *ONLINE):
             return (
