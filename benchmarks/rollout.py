@@ -14,6 +14,8 @@ of prefix hits.
 Environment: PENSTOCK_BENCH_ENGINE (vllm; hf, sglang), PENSTOCK_BENCH_ROUNDS (5), PENSTOCK_BENCH_MODEL (56m; a name of
 `support.model.SIZES` or a model folder), PENSTOCK_BENCH_DTYPE (bfloat16), PENSTOCK_BENCH_CONCURRENCY (1,16,64,256),
 PENSTOCK_BENCH_ANSWER_TOKENS (64; a quarter of it at 256), PENSTOCK_BENCH_ENGINE_ARGS (further flags of it, JSON).
+PENSTOCK_BENCH_PROCESSES (1,2) measures something else instead: a sidecar of so many processes before an engine that
+only streams, at PENSTOCK_BENCH_CONCURRENCY's largest number of requests.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from benchmarks.support.measure import processor
 from benchmarks.support.model import SIZES, save_model
 from benchmarks.support.prefix_hits import measure_prefix_hits
 from benchmarks.support.rollout_run import engine_args, load_process, redis_host, rollout_servers
+from benchmarks.support.sidecar_processes import measure_processes
 
 SMALL = "2m"
 SMALL_LEVEL = 64
@@ -88,7 +91,15 @@ class RolloutExtent:
 
 
 def measure() -> dict[str, Any]:
-    return uvloop.run(_measure())
+    return uvloop.run(_measure_processes() if os.environ.get("PENSTOCK_BENCH_PROCESSES") else _measure())
+
+
+async def _measure_processes() -> dict[str, Any]:
+    extent = RolloutExtent.read()
+    counts = [int(number) for number in os.environ["PENSTOCK_BENCH_PROCESSES"].split(",")]
+    measured = await measure_processes(counts, max(extent.concurrency), extent.answer_tokens, extent.rounds)
+    setup = {"requests": max(extent.concurrency), "answer_tokens": extent.answer_tokens, "rounds": extent.rounds}
+    return {"bench": "rollout", **measured, "setup": {**setup, **processor()}}
 
 
 async def _measure() -> dict[str, Any]:

@@ -1,18 +1,21 @@
-"""An HTTP app on connections that others have accepted, whose clients may be hostile.
+"""An HTTP app on connections that others have accepted.
 
-The parser is h11: it is strict, and its work per byte is bounded once `BoundedConnection` counts small pieces.
+Where clients may be hostile the parser is h11: it is strict, and its work per byte is bounded once `BoundedConnection`
+counts small pieces. Where they are our own it is httptools.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from typing import Any
 
 import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from penstock.common.concurrency import cancel_and_wait
@@ -21,6 +24,7 @@ from penstock.common.http_server import KEEP_ALIVE_S
 SMALL_BYTES = 256
 MAX_SMALL_PIECES = 1024
 """Pieces of fewer than `SMALL_BYTES` in one request's body: each costs the event loop as much as a large one."""
+CLOSE_POLL_S = 0.02
 
 
 class BoundedConnection(h11.Connection):
@@ -48,13 +52,22 @@ class BoundedProtocol(H11Protocol):
         self.conn = BoundedConnection(h11.SERVER)
 
 
+class QuickProtocol(HttpToolsProtocol):
+    """uvicorn's."""
+
+    def __init__(self, config: uvicorn.Config, server_state: ServerState) -> None:
+        super().__init__(config, server_state, {})
+
+
 class HttpConnections:
     """uvicorn on connections that others have accepted: nothing listens. `close` ends them all."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, hostile: bool = True) -> None:
+        """`hostile`: clients are not our own processes."""
+        self._protocol: type[BoundedProtocol] | type[QuickProtocol] = BoundedProtocol if hostile else QuickProtocol
         self._config = uvicorn.Config(
             app,
-            http=BoundedProtocol,
+            http=self._protocol,
             ws="none",
             timeout_keep_alive=KEEP_ALIVE_S,
             log_config=None,
@@ -67,6 +80,11 @@ class HttpConnections:
         self._state = ServerState()
         self._starting: set[asyncio.Task[Any]] = set()
 
+    @property
+    def count(self) -> int:
+        """Connections that are open."""
+        return len(self._state.connections) + len(self._starting)
+
     def accept(self, connection: socket.socket) -> None:
         """Serves `connection`, a stream socket, and owns it."""
         task = asyncio.create_task(self._serve(connection))
@@ -76,14 +94,22 @@ class HttpConnections:
     async def _serve(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         try:
-            await loop.connect_accepted_socket(lambda: BoundedProtocol(self._config, self._state), connection)
+            await loop.connect_accepted_socket(lambda: self._protocol(self._config, self._state), connection)
         except BaseException:
             connection.close()
             raise
 
-    async def close(self) -> None:
-        """Cancels requests in progress."""
+    async def close(self, stop_s: float = 0.0) -> None:
+        """Requests in progress may take `stop_s`; then they are cancelled."""
         await cancel_and_wait(self._starting)
+        if stop_s:
+            await self._let_end(time.monotonic() + stop_s)
         for protocol in list(self._state.connections):
             protocol.transport.abort()
         await cancel_and_wait(list(self._state.tasks))
+
+    async def _let_end(self, deadline: float) -> None:
+        for protocol in list(self._state.connections):
+            protocol.shutdown()
+        while self._state.connections and time.monotonic() < deadline:  # noqa: ASYNC110 - uvicorn has no event for it
+            await asyncio.sleep(CLOSE_POLL_S)

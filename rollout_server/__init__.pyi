@@ -1,3 +1,4 @@
+from .answers import GenerateResponse as GenerateResponse
 from .client import AnswerBuilder as AnswerBuilder
 from .client import RolloutClient as RolloutClient
 from .client import hedge as hedge
@@ -5,7 +6,7 @@ from .config import RolloutConfig as RolloutConfig
 from .fake_engine import FakeEngine as FakeEngine
 from .fake_engine import fake_experts as fake_experts
 from .fake_engine import fake_manifest as fake_manifest
-from .fake_engine import next_token as next_token
+from .fake_tokens import next_token as next_token
 from .import_without_torch import no_torch as no_torch
 from .kept_scans import keep_scans as keep_scans
 from .kept_scans import kept as kept
@@ -47,7 +48,6 @@ from .routers import NoRouters as NoRouters
 from .routers import Routers as Routers
 from .routers import Routing as Routing
 from .routers import replayed_choice as replayed_choice
-from .routes import GenerateResponse as GenerateResponse
 from .routes import make_app as make_app
 from .routes import make_routes as make_routes
 from .routing import CACHE_S as CACHE_S

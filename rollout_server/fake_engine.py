@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.fake_tokens import VOCAB, next_token
 from penstock.rollout_server.protocol import (
     Chunk,
     DeviceBytes,
@@ -29,15 +30,8 @@ from penstock.rollout_server.protocol import (
 from penstock.rollout_server.routed_experts import encode_rows
 from penstock.weight_sync import ChainFile, LoadReport, Manifest, TensorEntry, WeightsRefused, state_of
 
-VOCAB = 512
 FAKE_BYTES = 100
 """Of the device of an engine that is awake."""
-
-
-def next_token(context: Sequence[int], version: int) -> tuple[int, float]:
-    """The (id, logprob) that a fake engine at `version` samples after `context`."""
-    digest = xxhash.xxh3_64_intdigest(f"{version}:{list(context)}".encode())
-    return digest % VOCAB, -float(digest % 97 + 1) / 16
 
 
 def fake_experts(token: int, version: int) -> NDArray[np.uint8]:

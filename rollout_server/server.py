@@ -1,6 +1,7 @@
 """The process of one rollout server: HTTP first, so that it can report why it is not ready, then the engine.
 
-Stop order: registry entry, requests in flight, engine, HTTP. No new request is routed here before anything ends.
+Stop order: registry entry, requests in flight, engine, processes beside this one, HTTP. No new request is routed here
+before anything ends.
 """
 
 from __future__ import annotations
@@ -12,17 +13,22 @@ import os
 import secrets
 import shutil
 import socket
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from penstock.common import HttpServer, cancel_and_wait, listen, process_identity, url_of
+from penstock.rollout_server.answer_processes import AnswerProcesses, make_specs, shares
 from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.connection_dealer import ConnectionDealer
 from penstock.rollout_server.engine_devices import EngineDevices
 from penstock.rollout_server.engines.checkpoint import find_model
 from penstock.rollout_server.engines.registry import MakeEngine, make_engine
 from penstock.rollout_server.engines.server_process import open_private
+from penstock.rollout_server.metrics import RolloutMetrics
 from penstock.rollout_server.protocol import EngineError
 from penstock.rollout_server.routes import Mounted, make_app
 from penstock.rollout_server.sidecar import Sidecar
@@ -64,6 +70,11 @@ class ServerJob:
     turn: TurnSettings | None = None
     """Of the devices that this server shares with the trainer; None: they are its own."""
 
+    @property
+    def processes(self) -> int:
+        """That answer requests. An evaluation server has one: its version is pinned by the requests in flight there."""
+        return 1 if self.evaluates else self.config.sidecar_processes
+
 
 async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:
     """Serves until cancelled or drained.
@@ -74,20 +85,26 @@ async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:
         OSError: the port is taken, or the address is not this machine's.
     """
     run = job.run
-    with _listen(job) as listener:
+    with _listen(job) as listener, _inner_listener(job.processes) as inner:
         url = url_of(listener, job.host)
         member = _member(job)
         fetcher = _fetcher(job, member)
+        metrics = RolloutMetrics()
+        beside = _beside(job, metrics, inner)
         sidecar = Sidecar(
             job.name, url, partial(new_engine, job.config, run.model, _log_dir(job), run.seed), run.queue,
-            slots=job.config.max_concurrent, fetch=fetcher, member=member,
+            slots=shares(job.config.max_concurrent, job.processes)[0], fetch=fetcher, member=member,
             truncated_sampling=job.config.truncated_sampling, stall_s=job.config.request_timeout_s,
-            evaluates=job.evaluates, devices=_devices(job),
+            evaluates=job.evaluates, devices=_devices(job), metrics=metrics, beside=beside,
         )  # fmt: skip
         mounted = job.mount(sidecar, url) if job.mount else None
         drain = asyncio.Event()
         app = make_app(sidecar, run.model, run.token, drain.set, mounted, metrics_token=job.metrics_token)
-        http = HttpServer(app, listener, lifespan="off", stop_s=HTTP_STOP_S, deadline_s=HTTP_STOP_S)
+        http: HttpServer | ConnectionDealer
+        if inner is None:
+            http = HttpServer(app, listener, lifespan="off", stop_s=HTTP_STOP_S, deadline_s=HTTP_STOP_S)
+        else:
+            http = ConnectionDealer(app, listener, inner, beside, stop_s=HTTP_STOP_S)
         try:
             await http.start()
             logger.info("rollout server %s at %s", job.name, url)
@@ -100,22 +117,25 @@ async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:
                 await fetcher.close()
 
 
-async def _run(job: ServerJob, sidecar: Sidecar, http: HttpServer, drain: asyncio.Event) -> None:
+async def _run(job: ServerJob, sidecar: Sidecar, http: HttpServer | ConnectionDealer, drain: asyncio.Event) -> None:
     serving = asyncio.create_task(http.wait())
     running = asyncio.create_task(sidecar.run(job.config.max_restarts))
+    beside = asyncio.create_task(sidecar.beside.run())
     leaving = asyncio.create_task(drain.wait())
     bounding = asyncio.create_task(_keep_logs_bounded(_log_dir(job)))
     try:
-        await asyncio.wait({serving, running, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({serving, running, leaving, beside}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         leaving.cancel()
         bounding.cancel()
         await sidecar.drain(job.drain_s)
         running.cancel()
         await asyncio.wait({running})
+        await sidecar.beside.end()
+        await cancel_and_wait([beside])
         await http.stop()
         await cancel_and_wait([serving])
-    for task in (running, serving):
+    for task in (running, serving, beside):
         if not task.cancelled():
             task.result()
 
@@ -133,6 +153,28 @@ def _listen(job: ServerJob) -> socket.socket:
     except OSError as error:
         setting = "rollout.port" if error.errno == errno.EADDRINUSE else "rollout.host"
         raise OSError(error.errno, f"{setting}: {error.strerror}") from error
+
+
+@contextmanager
+def _inner_listener(processes: int) -> Iterator[socket.socket | None]:
+    """A unix socket of this user alone, for what processes beside this one pass on; None: there are none."""
+    if processes == 1:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="penstock-sidecar-") as folder, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder}/http.sock")
+        listener.listen(1024)
+        yield listener
+
+
+def _beside(job: ServerJob, metrics: RolloutMetrics, inner: socket.socket | None) -> AnswerProcesses:
+    if inner is None:
+        return AnswerProcesses((), _log_dir(job), metrics)
+    run, address = job.run, inner.getsockname()
+    specs = make_specs(
+        job.config, _log_dir(job), address, server=job.name, run=run.name, model=run.model, token=run.token
+    )
+    return AnswerProcesses(specs, _log_dir(job), metrics, job.config.max_restarts)
 
 
 def _member(job: ServerJob) -> BroadcastMember | None:

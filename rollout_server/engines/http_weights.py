@@ -31,47 +31,16 @@ from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
 from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.engines.answer_labels import AnswerLabels, Followers, NoFollowers
 from penstock.rollout_server.engines.checkpoint import tensor_shapes
-from penstock.rollout_server.engines.http_stream import AnswerStream, version_of
+from penstock.rollout_server.engines.http_stream import AnswerStream
 from penstock.rollout_server.engines.server_process import ChildServer
 from penstock.rollout_server.protocol import EngineError, SleepLevel
 from penstock.weight_sync import LoadReport, Manifest, WeightsBroken, WeightsRefused, WeightsUnreachable
 
 logger = logging.getLogger(__name__)
-QUIET_TURNS = 10
-"""Turns of the event loop, each of which polls every socket, without a token: then none is on its way."""
 Fetched = TypeVar("Fetched")
 """A version that was read and verified, in the form that the server gets."""
-
-
-class Admission:
-    """Requests pass here, except while the server is paused."""
-
-    def __init__(self) -> None:
-        self.closings = 0
-        self._open = asyncio.Event()
-        self._open.set()
-
-    @property
-    def is_open(self) -> bool:
-        return self._open.is_set()
-
-    async def wait(self, deadline: float) -> int:
-        """`closings`, once it is open. Raises `EngineError` at `deadline` (monotonic)."""
-        if self._open.is_set():
-            return self.closings
-        try:
-            await asyncio.wait_for(self._open.wait(), deadline - time.monotonic())
-        except TimeoutError as error:
-            raise EngineError("the weight swap did not end before the request's deadline") from error
-        return self.closings
-
-    def close(self) -> None:
-        self.closings += 1
-        self._open.clear()
-
-    def open(self) -> None:
-        self._open.set()
 
 
 @dataclass(slots=True)
@@ -96,8 +65,8 @@ class Standstill:
         )
 
 
-class HttpWeights(ABC, Generic[Fetched]):
-    """One server's weights. Subclasses say by which routes and bodies."""
+class HttpWeights(AnswerLabels, ABC, Generic[Fetched]):
+    """One server's weights, in the process that owns it. Subclasses say by which routes and bodies."""
 
     version_path: ClassVar[str]
     """Tells `weight_version`."""
@@ -107,18 +76,12 @@ class HttpWeights(ABC, Generic[Fetched]):
     def __init__(
         self, config: RolloutConfig, model: str, server: ChildServer, streams: Collection[AnswerStream]
     ) -> None:
-        self.config, self.model, self.server, self.streams = config, model, server, streams
+        super().__init__(server, streams, self.version_path)
+        self.config, self.model = config, model
         self.shapes = tensor_shapes(model)
-        self.version = 0
-        self.verified = True
-        """What the server holds was found to be `version`; False while that is being looked at, and if it is not."""
-        self.admission = Admission()
-        self.asleep = False
-        """No request is sent to the server."""
+        self.followers: Followers = NoFollowers()
         self.standstill: Standstill | None = None
         """The pause that a broadcast in place began; the server holds no version, or one that is not announced."""
-        self._loads = 0
-        """A version that comes a second time with other weights must not find the first one's prefixes."""
         self._one_at_a_time = asyncio.Lock()
         self._verifying: asyncio.Task[None] | None = None
 
@@ -162,6 +125,7 @@ class HttpWeights(ABC, Generic[Fetched]):
         async with self._one_at_a_time:
             await self.until_verified()  # the workers compare what they hold, which must be there
             self.asleep = True
+            await self.followers.follow()
             async with self._or_end(f"{self.server.name} did not fall asleep in"):
                 await self._sleep(level)
             self._loads += 1  # no prefix is left
@@ -172,6 +136,7 @@ class HttpWeights(ABC, Generic[Fetched]):
             async with self._or_end(f"{self.server.name} did not wake up in"):
                 await self._wake()
             self.asleep = False
+            self.followers.tell()
 
     @asynccontextmanager
     async def _or_end(self, late: str, timeout_s: float | None = None) -> AsyncGenerator[None]:
@@ -190,15 +155,10 @@ class HttpWeights(ABC, Generic[Fetched]):
             await self.server.stop()
             raise
 
-    @property
-    def cache_salt(self) -> str:
-        """Requests of one salt share prefixes."""
-        return f"v{self.version}-{self._loads}"
-
     async def start(self) -> list[str]:
         """Ask the running server for its version; returns what cannot be done. Raises `EngineError`."""
         limits = await self._look()
-        self.version = await self._server_version()
+        self.version = await self.server_version()
         if not self.shapes:
             limits.append(f"{self.model} has no safetensors to compare with: incomplete versions are not detected")
         return limits
@@ -224,8 +184,13 @@ class HttpWeights(ABC, Generic[Fetched]):
             async with self._or_end("the weight swap took more than"):
                 return await self._pause_and_load(version, fetched)
         finally:
-            if self.standstill is None or not self.server.alive:
-                self.admission.open()
+            self._admit()
+
+    def _admit(self) -> None:
+        """Requests are sent again, unless the server stands still."""
+        if self.standstill is None or not self.server.alive:
+            self.admission.open()
+        self.followers.tell()
 
     async def _pause_and_load(self, version: int, fetched: Fetched) -> tuple[float, float, int]:
         pause = self.standstill or await self._stand_still()
@@ -239,7 +204,8 @@ class HttpWeights(ABC, Generic[Fetched]):
         return await self._serve(version, pause, time.monotonic() - begin, fetched)
 
     async def _stand_still(self) -> Standstill:
-        """Returns once nothing is sampled any more."""
+        """Returns once nothing is sampled any more, and no process sends requests."""
+        await self.followers.follow()
         asked = time.monotonic()
         await self._pause()
         # The step that was under way when we asked continued sampling: the pause begins with its tokens.
@@ -253,25 +219,22 @@ class HttpWeights(ABC, Generic[Fetched]):
         self, version: int, pause: Standstill, load_s: float, fetched: Fetched | None
     ) -> tuple[float, float, int]:
         """The server holds `version` under its label: resume. `fetched`: to compare with; None where that was done."""
-        if (reported := await self._server_version()) != version:
+        if (reported := await self.server_version()) != version:
             raise EngineError(f"{self.server.name} reports version {reported} after loading {version}")
-        await self._settle()
+        await self.settle()
         late = self.verifies_late and fetched is not None
         if fetched is not None and not late:
             await self._verify(fetched)
-        self.version = version
-        for stream in self.streams:
-            stream.relabel(version)
-        self._loads += 1
+        self.label(version, self._loads + 1)
         if late:
-            self.verified = False
-            for stream in self.streams:
-                stream.hold()
+            self.hold()
+        beside = await self.followers.follow()  # before the first token of this version
         await self._resume()
         self.standstill = None
         if late and fetched is not None:
             self._verifying = asyncio.create_task(self._release_or_end(fetched), name=f"verify version {version}")
-        return time.monotonic() - pause.since, load_s, pause.in_flight
+        beside_in_flight = 0 if self.config.pause == "abort" else beside.in_flight
+        return time.monotonic() - max(pause.since, beside.received_at), load_s, pause.in_flight + beside_in_flight
 
     async def _release_or_end(self, fetched: Fetched) -> None:
         """Hand on what was held back, or end the server, which drops it."""
@@ -280,34 +243,12 @@ class HttpWeights(ABC, Generic[Fetched]):
         except (EngineError, OSError) as error:
             logger.error("what was sampled since version %d was loaded is dropped: %s", self.version, error)
             await self.server.stop()
+            self.followers.tell()
             return
-        self.verified = True
-        for stream in self.streams:
-            stream.release()
+        self.release()
+        self.followers.tell()
 
     async def until_verified(self) -> None:
         """The last load was verified, or its server has ended."""
         if self._verifying is not None:
             await asyncio.wait({self._verifying})
-
-    async def _settle(self) -> None:
-        """Receive everything that was sampled before the pause: tokens are labelled with the version of that moment.
-
-        The server is idle and has answered several calls since, each behind its tokens in the same queues; what is left
-        is in our sockets, and each turn of the loop reads those.
-        """
-        quiet_turns, received = 0, -1
-        while quiet_turns < QUIET_TURNS:
-            await asyncio.sleep(0)
-            now = self._read_all()
-            quiet_turns = quiet_turns + 1 if now == received else 0
-            received = now
-
-    def _read_all(self) -> int:
-        """Takes apart what was received; the tokens of all open answers."""
-        for stream in self.streams:
-            stream.read()
-        return sum(stream.received for stream in self.streams)
-
-    async def _server_version(self) -> int:
-        return version_of((await self.server.call("GET", self.version_path))["weight_version"])

@@ -264,6 +264,9 @@ class ChildServer(Child, ABC):
         """Private to this user: sockets, keys, links to weights."""
         self.installation: Installation | None = None
         """Known from the start on."""
+        self.address: EngineAddress | None = None
+        """Where it is asked, while it is."""
+        self._attached = False
         self._start_s = config.start_timeout_s
         self.sleep_level: SleepLevel | None = None
         """Under placement.colocated; None: it never sleeps."""
@@ -287,7 +290,7 @@ class ChildServer(Child, ABC):
         self.folder = Path(tempfile.mkdtemp(prefix=f"penstock-{self.product.key}-"))
         try:
             address, command, environment = self.prepare(installation)
-            self.http, self.events = address.session(), EventClient(address)
+            self._connect(address)
             await self.spawn(guard_command(command), environment, stdin=asyncio.subprocess.PIPE)
             await self._until_ready()
         except BaseException:
@@ -300,13 +303,35 @@ class ChildServer(Child, ABC):
         folder, self.folder = self.folder, Path()
         if folder == Path():
             return
-        for stream in self.streams:
-            stream.break_off("the server is being stopped")
-        if hasattr(self, "http"):
-            await self.events.close()  # an orderly end waits for its connections
-            await self.http.close()
+        await self._disconnect("the server is being stopped")  # an orderly end waits for its connections
         await self._end()
         shutil.rmtree(folder, ignore_errors=True)
+
+    @property
+    def alive(self) -> bool:
+        """The process was started and has not ended; of another's, that it is to be asked."""
+        return self._attached or super().alive
+
+    def attach(self, address: EngineAddress) -> None:
+        """Ask a server that another process of ours has started."""
+        self._connect(address)
+        self._attached = True
+
+    async def detach(self, why: str) -> None:
+        """The reverse: open answers break off. Twice does nothing."""
+        self._attached = False
+        await self._disconnect(why)
+
+    def _connect(self, address: EngineAddress) -> None:
+        self.http, self.events, self.address = address.session(), EventClient(address), address
+
+    async def _disconnect(self, why: str) -> None:
+        for stream in self.streams:
+            stream.break_off(why)
+        if self.address is not None:
+            self.address = None
+            await self.events.close()
+            await self.http.close()
 
     async def call(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None

@@ -154,8 +154,7 @@ class VLLMWeights(HttpWeights[Manifest]):
                 try:
                     return await self._receive(offer)
                 finally:
-                    if self.standstill is None or not self.server.alive:
-                        self.admission.open()
+                    self._admit()
 
     async def _join(self, offer: Offer) -> None:
         """While decoding continues. Raises `WeightsUnreachable` where a worker could not."""
@@ -207,8 +206,7 @@ class VLLMWeights(HttpWeights[Manifest]):
                     await self._label(str(manifest.version))
                     pause_s, load_s, in_flight = await self._serve(manifest.version, pause, pause.receive_s, None)
             finally:
-                if self.standstill is None or not self.server.alive:
-                    self.admission.open()
+                self._admit()
         return LoadReport(version=self.version, fetch_s=0.0, pause_s=pause_s, load_s=load_s, in_flight=in_flight)
 
     async def _label(self, label: str) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import APIRouter
+from starlette.types import ASGIApp
 from tests.tiny_model import save_tiny_model
 
 from penstock.rollout_server import (
@@ -28,6 +30,7 @@ from penstock.rollout_server import (
     RolloutConfig,
     Sampling,
     ServerJob,
+    Sidecar,
     fake_manifest,
     join_chunks,
     next_token,
@@ -235,6 +238,27 @@ class StubQueue:
     async def report_update(self, update: WeightUpdate) -> None:
         self._check()
         self.reported.append(update)
+
+
+class Mount:
+    """Further routes: none. Keeps the sidecar, whose processes the tests look at."""
+
+    def __init__(self) -> None:
+        self.router = APIRouter()
+        self.sidecar: Any = None
+
+    def __call__(self, sidecar: Sidecar, url: str) -> Mount:
+        self.sidecar = sidecar
+        return self
+
+    def allows(self, path: str, token: str) -> bool:
+        return False
+
+    def wrap(self, app: ASGIApp) -> ASGIApp:
+        return app
+
+    async def close(self) -> None:
+        self.sidecar = None
 
 
 @dataclass

@@ -68,7 +68,7 @@ async def test_what_goes_wrong_first_is_the_status_and_later_the_last_line(
 
 
 async def test_silence_is_filled_with_empty_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.rollout_server.routes.KEEPALIVE_S", 0.02)
+    monkeypatch.setattr("penstock.rollout_server.answers.KEEPALIVE_S", 0.02)
     status, lines = await Exchange(0.2, ONE, LAST).run()
     assert status == 200
     assert lines[0] == b"\n"

@@ -280,7 +280,8 @@ class OnTrial:
         self.server = server
         self.engine = vllm.VLLMEngine(config, str(folder), folder, 0)
         self.engine.server, self.engine.streams = server, server.streams  # type: ignore[assignment]
-        self.engine.weights = vllm_weights.VLLMWeights(config, str(folder), server, server.streams)  # type: ignore[arg-type]
+        weights = vllm_weights.VLLMWeights(config, str(folder), server, server.streams)  # type: ignore[arg-type]
+        self.engine.labels = self.engine.weights = weights
         self.engine.info = EngineInfo(name="vllm", engine_version="1", version=0, vocab_size=99, max_model_len=64)
         self.queue = RequestQueue(4, RolloutMetrics(), truncated_sampling=False)
         self.loaded = asyncio.Event()
