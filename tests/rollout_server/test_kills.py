@@ -170,6 +170,12 @@ class Scene:
                 await asyncio.sleep(0.05)
         return names
 
+    async def until_first_answer(self) -> None:
+        """Of the version that servers start with: nothing is published before it."""
+        async with asyncio.timeout(240):
+            while not self.load.answers:
+                await asyncio.sleep(0.05)
+
     async def until_answered(self, count: int) -> None:
         deadline = time.monotonic() + 4
         while len(self.load.answers) < count and time.monotonic() < deadline:
@@ -205,6 +211,7 @@ async def play(kind: str, redis: RedisServer, model: str, folder: Path, write: A
     with running(scene.servers):
         await scene.until_accepting(SERVERS)
         asking = [asyncio.create_task(load.ask_on(number)) for number in range(CLIENTS)]
+        await scene.until_first_answer()
         for number in range(kills):
             if number % max(1, kills // 8) == 0:
                 version = len(scene.published) + 1
