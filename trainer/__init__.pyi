@@ -96,6 +96,7 @@ from .ranks.distributed import rendezvous_store as rendezvous_store
 from .ranks.jury import Jury as Jury
 from .ranks.jury import Verdict as Verdict
 from .ranks.jury import Watched as Watched
+from .ranks.jury import likelier as likelier
 from .ranks.observer import NOTES_BYTES as NOTES_BYTES
 from .ranks.observer import Notes as Notes
 from .ranks.observer import Observer as Observer

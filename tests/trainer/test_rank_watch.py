@@ -29,6 +29,7 @@ from penstock.trainer import (
     Verdict,
     Watched,
     hub_binding,
+    likelier,
     usage_of,
     write_notes,
 )
@@ -244,6 +245,21 @@ def test_others_get_time_for_an_error_of_their_own() -> None:
     assert "BadBatch: no reward" in verdict.text
     assert verdict.grace_s > 0
     assert verdict.may_be_echo, "a rank that is gone without a word may be its cause, and is reported a moment later"
+
+
+GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:53895"
+OWN = "ValueError: an error of one rank"
+
+
+@pytest.mark.parametrize(("heard", "named"), [((GLOO, OWN), OWN), ((OWN, GLOO), OWN), ((GLOO, GLOO), GLOO)])
+def test_an_error_of_its_own_is_named_before_one_of_a_lost_peer(heard: tuple[str, str], named: str) -> None:
+    made = Jury(30.0)
+    first, then = (made.report(Watched(rank, "h", rank, 0.0), {"left": text}, 1.0) for rank, text in enumerate(heard))
+    assert first is not None
+    assert then is not None
+    found = likelier(first, then)
+    assert named in found.text
+    assert found is (then if named != heard[0] else first)
 
 
 def test_only_a_rank_that_others_wait_for_is_slow() -> None:

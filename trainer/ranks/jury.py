@@ -5,6 +5,7 @@ Decisions alone: no process, no connection and no clock of its own. `ranks.monit
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,12 @@ from penstock.trainer.ranks.observer import LOOK_S
 
 GRACE_S = 20.0
 """For ranks whose peer has ended: they fail by themselves, with a cause of their own, in less."""
+_PEER_LOST = re.compile(
+    r"by peer|remote (worker|process|error)|connection (was likely )?(closed|reset|refused|aborted)|broken pipe"
+    r"|ncclremoteerror|communicator was aborted|failed to recv|timed out",
+    re.IGNORECASE,
+)
+"""Of gloo, NCCL and torch's store: what a rank says whose collective failed because another one has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +30,8 @@ class Verdict:
     grace_s: float = 0.0
     may_be_echo: bool = False
     """An error that the end of another rank may have caused: collectives fail in all peers of a rank that is gone."""
+    blames_peer: bool = False
+    """It says so itself."""
 
 
 @dataclass(slots=True)
@@ -55,6 +64,11 @@ class Watched:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
 
 
+def likelier(first: Verdict | None, then: Verdict) -> Verdict:
+    """Of two that may be echoes, in the order in which they were heard: the first, unless it alone blames a peer."""
+    return then if first is None or (first.blames_peer and not then.blames_peer) else first
+
+
 class Jury:
     """Decides from the reports of all ranks. Times are the hub's own clock."""
 
@@ -71,7 +85,8 @@ class Jury:
             watched.left = True
             reason = str(report["left"])
             verdict = self._about(watched, f"it ended with {reason}", GRACE_S)
-            return replace(verdict, may_be_echo=True) if reason else None
+            blames_peer = bool(_PEER_LOST.search(reason))
+            return replace(verdict, may_be_echo=True, blames_peer=blames_peer) if reason else None
         return self._about(watched, str(report["state"])) if report.get("state") else None
 
     def lost(self, watched: Watched) -> Verdict | None:

@@ -41,10 +41,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.trainer.ranks.jury import GRACE_S, Jury, Verdict, Watched
+from penstock.trainer.ranks.jury import GRACE_S, Jury, Verdict, Watched, likelier
 from penstock.trainer.ranks.observer import LOOK_S, NOTES_BYTES, Observer
 
-CAUSE_S = 4.0
+CAUSE_S = 6.0
+"""A rank that raised the cause may take longer to end than its peers, whose collectives it broke. Less than
+`watch.END_S`."""
 HELLO_S = 10.0
 AGAIN_S = 0.5
 
@@ -57,7 +59,8 @@ class Hub:
         self.first_has_left = asyncio.Event()
         """Rank 0's connection has ended, and its last line was judged."""
         self._echo: tuple[float, Verdict] | None = None
-        """The first that may be an echo, and when it came: another rank's loss within `CAUSE_S` comes before it."""
+        """The likeliest that may be an echo, and when the first came: another rank's loss within `CAUSE_S` comes before
+        it."""
         self._secret = secret
         self._jury = Jury(timeout_s)
         self._writers: set[asyncio.StreamWriter] = set()
@@ -125,7 +128,8 @@ class Hub:
         if verdict is None or self.verdict is not None:
             return
         if verdict.may_be_echo:
-            self._echo = self._echo or (time.monotonic(), verdict)
+            since, first = self._echo or (time.monotonic(), None)
+            self._echo = since, likelier(first, verdict)
             return
         self._announce(verdict)
 

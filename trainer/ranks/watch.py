@@ -30,7 +30,7 @@ from penstock.trainer.ranks.distributed import Ranks, TorchThread
 from penstock.trainer.ranks.monitor import MonitorSettings
 from penstock.trainer.ranks.observer import LOOK_S, NOTES_BYTES, STALE_S, Notes, write_notes
 
-END_S = 10.0
+END_S = 15.0
 """For the monitor's own end: where its rank failed, it waits some seconds for the report of a rank that is gone."""
 START_S = 60.0
 DEEPEST = 3
