@@ -132,7 +132,7 @@ def looked_at(command: list[str], seconds: int, **notes: Any) -> list[str]:
     memory = mmap.mmap(-1, NOTES_BYTES)
     began, states = time.monotonic(), []
     with subprocess.Popen(command, start_new_session=True) as process:
-        observer = Observer(process.pid, memory, set(), 4.0)
+        observer = Observer(process.pid, memory, set(), 7.0)
         try:
             while time.monotonic() < began + seconds:
                 now = time.monotonic()
