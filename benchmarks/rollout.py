@@ -14,8 +14,8 @@ of prefix hits.
 Environment: PENSTOCK_BENCH_ENGINE (vllm; hf, sglang), PENSTOCK_BENCH_ROUNDS (5), PENSTOCK_BENCH_MODEL (56m; a name of
 `support.model.SIZES` or a model folder), PENSTOCK_BENCH_DTYPE (bfloat16), PENSTOCK_BENCH_CONCURRENCY (1,16,64,256),
 PENSTOCK_BENCH_ANSWER_TOKENS (64; a quarter of it at 256), PENSTOCK_BENCH_ENGINE_ARGS (further flags of it, JSON).
-PENSTOCK_BENCH_PROCESSES (1,2) measures something else instead: a sidecar of so many processes before an engine that
-only streams, at PENSTOCK_BENCH_CONCURRENCY's largest number of requests.
+PENSTOCK_BENCH_PROCESSES (1,2) selects another measurement: a sidecar with that many processes before an engine that
+only streams, at the largest number of requests in PENSTOCK_BENCH_CONCURRENCY.
 """
 
 from __future__ import annotations

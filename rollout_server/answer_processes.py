@@ -5,14 +5,14 @@ Who owns what, with N processes of which the sidecar is one:
     the engine's life, weights, health, the registry     the sidecar alone; the others follow (`answer_labels`)
     pins of a version                                    an evaluation server has one process
     the port                                             the sidecar, which deals connections out: `ConnectionDealer`
-    POST /generate                                       whoever has the connection; with images the sidecar
+    POST /generate                                       the process with the connection; with images the sidecar
     every other route, episodes                          the sidecar: the others pass them on
     slots, the length of the queue                       equal shares, in sum those of one process
     counts, metrics                                      the sidecar's, which adds the others' up every `COUNT_S`
     aborts, routed experts                               as with one process: they belong to an answer
 
     keep    per process: start ─► begin ─► hand it connections, count ─► it has ended ─► back-off ─► start
-    follow  every state of the engine, to all that have begun; whoever does not take it over is killed
+    follow  every state of the engine, to all that have begun; a process that does not take it over is killed
 
 A process that is killed breaks off its own answers, which clients continue elsewhere as those of a killed sidecar; it
 is started again with the newest state. What it did in its last `COUNT_S` is missing in the metrics.
@@ -89,7 +89,7 @@ class AnswerProcess:
         return self.counts.silent_s + time.monotonic() - self._counted_at
 
     async def start(self, spec: ProcessSpec) -> None:
-        """Returns when it can be told states. Raises `EngineError`."""
+        """Returns when the process accepts states. Raises `EngineError`."""
         control, theirs = socket.socketpair()
         self._connections, their_connections = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connections.setblocking(False)

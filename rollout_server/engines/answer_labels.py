@@ -13,7 +13,7 @@ follows that a token has its version in every process:
   before the second one, all of the new version after it.
 - Before a process answers the second call it has received every token that exists (`AnswerLabels.settle_behind_fence`):
   each is labelled with the old version. What it receives later is labelled with the new one.
-- A process that does not answer is killed before the engine resumes. What it had not received nobody receives.
+- A process that does not answer is killed before the engine resumes. The tokens that it had not received are dropped.
 
 The engine's own report at the end of an answer verifies the labels, in each process as in one (`AnswerStream`).
 """
@@ -80,7 +80,7 @@ class NoFollowers:
         return Continuing(0, 0.0)
 
     def tell(self) -> None:
-        """Nobody is there."""
+        """There is no other process."""
 
 
 class Admission:

@@ -1,4 +1,4 @@
-"""The process of `fake_http`: it streams tokens as vLLM does, an event for each, and changes its version when told.
+"""The process of `fake_http`: it streams tokens as vLLM does, one event per token, and changes its version on request.
 
     decode    every `--token-s`: one token of each running request, into the request's queue
     answer    per connection: queue ──► events, as fast as the client reads; the last has the spans of the whole answer

@@ -8,6 +8,7 @@ and `HaltingRequests` keeps decoding still while weights are exchanged.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -66,22 +67,22 @@ class LiveRequests(Generic[L]):
         return len(self._live)
 
 
-class HaltingRequests(LiveRequests[L], Generic[L, H]):
+class HaltingRequests(LiveRequests[L], ABC, Generic[L, H]):
     """Decoding stands still between two calls of the loader, which come from another thread than the event loop's."""
 
     def __init__(self, on_finish: Callable[[], None]) -> None:
         super().__init__(on_finish)
         self._turn = threading.Condition()
-        """Held for each pass; whoever exchanges the weights holds it meanwhile."""
+        """Held for each pass, and for each exchange of the weights."""
         self._swaps_waiting = 0
         self._news = threading.Event()
         """The decoding thread has something to do."""
         self._halt: H | None = None
         """What `_stop_decoding` returned, while decoding stands still."""
 
+    @abstractmethod
     def _stop_decoding(self) -> H:
         """Called between two passes; what it returns is never false."""
-        raise NotImplementedError
 
     @property
     def stands_still(self) -> bool:

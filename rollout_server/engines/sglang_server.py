@@ -247,8 +247,8 @@ def flags(ours: dict[str, Any], users: dict[str, Any], pause: str) -> list[str]:
 
 
 def held_port() -> socket.socket:
-    """Has a loopback port that SGLang can listen on, and that Linux gives to nobody who asks for any port, nor to a
-    connection that goes out: SGLang binds it half a minute later.
+    """A socket bound to a loopback port on which SGLang can listen. Linux assigns the port to no other socket and to no
+    outgoing connection until SGLang binds it, half a minute later.
 
     Of two sockets with SO_REUSEADDR both may have the port as long as one of them does not listen.
     """

@@ -105,17 +105,15 @@ class VLLMServer(ChildServer):
                     retryable=False,
                 )
             ours["enable-return-routed-experts"] = True
-        ours |= self._cpu_flags() if installation.cpu else self._gpu_flags()
-        return flag_words(VLLM.merge_flags(ours, self.config.vllm_args), negative=True)
-
-    def _cpu_flags(self) -> dict[str, Any]:
-        if self.config.kv_offload_gb:
+        if not installation.cpu:
+            ours |= self._gpu_flags()
+        elif self.config.kv_offload_gb:
             raise EngineError(
                 "rollout.kv_offload_gb: vLLM's build for CPUs has its KV cache in host memory already; set it to 0 and "
                 "VLLM_CPU_KVCACHE_SPACE to the GB of that cache",
                 retryable=False,
             )
-        return {}
+        return flag_words(VLLM.merge_flags(ours, self.config.vllm_args), negative=True)
 
     def _gpu_flags(self) -> dict[str, Any]:
         # Each front end has a label of its own for the weights: with data parallelism there would be several.
