@@ -361,7 +361,6 @@ async def test_no_process_hands_on_what_was_not_verified(several: Several, monke
 
 
 @pytest.mark.deep
-@pytest.mark.deep
 async def test_a_process_that_hangs_is_killed_before_decoding_goes_on(
     several: Several, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ class Subject:
     trainer: BroadcastingTrainer | None = None
     """Versions come by its broadcasts; None: as files."""
     member: asyncio.Task[None] | None = None
+    """Stages them."""
     fetch: Any = None
 
     @classmethod
@@ -89,8 +90,22 @@ class Subject:
         self.trainer = BroadcastingTrainer(folder, full_every=10_000, bucket_bytes=100_000)
         await self.trainer.files.open()
         member = BroadcastMember(BROADCAST_TOKEN)
-        self.member = asyncio.create_task(member.run(self.engine, lambda: self.trainer.meeting))
         self.fetch = StagedFetch(member, None)  # what it does not hold would be fetched: no test may come to that
+        self._stage_by(member, self.trainer)
+
+    def _stage_by(self, member: BroadcastMember, trainer: BroadcastingTrainer) -> None:
+        self.member = asyncio.create_task(member.run(self.engine, lambda: trainer.meeting))
+
+    @asynccontextmanager
+    async def staging_nothing(self) -> AsyncIterator[BroadcastingTrainer]:
+        """Its broadcasts reach the engine by a member of the test alone. The trainer."""
+        assert self.trainer is not None
+        assert self.member is not None
+        await cancel_and_wait([self.member])
+        try:
+            yield self.trainer
+        finally:
+            self._stage_by(self.fetch._member, self.trainer)
 
     async def stop(self) -> None:
         if self.member is not None and self.trainer is not None:

@@ -80,21 +80,17 @@ class InPlaceSubject:
 
 @asynccontextmanager
 async def receiving_in_place(subject: Subject, folder: Path) -> AsyncIterator[InPlaceSubject]:
-    trainer, staged = subject.trainer, subject.fetch._member
-    assert trainer is not None
-    assert subject.member is not None
-    before = trainer.files.broadcaster.bucket_bytes
-    await cancel_and_wait([subject.member])
-    trainer.files.broadcaster.bucket_bytes = BUCKET_BYTES
-    made = InPlaceSubject(subject, trainer, folder)
-    task = asyncio.create_task(made.member.run(made.engine, made.address))
-    try:
-        yield made
-    finally:
-        await cancel_and_wait([task])
-        await made.files.close()
-        trainer.files.broadcaster.bucket_bytes = before
-        subject.member = asyncio.create_task(staged.run(subject.engine, lambda: trainer.meeting))
+    async with subject.staging_nothing() as trainer:
+        broadcaster = trainer.files.broadcaster
+        before, broadcaster.bucket_bytes = broadcaster.bucket_bytes, BUCKET_BYTES
+        made = InPlaceSubject(subject, trainer, folder)
+        task = asyncio.create_task(made.member.run(made.engine, made.address))
+        try:
+            yield made
+        finally:
+            await cancel_and_wait([task])
+            await made.files.close()
+            broadcaster.bucket_bytes = before
 
 
 async def test_answers_go_on_over_a_version_received_in_place(

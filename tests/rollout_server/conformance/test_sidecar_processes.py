@@ -1,20 +1,24 @@
-"""Three processes of a sidecar before a real server: versions over swaps, one of the processes killed."""
+"""Three processes of a sidecar before a real server: versions over swaps and in place, one of the processes killed."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
+from tests.broadcasting import broadcasting
 from tests.rollout_server.conformance.subject import PROMPT, SGLANG, VLLM, Subject, prompt
-from tests.rollout_server.conftest import TOKEN, Mount, Reference, StubQueue, ask, begun, rollout_server
+from tests.rollout_server.conftest import TOKEN, Mount, Reference, StubQueue, ask, rollout_server
 
-from penstock.rollout_server import Generation, RolloutClient
+from penstock.rollout_server import AnswerBuilder, Generation, RolloutClient
 from penstock.rollout_server.engines import NoFollowers
 from penstock.transfer_queue import Announcement
+from penstock.weight_sync import Manifest, Offer
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(900)]
 PROCESSES = 3
@@ -28,45 +32,144 @@ async def test_every_process_labels_its_tokens_rightly(
     subject: Subject, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each token's logprob is that of a plain forward pass of the version that its span names."""
-    engine, queue, mount = subject.engine, StubQueue(), Mount()
-    weights: dict[int, dict[str, Any]] = {}
-    borrow(monkeypatch, engine)
 
-    def announce(tensors: dict[str, Any]) -> int:
-        version = next(subject.versions)
-        weights[version] = tensors
-        queue.announced = Announcement(version, reference.publish(version, tensors).as_dict())
-        return version
+    async def publish(version: int, tensors: dict[str, Any], _members: int) -> Manifest:
+        return reference.publish(version, tensors)
 
-    announce(reference.other(1))
-    config = engine.config.model_copy(update={"sidecar_processes": PROCESSES})
+    borrow(monkeypatch, subject.engine)
+    async with subject.pausing("recompute"):
+        await Several(subject, reference, publish).answer_over_versions(tmp_path, sidecar_processes=PROCESSES)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("subject", [pytest.param("vllm+broadcast", marks=pytest.mark.vllm)], indirect=True)
+async def test_every_process_labels_its_tokens_rightly_over_versions_in_place(
+    subject: Subject, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None sends, or hands on, while the engine holds parts of two versions."""
+    received: list[str] = []
+    receive = subject.engine.receive_weights
+
+    async def counted(offer: Offer) -> str:
+        received.append(offer.name)
+        return str(await receive(offer))
+
+    borrow(monkeypatch, subject.engine)
+    monkeypatch.setattr(subject.engine, "receive_weights", counted)
     async with (
         subject.pausing("recompute"),
-        rollout_server(
-            queue, tmp_path, new_engine=lambda *_: engine, model=subject.model, config=config, mount=mount
-        ) as server,
+        subject.staging_nothing(),
+        broadcasting(tmp_path / "published", token=TOKEN, bucket_bytes=20_000) as trainer,
     ):
-        beside = mount.sidecar.beside.processes
-        await server.until(lambda: all(process.begun for process in beside))
-        client = RolloutClient(queue, TOKEN, 200.0)
-        try:
-            asked = await begun(client, [ask(prompt(n), LENGTH) for n in range(ANSWERS)])
-            for tensors in (reference.other(2), reference.other(3)):
-                version = announce(tensors)
-                await server.until(lambda wanted=version: queue.registered["s0"].version == wanted)
-            os.kill(beside[0].pid, signal.SIGKILL)
-            answers = await asyncio.gather(*asked)
-        finally:
-            await client.close()
-        version = announce(reference.first)
-        await server.until(lambda: queue.registered["s0"].version == version)
-    subject.holds_first = False
-    for number, found in enumerate(answers):
-        check(subject, reference, weights, prompt(number), found)
-    assert {version for found in answers for version, _, _ in found.version_spans} == set(list(weights)[:3])
-    assert any(found.resumed for found in answers)
-    assert await engine.healthy()
-    assert len((await subject.asked_in_one(ask(PROMPT, 4, temperature=0.0)))[0]) == 4
+        several = Several(subject, reference, trainer.publish)
+        await several.answer_over_versions(
+            tmp_path, sidecar_processes=PROCESSES, weight_transport="broadcast", broadcast_receive="in_place"
+        )
+    assert len(received) == 3
+
+
+class Publish(Protocol):
+    """Once so many servers wait for it, where it is broadcast."""
+
+    def __call__(self, version: int, tensors: dict[str, Any], members: int, /) -> Awaitable[Manifest]: ...
+
+
+class Several:
+    """A server of several processes, and the versions that it is given."""
+
+    def __init__(self, subject: Subject, reference: Reference, publish: Publish) -> None:
+        self.subject, self.reference, self.publish = subject, reference, publish
+        self.queue, self.mount = StubQueue(), Mount()
+        self.weights: dict[int, dict[str, Any]] = {}
+
+    async def announce(self, tensors: dict[str, Any], members: int = 1) -> int:
+        version = next(self.subject.versions)
+        self.weights[version] = tensors
+        manifest = await self.publish(version, tensors, members)
+        self.queue.announced = Announcement(version, manifest.as_dict())
+        return version
+
+    async def answer_over_versions(self, folder: Path, **changes: Any) -> None:
+        """Three versions under load; one of the processes is killed. The engine has the first weights then."""
+        engine, reference, registered = self.subject.engine, self.reference, self.queue.registered
+        await self.announce(reference.other(1), members=0)
+        async with rollout_server(
+            self.queue,
+            folder,
+            new_engine=lambda *_: engine,
+            model=self.subject.model,
+            config=engine.config.model_copy(update={"max_restarts": 100, **changes}),
+            mount=self.mount,
+        ) as server:
+            beside = self.mount.sidecar.beside.processes
+            await server.until(lambda: all(process.begun for process in beside))
+            async with Load(self.queue).kept_up() as load:
+                for tensors in (reference.other(2), reference.other(3)):
+                    version = await self.announce(tensors)
+                    await server.until(lambda wanted=version: load.newest == wanted, 180.0)
+                while not load.resumed:  # who is killed between two answers breaks off none
+                    await server.until(lambda: any(process.begun and process.counts.in_flight for process in beside))
+                    busy = max(beside, key=lambda process: (process.begun, process.counts.in_flight))
+                    os.kill(busy.pid, signal.SIGKILL)
+                    wanted = len(load.answers) + ANSWERS
+                    await server.until(lambda wanted=wanted: len(load.answers) >= wanted, 180.0)
+            version = await self.announce(reference.first)
+            await server.until(lambda: registered["s0"].version == version)
+        self.subject.holds_first = False
+        for context, found in load.answers:
+            self.check(context, found)
+        assert {version for _, found in load.answers for version, _, _ in found.version_spans} == {*[*self.weights][:3]}
+        assert await engine.healthy()
+        assert len((await self.subject.asked_in_one(ask(PROMPT, 4, temperature=0.0)))[0]) == 4
+
+    def check(self, context: list[int], found: Generation) -> None:
+        assert len(found.token_ids) >= LENGTH
+        for version, start, end in found.version_spans:
+            self.reference.use(self.weights[version])
+            expected = self.reference.logprobs(context, found.token_ids)
+            self.subject.close(found.logprobs[start:end], expected[start:end])
+
+
+class Load:
+    """Answers, each followed by another: some are under way whenever something happens, however long it takes."""
+
+    def __init__(self, queue: StubQueue) -> None:
+        self.queue = queue
+        self.answers: list[tuple[list[int], Generation]] = []
+        """With their prompts."""
+        self.newest = -1
+        """Version of any token that came."""
+        self.ending = False
+
+    @property
+    def resumed(self) -> bool:
+        return any(found.resumed for _, found in self.answers)
+
+    @asynccontextmanager
+    async def kept_up(self) -> AsyncIterator[Load]:
+        """Once every answer has begun; ends with whole ones."""
+        begun = [asyncio.Event() for _ in range(ANSWERS)]
+        async with asyncio.TaskGroup() as tasks:
+            for number, event in enumerate(begun):
+                tasks.create_task(self._ask_on(number, event))
+            async with asyncio.timeout(180):
+                await asyncio.gather(*(event.wait() for event in begun))
+            yield self
+            self.ending = True
+
+    async def _ask_on(self, number: int, begun: asyncio.Event) -> None:
+        while not self.ending:
+            # Of different lengths: else all of them begin and end together.
+            answer = AnswerBuilder(ask(prompt(number), LENGTH + 70 * number))
+            client = RolloutClient(self.queue, TOKEN, 200.0)
+            try:
+                async with aclosing(client._stream(answer)) as chunks:
+                    async for chunk in chunks:
+                        begun.set()
+                        self.newest = max([self.newest, *(version for version, _, _ in chunk.version_spans)])
+            finally:
+                await client.close()
+            self.answers.append((prompt(number), answer.build()))
 
 
 def borrow(monkeypatch: pytest.MonkeyPatch, engine: Any) -> None:
@@ -80,13 +183,3 @@ def borrow(monkeypatch: pytest.MonkeyPatch, engine: Any) -> None:
 
     monkeypatch.setattr(engine, "start", start)
     monkeypatch.setattr(engine, "stop", stop)
-
-
-def check(
-    subject: Subject, reference: Reference, weights: dict[int, dict[str, Any]], context: list[int], found: Generation
-) -> None:
-    assert len(found.token_ids) == LENGTH
-    for version, start, end in found.version_spans:
-        reference.use(weights[version])
-        expected = reference.logprobs(context, found.token_ids)
-        subject.close(found.logprobs[start:end], expected[start:end])
