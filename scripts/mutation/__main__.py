@@ -85,7 +85,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--folders", nargs="+", default=[*FOLDERS], help=f"folders, files or globs ({' '.join(FOLDERS)}, in part)")
     add("--tests", nargs="+", default=["tests"], help="tests to consider: pytest's arguments (tests)")
     add("--marker", default=MARKER, help=f"pytest's -m ({MARKER})")
-    add("--jobs", type=int, default=2, help="mutants at once (2)")
+    add("--jobs", type=int, default=2, help="tests measured, then mutants judged, at once (2)")
     add("--first", type=int, default=30, help="tests that a mutant meets before all others (30)")
     add("--budget-s", type=float, default=60.0, help="measured seconds of tests per mutant (60)")
     add(
@@ -107,9 +107,10 @@ def measured_tests(
     """From the state, or by a run of all tests. Imports what they import."""
     identity = [digest(root), files, options.tests, options.marker]
     if state.measured is None:
-        copy = work / "copy0"
-        copy_tree(root, copy)
-        measured = measure(copy, work, files, options.tests, options.marker)
+        copies = [work / f"copy{number}" for number in range(options.jobs)]
+        for copy in copies:
+            copy_tree(root, copy)
+        measured = measure(copies, work, files, options.tests, options.marker)
         state.add(measured=measured | {"identity": identity})
     if state.measured is None or state.measured["identity"] != identity:
         raise SystemExit(f"mutate: {options.state} is about another tree, or other folders, tests or marker")

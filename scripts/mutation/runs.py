@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import resource
@@ -36,6 +37,8 @@ class Recorder:
     """None for all."""
     on_start: Callable[[str], object] = str
     """Called with the test, or with `fixture:NAME`, that runs from now on."""
+    claims: Path | None = None
+    """A folder that processes with the same tests share: each file of tests runs in the one that claims it there."""
     modules: list[str] = field(default_factory=list)
     """Third-party modules that are imported when all tests are collected."""
     environ: dict[str, str] = field(default_factory=dict)
@@ -56,6 +59,24 @@ class Recorder:
         if self.chosen is not None:
             rank = {test: index for index, test in enumerate(self.chosen)}
             items[:] = sorted((item for item in items if item.nodeid in rank), key=lambda item: rank[item.nodeid])
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        if self.claims is None:
+            return None
+        items = self._claimed(session.items, self.claims)
+        item = next(items, None)
+        while item is not None:
+            following = next(items, None)  # what a test leaves open depends on the test that follows it
+            session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            item = following
+        return True
+
+    @staticmethod
+    def _claimed(items: Iterable[pytest.Item], claims: Path) -> Iterator[pytest.Item]:
+        for number, (_, group) in enumerate(itertools.groupby(items, key=lambda item: item.path)):
+            with contextlib.suppress(FileExistsError):
+                (claims / str(number)).touch(exist_ok=False)
+                yield from group
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +17,67 @@ from mutation.runs import Recorder, fork, read_notes, run_pytest
 from mutation.tree import mirrored_folder, script_names
 
 
-def measure(copy: Path, work: Path, files: Iterable[str], tests: Sequence[str], marker: str) -> dict[str, Any]:
-    """Run the tests once under coverage; the result is JSON, for `Suite` and `preload`."""
-    notes, result = work / "measured.notes", work / "measured.json"
-    python = [file for file in files if file.endswith(".py")]
+def measure(
+    copies: Sequence[Path], work: Path, files: Iterable[str], tests: Sequence[str], marker: str
+) -> dict[str, Any]:
+    """Run the tests once under coverage, each copy in a process of its own that takes the next file of tests.
 
-    def action() -> int:
+    The result is JSON, for `Suite` and `preload`.
+    """
+    python = [file for file in files if file.endswith(".py")]
+    notes = [work / f"{copy.name}.notes" for copy in copies]
+    claims = work / "claims"
+    claims.mkdir()
+
+    def action(copy: Path, own_notes: Path) -> int:
         cover = coverage.Coverage(data_file=None, config_file=False, include=[str(copy / file) for file in python])
-        recorder = Recorder(notes, on_start=cover.switch_context)
+        recorder = Recorder(own_notes, on_start=cover.switch_context, claims=claims)
         cover.start()
         code = run_pytest(tests, recorder, "-m", marker, "--continue-on-collection-errors")
         cover.stop()
         lines = {file: cover.get_data().contexts_by_lineno(str(copy / file)) for file in python}
         found = {"modules": recorder.modules, "environ": recorder.environ, "fixtures": recorder.seconds, "lines": lines}
-        result.write_text(json.dumps(found))
+        own_notes.with_suffix(".json").write_text(json.dumps(found))
         return code
 
-    _, status = os.waitpid(fork(copy, 2, action), 0)
-    if os.waitstatus_to_exitcode(status) not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+    pids = [fork(copy, 2, partial(action, copy, own_notes)) for copy, own_notes in zip(copies, notes, strict=True)]
+    codes = {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids}
+    if not codes <= {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED}:
         raise SystemExit("mutate: the tests cannot be measured; their output is above")
-    measured: dict[str, Any] = json.loads(result.read_text())
-    entries = read_notes(notes)
+    entries = [entry for own_notes in notes for entry in read_notes(own_notes)]
+    found = [json.loads(own_notes.with_suffix(".json").read_text()) for own_notes in notes]
+    return _merged(copies[0], entries, found)
+
+
+def _merged(copy: Path, entries: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the processes found, as one; lines are given the numbers of the tests that execute them."""
+    fixtures = {name: max(part["fixtures"].get(name, 0.0) for part in found) for name in _keys(found, "fixtures")}
     not_passed = {entry[key] for entry in entries for key in ("failed", "skipped") if key in entry}
     tests, users = list[Any](), dict[str, list[int]]()
     for number, entry in enumerate(entry for entry in entries if "end" in entry):
-        shared = [name for name in (f"fixture:{name}" for name in entry["fixtures"]) if name in measured["fixtures"]]
+        shared = [name for name in (f"fixture:{name}" for name in entry["fixtures"]) if name in fixtures]
         tests.append([entry["end"], entry["seconds"], entry["end"] not in not_passed, shared])
         for name in (entry["end"], *shared):
             users.setdefault(name, []).append(number)
-    for file, lines in measured["lines"].items():
-        called = function_lines((copy / file).read_bytes())
-        numbers = {
-            line: sorted({number for name in by for number in users.get(name, ())}) for line, by in lines.items()
-        }
-        measured["lines"][file] = {line: by for line, by in numbers.items() if by and int(line) in called}
-    return measured | {"tests": tests}
+    lines = dict[str, dict[str, list[int]]]()
+    for file in _keys(found, "lines"):
+        called, numbers = function_lines((copy / file).read_bytes()), dict[str, set[int]]()
+        for part in found:
+            for line, names in part["lines"][file].items():
+                numbers.setdefault(line, set()).update(*(users.get(name, ()) for name in names))
+        lines[file] = {line: sorted(by) for line, by in numbers.items() if by and int(line) in called}
+    first = found[0]
+    return {
+        "modules": first["modules"],
+        "environ": first["environ"],
+        "fixtures": fixtures,
+        "lines": lines,
+        "tests": tests,
+    }
+
+
+def _keys(found: Iterable[dict[str, Any]], key: str) -> list[str]:
+    return list(dict.fromkeys(name for part in found for name in part[key]))
 
 
 class Suite:
