@@ -73,18 +73,25 @@ def test_advantages_by_hand(tiny_model: str, ranks: Ranks) -> None:
     torch.testing.assert_close(found, 2.0 * expected - 0.5 * gap)
 
 
-@pytest.mark.parametrize(("correction", "clip"), [(None, 20.0), ("truncated_is", 20.0), (None, 0.5)])
+@pytest.mark.parametrize(
+    ("correction", "clip"), [(None, 20.0), ("truncated_is", 20.0), ("masked_is", 20.0), (None, 0.5)]
+)
 @pytest.mark.parametrize("where", ["in_advantage", "in_loss"])
 def test_the_gradient_is_that_of_the_reverse_kl(
     where: str, correction: str | None, clip: float, tiny_model: str, ranks: Ranks
 ) -> None:
     """Alone, both forms move the policy along Σ ρ · d · ∇logπ / N, with d held within ±clip."""
-    step = Step(tiny_model, ranks, distill={where: 0.7, "reward_weight": 0.0, "clip": clip}, correction=correction)
+    options = {"level": "token", "cap": 0.5} if correction else {}
+    settings = {"correction": correction, "correction_options": options}
+    step = Step(tiny_model, ranks, distill={where: 0.7, "reward_weight": 0.0, "clip": clip}, **settings)
     (pack,) = pack_rows(step.batch.rows, 100000)
     logprobs = step.engine.policy(pack).logprobs
     gap = torch.where(pack.teacher.isnan(), 0.0, logprobs.detach() - pack.teacher).clamp(-clip, clip)
     assert clip == 20.0 or bool((gap.abs() == clip).any())
-    ratio = (logprobs.detach() - pack.behaviour).exp().clamp(max=2.0) if correction else torch.ones(len(gap))
+    ratio = (logprobs.detach() - pack.behaviour).exp() if correction else torch.ones(len(gap))
+    if correction:
+        assert bool(((ratio > 0.5) & (gap != 0)).any())
+        ratio = torch.where(ratio > 0.5, 0.5 if correction == "truncated_is" else 0.0, ratio)
     expected = 0.7 * (ratio * gap * logprobs).sum() / len(logprobs)
     gradients = torch.autograd.grad(expected, list(step.engine.policy.parameters()))
     norm = float(torch.sqrt(sum(one.square().sum() for one in gradients)))

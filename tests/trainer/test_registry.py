@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from inspect import Parameter
+from typing import Any
+
 import pytest
 
 pytest.importorskip("torch")
 
-from penstock.common import BadOptions, UnknownName, options_of
+from penstock.common import BadOptions, Registry, UnknownName, options_of
 from penstock.trainer.advantages import ADVANTAGES
+from penstock.trainer.corrections import CORRECTIONS
+from penstock.trainer.filters import FILTERS
 from penstock.trainer.losses import LOSSES
 
 pytestmark = pytest.mark.torch
@@ -31,3 +36,11 @@ def test_settings_are_the_functions_own() -> None:
         LOSSES.bind("ppo", {"dual_clip": 0.5})
     with pytest.raises(BadOptions, match=r"setting norm is 'variance'"):
         ADVANTAGES.bind("gigpo", {"norm": "variance"})
+
+
+@pytest.mark.parametrize("registry", [ADVANTAGES, CORRECTIONS, FILTERS, LOSSES], ids=lambda registry: registry.kind)
+def test_defaults_are_within_their_own_bounds(registry: Registry[Any]) -> None:
+    for name in registry.names():
+        defaults = options_of(registry.get(name))
+        given = {option: default for option, default in defaults.items() if default is not Parameter.empty}
+        registry.bind(name, given)

@@ -94,7 +94,9 @@ def given(ratio: list[float], rival: list[float], side: list[int], advantages: l
 
 def test_the_loss_of_sppo_by_hand() -> None:
     batch = given([0.3, -0.2], [0, 0], [0, 0], [0.5, -0.25])
-    loss = sppo_loss(batch, eta=2.0).per_token
+    found = sppo_loss(batch, eta=2.0)
+    loss = found.per_token
+    torch.testing.assert_close(found.metrics["sequence_ratio"], torch.tensor([0.3, 0.3, -0.2, -0.2]))
     assert loss.sum().item() == pytest.approx((0.3 - 1.0) ** 2 + (-0.2 + 0.5) ** 2, rel=1e-5)
     (slopes,) = torch.autograd.grad(loss.sum(), batch.logprobs)
     assert slopes.tolist() == pytest.approx([2 * (0.3 - 1.0)] * 2 + [2 * (-0.2 + 0.5)] * 2, rel=1e-5)
@@ -102,8 +104,10 @@ def test_the_loss_of_sppo_by_hand() -> None:
 
 def test_the_loss_of_spin_by_hand() -> None:
     batch = given([0.4, -0.6, 5.0], [-0.6, 0.4, 0.0], [1, -1, 0], [0.0, 0.0, 0.0])
-    loss = spin(batch, lam=0.5).per_token
-    margin = torch.tensor(0.5 * (0.4 + 0.6))
+    found = spin(batch, lam=0.5)
+    loss, margin = found.per_token, torch.tensor(0.5 * (0.4 + 0.6))
+    assert found.metrics["paired_fraction"].tolist() == [True] * 4 + [False] * 2
+    torch.testing.assert_close(found.metrics["spin_margin"], torch.tensor([0.5] * 4 + [0.0] * 2))
     assert loss.sum().item() == pytest.approx(-torch.sigmoid(margin).log().item(), rel=1e-5)
     (slopes,) = torch.autograd.grad(loss.sum(), batch.logprobs)
     slope = 0.5 * torch.sigmoid(-margin).item()

@@ -48,6 +48,8 @@ async def test_a_poison_row_becomes_a_dead_letter(make_queue) -> None:
     (letter,) = await queue.dead_letters()
     assert (letter.episode_id, letter.outcome.kind) == (POISON, OutcomeKind.INFRA_ERROR)
     assert all(name in letter.outcome.reason for name in ("w0", "w1"))
+    assert await queue.dead_letter(POISON) == letter
+    assert await queue.dead_letter("train/0000#0") is None
     status = await queue.status()
     assert (status.episodes["completed"], status.episodes["failed"]) == (11, 1)
     assert status.episodes["killed_workers"] == 1

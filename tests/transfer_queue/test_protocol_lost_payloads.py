@@ -12,6 +12,7 @@ from penstock.transfer_queue import (
     BadPayload,
     Batch,
     Lease,
+    Limits,
     MemoryTransferQueue,
     RedisTransferQueue,
     StepError,
@@ -32,9 +33,9 @@ async def lose(queue: TransferQueue, lease: Lease) -> None:
     assert await queue._connection.command("UNLINK", queue._keys.payload(f"{lease.episode_id}@{lease.fence}")) == 1
 
 
-async def shipped(make_queue) -> tuple[TransferQueue, Batch, dict[str, Lease]]:
-    """Step 0 is fixed: two groups of four."""
-    queue: TransferQueue = await make_queue(FOUR)
+async def shipped(make_queue, limits: Limits = FOUR) -> tuple[TransferQueue, Batch, dict[str, Lease]]:
+    """Step 0 is fixed: two groups of `limits`, of four."""
+    queue: TransferQueue = await make_queue(limits)
     await queue.submit(tasks(4), cursor=at(4))
     leases = await queue.lease_episodes("worker", 8, 0)
     for lease in leases:
@@ -70,6 +71,15 @@ async def test_a_lost_payload_leaves_its_step(make_queue) -> None:
     await assert_balance(queue, lost=1)
     status = await queue.status()
     assert (status.unconsumed_bytes, status.episodes["trained"]) == (0, 7)
+
+
+async def test_a_group_of_one_leaves_with_its_payload(make_queue) -> None:
+    queue, batch, leases = await shipped(make_queue, replace(LIMITS, group_size=1))
+    (gone,), (stays,) = batch.groups
+    await lose(queue, leases[gone])
+    assert await queue.drop_lost(0, [gone]) == 1
+    assert await queue.lease_batch(0) == Batch(0, [[stays]])
+    await assert_balance(queue, lost=1, lost_groups=1)
 
 
 @pytest.mark.parametrize("published", [False, True])

@@ -57,6 +57,17 @@ async def test_many_go_to_the_nodes_of_their_keys(connection: Connection, cluste
     assert {key.decode() for chunk in chunks for key in chunk} == set(keys)
 
 
+async def test_the_map_of_slots_is_asked_for_once(connection: Connection, cluster: RedisCluster, run: str) -> None:
+    await connection.command("SET", run, "1")
+    for server in cluster.servers:
+        await cluster.ask(server, "CONFIG RESETSTAT")
+    for number in range(20):
+        await connection.command("SET", f"{run}:{number}", "1")
+    said = [await cluster.ask(server, "INFO commandstats") for server in cluster.servers]
+    assert sum("cmdstat_set" in str(one) for one in said) > 1
+    assert not any("cluster|slots" in str(one) for one in said)
+
+
 async def test_close_leaves_no_connection_to_any_node(cluster: RedisCluster, run: str) -> None:
     ports = {server.port for server in cluster.servers}
 

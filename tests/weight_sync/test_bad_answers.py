@@ -103,6 +103,11 @@ def test_offer_is_read_back() -> None:
     assert Offer.parse(OFFER).nbytes == 12
 
 
+def test_workers_of_an_offer_have_places_in_a_row() -> None:
+    offer = Offer.parse(OFFER | {"first_rank": 3, "count": 2, "size": 6})
+    assert [(offer.member(worker).rank, offer.member(worker).size) for worker in range(2)] == [(3, 6), (4, 6)]
+
+
 @pytest.mark.parametrize(
     "change",
     [

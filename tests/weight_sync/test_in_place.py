@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -109,7 +110,13 @@ async def test_other_tensors_than_announced_are_not_held_in_place(trainer: Broad
         assert "other" in server.member.cause
 
 
-async def test_member_that_must_not_be_one_leaves_its_place(trainer: BroadcastingTrainer, tmp_path: Path) -> None:
+async def test_member_that_must_not_be_one_leaves_its_place(
+    trainer: BroadcastingTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broadcaster = trainer.files.broadcaster
+    # No side gives up a place by itself.
+    monkeypatch.setattr(broadcaster, "park", partial(broadcaster.park, wait_s=600.0))
+    monkeypatch.setattr("penstock.weight_sync.broadcast_member.ANSWER_S", 600.0)
     async with member_of(trainer, tmp_path / "a") as server:
         await until(lambda: trainer.files.broadcaster.parked == 1)
         server.stands_still = True  # it has begun to load a file

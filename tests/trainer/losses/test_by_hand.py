@@ -52,6 +52,29 @@ def test_cispo_keeps_the_gradient_where_the_weight_is_clipped() -> None:
     assert gradient(result, logprobs) == pytest.approx([-1.28, 0.5])
 
 
+METRICS: dict[str, dict[str, list[bool]]] = {
+    "decoupled_ppo": {
+        "clip_fraction_low": [False, False, False, True],
+        "clip_fraction_high": [True, False, False, False],
+    },
+    "clip_cov": {
+        "clip_fraction_low": [False, False, False, True],
+        "clip_fraction_high": [True, False, False, False],
+        "chosen_fraction": [False, True, False, False],
+    },
+    "cispo": {"clip_fraction_low": [False] * 4, "clip_fraction_high": [True, True, False, False]},
+    "kl_cov": {"chosen_fraction": [False, True, False, False]},
+}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_metrics_say_where_a_loss_does_something_else(name: str) -> None:
+    """By the ratio and the sign of the advantage, however small that is."""
+    advantages = [0.5, -0.5, 0.5, -0.5]
+    result, _ = loss_by_hand(name, [1.5, 1.5, 0.5, 0.5], advantages, chosen=[False, True, False, False])
+    assert {metric: found.tolist() for metric, found in result.metrics.items()} == METRICS[name]
+
+
 def test_sapo() -> None:
     result, logprobs = loss_by_hand("sapo", [1.0, 1.5, 1.5], [2.0, 1.0, -1.0])
     gates = [2.0, 4 / (1 + math.exp(-0.5)), 4 / 1.05 / (1 + math.exp(-0.525))]
