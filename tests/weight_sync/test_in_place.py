@@ -74,6 +74,23 @@ async def test_broken_broadcast_in_place_leaves_no_version(
         assert trainer.files.broadcaster.parked == 0, "an engine without a version waits for no broadcast"
 
 
+async def test_trainer_that_stops_ends_its_broadcast_with_the_bucket(
+    trainer: BroadcastingTrainer, tmp_path: Path
+) -> None:
+    """And writes the file of that version."""
+    async with member_of(trainer, tmp_path / "a") as server:
+        held = HeldTrainer(trainer, 5)
+        publishing = asyncio.create_task(trainer.publish(1, small_tensors(1), members=1))
+        await held.reached()
+        trainer.files.broadcaster.close()
+        held.go_on.set()
+        manifest = await publishing
+        await until(lambda: not server.member.busy)
+        assert (server.member.received, server.member.missed) == (0, 1)
+        assert not await server.member.holds(manifest)
+        assert trainer.place_of_file(manifest).is_file()
+
+
 async def test_broadcast_that_ends_before_its_first_bucket_costs_nothing(
     trainer: BroadcastingTrainer, tmp_path: Path
 ) -> None:
