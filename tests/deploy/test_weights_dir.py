@@ -84,10 +84,16 @@ async def test_a_squatted_folder_refuses_the_run(tmp_path, monkeypatch):
     assert folder.is_symlink(), "not ours to remove"
 
 
-HEAD = """
-import asyncio, sys
-from contextlib import asynccontextmanager
+PRIVATE = """
+import sys
 from pathlib import Path
+from penstock.deploy import weights_folder
+weights_folder.SHARED_MEMORY = Path(sys.argv.pop(1))
+"""
+"""Runs of other tests remove what a killed one left on this machine."""
+HEAD = f"""{PRIVATE}
+import asyncio
+from contextlib import asynccontextmanager
 from penstock.deploy import launch, load_config
 
 class Waiting:
@@ -101,19 +107,29 @@ asyncio.run(launch(load_config(Path(sys.argv[1]), sys.argv[2:]), placement=Waiti
 """
 
 
-def head_of(config):
+CLEAN = f"""{PRIVATE}
+from penstock.deploy.cli import main
+main()
+"""
+
+
+def head_of(config, memory):
     """A real head with its redis-server, which has no roles yet."""
     settings = [f"runs_dir={config.runs_dir}", f"name={config.name}"]
-    process = subprocess.Popen([sys.executable, "-c", HEAD, str(RECIPE), *settings], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", HEAD, str(memory), str(RECIPE), *settings]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "holds\n"
     return process
 
 
 @pytest.mark.redis
-def test_clean_removes_what_a_killed_run_left_and_keeps_a_living_ones(tmp_path):
+def test_clean_removes_what_a_killed_run_left_and_keeps_a_living_ones(tmp_path, monkeypatch):
+    memory = tmp_path / "shm"
+    memory.mkdir()
+    monkeypatch.setattr("penstock.deploy.weights_folder.SHARED_MEMORY", memory)
     dead, alive = config_of(tmp_path / "dead"), config_of(tmp_path / "alive")
-    heads = [head_of(config) for config in (dead, alive)]
+    heads = [head_of(config, memory) for config in (dead, alive)]
     try:
         (left,) = local_weights_prefix(dead).parent.glob(f"{local_weights_prefix(dead).name}*")
         (kept,) = local_weights_prefix(alive).parent.glob(f"{local_weights_prefix(alive).name}*")
@@ -121,7 +137,7 @@ def test_clean_removes_what_a_killed_run_left_and_keeps_a_living_ones(tmp_path):
         heads[0].kill()
         heads[0].wait()
         assert left.is_dir()
-        clean = [sys.executable, "-m", "penstock.deploy.cli", "clean"]
+        clean = [sys.executable, "-c", CLEAN, str(memory), "clean"]
         said = subprocess.run(clean, capture_output=True, text=True, check=True, timeout=120).stdout
         assert f"removed {left} (2 MB)" in said
         assert f"kept {kept}" in said
