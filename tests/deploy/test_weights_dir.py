@@ -90,7 +90,7 @@ from pathlib import Path
 from penstock.deploy import weights_folder
 weights_folder.SHARED_MEMORY = Path(sys.argv.pop(1))
 """
-"""Runs of other tests remove what a killed one left on this machine."""
+"""Shared memory of the test's own: in the machine's, runs of other tests remove what a killed run left."""
 HEAD = f"""{PRIVATE}
 import asyncio
 from contextlib import asynccontextmanager

@@ -34,7 +34,7 @@ async def lose(queue: TransferQueue, lease: Lease) -> None:
 
 
 async def shipped(make_queue, limits: Limits = FOUR) -> tuple[TransferQueue, Batch, dict[str, Lease]]:
-    """Step 0 is fixed: two groups of `limits`, of four."""
+    """Step 0 is fixed: two groups of `limits.group_size` episodes."""
     queue: TransferQueue = await make_queue(limits)
     await queue.submit(tasks(4), cursor=at(4))
     leases = await queue.lease_episodes("worker", 8, 0)

@@ -73,7 +73,7 @@ class Subject:
     trainer: BroadcastingTrainer | None = None
     """Versions come by its broadcasts; None: as files."""
     member: asyncio.Task[None] | None = None
-    """Stages them."""
+    """Stages its broadcasts."""
     fetch: Any = None
 
     @classmethod
@@ -98,7 +98,7 @@ class Subject:
 
     @asynccontextmanager
     async def staging_nothing(self) -> AsyncIterator[BroadcastingTrainer]:
-        """Its broadcasts reach the engine by a member of the test alone. The trainer."""
+        """The trainer, whose broadcasts reach the engine only through a member that the test runs."""
         assert self.trainer is not None
         assert self.member is not None
         await cancel_and_wait([self.member])

@@ -23,7 +23,6 @@ from penstock.weight_sync import Manifest, Offer
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(900)]
 PROCESSES = 3
 ANSWERS = 6
-LENGTH = 500
 
 
 @pytest.mark.deep
@@ -46,7 +45,7 @@ async def test_every_process_labels_its_tokens_rightly(
 async def test_every_process_labels_its_tokens_rightly_over_versions_in_place(
     subject: Subject, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None sends, or hands on, while the engine holds parts of two versions."""
+    """No process sends requests or passes on tokens while the engine holds parts of two versions."""
     received: list[str] = []
     receive = subject.engine.receive_weights
 
@@ -68,8 +67,13 @@ async def test_every_process_labels_its_tokens_rightly_over_versions_in_place(
     assert len(received) == 3
 
 
+def length(number: int) -> int:
+    """Of the answers to `prompt(number)`: different ones, else all of them begin and end together."""
+    return 500 + 70 * number
+
+
 class Publish(Protocol):
-    """Once so many servers wait for it, where it is broadcast."""
+    """Publishes a version; a broadcast begins when `members` servers wait for it."""
 
     def __call__(self, version: int, tensors: dict[str, Any], members: int, /) -> Awaitable[Manifest]: ...
 
@@ -116,17 +120,17 @@ class Several:
             version = await self.announce(reference.first)
             await server.until(lambda: registered["s0"].version == version)
         self.subject.holds_first = False
-        for context, found in load.answers:
-            self.check(context, found)
+        for number, found in load.answers:
+            self.check(number, found)
         assert {version for _, found in load.answers for version, _, _ in found.version_spans} == {*[*self.weights][:3]}
         assert await engine.healthy()
         assert len((await self.subject.asked_in_one(ask(PROMPT, 4, temperature=0.0)))[0]) == 4
 
-    def check(self, context: list[int], found: Generation) -> None:
-        assert len(found.token_ids) >= LENGTH
+    def check(self, number: int, found: Generation) -> None:
+        assert len(found.token_ids) == length(number)
         for version, start, end in found.version_spans:
             self.reference.use(self.weights[version])
-            expected = self.reference.logprobs(context, found.token_ids)
+            expected = self.reference.logprobs(prompt(number), found.token_ids)
             self.subject.close(found.logprobs[start:end], expected[start:end])
 
 
@@ -135,8 +139,8 @@ class Load:
 
     def __init__(self, queue: StubQueue) -> None:
         self.queue = queue
-        self.answers: list[tuple[list[int], Generation]] = []
-        """With their prompts."""
+        self.answers: list[tuple[int, Generation]] = []
+        """Whole ones, each with the number of its prompt."""
         self.newest = -1
         """Version of any token that came."""
         self.ending = False
@@ -159,8 +163,7 @@ class Load:
 
     async def _ask_on(self, number: int, begun: asyncio.Event) -> None:
         while not self.ending:
-            # Of different lengths: else all of them begin and end together.
-            answer = AnswerBuilder(ask(prompt(number), LENGTH + 70 * number))
+            answer = AnswerBuilder(ask(prompt(number), length(number)))
             client = RolloutClient(self.queue, TOKEN, 200.0)
             try:
                 async with aclosing(client._stream(answer)) as chunks:
@@ -169,7 +172,7 @@ class Load:
                         self.newest = max([self.newest, *(version for version, _, _ in chunk.version_spans)])
             finally:
                 await client.close()
-            self.answers.append((prompt(number), answer.build()))
+            self.answers.append((number, answer.build()))
 
 
 def borrow(monkeypatch: pytest.MonkeyPatch, engine: Any) -> None:
