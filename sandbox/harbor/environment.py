@@ -31,7 +31,9 @@ from penstock.sandbox.session import put_folder
 SET_UP_S = 120.0
 """The entry point of an image; making folders takes no time."""
 HOUSEKEEPING_S = 60.0
-WHILE_FULL, WAITS_WHILE_FULL = Backoff(0.5, 4.0), 6
+WHILE_FULL, WAITS_WHILE_FULL = Backoff(0.5, 4.0), 10
+ROOM = 8
+"""Processes that tests may start at once, at least: where one of them cannot start, a box is full."""
 LONGEST_S = 3600.0
 """Of a solution, where the task gives its agent no time limit."""
 MAX_REWARD_BYTES = 1 << 20
@@ -57,6 +59,7 @@ _DIFF = (
     'cd -- "$1" && export GIT_INDEX_FILE="$3.index" && rm -f "$GIT_INDEX_FILE" && '
     f'{_GIT} read-tree "$2" && {_GIT} add -A && {_GIT} diff --cached --binary "$2" >"$3"'
 )
+_HAS_ROOM = f"for n in {' '.join(map(str, range(ROOM)))}; do sleep 0.2 & done; wait"
 _FORGET = f"rm -rf {REWARD_JSON} {REWARD_TEXT} {TEST_OUTPUT} && mkdir -p /logs/verifier"
 
 
@@ -171,9 +174,7 @@ class HarborEnvironment:
         started = time.monotonic()
         try:
             # What the agent left running may hold every process that the box may have, for some seconds yet.
-            _, life = await retry(
-                lambda: _located(self.session, self.task), WHILE_FULL, retries=WAITS_WHILE_FULL, on=HarborTaskError
-            )
+            life = await retry(self._life_with_room, WHILE_FULL, retries=WAITS_WHILE_FULL, on=HarborTaskError)
         except HarborTaskError as error:
             return HarborGrade(cause=str(error))
         if life != self._life:
@@ -232,6 +233,13 @@ class HarborEnvironment:
             await asyncio.sleep(check.start_interval_s if starting else check.interval_s)
 
     # ---- parts
+
+    async def _life_with_room(self) -> str:
+        """The box's life. Raises `HarborTaskError` where it has no room for what tests start."""
+        _, life = await _located(self.session, self.task)
+        tried = await self.session.run(["sh", "-c", _HAS_ROOM], timeout_s=HOUSEKEEPING_S)
+        _require(tried, self.task, f"what runs in its box leaves no room for {ROOM} processes")
+        return life
 
     def _with_variables(self, argv: list[str], more: Mapping[str, str] | None = None) -> list[str]:
         variables = {**self.variables, **(more or {})}

@@ -5,7 +5,8 @@
   scripts/mutate --count 400 --state /tmp/mutants.jsonl     continues a run that was stopped, or extends it
 
 How it works:
-  1. All tests run once under coverage.py, which records their seconds and the lines that each executes.
+  1. All tests run once under coverage.py, which records their seconds and the lines that each executes, also in the
+     Python processes that it starts.
   2. Lines are drawn at random, each with the same chance; on each line one mistake: a comparison, an operator or a
      constant changed, a condition negated, a statement dropped and so on, in Python and in Lua.
   3. In a copy of the tree the mistake is planted and the tests that execute its line run, the nearest and fastest

@@ -55,7 +55,7 @@ class Recorder:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         files = {name: getattr(module, "__file__", None) or "" for name, module in [*sys.modules.items()]}
         self.modules = [name for name, file in files.items() if "site-packages" in file]
-        self.environ = {key: value for key, value in os.environ.items() if not key.startswith("PYT")}
+        self.environ = {key: value for key, value in os.environ.items() if not key.startswith(("PYT", "COV"))}
         if self.chosen is not None:
             rank = {test: index for index, test in enumerate(self.chosen)}
             items[:] = sorted((item for item in items if item.nodeid in rank), key=lambda item: rank[item.nodeid])

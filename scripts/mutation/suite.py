@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import coverage
 import pytest
+from coverage.exceptions import DataError
 
 from mutation.points import Point, function_lines
 from mutation.runs import Recorder, fork, read_notes, run_pytest
@@ -30,12 +33,20 @@ def measure(
     claims.mkdir()
 
     def action(copy: Path, own_notes: Path) -> int:
-        cover = coverage.Coverage(data_file=None, config_file=False, include=[str(copy / file) for file in python])
-        recorder = Recorder(own_notes, on_start=cover.switch_context, claims=claims)
+        include = [str(copy / file) for file in python]
+        children = Children(own_notes.with_suffix(".children"), include)
+        cover = coverage.Coverage(data_file=None, config_file=False, include=include)
+
+        def on_start(name: str) -> None:
+            cover.switch_context(name)
+            children.begin(name)
+
+        recorder = Recorder(own_notes, on_start=on_start, claims=claims)
         cover.start()
         code = run_pytest(tests, recorder, "-m", marker, "--continue-on-collection-errors")
         cover.stop()
         lines = {file: cover.get_data().contexts_by_lineno(str(copy / file)) for file in python}
+        children.add_to(lines, copy)
         found = {"modules": recorder.modules, "environ": recorder.environ, "fixtures": recorder.seconds, "lines": lines}
         own_notes.with_suffix(".json").write_text(json.dumps(found))
         return code
@@ -47,6 +58,39 @@ def measure(
     entries = [entry for own_notes in notes for entry in read_notes(own_notes)]
     found = [json.loads(own_notes.with_suffix(".json").read_text()) for own_notes in notes]
     return _merged(copies[0], entries, found)
+
+
+class Children:
+    """Measures the Python processes that tests start: each reads the configuration that is there when it starts.
+
+    Those that are started without the environment of the tests, or are killed, are not seen.
+    """
+
+    def __init__(self, folder: Path, include: Sequence[str]) -> None:
+        folder.mkdir()
+        self._config, self._data, self._include = folder / "coveragerc", folder / "data", include
+        self._names: list[str] = []
+        self.begin("")
+        os.environ["COVERAGE_PROCESS_START"] = str(self._config)
+
+    def begin(self, name: str) -> None:
+        """What starts from now on is a process of this test, or `fixture:NAME`."""
+        settings = {"data_file": self._data, "parallel": True, "sigterm": True, "patch": "_exit, fork"}
+        settings |= {"context": len(self._names), "include": ", ".join(self._include)}
+        self._names.append(name)
+        new = self._config.with_suffix(".new")
+        new.write_text("[run]\n" + "".join(f"{key} = {value}\n" for key, value in settings.items()))
+        new.replace(self._config)
+
+    def add_to(self, lines: dict[str, dict[int, list[str]]], copy: Path) -> None:
+        """`lines`: of each file in `copy`, the names by line."""
+        for path in self._data.parent.glob(f"{self._data.name}.*"):
+            part = coverage.CoverageData(str(path))
+            with contextlib.suppress(DataError):  # of a process that was killed while it wrote
+                part.read()
+                for file, found in lines.items():
+                    for line, numbers in part.contexts_by_lineno(str(copy / file)).items():
+                        found.setdefault(line, []).extend(self._names[int(number)] for number in numbers if number)
 
 
 def _merged(copy: Path, entries: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -101,16 +145,26 @@ class Suite:
     def candidates(self, point: Point) -> list[str] | None:
         """Tests to run, best first; None where tests execute the line, but none of them passes without the mistake."""
         touching = self._executing(point.path, self._lines.get(point.path, {}))
-        near = touching  # what the import executes, each test of the file may notice
+        folder = mirrored_folder(self._root, point.path) + "/"
         if point.path.endswith(".lua"):
             near = self._executing_names_of(point)
         elif point.in_function:
             near = self._executing(point.path, range(point.lines[0], max(point.lines[1], point.line) + 1))
+        else:  # what the import executes, each test that imports it may notice
+            near = touching | self._importing(point.path)
         if near and near <= self.failing:
             return None
-        folder = mirrored_folder(self._root, point.path) + "/"
         far = touching if near else touching | {test for test in self._fixtures if test.startswith(folder)}
         return self._ranked(near, point, folder) + self._ranked(far - near, point, folder)
+
+    def _importing(self, path: str) -> set[str]:
+        """Tests in files that import something of the file's topmost folder."""
+        parts = Path(path).parts
+        name = parts[2] if parts[0] == "src" else parts[0]
+        imports = re.compile(rf"(?m)^\s*(?:from|import) .*\b{name}\b")
+        files = {test.partition("::")[0] for test in self._fixtures}
+        found = {file for file in files if imports.search((self._root / file).read_text())}
+        return {test for test in self._fixtures if test.partition("::")[0] in found}
 
     def _ranked(self, tests: set[str], point: Point, folder: str) -> list[str]:
         stem = f"test_{Path(point.path).stem}"

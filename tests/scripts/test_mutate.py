@@ -140,6 +140,14 @@ def total(count: int) -> int:
         added += 1
     return added
 """,
+    "src/toy/queue/elsewhere.py": """
+def in_a_child() -> str:
+    return "started"
+
+
+def in_the_test() -> int:
+    return 1
+""",
     "src/toy/queue/lua/admit.lua": "-- count, limit\nreturn a < b\n",
     "src/toy/queue/scripts.py": """
 from pathlib import Path
@@ -150,8 +158,12 @@ def load() -> str:
     return (Path(__file__).parent / "lua" / f"{name}.lua").read_text()
 """,
     "tests/queue/test_limits.py": """
+import subprocess
+import sys
+
 import pytest
 
+from toy.queue.elsewhere import in_the_test
 from toy.queue.fixtures import shared
 from toy.queue.limits import admits, failing, unasserted
 from toy.queue.loops import total
@@ -183,6 +195,15 @@ def test_total():
     assert total(2) == 2
 
 
+def test_in_the_test():
+    assert in_the_test() == 1
+
+
+def test_in_a_child():
+    code = "import os; from toy.queue.elsewhere import in_a_child; os.write(1, in_a_child().encode()); os._exit(0)"
+    assert subprocess.check_output([sys.executable, "-c", code]) == b"started"
+
+
 def test_failing():
     assert failing() == [1]
 
@@ -204,6 +225,8 @@ STATUSES = {
     "limits.py:14": "skipped",  # its only test fails anyway
     "limits.py:18": "survived",  # no test executes it
     "fixtures.py:3": "noticed",  # in a fixture of both tests
+    "elsewhere.py:3": "noticed",  # by a process that a test starts
+    "elsewhere.py:7": "noticed",
     "loops.py:3": "noticed",
     "loops.py:5": "noticed",
     "loops.py:6": "noticed",
@@ -232,13 +255,13 @@ def mutate(root: Path, *arguments: str, code: int = 0) -> tuple[dict[str, Any], 
 
 def test_whole_run_on_a_small_package(toy: Path) -> None:
     before = {path: path.read_bytes() for path in toy.rglob("*") if path.is_file()}
-    report, log = mutate(toy, "--at-least", "81", code=1)
+    report, log = mutate(toy, "--at-least", "84", code=1)
     assert {
         f"{Path(mutant['path']).name}:{mutant['line']}": mutant["status"] for mutant in report["mutants"]
     } == STATUSES
-    assert report["folders"] == {"queue": {"planted": 10, "noticed": 8, "survived": 2}}
-    assert report["share"] == 80.0
-    assert "6 of 7 tests pass" in log
+    assert report["folders"] == {"queue": {"planted": 12, "noticed": 10, "survived": 2}}
+    assert report["share"] == 83.3
+    assert "8 of 9 tests pass" in log
     (caught,) = (mutant for mutant in report["mutants"] if mutant["path"].endswith(".lua"))
     assert (caught["before"], caught["after"]) == ("return a < b", "return a <= b")
     assert (caught["cause"], caught["by"]) == ("failed", "tests/queue/test_limits.py::test_script")

@@ -76,6 +76,7 @@ static void start(comm_t *comm, void *(*work)(void *)) {
 
 ncclResult_t ncclCommInitRankConfig(void **made, int size, ncclUniqueId id, int rank, ncclConfig_t *config) {
   if (config->magic != 0xcafebeef || config->size != sizeof *config || config->blocking != 0) return ncclInvalidArgument;
+  if (config->version != 21700) return ncclInvalidArgument; /* the fields above are those of 2.17 */
   if (config->netName || config->maxCTAs < 1) return ncclInvalidArgument;
   comm_t *comm = calloc(1, sizeof *comm);
   comm->rank = rank;

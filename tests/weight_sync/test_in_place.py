@@ -40,7 +40,9 @@ async def trainer(tmp_path: Path) -> AsyncIterator[BroadcastingTrainer]:
         yield opened
 
 
-async def test_what_came_in_place_is_what_was_announced(trainer: BroadcastingTrainer, tmp_path: Path) -> None:
+async def test_what_came_in_place_is_what_was_announced(
+    trainer: BroadcastingTrainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with member_of(trainer, tmp_path / "a") as server:
         for version in (1, 2, 3):
             manifest = await trainer.publish(version, small_tensors(version), members=1)
@@ -50,6 +52,7 @@ async def test_what_came_in_place_is_what_was_announced(trainer: BroadcastingTra
             await until(lambda: not server.member.busy)
             server.stands_still = False  # labelled
         assert (server.member.received, server.member.missed, server.by_file) == (3, 0, 0)
+        assert "other tensors" not in caplog.text
 
 
 async def test_broken_broadcast_in_place_leaves_no_version(
@@ -119,12 +122,15 @@ async def test_version_in_place_that_nobody_announces_is_given_up(
         assert not await server.member.holds(manifest), "too late: its file is taken"
 
 
-async def test_other_tensors_than_announced_are_not_held_in_place(trainer: BroadcastingTrainer, tmp_path: Path) -> None:
+async def test_other_tensors_than_announced_are_not_held_in_place(
+    trainer: BroadcastingTrainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with member_of(trainer, tmp_path / "a") as server:
         manifest = altered(await trainer.publish(1, small_tensors(1), members=1), other_checksum)
         assert not await server.member.holds(manifest)
         await until(lambda: not server.member.busy)
         assert "other" in server.member.cause
+        assert "version 1 came as other tensors than announced" in caplog.text
 
 
 async def test_member_that_must_not_be_one_leaves_its_place(
@@ -136,6 +142,7 @@ async def test_member_that_must_not_be_one_leaves_its_place(
     monkeypatch.setattr("penstock.weight_sync.broadcast_member.ANSWER_S", 600.0)
     async with member_of(trainer, tmp_path / "a") as server:
         await until(lambda: trainer.files.broadcaster.parked == 1)
+        assert not server.member.busy
         server.stands_still = True  # it has begun to load a file
         await until(lambda: trainer.files.broadcaster.parked == 0)
         server.stands_still = False

@@ -211,8 +211,27 @@ def test_memory_that_is_not_sealed_or_of_another_size_is_not_taken(tmp_path: Pat
     reader = NodeReader()
     check_holds(reader.read(manifest), small_tensors())
     assert reader.verified == 1
+    reader.close()
     lease.close()
+    inode = os.fstat(given).st_ino
     os.close(given)
+    assert inode not in _open_inodes(), "what was handed out is closed by both"
+
+
+@pytest.mark.parametrize("handed_out", [True, False])
+def test_a_closed_lease_is_free_at_once(handed_out: bool) -> None:
+    name = lease_name(f"closed-{os.getpid()}")
+    held = VersionLease.take(name)
+    assert held is not None
+    if handed_out:
+        given = os.memfd_create("other")
+        held.hand_out(given)
+        os.close(given)
+    assert VersionLease.take(name) is None
+    held.close()
+    again = VersionLease.take(name)
+    assert again is not None
+    again.close()
 
 
 def test_holders_that_come_and_go_are_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

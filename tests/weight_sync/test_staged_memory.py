@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -122,6 +123,26 @@ async def test_an_announcement_in_another_order_is_refused(trainer: Broadcasting
     assert swapped.state == manifest.state
     with pytest.raises(WeightsRefused, match="order"):
         server.staged.take(swapped)
+
+
+def is_open(name: str) -> bool:
+    """By this process."""
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if name in os.readlink(link):
+                return True
+    return False
+
+
+async def test_version_that_nobody_takes_is_freed_by_the_next(
+    trainer: BroadcastingTrainer, server: StagedServer
+) -> None:
+    for version in (101, 102):
+        manifest = await trainer.publish(version, small_tensors(version), members=1)
+        assert await server.member.holds(manifest)
+    assert (is_open("memfd:broadcast-101"), is_open("memfd:broadcast-102")) == (False, True)
+    assert same(dict(server.staged.take(manifest)), small_tensors(102))
+    await until(lambda: not is_open("memfd:broadcast-102"))
 
 
 async def test_broadcast_that_breaks_off_drops_what_came_before_it(
