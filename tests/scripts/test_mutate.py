@@ -158,9 +158,6 @@ def load() -> str:
     return (Path(__file__).parent / "lua" / f"{name}.lua").read_text()
 """,
     "tests/queue/test_limits.py": """
-import subprocess
-import sys
-
 import pytest
 
 from toy.queue.elsewhere import in_the_test
@@ -199,11 +196,6 @@ def test_in_the_test():
     assert in_the_test() == 1
 
 
-def test_in_a_child():
-    code = "import os; from toy.queue.elsewhere import in_a_child; os.write(1, in_a_child().encode()); os._exit(0)"
-    assert subprocess.check_output([sys.executable, "-c", code]) == b"started"
-
-
 def test_failing():
     assert failing() == [1]
 
@@ -215,6 +207,15 @@ def test_unasserted():
 @pytest.mark.slow
 def test_of_another_run():
     assert unasserted(2) == 2
+""",
+    "tests/test_elsewhere.py": """
+import subprocess
+import sys
+
+
+def test_in_a_child():
+    code = "import os; from toy.queue.elsewhere import in_a_child; os.write(1, in_a_child().encode()); os._exit(0)"
+    assert subprocess.check_output([sys.executable, "-c", code]) == b"started"
 """,
     "pyproject.toml": "[tool.pytest.ini_options]\npythonpath = ['src']\naddopts = ['--import-mode=importlib']\n",
 }
