@@ -209,6 +209,9 @@ def _children(node: ast.AST) -> Iterator[tuple[ast.AST, str, bool]]:
             yield from ((child, "", False) for child in node.body)
         case ast.AnnAssign(value=None) | ast.Raise():
             return
+        case ast.Assign(targets=[ast.Tuple(names)], value=ast.Tuple(values)) if len(names) == len(values):
+            yield from ((name, "", False) for name in names)
+            yield from ((value, ast.unparse(name), False) for name, value in zip(names, values, strict=True))
         case ast.Assign(targets=[target, *_]) | ast.AnnAssign(target=target):
             yield from ((child, ast.unparse(target), False) for child in (target, node.value) if child)
         case ast.keyword():

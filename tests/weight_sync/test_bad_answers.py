@@ -123,15 +123,19 @@ def test_offer_that_is_none_is_refused(change: dict[str, object]) -> None:
         Offer.parse({**OFFER, **change})
 
 
-@pytest.mark.parametrize("offer", [{"port": 1}, [], 3, None], ids=repr)
-async def test_member_goes_on_after_an_answer_that_is_no_offer(offer: object, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("offer", "status"), [({"port": 1}, 200), ([], 200), (3, 200), (None, 200), (OFFER, 503)], ids=str
+)
+async def test_member_goes_on_after_an_answer_that_is_no_offer(
+    offer: object, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     asked = asyncio.Event()
 
     async def answer(_request: web.Request) -> web.Response:
         if "no place" in caplog.text:
             asked.set()
-        return web.Response(text="no JSON") if offer is None else web.json_response(offer)
+        return web.Response(text="no JSON") if offer is None else web.json_response(offer, status=status)
 
     app = web.Application()
     app.router.add_post("/broadcasts", answer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -13,12 +14,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.broadcasting import BroadcastingTrainer, HeldTrainer, InPlaceServer, broadcasting
 from tests.until import until
-from tests.weight_sync.conftest import altered, other_checksum, small_tensors
+from tests.weight_sync.conftest import altered, other_checksum, reorder_header, small_tensors
 
 torch = pytest.importorskip("torch")
 
 from penstock.common import cancel_and_wait
-from penstock.weight_sync import StreamTensor, WeightsBroken, WeightsUnreachable, tensor_parts, whole_tensors
+from penstock.weight_sync import (
+    StreamTensor,
+    WeightPublisher,
+    WeightsBroken,
+    WeightsRefused,
+    WeightsUnreachable,
+    file_parts,
+    open_published,
+    tensor_parts,
+    whole_tensors,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -166,6 +177,31 @@ def test_stream_of_another_length_is_an_error(length: int, words: str) -> None:
     tensors = [StreamTensor("a", (4,), "uint8"), StreamTensor("b", (4,), "uint8")]
     with pytest.raises(ValueError, match=words):
         list(tensor_parts(tensors, iter([memoryview(bytearray(length))])))
+
+
+def test_file_of_another_shape_is_refused_by_its_tensor(tmp_path: Path) -> None:
+    manifest = WeightPublisher(tmp_path, "shm").write(1, small_tensors().items())
+    other = altered(manifest, lambda plain: plain["tensors"][0].update(shape=[300, 200]))
+    descriptor = open_published(manifest.files[-1])
+    try:
+        with pytest.raises(WeightsRefused, match=manifest.tensors[0].name):
+            list(file_parts(other, descriptor))
+    finally:
+        os.close(descriptor)
+
+
+def test_file_of_other_bytes_is_refused_at_its_end(tmp_path: Path) -> None:
+    """They mean the same, so that no tensor is to blame."""
+    manifest = WeightPublisher(tmp_path, "shm").write(1, small_tensors().items())
+    descriptor = open_published(manifest.files[-1])
+    try:
+        sizes = [len(part.bytes) for part in file_parts(manifest, descriptor)]
+        assert sum(sizes) == sum(tensor.nbytes for tensor in small_tensors().values())
+        reorder_header(Path(manifest.place))
+        with pytest.raises(WeightsRefused, match="checksum"):
+            list(file_parts(manifest, descriptor))
+    finally:
+        os.close(descriptor)
 
 
 def test_broken_is_no_kind_of_unreachable() -> None:

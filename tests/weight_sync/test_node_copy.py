@@ -300,6 +300,16 @@ def test_deltas_are_applied_once_to_what_all_hold(tmp_path: Path) -> None:
     assert late.verified == 1
 
 
+def test_a_delta_on_what_is_held_needs_its_own_file_alone(tmp_path: Path) -> None:
+    publisher, reader, tensors = WeightPublisher(tmp_path, "shm", full_every=8), NodeReader(), small_tensors()
+    reader.read(publisher.write(1, tensors.items()))
+    tensors = next_version(tensors, 2)
+    manifest = publisher.write(2, tensors.items())
+    (tmp_path / "weights-00000001.safetensors").unlink()
+    check_holds(reader.read(manifest), tensors)
+    reader.close()
+
+
 def test_a_link_that_is_gone_costs_the_way_from_the_full_version(tmp_path: Path) -> None:
     publisher = WeightPublisher(tmp_path, "shm", keep=4, full_every=8)
     tensors = small_tensors()

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 from trainer_support import loss_by_hand
 
+from penstock.trainer import covariances
 from penstock.trainer.advantages import needs_of
 from penstock.trainer.losses import LOSSES
 
@@ -87,6 +88,11 @@ def test_reinforce() -> None:
     result, logprobs = loss_by_hand("reinforce", [1.0, 3.0], [1.0, -0.5], weights=[1.0, 2.0])
     assert result.per_token.tolist() == pytest.approx([2.0, 2 * 0.5 * (-2 + math.log(3))])
     assert gradient(result, logprobs) == pytest.approx([-1.0, 1.0])
+
+
+def test_covariance_of_a_token_is_the_product_of_its_distances_from_the_means() -> None:
+    found = covariances(torch.tensor([1.0, 2.0, 6.0]), torch.tensor([-1.0, -4.0, -1.0]))
+    assert found.tolist() == [-2.0, 2.0, 3.0]
 
 
 def test_kl_cov_holds_the_chosen_tokens() -> None:
