@@ -54,6 +54,8 @@ async def test_ranges_and_nothing_but_published_files(tmp_path: Path, server: Fi
         for name in ("notes.txt", "weights-00000002.safetensors", "..%2Fnotes.txt", "", "a/b"):
             assert (await client.get(f"{server.url}/{name}")).status_code == 404
         assert (await client.put(manifest.place, content=b"x")).status_code == 400
+        holder = {"Penstock-Serves": "http://127.0.0.1:9"}
+        assert (await client.put(manifest.place, headers=holder)).status_code == 204
         for method in ("POST", "DELETE"):
             assert (await client.request(method, manifest.place, content=b"x")).status_code == 405
     assert (tmp_path / "published" / "weights-00000001.safetensors").read_bytes() == whole

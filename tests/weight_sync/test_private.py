@@ -33,6 +33,13 @@ def test_what_is_published_is_its_users_alone(tmp_path: Path) -> None:
     assert modes(tmp_path) - {0o600} == {0o700}, "parents that are made on the way too"
 
 
+def test_a_folder_on_a_shared_disk_is_made_where_it_is_missing(tmp_path: Path) -> None:
+    """Those above it are that disk's matter."""
+    folder = tmp_path / "run" / "weights"
+    WeightPublisher(folder, "disk").write(1, small_tensors().items())
+    assert (stat.S_IMODE(folder.stat().st_mode), len(list(folder.iterdir()))) == (0o700, 1)
+
+
 def open_to_others(folder: Path) -> None:
     folder.mkdir()
     folder.chmod(0o777)
