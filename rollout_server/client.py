@@ -49,6 +49,8 @@ MOST_ASLEEP_S = 3600.0
 Blame = Literal["nobody", "answer", "full", "gone"]
 """Cause of an answer that broke off: none of the server's, this answer, a long queue, or an unreachable server."""
 BLAMES: dict[int, Blame] = {408: "nobody", 409: "nobody", 429: "full", 503: "gone", 504: "nobody"}
+BLAMES |= dict.fromkeys((401, 404, 405), "gone")
+"""The last three come from no server of this run: another program has the address of one that is gone."""
 T = TypeVar("T")
 
 
