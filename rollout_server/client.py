@@ -49,8 +49,10 @@ MOST_ASLEEP_S = 3600.0
 Blame = Literal["nobody", "answer", "full", "gone"]
 """Cause of an answer that broke off: none of the server's, this answer, a long queue, or an unreachable server."""
 BLAMES: dict[int, Blame] = {408: "nobody", 409: "nobody", 429: "full", 503: "gone", 504: "nobody"}
-BLAMES |= dict.fromkeys((401, 404, 405), "gone")
-"""The last three come from no server of this run: another program has the address of one that is gone."""
+STRANGERS = (401, 404, 405)
+"""Answers of no server of this run: another program has the address of one that was killed."""
+STRANGER_S = 30.0
+"""The registry forgets a server sooner: one that answers so for longer is the run's own, and refuses its token."""
 T = TypeVar("T")
 
 
@@ -103,7 +105,7 @@ class RolloutClient:
         """`may_take_back`: the reader keeps no chunk, so that disproved tokens may be sampled again."""
         timeout_s = min(self.timeout_s, answer.request.deadline_s or self.timeout_s)
         deadline, asleep_until = time.monotonic() + timeout_s, time.monotonic() + MOST_ASLEEP_S
-        cause, avoid, failures = "", "", 0
+        cause, avoid, failures, refusals = "", "", 0, _Refusals()
         while answer.finish_reason is None:
             if time.monotonic() >= deadline:
                 raise EngineError(f"no whole answer in {timeout_s:g} s ({len(answer.token_ids)} tokens): {cause}")
@@ -111,7 +113,7 @@ class RolloutClient:
             try:
                 async with aclosing(self._attempt(answer, deadline, avoid)) as chunks:
                     async for chunk in chunks:
-                        failures = 0
+                        failures, refusals = 0, _Refusals()
                         yield chunk
             except TimeoutError:
                 cause = cause or "the servers were too slow"
@@ -120,6 +122,7 @@ class RolloutClient:
             except _Broken as error:
                 cause, failures = str(error), failures + 1
                 avoid = error.url if error.blame != "nobody" else ""
+                refusals.note(error, began)
                 if error.disproved and answer.take_back() and not may_take_back:
                     raise VersionsDisproved(cause) from error
             if answer.finish_reason is None and answer.finish_by_content():
@@ -195,7 +198,7 @@ class RolloutClient:
         """Reports the failure to the router, and names the server in the error."""
         cause = f"{server.server_id} at {server.url}: {error or type(error).__name__}"
         known = error if isinstance(error, _Broken) else _Broken("", "gone")
-        broken = _Broken(cause, known.blame, url=server.url, disproved=known.disproved)
+        broken = _Broken(cause, known.blame, url=server.url, disproved=known.disproved, refused=known.refused)
         if known.blame == "full":
             self.refused += 1
             self._router.full(pending, known.retry_after_s)
@@ -355,9 +358,25 @@ class _Broken(Exception):
         url: str = "",
         *,
         disproved: bool = False,
+        refused: bool = False,
     ) -> None:
         super().__init__(message)
-        self.blame, self.retry_after_s, self.url, self.disproved = blame, retry_after_s, url, disproved
+        self.blame, self.retry_after_s, self.url = blame, retry_after_s, url
+        self.disproved, self.refused = disproved, refused
+
+
+class _Refusals:
+    """Of one answer, since its last tokens."""
+
+    def __init__(self) -> None:
+        self._since = float("inf")
+
+    def note(self, error: _Broken, began: float) -> None:
+        """`began`: the attempt. Raises `EngineError`, not retryable, after more than a stranger could have caused."""
+        if error.refused:
+            self._since = min(self._since, began)
+            if time.monotonic() - self._since > STRANGER_S:
+                raise EngineError(f"refused for {STRANGER_S:g} s: {error}", retryable=False) from error
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> Exception:
@@ -370,6 +389,8 @@ async def _refusal(response: aiohttp.ClientResponse) -> Exception:
         message, field = text, None
     if status == 422 and field:
         return BadRequest(field, message.removeprefix(f"{field}: "))
+    if status in STRANGERS:
+        return _Broken(f"{status}: {message}", "gone", refused=True)
     if 400 <= status < 500 and status not in BLAMES:
         return EngineError(f"the rollout server refused ({status}): {message}", retryable=False)
     retry_after = response.headers.get("Retry-After", "")

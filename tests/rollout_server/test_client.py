@@ -343,10 +343,14 @@ async def test_a_bad_request_is_not_tried_again(client: RolloutClient, server: R
     assert not refused.value.retryable
 
 
-async def test_a_wrong_token_is_said_when_the_time_is_over(server: RunningServer) -> None:
-    wrong = RolloutClient(server.queue, "another token", timeout_s=1.0)
-    with pytest.raises(EngineError, match=r"no whole answer in 1 s .*401: a bearer token of this run is needed"):
+async def test_a_server_that_refuses_the_token_for_longer_than_a_stranger_could_is_believed(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.rollout_server.client.STRANGER_S", 0.5)
+    wrong = RolloutClient(server.queue, "another token")
+    with pytest.raises(EngineError, match=r"refused for 0.5 s: .*401: a bearer token of this run") as caught:
         await wrong.generate(ask([1], 5))
+    assert not caught.value.retryable
     await wrong.close()
 
 
