@@ -1,5 +1,5 @@
+from .answer_builder import AnswerBuilder as AnswerBuilder
 from .answers import GenerateResponse as GenerateResponse
-from .client import AnswerBuilder as AnswerBuilder
 from .client import RolloutClient as RolloutClient
 from .client import hedge as hedge
 from .config import RolloutConfig as RolloutConfig
