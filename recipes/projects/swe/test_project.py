@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+import learn_data
 import policies
+import pytest
 
 from penstock.deploy import load_config
 
@@ -15,7 +17,14 @@ def test_the_policies_that_prove_the_tasks_end_with_submit() -> None:
         assert "submit" in answers[-1]
 
 
-def test_the_recipe_is_sound() -> None:
-    config = load_config(HERE / "recipe.yaml")
+def test_tasks_of_learn_are_made(tmp_path: Path) -> None:
+    learn_data.main(["--out", str(tmp_path), "--conversations", "8"])
+    made = {path.name for path in tmp_path.iterdir()}
+    assert made >= {"train.parquet", "eval.parquet", "conversations.jsonl", "repositories"}
+
+
+@pytest.mark.parametrize("name", ["recipe.yaml", "learn.yaml"])
+def test_the_recipe_is_sound(name: str) -> None:
+    config = load_config(HERE / name)
     assert Path(config.agent.loop.partition(":")[0]).parent == HERE
     assert [tool.name for tool in config.tools] == ["swe"]
