@@ -12,12 +12,13 @@ How it works:
   3. In a copy of the tree the mistake is planted and the tests that execute its line run, the nearest and fastest
      first, until one fails; then those that execute other lines of the file. A Lua script counts as executed by the
      lines that name it. Where no test does, the tests in the folder that mirrors the file's run.
-  4. A test that noticed something must pass without the mistake; otherwise the mutant is judged without that test.
+  4. What all tests pass in Python is checked by mypy, as `scripts/test` checks the code beside the tests.
+  5. A test that noticed something must pass without the mistake; otherwise the mutant is judged without that test.
 
-A mutant is `noticed` if a test fails, crashes or hangs twice, `survived` if none does, `skipped` and replaced by
-another if all tests that execute its line fail anyway. A survivor changes nothing that can be observed, or shows an
-effect that no test asserts. Durations, log calls, messages, annotations and assertions are never changed; the checkout
-neither.
+A mutant is `noticed` if a test fails, crashes or hangs twice, or mypy says no; `survived` if none does; `skipped` and
+replaced by another if all tests that execute its line fail anyway. A survivor changes nothing that can be observed, or
+shows an effect that no test asserts. Durations, log calls, messages, annotations and assertions are never changed; the
+checkout neither.
 
 With --json one object goes to stdout: {"share", "folders": {name: {"planted", "noticed", "survived"}}, "mutants":
 [{"path", "line", "operator", "before", "after", "status", "cause", "by", "tests_run", "tests", "seconds"}]}. Everything
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     state, work = State(options.state), Path(tempfile.mkdtemp(prefix="mutate-")).resolve()
     try:
         measured = measured_tests(root, work, files, options, state)
-        limits = Limits(options.count, options.jobs, options.first, options.budget_s, options.grace_s)
+        limits = Limits(options.count, options.jobs, options.first, options.budget_s, options.grace_s, options.check)
         order = draw(root, files, options.seed)
         campaign = Campaign(root, work, order, Suite(root, measured), state=state, limits=limits)
         campaign.run()
@@ -95,6 +96,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=20.0,
         help="a run hangs if it takes so long beside 5 times its measured time (20)",
     )
+    add("--check", default="mypy", help="command that judges what all tests pass; '' for none (mypy)")
     add("--state", type=Path, help="file that keeps what is known; for the same tree, folders, tests and marker")
     add("--at-least", type=float, default=0.0, help="exit with 1 if the share noticed is below this percentage")
     add("--json", action="store_true", help="one JSON object instead of the table")

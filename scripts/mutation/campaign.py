@@ -9,15 +9,19 @@ import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mutation.points import Point, points_of
-from mutation.runs import Outcome, fork, outcome_of, read_notes, reap, run_chosen
+from mutation.runs import Outcome, fork, outcome_of, read_notes, reap, run_check, run_chosen
 from mutation.suite import Suite
 from mutation.tree import Planted, copy_tree
 
 PATIENCE = 5.0
+CHECK: Sequence[str] = ()
+"""Asked for in place of tests: a run of `Limits.check`."""
+CHECK_WITHIN_S = 600.0
 Trial = Generator[Sequence[str], Outcome, dict[str, Any]]
 """Asks for runs of tests, is sent their outcomes, returns the verdict."""
 
@@ -80,6 +84,8 @@ class Limits:
     """Measured seconds of tests per mutant."""
     grace_s: float
     """A run of tests hangs if it takes longer than this and PATIENCE × their measured seconds."""
+    check: str
+    """Command that judges what all tests pass, in Python; empty for none."""
 
 
 @dataclass
@@ -113,6 +119,8 @@ class Campaign:
     def run(self) -> None:
         """Judge, until every test that noticed something is known to pass without a mistake."""
         try:
+            if self._limits.check:
+                self._check_copies()
             while self._judge() or self._verify():
                 pass
         finally:
@@ -151,6 +159,9 @@ class Campaign:
                 if outcome.cause:
                     found = {"status": "noticed", "cause": outcome.cause, "by": outcome.by}
                     break
+            else:
+                if self._limits.check and point.path.endswith(".py") and (yield CHECK).cause == "failed":
+                    found = {"status": "noticed", "cause": "check", "by": ""}
         seconds = round(time.monotonic() - began, 1)
         return verdict | found | {"tests_run": run, "tests": len(candidates), "seconds": seconds}
 
@@ -181,9 +192,27 @@ class Campaign:
     def _start(self, copy: Path, tests: Sequence[str], *options: str) -> tuple[int, Path, float]:
         notes = copy.with_suffix(".notes")
         notes.unlink(missing_ok=True)
+        if tests is CHECK:
+            action, within_s = partial(run_check, self._limits.check), CHECK_WITHIN_S
+        else:
+            action, within_s = partial(run_chosen, tests, notes, *options), PATIENCE * self._suite.seconds(tests)
         with copy.with_suffix(".output").open("wb") as output:
-            pid = fork(copy, output.fileno(), lambda: run_chosen(tests, notes, *options))
-        return pid, notes, time.monotonic() + self._limits.grace_s + PATIENCE * self._suite.seconds(tests)
+            pid = fork(copy, output.fileno(), action)
+        return pid, notes, time.monotonic() + self._limits.grace_s + within_s
+
+    def _wait(self, pid: int, notes: Path, deadline: float) -> Outcome:
+        while not (ending := reap(pid, kill=time.monotonic() > deadline))[0]:
+            time.sleep(0.02)
+        return outcome_of(notes, ending[1])
+
+    def _check_copies(self) -> None:
+        """The check passes without a mistake; what it keeps for its next run is there then."""
+        started = [(copy, self._start(copy, CHECK)) for copy in self._free]
+        outcomes = [(copy, self._wait(*run)) for copy, run in started]
+        for copy, outcome in outcomes:
+            if outcome.cause:
+                said = copy.with_suffix(".output").read_text(errors="replace")[-2000:]
+                raise SystemExit(f"mutate: {self._limits.check!r} {outcome.cause} without a mistake:\n{said}")
 
     def _collect(self) -> None:
         """Go on with the trials whose run has ended, or has to."""
@@ -205,9 +234,7 @@ class Campaign:
             return False
         print(f"mutate: {len(tests)} tests that noticed something run without a mistake", file=sys.stderr)
         pid, notes, deadline = self._start(self._free[0], tests)
-        while not (ending := reap(pid, kill=time.monotonic() > deadline))[0]:
-            time.sleep(0.02)
-        outcome = outcome_of(notes, ending[1])
+        outcome = self._wait(pid, notes, deadline)
         failed = {entry["failed"] for entry in read_notes(notes) if "failed" in entry} | {outcome.by} - {""}
         passed = set(outcome.passed) - failed
         if outcome.cause in ("", "failed") or not failed | passed:

@@ -12,7 +12,9 @@ import itertools
 import json
 import os
 import resource
+import shlex
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -147,6 +149,10 @@ def run_pytest(paths: Iterable[str], recorder: Recorder, *options: str) -> int:
 def run_chosen(tests: Sequence[str], notes: Path, *options: str) -> int:
     """Run these tests, in this order."""
     return run_pytest(dict.fromkeys(test.partition("::")[0] for test in tests), Recorder(notes, tests), *options)
+
+
+def run_check(command: str) -> int:
+    return subprocess.run(shlex.split(command), check=False).returncode
 
 
 def preload(modules: Iterable[str], environ: dict[str, str]) -> None:

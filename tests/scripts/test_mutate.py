@@ -219,12 +219,21 @@ def test_in_a_child():
     code = "import os; from toy.queue.elsewhere import in_a_child; os.write(1, in_a_child().encode()); os._exit(0)"
     assert subprocess.check_output([sys.executable, "-c", code]) == b"started"
 """,
+    "check.py": """
+import sys
+
+sys.path.insert(0, "src")
+from toy.queue.limits import failing, unasserted
+
+if unasserted(2) != 2 or failing() != []:
+    sys.exit("it says no")
+""",
     "pyproject.toml": "[tool.pytest.ini_options]\npythonpath = ['src']\naddopts = ['--import-mode=importlib']\n",
 }
 STATUSES = {
     "limits.py:2": "noticed",  # outside functions
     "limits.py:6": "noticed",
-    "limits.py:10": "survived",
+    "limits.py:10": "noticed",  # by the check alone
     "limits.py:14": "skipped",  # its only test fails anyway
     "limits.py:18": "survived",  # no test executes it
     "fixtures.py:3": "noticed",  # in a fixture of both tests
@@ -249,7 +258,7 @@ def toy(tmp_path: Path) -> Path:
 
 
 def mutate(root: Path, *arguments: str, code: int = 0) -> tuple[dict[str, Any], str]:
-    command = [ROOT / "scripts" / "mutate", "--root", root, "--folders", "queue", "--json", *arguments]
+    command = [ROOT / "scripts" / "mutate", "--root", root, "--folders", "queue", "--json", "--check", "", *arguments]
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == code, done.stderr
@@ -258,12 +267,13 @@ def mutate(root: Path, *arguments: str, code: int = 0) -> tuple[dict[str, Any], 
 
 def test_whole_run_on_a_small_package(toy: Path) -> None:
     before = {path: path.read_bytes() for path in toy.rglob("*") if path.is_file()}
-    report, log = mutate(toy, "--at-least", "84", code=1)
+    report, log = mutate(toy, "--check", f"{sys.executable} check.py", "--at-least", "92", code=1)
     assert {
         f"{Path(mutant['path']).name}:{mutant['line']}": mutant["status"] for mutant in report["mutants"]
     } == STATUSES
-    assert report["folders"] == {"queue": {"planted": 12, "noticed": 10, "survived": 2}}
-    assert report["share"] == 83.3
+    assert report["folders"] == {"queue": {"planted": 12, "noticed": 11, "survived": 1}}
+    assert report["share"] == 91.7
+    assert [mutant["line"] for mutant in report["mutants"] if mutant["cause"] == "check"] == [10]
     assert "8 of 9 tests pass" in log
     (caught,) = (mutant for mutant in report["mutants"] if mutant["path"].endswith(".lua"))
     assert (caught["before"], caught["after"]) == ("return a < b", "return a <= b")
@@ -280,6 +290,8 @@ def test_state_is_extended_for_the_same_tree(toy: Path, tmp_path: Path) -> None:
     assert len(judged) == 3
     assert "passed" not in log  # the tests are not measured again
     assert len(re.findall(r"(?m)^\[.*\] (noticed|survived)", log)) == 2
+    _, log = mutate(toy, "--state", state, "--check", "sh -c 'echo no; exit 1'", code=1)
+    assert "failed without a mistake:\nno" in log
     (toy / "src/toy/queue/limits.py").write_text("LIMIT = 4\n")
     _, log = mutate(toy, "--state", state, code=1)
     assert state in log
