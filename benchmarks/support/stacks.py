@@ -31,7 +31,7 @@ PARTS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("sampling", r"hf_sampling\.py|^_sample |vllm/v1/sample/"),
         ("attention", r"hf_attention\.py|attention"),
         ("model", r"/models/.*/modeling_|/torch/nn/|vllm/model_executor/"),
-        ("batching", r"hf_(batch|cache)\.py|gpu_model_runner|vllm/v1/worker/block_table|vllm/v1/utils"),
+        ("batching", r"hf_(batch|cache|passes)\.py|gpu_model_runner|vllm/v1/worker/block_table|vllm/v1/utils"),
         ("scheduling", r"vllm/v1/core/|vllm/v1/engine/core"),
         ("answers", r"hf_server\.py|vllm/entrypoints/|vllm/renderers/|vllm/v1/engine/"),
     ),
