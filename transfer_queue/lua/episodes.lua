@@ -60,7 +60,8 @@ local function suspects_room(held)
   local all = call('HGETALL', key('suspects'))
   for i = 2, #all, 2 do
     local most, of = string.match(all[i], '^(%d+) (.*)$')
-    if of == worker then room = math.min(room or tonumber(most) - held, tonumber(most) - held) end
+    local left = tonumber(most) - held
+    if of == worker then room = math.min(room or left, left) end
   end
   return room
 end
@@ -102,7 +103,7 @@ local function take(episode, most)
   given[#given + 1] = episode .. ' ' .. rows[#rows][4] .. '\n'
   held = held + 1
   if room then room = room - 1 end
-  if most then room = math.min(room or most - held, most - held) end
+  if most and (not room or most - held < room) then room = most - held end
 end
 
 -- False where the worker takes no more: it has enough, or is emptied for a suspect.
@@ -270,4 +271,3 @@ return 0
 -- ARGV: episode, fence. Returns a lease to the queue; a lost lease is ignored.
 local member = owned(ARGV[1], ARGV[2], now_ms())
 if member then hand_back(ARGV[1], member) end
-return 1

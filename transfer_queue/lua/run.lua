@@ -47,7 +47,6 @@ return {}
 -- needs: base
 -- ARGV: holder.
 if call('HGET', key('head'), 'holder') == ARGV[1] then call('DEL', key('head')) end
-return 1
 
 -- script: submit
 -- needs: run, clock, server, episode, queue
@@ -142,4 +141,3 @@ for i, is_garbage in ipairs(call('SMISMEMBER', key('garbage'), unpack(asked))) d
 end
 in_pieces(rows, function(...) call('SREM', key('garbage'), ...) end)
 in_pieces(keys, function(...) call('UNLINK', ...) end)
-return 1

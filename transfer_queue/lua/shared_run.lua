@@ -170,7 +170,6 @@ local function queue_keys(quotas, all)
     local used = all and 0 or tonumber(call('HGET', key('in_system'), source) or 0)
     if used < quota then keys[#keys + 1] = key('queue:' .. source) end
   end
-  table.sort(keys)
   return keys
 end
 

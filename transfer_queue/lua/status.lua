@@ -9,14 +9,12 @@ for _, silent in ipairs(call('ZRANGEBYSCORE', key('servers_until'), '-inf', now_
   call('HDEL', key('servers'), silent)
   call('ZREM', key('servers_until'), silent)
 end
-return 1
 
 -- script: deregister
 -- needs: run, full
 -- ARGV: server id.
 call('HDEL', key('servers'), ARGV[1])
 call('ZREM', key('servers_until'), ARGV[1])
-return 1
 
 -- script: servers
 -- needs: run, clock
@@ -39,7 +37,6 @@ if first_time(ARGV[2]) then
   call('RPUSH', key('updates'), ARGV[1])
   call('LTRIM', key('updates'), -tonumber(ARGV[3]), -1)
 end
-return 1
 
 -- script: results
 -- needs: run, server, episode
@@ -62,13 +59,11 @@ for _, task_id in ipairs(call('ZRANGE', key('split:' .. ARGV[1]), 0, -1)) do
 end
 call('DEL', key('split:' .. ARGV[1]))
 for _, state in ipairs({'queued', 'leased', 'done'}) do call('HDEL', key('splits'), ARGV[1] .. ' ' .. state) end
-return 1
 
 -- script: add_wait
 -- needs: run, full
 -- ARGV: role:cause, seconds, nonce.
 if first_time(ARGV[3]) then call('HINCRBYFLOAT', key('waits'), ARGV[1], ARGV[2]) end
-return 1
 
 -- script: status
 -- needs: run, server, episode, queue
@@ -136,7 +131,7 @@ return rows
 -- needs: run, server, episode, queue, group
 -- ARGV: episode, nonce. Its group is queued again as it was submitted.
 local episode, nonce = ARGV[1], ARGV[2]
-if not is_new(nonce) then return 1 end
+if not is_new(nonce) then return end
 if not call('ZSCORE', key('letters'), episode) then
   return refuse('QUEUE', episode .. ': no such dead letter')
 end
@@ -164,4 +159,3 @@ else
   open_episode(episode, v.split, tonumber(v.min_version), tonumber(v.seq))
 end
 first_time(nonce)
-return 1

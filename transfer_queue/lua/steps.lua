@@ -10,7 +10,6 @@ return tonumber(call('HGET', STEPS, 'epoch'))
 
 -- script: check_training
 -- needs: run, trainer, fenced
-return 1
 
 -- script: lease_batch
 -- needs: run, trainer, fenced, clock, server, episode, queue, group, lengths, admission
@@ -148,7 +147,7 @@ local kept, changed, lost = {}, {}, 0
 for _, group in ipairs(cmsgpack.unpack(fixed)) do
   local task_id, left = split_episode(group[1]), without_gone(group)
   local v = fields_of(group_key(task_id))
-  local enough = #left == #group or #left >= math.max(1, math.min(run.min_group, tonumber(v.size)))
+  local enough = #left >= math.min(run.min_group, tonumber(v.size))
   if enough then kept[#kept + 1] = left else left = {} end
   if #left < #group then changed[#changed + 1] = {task_id = task_id, v = v, group = group, whole = not enough} end
   lost = lost + #group - #left
@@ -161,7 +160,7 @@ local function forget_payload(one, episode)
   local _, m = split_episode(episode)
   local group = group_key(one.task_id)
   if one.v['b' .. m] then free_payload(one.v, group, episode, m, step < run.version) end
-  call('HDEL', group, 'p' .. m, 'r' .. m)
+  call('HDEL', group, 'p' .. m)
 end
 
 for _, one in ipairs(changed) do
@@ -242,7 +241,6 @@ end
 for lost = first, step - 1 do call('HSET', STEPS, 'ahead:' .. lost, cmsgpack.pack(known[lost])) end
 if step > run.committing then call('HSET', STEPS, 'committing', step) end
 if ARGV[2] ~= '' and step > run.version then call('HSET', STEPS, 'caught_up', step) end
-return 1
 
 -- script: forget_committed
 -- needs: run, trainer, fenced, server, episode, queue, group, steps
