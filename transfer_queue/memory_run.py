@@ -26,7 +26,8 @@ class MemoryRun:
         self._state = MemoryState(self._clock)
         self._config: str | None = None
         self._identity = RunIdentity("", "", "")
-        self._created = 0.0
+        self._created: float
+        """As `create_run` sets it."""
         self._head: tuple[str, float] = ("", 0.0)
         self._servers: dict[str, tuple[ServerInfo, float]] = {}
         self._updates: deque[WeightUpdate] = deque(maxlen=KEPT_UPDATES)

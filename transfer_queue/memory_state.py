@@ -285,9 +285,8 @@ class MemoryState:
 
     def keeps_enough(self, group: MemoryGroup, gone: set[str]) -> bool:
         """Whether a group of a fixed step can be trained without the episodes that are gone."""
-        before = group.rewarded_episodes()
-        left = len([name for name in before if name not in gone])
-        return left == len(before) or left >= max(1, min(self.limits.min_group, len(group.members)))
+        left = sum(name not in gone for name in group.rewarded_episodes())
+        return enough_members(left, len(group.members), self.limits.min_group)
 
     def ship(self, group: MemoryGroup, step: int) -> None:
         for member in group.members:

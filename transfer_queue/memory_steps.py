@@ -243,10 +243,10 @@ class MemorySteps(MemoryRun):
     async def held(self) -> set[str]:
         here = [group for group in self._state.groups.values() if group.state in ("admitted", "ready", "shipped")]
         return {
-            f"{group.task.task_id}#{index}"
+            group.episode(index)
             for group in here
             for index, member in enumerate(group.members)
-            if group.is_train and (member.payload is not None or member.spilled)
+            if member.payload is not None or member.spilled
         }
 
 

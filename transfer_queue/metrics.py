@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -94,7 +95,7 @@ ENTRY_COST = 240
 def allocated(size: int) -> int:
     """`size` rounded up to the allocator's next size class: multiples of 16 up to 128, then four per doubling."""
     if size <= 128:
-        return max(16, -(-size // 16) * 16)
+        return -(-size // 16) * 16
     step = 1 << ((size - 1).bit_length() - 3)
     return -(-size // step) * step
 
@@ -132,11 +133,10 @@ def deciles(finished: Mapping[int, int], over_age: Mapping[int, int]) -> list[Le
     if total == 0:
         return []
     rows = [_row(finished, over_age, total * i / 10, total * (i + 1) / 10) for i in range(10)]
-    ends = [round(sum(row[1] for row in rows[: i + 1])) for i in range(10)]
-    over = [round(sum(row[2] for row in rows[: i + 1])) for i in range(10)]
+    ends, over = ([round(sum(row[at] for row in rows[:count])) for count in range(11)] for at in (1, 2))
     return [
-        LengthDecile(rows[i][0], ends[i] - (ends[i - 1] if i else 0), over[i] - (over[i - 1] if i else 0))
-        for i in range(10)
+        LengthDecile(row[0], end - begin, more - less)
+        for row, (begin, end), (less, more) in zip(rows, pairwise(ends), pairwise(over), strict=True)
     ]
 
 

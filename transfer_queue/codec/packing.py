@@ -85,7 +85,7 @@ def pack(kind: int, columns: Iterable[Column], plain: Mapping[str, Any], compres
     head = pack_plain({"fields": [one.row for one in stored], "plain": plain}, "plain data")
     preamble = PREAMBLE.pack(MAGIC, FORMAT, kind, len(head), 0, body_len, xxh3_64_intdigest(head))
     start = b"".join([preamble, head, bytes(-len(head) % 8)])
-    return Packed([start, *(one.raw for one in stored if one.row[3])], len(start) + body_len)
+    return Packed([start, *(one.raw for one in stored)], len(start) + body_len)
 
 
 def whole_head(blob: bytes, kind: int) -> PayloadHead:

@@ -121,7 +121,7 @@ def wanted_fields(head: PayloadHead, fields: Sequence[str]) -> list[str]:
 
 
 def values_of(
-    head: PayloadHead, raws: Mapping[str, Any], fields: Sequence[str], start: int = 0, stop: int | None = None
+    head: PayloadHead, raws: Mapping[str, Any], fields: Sequence[str], start: int, stop: int | None
 ) -> FieldValues:
     """`fields` from the bytes of each wanted field, as ``head.fields[name].byte_range(start, stop)`` cut them.
 

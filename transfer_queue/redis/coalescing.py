@@ -73,8 +73,7 @@ class Coalescing:
     def _end_attempt(self, jobs: Sequence[WriteAndRun]) -> None:
         self._under_way -= 1
         if not all(job.ended for job in jobs):
-            _release(self._queue)
-            self._queue.clear()
+            _release(self._queue)  # who goes alone is passed over below
         while self._under_way < AT_ONCE and (share := self._next_share()):
             self._start_shared(share)
 

@@ -101,9 +101,6 @@ class Payloads:
         return [_join([next(replies) for _ in group]) for group in pieces]
 
     def _pieces(self, cut: ByteRange) -> Iterator[_Piece]:
-        if cut.start == 0 < cut.stop == cut.stored.size <= CHUNK_BYTES:  # nearly all: whole, in one key
-            yield _Piece(["GET", self._keys.payload(cut.stored.name)], cut.stop)
-            return
         keys, end = self.keys(cut.stored), min(cut.stop, cut.stored.size)
         for number in range(cut.start // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
             start = max(cut.start - number * CHUNK_BYTES, 0)

@@ -171,10 +171,10 @@ class RedisTransferQueue:
         check_tasks(tasks)
         at = [item for place in (cursor, after) for item in (("", "") if place is None else (place.epoch, place.index))]
         rows = [_submitted(task) for task in tasks]
-        size = max(1, len(rows)) if cursor is not None else SUBMIT_CHUNK
+        shares = [rows[first : first + SUBMIT_CHUNK] for first in range(0, len(rows), SUBMIT_CHUNK)]
         new = 0
-        for start in range(0, max(1, len(rows)), size):
-            new += await self._script("submit", *at, *[item for row in rows[start : start + size] for item in row])
+        for share in shares if shares and cursor is None else [rows]:
+            new += await self._script("submit", *at, *[item for row in share for item in row])
         return new
 
     async def cursor(self) -> DataCursor:

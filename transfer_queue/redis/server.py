@@ -74,7 +74,6 @@ class RedisServer:
             password,
             appendfsync=appendfsync,
             host=host,
-            port=port,
             unix_socket=unix_socket and Path(unix_socket).absolute(),
             users=tuple(users),
             maxmemory=maxmemory,

@@ -40,8 +40,6 @@ class ServerOptions:
     """When the file is synced: ``always`` by Redis before it answers, ``everysec`` by `FileSync` beside it."""
     host: str = "127.0.0.1"
     """IPv4 address on which other machines reach it, 0.0.0.0 for any; loopback it always has."""
-    port: int = 0
-    """0: a free one, chosen at the first start."""
     unix_socket: Path | None = None
     """Instead of a port."""
     users: Sequence[str] = ()
