@@ -1,0 +1,158 @@
+"""What only the queue in memory can show, with a clock of its own: times to the moment, numbers that are kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from queue_samples import INFRA, LIMITS, at, task, tasks
+
+from penstock.transfer_queue import (
+    Head,
+    MemoryTransferQueue,
+    RunIdentity,
+    RunRecord,
+    ServerInfo,
+    TurnCall,
+    WeightUpdate,
+)
+
+TTL_S = 100.0
+TIMED = replace(LIMITS, group_size=3, lease_ttl_s=TTL_S)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def queue(clock: Clock) -> MemoryTransferQueue:
+    """With four groups of three episodes."""
+    made = MemoryTransferQueue(registry_ttl_s=6.0, clock=clock)
+    await made.create_run(TIMED, "config: 1")
+    await made.submit(tasks(4), cursor=at(4))
+    return made
+
+
+async def names(queue: MemoryTransferQueue, worker: str, count: int) -> list[str]:
+    return [lease.episode_id for lease in await queue.lease_episodes(worker, count, 0)]
+
+
+async def test_memory_lease_ends_with_its_time(queue: MemoryTransferQueue, clock: Clock) -> None:
+    (lease,) = await queue.lease_episodes("first", 1, 0)
+    clock.now += TTL_S - 1
+    assert await names(queue, "second", 1) == ["train/0000#1"]
+    clock.now += 1
+    assert await names(queue, "second", 1) == [lease.episode_id]
+    assert (await queue.status()).episodes["expired"] == 1
+
+
+async def test_memory_head_ends_with_its_time(queue: MemoryTransferQueue, clock: Clock) -> None:
+    assert await queue.claim_head("first", 30.0) is None
+    clock.now += 29.5
+    assert await queue.claim_head("second", 30.0) == Head("first", 0.5)
+    clock.now += 0.5
+    assert await queue.claim_head("second", 30.0) is None
+    assert await queue.claim_head("first", 30.0) == Head("second", 30.0)
+
+
+async def test_memory_server_ends_with_its_time(queue: MemoryTransferQueue, clock: Clock) -> None:
+    await queue.heartbeat(ServerInfo("one", "http://a", 0))
+    clock.now += 5.5
+    assert [info.age_s for info in await queue.servers()] == [5.5]
+    clock.now += 0.5
+    assert await queue.servers() == []
+
+
+async def test_memory_turn_ends_with_its_time(queue: MemoryTransferQueue, clock: Clock) -> None:
+    await queue.take_turn(TurnCall("engine", "a", 1, holds=True, ttl_s=10.0))
+    clock.now += 9.5
+    assert [one.holder for one in (await queue.turns()).holders] == ["a"]
+    clock.now += 0.5
+    assert (await queue.turns()).holders == ()
+    assert [report.at_s for report in await queue.turn_reports()] == [1000.0]
+
+
+async def test_memory_run_knows_its_age(clock: Clock) -> None:
+    queue, identity = MemoryTransferQueue(clock=clock), RunIdentity("a1", "hash", "model")
+    await queue.create_run(LIMITS, "x", identity)
+    clock.now += 5
+    assert await queue.create_run(LIMITS, "x", identity) == RunRecord(identity, 5.0)
+    clock.now += 2
+    assert await queue.create_run(LIMITS, "x", identity) == RunRecord(identity, 7.0)
+
+
+async def test_memory_deaths_a_lease_apart_are_two(queue: MemoryTransferQueue, clock: Clock) -> None:
+    """A worker loses twelve episodes, and one lease's time later four of them: those were four together."""
+    assert len(await names(queue, "worker", 12)) == 12
+    clock.now += TTL_S
+    assert len(await names(queue, "worker", 4)) == 4
+    clock.now += TTL_S
+    assert await names(queue, "another", 12) == ["train/0000#0"]
+
+
+async def test_memory_deaths_within_a_lease_are_one(queue: MemoryTransferQueue, clock: Clock) -> None:
+    """The same worker's leases run out at two times less than a lease apart: all twelve were lost together."""
+    for _ in range(2):
+        assert len(await names(queue, "worker", 8)) == 8
+        clock.now += TTL_S - 1
+        assert len(await names(queue, "worker", 4)) == 4
+        clock.now += 1
+        assert await names(queue, "other", 0) == [], "takes the first eight back"
+        clock.now += TTL_S - 1
+    assert [len(await names(queue, worker, 12)) for worker in "abcd"] == [3] * 4
+
+
+async def test_memory_room_is_made_for_one_lease(queue: MemoryTransferQueue, clock: Clock) -> None:
+    """One worker is emptied for a suspect; after a lease's time it is another one's turn."""
+    for _ in range(2):
+        assert await names(queue, "dead", 1) == ["train/0000#0"]
+        clock.now += TTL_S
+    (suspect,) = await queue.lease_episodes("first", 5, 0)
+    for worker in ("busy", "other"):
+        assert len(await names(queue, worker, 1)) == 1
+    await queue.release(suspect)
+    assert await names(queue, "busy", 5) == []
+    clock.now += TTL_S - 1
+    assert len(await names(queue, "other", 1)) == 1, "another worker makes room meanwhile"
+    clock.now += 1
+    assert await names(queue, "other", 5) == [], "it makes room now"
+
+
+async def test_memory_drops_a_run_and_counts_it(queue: MemoryTransferQueue) -> None:
+    assert await queue.drop_run() == 5
+    assert await queue.drop_run() == 0
+
+
+async def test_memory_keeps_the_newest_updates(queue: MemoryTransferQueue) -> None:
+    for version in range(10_001):
+        await queue.report_update(WeightUpdate("one", version, 0.02, 0.1, 0.01, 0))
+    kept = await queue.updates()
+    assert (len(kept), kept[0].version, kept[-1].version) == (10_000, 1, 10_000)
+
+
+async def test_memory_keeps_the_newest_turn_reports(queue: MemoryTransferQueue) -> None:
+    for number in range(1, 4002):
+        await queue.take_turn(TurnCall("engine", "a", number, holds=True, ttl_s=10.0, used=number))
+    kept = await queue.turn_reports()
+    assert (len(kept), kept[0].used, kept[-1].used) == (4000, 2, 4001)
+
+
+async def test_memory_gives_the_first_hundred_letters(clock: Clock) -> None:
+    queue = MemoryTransferQueue(clock=clock)
+    await queue.create_run(replace(LIMITS, max_attempts=1), "x")
+    await queue.submit([task(number, "eval/1") for number in range(101)])
+    for lease in await queue.lease_episodes("worker", 101, 0):
+        assert await queue.fail(lease, INFRA) is False
+    found, every = await queue.dead_letters(), await queue.dead_letters(1000)
+    assert (len(found), len(every)) == (100, 101)
+    assert found == every[:100]
