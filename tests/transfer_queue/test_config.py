@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from penstock.transfer_queue import TransferQueueConfig
+from penstock.transfer_queue import Limits, TransferQueueConfig
 
 LEAST = {
     "min_group": 1,
@@ -35,6 +36,27 @@ def test_config_refuses_by_name_what_it_does_not_know(wrong: dict[str, Any]) -> 
     (name,) = wrong
     with pytest.raises(ValidationError, match=name):
         TransferQueueConfig(**wrong)
+
+
+def test_config_has_the_defaults_of_the_limits() -> None:
+    config, limits = TransferQueueConfig(), Limits(1, 1, 0)
+    assert {name: getattr(config, name) for name in DEFAULTS} == DEFAULTS
+    shared = DEFAULTS.keys() & {one.name for one in fields(Limits)}
+    assert {name: getattr(limits, name) for name in shared} == {name: DEFAULTS[name] for name in shared}
+
+
+DEFAULTS = {
+    "min_group": 2,
+    "max_attempts": 3,
+    "max_lost_leases": 5,
+    "max_bytes": 4 << 30,
+    "max_groups": 0,
+    "filter_groups": "none",
+    "max_filtered_steps": 10,
+    "quotas": {},
+    "overage": "wait",
+    "spill": True,
+}
 
 
 def test_config_stays_as_it_was_read() -> None:
