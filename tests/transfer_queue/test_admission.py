@@ -99,8 +99,11 @@ def test_quotas_that_fill_a_step_pass(quotas: dict[str, int], sources: list[str]
 
 def test_quotas_that_cannot_fill_a_step_are_refused_with_the_sum() -> None:
     limits = replace(LIMITS, quotas={"sums": 2, "code": 3, "absent": 50})
-    with pytest.raises(QueueError, match=r"^quotas: code 3 \+ sums 2 = 5 < groups_per_step = 6: .* Raise them to 6 in"):
-        check_quotas(limits, ["sums", "code", "sums"])
+    for quotas in (limits.quotas, {"sums": 2, "code": 3}):
+        with pytest.raises(
+            QueueError, match=r"^quotas: code 3 \+ sums 2 = 5 < groups_per_step = 6: .* Raise them to 6"
+        ):
+            check_quotas(replace(limits, quotas=quotas), ["sums", "code", "sums"])
 
 
 LEAST = {

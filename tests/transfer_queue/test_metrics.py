@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,21 +14,27 @@ from prometheus_client.parser import text_string_to_metric_families
 from queue_samples import LIMITS, at, finish_all, task, tasks, train, trajectory
 
 from penstock.transfer_queue import (
+    COMPLETED,
     Announcement,
     Batch,
     BatchLog,
     JournalEntry,
     JournalKind,
+    LengthDecile,
     Limits,
     MemoryTransferQueue,
     QueueGauges,
     RedisServer,
     RedisTransferQueue,
     ServerInfo,
+    Status,
     Task,
+    Trajectory,
     TransferQueueConfig,
+    encode_trajectory,
     exposition,
 )
+from penstock.transfer_queue.codec import encode_journal, encode_task
 
 SERVERS = [ServerInfo("s1", "http://b", 1), ServerInfo("s0", "http://a", 0)]
 
@@ -62,6 +68,103 @@ async def test_gauges_say_what_the_status_says() -> None:
 
 def test_no_status_no_gauges() -> None:
     assert list(QueueGauges("r1", lambda: None).collect()) == []
+
+
+def test_gauges_share_over_age_by_decile_and_lag() -> None:
+    deciles = [LengthDecile(10, 4, 1), LengthDecile(20, 0, 0), *[LengthDecile(30, 2, 2)] * 8]
+    status = Status(1, 1, 1, {}, {}, 0, {}, {}, over_age=deciles)
+    text = exposition("r1", status, [*SERVERS, ServerInfo("ahead", "http://c", 3)]).decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    shares = {s.labels["decile"]: s.value for s in samples if s.name == "penstock_queue_over_age_share"}
+    assert shares == {"1": 0.25, "2": 0.0} | {str(number): 1.0 for number in range(3, 11)}
+    lags = {s.labels["server"]: s.value for s in samples if s.name == "penstock_queue_server_version_lag"}
+    assert lags == {"s0": 1, "s1": 0, "ahead": 0}
+
+
+async def finished(lengths: list[int]) -> Sequence[LengthDecile]:
+    """The deciles of a run with one finished episode of each number of response tokens."""
+    queue = MemoryTransferQueue()
+    await queue.create_run(Limits(1, len(lengths), 0), "x")
+    await queue.submit(tasks(len(lengths)), cursor=at(len(lengths)))
+    for lease, tokens in zip(await queue.lease_episodes("worker", len(lengths), 0), lengths, strict=True):
+        await queue.complete(lease, trajectory(lease, tokens=tokens - 1))
+    return (await queue.status()).over_age
+
+
+async def test_deciles_name_lengths_to_within_a_twelfth() -> None:
+    """At most 2 ** (n / 12) - 1 tokens, for the first whole n with which that is more than the length."""
+    found = await finished([1, 2, 3, 4, 7, 15, 30, 63, 126, 901])
+    assert [row.tokens_up_to for row in found] == [1, 2, 3, 4, 7, 15, 30, 66, 126, 911]
+    assert [(row.episodes, row.over_age) for row in found] == [(1, 0)] * 10
+
+
+async def test_deciles_divide_a_bucket_evenly() -> None:
+    found = await finished([3] * 16 + [30] * 4)
+    assert [(row.tokens_up_to, row.episodes) for row in found] == [(3, 2)] * 8 + [(30, 2)] * 2
+    assert sum(row.episodes for row in await finished([3] * 3)) == 3
+
+
+ONE = Limits(group_size=1, groups_per_step=1, max_staleness=0)
+GROUP, MEMBER, KEY, ENTRY = 350, 300, 110, 240
+"""What Redis needs for a group, an episode, a key and an entry of a journal, besides the bytes themselves."""
+
+
+def padded(size: int, encode: Callable[[str], bytes]) -> str:
+    """The padding with which something is `size` bytes long."""
+    every = ("x" * count for count in range(max(0, size - 400), size))
+    return next(padding for padding in every if len(encode(padding)) == size)
+
+
+@pytest.mark.parametrize(("size", "allocated"), [(243, 256), (244, 256), (245, 320), (500, 512), (501, 640)])
+@pytest.mark.parametrize("split", ["train", "eval/1"])
+async def test_bytes_of_a_task_are_of_its_size_class(split: str, size: int, allocated: int) -> None:
+    """Twelve bytes stand around what is stored. The episodes of a training task count once they may run."""
+
+    def made(padding: str) -> Task:
+        return Task("t", split, [{"content": padding}], "", None)
+
+    queue = MemoryTransferQueue()
+    await queue.create_run(ONE, "x")
+    await queue.submit([made(padded(size, lambda padding: encode_task(made(padding))))])
+    first = (await queue.status()).bytes
+    assert first == allocated + KEY + GROUP + (0 if split == "train" else MEMBER)
+    await queue.lease_episodes("worker", 1, 0)
+    assert (await queue.status()).bytes == allocated + KEY + GROUP + MEMBER
+
+
+@pytest.mark.parametrize(("size", "allocated"), [(96, 112), (104, 128), (112, 128), (120, 160), (240, 256), (248, 320)])
+async def test_bytes_of_an_entry_are_of_its_size_class(size: int, allocated: int) -> None:
+    def made(padding: str) -> JournalEntry:
+        return JournalEntry(JournalKind.TOOLS, data={"x": padding})
+
+    queue = MemoryTransferQueue()
+    await queue.create_run(ONE, "x")
+    await queue.submit(tasks(1))
+    (lease,) = await queue.lease_episodes("worker", 1, 0)
+    await queue.journal(lease, made(padded(size, lambda padding: encode_journal(made(padding)))), 0)
+    assert (await queue.status()).unconsumed_bytes == allocated + ENTRY
+
+
+@pytest.mark.parametrize(
+    ("size", "allocated"),
+    [
+        (1000, 1024 + KEY),
+        (2**20 - 64, 2**20 + KEY),
+        (2**20 + 24, 2**20 + KEY + 112 + KEY),
+        (2**21 - 128, 2**21 + 2 * KEY),
+    ],
+)
+async def test_bytes_of_a_payload_are_those_of_its_pieces(size: int, allocated: int) -> None:
+    queue = MemoryTransferQueue()
+    await queue.create_run(ONE, "x")
+    await queue.submit(tasks(1))
+    (lease,) = await queue.lease_episodes("worker", 1, 0)
+
+    def made(padding: str) -> Trajectory:
+        return Trajectory(lease.episode_id, lease.task.task_id, [], 1.0, COMPLETED, extra={"x": padding})
+
+    await queue.complete(lease, made(padded(size, lambda padding: encode_trajectory(made(padding)))))
+    assert (await queue.status()).unconsumed_bytes == allocated
 
 
 PASSWORD = "a-test-password"
