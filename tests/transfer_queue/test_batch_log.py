@@ -108,6 +108,24 @@ def test_before_anything_is_appended_there_is_nothing(log: BatchLog) -> None:
         log.read(None, [A])
 
 
+def test_a_file_is_as_its_format_says(log: BatchLog) -> None:
+    """Head, table, payloads: byte for byte, as another build reads it."""
+    log.append(3, {A: b"alpha", B: b""}, "w")
+    rows = [(A, b"alpha"), (B, b"")]
+    table = b"".join(
+        struct.pack("<HQQ", len(name), len(blob), xxh3_64_intdigest(blob)) + name.encode() for name, blob in rows
+    )
+    head = struct.pack("<4sHHQIIQ", b"PNBL", 1, 0, 3, 2, len(table), xxh3_64_intdigest(table))
+    assert only_file(log).name == "00000003-00000001-w.batch"
+    assert only_file(log).read_bytes() == head + struct.pack("<Q", xxh3_64_intdigest(head)) + table + b"alpha"
+
+
+def test_folders_above_the_log_are_made(tmp_path: Path) -> None:
+    log = BatchLog(tmp_path / "run" / "trainer" / "batches")
+    log.append(0, {A: b"a"}, "w" * 64)
+    assert log.read(0, [A]) == {A: b"a"}
+
+
 def test_only_the_owner_may_read(log: BatchLog) -> None:
     log.append(0, {A: b"secret"}, "w")
     assert stat.S_IMODE(log.folder.stat().st_mode) == 0o700
@@ -215,9 +233,13 @@ def test_a_payload_deleted_before_it_is_read_is_named(log: BatchLog) -> None:
         log.read(5, [A])
 
 
-def test_a_full_disk_leaves_no_half_file_and_a_repeat_succeeds(log: BatchLog, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_full_disk_leaves_no_half_file_and_a_repeat_succeeds(
+    log: BatchLog, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
     def full(path: Path, parts: object) -> None:
-        path.write_bytes(b"half")
+        if begun:
+            path.write_bytes(b"half")
         raise OSError(28, "No space left on device", str(path))
 
     with monkeypatch.context() as patch:

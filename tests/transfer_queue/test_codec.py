@@ -134,7 +134,7 @@ def test_one_field_can_be_read_though_another_is_damaged() -> None:
     blob = encode_trajectory(sent)
     assert blob.count(raw) == 1
     damaged = blob.replace(raw, bytes(len(raw)))
-    assert same(get_fields(damaged, ["response_mask"]), get_fields(blob, ["response_mask"]))
+    assert same(get_fields(damaged, ["response_mask"]), expected(sent, ["response_mask"], 0, None))
     for read in (decode_trajectory, lambda payload: get_fields(payload, ["response_logprobs"])):
         with pytest.raises(BadPayload, match=r"0\.response_logprobs: wrong checksum"):
             read(damaged)
@@ -269,6 +269,25 @@ def test_task_takes_any_mapping_and_names_bad_fields() -> None:
     assert decode_task(encode_task(sent)).extra_info == {"nested": {"a": 0.5, "b": [0, 1]}}
     with pytest.raises(BadPayload, match="task train/0001: ground_truth: set"):
         encode_task(replace(task(1), ground_truth={1, 2}))
+
+
+def test_task_too_deep_by_one_is_refused_whole() -> None:
+    """Each field could be packed by itself."""
+    deep: list[object] = []
+    while fits(deep):
+        deep = [deep]
+    with pytest.raises(BadPayload, match="recursion limit") as caught:
+        encode_task(replace(task(1), ground_truth=deep))
+    assert str(caught.value).startswith("task train/0001: ")
+    assert "ground_truth" not in str(caught.value)
+
+
+def fits(truth: object) -> bool:
+    try:
+        encode_task(replace(task(1), ground_truth=truth))
+    except BadPayload:
+        return False
+    return True
 
 
 def test_journal_entries_come_back_equal() -> None:

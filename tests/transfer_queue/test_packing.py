@@ -80,6 +80,31 @@ def test_arrays_and_plain_data_come_back_equal(sent: list[Column], extra: dict, 
     assert same({column.name: column.values for column in sent}, arrays)
     assert found == extra
     assert blob_length(blob[: PREAMBLE.size]) == len(blob)
+    assert head_length(blob[: PREAMBLE.size]) == head_length(blob)
+
+
+@pytest.mark.parametrize(
+    ("changes", "length"),
+    [
+        ({}, 32 + 8 + 2**30),
+        ({"body_len": 2**30 + 1}, 32),
+        ({"magic": b"PNSX"}, 32),
+        ({"version": FORMAT + 1}, 32),
+    ],
+)
+def test_a_preamble_tells_the_length_of_what_is_ours(changes: dict[str, Any], length: int) -> None:
+    said = {"magic": MAGIC, "version": FORMAT, "head_len": 3, "body_len": 2**30} | changes
+    start = said["magic"], said["version"], KIND, said["head_len"], 0, said["body_len"], 0
+    assert blob_length(PREAMBLE.pack(*start)) == length
+    assert blob_length(PREAMBLE.pack(*start)[:-1]) == 32
+
+
+def test_fields_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.transfer_queue.codec.packing.MAX_RAW_BYTES", 100)
+    sent = [Column("a", "u1", np.zeros(40)), Column("b", "i4", np.zeros(15))]
+    assert list(whole(pack(KIND, sent, {}).joined())[0]) == ["b", "a"]
+    with pytest.raises(BadPayload, match="fields: 101 bytes unpacked, over the limit of 100"):
+        pack(KIND, [*sent, Column("c", "u1", [0])], {})
 
 
 @settings(max_examples=120)
@@ -202,6 +227,10 @@ def test_a_table_with_a_right_checksum_and_wrong_rows_is_refused(place: int, val
         (["a", "i4", [4], 16, "none", 17, bytes(8)], "a: blocks of 17 bytes"),
         (["a", "i4", [4], 16, "none", 16], "head: malformed row"),
         (["a", "i4", [2**29], 16, "zstd", 16, bytes(8)], f"over the limit of {MAX_RAW_BYTES}"),
+        (["a", "u1", [2**30], 16, "zstd", 16, bytes(8)], "a: wrong checksum"),
+        (["a", "u1", [2**30 + 1], 16, "zstd", 16, bytes(8)], "a: shape"),
+        (["a", "u1", [99], 16, "zstd", 8, bytes(16)], "a: blocks of 8 bytes do not fit 16"),
+        (["a", "u1", [99], -1, "zstd", -1, b""], "a: -1 stored bytes"),
         (["a", "i4", [2], 8, "none", 8, bytes(8)], "length: a body of 16 bytes, its fields have 8"),
     ],
 )
@@ -240,11 +269,21 @@ def test_zstd_is_kept_only_where_it_is_smaller() -> None:
         Column("noise", "u1", noise, sliced=True),
         Column("zeros", "u1", np.zeros(90_000)),
         Column("few", "u1", [0]),
+        Column("enough", "u1", np.zeros(512)),
+        Column("fewer", "u1", np.zeros(511)),
     ]
     blob = pack(KIND, sent, {}, "zstd").joined()
     found = whole_head(blob, KIND).fields
-    assert {name: field.codec for name, field in found.items()} == {"noise": "none", "zeros": "zstd", "few": "none"}
-    assert len(blob) < 11_000
+    codecs = {"noise": "none", "zeros": "zstd", "few": "none", "enough": "zstd", "fewer": "none"}
+    assert {name: field.codec for name, field in found.items()} == codecs
+    assert len(blob) < 11_500
+
+
+def forged(raw: bytes, declared: int) -> bytes:
+    """A frame that declares another length than it has: two bytes behind the magic number and the descriptor."""
+    frame = zstandard.compress(raw)
+    assert struct.unpack_from("<H", frame, 5) == (len(raw) - 256,)
+    return frame[:5] + struct.pack("<H", declared - 256) + frame[7:]
 
 
 def compressed(frame: bytes, raw_bytes: int) -> bytes:
@@ -261,6 +300,8 @@ def compressed(frame: bytes, raw_bytes: int) -> bytes:
         (zstandard.compress(bytes(1000)) + b"more", "not one whole zstd frame"),
         (zstandard.compress(bytes(1000))[:-1], "not one whole zstd frame"),
         (b"no zstd at all", "not one whole zstd frame"),
+        (forged(bytes(999), 1000), "not one whole zstd frame"),
+        (forged(bytes(1001), 1000), "not one whole zstd frame"),
     ],
 )
 def test_a_frame_never_unpacks_to_more_than_its_field(frame: bytes, message: str) -> None:

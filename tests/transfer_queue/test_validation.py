@@ -60,6 +60,10 @@ def test_finish_accepts_what_an_engine_makes(sent: Trajectory) -> None:
         ({"data": {}}, "images: '.*' is named or given"),
         ({"data": {"a": b"other"}, "by_segment": [["a"]]}, "images.data: a is not the sha256 of its bytes"),
         ({"data": {"a": "text"}, "by_segment": [["a"]]}, "images.data: a is str, bytes expected"),
+        (
+            {"urls": dict.fromkeys(images_of([b"picture"]).data, "file:///a.png")},
+            "images.urls: one is of an image that",
+        ),
     ],
 )
 def test_images_that_are_not_what_they_say_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -183,6 +187,60 @@ def perhaps_bad(draw: st.DrawFn) -> Segment:
     return Segment(**arrays)
 
 
+@settings(max_examples=100)
+@given(segments())
+def test_the_quick_look_is_enough_for_an_engine(found: Segment) -> None:
+    """The exact rules take many times as long: they are for what may be bad."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.transfer_queue.validation._refuse_bad", None)
+        check_segment(found, 0, "s")
+
+
+EDGES: dict[str, dict[str, Any]] = {
+    "ids": {"prompt_ids": i4(0, 2**31 - 1), "response_ids": i4(0, 2**31 - 1, 0, 0)},
+    "turns": {"turn_starts": i4(0, 0, 4, 4)},
+    "no_turns": {"turn_starts": i4()},
+    "teacher": {"teacher_logprobs": np.zeros(4, np.float32)},
+    "tops": tops(),
+    "one_top": tops(ids=i4([0], [0], [2**31 - 1]), logprobs=np.zeros((3, 1), np.float32)),
+    "tops_of_all": tops(logprobs=np.full((3, 2), np.log(0.504), np.float32)),
+    "experts": {"routed_experts": np.zeros((7, 1, 2), np.uint8)},
+    "many_experts": {"routed_experts": np.zeros((7, 3, 4), np.uint16)},
+    "nothing": {
+        **{"response_ids": i4(), "response_mask": np.zeros(0, np.uint8), "turn_starts": i4(0)},
+        **{"response_logprobs": np.zeros(0, np.float32), "version_spans": np.zeros((0, 3), np.int32)},
+    },
+}
+
+
+@pytest.mark.parametrize("prompt", [np.int32, np.int64])
+def test_the_floor_of_a_lease_may_be_sampled_at(prompt: type) -> None:
+    at_floor = segment([3, 3, 4])
+    ruled = replace(at_floor, prompt_ids=at_floor.prompt_ids.astype(prompt))
+    check_segment(ruled, 3, "s")
+    with pytest.raises(BadPayload, match=r"s\.version_spans: version 3 is below the lease's floor 4"):
+        check_segment(ruled, 4, "s")
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_what_just_holds_is_taken(edge: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the exact rules, which int64 prompts are for, and by the quick look alone."""
+    good = replace(GOOD, **EDGES[edge])
+    check_segment(replace(good, prompt_ids=good.prompt_ids.astype(np.int64)), 0, "s")
+    monkeypatch.setattr("penstock.transfer_queue.validation._refuse_bad", None)
+    check_segment(good, 0, "s")
+
+
+@pytest.mark.parametrize(("spans", "quick"), [(2048, True), (2049, False)])
+def test_the_quick_look_counts_some_spans(spans: int, quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(
+        "penstock.transfer_queue.validation._refuse_bad", lambda found, *_: asked.append(len(found.version_spans))
+    )
+    check_segment(segment([0] * spans), 0, "s")
+    assert asked == ([] if quick else [spans])
+
+
 @settings(max_examples=300)
 @given(perhaps_bad(), st.integers(-1, 3))
 def test_the_quick_look_and_the_rules_judge_alike(found: Segment, floor: int) -> None:
@@ -223,6 +281,17 @@ def test_finish_refuses_old_tokens_and_large_payloads() -> None:
         finish(replace(LEASE, min_version=3), trajectory(LEASE, version=2))
     with pytest.raises(BadPayload, match="over the limit of 100"):
         finish(LEASE, trajectory(LEASE), max_bytes=100)
+    size = len(encode_trajectory(trajectory(LEASE)))
+    assert finish(LEASE, trajectory(LEASE), max_bytes=size).packed.size == size
+    with pytest.raises(BadPayload, match=f"payload of train/0001#0: {size} bytes, over the limit of {size - 1}"):
+        finish(LEASE, trajectory(LEASE), max_bytes=size - 1)
+
+
+def test_finish_of_nothing_sampled_names_no_version() -> None:
+    none = replace(trajectory(LEASE), segments=[], reward=1)
+    result = finish(LEASE, none)
+    assert (result.reward, result.tokens, result.lowest_version, result.highest_version) == (1.0, 0, None, 0)
+    assert type(result.reward) is float
 
 
 @pytest.mark.parametrize(
@@ -244,6 +313,7 @@ def test_finish_refuses_old_tokens_and_large_payloads() -> None:
 )
 def test_tasks_that_the_queue_cannot_keep_are_refused(change: dict, message: str) -> None:
     good: list[Task] = [task(1), task(2, source="Größe 3/α", priority=-1000), task(3, source="", priority=1000)]
+    good += [replace(task(4), task_id="!" + "~" * 199), task(5, source="x" * 200, group_size=1)]
     check_tasks(good)
     with pytest.raises(QueueError, match=message):
         check_tasks([*good, replace(task(1), **change)])
