@@ -55,13 +55,26 @@ async def test_a_submission_that_would_leave_a_gap_is_refused(make_queue) -> Non
     assert await queue.submit(tasks(3), cursor=at(3), after=at(5)) == 0  # a repeat stays a no-op
     assert await queue.submit(tasks(2, start=3), cursor=at(0, epoch=1), after=at(3)) == 2
     assert (await queue.status()).groups["submitted"] == 5
+    assert await queue.submit(tasks(1, start=5), cursor=at(9)) == 0  # an epoch before
+    with pytest.raises(StepError, match="submit after 2:0: the tasks after 1:0 are not here"):
+        await queue.submit(tasks(1, start=5), cursor=at(1, epoch=2), after=at(0, epoch=2))
+    assert await queue.submit(tasks(1, start=5), cursor=at(1, epoch=1), after=at(9)) == 1
 
 
 async def test_submit_without_a_cursor_skips_known_tasks(make_queue) -> None:
     queue = await make_queue(LIMITS)
     assert await queue.submit([task(0, "eval/1"), task(1, "eval/1")]) == 2
     assert await queue.submit([task(1, "eval/1"), task(2, "eval/1")]) == 1
+    assert await queue.submit([]) == 0
     assert await queue.cursor() == DataCursor()
+
+
+async def test_submit_without_a_cursor_goes_in_shares(make_queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.transfer_queue.redis.queue.SUBMIT_CHUNK", 2)
+    queue = await make_queue(LIMITS)
+    assert await queue.submit([task(number, "eval/1") for number in range(5)]) == 5
+    assert await queue.submit([task(number, "eval/1") for number in range(7)]) == 2
+    assert len(await queue.lease_episodes("worker", 9, 0)) == 7
 
 
 async def test_tasks_arrive_as_they_were_sent(make_queue) -> None:
@@ -99,6 +112,14 @@ async def test_leases_come_oldest_group_first_and_fill_groups(make_queue) -> Non
     ]
     assert [lease.member for lease in first] == [0, 1, 0]
     assert (await queue.status()).workers == {"a": 3, "b": 2}
+
+
+async def test_no_group_is_admitted_before_it_is_needed(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(3), cursor=at(3))
+    for count, admitted in ((0, 0), (2, 1), (1, 2), (1, 2)):
+        assert len(await queue.lease_episodes("worker", count, 0)) == count
+        assert (await queue.status()).groups["admitted"] == admitted
 
 
 async def test_other_splits_come_first(make_queue) -> None:
@@ -238,6 +259,8 @@ async def test_only_the_fence_that_holds_an_episode_adopts_it(make_queue) -> Non
     for episode_id, fence in (
         (old.episode_id, old.fence),
         (new.episode_id, new.fence + 1),
+        ("train/0000#1", old.fence),  # never leased
+        ("train/0000#2", 1),
         ("train/0000#7", 1),
         ("train/9999#0", 1),
         ("nonsense", 1),
@@ -309,6 +332,9 @@ async def test_failures_are_retried_then_given_up(make_queue) -> None:
         await queue.requeue("train/0000#0")
     episodes = (await queue.status()).episodes
     assert (episodes["retried"], episodes["failed"], episodes["completed"]) == (2, 1, 2)
+    await queue.commit(1)
+    with pytest.raises(QueueError, match="continued without it"):
+        await queue.requeue("train/0000#0")
 
 
 async def test_a_group_with_too_few_rewards_dies_and_can_be_requeued(make_queue) -> None:
@@ -321,7 +347,7 @@ async def test_a_group_with_too_few_rewards_dies_and_can_be_requeued(make_queue)
     assert (status.groups["dead"], status.groups["admitted"], status.unconsumed_bytes) == (1, 0, 0)
     assert status.episodes["group_failed"] == 2
     (letter,) = await queue.dead_letters()
-    assert (letter.episode_id, letter.outcome.reason) == (second.episode_id, "deadline")
+    assert (letter.episode_id, letter.outcome.reason, letter.attempts) == (second.episode_id, "deadline", 0)
     await queue.requeue(second.episode_id)
     assert await queue.dead_letters() == []
     with pytest.raises(QueueError, match="no such dead letter"):

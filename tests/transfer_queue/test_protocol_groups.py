@@ -66,6 +66,27 @@ async def test_a_run_that_filters_everything_stops_and_says_why(make_queue) -> N
         await queue.lease_batch(0)
 
 
+async def test_filtered_groups_are_limited_by_whole_steps(make_queue) -> None:
+    """One step of two groups may be filtered, and 0 is no limit."""
+    one, endless = [await make_queue(replace(FILTERED, max_filtered_steps=steps)) for steps in (1, 0)]
+    for queue in (one, endless):
+        await queue.submit(tasks(5), cursor=at(5))
+        for _ in range(2):
+            await finish_group(queue, [1.0, 1.0])
+        assert isinstance(await queue.lease_batch(0), Waiting)
+        await finish_group(queue, [1.0, 1.0])
+    with pytest.raises(TooManyFiltered, match=r"step 0: 3 groups .* more than 1 steps of 2 \(max_filtered_steps\)"):
+        await one.lease_batch(0)
+    assert isinstance(await endless.lease_batch(0), Waiting)
+    smallest = await make_queue(replace(FILTERED, max_filtered_steps=1, groups_per_step=1))
+    await smallest.submit(tasks(2), cursor=at(2))
+    for _ in range(2):
+        assert isinstance(await smallest.lease_batch(0), Waiting)
+        await finish_group(smallest, [1.0, 1.0])
+    with pytest.raises(TooManyFiltered, match="step 0: 2 groups"):
+        await smallest.lease_batch(0)
+
+
 async def test_a_step_resets_the_count_of_filtered_groups(make_queue) -> None:
     queue = await make_queue(replace(FILTERED, groups_per_step=1, max_filtered_steps=1))
     await queue.submit(tasks(6), cursor=at(6))
@@ -120,6 +141,44 @@ async def test_a_dead_group_gives_its_quota_back(make_queue) -> None:
     assert await queue.lease_episodes("worker", 8, 0) == []
     await queue.requeue("train/0000#0")
     assert (await queue.status()).groups["queued"] == 1
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+async def test_groups_that_leave_give_their_quota_back(make_queue, filtered: bool) -> None:
+    """A filtered one at its end; a dropped one when its step has gone."""
+    kind = replace(LIMITS, filter_groups="zero_variance") if filtered else replace(LIMITS, overage="drop")
+    queue = await make_queue(replace(kind, groups_per_step=1, max_staleness=0, quotas={"swe": 1}))
+    await queue.submit([task(n, source="swe") for n in range(3)], cursor=at(3))
+    first = await queue.lease_episodes("worker", 5, 0)
+    assert {lease.task.task_id for lease in first} == {"train/0000"}
+    if filtered:
+        for lease in first:
+            await queue.complete(lease, trajectory(lease))
+    else:
+        await queue.commit(1, {0: [["train/0009#0"]]})
+        assert isinstance(await queue.lease_batch(1), Waiting)
+        assert (await queue.status()).groups["dropped_over_age"] == 1
+    second = await queue.lease_episodes("worker", 5, 1)
+    assert {lease.task.task_id for lease in second} == {"train/0001"}
+
+
+async def test_back_pressure_begins_above_max_bytes(make_queue) -> None:
+    limits = replace(LIMITS, groups_per_step=1, max_staleness=3)
+    first = await make_queue(limits)
+    await first.submit(tasks(2), cursor=at(2))
+    await finish_all(first, count=2)
+    held = (await first.status()).unconsumed_bytes
+    for room, taken in ((0, 2), (-1, 0)):
+        queue = await make_queue(replace(limits, max_bytes=held + room))
+        await queue.submit(tasks(2), cursor=at(2))
+        await finish_all(queue, count=2)
+        assert len(await queue.lease_episodes("worker", 2, 0)) == taken
+
+
+async def test_max_groups_of_one_is_a_limit(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, groups_per_step=1, max_staleness=2, max_groups=1))
+    await queue.submit(tasks(3), cursor=at(3))
+    assert len(await queue.lease_episodes("worker", 9, 0)) == 2
 
 
 async def test_max_groups_bounds_what_is_in_the_system(make_queue) -> None:

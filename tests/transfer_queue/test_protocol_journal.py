@@ -22,6 +22,8 @@ async def kept(queue: TransferQueue, lease: Lease) -> list[int]:
 async def test_journal_refuses_an_entry_after_a_hole(make_queue) -> None:
     queue = await make_queue(LIMITS)
     lease = await one_lease(queue)
+    with pytest.raises(JournalMismatch, match="train/0000#0: journal entry 2: the journal has 0 entries"):
+        await queue.journal(lease, turn(2), 2)
     await queue.journal(lease, turn(0), 0)
     with pytest.raises(JournalMismatch, match="train/0000#0: journal entry 3") as caught:
         await queue.journal(lease, turn(3), 3)

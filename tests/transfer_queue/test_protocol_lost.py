@@ -5,9 +5,18 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import pytest
 from queue_samples import LIMITS, at, task, tasks, trajectory
 
-from penstock.transfer_queue import Batch, Lease, OutcomeKind, TransferQueue
+from penstock.transfer_queue import (
+    Batch,
+    Lease,
+    MemoryTransferQueue,
+    Outcome,
+    OutcomeKind,
+    RedisTransferQueue,
+    TransferQueue,
+)
 
 TTL_S = 0.05
 SHORT = replace(LIMITS, group_size=3, lease_ttl_s=TTL_S, max_lost_leases=3)
@@ -16,6 +25,18 @@ POISON = "train/0000#1"
 
 async def run_out() -> None:
     await asyncio.sleep(2 * TTL_S)
+
+
+async def let_run_out(queue: TransferQueue) -> None:
+    """All leases, at once."""
+    if isinstance(queue, MemoryTransferQueue):
+        for _, _, member in queue._state.leased():
+            member.expires_at = 0.0
+        return
+    assert isinstance(queue, RedisTransferQueue)
+    key = queue._keys.index + "leases"
+    for episode in await queue._connection.command("ZRANGE", key, 0, -1):
+        await queue._connection.command("ZADD", key, 0, episode)
 
 
 async def die(queue: TransferQueue, worker: str, count: int) -> list[Lease]:
@@ -65,7 +86,9 @@ async def test_a_poison_row_of_another_split_ends_too(make_queue) -> None:
         (lease,) = await die(queue, "worker", 4)
         assert lease.task.split == "eval/0"
     assert await queue.lease_episodes("worker", 4, 0) == []
-    assert [letter.episode_id for letter in await queue.dead_letters()] == ["eval/0/0000#0"]
+    (letter,) = await queue.dead_letters()
+    reason = "3 workers died or fell silent while they ran it: worker, worker, worker"
+    assert (letter.episode_id, letter.outcome) == ("eval/0/0000#0", Outcome(OutcomeKind.INFRA_ERROR, reason, "worker"))
     assert (await queue.status()).episodes["killed_workers"] == 1
     assert (await queue.status()).other_splits == {"eval/0": {"queued": 0, "leased": 0, "done": 1}}
 
@@ -119,3 +142,35 @@ async def test_one_worker_at_a_time_makes_room(make_queue) -> None:
         await queue.complete(lease, trajectory(lease))
     (taken,) = await queue.lease_episodes("busy", 5, 0)
     assert (taken.episode_id, len(other)) == (lost.episode_id, 2)
+    assert await queue.lease_episodes("busy", 5, 0) == []  # beside the suspect it runs nothing
+    await queue.complete(taken, trajectory(taken))
+    assert len(await queue.lease_episodes("busy", 5, 0)) == 5
+
+
+async def test_renewing_forgives_no_lost_lease(make_queue) -> None:
+    queue = await make_queue(replace(SHORT, max_lost_leases=2))
+    await queue.submit([task(0, "eval/0")])
+    for _ in range(2):
+        (lease,) = await queue.lease_episodes("worker", 1, 0)
+        assert await queue.renew([lease]) == []
+        await run_out()
+    assert await queue.lease_episodes("worker", 1, 0) == []
+    assert [letter.episode_id for letter in await queue.dead_letters()] == [lease.episode_id]
+
+
+@pytest.mark.parametrize("split", ["train", "eval/0"])
+async def test_a_suspect_empties_a_worker_that_holds_one(make_queue, split: str) -> None:
+    """Which is given nothing else meanwhile, and no group is admitted in vain."""
+    queue = await make_queue(replace(SHORT, lease_ttl_s=1000.0, groups_per_step=4))
+    await queue.submit([task(0, split), task(1), task(2)])
+    for _ in range(2):
+        (lost,) = await queue.lease_episodes("dead", 1, 0)
+        await let_run_out(queue)
+    (suspect,) = await queue.lease_episodes("first", 5, 0)
+    (busy,) = await queue.lease_episodes("busy", 1, 0)
+    await queue.release(suspect)
+    admitted = (await queue.status()).groups["admitted"]
+    assert await queue.lease_episodes("busy", 5, 0) == []
+    assert (await queue.status()).groups["admitted"] == admitted
+    await queue.complete(busy, trajectory(busy))
+    assert [lease.episode_id for lease in await queue.lease_episodes("busy", 5, 0)] == [lost.episode_id]

@@ -82,6 +82,15 @@ async def test_a_group_of_one_leaves_with_its_payload(make_queue) -> None:
     await assert_balance(queue, lost=1, lost_groups=1)
 
 
+async def test_a_group_keeps_one_where_one_is_enough(make_queue) -> None:
+    queue, batch, leases = await shipped(make_queue, replace(FOUR, min_group=1))
+    for gone in batch.groups[1][:3]:
+        await lose(queue, leases[gone])
+    assert await queue.drop_lost(0, batch.groups[1][:3]) == 3
+    assert await queue.lease_batch(0) == Batch(0, [batch.groups[0], batch.groups[1][3:]])
+    await assert_balance(queue, lost=3)
+
+
 @pytest.mark.parametrize("published", [False, True])
 async def test_a_group_with_too_few_left_leaves_with_it(make_queue, published: bool) -> None:
     """Three of four are gone and `min_group` is two: the last one cannot be trained alone."""
@@ -126,6 +135,9 @@ async def test_a_spilled_payload_may_be_lost_too(make_queue) -> None:
     await queue.publish_version(Announcement(1, {}))
     await queue.spill(0, batch.groups[0])
     assert await queue.drop_lost(0, batch.groups[0][:1]) == 1
+    with pytest.raises(BadPayload, match=f"{batch.groups[0][0]}: no payload"):
+        await queue.read(batch.groups[0][:1])
+    assert len(await queue.read(batch.groups[0][1:])) == 3
     await assert_balance(queue, lost=1)
     await queue.commit(1)
     await assert_balance(queue, lost=1)

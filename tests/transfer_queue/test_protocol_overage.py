@@ -8,6 +8,8 @@ import pytest
 from queue_samples import LIMITS, at, finish_all, tasks, train, trajectory, turn
 
 from penstock.transfer_queue import (
+    JournalEntry,
+    JournalKind,
     Lease,
     LeaseLost,
     Limits,
@@ -59,6 +61,18 @@ async def test_wait_holds_a_batch_that_would_crowd_later_steps(make_queue) -> No
         await queue.complete(lease, trajectory(lease))
     batch = await queue.lease_batch(1)
     assert [group[0] for group in batch.groups] == ["train/0002#0", "train/0003#0"]
+
+
+async def test_wait_names_the_five_groups_that_are_due_first(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, max_staleness=3))
+    await queue.submit(tasks(10), cursor=at(10))
+    leases = await queue.lease_episodes("worker", 16, 0)
+    for lease in leases[:4]:
+        await queue.complete(lease, trajectory(lease))
+    await train(queue, 0)
+    assert len(await finish_all(queue, version=1)) == 4
+    names = ", ".join(f"train/{number:04d} by step 3" for number in range(2, 7))
+    assert await queue.lease_batch(1) == Waiting(f"slow groups are due: {names}")
 
 
 @pytest.mark.parametrize(
@@ -151,6 +165,22 @@ async def test_dropped_episodes_count_with_what_they_had_sampled(make_queue) -> 
     assert sum(decile.over_age for decile in status.over_age) == 2
     assert status.over_age[0].over_age >= 1
     assert status.over_age[0].tokens_up_to <= 3
+
+
+async def test_a_dropped_episode_counts_sampled_tokens_alone(make_queue) -> None:
+    """Two tokens, and what its tools said; nothing else ended, so that all deciles are of its group."""
+    queue = await make_queue(replace(LIMITS, overage="drop", max_staleness=0))
+    await queue.submit(tasks(2), cursor=at(2))
+    leases = await queue.lease_episodes("worker", 4, 0)
+    for lease in leases:
+        await queue.journal(lease, turn(1), 0)
+        await queue.journal(lease, JournalEntry(JournalKind.TOOLS, data={"results": []}), 1)
+    await queue.commit(1, {0: [["train/0008#0"], ["train/0009#0"]]})
+    assert isinstance(await queue.lease_batch(1), Waiting)
+    status = await queue.status()
+    assert status.groups["dropped_over_age"] == 2
+    assert {row.tokens_up_to for row in status.over_age} == {2}
+    assert sum(row.episodes for row in status.over_age) == sum(row.over_age for row in status.over_age) == 4
 
 
 async def test_an_episode_is_counted_under_one_reason(make_queue) -> None:

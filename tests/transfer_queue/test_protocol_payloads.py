@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -54,6 +55,28 @@ async def test_slices_are_those_of_the_whole(make_queue, tokens: int) -> None:
         np.testing.assert_array_equal(values.segments[0]["prompt_ids"], whole.prompt_ids)
 
 
+async def test_fields_come_from_behind_a_long_head(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(1), cursor=at(1))
+    (lease,) = await queue.lease_episodes("worker", 1, 0)
+    sent = replace(trajectory(lease, tokens=9), extra={"said": "x" * 9_000})
+    await queue.complete(lease, sent)
+    (values,) = await queue.get([lease.episode_id], ["response_ids", "extra"])
+    assert (values.segments[0]["response_ids"].tolist(), values.plain) == (list(range(10)), {"extra": sent.extra})
+
+
+async def test_a_commit_takes_the_batch_log_along(make_queue, tmp_path: Path) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(8), cursor=at(8))
+    episodes = await finish_all(queue)
+    for step in (0, 1):
+        await train(queue, step)
+        assert await queue.spill(step, episodes) == 4
+    assert len(list(tmp_path.rglob("*.batch"))) == 2
+    await queue.commit(1)
+    assert [path.name[:8] for path in tmp_path.rglob("*.batch")] == ["00000001"]
+
+
 async def test_images_are_counted_and_deleted_with_their_trajectory(make_queue) -> None:
     """Each once, however often it stands in the episode; a spilled step keeps them, a committed one has none left."""
     queue = await make_queue(LIMITS)
@@ -89,8 +112,10 @@ async def test_unknown_fields_are_named(make_queue) -> None:
     sent = await complete_one(queue, 3)
     with pytest.raises(QueueError, match=r"response_maks.*response_mask"):
         await queue.get([sent.episode_id], ["response_maks"])
-    with pytest.raises(BadPayload, match="no payload"):
-        await queue.get(["train/0000#1"], ["response_mask"])
+    for name in ("train/0000#1", "train/0000#2", "train/9999#0", "nonsense"):
+        for call in (queue.get([name], ["response_mask"]), queue.read([name])):
+            with pytest.raises(BadPayload, match=f"{name}: no payload"):
+                await call
     assert await queue.get([], ["response_mask"]) == []
 
 

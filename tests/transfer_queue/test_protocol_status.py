@@ -20,7 +20,9 @@ async def test_servers_live_as_long_as_they_beat(make_queue) -> None:
     one, two = ServerInfo("one", "http://a", 1, 3, True, 900), ServerInfo("two", "http://b", 0, 0, False)
     await queue.heartbeat(two)
     await queue.heartbeat(one)
+    await asyncio.sleep(0.05)
     assert await queue.servers() == [one, two]
+    assert all(0.04 <= info.age_s <= 3.0 for info in await queue.servers())
     await queue.deregister("two")
     assert await queue.servers() == [one]
     async with asyncio.timeout(60):
@@ -73,6 +75,7 @@ async def test_a_dead_evaluation_episode_can_be_requeued(make_queue) -> None:
     (lease,) = await queue.lease_episodes("worker", 1, 0)
     await queue.fail(lease, INFRA)
     await queue.requeue(lease.episode_id)
+    assert (await queue.status()).other_splits == {"eval/1": {"queued": 1, "leased": 0, "done": 0}}
     (lease,) = await queue.lease_episodes("worker", 1, 0)
     await queue.complete(lease, trajectory(lease))
     done, out = await queue.results("eval/1")
@@ -160,6 +163,9 @@ async def test_dead_letters_come_in_pages_oldest_first(make_queue) -> None:
         return [letter.episode_id for letter in await queue.dead_letters(limit, start)]
 
     first, second, third = await page(3)
+    found = await queue.dead_letter(second)
+    assert found == (await queue.dead_letters())[1]
+    assert (found.outcome, found.attempts) == (INFRA, 1)
     assert [await page(2), await page(1, 1), await page(2, 2), await page(2, 3)] == [
         [first, second],
         [second],

@@ -70,6 +70,8 @@ async def test_commit_leaves_only_counters(make_queue) -> None:
         await queue.read(batch.groups[0])
     with pytest.raises(StepError):
         await queue.commit(7)
+    await queue.commit(0)
+    assert (await queue.status()).committed_step == 1, "an earlier commit takes nothing back"
 
 
 async def test_commit_before_publish_counts_once(make_queue) -> None:
@@ -77,7 +79,9 @@ async def test_commit_before_publish_counts_once(make_queue) -> None:
     await queue.submit(tasks(6), cursor=at(6))
     await finish_all(queue)
     await queue.lease_batch(0)
+    assert await queue.renew_manifest(Announcement(0, {"path": "base"}))
     await queue.commit(1)
+    assert await queue.latest_version() == Announcement(0, {"path": "base"})
     assert await queue.publish_version(Announcement(1, {}))
     status = await queue.status()
     assert (status.episodes["trained"], status.episodes["committed"]) == (4, 4)
@@ -122,13 +126,25 @@ async def test_versions_are_published_in_order_and_once(make_queue) -> None:
     assert latest.manifest == {"path": "elsewhere", "tensors": [{"name": "w"}]}
 
 
+async def test_no_version_is_left_out(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(4), cursor=at(4))
+    await finish_all(queue)
+    for step in (0, 1):
+        assert isinstance(await queue.lease_batch(step), Batch)
+    with pytest.raises(StepError, match="version 2 after 0: step 1 is out of order"):
+        await queue.publish_version(Announcement(2, {}))
+    assert await queue.publish_version(Announcement(1, {}))
+    assert await queue.publish_version(Announcement(2, {}))
+
+
 async def test_a_mark_changes_whenever_the_announcement_does(make_queue) -> None:
     queue = await make_queue(LIMITS)
     assert await queue.latest_mark() is None
     assert await queue.renew_manifest(Announcement(0, {"path": "base"}))
     base = await queue.latest_mark()
     assert base is not None
-    assert (base.version, await queue.latest_mark()) == (0, base)
+    assert (base.version, len(base.digest), await queue.latest_mark()) == (0, 32, base)
     await queue.submit(tasks(2), cursor=at(2))
     await finish_all(queue)
     await train(queue, 0)
@@ -171,6 +187,7 @@ async def test_a_queue_behind_its_checkpoint_catches_up(make_queue) -> None:
     status = await queue.status()
     places = {name: status.groups[name] for name in ("queued", "ready", "committed", "submitted")}
     assert places == {"queued": 3, "ready": 1, "committed": 4, "submitted": 8}
+    assert await queue.submit(tasks(1, start=7)) == 1, "what was trained ahead of its submission is known once"
 
 
 async def test_groups_over_age_after_catching_up_are_dropped(make_queue) -> None:
@@ -197,6 +214,17 @@ async def test_a_lost_publication_is_caught_up_with(make_queue) -> None:
     assert await queue.renew_manifest(Announcement(1, {"path": "v1"}))
 
 
+async def test_catching_up_keeps_a_step_that_is_fixed_beyond(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(4), cursor=at(4))
+    await finish_all(queue)
+    first, second = [await queue.lease_batch(step) for step in (0, 1)]
+    await queue.commit(1, {0: first.groups})
+    status = await queue.status()
+    assert (status.version, status.step, status.committed_step) == (1, 2, 1)
+    assert await queue.lease_batch(1) == second
+
+
 async def test_batches_of_known_steps_change_nothing(make_queue) -> None:
     queue = await make_queue(LIMITS)
     await queue.submit(tasks(4), cursor=at(4))
@@ -206,3 +234,4 @@ async def test_batches_of_known_steps_change_nothing(make_queue) -> None:
     await queue.commit(1, {0: batch.groups})
     status = await queue.status()
     assert (status.version, status.committed_step, status.episodes["trained"]) == (1, 1, 4)
+    assert await queue.latest_version() == Announcement(1, {"path": "v1"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from queue_samples import LIMITS, at, finish_all, tasks, train
@@ -31,7 +32,7 @@ async def trained(make_queue) -> TransferQueue:
 
 
 @pytest.mark.parametrize("call", STEP_CALLS)
-async def test_an_old_epoch_writes_no_step(make_queue, another_client, call: str) -> None:
+async def test_an_old_epoch_writes_no_step(make_queue, another_client, call: str, tmp_path: Path) -> None:
     old = await trained(make_queue)
     await old.claim_training("first on a:1")
     await train(old, 0)
@@ -42,6 +43,16 @@ async def test_an_old_epoch_writes_no_step(make_queue, another_client, call: str
         await STEP_CALLS[call](old)
     assert replace(await old.status(), ages_s={}) == before
     assert await new.latest_version() == Announcement(1, {"path": "v1"})
+    assert list(tmp_path.rglob("*.batch*")) == [], "the log is the new trainer's"
+
+
+async def test_without_a_claim_every_client_may_train(make_queue, another_client) -> None:
+    first = await trained(make_queue)
+    batch = await first.lease_batch(0)
+    second = await another_client(first)
+    second.join_training(0)
+    assert await second.lease_batch(0) == batch
+    assert await first.publish_version(Announcement(1, {}))
 
 
 async def test_the_newest_epoch_goes_on(make_queue, another_client) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,8 @@ from penstock.transfer_queue import (
     DeviceTurn,
     MemoryTransferQueue,
     OverBudget,
+    QueueError,
+    QueueUnavailable,
     Side,
     TransferQueue,
     TurnCall,
@@ -48,6 +51,8 @@ async def test_engines_share_and_a_trainer_is_alone(make_queue) -> None:
     fences = [(await one(holds=True)).fence, (await other(holds=True)).fence]
     assert 0 < fences[0] < fences[1]
     assert (await trainer(holds=True)).fence == 0
+    seen = await queue.turns()
+    assert (seen.fence, seen.wanted, seen.over_budget, len(seen.holders)) == (0, True, False, 3)
     assert (await one(holds=True)).wanted
     await one(holds=False)
     assert (await trainer(holds=True)).fence == 0
@@ -60,6 +65,17 @@ async def test_engines_share_and_a_trainer_is_alone(make_queue) -> None:
     assert (await trainer(holds=True)).fence == held.fence
     await trainer(holds=False)
     assert (await one(holds=True)).fence > held.fence
+
+
+async def test_a_call_that_names_no_budget_has_none(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.take_turn(TurnCall("engine", "a", 1, holds=True, ttl_s=LONG_S, bytes=700))
+    await asyncio.sleep(0.05)
+    found = await queue.take_turn(TurnCall("engine", "b", 1, holds=True, ttl_s=LONG_S, bytes=900))
+    assert [(one.holds, one.bytes, one.used) for one in found.holders] == [(True, 700, 0), (True, 900, 0)]
+    first, second = await queue.turn_reports()
+    assert (second.total_bytes, second.total_used) == (1600, 0)
+    assert 0.04 <= second.at_s - first.at_s <= 60
 
 
 async def test_a_waiting_trainer_comes_before_further_engines(make_queue) -> None:
@@ -163,7 +179,7 @@ async def test_a_turn_is_handed_over_and_back(make_queue, another_client) -> Non
             await waiting
         assert (trainer.holds, engine.holds) == (True, False)
         await trainer.claim(800)
-        with pytest.raises(OverBudget, match=r"placement\.memory_budget_bytes"):
+        with pytest.raises(OverBudget, match=r"placement\.memory_budget_bytes, 1000.*trainer\.micro_batch_tokens"):
             await trainer.claim(901)
         await trainer.give_back()
         async with asyncio.timeout(30):
@@ -220,5 +236,142 @@ async def test_a_claim_beside_a_living_one_over_the_budget_is_refused(make_queue
     async with first.kept(), second.kept(), asyncio.timeout(30):
         await first.take(700)
         await second.take(ALL_THAT_IS_FREE)
-        with pytest.raises(OverBudget, match=r"rollout-1 needs 700 bytes .* the others keep 700"):
+        with pytest.raises(OverBudget, match=r"rollout-1 needs 700 .* the others keep 700.*rollout\.kv_cache_tokens"):
             await second.claim(700)
+
+
+class Relay:
+    """In front of a queue: keeps the calls, and fails with what stands in `errors` first."""
+
+    def __init__(self, queue: MemoryTransferQueue) -> None:
+        self.queue = queue
+        self.calls: list[TurnCall] = []
+        self.errors: list[Exception] = []
+
+    async def take_turn(self, call: TurnCall) -> Turns:
+        self.calls.append(call)
+        if self.errors:
+            raise self.errors.pop()
+        return await self.queue.take_turn(call)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not holds():
+                await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def relay(monkeypatch: pytest.MonkeyPatch) -> Relay:
+    for name in ("ASK_S", "REST_S"):
+        monkeypatch.setattr(f"penstock.transfer_queue.turns.{name}", 0.01)
+    queue = MemoryTransferQueue()
+    await queue.create_run(LIMITS, "config: 1")
+    return Relay(queue)
+
+
+async def test_a_wait_looks_beside_it_each_time(relay: Relay) -> None:
+    engine, looks = Party(relay.queue, "engine", "rollout-0"), list[int]()
+    await engine(holds=True)
+    trainer = DeviceTurn(relay, "trainer", "trainer", TurnSettings(hand_over_s=10.0))
+
+    async def beside() -> None:
+        looks.append(len(looks))
+        if len(looks) == 3:
+            await engine(holds=False)
+
+    await trainer.take(0, beside)
+    assert (looks, trainer.holds) == ([0, 1, 2], True)
+    await trainer.give_back()
+    await engine(holds=True)
+
+    async def gone() -> None:
+        raise LookupError("rollout-0 has ended")
+
+    with pytest.raises(LookupError, match="rollout-0 has ended"):
+        await trainer.take(0, gone)
+
+
+async def test_an_engine_waits_without_a_deadline(relay: Relay) -> None:
+    trainer = Party(relay.queue, "trainer", "trainer")
+    await trainer(holds=True)
+    engine = DeviceTurn(relay, "engine", "rollout-0", TurnSettings(hand_over_s=0.0))
+    waiting = asyncio.create_task(engine.take(5))
+    await relay.until(lambda: len(relay.calls) >= 4)
+    await trainer(holds=False)
+    async with asyncio.timeout(60):
+        await waiting
+    assert engine.holds
+
+
+async def test_a_claim_of_a_lost_turn_is_refused(relay: Relay) -> None:
+    engine = DeviceTurn(relay, "engine", "rollout-0", TurnSettings(ttl_s=0.05))
+    await engine.take(5)
+    await asyncio.sleep(0.1)
+    assert (await Party(relay.queue, "trainer", "trainer")(holds=True)).fence
+    with pytest.raises(TurnLost, match="rollout-0 does not hold the devices any more"):
+        await engine.claim(7)
+    with pytest.raises(TurnLost, match="rollout-0"):
+        engine.check()
+    await engine.give_back()
+    engine.check()
+
+
+async def test_a_claim_that_waits_too_long_names_who_has_it(relay: Relay) -> None:
+    await Party(relay.queue, "engine", "rollout-0", BUDGET)(holds=True, bytes=700)
+    await Party(relay.queue, "engine", "rollout-2", BUDGET)(holds=False)
+    engine = DeviceTurn(relay, "engine", "rollout-1", TurnSettings(BUDGET, hand_over_s=0.05))
+    await engine.take(300)
+    with pytest.raises(TurnTimeout, match=r"within 0\.05 s .*on them: rollout-0 \(engine\)\. Its log"):
+        await engine.claim(301)
+    await engine.claim(299)
+    assert [one.bytes for one in (await relay.queue.turns()).holders] == [700, 299, 0]
+
+
+async def test_a_queue_that_is_away_is_asked_again(relay: Relay, caplog: pytest.LogCaptureFixture) -> None:
+    engine = DeviceTurn(relay, "engine", "rollout-0", TurnSettings(BUDGET))
+    assert (engine.holds, engine.wanted) == (False, False)
+    relay.errors = [QueueUnavailable("no answer")] * 2
+    await engine.take(5)
+    assert [(call.number, call.holds, call.bytes, call.used) for call in relay.calls] == [
+        (number, True, 5, 0) for number in (1, 2, 3)
+    ]
+    relay.errors = [QueueUnavailable("no answer")]
+    await engine.give_back(3)
+    assert not engine.holds
+    assert "not given back yet: no answer" in caplog.text
+    assert (await relay.queue.turns()).holders[0].holds, "as far as the queue knows"
+
+
+async def test_what_was_said_last_is_renewed(relay: Relay) -> None:
+    """Before the first turn, in it, after it with what stays on the devices; and nothing stays at the end."""
+    engine = DeviceTurn(relay, "engine", "rollout-0", TurnSettings(BUDGET))
+    engine.used = lambda: 7
+
+    async def renewals(count: int = 3) -> set[tuple[bool, int, int]]:
+        relay.calls.clear()
+        await relay.until(lambda: len(relay.calls) >= count)
+        return {(call.holds, call.bytes, call.used) for call in relay.calls}
+
+    async with engine.kept():
+        assert await renewals() == {(False, 0, 7)}
+        await engine.take(500)
+        assert await renewals() == {(True, 500, 7)}
+        relay.errors = [QueueError("not now")]
+        assert await renewals() == {(True, 500, 7)}
+        assert engine.holds
+        await engine.give_back(100)
+        assert await renewals() == {(False, 100, 7)}
+        numbers = [call.number for call in relay.calls]
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    assert [(one.holds, one.bytes) for one in (await relay.queue.turns()).holders] == [(False, 0)]
+
+
+async def test_a_renewal_that_breaks_loses_the_turn(relay: Relay) -> None:
+    trainer = DeviceTurn(relay, "trainer", "trainer", TurnSettings())
+    async with trainer.kept():
+        await trainer.take(5)
+        trainer.check()
+        relay.errors = [ValueError("no such entry")]
+        await relay.until(lambda: not trainer.holds)
+        with pytest.raises(TurnLost, match=r"not renewed any more: ValueError\('no such entry'\)"):
+            trainer.check()
