@@ -190,11 +190,13 @@ async def test_the_commands_for_ones_own_redis_work(users: Users) -> None:
     [
         ("mine", {"root": "long-enough"}, "role 'root': there are owner, trainer"),
         ("mine", {"agent": "short"}, "password of agent: at least 8"),
+        ("mine", {"agent": "1234567"}, "password of agent: at least 8"),
         ("mine*", {"agent": "long-enough"}, "run name"),
         ("mine ~*", {"agent": "long-enough"}, "run name"),
     ],
 )
 async def test_what_could_reach_too_far_is_refused(run: str, passwords: dict[str, str], problem: str) -> None:
+    assert len(role_users("mine", {"agent": "12345678"})) == 1
     with pytest.raises(QueueError, match=problem):
         role_users(run, passwords)
 

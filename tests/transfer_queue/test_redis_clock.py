@@ -6,6 +6,7 @@ The queue's functions are loaded with one line changed: what they read as Redis'
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 
@@ -112,3 +113,19 @@ async def test_steps_there_and_back_add_up_to_nothing(queue: RedisTransferQueue,
         assert await queue.lease_episodes("second", 4, 0) == []
         assert await queue.renew(leases) == []
     assert (await queue.status()).episodes["expired"] == 0
+
+
+async def test_fences_grow_though_the_clock_went_back(queue: RedisTransferQueue, step: Step) -> None:
+    """Another server has taken over, whose clock is an hour behind what the fences came from."""
+    leases = await start(queue, lease_ttl_s=30.0)
+    counters = queue._keys.counters
+    fences = [lease.fence for lease in leases]
+    for by_s, server in ((0, 1), (-HOUR_S, 2)):
+        await step(by_s)
+        await queue._connection.command("HSET", counters, "server", server)
+        await queue.release(leases[0])
+        (leases[0],) = await queue.lease_episodes("second", 1, 0)
+        fences.append(leases[0].fence)
+    assert fences == sorted(set(fences))
+    assert fences[-2] / 10_000 == pytest.approx(time.time(), abs=600), "ten a millisecond"
+    assert 1 < fences[-1] - fences[-2] <= 1_000_010

@@ -68,6 +68,24 @@ async def test_the_map_of_slots_is_asked_for_once(connection: Connection, cluste
     assert not any("cluster|slots" in str(one) for one in said)
 
 
+async def test_each_command_goes_where_its_key_is(connection: Connection, cluster: RedisCluster, run: str) -> None:
+    """Whichever argument that is: no node sends it on."""
+    keys = [f"{run}:{number}" for number in range(20)]
+    await connection.many([("SET", key, "x") for key in keys])
+    source = "return redis.call('GET', KEYS[1])"
+    (sha,) = {await cluster.ask(server, "SCRIPT", "LOAD", source) for server in cluster.servers}
+    await connection.script("echo", run)  # loads the functions
+    for server in cluster.servers:
+        await cluster.ask(server, "CONFIG", "RESETSTAT")
+    for key in keys:
+        assert await connection.script("echo", key, "y") == [[key.encode()], [b"y"]]
+        assert await connection.many([("EVAL", source, 1, key), ("EVALSHA", sha, 1, key)]) == [b"x", b"x"]
+        assert await connection.command("MEMORY", "USAGE", key) > 0
+        assert await connection.command("OBJECT", "ENCODING", key) == b"embstr"
+    for server in cluster.servers:
+        assert "errorstat_MOVED" not in await cluster.ask(server, "INFO", "errorstats")
+
+
 async def test_close_leaves_no_connection_to_any_node(cluster: RedisCluster, run: str) -> None:
     ports = {server.port for server in cluster.servers}
 
@@ -184,6 +202,9 @@ async def test_a_slot_that_moves_is_followed(connection: Connection, cluster: Re
     assert await split == [[key.encode() for key in keys], []]
     assert await connection.many([("GET", key) for key in keys]) == [key.encode() for key in keys]
     assert await owner(cluster, slot) is target
+    await cluster.ask(source, "CONFIG", "RESETSTAT")
+    assert await connection.many([("GET", key) for key in keys]) == [key.encode() for key in keys]
+    assert "errorstat_MOVED" not in await cluster.ask(source, "INFO", "errorstats"), "the new owner is known"
 
 
 @pytest.mark.crash

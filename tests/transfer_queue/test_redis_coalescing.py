@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from queue_samples import LIMITS, at, tasks, trajectory
+from queue_samples import LIMITS, at, task, tasks, trajectory
 from redis_parts import CONFIG, PASSWORD, Proxy
 
 from penstock.transfer_queue import Lease, LeaseLost, QueueError, QueueUnavailable, RedisServer, RedisTransferQueue
@@ -68,6 +68,46 @@ async def test_what_waits_goes_together(queue: RedisTransferQueue, monkeypatch: 
     seen = watch(queue, monkeypatch)
     assert await ended(start(queue, leases)) == [None] * 32
     assert [jobs for jobs, _ in seen] == [1, 1, 30]
+
+
+async def test_a_round_trip_has_64_calls(queue: RedisTransferQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    leases = await leased(queue, 9)
+    seen = watch(queue, monkeypatch)
+    assert await ended(start(queue, leases)) == [None] * 72
+    assert [jobs for jobs, _ in seen] == [1, 1, 64, 6]
+
+
+async def test_two_round_trips_of_many_are_under_way(
+    queue: RedisTransferQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 64 episodes each."""
+    leases = await leased(queue, 16)
+    assert len(leases) == 128
+    await queue.submit([task(number, "eval/1") for number in range(66)])
+    leases += await queue.lease_episodes("worker", 66, 0)
+    try_jobs, under_way, seen = queue._connection.try_jobs, 0, list[tuple[int, int]]()
+
+    async def counted(jobs: Sequence[Any]) -> None:
+        nonlocal under_way
+        under_way += 1
+        seen.append((under_way, len(jobs)))
+        await try_jobs(jobs)
+        under_way -= 1
+
+    monkeypatch.setattr(queue._connection, "try_jobs", counted)
+    assert await queue.complete_many([(lease, trajectory(lease)) for lease in leases]) == [None] * 194
+    assert (max(seen)[0], sorted(jobs for _, jobs in seen)) == (2, [2, 64, 64, 64])
+
+
+async def test_a_refused_call_is_not_made_again(queue: RedisTransferQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    leases = await leased(queue, 1)
+    for lease in leases[:2]:
+        await queue.release(lease)
+    monkeypatch.setattr(queue._connection, "run_jobs", None)
+    with pytest.raises(LeaseLost):
+        await queue.complete(leases[0], trajectory(leases[0]))
+    refusals = await queue.complete_many([(lease, trajectory(lease)) for lease in leases[1:]])
+    assert [type(refusal) for refusal in refusals] == [LeaseLost, *[type(None)] * 6]
 
 
 async def test_lone_calls_go_at_once(queue: RedisTransferQueue, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +185,8 @@ async def test_a_silent_redis_holds_no_caller_past_its_deadline(own_server: Redi
     leases = await leased(queue, 2)
     own_server._process.send_signal(signal.SIGSTOP)
     try:
-        assert {type(outcome) for outcome in await ended(start(queue, leases))} == {QueueUnavailable}
+        async with asyncio.timeout(8):
+            assert {type(outcome) for outcome in await ended(start(queue, leases))} == {QueueUnavailable}
     finally:
         own_server._process.send_signal(signal.SIGCONT)
     patient = await RedisTransferQueue.connect(own_server.url, "silent", CONFIG, PASSWORD)

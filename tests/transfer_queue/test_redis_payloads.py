@@ -140,7 +140,7 @@ async def test_payloads_come_in_round_trips_of_bounded_size(
     names = [lease.episode_id for lease in leases]
     await queue.read(names[:1])
     ((size,),) = trips
-    for limit, expected in ((2 * size + 9, [2, 2, 1]), (size - 1, [1, 1, 1, 1, 1])):
+    for limit, expected in ((2 * size + 9, [2, 2, 1]), (2 * size, [2, 2, 1]), (size - 1, [1, 1, 1, 1, 1])):
         trips.clear()
         monkeypatch.setattr("penstock.transfer_queue.redis.payloads.PIPELINE_BYTES", limit)
         assert [found.episode_id for found in await queue.read(names)] == names

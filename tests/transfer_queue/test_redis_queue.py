@@ -11,25 +11,31 @@ import os
 import random
 import secrets
 import signal
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from queue_samples import INFRA, LIMITS, at, tasks, trajectory, turn
-from redis_parts import Proxy
+from queue_samples import INFRA, LIMITS, at, finish_all, task, tasks, trajectory, turn
+from redis_parts import Proxy, nothing_left_open
 
 from penstock.transfer_queue import (
     Announcement,
     Batch,
+    BatchLog,
     LeaseLost,
     Limits,
     QueueError,
     QueueUnavailable,
     RedisServer,
     RedisTransferQueue,
+    ServerInfo,
     TransferQueue,
     TransferQueueConfig,
+    TurnCall,
+    WeightUpdate,
+    encode_trajectory,
 )
 from penstock.transfer_queue.redis import newest_append_only_file
 
@@ -140,7 +146,7 @@ async def test_every_call_may_lose_its_reply(cut: tuple[RedisTransferQueue, Prox
     assert (await queue.status()).workers == {"worker": 8}
     await lossy(queue.journal(leases[0], turn(1), 0))
     assert await lossy(queue.fail(leases[0], INFRA)) is True
-    (again,) = await queue.lease_episodes("worker", 1, 0)
+    (again,) = await lossy(queue.lease_episodes("worker", 1, 0))
     assert (again.attempt, len(again.journal)) == (1, 1)
     await lossy(queue.release(again))
     for lease in [*leases[1:], *await queue.lease_episodes("worker", 1, 0)]:
@@ -195,6 +201,158 @@ async def test_complete_many_that_was_cut_off_is_made_again_by_another(queue: Re
     assert (await queue.status()).episodes["completed"] == 4
     found = await queue.read([lease.episode_id for lease in leases])
     assert {one.reward for one in found} <= {0.25, 0.75}
+
+
+async def payloads_of(queue: RedisTransferQueue) -> set[str]:
+    """Keys of payloads, without what names the run."""
+    start = f"penstock:payload:{queue._run}:"
+    return {key.removeprefix(start) for key in await keys_of(queue) if key.startswith(start)}
+
+
+async def test_payloads_that_nothing_names_are_deleted_at_once(queue: RedisTransferQueue) -> None:
+    """Of a group that died, by the next publication; of lost episodes and of a split, with them."""
+    await queue.submit(tasks(3), cursor=at(3))
+    leases = await queue.lease_episodes("worker", 6, 0)
+    for lease in leases:
+        await queue.complete(lease, trajectory(lease, reward=None if lease is leases[0] else 1.0))
+    assert isinstance(await queue.lease_batch(0), Batch)
+    assert len(await payloads_of(queue)) == 6
+    await queue.publish_version(Announcement(1, {}))
+    assert await payloads_of(queue) == {f"{lease.episode_id}@{lease.fence}" for lease in leases[2:]}
+    assert await queue.drop_lost(0, [leases[2].episode_id]) == 2
+    assert await payloads_of(queue) == {f"{lease.episode_id}@{lease.fence}" for lease in leases[4:]}
+    await queue.submit([task(0, "eval/1")])
+    (other,) = await queue.lease_episodes("worker", 1, 1)
+    await queue.complete(other, trajectory(other))
+    assert len(await payloads_of(queue)) == 3
+    await queue.drop_split("eval/1")
+    assert len(await payloads_of(queue)) == 2
+    assert not [key for key in await keys_of(queue) if "eval" in key]
+
+
+async def test_spilled_payloads_leave_redis_at_once(
+    queue: RedisTransferQueue, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    trainer = await RedisTransferQueue.connect(
+        redis_server.url, queue._run, CONFIG, PASSWORD, batch_log=BatchLog(tmp_path)
+    )
+    await queue.submit(tasks(2), cursor=at(2))
+    episodes = await finish_all(queue)
+    await trainer.lease_batch(0)
+    await trainer.publish_version(Announcement(1, {}))
+    assert await trainer.spill(0, episodes[1:]) == 3
+    assert [name.partition("@")[0] for name in await payloads_of(queue)] == episodes[:1]
+    await trainer.close()
+
+
+async def test_a_writer_that_died_leaves_no_payload_behind(queue: RedisTransferQueue) -> None:
+    """It stored all pieces under its fence, and never said how long they are."""
+    await queue.submit(tasks(1), cursor=at(1))
+    (dead,) = await queue.lease_episodes("dead", 1, 0)
+    blob, piece = encode_trajectory(trajectory(dead, tokens=110_000)), (1 << 20) - 64
+    key = f"penstock:payload:{queue._run}:{dead.episode_id}@{dead.fence}"
+    for number, at_byte in enumerate(range(0, len(blob), piece)):
+        name = f"{key}/{number}" if number else key
+        await queue._connection.command("SET", name, blob[at_byte : at_byte + piece])
+    assert len(await payloads_of(queue)) == 3
+    await queue._connection.command("ZADD", queue._keys.index + "leases", 0, dead.episode_id)  # it runs out
+    await finish_all(queue)
+    await queue.submit(tasks(1, start=1), cursor=at(2))
+    await finish_all(queue)
+    assert isinstance(await queue.lease_batch(0), Batch)
+    await queue.commit(1)
+    assert await payloads_of(queue) == set()
+
+
+async def test_what_is_over_leaves_no_key(queue: RedisTransferQueue) -> None:
+    """A requeued letter, a silent and a deregistered server, a turn that was not renewed."""
+    await queue.submit([task(0, "eval/1")])
+    for attempt in range(3):
+        (lease,) = await queue.lease_episodes("worker", 1, 0)
+        await queue.journal(lease, turn(attempt), attempt)
+        await queue.fail(lease, INFRA)
+    names = await keys_of(queue)
+    assert {"letters", "letter:eval/1/0000#0", "letter_journal:eval/1/0000#0"} <= names
+    await queue.requeue(lease.episode_id)
+    queue._registry_ttl_ms = 50
+    await queue.heartbeat(ServerInfo("silent", "http://a", 0))
+    await queue.take_turn(TurnCall("engine", "silent", 1, holds=True, ttl_s=0.05))
+    await asyncio.sleep(0.1)
+    queue._registry_ttl_ms = 60_000
+    await queue.heartbeat(ServerInfo("alive", "http://a", 0))
+    await queue.take_turn(TurnCall("engine", "alive", 1, holds=True, ttl_s=60.0))
+    kept = [("HKEYS", "servers"), ("ZRANGE", "servers_until", 0, -1), ("HKEYS", "turns")]
+    commands = [(command, queue._keys.index + key, *rest) for command, key, *rest in kept]
+    assert await queue._connection.many(commands) == [[b"alive"]] * 3
+    await queue.deregister("alive")
+    assert not [key for key in await keys_of(queue) if key.startswith(("letter", "servers"))]
+
+
+async def test_a_claim_of_training_may_be_repeated(queue: RedisTransferQueue) -> None:
+    epochs = [await queue._script("claim_training", "trainer", nonce) for nonce in ("a", "a", "b")]
+    assert epochs[0] == epochs[1] < epochs[2]
+
+
+@pytest.mark.parametrize("functions", [True, False])
+async def test_a_full_redis_lets_everything_end(
+    redis_server: RedisServer, queue: RedisTransferQueue, tmp_path: Path, functions: bool
+) -> None:
+    """What makes room, or says who is alive, goes through. A Redis 6.2 gets scripts, which it lets write where their
+    first write needs no room."""
+    trainer = await RedisTransferQueue.connect(
+        redis_server.url, queue._run, CONFIG, PASSWORD, batch_log=BatchLog(tmp_path)
+    )
+    trainer._connection._functions = queue._connection._functions = functions
+    await trainer.claim_training("trainer")
+    await queue.submit([*tasks(4), task(0, "eval/1")])
+    _, *leases = await queue.lease_episodes("worker", 7, 0)
+    for lease in leases[:4]:
+        await queue.complete(lease, trajectory(lease))
+    await queue._connection.command("CONFIG", "SET", "maxmemory", 1)
+    try:
+        queue._connection._deadline_s = trainer._connection._deadline_s = 5.0
+        assert await queue.adopt(leases[4].episode_id, leases[4].fence) == leases[4]
+        assert await queue.renew(leases[4:]) == []
+        await queue.release(leases[4])
+        assert await queue.fail(leases[5], INFRA) is True
+        assert len(await queue.lease_episodes("worker", 2, 0)) == 2
+        await queue.heartbeat(ServerInfo("one", "http://a", 0))
+        await queue.deregister("one")
+        await queue.report_update(WeightUpdate("one", 1, 0.1, 0.1, 0.1, 0))
+        await queue.add_wait("agent", "lease", 0.5)
+        assert await queue.claim_head("head", 30.0) is None
+        assert (await queue.take_turn(TurnCall("engine", "one", 1, holds=True, ttl_s=30.0))).fence
+        await queue.drop_split("eval/1")
+        batch = await trainer.lease_batch(0)
+        assert isinstance(batch, Batch)
+        assert await trainer.publish_version(Announcement(1, {}))
+        assert await trainer.renew_manifest(Announcement(1, {"path": "v1"}))
+        assert await trainer.spill(0, batch.groups[0]) == 2
+        await trainer.commit(1)
+    finally:
+        await queue._connection.command("CONFIG", "SET", "maxmemory", 0)
+        queue._connection._deadline_s = CONFIG.deadline_s
+    assert (await queue.status()).committed_step == 1
+    await trainer.close()
+
+
+async def test_a_full_redis_takes_no_tasks(queue: RedisTransferQueue) -> None:
+    await queue._connection.command("CONFIG", "SET", "maxmemory", 1)
+    try:
+        queue._connection._deadline_s = 0.2
+        with pytest.raises(QueueUnavailable, match=r"submit: no answer .*(OOM|memory)"):
+            await queue.submit(tasks(1))
+    finally:
+        await queue._connection.command("CONFIG", "SET", "maxmemory", 0)
+    queue._connection._deadline_s = CONFIG.deadline_s
+    assert await queue.submit(tasks(1)) == 1
+
+
+async def test_close_closes_the_connections(redis_server: RedisServer) -> None:
+    with nothing_left_open():
+        closed = await RedisTransferQueue.connect(redis_server.url, "closed", CONFIG, PASSWORD)
+        await closed.close()
+        del closed
 
 
 async def test_a_late_writer_leaves_no_payload_behind(queue: RedisTransferQueue) -> None:
@@ -260,8 +418,8 @@ async def test_a_cancelled_call_ends(queue: RedisTransferQueue) -> None:
     for _ in range(40):
         polling = [asyncio.create_task(poll()) for _ in range(3)]
         await asyncio.sleep(random.uniform(0, 0.005))
-        for task in polling:
-            task.cancel()
+        for one in polling:
+            one.cancel()
         _, alive = await asyncio.wait(polling, timeout=60)
         assert not alive
     assert await queue.submit(tasks(1)) == 1
@@ -384,6 +542,7 @@ async def test_fences_stay_new_when_even_the_first_loss_is_lost(
         await server.lose_since(mark)
     assert len(set(fences)) == 4
     assert fences == sorted(fences)
+    assert [fence / 10_000 for fence in fences] == pytest.approx([time.time()] * 4, abs=600), "ten a millisecond"
 
 
 async def test_a_sweep_under_way_frees_nothing_that_is_needed_again(

@@ -6,6 +6,7 @@ A script whose writes were cut in half by a machine's crash is undone, and stays
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
@@ -24,7 +25,6 @@ from redis_parts import open_to
 
 from penstock.transfer_queue import QueueError, RedisServer
 from penstock.transfer_queue.redis import (
-    STARTS,
     Connection,
     RedisBinary,
     RedisCluster,
@@ -67,10 +67,14 @@ async def test_memory_is_limited_and_nothing_evicted(tmp_path: Path) -> None:
 
 
 async def test_the_configuration_is_private_and_safe(tmp_path: Path) -> None:
-    directory = tmp_path / "redis"
-    async with RedisServer(directory, PASSWORD, appendfsync="always"):
-        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-        config = directory / "redis.conf"
+    directory = tmp_path / "run" / "redis"
+    directory.mkdir(parents=True, mode=0o700)
+    config = directory / "redis.conf"
+    config.write_text("of another time, for everybody\n" * 99)
+    config.chmod(0o644)
+    async with RedisServer(directory, PASSWORD, appendfsync="always") as server:
+        assert server.host == "127.0.0.1"
+        assert os.getsid(server.pid or 0) == server.pid, "an interrupt at the terminal is its owner's to handle"
         assert stat.S_IMODE(config.stat().st_mode) == 0o600
         lines = config.read_text().splitlines()
         assert {"bind 127.0.0.1", "protected-mode yes", "appendonly yes", "appendfsync always"} <= set(lines)
@@ -123,6 +127,65 @@ async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     assert not server.alive
 
 
+def fake_binary(folder: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """A redis-server on PATH that prints `version` if it is asked, and ends at once without a word."""
+    binary = folder / "bin/redis-server"
+    binary.parent.mkdir()
+    binary.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "{version}"\nexit 0\n')
+    binary.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{binary.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr("penstock.transfer_queue.redis.server_config.find_spec", lambda name: None)
+
+
+async def test_a_server_that_says_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_binary(tmp_path, monkeypatch, "Redis server v=7.0.1 sha=0")
+    with pytest.raises(QueueError, match=r"redis-server ended at once: it wrote no log \(whole log: .*redis\.log"):
+        await RedisServer(tmp_path / "new" / "redis", PASSWORD).start()
+
+
+@pytest.mark.parametrize(("said", "version"), [("Redis server v=6.1.9 sha=0", "6.1"), ("hello", "0.0")])
+def test_a_binary_without_a_good_version_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, version: str
+) -> None:
+    fake_binary(tmp_path, monkeypatch, said)
+    with pytest.raises(QueueError, match=f"too old, 6\\.2 is needed: .*redis-server is {version}; install one"):
+        find_redis_server()
+
+
+TLS = {"tls_cert": Path("/c"), "tls_key": Path("/k"), "tls_ca": Path("/a b")}
+LISTENS: list[tuple[dict[str, Any], list[str], str]] = [
+    ({}, ["bind 127.0.0.1", "port 7"], "redis://127.0.0.1:7"),
+    ({"host": "10.1.2.3"}, ["bind 127.0.0.1 10.1.2.3", "port 7"], "redis://127.0.0.1:7"),
+    ({"host": "0.0.0.0"}, ["bind 0.0.0.0", "port 7"], "redis://127.0.0.1:7"),
+    ({"unix_socket": Path("/s")}, ["bind 127.0.0.1", "port 0", 'unixsocket "/s"', "unixsocketperm 700"], "unix:///s"),
+    (
+        TLS,
+        [
+            *("bind 127.0.0.1", "port 0", "tls-port 7", 'tls-cert-file "/c"', 'tls-key-file "/k"'),
+            *('tls-ca-cert-file "/a b"', "tls-auth-clients no"),
+        ],
+        "rediss://127.0.0.1:7?ssl_ca_certs=/a%20b",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "listens", "url"), LISTENS)
+@pytest.mark.parametrize("cluster", [False, True])
+def test_the_text_of_redis_conf(options: dict[str, Any], listens: list[str], url: str, cluster: bool) -> None:
+    if cluster and "unix_socket" in options:
+        pytest.skip("a node of a cluster needs a port")
+    made = ServerOptions("a\\b-password", users=["user a on"], cluster=cluster, **options)
+    nodes = ["cluster-enabled yes", "cluster-config-file nodes.conf", "cluster-node-timeout 2000"]
+    nodes += ['masterauth "a\\\\b-password"', *(["tls-cluster yes"] if "tls_ca" in options else [])]
+    assert made.config(Path("/d"), Path("/d/log"), 7).splitlines() == [
+        *listens,
+        *("protected-mode yes", 'requirepass "a\\\\b-password"', "user a on", "daemonize no", 'dir "/d"'),
+        *('logfile "/d/log"', 'save ""', "appendonly yes", "appendfsync no", "maxmemory 0"),
+        *("maxmemory-policy noeviction", *(nodes if cluster else [])),
+    ]
+    assert made.url(7) == url
+
+
 def silent_redis(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A redis-server on PATH that says its version, starts and never answers."""
     binary = folder / "bin/redis-server"
@@ -150,7 +213,7 @@ async def test_another_redis_at_the_port_is_named(tmp_path: Path, monkeypatch: p
             await RedisServer(tmp_path / "redis", PASSWORD, port=other.port).start()
 
 
-@pytest.mark.parametrize("kills", [1, STARTS])
+@pytest.mark.parametrize("kills", [1, 4])
 async def test_a_server_killed_before_it_answers_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int
 ) -> None:
@@ -165,7 +228,7 @@ async def test_a_server_killed_before_it_answers_is_started_again(
 
     monkeypatch.setattr(RedisServer, "_spawn", spawn_and_kill)
     server = RedisServer(tmp_path, PASSWORD)
-    if kills < STARTS:
+    if kills < 4:
         await server.start()
         assert server.alive
         assert len(set(started)) == kills + 1
@@ -173,7 +236,7 @@ async def test_a_server_killed_before_it_answers_is_started_again(
     else:
         with pytest.raises(QueueError, match="signal 9 ended redis-server before it answered"):
             await server.start()
-        assert len(started) == STARTS
+        assert len(started) == 4
 
 
 async def test_a_server_that_does_not_end_is_killed(tmp_path: Path) -> None:
@@ -201,19 +264,23 @@ async def test_a_server_that_does_not_end_is_killed(tmp_path: Path) -> None:
         ({"host": "localhost"}, "host 'localhost' is no IPv4 address"),
         ({"tls_cert": Path("c")}, "TLS needs all three"),
         ({"unix_socket": Path("/s"), "cluster": True}, "unix_socket: "),
+        ({"unix_socket": Path("/s"), **TLS}, "unix_socket: "),
         ({"unix_socket": Path("/" + "s" * 107)}, "longer than 107 bytes"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], problem: str) -> None:
+    ServerOptions("8letters", unix_socket=Path("/" + "s" * 106))
     with pytest.raises(QueueError, match=problem):
         ServerOptions(PASSWORD, **options)
 
 
 def test_rights_to_read_only_need_redis_7() -> None:
-    options = ServerOptions(PASSWORD, users=["user a on %R~x"])
-    options.check_version(RedisBinary("redis-server", (7, 0)))
-    with pytest.raises(QueueError, match=r"\(%R~\) need Redis 7\.0; redis-server is 6\.2"):
-        options.check_version(RedisBinary("redis-server", (6, 2)))
+    ServerOptions(PASSWORD, users=["user a on ~x"]).check_version(RedisBinary("redis-server", (6, 2)))
+    for rights in ("%R~x", "%W~x"):
+        options = ServerOptions(PASSWORD, users=["user b on ~x", f"user a on {rights}"])
+        options.check_version(RedisBinary("redis-server", (7, 0)))
+        with pytest.raises(QueueError, match=r"\(%R~\) need Redis 7\.0; redis-server is 6\.2"):
+            options.check_version(RedisBinary("redis-server", (6, 2)))
 
 
 def test_a_node_of_a_cluster_needs_two_ports() -> None:
@@ -227,15 +294,51 @@ def test_a_node_of_a_cluster_needs_two_ports() -> None:
         check_free(55_536, cluster=True)
 
 
+def test_a_server_by_itself_needs_one_port() -> None:
+    """Its bus port would be over 65535."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = next(port for port in range(61_000, 65_000) if can_bind(port))
+        check_free(port)
+        with pytest.raises(QueueError, match=f"port {taken.getsockname()[1]} for redis-server is in use"):
+            check_free(taken.getsockname()[1])
+
+
+def can_bind(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def test_a_port_that_was_just_closed_is_free() -> None:
+    """The kernel keeps a connection that our side closed first, for a minute: a restart must not wait for it."""
+    with socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as redis-server does
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        port = listening.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            served, _ = listening.accept()
+            served.close()
+            assert client.recv(1) == b""
+    assert not can_bind(port)
+    check_free(port)
+
+
 def test_a_cluster_of_no_node_is_refused(tmp_path: Path) -> None:
     with pytest.raises(QueueError, match="nodes: 0"):
         RedisCluster(tmp_path, PASSWORD, nodes=0)
 
 
 def test_a_machine_without_two_ports_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.transfer_queue.redis.server_config._is_free", lambda _port: False)
-    with pytest.raises(QueueError, match="no two free ports"):
-        free_port(cluster=True)
+    for answers in ([False], [True, False]):
+        every = itertools.cycle(answers)
+        monkeypatch.setattr("penstock.transfer_queue.redis.server_config._is_free", lambda _, every=every: next(every))
+        with pytest.raises(QueueError, match="no two free ports"):
+            free_port(cluster=True)
 
 
 def test_a_missing_binary_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -325,12 +428,13 @@ async def test_damage_in_the_middle_is_named(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_read_in_time_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the keeper needs it, which tries again after a `QueueError` and knows no other."""
-    monkeypatch.setattr("penstock.transfer_queue.redis.server_config.REPAIR_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("penstock.transfer_queue.redis.server_config.REPAIR_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("penstock.transfer_queue.redis.server_config.REPAIR_SLOWEST_BYTES_PER_S", 4)
     hangs = tmp_path / "redis-check-aof"
     hangs.write_text("#!/bin/sh\nexec sleep 60\n")
     hangs.chmod(0o700)
     (tmp_path / "appendonly.aof").write_bytes(b"*1\r\n")
-    with pytest.raises(QueueError, match=r"appendonly\.aof: redis-check-aof did not read"):
+    with pytest.raises(QueueError, match=r"appendonly\.aof: redis-check-aof did not read its 0 MB within 1 s"):
         repair_append_only_file(str(hangs), tmp_path)
 
 
