@@ -285,8 +285,9 @@ class MemoryState:
 
     def keeps_enough(self, group: MemoryGroup, gone: set[str]) -> bool:
         """Whether a group of a fixed step can be trained without the episodes that are gone."""
-        left = sum(name not in gone for name in group.rewarded_episodes())
-        return enough_members(left, len(group.members), self.limits.min_group)
+        before = group.rewarded_episodes()
+        left = sum(name not in gone for name in before)
+        return left == len(before) or enough_members(left, len(group.members), self.limits.min_group)
 
     def ship(self, group: MemoryGroup, step: int) -> None:
         for member in group.members:

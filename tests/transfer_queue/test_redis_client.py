@@ -304,7 +304,7 @@ async def test_an_argument_that_cannot_be_sent_is_not_repeated(connection: Conne
 
 
 async def test_a_payload_that_does_not_come_is_named(server: RedisServer) -> None:
-    connection = await open_to(server.url, deadline_s=0.4)
+    connection = await open_to(server.url, deadline_s=2.0)
     with pytest.raises(QueueUnavailable, match=r"weigh: no answer from redis://.* for \d+\.\d s: RETRY no payload"):
         await connection.script("weigh", "h", keys=["nowhere"])
     await connection.close()

@@ -147,7 +147,7 @@ local kept, changed, lost = {}, {}, 0
 for _, group in ipairs(cmsgpack.unpack(fixed)) do
   local task_id, left = split_episode(group[1]), without_gone(group)
   local v = fields_of(group_key(task_id))
-  local enough = #left >= math.min(run.min_group, tonumber(v.size))
+  local enough = #left == #group or #left >= math.min(run.min_group, tonumber(v.size))
   if enough then kept[#kept + 1] = left else left = {} end
   if #left < #group then changed[#changed + 1] = {task_id = task_id, v = v, group = group, whole = not enough} end
   lost = lost + #group - #left

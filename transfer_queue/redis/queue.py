@@ -171,9 +171,11 @@ class RedisTransferQueue:
         check_tasks(tasks)
         at = [item for place in (cursor, after) for item in (("", "") if place is None else (place.epoch, place.index))]
         rows = [_submitted(task) for task in tasks]
-        shares = [rows[first : first + SUBMIT_CHUNK] for first in range(0, len(rows), SUBMIT_CHUNK)]
+        # A cursor moves with all of its tasks or none, and also where there are none.
+        whole = cursor is not None or not rows
+        shares = [rows] if whole else [rows[i : i + SUBMIT_CHUNK] for i in range(0, len(rows), SUBMIT_CHUNK)]
         new = 0
-        for share in shares if shares and cursor is None else [rows]:
+        for share in shares:
             new += await self._script("submit", *at, *[item for row in share for item in row])
         return new
 
