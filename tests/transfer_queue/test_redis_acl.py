@@ -29,7 +29,7 @@ async def users(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Users
         for role, password in PASSWORDS.items():
             made[role] = await Connection.connect(server.url, deadline_s=10, password=password, username=role)
         made["hasty"] = await Connection.connect(
-            server.url, deadline_s=0.3, password=PASSWORDS["agent"], username="agent"
+            server.url, deadline_s=2.0, password=PASSWORDS["agent"], username="agent"
         )
         yield made
         for connection in made.values():

@@ -215,7 +215,7 @@ async def test_a_node_killed_in_the_middle_is_waited_for(
     keys = [f"{run}:{number}" for number in range(200)]
     dead = cluster.servers[1]
     theirs = {key for key in keys if await owner(cluster, key_slot(key.encode())) is dead}
-    impatient = await open_to(cluster.url, deadline_s=0.5)
+    impatient = await open_to(cluster.url, deadline_s=2.0)
     await connection.many([("SET", key, 0) for key in keys])
     await dead.kill()
     calls = [asyncio.create_task(connection.many([("INCR", key) for key in keys])) for _ in range(10)]
