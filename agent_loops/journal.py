@@ -73,7 +73,7 @@ class EpisodeJournal:
         score = _last(entries, SCORE)
         self.score = KeptScore(**score) if score else None
         """The reward recorded last by an earlier owner; what it scored is not necessarily what is scored now."""
-        known = _life_of(lease.journal, entries)
+        known: str | None = _last(lease.journal, LIFE)  # a restart names its run
         self._life, self._life_is_durable = known or secrets.token_hex(8), known is not None
         self._branches = 0
         self._strayed = False
@@ -198,12 +198,6 @@ def since_last_restart(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
     """Entries of the current run of the episode."""
     marks = [index for index, entry in enumerate(entries) if RESTART in entry.data]
     return list(entries[marks[-1] + 1 :] if marks else entries)
-
-
-def _life_of(journal: Sequence[JournalEntry], entries: Sequence[JournalEntry]) -> str | None:
-    """Of the run that `entries` belong to; the restart before them, where there is one, names it."""
-    known: str | None = _last(journal[max(0, len(journal) - len(entries) - 1) :], LIFE)
-    return known
 
 
 def _sessions_of(entries: Sequence[JournalEntry]) -> dict[str, str]:

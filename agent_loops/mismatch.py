@@ -104,5 +104,4 @@ def _break(origin: AgentLoopOutput, output: AgentLoopOutput, decode: Decode) -> 
     if kind is None:
         return None
     size = min(len(before), len(prompt))
-    differ = np.flatnonzero(before[:size] != prompt[:size])
-    return _Break(kind, len(prompt), int(differ[0]) if len(differ) else size)
+    return _Break(kind, len(prompt), int(np.argmax(before[:size] != prompt[:size])))

@@ -9,7 +9,6 @@ prompt ids │ sampled │ observed │ sampled │ …        mask  1…1 │ 0
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -335,9 +334,7 @@ class SegmentBuilder:
 
 
 def last_answer(output: AgentLoopOutput) -> list[int]:
-    """Ids of the last model call's answer."""
-    if output.num_turns == 0:
-        return []
+    """Ids of the last model call's answer, of which there is one."""
     start = int(output.turn_starts[-1])
     ids: list[int] = output.response_ids[start:][output.response_mask[start:] == 1].tolist()
     return ids
@@ -428,8 +425,6 @@ class TokenRow:
 
 def little_endian(ids: array[int] | Ids) -> bytes:
     """int32 little-endian bytes of ids, on every host: what context hashes are made of."""
-    if sys.byteorder == "little":
-        return ids.tobytes()
     return np.asarray(ids, dtype="<i4").tobytes()
 
 
