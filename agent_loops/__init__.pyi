@@ -35,6 +35,7 @@ from .errors import WorkerStopped as WorkerStopped
 from .journal import SESSIONS as SESSIONS
 from .journal import EpisodeJournal as EpisodeJournal
 from .journal import KeptScore as KeptScore
+from .journal import Replayed as Replayed
 from .journal import since_last_restart as since_last_restart
 from .llm import EpisodeLLM as EpisodeLLM
 from .llm import FakeClient as FakeClient

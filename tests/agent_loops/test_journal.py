@@ -2,7 +2,16 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.agent_loops import SESSIONS, CallNames, EpisodeJournal, EpisodeRestart, ToolBox, hash_of
+from penstock.agent_loops import (
+    SESSIONS,
+    CallNames,
+    EpisodeJournal,
+    EpisodeRestart,
+    KeptScore,
+    Replayed,
+    ToolBox,
+    hash_of,
+)
 from penstock.tools import ToolConfig
 from penstock.tools.parsers import ToolCall
 from penstock.transfer_queue import JournalEntry, JournalKind, JournalMismatch, QueueError, QueueUnavailable
@@ -184,3 +193,30 @@ async def test_journal_gives_up_an_append_that_others_always_precede(queue_of, t
     queue.journal = always_behind
     with pytest.raises(QueueError, match=f"{task.task_id}: its journal changed"):
         await journal.append(SAMPLED)
+
+
+async def test_journal_keeps_the_score_of_a_run(next_owner):
+    first = next_owner()
+    assert first.score is None
+    await first.append(SAMPLED)
+    await first.keep_score(KeptScore("digest", 0.5, {"tests": 2.0}))
+    second = next_owner()
+    assert second.score == KeptScore("digest", 0.5, {"tests": 2.0})
+    assert second.take(JournalKind.TOOLS, 0) is None  # the score alone is no tool turn
+    await second.restart("it strayed")
+    assert second.score is None
+    assert next_owner().score is None
+
+
+async def test_journal_counts_what_it_answers(next_owner):
+    first = next_owner()
+    for kind, count in ((JournalKind.SAMPLED, 2), (JournalKind.TOOLS, 1)):
+        for number in range(count):
+            await first.append(JournalEntry(kind=kind, context_hash=number, data={"results": []}))
+    second = next_owner()
+    for kind, number in ((JournalKind.SAMPLED, 1), (JournalKind.TOOLS, 0), (JournalKind.SAMPLED, 0)):
+        assert second.take(kind, number) is not None
+    assert second.replayed == Replayed(sampled=2, tools=1, restarts=0)
+    await second.restart("it strayed")
+    assert second.replayed.restarts == 1
+    assert next_owner().replayed == Replayed(sampled=0, tools=0, restarts=0)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from penstock.agent_loops import (
@@ -11,9 +12,11 @@ from penstock.agent_loops import (
     FakeClient,
     InfraFailure,
     SegmentBuilder,
+    first_tokens,
+    from_entry,
 )
-from penstock.rollout_server import Chunk, Sampling
-from penstock.transfer_queue import JournalKind
+from penstock.rollout_server import Chunk, Generation, Sampling
+from penstock.transfer_queue import JournalEntry, JournalKind
 
 
 def echo(context: list[int]) -> list[int]:
@@ -22,11 +25,11 @@ def echo(context: list[int]) -> list[int]:
 
 @pytest.fixture
 def make(queue_of, tasks_of):
-    def build(client, queue=None, **sampling):
+    def build(client, queue=None, *, with_routes=False, **sampling):
         queue = queue or queue_of(tasks_of())
         lease = queue.lease((queue.waiting or tasks_of())[0])
         journal = EpisodeJournal(queue, lease)
-        return EpisodeLLM(client, lease, journal, Sampling(**sampling), str), queue
+        return EpisodeLLM(client, lease, journal, Sampling(**sampling), str, with_routes=with_routes), queue
 
     return build
 
@@ -145,3 +148,49 @@ async def test_a_watcher_may_end_an_answer_in_the_middle_of_a_chunk(make):
     assert (answer.token_ids, answer.logprobs) == ([5, 6, 7, 8], [-1, -2, -3, -4])
     assert (answer.version_spans, answer.finish_reason) == ([(1, 0, 3), (2, 3, 4)], "stop")
     assert closed == [True]
+
+
+@pytest.mark.parametrize(("with_routes", "known", "asked"), [(True, 1, 1), (True, 9, 2), (False, 1, None)])
+async def test_llm_asks_for_the_experts_that_are_not_known(make, with_routes, known, asked):
+    """At least for those of the last position, which the next token is sampled from."""
+    client = FakeClient(echo)
+    llm, _queue = make(client, with_routes=with_routes)
+    await llm.draw([1, 2, 3], 100, {}, routed_up_to=known)
+    assert client.requests[0].routed_experts_from == asked
+
+
+async def test_llm_counts_its_calls_also_the_replayed_ones(make):
+    class Resumed(FakeClient):
+        async def generate(self, request):
+            self.requests.append(request)
+            return Generation([7, 2], [-0.5, -0.5], [(0, 0, 2)], "stop", continued_over_update=True, resumed=2)
+
+    client = Resumed(echo)
+    llm, queue = make(client)
+    segment = SegmentBuilder([1], Budget(4, 20))
+    for _ in range(2):
+        await llm.generate(segment)
+        segment.observe([9])
+    counts = llm.counts
+    assert (counts.calls, counts.continued_over_update, counts.resumed) == (2, 2, 4)
+    assert 0 <= counts.latency_s < 600
+    assert [request.request_id for request in client.requests] == ["train/00000000:1:0", "train/00000000:1:1"]
+    again, _ = make(Resumed(echo), queue)
+    await again.generate(SegmentBuilder([1], Budget(4, 20)))
+    assert (again.counts.calls, again.counts.continued_over_update, again.counts.resumed) == (1, 1, 2)
+    assert again.counts.latency_s == 0.0
+
+
+def test_llm_reads_an_entry_without_counts():
+    ids = np.array([7], dtype=np.int32)
+    spans = np.array([[3, 0, 1]], dtype=np.int32)
+    logprobs = np.array([-0.5], dtype=np.float32)
+    kind, data = JournalKind.SAMPLED, {"finish_reason": "length"}
+    entry = JournalEntry(kind=kind, ids=ids, logprobs=logprobs, version_spans=spans, data=data)
+    assert from_entry(entry) == Generation([7], [-0.5], [(3, 0, 1)], "length")
+
+
+def test_llm_cuts_a_chunk_between_two_versions():
+    chunk = Chunk(token_ids=[7, 8, 9], logprobs=[-3, -4, -5], version_spans=[(1, 0, 1), (2, 1, 3)])
+    assert first_tokens(chunk, 1).version_spans == [(1, 0, 1)]
+    assert first_tokens(chunk, 2).version_spans == [(1, 0, 1), (2, 1, 2)]

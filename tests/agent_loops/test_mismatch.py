@@ -57,3 +57,17 @@ def test_counts_of_an_episode():
 def test_one_segment_is_all_merged():
     assert continuity([output(START)], CHAT.decode)["merged_turns"] == 1.0
     assert continuity([output(START, 5)], CHAT.decode)["merged_turns"] == 1.0
+
+
+def test_an_opening_that_histories_write_otherwise_is_no_break():
+    """The last ids of a prompt open the reply; what stands before them must be the same, to the last byte."""
+    start, opening = [*range(10, 20)], [*range(300, 304)]
+    first = output([*start, *opening])
+    other_opening = [*start, *range(310, 314)]
+    behind = output([*other_opening, *CHAT.encode("46")])
+    assert continuity([first, behind], CHAT.decode, opening_tokens=4)["mismatch/rewritten"] == 1
+    assert continuity([first, behind], CHAT.decode)["mismatch/rewritten"] == 0
+    again = output(other_opening)
+    assert continuity([first, again], CHAT.decode, opening_tokens=4)["repeated_tokens"] == 0, "not longer"
+    other = output([*start[:-1], start[-1] + 256, *opening, 5])
+    assert continuity([first, other], CHAT.decode, opening_tokens=4)["repeated_tokens"] == 0, "another conversation"

@@ -122,3 +122,45 @@ def test_segment_keeps_ids_of_no_vocabulary(token):
     """Ids are shared up to a million; beyond that they are as exact."""
     segment = SegmentBuilder([1, token], Budget(2, 100))
     assert segment.context() == [1, token]
+
+
+def test_segment_that_ends_in_what_it_read_is_cut():
+    """With turns left, the answer to it is what is missing; a segment that was never sampled is whole."""
+    segment = SegmentBuilder([1], Budget(2, 100))
+    assert segment.output().outcome == COMPLETED
+    sample(segment, [7, STOP])
+    segment.observe([9])
+    assert segment.output().outcome == TRUNCATED_LENGTH
+
+
+def test_segment_fed_ids_draw_on_the_budget():
+    segment = SegmentBuilder([1], Budget(5, 10))
+    segment.append_fed([7, 8, 9])
+    assert segment.context() == [1, 7, 8, 9]
+    assert (segment.budget.response_tokens, segment.budget.turns, segment.budget.tokens_left) == (3, 0, 7)
+
+
+@pytest.mark.parametrize(("prompt_len", "fits"), [(9, True), (10, False)])
+def test_segment_makes_room_within_the_window(prompt_len, fits):
+    """For the next one, of which 3 ids are new; its answer needs a token."""
+    segment = SegmentBuilder([1, 2], Budget(5, 100, window=10))
+    sample(segment, [7, STOP])
+    assert segment.make_room(3, prompt_len) is fits
+    assert (segment.done, segment.budget.response_tokens) == (not fits, 5 if fits else 2)
+    assert not SegmentBuilder([1], Budget(0, 100)).make_room(1, 2), "out of turns"
+
+
+def test_segment_context_is_searched_once():
+    segment = SegmentBuilder([1, 2], Budget(5, 100))
+    assert segment.take_unsearched() == [1, 2]
+    sample(segment, [7, STOP])
+    assert segment.take_unsearched() == [7, STOP]
+    assert segment.take_unsearched() == []
+
+
+@pytest.mark.parametrize("token", [1000, 2**16])
+def test_segment_contexts_share_their_ints(token):
+    """Also those of the largest id so far, at which the table of shared ones grows."""
+    (first,), (second,) = (SegmentBuilder([token], Budget(1, 1)).context() for _ in range(2))
+    assert first == token
+    assert first is second
