@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.agent_loops import AgentConfig, Budget, TemplateError
-from penstock.agent_loops.chat import chat_of, name_of, tools_problem, verify_template
+from penstock.agent_loops.chat import chat_of, name_of, new_budget, tools_problem, verify_template
 from penstock.tools import ToolResult
 
 TOOLS = [
@@ -183,6 +183,21 @@ def test_stops_are_read_from_the_generation_config(tokenizer_for, tmp_path, told
     assert chat_of(str(tmp_path), AgentConfig()).stop_token_ids == (2, *further)
 
 
+def test_chat_stops_are_within_the_vocabulary(tokenizer_for, tmp_path):
+    tokenizer = tokenizer_for("qwen2_5")
+    tokenizer.save_pretrained(tmp_path)
+    told = {"eos_token_id": [2, len(tokenizer) - 1, len(tokenizer)]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(told))
+    assert chat_of(str(tmp_path), AgentConfig()).stop_token_ids == (2, len(tokenizer) - 1)
+
+
+def test_chat_budget_is_that_of_its_settings(chat_for):
+    assert new_budget(AgentConfig(max_turns=3, max_response_tokens=7)) == Budget(3, 7, 0)
+    assert new_budget(AgentConfig(max_turns=3, max_response_tokens=7), 99) == Budget(3, 7, 99)
+    usual = AgentConfig()
+    assert chat_for().budget == Budget(usual.max_turns, usual.max_response_tokens)
+
+
 def test_a_generation_config_that_cannot_be_read_is_named(tokenizer_for, tmp_path):
     tokenizer_for("qwen2_5").save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": "end"}')
@@ -312,6 +327,13 @@ def test_chat_begins_a_segment_behind_repeated_tools(chat_for):
     found = verify_template(chat_for(SHOWS_TOOLS_ANEW), TOOLS)
     assert "shows tools again after a call" in found.unsupported["tool"]
     assert "tool" in found.renewing
+
+
+def test_chat_begins_a_segment_behind_results_of_unknown_tools(chat_for):
+    """Without tools at start, one of ours says what holds of their results."""
+    found = verify_template(chat_for(SHOWS_TOOLS_ANEW))
+    assert ([*found.unsupported], found.renewing, found.conversations) == (["tool"], {"tool"}, 6)
+    assert verify_template(chat_for("qwen2_5")).unsupported == {}
 
 
 def test_chat_begins_no_segment_of_a_rewritten_reply(chat_for):

@@ -397,3 +397,34 @@ def test_the_parser_in_the_box_reads_what_the_template_writes(name):
     text = chat.template.reply_with_call(TOOLS, wanted)
     (call,) = chat.tool_calls(reply_of(chat, text))
     assert (call.name, call.arguments, call.error) == (wanted.name, wanted.arguments, None)
+
+
+def client_turn(call_id: str, arguments: Any) -> list[dict[str, Any]]:
+    function = {"name": "calculator", "arguments": arguments}
+    called = {"id": call_id, "type": "function", "function": function}
+    asked = {"role": "assistant", "content": "", "tool_calls": [called]}
+    return [USER, asked, {"role": "tool", "content": "46", "tool_call_id": call_id}]
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_families_write_letters_of_arguments_as_they_are(name):
+    """Not as escapes: a model would read another text than it is asked to write."""
+    chat, arguments = FAMILIES[name].chat(), {"expression": "1 + ünï 数"}
+    said = chat.template.render([USER, chat.template.call_message([ToolCall("calculator", arguments)])], prompt=False)
+    prompt = chat.decode(chat.prompt_ids(client_turn("call_1", arguments), TOOLS))
+    assert [arguments["expression"] in text for text in (said, prompt)] == [True, True]
+
+
+def test_families_take_arguments_that_are_text_already():
+    chat = FAMILIES["deepseek"].chat()
+    assert chat.template.call_form.arguments_as_text
+    given, text = (
+        chat.prompt_ids(client_turn("call_1", one), TOOLS) for one in ({"expression": "1"}, '{"expression": "1"}')
+    )
+    assert given == text
+
+
+def test_families_keep_ids_that_the_template_takes():
+    chat = FAMILIES["mistral"].chat()
+    texts = [chat.decode(chat.prompt_ids(client_turn(one, {}), TOOLS)) for one in ("aB3dE6gH9", "call_of_a_client")]
+    assert ["aB3dE6gH9" in text for text in texts] == [True, False]

@@ -129,6 +129,8 @@ def test_public_template_is_proven_with_its_parser(name):
     assert found.conversations >= 30
     assert ("tool" in found.renewing) == (name in BEGINS_ANEW)
     assert set(found.unsupported) <= {"user", *found.renewing}
+    if not found.refused and set(found.unsupported) <= found.renewing:
+        assert found.conversations == 6 + 45, "of users, and of 5 results after 3 kinds of replies in 3 places"
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -268,16 +270,17 @@ def test_command_r_begins_segments_as_its_template_writes():
     assert [one.output().num_turns for one in segments[:2]] == [1, 1]
 
 
-def test_a_new_segment_draws_on_the_budget_of_its_messages():
+@pytest.mark.parametrize("text", ["Sure?", "Sure? Ünï 数"])
+def test_a_new_segment_draws_on_the_budget_of_its_messages(text):
     chat = auto_chat(PUBLIC / "command_r_plus.jinja")
     verify_template(chat, TOOLS)
     chat = chat.for_episode(Budget(9, 100))
     segment = chat.start([USER], TOOLS)
     reply = says(chat, segment, "It is 46.")
     used = chat.budget.response_tokens
-    after = chat.go_on(segment, reply, [{"role": "user", "content": "Sure?"}])
+    after = chat.go_on(segment, reply, [{"role": "user", "content": text}])
     assert after is not segment
-    assert chat.budget.response_tokens - used == len(chat.encode('"Sure?"'))
+    assert chat.budget.response_tokens - used == len(chat.encode(f'"{text}"'))
     reply = says(chat, after, "Yes.")
     assert chat.go_on(after, reply, [{"role": "user", "content": "word " * 100}]) is after
     assert after.done

@@ -6,6 +6,8 @@ import base64
 import copy
 import hashlib
 import io
+import json
+from pathlib import Path
 
 import pytest
 from tests.vision_model import png, save_vision_processor, vision_tokenizer
@@ -172,6 +174,28 @@ def test_a_processor_that_cannot_be_made_is_named(folder, tmp_path):
     )
     with pytest.raises(TemplateError, match="'NoProcessor'"):
         chat_of(str(tmp_path), AgentConfig())
+
+
+def test_a_class_that_is_no_processor_is_named(folder, tmp_path):
+    vision_tokenizer().save_pretrained(tmp_path)
+    settings = json.loads((Path(folder) / "preprocessor_config.json").read_text())
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**settings, "processor_class": "Qwen2Config"}))
+    with pytest.raises(TemplateError, match=r"processor of .* cannot be made for images alone"):
+        chat_of(str(tmp_path), AgentConfig())
+
+
+def test_an_image_that_the_processor_refuses_is_named(chat):
+    """Qwen-VL takes none that is 200 times as wide as high."""
+    with pytest.raises(TemplateError, match="processor refuses an image of 300 x 1"):
+        chat.start([asks(url_of(png((1, 2, 3), (300, 1))))])
+
+
+def test_places_that_the_processor_widens_otherwise_are_refused(chat):
+    exact = chat.encode
+    verify_template(chat)
+    chat.encode = lambda text: exact(text)[1:]
+    with pytest.raises(TemplateError, match="widened otherwise than the model's processor does"):
+        verify_template(chat)
 
 
 def test_splices_with_images_are_proven_at_start(shared, folder):
