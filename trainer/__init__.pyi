@@ -9,6 +9,7 @@ from .batch import make_row as make_row
 from .batch import make_step_batch as make_step_batch
 from .batch import minibatch_bounds as minibatch_bounds
 from .batch import number_tokens as number_tokens
+from .batch import row_cost as row_cost
 from .batch import share_of as share_of
 from .batch import without_greedy as without_greedy
 from .checkpoint import CheckpointStore as CheckpointStore
@@ -51,6 +52,7 @@ from .evaluate import Evaluator as Evaluator
 from .evaluate import by_version as by_version
 from .export import export_checkpoint as export_checkpoint
 from .export import save_final_model as save_final_model
+from .grouping import best_and_worst as best_and_worst
 from .grouping import discounted as discounted
 from .grouping import gae_of as gae_of
 from .images import sees_images as sees_images
@@ -72,6 +74,7 @@ from .loss import covariances as covariances
 from .loss import divisor as divisor
 from .loss import episode_weights as episode_weights
 from .loss import proximal_logprobs as proximal_logprobs
+from .loss import select_tokens as select_tokens
 from .loss import steered as steered
 from .loss import trained_tokens as trained_tokens
 from .loss import value_loss as value_loss

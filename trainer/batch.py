@@ -95,13 +95,13 @@ class StepBatch:
     def rewards(self) -> NDArray[np.float64]:
         return np.array([t.reward for t in self.trajectories], dtype=np.float64)
 
-
-def rewards_by_task(batch: StepBatch) -> dict[str, list[float]]:
-    """Task id → rewards of its episodes, of this rank's share."""
-    found: dict[str, list[float]] = {}
-    for trajectory, reward in zip(batch.trajectories, batch.rewards.tolist(), strict=True):
-        found.setdefault(trajectory.task_id, []).append(reward)
-    return found
+    @property
+    def rewards_by_task(self) -> dict[str, list[float]]:
+        """Task id → rewards of its episodes, of this rank's share."""
+        found: dict[str, list[float]] = {}
+        for trajectory, reward in zip(self.trajectories, self.rewards.tolist(), strict=True):
+            found.setdefault(trajectory.task_id, []).append(reward)
+        return found
 
 
 def share_of(batch: Batch, rank: int, world: int, minibatches: int, costs: Sequence[float] | None = None) -> list[int]:

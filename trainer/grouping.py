@@ -13,6 +13,12 @@ def sum_by(values: Tensor, index: Tensor, size: int) -> Tensor:
     return torch.zeros(size, dtype=values.dtype, device=values.device).index_add(0, index, values)
 
 
+def group_sums(values: Tensor, group: Tensor) -> Tensor:
+    """values [M] → [M] the sum of each one's group"""
+    _, index, counts = group.unique(return_inverse=True, return_counts=True)
+    return sum_by(values, index, len(counts))[index]
+
+
 def add_at_last(target: Tensor, values: Tensor, index: Tensor) -> None:
     """target [N], index [N], values [M]: adds values[m] in place where m stands in `index` for the last time."""
     places = torch.arange(len(index))
@@ -90,7 +96,7 @@ def gae_of(rewards: Tensor, values: Tensor, episode: Tensor, gamma: float, lam: 
     """A_m = δ_m + γλ · A_{m+1} with δ_m = r_m + γ · V_{m+1} − V_m within each episode; all [M], λ a number or [M]."""
     goes_on = torch.zeros_like(rewards)
     goes_on[:-1] = (episode[1:] == episode[:-1]).to(rewards.dtype)
-    following = torch.cat([values[1:], values.new_zeros(1)])[: len(values)] * goes_on
+    following = values.roll(-1) * goes_on
     deltas = rewards + gamma * following - values
     return _backward_sum(deltas, gamma * lam * goes_on)
 
@@ -99,6 +105,6 @@ def _backward_sum(deltas: Tensor, keep: Tensor) -> Tensor:
     """a_m = d_m + keep_m · a_{m+1}. A plain loop over floats: a step has some 10⁵ of them, and it is exact."""
     advantages = deltas.tolist()
     factors = keep.tolist()
-    for index in range(len(advantages) - 2, -1, -1):
+    for index in reversed(range(len(advantages) - 1)):
         advantages[index] += factors[index] * advantages[index + 1]
     return torch.tensor(advantages, dtype=deltas.dtype)

@@ -151,13 +151,12 @@ def split_by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Indices by pack: rows of about one length together, so that few tokens are filled up; all but single long rows
     within `budget` tokens, filling included."""
     packs: list[list[int]] = []
-    longest = 0
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if packs and (len(packs[-1]) + 1) * longest <= budget:
+        # The first of a pack is its longest.
+        if packs and (len(packs[-1]) + 1) * lengths[packs[-1][0]] <= budget:
             packs[-1].append(index)
         else:
             packs.append([index])
-            longest = lengths[index]
     return packs
 
 

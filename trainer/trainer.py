@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.common import pattern_of
 from penstock.trainer.bad_batch import BadBatches
-from penstock.trainer.batch import GREEDY_MEMBER, BadBatch, StepBatch, rewards_by_task
+from penstock.trainer.batch import GREEDY_MEMBER, BadBatch, StepBatch
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.data import DatasetRow, DataStream, Feeder, TaskOrder, load_rows
 from penstock.trainer.engine import Engine, peak_tflops
@@ -187,7 +187,7 @@ class Trainer:
         """What the order of tasks learns from the groups of all ranks. A collective under a curriculum."""
         if self.job.curriculum is None:
             return {}
-        parts = await self.in_torch(self.ranks.data.gather, rewards_by_task(batch))
+        parts = await self.in_torch(self.ranks.data.gather, batch.rewards_by_task)
         if self.feeder is None:
             return {}
         return self.feeder.observe(batch.step, {task: rewards for part in parts for task, rewards in part.items()})

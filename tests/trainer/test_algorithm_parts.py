@@ -24,6 +24,7 @@ from penstock.trainer import (
     proximal_logprobs,
     steered,
     trained_tokens,
+    value_loss,
 )
 from penstock.trainer.filters import FILTERS
 
@@ -119,4 +120,13 @@ def test_policy_filtration(mode: str, expected: list[float]) -> None:
         rewards[3] = -3.0
     found = FILTERS.bind("pf_ppo", {"mode": mode})(rewards, torch.tensor([0, 0, 0, 0, 1, 1]))
     assert found[:4].tolist() == pytest.approx(expected, abs=1e-6)
+    assert (found >= 0).all()
     assert found[4:].tolist() == [1.0, 1.0], "a group of equal rewards weighs as it did"
+
+
+def test_the_value_loss_takes_the_worse_of_near_and_new() -> None:
+    values, old, returns = (
+        torch.tensor(row) for row in ([1.0, 1.0, -1.0, -1.0], [1.0, 0.5, 0.0, 0.0], [2.0, 2.0, 1.0, -1.0])
+    )
+    # Held to old ± 0.2: 1, 0.7, −0.2, −0.2; distances from the returns 1 | 1, 1 | 1.3, 2 | 1.2, 0 | 0.8.
+    assert value_loss(values, old, returns, 0.2).tolist() == pytest.approx([0.5, 1.69 / 2, 2.0, 0.32])

@@ -13,7 +13,16 @@ pytest.importorskip("torch")
 
 from trainer_support import make_segment, make_trajectory
 
-from penstock.trainer import BadBatch, ModelLimits, make_row, make_step_batch, minibatch_bounds, share_of
+from penstock.trainer import (
+    BadBatch,
+    ModelLimits,
+    make_row,
+    make_step_batch,
+    minibatch_bounds,
+    number_tokens,
+    row_cost,
+    share_of,
+)
 from penstock.transfer_queue import Batch, EpisodeImages
 
 pytestmark = pytest.mark.torch
@@ -43,7 +52,9 @@ def test_tokens_over_the_bound_and_without_logprob_are_masked() -> None:
     logprobs[[0, 8]] = [np.nan, -np.inf]
     row = row_of(replace(given, response_logprobs=logprobs))
     assert row.mask.tolist() == [False, *[True] * 6, False]
-    assert np.isfinite(row.behaviour).all()
+    assert row.behaviour[[0, -1]].tolist() == [0.0, 0.0]
+    logprobs[0] = np.inf
+    assert row_of(replace(given, response_logprobs=logprobs)).behaviour[0] == 0.0
 
 
 def test_a_call_that_went_on_over_an_update_is_not_compared_with_one_version() -> None:
@@ -111,3 +122,29 @@ def test_equal_costs_are_dealt_in_turn() -> None:
     batch = Batch(0, [[f"{n}"] for n in range(7)])
     assert [share_of(batch, rank, 3, 1) for rank in range(3)] == [[0, 3, 6], [1, 4], [2, 5]]
     assert share_of(batch, 0, 2, 1, [9, 1, 1, 1, 1, 1, 4]) == [0]
+
+
+def test_a_row_may_fill_the_context_and_begin_with_id_zero() -> None:
+    row = row_of(replace(segment(), prompt_ids=np.zeros(55, np.int32)))
+    assert len(row.ids) == LIMITS.context
+    assert row.targets[0] == 55
+    assert row_of(replace(segment(), prompt_ids=np.zeros(1, np.int32))).targets[0] == 1
+
+
+def test_tokens_are_numbered_over_rows() -> None:
+    rows = [row_of(segment()) for _ in range(3)]
+    assert [row.first_token for row in rows] == [0, 0, 0]
+    assert [row.first_token for row in number_tokens(rows)] == [0, 8, 16]
+
+
+def test_rewards_by_task_are_those_of_its_episodes() -> None:
+    made = [make_trajectory(f"train/{task}", member, 0) for task, member in ((0, 0), (0, 1), (1, 0))]
+    given = [replace(one, reward=reward) for one, reward in zip(made, (1.0, 0.25, 0.5), strict=True)]
+    batch = make_step_batch(Batch(0, [["train/0#0", "train/0#1"], ["train/1#0"]]), [0, 1], given, 2, LIMITS)
+    assert batch.rewards_by_task == {"train/0": [1.0, 0.25], "train/1": [0.5]}
+
+
+def test_a_row_costs_its_matrices_and_its_attention() -> None:
+    """From 12 widths on, attention costs as much as all else."""
+    assert row_cost(10, 1024) == pytest.approx(10 * (1 + 10 / 12288))
+    assert row_cost(12 * 1024, LIMITS.width) == pytest.approx(2 * 12 * 1024)

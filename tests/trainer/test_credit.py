@@ -30,7 +30,7 @@ from penstock.trainer import (
     whitened,
 )
 from penstock.trainer.advantages import ADVANTAGES, Advantages, needs_of
-from penstock.transfer_queue import Batch, Trajectory
+from penstock.transfer_queue import Batch, Segment, Trajectory
 
 pytestmark = pytest.mark.torch
 
@@ -67,6 +67,44 @@ def test_a_state_is_what_was_fed_right_before_the_turn() -> None:
     assert len(set(states[:4])) == 4
 
 
+def one_segment(prompt: list[int], response: list[int], mask: list[int]) -> Trajectory:
+    """Of a turn for each run of sampled tokens."""
+    sampled = np.array(mask, dtype=np.uint8)
+    starts = np.flatnonzero(np.diff(sampled, prepend=0) == 1)
+    segment = Segment(
+        prompt_ids=np.array(prompt, dtype=np.int32),
+        response_ids=np.array(response, dtype=np.int32),
+        response_mask=sampled,
+        response_logprobs=np.where(sampled == 1, -1.0, 0.0).astype(np.float32),
+        version_spans=np.array([[0, 0, len(mask)]], dtype=np.int32),
+        turn_starts=starts.astype(np.int32),
+    )
+    return replace(make_trajectory("train/0", 0, 0), segments=[segment], num_turns=len(starts))
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        (one_segment([8], [6, 6, 7, 8, 3], [1, 1, 0, 0, 1]), True),
+        (one_segment([1], [5, 4, 8, 9], [1, 0, 0, 1]), False),
+        (one_segment([1], [5, 7, 4, 9], [1, 0, 0, 1]), False),
+        (one_segment([1], [5, 7, 8, 8, 9], [1, 0, 0, 0, 1]), False),
+    ],
+    ids=["sampled otherwise", "first fed token", "last fed token", "one more"],
+)
+def test_a_state_is_all_that_was_fed_since_the_last_turn(other: Trajectory, same: bool) -> None:
+    """Not what the model says before or after it."""
+    first = one_segment([1], [5, 7, 8, 9], [1, 0, 0, 1])
+    states = episodes_of(batch_of(first, other), TrainerConfig(), TokenScores()).turn_state.tolist()
+    assert (states[1] == states[3]) is same
+
+
+def test_a_first_state_is_the_prompt_and_what_was_fed_behind_it() -> None:
+    split, whole = one_segment([1], [2, 9], [0, 1]), one_segment([1, 2], [4], [1])
+    one, other = episodes_of(batch_of(split, whole), TrainerConfig(), TokenScores()).turn_state.tolist()
+    assert one == other
+
+
 def test_an_agent_loop_may_name_its_states() -> None:
     first = two_segments(extra={"turn_states": ["start", "kitchen", "hall", "kitchen"]})
     states = episodes_of(batch_of(first, first), TrainerConfig(), TokenScores()).turn_state.tolist()
@@ -82,6 +120,8 @@ def test_turn_rewards_count_by_their_weight() -> None:
     found = episodes_of(batch, TrainerConfig(turn_reward_weight=0.1), TokenScores())
     assert found.rewards_by_turn().tolist() == pytest.approx([0.1, 0.0, 0.05, 2.0])
     assert found.returns.tolist() == pytest.approx([2.15])
+    none = episodes_of(batch_of(two_segments(reward=2.0)), TrainerConfig(turn_reward_weight=0.1), TokenScores())
+    assert none.rewards_by_turn().tolist() == [0.0, 0.0, 0.0, 2.0]
 
 
 @pytest.mark.parametrize("rewards", [(1.0,), (1.0, 0.0, float("nan"), 0.0)])
@@ -103,6 +143,9 @@ def test_whitening_is_over_trained_tokens(ranks: Ranks) -> None:
     assert whitened(replace(given, whiten=False), trained, ranks) is not None
     alone = whitened(given, torch.tensor([True, False, False, False]), ranks).tokens
     assert alone.isfinite().all()
+    assert alone.tolist() == pytest.approx([0.0, 1e4, 2e4, 99e4])
+    two = whitened(given, torch.tensor([True, True, False, False]), ranks).tokens
+    assert two[:2].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
 
 
 def test_means_by_episode() -> None:

@@ -54,10 +54,13 @@ def gradients(compute: Callable[..., Any], given: tuple[Any, ...], factors: tupl
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_values_and_gradients_are_those_of_all_logits(softcap: float | None, bias: bool) -> None:
+@pytest.mark.parametrize(("temperature", "scale"), [(0.7, 1.3), (2.0, 2.0)])
+def test_values_and_gradients_are_those_of_all_logits(
+    temperature: float, scale: float, softcap: float | None, bias: bool
+) -> None:
     given = inputs(torch.float64, bias)
     hidden, weight, offset, targets = (None if one is None else one for one in given)
-    head = Head(temperature=0.7, scale=1.3, softcap=softcap)
+    head = Head(temperature=temperature, scale=scale, softcap=softcap)
     found = token_logprobs(hidden, weight, offset, targets, head, with_entropy=True)[:2]
     for mine, expected in zip(found, plain(*given, head), strict=True):
         torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
@@ -66,6 +69,12 @@ def test_values_and_gradients_are_those_of_all_logits(softcap: float | None, bia
     expected = gradients(lambda *g: plain(*g, head), given, factors)
     for one, other in zip(mine, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_a_head_without_settings_is_the_plain_softmax() -> None:
+    hidden, weight, _, targets = inputs()
+    expected = (hidden @ weight.t()).log_softmax(-1)[torch.arange(TOKENS), targets]
+    torch.testing.assert_close(token_logprobs(hidden, weight, None, targets, Head()).logprobs, expected)
 
 
 def asked_ids(k: int) -> Any:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
-from penstock.trainer import ModelLimits, Pack, Row, empty_pack, join_rows, make_row, pack_rows, split_by_budget
+from penstock.trainer import (
+    ModelLimits,
+    Pack,
+    Row,
+    empty_pack,
+    join_rows,
+    make_row,
+    number_tokens,
+    pack_rows,
+    split_by_budget,
+    split_by_length,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -25,6 +36,12 @@ def test_every_row_is_in_one_pack_and_only_single_rows_pass_the_budget(lengths: 
 
 def test_falling_length_first_fit_by_hand() -> None:
     assert split_by_budget([30, 70, 50, 20, 40], 100) == [[1, 0], [2, 4], [3]]
+
+
+def test_rows_of_one_length_fill_the_budget() -> None:
+    """Lines times the longest of them: 2 · 5, 2 · 4, 1 · 2."""
+    assert split_by_length([3, 5, 2, 5, 4], 10) == [[1, 3], [4, 0], [2]]
+    assert split_by_length([], 10) == []
 
 
 def test_the_layout_of_a_pack() -> None:
@@ -41,6 +58,8 @@ def test_the_layout_of_a_pack() -> None:
     assert pack.targets.tolist() == pack.ids[pack.predictors + 1].tolist()
     assert pack.episode.tolist() == [5] * 5 + [6] * 5
     assert pack.staleness.tolist() == [1] * 10
+    assert pack.token.tolist() == [*range(5), *range(5)]
+    assert join_rows(number_tokens(rows)).token.tolist() == [*range(10)]
     assert len(pack_rows(rows, budget=10)) == 2
 
 
@@ -88,6 +107,30 @@ def test_rows_with_one_prompt_share_it() -> None:
 def test_a_prompt_that_spares_little_is_not_shared() -> None:
     (pack,) = pack_rows([row(n, [1], [2] * 30) for n in range(2)], 100, share=True)
     assert pack.parents is None
+
+
+def test_a_prompt_is_shared_from_a_tenth_on() -> None:
+    tenth, less = ([row(n, [1], [2] * count) for n in range(2)] for count in (4, 5))
+    assert [pack_rows(rows, 100, share=True)[0].parents is None for rows in (tenth, less)] == [False, True]
+
+
+@pytest.mark.parametrize("prompt", [7, 9])
+def test_a_prompt_as_long_as_the_budget_leaves_rows_alone(prompt: int) -> None:
+    rows = [row(n, [1] * prompt, [2]) for n in range(3)]
+    packs = pack_rows(rows, 8, share=True)
+    assert [(len(pack.ids), pack.episode.tolist()) for pack in packs] == [(prompt + 1, [n]) for n in range(3)]
+
+
+def test_a_pack_leaves_its_images_on_the_host() -> None:
+    seen = replace(row(0, [1, 2], [3]), images=(b"red", b"blue"), teacher=np.zeros(1, dtype=np.float32))
+    moved = join_rows([seen, row(1, [4], [5])]).to(torch.device("meta"))
+    devices = {
+        part.name: str(value.device) for part in fields(moved) if (value := getattr(moved, part.name)) is not None
+    }
+    host = {"image_bytes", "image_bounds", "shown"}
+    assert {name for name, device in devices.items() if device == "cpu"} == host
+    assert {name for name, device in devices.items() if device == "meta"} == {*devices} - host
+    assert (moved.proximal, moved.experts) == (None, None)
 
 
 @given(

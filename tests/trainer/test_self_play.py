@@ -22,6 +22,7 @@ from penstock.trainer import (
     StepBatch,
     Targets,
     TrainerConfig,
+    best_and_worst,
     check_algorithm,
     make_step_batch,
     outcome_loss,
@@ -81,6 +82,21 @@ def test_the_outcome_loss_by_hand() -> None:
 def test_sppo_is_the_win_rate_over_one_half() -> None:
     found = sppo(episodes([1.0, 0.0, 0.0, 7.0], [0, 0, 0, 1], [1, 2, 1, 1])).tokens
     assert found.tolist() == pytest.approx([0.5, -0.25, -0.25, -0.25, 0.0])
+
+
+def test_sppo_of_two_is_one_half_each_way() -> None:
+    found = sppo(episodes([1.0, 0.0, 2.0, 2.0], [0, 0, 1, 1], [1, 1, 1, 1])).tokens
+    assert found.tolist() == [0.5, -0.5, 0.0, 0.0]
+
+
+def test_best_and_worst_are_partners() -> None:
+    """The first of equals; not those that are not eligible, nor a group of equals, nor one without a member."""
+    values = torch.tensor([9.0, 1.0, 3.0, 3.0, 1.0, 5.0, 5.0, 7.0])
+    group = torch.tensor([4, 4, 4, 4, 4, 6, 6, 8])
+    eligible = torch.tensor([False, *[True] * 6, False])
+    partner, side = best_and_worst(values, group, eligible)
+    assert partner.tolist() == [0, 2, 1, 3, 4, 5, 6, 7]
+    assert side.tolist() == [0, -1, 1, 0, 0, 0, 0, 0]
 
 
 def given(ratio: list[float], rival: list[float], side: list[int], advantages: list[float]) -> LossInput:

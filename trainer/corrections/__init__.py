@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.common import Registry
-from penstock.trainer.grouping import sum_by
-from penstock.trainer.lazy_torch import Tensor, torch
+from penstock.trainer.grouping import group_means, group_sums
+from penstock.trainer.lazy_torch import Tensor
 
 Level = Literal["token", "sequence", "geometric"]
 """What a ratio is of: one token; all tokens of a segment, multiplied; their geometric mean."""
@@ -32,12 +32,10 @@ class CorrectionInput:
     def ratio(self, level: Level) -> Tensor:
         """[N] π_prox / π_behave, logarithms held within ±20: e²⁰ is finite and far beyond any bound."""
         difference = self.proximal - self.behaviour
-        if level != "token":
-            size = int(self.segment.max()) + 1 if len(self.segment) else 0
-            totals = sum_by(difference, self.segment, size)
-            if level == "geometric":
-                totals = totals / sum_by(torch.ones_like(difference), self.segment, size)
-            difference = totals[self.segment]
+        if level == "geometric":
+            difference = group_means(difference, self.segment)
+        elif level == "sequence":
+            difference = group_sums(difference, self.segment)
         return difference.clamp(-20, 20).exp()
 
 

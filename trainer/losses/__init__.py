@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from penstock.common import Registry
-from penstock.trainer.grouping import sum_by
+from penstock.trainer.grouping import group_means
 from penstock.trainer.lazy_torch import Tensor, torch
 
 
@@ -61,9 +61,7 @@ class LossInput:
 
     def segment_means(self, values: Tensor) -> Tensor:
         """[N] → [N] the mean over each one's segment"""
-        size = int(self.segment.max()) + 1 if len(self.segment) else 0
-        counts = sum_by(torch.ones_like(values), self.segment, size)
-        return (sum_by(values, self.segment, size) / counts)[self.segment]
+        return group_means(values, self.segment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +76,7 @@ Loss = Callable[..., TokenLoss]
 """``(LossInput, *, setting=default, …) → TokenLoss``; settings come from trainer.loss_options."""
 
 Choice = Callable[..., Tensor]
-"""``(covariance [M], generator, *, setting=default, …) → bool [M]`` over all trained
+"""``(covariance [M], generator, *, setting, …) → bool [M]`` over all trained
 tokens of a minibatch on all ranks. A loss registered with ``choose=`` has one: it treats a few tokens in another way,
 and which may not depend on micro-batches. covariance = (A − mean A)(logπ − mean logπ) at the start of the step; the
 settings are those of the loss by name."""

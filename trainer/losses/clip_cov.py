@@ -17,9 +17,7 @@ from penstock.trainer.losses.decoupled_ppo import Positive
 from penstock.trainer.losses.kl_cov import Share
 
 
-def drawn(
-    covariance: Tensor, generator: torch.Generator, *, share: float = 0.0002, lower: float = 1.0, upper: float = 5.0
-) -> Tensor:
+def drawn(covariance: Tensor, generator: torch.Generator, *, share: float, lower: float, upper: float) -> Tensor:
     within = torch.nonzero((covariance > lower) & (covariance < upper)).squeeze(1)
     number = max(1, int(share * len(covariance)))
     chosen = torch.zeros(len(covariance), dtype=torch.bool)

@@ -22,7 +22,7 @@ from penstock.trainer.losses.decoupled_ppo import Positive
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
-def largest(covariance: Tensor, generator: torch.Generator, *, share: float = 0.0002) -> Tensor:
+def largest(covariance: Tensor, generator: torch.Generator, *, share: float) -> Tensor:
     number = min(len(covariance), max(1, int(share * len(covariance))))
     chosen = torch.zeros(len(covariance), dtype=torch.bool)
     chosen[covariance.topk(number).indices] = True

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from trainer_support import episodes
 
-from penstock.trainer.advantages import ADVANTAGES
+from penstock.trainer.advantages import ADVANTAGES, state_groups
 
 pytestmark = pytest.mark.torch
 GROUPED = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline", "gigpo", "hgpo", "grpo_process")
@@ -98,6 +98,43 @@ def test_hgpo_by_hand() -> None:
 def test_equal_rewards_say_nothing(name: str) -> None:
     found = tokens(name, [0.1] * 10 + [3.0], [0] * 10 + [1], turn_state=[SAME_STATE] * 11)
     assert found == [0.0] * 11
+
+
+@pytest.mark.parametrize(
+    ("name", "deviation"),
+    [("grpo", math.sqrt(2)), ("gigpo", math.sqrt(2)), ("grpo_process", math.sqrt(2)), ("hgpo", 1)],
+)
+def test_epsilon_is_added_to_the_deviation(name: str, deviation: float) -> None:
+    """Rewards that differ by hardly more than ε = 1e-6 say little."""
+    expected = (2 if name == "gigpo" else 1) / (deviation + 1)
+    found = tokens(name, [0.0, 2e-6], [0, 0], turn_state=[SAME_STATE] * 2)
+    assert found == pytest.approx([-expected, expected], rel=1e-6)
+
+
+def test_state_groups_need_the_whole_history() -> None:
+    """A turn with fewer turns before it is alone, also where its number is another turn's state."""
+    batch = episodes([0.0, 0.0], [0, 0], turns=[[1, 1], [1, 1]], turn_state=[0, 0, 9, 0])
+    once, twice = (state_groups(batch, depth).tolist() for depth in (1, 2))
+    assert [[one == other for other in once] for one in once] == [
+        [True, True, False, True],
+        [True, True, False, True],
+        [False, False, True, False],
+        [True, True, False, True],
+    ]
+    assert len(set(twice)) == 4
+
+
+def test_estimators_that_are_whitened() -> None:
+    batch = episodes(
+        [1.0, 0.0], [0, 0], values=[0.0, 0.0], process_rewards=[0.0, 0.0], greedy=[0.0, 0.0], turn_state=[1, 1]
+    )
+    assert [name for name in ADVANTAGES.names() if ADVANTAGES.get(name)(batch).whiten] == [
+        "gae",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "turn_gae",
+        "vapo",
+    ]
 
 
 REWARDS = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=4, max_size=9)

@@ -76,3 +76,25 @@ def test_a_segment_is_corrected_as_if_it_were_alone(name: str, level: str, given
 def test_absurd_ratios_stay_finite(name: str) -> None:
     given_ = CorrectionInput(torch.tensor([0.0, -1e4]), torch.tensor([-1e4, 0.0]), torch.tensor([0, 1]))
     assert CORRECTIONS.get(name)(given_).weights.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("icepop", {"low": 1.0, "high": 1.0}), ("rejection", {"low": 1.0, "high": 1.0}), ("masked_is", {"cap": 1.0})],
+)
+def test_a_ratio_on_a_bound_is_kept(name: str, options: dict[str, float]) -> None:
+    assert correct(name, [1.0, 1.0], [0, 1], **options).kept.tolist() == [True, True]
+
+
+def test_ratios_are_held_within_twenty() -> None:
+    """Of their logarithms."""
+    found = correct("icepop", [math.exp(25), math.exp(-25), math.exp(19)], [0, 1, 2], low=0.0, high=1e30)
+    assert found.weights.tolist() == pytest.approx([math.exp(20), math.exp(-20), math.exp(19)])
+
+
+def test_no_token_is_no_correction() -> None:
+    for name in CORRECTIONS.names():
+        for level in ("token", "sequence", "geometric"):
+            nothing = CorrectionInput(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.long))
+            found = CORRECTIONS.bind(name, {"level": level})(nothing)
+            assert (found.weights.shape, found.kept.shape) == ((0,), (0,)), (name, level)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 
@@ -15,6 +16,7 @@ from penstock.trainer.advantages import needs_of
 from penstock.trainer.losses import LOSSES
 
 drawn, largest = (getattr(LOSSES.get(name), "choose") for name in ("clip_cov", "kl_cov"))  # noqa: B009
+drawn = partial(drawn, lower=1.0, upper=5.0)
 
 pytestmark = pytest.mark.torch
 OF_TOKENS = [name for name in LOSSES.names() if "sequences" not in needs_of(LOSSES.get(name))]
@@ -65,6 +67,13 @@ METRICS: dict[str, dict[str, list[bool]]] = {
     },
     "cispo": {"clip_fraction_low": [False] * 4, "clip_fraction_high": [True, True, False, False]},
     "kl_cov": {"chosen_fraction": [False, True, False, False]},
+    "ppo": {
+        "clip_fraction_low": [False, False, False, True],
+        "clip_fraction_high": [True, False, False, False],
+        "dual_clip_fraction": [False] * 4,
+    },
+    # The geometric mean of the segment is 0.87, below both bounds.
+    "gspo": {"clip_fraction_low": [False, True, False, True], "clip_fraction_high": [False] * 4},
 }
 
 
@@ -114,7 +123,8 @@ def test_what_is_chosen() -> None:
     assert largest(covariance, seed, share=0.01).tolist() == [False, False, False, True], "one at least"
     assert drawn(covariance, seed, share=1.0).tolist() == [False, True, True, False]
     assert int(drawn(covariance, seed, share=0.25).sum()) == 1
-    assert drawn(torch.zeros(3), seed).tolist() == [False] * 3
+    assert drawn(torch.zeros(3), seed, share=1.0).tolist() == [False] * 3
+    assert drawn(torch.tensor([1.0, 5.0, 3.0]), seed, share=1.0).tolist() == [False, False, True], "between the bounds"
 
 
 @pytest.mark.parametrize("name", OF_TOKENS)
@@ -148,3 +158,12 @@ def test_the_order_of_segments_does_not_matter(name: str) -> None:
 def test_no_token_is_no_loss(name: str) -> None:
     result, _ = loss_by_hand(name, [], [])
     assert result.per_token.shape == (0,)
+
+
+@pytest.mark.parametrize(("name", "most"), [("decoupled_ppo", 20), ("gspo", 10)])
+def test_a_ratio_far_away_is_held(name: str, most: int) -> None:
+    """Of its logarithm; with a negative advantage nothing else clips it."""
+    result, _ = loss_by_hand(name, [math.exp(25)], [-1.0])
+    assert result.per_token.tolist() == pytest.approx([math.exp(most)])
+    result, _ = loss_by_hand("decoupled_ppo", [math.exp(-25)], [1.0])
+    assert result.per_token.tolist() == pytest.approx([-math.exp(-20)])
