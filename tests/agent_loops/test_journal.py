@@ -53,6 +53,7 @@ async def test_journal_keeps_sessions_and_rewards(next_owner):
         data = {"results": [], SESSIONS: {"python": session}}
         await first.append(JournalEntry(kind=JournalKind.TOOLS, context_hash=1, data=data))
     await first.keep_rewards({"python": 0.5})
+    assert first.tool_rewards == {"python": 0.5}
     second = next_owner()
     assert (second.sessions, second.tool_rewards) == ({"python": "box-2"}, {"python": 0.5})
     await second.restart("it strayed")
@@ -201,7 +202,7 @@ async def test_journal_keeps_the_score_of_a_run(next_owner):
     await first.append(SAMPLED)
     await first.keep_score(KeptScore("digest", 0.5, {"tests": 2.0}))
     second = next_owner()
-    assert second.score == KeptScore("digest", 0.5, {"tests": 2.0})
+    assert first.score == second.score == KeptScore("digest", 0.5, {"tests": 2.0})
     assert second.take(JournalKind.TOOLS, 0) is None  # the score alone is no tool turn
     await second.restart("it strayed")
     assert second.score is None
