@@ -64,13 +64,13 @@ from .segment import AgentLoopOutput as AgentLoopOutput
 from .segment import Budget as Budget
 from .segment import MessageDelta as MessageDelta
 from .segment import SegmentBuilder as SegmentBuilder
-from .segment import little_endian as little_endian
 from .sources import services_of as services_of
 from .sources import verify_sources as verify_sources
 from .teachers import PROBE as PROBE
 from .teachers import BadTeacher as BadTeacher
 from .teachers import Teacher as Teacher
 from .teachers import Teachers as Teachers
+from .token_row import little_endian as little_endian
 from .tool_runner import CallNames as CallNames
 from .tool_runner import ToolBox as ToolBox
 from .tool_runner import hash_of as hash_of

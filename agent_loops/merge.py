@@ -12,7 +12,8 @@ import xxhash
 from penstock.agent_loops.chat.images import files_of
 from penstock.agent_loops.errors import InfraFailure, TokenMismatch
 from penstock.agent_loops.llm import SeenContexts
-from penstock.agent_loops.segment import AgentLoopOutput, little_endian
+from penstock.agent_loops.segment import AgentLoopOutput
+from penstock.agent_loops.token_row import little_endian
 from penstock.rollout_server import BadRequest, read_images
 from penstock.transfer_queue import EpisodeImages, Lease, Trajectory
 

@@ -103,5 +103,5 @@ def _break(origin: AgentLoopOutput, output: AgentLoopOutput, decode: Decode) -> 
     kind = classify(before.tolist(), prompt.tolist(), decode)
     if kind is None:
         return None
-    size = min(len(before), len(prompt))
+    size = min(len(before), len(prompt))  # within which they differ: else there is no kind
     return _Break(kind, len(prompt), int(np.argmax(before[:size] != prompt[:size])))

@@ -1,7 +1,7 @@
 """A segment: one append-only token sequence of an episode.
 
 SegmentBuilder   what a loop builds, under the episode's `Budget`
-TokenRow         its arrays: ids, and mask, logprobs and versions of the response
+                 (its arrays are a `TokenRow`)
 AgentLoopOutput  the finished segment, as the loop returns it
 
 prompt ids │ sampled │ observed │ sampled │ …        mask  1…1 │ 0…0 │ 1…1
@@ -9,16 +9,15 @@ prompt ids │ sampled │ observed │ sampled │ …        mask  1…1 │ 0
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from penstock.agent_loops.errors import AgentError
+from penstock.agent_loops.token_row import SHARED, TokenRow
 from penstock.rollout_server import ImageRef
 from penstock.transfer_queue import COMPLETED, Ids, Logprobs, Mask, Outcome, OutcomeKind, RoutedExperts, Segment, Spans
 
@@ -26,8 +25,6 @@ TRUNCATED_LENGTH = Outcome(OutcomeKind.TRUNCATED, "length")
 SPOILED = Outcome(OutcomeKind.POLICY_ERROR, "the model sampled the place of an image that is not there")
 TRUNCATED_TURNS = Outcome(OutcomeKind.TRUNCATED, "turns")
 TRUNCATED_DEADLINE = Outcome(OutcomeKind.TRUNCATED, "deadline")
-MOST = 1 << 20
-"""Ids from here on (no vocabulary has them) get objects of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,118 +331,9 @@ class SegmentBuilder:
 
 
 def last_answer(output: AgentLoopOutput) -> list[int]:
-    """Ids of the last model call's answer, of which there is one."""
+    """Ids of the last model call's answer; none where the model was not called."""
+    if output.num_turns == 0:
+        return []
     start = int(output.turn_starts[-1])
     ids: list[int] = output.response_ids[start:][output.response_mask[start:] == 1].tolist()
     return ids
-
-
-class TokenRow:
-    """The ids of one segment with mask, logprobs, versions and, of a mixture, routed experts; appending costs time
-    linear in the new ids alone."""
-
-    def __init__(self, prompt_ids: Sequence[int]) -> None:
-        self.ids = array("i", prompt_ids)
-        """Prompt and response."""
-        self.mask = bytearray()
-        """Of the response: 1 = sampled."""
-        self.turn_starts = array("i")
-        self.routed_up_to = 0
-        self._routed: list[tuple[int, RoutedExperts]] = []
-        """(first position, rows), ascending and apart."""
-        self._prompt_len = len(prompt_ids)
-        self._logprobs = array("f")
-        self._spans = array("i")
-        self._hash = xxhash.xxh3_64(little_endian(self.ids))
-
-    @property
-    def hash(self) -> int:
-        """xxh3-64 of the int32 little-endian ids."""
-        return self._hash.intdigest()
-
-    @property
-    def ends_sampled(self) -> bool:
-        return bool(self.mask) and self.mask[-1] == 1
-
-    def append_sampled(
-        self,
-        ids: Sequence[int],
-        logprobs: Sequence[float],
-        version_spans: Sequence[Sequence[int]],
-        routed_experts: RoutedExperts | None = None,
-    ) -> None:
-        """One answer (N ids, N logprobs, spans over 0…N), and rows of the positions before its last id's."""
-        start = len(self.mask)
-        if routed_experts is not None:
-            self._route(routed_experts, len(self.ids) + len(ids) - 1)
-        self.turn_starts.append(start)
-        for version, first, end in version_spans:
-            self._spans.extend((version, start + first, start + end))
-        self._extend(ids, logprobs, b"\x01")
-
-    def _route(self, rows: RoutedExperts, end: int) -> None:
-        """What is known of a position stays: that pass sampled its token, or was the first that read it."""
-        first = max(end - len(rows), self.routed_up_to)
-        if first < end:
-            self._routed.append((first, rows[len(rows) - (end - first) :]))
-            self.routed_up_to = end
-
-    def _routed_experts(self) -> RoutedExperts | None:
-        if not self._routed:
-            return None
-        _, some = self._routed[0]
-        whole = np.zeros((len(self.ids), *some.shape[1:]), dtype=some.dtype)
-        for first, rows in self._routed:
-            whole[first : first + len(rows)] = rows
-        return whole
-
-    def append_fed(self, ids: Sequence[int]) -> None:
-        self._extend(ids, [0.0] * len(ids), b"\x00")
-
-    def segment(self) -> Segment:
-        """Copies of the arrays so far."""
-        ids: Ids = np.array(self.ids, dtype=np.int32)
-        return Segment(
-            prompt_ids=ids[: self._prompt_len],
-            response_ids=ids[self._prompt_len :],
-            response_mask=np.array(self.mask, dtype=np.uint8),
-            response_logprobs=np.array(self._logprobs, dtype=np.float32),
-            version_spans=np.array(self._spans, dtype=np.int32).reshape(-1, 3),
-            turn_starts=np.array(self.turn_starts, dtype=np.int32),
-            routed_experts=self._routed_experts(),
-        )
-
-    def _extend(self, ids: Sequence[int], logprobs: Sequence[float], mark: bytes) -> None:
-        new = array("i", ids)
-        self.ids.extend(new)
-        self.mask.extend(mark * len(new))
-        self._logprobs.extend(logprobs)
-        self._hash.update(little_endian(new))
-
-
-def little_endian(ids: array[int] | Ids) -> bytes:
-    """int32 little-endian bytes of ids, on every host: what context hashes are made of."""
-    return np.asarray(ids, dtype="<i4").tobytes()
-
-
-class SharedInts:
-    """Token ids as Python ints, one object per id and process; grows to the vocabulary in use.
-
-    A worker holds the context of each waiting episode as a list: 8 bytes per token with shared ints, else 40.
-    """
-
-    def __init__(self) -> None:
-        self._ints: NDArray[Any] = np.arange(0, dtype=object)
-
-    def of(self, ids: NDArray[np.int32]) -> list[int]:
-        """`ids` as a list."""
-        most = int(ids.max(initial=0))
-        if most >= MOST or ids.min(initial=0) < 0:
-            return [int(one) for one in ids]
-        if most >= len(self._ints):
-            self._ints = np.arange(1 << most.bit_length(), dtype=object)
-        whole: list[int] = self._ints[ids].tolist()
-        return whole
-
-
-SHARED = SharedInts()

@@ -21,7 +21,7 @@ from penstock.agent_loops.errors import InfraFailure, LoadError
 from penstock.agent_loops.journal import KeptScore
 from penstock.agent_loops.loader import load_object, nearest
 from penstock.agent_loops.rewards.base import Answer, BaseReward, FunctionReward, Value
-from penstock.agent_loops.segment import little_endian
+from penstock.agent_loops.token_row import little_endian
 from penstock.common import describe_error
 from penstock.sandbox import BoxNeeds, Sandbox, SandboxError, Session
 from penstock.tools import ToolInfraError
