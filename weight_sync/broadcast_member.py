@@ -135,8 +135,6 @@ class BroadcastMember:
                         self.busy = False
         finally:
             self.busy = False
-            if self._round is not None and not self._round.state.done():
-                self._round.state.set_result("")
 
     async def holds(self, manifest: Manifest) -> bool:
         """Whether the workers hold exactly this version; waits for a broadcast of it that is under way. Once."""
@@ -165,8 +163,7 @@ class BroadcastMember:
             self.cause = f"no version is held until a file is loaded: {error}"
             logger.error("%s", self.cause)
         finally:
-            if not current.state.done():
-                current.state.set_result(state)
+            current.state.set_result(state)
         if state and self.in_place:
             await self._until_announced(current, offer.version)
 

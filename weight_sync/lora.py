@@ -204,9 +204,6 @@ class ModelFolder:
         self._files = _open(self.folder)
         self._entries: dict[str, TensorEntry] = {}
 
-    def names(self) -> list[str]:
-        return list(self._files)
-
     def entries(self) -> dict[str, TensorEntry]:
         """A manifest's entry of each tensor, by name. The first call reads every byte; then it is remembered."""
         if not self._entries:
@@ -320,7 +317,6 @@ class Merger:
             raise WeightsUnreachable(f"version {version}: not merged in {self._deadline_s:g} s")
 
     def _forget(self) -> None:
-        self._adapter = self._merged = None
         for path in (*self.directory.glob("merged-*"), *self.directory.glob(".merged-*.tmp")):
             path.unlink(missing_ok=True)
 

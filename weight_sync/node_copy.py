@@ -89,7 +89,7 @@ class VersionLease:
             self._ends_at = time.monotonic() + LINGER_S
 
     def close(self) -> None:
-        """Ends the lease now; who waits takes it."""
+        """Ends the lease now; who waits takes it. May be repeated."""
         self._ends_at = 0.0
         with contextlib.suppress(OSError):  # closed by its thread
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -274,7 +274,6 @@ class NodeReader:
     def _end_lease(self) -> None:
         if self._lease is not None:
             self._lease.close()
-            self._lease = None
 
 
 def lease_name(what: str) -> str:
@@ -299,8 +298,6 @@ def _adopted(manifest: Manifest, descriptor: int, layout: MemoryLayout) -> Versi
     """Raises `LeaseUnusable` where it is not sealed memory of that layout's size."""
     try:
         return VersionMemory.adopt(manifest, descriptor, layout)
-    except BaseException as error:
+    except ValueError as error:
         os.close(descriptor)
-        if isinstance(error, ValueError):
-            raise LeaseUnusable(f"its holder hands out {error}") from error
-        raise
+        raise LeaseUnusable(f"its holder hands out {error}") from error

@@ -164,8 +164,7 @@ class WeightPublisher:
         return ChainFile(version, base_version, place, written.bytes, written.xxh3, state)
 
     def _remember(self, named: Tensors) -> None:
-        if self.full_every == 1:
-            return
+        """`named` is empty where all versions are full."""
         if _layout(named) != _layout(self._last):
             self._last = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in named.items()}
             return

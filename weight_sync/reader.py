@@ -23,10 +23,12 @@ Tensors = dict[str, torch.Tensor]
 class WeightReader:
     """Holds the version read last, where the trainer says that deltas follow. One thread at a time calls it."""
 
+    _held: Tensors
+    _state: str | None
+    """What `_held` is; None while it is nothing whole."""
+
     def __init__(self) -> None:
-        self._held: Tensors = {}
-        self._state: str | None = None
-        """What `_held` is; None while it is nothing whole."""
+        self.forget()
         self.bytes_read = 0
         """Of all files so far."""
 

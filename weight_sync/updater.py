@@ -163,7 +163,6 @@ class WeightUpdater:
         """A new engine holds the model's own weights, `version` by its own account."""
         self.version, self.refused, self._loaded, self._retry_at = version, None, None, 0.0
         self._behind_since, self._refusals, self._dropped = None, 0, False
-        self.loading = False
         self.cause = "the newest weights are not loaded yet"
 
     @property
@@ -225,8 +224,6 @@ class WeightUpdater:
 
     def _holds(self, newest: Announcement) -> bool:
         """Whether the engine has these weights, wherever their file is now."""
-        if newest is self._loaded:
-            return newest.version == self.version
         if newest.version != self.version or self._loaded is None:
             return newest.version == self.version
         return (

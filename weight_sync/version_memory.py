@@ -189,13 +189,12 @@ class VersionMemory(TensorViews):
 class SealableMemory:
     """An anonymous file while it is written. A context: what is not sealed is freed at its end."""
 
-    def __init__(self, name: str, nbytes: int) -> None:
+    def __init__(self, name: str) -> None:
         """Raises `OSError` where there is no memory."""
         self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._owned = True
         self._end = 0
         """Where `append` continues."""
-        os.ftruncate(self.descriptor, max(nbytes, 1))
 
     def __enter__(self) -> Self:
         return self
@@ -205,7 +204,6 @@ class SealableMemory:
     ) -> None:
         if self._owned:
             os.close(self.descriptor)
-            self._owned = False
 
     def put(self, piece: memoryview, at: int) -> None:
         while piece:
@@ -234,7 +232,8 @@ class MemoryDraft(SealableMemory):
         """What the memory holds; None while it is nothing whole."""
         self._whole = False
         """Every tensor was compared with the manifest."""
-        super().__init__(f"weights-{manifest.version}", self._layout.bytes)
+        super().__init__(f"weights-{manifest.version}")
+        os.ftruncate(self.descriptor, max(self._layout.bytes, 1))  # an empty file cannot be mapped
 
     def copy(self, base: VersionMemory) -> None:
         """Begin with `base`, of the same layout."""

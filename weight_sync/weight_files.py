@@ -120,8 +120,10 @@ class WeightFiles:
             source, version, path, write=due, bucket_bytes=self.broadcaster.bucket_bytes, sending=sending
         )
         self._streamed += 1
-        workers = sending.member.size - 1
-        logger.info("broadcast %s: version %d, %d of %d workers have it", sending.name, version, found.done, workers)
+        logger.info(
+            "broadcast %s: version %d, %d of %d workers have it",
+            sending.name, version, found.done, sending.member.size - 1,
+        )  # fmt: skip
         manifest = self._publisher.adopt(version, found.written, found.tensors)
         if not due:
             self._unwritten = _Unwritten(version, path, source)

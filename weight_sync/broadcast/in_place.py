@@ -59,10 +59,10 @@ class JoinedBroadcast:
                     digests.update(bucket)
                     self._begun = True
                     yield bucket
-                self.entries = digests.entries()
+                entries = digests.entries()
                 self._group.say_done()
+                self.entries = entries
         except ENDED_EARLY as error:
-            self.entries = ()
             kind = WeightsBroken if self._begun else WeightsUnreachable
             raise kind(self._ended(error)) from error
 

@@ -106,8 +106,6 @@ class _Members:
         if self._group is not None:
             self._group.close()
             self._group = None
-        if self._sending is not None and self._sending.listener is not None:
-            self._sending.listener.close()
 
     def _form(self) -> None:
         assert self._sending is not None
@@ -137,7 +135,6 @@ class _Members:
         except (RuntimeError, OSError) as error:
             assert self._sending is not None
             logger.warning("broadcast %s ended early, its servers take the file: %s", self._sending.name, error)
-            self._work = None
             if self._group is not None:
                 self._group.close()
                 self._group = None

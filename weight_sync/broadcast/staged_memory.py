@@ -86,7 +86,7 @@ def stream_layout(manifest: Manifest) -> MemoryLayout:
 
 def _received(offer: Offer, device: torch.device | None) -> _Received:
     header = stream_header(offer.tensors)
-    with SealableMemory(f"broadcast-{offer.version}", len(header) + offer.nbytes) as memory:
+    with SealableMemory(f"broadcast-{offer.version}") as memory:
         memory.append(memoryview(header))
         buckets = two_buckets(offer.nbytes, offer.bucket_bytes)
         entries = receive_stream(offer, 0, buckets, memory.append, device)
