@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import socket
 import time
 import weakref
 from collections.abc import AsyncIterator
@@ -29,10 +30,12 @@ from penstock.weight_sync import (
     NoSpace,
     StagedMemory,
     StagedWeights,
+    StreamTensor,
     Superseded,
     WeightsRefused,
     WeightsUnreachable,
     read_verified,
+    stream_version,
 )
 
 pytestmark = pytest.mark.torch
@@ -84,6 +87,7 @@ async def test_members_have_every_version_and_take_no_file(
             assert same(await server.receive(manifest), tensors)
         tensors = next_version(tensors, version)
     assert [server.by_file for server in servers] == [0, 0, 0]
+    assert [(server.member.cause, server.member.busy) for server in servers] == [("", False)] * 3
     written = sorted(path.name for path in trainer.files.directory.glob("weights-*"))
     assert [name[8:16] for name in written] == ["00000001", "00000005"], "one file in four versions"
 
@@ -111,6 +115,8 @@ async def test_server_without_a_place_is_expected_and_gets_a_file_at_once(
     await trainer.publish(1, small_tensors(), members=1)
     manifest = await trainer.publish(2, small_tensors(1), members=1, expected=2)
     assert trainer.place_of_file(manifest).exists()
+    manifest = await trainer.publish(3, small_tensors(2), members=1, expected=1)
+    assert not trainer.place_of_file(manifest).exists(), "all have a place"
 
 
 async def test_file_of_an_older_version_is_not_made_of_newer_bytes(
@@ -163,6 +169,75 @@ async def test_worker_checks_what_it_takes_by_itself(trainer: BroadcastingTraine
         server.staged.take(altered(manifest, other_checksum))
     with pytest.raises(WeightsUnreachable, match="does not hold"):
         server.staged.take(manifest)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda plain: plain["tensors"].append(plain["tensors"][0] | {"name": "more"}), "'more' is missing"),
+        (lambda plain: plain["tensors"].pop(), "'flags' is not in the manifest"),
+    ],
+    ids=["missing", "extra"],
+)
+async def test_worker_names_the_tensor_that_one_side_has(
+    trainer: BroadcastingTrainer, members: Members, change: Any, problem: str
+) -> None:
+    server = members.join("a")
+    manifest = await trainer.publish(1, small_tensors(), members=1)
+    assert await server.member.holds(manifest)
+    with pytest.raises(WeightsRefused, match=f"version 1: tensor {problem}"):
+        server.staged.take(altered(manifest, change))
+
+
+@pytest.mark.parametrize("staged", [StagedWeights, StagedMemory])
+async def test_version_without_a_byte_is_broadcast(
+    trainer: BroadcastingTrainer, members: Members, tmp_path: Path, staged: Any
+) -> None:
+    server = members.join("a", StagedServer(tmp_path / "a", staged()))
+    manifest = await trainer.publish(1, {"empty": torch.empty(0, 4)}, members=1)
+    assert (await server.receive(manifest))["empty"].shape == (0, 4)
+    assert server.by_file == 0
+
+
+async def test_broadcast_counts_the_workers_that_have_all(
+    trainer: BroadcastingTrainer, members: Members, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And ends for those who would have it later than agreed."""
+    for name in "ab":
+        members.join(name)
+    for deadline_s, done in ((60.0, 2), (-1.0, 0)):
+        await until(lambda: trainer.files.broadcaster.parked == 2)
+        await trainer.take(1, small_tensors())
+        sending = replace(trainer.files.begin_broadcast(1, trainer.source.tensors), deadline_s=deadline_s)
+        found = await asyncio.to_thread(
+            stream_version, trainer.source, 1, tmp_path / "w", write=False, bucket_bytes=10_000, sending=sending
+        )
+        assert found.done == done
+        assert ("not done in -1 s" in caplog.text) is (done == 0)
+
+
+async def test_broadcast_has_the_time_that_its_bytes_take() -> None:
+    """At 50 MB/s, beside 20 s; and no port where nobody waits."""
+    sending = Broadcaster().open(1, [StreamTensor("w", (25_000_000,), "bfloat16")])
+    assert (sending.deadline_s, sending.servers, sending.listener, sending.member.port) == (21.0, 0, None, 0)
+
+
+async def test_broadcaster_takes_servers_of_1024_workers_at_most() -> None:
+    assert await Broadcaster().park(1024, "gloo/1", wait_s=0.0) is None
+    with pytest.raises(ValueError, match="count is 1025, not 1 to 1024"):
+        await Broadcaster().park(1025, "gloo/1", wait_s=0.0)
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 on this machine")
+async def test_broadcaster_listens_on_ipv6_where_it_is_told_to() -> None:
+    broadcaster = Broadcaster("::1")
+    waiting = asyncio.create_task(broadcaster.park(1, "gloo/1"))
+    await asyncio.sleep(0)
+    sending = broadcaster.open(1, ())
+    assert (await waiting) is not None
+    assert sending.listener is not None
+    with sending.listener as listener, socket.create_connection(("::1", sending.member.port), timeout=60):
+        assert listener.getsockname()[0] == "::1"
 
 
 async def test_older_version_that_was_not_loaded_is_dropped(trainer: BroadcastingTrainer, members: Members) -> None:

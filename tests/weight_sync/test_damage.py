@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import xxhash
-from tests.weight_sync.conftest import file_of, parts_of, small_tensors
+from tests.weight_sync.conftest import altered, file_of, parts_of, small_tensors
 
 torch = pytest.importorskip("torch")
 
@@ -24,7 +28,9 @@ from penstock.weight_sync import (
     BadDelta,
     Manifest,
     Merger,
+    NodeReader,
     NoSpace,
+    PartialFile,
     WeightPublisher,
     WeightReader,
     WeightsRefused,
@@ -61,6 +67,7 @@ DAMAGE: dict[str, tuple[Callable[[Header, bytes], bytes], str]] = {
     "no length": (lambda _header, _data: b"1234567", "is no safetensors file"),
     "a length that no memory has": (lambda _header, data: struct.pack("<Q", 1 << 62) + data, "is no safetensors file"),
     "a length of one too many": (lambda _header, data: struct.pack("<Q", len(data) + 1) + data, "no safetensors file"),
+    "no header at all": (lambda _header, _data: struct.pack("<Q", 0), "damaged header"),
     "no header": (lambda _header, data: file_of(3, data), "damaged header"),
     "no JSON": (lambda _header, data: struct.pack("<Q", 4) + b"{{{{" + data, "damaged header"),
     "an unknown dtype": (entry(dtype="F4"), "damaged header.*F4"),
@@ -79,6 +86,49 @@ def test_damaged_file_is_refused_by_what_is_wrong(
     manifest = WeightPublisher(tmp_path, "shm").write(1, {"m": torch.rand(2, 3)}.items())
     with pytest.raises(WeightsRefused, match=f"version 1: .*{Path(manifest.place).name}.*{problem}"):
         read_verified(announced(manifest, damage(*parts_of(Path(manifest.place)))))
+
+
+def test_damaged_length_of_a_tensor_is_refused_by_its_name(tmp_path: Path) -> None:
+    """Of a version that one copy per machine is made of, before any memory is taken for it."""
+    manifest = WeightPublisher(tmp_path, "shm").write(1, {"m": torch.rand(2, 3)}.items())
+    for change in ({"shape": [-1, -6]}, {"dtype": "complex64"}):
+        other = altered(manifest, lambda plain, change=change: plain["tensors"][0].update(change))
+        entry = other.tensors[0]
+        with pytest.raises(
+            WeightsRefused, match=rf"version 1: tensor 'm' is {entry.dtype} of shape \[.*{entry.shape[1]}"
+        ):
+            NodeReader().read(other)
+
+
+@pytest.mark.parametrize("read", [read_verified, lambda manifest: NodeReader().read(manifest)], ids=["own", "node"])
+def test_file_of_tensors_without_a_byte_is_read(tmp_path: Path, read: Callable[[Manifest], Any]) -> None:
+    manifest = WeightPublisher(tmp_path, "shm").write(1, {"a": torch.empty(0, 4), "b": torch.empty(2, 0)}.items())
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in read(manifest).items()} == {
+        "a": ((0, 4), torch.float32),
+        "b": ((2, 0), torch.float32),
+    }
+
+
+@pytest.mark.parametrize("read", [read_verified, lambda manifest: NodeReader().read(manifest)], ids=["own", "node"])
+def test_file_of_more_than_one_piece_is_read(tmp_path: Path, read: Callable[[Manifest], Any]) -> None:
+    """Files are read by the MiB."""
+    sent = {"a": torch.rand(700_001), "b": torch.rand(5)}
+    found = read(WeightPublisher(tmp_path, "shm").write(1, sent.items()))
+    assert all(torch.equal(found[name], tensor) for name, tensor in sent.items())
+
+
+def test_file_on_its_way_keeps_what_came_before(tmp_path: Path) -> None:
+    part = PartialFile(tmp_path / "part")
+    part.append(b"first")
+    assert (tmp_path / "part").read_bytes() == b"first", "a server that is killed loses nothing that came"
+    part.close()
+    with pytest.raises(ValueError, match="closed"):
+        part.append(b"x")
+    again = PartialFile(tmp_path / "part")
+    assert (again.length, again.xxh3) == (5, xxhash.xxh3_64_hexdigest(b"first"))
+    again.append(memoryview(b"second"))
+    assert (again.length, again.xxh3) == (11, xxhash.xxh3_64_hexdigest(b"firstsecond"))
+    again.close()
 
 
 def test_damaged_file_cut_after_it_was_opened_is_refused(tmp_path: Path) -> None:
@@ -133,7 +183,21 @@ DELTA_DAMAGE: dict[str, tuple[Callable[[list[list[Any]]], object], str]] = {
         r"the change of tensor 'w': .*no whole number of values",
     ),
     "a negative length": (lambda table: table[0].__setitem__(2, -1), "a negative length"),
+    "values of a negative length": (lambda table: table[0].__setitem__(3, -1), "a negative length"),
 }
+
+
+def test_delta_of_a_tensor_that_stays_as_it_was(tmp_path: Path) -> None:
+    publisher, weights = WeightPublisher(tmp_path, "shm", full_every=4), torch.zeros(1000)
+    reader = WeightReader()
+    reader.read(publisher.write(1, {"v": torch.ones(2), "w": weights}.items()))
+    weights[3] = 1
+    manifest = publisher.write(2, {"v": torch.ones(2), "w": weights}.items())
+    header, data = parts_of(Path(manifest.place))
+    table = [*table_of(header), ["v", "gaps8", 0, 0, ""]]
+    seal(table, data, header["index"]["data_offsets"][1])
+    header["__metadata__"]["changes"] = json.dumps(table)
+    assert reader.read(announced(manifest, file_of(header, data)))["v"].tolist() == [1, 1]
 
 
 def halved(whole: list[Any]) -> list[list[Any]]:
@@ -195,6 +259,66 @@ def test_publisher_refuses_what_it_is_not_made_for(tmp_path: Path) -> None:
         WeightPublisher(tmp_path, "shm").write_adapter(1, [], {"r": 1, "lora_alpha": 1})
 
 
+@pytest.mark.parametrize("keep", [0, 1])
+def test_publisher_keeps_one_version_at_least(tmp_path: Path, keep: int) -> None:
+    publisher = WeightPublisher(tmp_path, "shm", keep)
+    for version in (1, 2):
+        publisher.write(version, small_tensors().items())
+    assert [path.name for path in tmp_path.iterdir()] == ["weights-00000002.safetensors"]
+
+
+def test_publisher_fills_the_room_but_for_16_mib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher = WeightPublisher(tmp_path, "shm")
+    needed = publisher.write(1, small_tensors().items()).bytes + (16 << 20)
+    for free, fits in ((needed, True), (needed - 1, False)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _path, free=free: SimpleNamespace(free=free))
+        with nullcontext() if fits else pytest.raises(NoSpace, match="needs 16 MiB"):
+            publisher.write(1, small_tensors().items())
+
+
+def test_publisher_frees_each_tensor_once_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[Any] = []
+
+    def given() -> Iterator[tuple[str, Any]]:
+        for name in "ab":
+            tensor = torch.rand(9)
+            freed.append(weakref.ref(tensor.untyped_storage()))
+            yield name, tensor
+
+    rename, seen = os.replace, list[bool]()
+
+    def watched(source: Path, target: Path) -> None:
+        seen.extend(one() is None for one in freed)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", watched)
+    WeightPublisher(tmp_path, "shm").write(1, given())
+    assert seen == [True, True]
+
+
+def test_publisher_leaves_files_that_others_remove(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody tidies up at the same time."""
+    unlink, removed = Path.unlink, list[str]()
+
+    def unlink_second(path: Path, missing_ok: bool = False) -> None:
+        if path.exists():
+            removed.append(path.name.partition("-")[0])
+            unlink(path)
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink_second)
+    (tmp_path / "published").mkdir(mode=0o700)
+    (tmp_path / "published" / "left.tmp").touch()
+    publisher = WeightPublisher(tmp_path / "published", "shm", 1, model=model)
+    merger = Merger(model, tmp_path / "merged", "float32")
+    for version in (1, 2):
+        merger.merge(publisher.write_adapter(version, low().items(), {"r": 2, "lora_alpha": 2}))
+    merger.close()
+    assert removed == ["left.tmp", "weights", "merged", "merged"]
+
+
 def test_publisher_calls_no_other_failure_a_lack_of_room(tmp_path: Path) -> None:
     (tmp_path / "weights-00000001.safetensors").mkdir()
     with pytest.raises(OSError, match="weights-00000001") as caught:
@@ -232,6 +356,39 @@ def test_adapter_settings_left_out_are_those_of_peft(model: Path, tmp_path: Path
     manifest = publisher.write_adapter(1, low().items(), {"r": 2, "lora_alpha": 6})
     held = read_verified(Merger(model, tmp_path / "merged", "float32").merge(manifest))
     assert torch.equal(held["a.weight"], torch.full((3, 4), 2 * 6 / 2.0))
+
+
+def test_adapter_is_merged_anew_where_its_file_has_gone(model: Path, tmp_path: Path) -> None:
+    publisher, merger = (
+        WeightPublisher(tmp_path / "published", "shm", model=model),
+        Merger(model, tmp_path / "m", "float32"),
+    )
+    manifest = publisher.write_adapter(1, low().items(), {"r": 2, "lora_alpha": 6})
+    Path(merger.merge(manifest).place).unlink()
+    assert torch.equal(read_verified(merger.merge(manifest))["a.weight"], torch.full((3, 4), 6.0))
+
+
+@pytest.mark.parametrize("start", [True, False, None, "gaussian"])
+def test_adapter_may_start_in_any_way_that_keeps_its_base(start: object) -> None:
+    assert AdapterConfig.from_peft({"r": 8, "lora_alpha": 8, "init_lora_weights": start}).r == 8
+
+
+def test_adapter_of_no_finite_scale_is_refused() -> None:
+    with pytest.raises(BadAdapter, match="lora_alpha or a value of alpha_pattern is no number"):
+        AdapterConfig.from_peft({"r": 8, "lora_alpha": float("inf")})
+
+
+def test_adapter_of_a_model_that_changes_names_version_0(model: Path, tmp_path: Path) -> None:
+    publisher, merger = (
+        WeightPublisher(tmp_path / "published", "shm", model=model),
+        Merger(model, tmp_path / "m", "float32"),
+    )
+    merger.merge(publisher.write_adapter(1, low().items(), {"r": 2, "lora_alpha": 2}))
+    with (model / "model.safetensors").open("r+b") as file:
+        file.seek(-2, 2)
+        file.write(b"\x7f")
+    with pytest.raises(WeightsRefused, match=r"version 0: tensor 'a\.weight' has checksum"):
+        merger.merge(publisher.write_adapter(2, low().items(), {"r": 2, "lora_alpha": 2}))
 
 
 def test_adapter_without_tensors_or_settings_is_refused(model: Path, tmp_path: Path) -> None:

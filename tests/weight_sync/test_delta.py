@@ -6,6 +6,7 @@ import json
 import logging
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.weight_sync.conftest import reorder_header
 from penstock.weight_sync import (
     BadDelta,
     Manifest,
+    NodeReader,
     WeightPublisher,
     WeightReader,
     WeightsRefused,
@@ -88,6 +90,8 @@ def test_any_places_come_back(data: st.DataObject) -> None:
         ([5, 100_000], 10_000_000, "gaps16", 6),
         ([5, 3_000_000_000], 4_000_000_000, "gaps32", 8),
         (list(range(0, 4000, 2)), 4000, "bitmap", 500),
+        (list(range(0, 680, 8)), 720, "gaps8", 85),  # the bitmap takes 90
+        ([600, 1200, 1800], 10_000, "gaps16", 6),  # gaps8 takes three bytes each
     ],
 )
 def test_the_shortest_code_is_taken(places: list[int], size: int, encoding: str, bytes_: int) -> None:
@@ -118,6 +122,21 @@ def test_zeros_of_either_sign_and_nans_are_values_like_others() -> None:
     assert change is not None
     assert change.values.size == 1
     assert find_change(words_of(old), words_of(old.clone())) is None
+
+
+@pytest.mark.parametrize(("changed", "encoding"), [(6, "bitmap"), (7, "whole")])
+def test_places_that_save_nothing_are_left_out(changed: int, encoding: str) -> None:
+    """Of eight bytes: the bitmap takes one."""
+    after = np.array([1] * changed + [0] * (8 - changed), np.uint8)
+    change = find_change(np.zeros(8, np.uint8), after)
+    assert change is not None
+    assert (change.encoding, change.values.size) == (encoding, 8 if encoding == "whole" else changed)
+
+
+def test_no_places_are_no_change() -> None:
+    target = np.arange(4, dtype=np.int16)
+    apply_change(target, "gaps8", memoryview(b""), memoryview(b""))
+    assert target.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -346,6 +365,18 @@ def test_other_bytes_of_the_full_file_are_refused_by_name(tmp_path: Path) -> Non
     for manifest in (full, delta):
         with pytest.raises(WeightsRefused, match=f"{full.files[0].name} has checksum"):
             read_verified(manifest)
+
+
+@pytest.mark.parametrize("reader", [WeightReader, NodeReader])
+def test_a_delta_on_other_weights_is_refused_by_its_file(tmp_path: Path, reader: Any) -> None:
+    """The same numbers, of two lives of the trainer."""
+    (base,) = publish(tmp_path / "a", {1: tensors(1)})
+    delta = publish(tmp_path / "b", {1: tensors(2), 2: touched(tensors(2), 3)})[1]
+    mixed = replace(delta, files=(base.files[0], delta.files[1]))
+    with pytest.raises(
+        WeightsRefused, match=r"weights-00000002\.delta.* changes other weights than those of version 1"
+    ):
+        reader().read(mixed)
 
 
 def test_what_is_held_is_not_taken_for_a_version_after_half_an_update(tmp_path: Path, caplog: Any) -> None:

@@ -22,6 +22,7 @@ from penstock.weight_sync import (
     Manifest,
     MergingFetcher,
     WeightPublisher,
+    WeightsRefused,
     WeightsUnreachable,
     no_fetch,
     read_verified,
@@ -143,6 +144,28 @@ async def test_fetch_merges_adapters_with_the_threads_it_may_use(
     assert (fetched.closed, (tmp_path / "merged").exists()) == (True, False)
     with pytest.raises(WeightsUnreachable, match="stops"):
         await fetcher(adapter)
+
+
+async def test_fetch_closes_where_no_file_is_left(open_route: OpenRoute, tmp_path: Path) -> None:
+    fetcher = Fetcher(tmp_path / "s0", TOKEN)
+    await fetcher((await open_route("http")).publish(1, small_tensors()))
+    await fetcher.close()
+    assert not (tmp_path / "s0").exists()
+
+
+async def test_fetch_closes_where_nothing_was_merged(tmp_path: Path) -> None:
+    model, fetched = tmp_path / "model", Fetched()
+    model.mkdir()
+    save_file({"a.weight": torch.zeros(3, 4)}, model / "model.safetensors")
+    publisher = WeightPublisher(tmp_path / "adapters", "shm", model=model)
+    adapter = publisher.write_adapter(1, LOW.items(), {"r": 2, "lora_alpha": 2})
+    assert adapter.adapter is not None
+    other = replace(adapter, adapter=replace(adapter.adapter, base="0" * 16))
+    fetcher = MergingFetcher(fetched, tmp_path / "merged", lambda: model, "float32", 1)
+    with pytest.raises(WeightsRefused, match="other weights of version 0"):
+        await fetcher(other)
+    await fetcher.close()
+    assert (fetched.closed, (tmp_path / "merged").exists()) == (True, False)
 
 
 async def test_fetch_without_adapters_closes_what_it_wraps(tmp_path: Path) -> None:

@@ -110,3 +110,57 @@ def test_without_files_it_is_what_transformers_saves(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path, "Qwen3Moe", **changes)
     names = HubNames.of(shell_of(model))
     assert {one for parts in names.parts.values() for one in parts.names} >= files_of(model).keys()
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A Qwen3Moe of four experts on the device meta, and the tensors of its files."""
+    model = save_tiny_model(tmp_path, "Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    return shell_of(model), files_of(model)
+
+
+LAYER = "model.layers.0"
+
+
+def test_rows_of_experts_are_made_of_their_own_tensors(mixture: tuple[Any, dict[str, torch.Tensor]]) -> None:
+    names = HubNames.of(*mixture)
+    experts = [f"{LAYER}.mlp.experts.{number}" for number in range(4)]
+    assert names.experts(f"{LAYER}.mlp.experts.gate_up_proj") == [
+        (f"{one}.gate_proj.weight", f"{one}.up_proj.weight") for one in experts
+    ]
+    assert names.experts(f"{LAYER}.mlp.experts.down_proj") == [(f"{one}.down_proj.weight",) for one in experts]
+    assert names.experts(f"{LAYER}.input_layernorm.weight") is None
+    assert names.stored_name(f"{LAYER}.mlp.experts.down_proj") is None
+
+
+def test_parameter_that_the_files_lack_keeps_its_name(mixture: tuple[Any, dict[str, torch.Tensor]]) -> None:
+    norm = f"{LAYER}.input_layernorm.weight"
+    names = HubNames.of(mixture[0], mixture[1].keys() - {norm})
+    assert (names.stored_name(norm), names.missing) == (norm, {norm})
+    assert [(name, tensor.shape) for name, tensor in names.split(norm, torch.zeros(2))] == [(norm, (2,))]
+
+
+def test_two_tensors_of_one_parameter_are_refused(mixture: tuple[Any, dict[str, torch.Tensor]]) -> None:
+    norm = "layers.0.input_layernorm.weight"
+    with pytest.raises(UnmappedTensors, match=rf"tensors {norm}, model\.{norm} are the same parameter"):
+        HubNames.of(mixture[0], mixture[1].keys() | {norm})
+
+
+def test_tensor_of_several_parameters_is_refused(
+    mixture: tuple[Any, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.core_model_loading import WeightConverter
+
+    shell, stored = mixture
+    names, name = HubNames.of(shell, stored), f"{LAYER}.mlp.experts.down_proj"
+    monkeypatch.setattr(WeightConverter, "convert", lambda *_of, **_settings: {name: None, "another": None})
+    first = rf"{LAYER}\.mlp\.experts\.0\.down_proj\.weight"
+    with pytest.raises(UnmappedTensors, match=rf"{first} belongs to several parameters: another, {name}"):
+        names.join(name, stored)
+
+
+def test_the_first_tensor_that_differs_is_named(mixture: tuple[Any, dict[str, torch.Tensor]]) -> None:
+    shell, stored = mixture
+    lacking = {f"{LAYER}.mlp.experts.{number}.down_proj.weight" for number in (2, 3)}
+    with pytest.raises(UnmappedTensors, match=rf"as other tensors: {LAYER}\.mlp\.experts\.2\.down_proj"):
+        HubNames.of(shell, stored.keys() - lacking).check(shell.state_dict())

@@ -8,13 +8,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.broadcasting import BroadcastingTrainer, HeldTrainer, InPlaceServer, broadcasting
 from tests.until import until
-from tests.weight_sync.conftest import altered, other_checksum, reorder_header, small_tensors
+from tests.weight_sync.conftest import altered, next_version, other_checksum, reorder_header, small_tensors
 
 torch = pytest.importorskip("torch")
 
@@ -25,6 +26,7 @@ from penstock.weight_sync import (
     WeightsBroken,
     WeightsRefused,
     WeightsUnreachable,
+    can_stream,
     file_parts,
     open_published,
     tensor_parts,
@@ -84,6 +86,7 @@ async def test_broken_broadcast_in_place_leaves_no_version(
         assert not server.holds(small_tensors(1))
         assert not server.holds(small_tensors(2))
         assert "version 2: the broadcast ended early" in server.member.cause
+        assert (server.member.received, server.member.missed) == (1, 1)
         assert not await server.member.holds(first)
         assert trainer.files.broadcaster.parked == 0, "an engine without a version waits for no broadcast"
 
@@ -120,6 +123,31 @@ async def test_broadcast_that_ends_before_its_first_bucket_costs_nothing(
         await until(lambda: server.member.missed == 1 and not server.member.busy)
         assert not server.stands_still
         assert server.holds(small_tensors(1))
+
+
+async def test_group_that_is_never_complete_costs_nothing(
+    trainer: BroadcastingTrainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with member_of(trainer, tmp_path / "a") as server:
+        await server.member.holds(await trainer.publish(1, small_tensors(1), members=1))
+        server.stands_still = False
+        await until(lambda: trainer.files.broadcaster.parked == 1)
+        trainer.files.begin_broadcast(2, trainer.source.tensors).listener.close()
+        await until(lambda: server.member.missed == 1)
+        assert "version 2: the broadcast ended early: this server does not reach the group" in caplog.text
+        assert not server.stands_still
+        assert server.holds(small_tensors(1))
+
+
+async def test_member_in_place_is_free_once_its_engine_is_gone(trainer: BroadcastingTrainer, tmp_path: Path) -> None:
+    async with member_of(trainer, tmp_path / "a") as server:
+        held = HeldTrainer(trainer, 5)
+        publishing = asyncio.create_task(trainer.publish(1, small_tensors(1), members=1))
+        await held.reached()
+        assert server.member.busy
+    assert not server.member.busy
+    held.go_on.set()
+    assert not await server.member.holds(await publishing)
 
 
 async def test_version_in_place_that_nobody_announces_is_given_up(
@@ -188,6 +216,49 @@ def test_file_of_another_shape_is_refused_by_its_tensor(tmp_path: Path) -> None:
             list(file_parts(other, descriptor))
     finally:
         os.close(descriptor)
+
+
+def test_file_is_the_parts_of_its_tensors(tmp_path: Path) -> None:
+    """A tensor of more than a MiB is several, one without a byte is one."""
+    sent = {"large": torch.rand(700_001), "empty": torch.empty(0, 4), "small": torch.rand(5)}
+    manifest = WeightPublisher(tmp_path, "shm").write(1, sent.items())
+    found = {name: torch.zeros(tensor.nbytes, dtype=torch.uint8) for name, tensor in sent.items()}
+    descriptor, parts = open_published(manifest.files[-1]), []
+    try:
+        for part in file_parts(manifest, descriptor):
+            part.write(found[part.tensor.name])
+            parts.append((part.tensor.name, part.begin, part.is_last))
+    finally:
+        os.close(descriptor)
+    large = [("large", begin << 20, begin == 2) for begin in range(3)]
+    assert parts == [*large, ("empty", 0, True), ("small", 0, True)]
+    assert all(torch.equal(found[name], tensor.reshape(-1).view(torch.uint8)) for name, tensor in sent.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (other_checksum, "tensor 'embed' has checksum"),
+        (lambda plain: plain["tensors"].append(plain["tensors"][0] | {"name": "more"}), "tensor 'more' is missing"),
+        (lambda plain: plain["tensors"].pop(), "tensor 'last' is not in the manifest"),
+    ],
+    ids=["checksum", "missing", "extra"],
+)
+def test_file_of_other_tensors_is_refused_by_name(tmp_path: Path, change: Any, problem: str) -> None:
+    manifest = WeightPublisher(tmp_path, "shm").write(1, small_tensors().items())
+    descriptor = open_published(manifest.files[-1])
+    try:
+        with pytest.raises(WeightsRefused, match=f"version 1: {problem}"):
+            list(file_parts(altered(manifest, change), descriptor))
+    finally:
+        os.close(descriptor)
+
+
+def test_full_version_alone_is_read_as_parts(tmp_path: Path) -> None:
+    publisher = WeightPublisher(tmp_path, "shm", full_every=4)
+    full, delta = (publisher.write(v, next_version(small_tensors(), v).items()) for v in (1, 2))
+    odd = altered(full, lambda plain: plain["tensors"][-1].update(dtype="complex64"))
+    assert [can_stream(manifest) for manifest in (full, delta, odd)] == [True, False, False]
 
 
 def test_file_of_other_bytes_is_refused_at_its_end(tmp_path: Path) -> None:

@@ -17,6 +17,21 @@ def test_good_manifest_is_read() -> None:
     assert Manifest.parse(GOOD | {"chain": [FILE], "base_version": 0}).version == 1
 
 
+@pytest.mark.parametrize("transport", ["shm", "broadcast"])
+def test_manifest_is_announced_as_it_was_read(transport: str) -> None:
+    chain = [FILE, FILE | {"version": 1, "base_version": 0}]
+    place = {"url": "http://t/w"} if transport == "broadcast" else {"path": "/x"}
+    others = {"base_version": 1, "deltas_follow": True, "adapter": {"config": {"r": 2}, "base": "ef"}, "round": "u/n-1"}
+    plain = GOOD | {"version": 2, "transport": transport, "chain": chain} | place | others
+    assert Manifest.parse(plain).as_dict() == {key: plain[key] for key in plain if key != "path" or "path" in place}
+
+
+def test_manifest_promises_no_deltas_unless_it_says_so() -> None:
+    read = Manifest.parse(GOOD)
+    assert (read.deltas_follow, read.adapter, read.broadcast) == (False, None, "")
+    assert Manifest("shm", read.files, read.tensors) == read
+
+
 @pytest.mark.parametrize(
     "announced",
     [
@@ -37,6 +52,8 @@ def test_good_manifest_is_read() -> None:
         GOOD | {"chain": [FILE | {"bytes": "x"}], "base_version": 0},
         GOOD | {"adapter": None},
         GOOD | {"adapter": {"config": 3, "base": "x"}},
+        GOOD | {"adapter": {"config": {}, "base": 3}},
+        GOOD | {"chain": [FILE], "base_version": 0.0},
     ],
 )
 def test_malformed_manifest_is_refused(announced: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from tests.broadcasting import BroadcastingTrainer, StagedServer, broadcasting
+from tests.until import until
 from tests.weight_sync.conftest import next_version, small_tensors
 from tests.weight_sync.processes import BUCKET_BYTES, big, receiving, state
 from tests.weight_sync.test_broadcast import Killable, Members, same
@@ -128,10 +129,57 @@ async def test_member_lost_in_the_middle_costs_the_others_no_version(tmp_path: P
         await cancel_and_wait(list(members.tasks.values()))
 
 
-def test_member_that_never_comes_is_not_waited_for_for_ever() -> None:
+def test_member_that_never_comes_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     library = Nccl.load()
     with pytest.raises(NcclError, match=r"silent for 0\.2 s"):
         library.join(2, library.unique_id(), 0, 0.2)
+    assert list((tmp_path / "ids").iterdir()) == [], "its place is given up"
+
+
+def test_call_that_is_refused_is_an_error() -> None:
+    library = Nccl.load()
+    name, memory = library.unique_id(), torch.zeros(8, dtype=torch.uint8)
+    alone = library.join(1, name, 0, 20.0)
+    with pytest.raises(NcclError, match="NCCL: other"):
+        library.join(1, name, 0, 20.0)
+    with pytest.raises(NcclError, match="NCCL: other"):
+        alone.broadcast(memory.data_ptr(), 8, 1)  # a stream, without a GPU
+    for _ in range(2):
+        alone.abort()
+
+
+async def test_member_whose_group_broke_says_why() -> None:
+    library = Nccl.load()
+    name, memory = library.unique_id(), torch.zeros(8, dtype=torch.uint8)
+    first, second = await asyncio.gather(*(asyncio.to_thread(library.join, 2, name, rank, 20.0) for rank in range(2)))
+    first.abort()
+    second.broadcast(memory.data_ptr(), 8, None)
+    with pytest.raises(NcclError, match="NCCL: remote process exited"):
+        await until(lambda: not second.busy)
+    second.abort()
+
+
+async def test_member_without_the_library_takes_files(
+    trainer: BroadcastingTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    members = Members(trainer, tmp_path)
+    server = members.join("a", GpuServer(tmp_path / "a", StagedMemory()))
+    monkeypatch.setattr(Nccl, "path", str(tmp_path / "libnccl.so.2"))
+    manifest = await trainer.publish(1, small_tensors(), members=1)
+    assert same(await server.receive(manifest), small_tensors())
+    assert (server.member.missed, server.by_file) == (1, 1)
+    assert "version 1: the broadcast ended early: NCCL cannot be loaded: " in caplog.text
+    await cancel_and_wait(list(members.tasks.values()))
+
+
+async def test_trainer_sends_over_gloo_unless_it_is_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    files = WeightFiles(tmp_path / "published", "broadcast", token="secret")
+    assert files.broadcaster is not None
+    with pytest.raises(Exception, match=f"this trainer broadcasts over gloo/1, the server over '{WIRE}'"):
+        await files.broadcaster.park(1, WIRE)
 
 
 @pytest.mark.parametrize(("found", "wires"), [(True, set(BOTH)), (False, {"gloo/1"})])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -19,20 +21,20 @@ from tests.weight_sync.conftest import altered, next_version, other_checksum, sm
 
 torch = pytest.importorskip("torch")
 
-from penstock.weight_sync import Manifest, NodeReader, VersionLease, WeightPublisher, WeightsRefused, lease_name
+from tests.weight_sync.node_parts import check_holds, check_is_free, published
+
+from penstock.weight_sync import (
+    Manifest,
+    NodeReader,
+    VersionLease,
+    WeightPublisher,
+    WeightsRefused,
+    WeightsUnreachable,
+    lease_name,
+    stream_layout,
+)
 
 pytestmark = [pytest.mark.torch, pytest.mark.skipif(sys.platform != "linux", reason="memfd and abstract sockets")]
-
-
-def published(folder: Path, version: int = 1, **settings: Any) -> Manifest:
-    return WeightPublisher(folder, "shm", **settings).write(version, small_tensors().items())
-
-
-def check_holds(memory: Any, tensors: dict[str, Any]) -> None:
-    assert list(memory) == list(tensors)
-    for name, tensor in tensors.items():
-        assert memory[name].dtype == tensor.dtype
-        assert torch.equal(memory[name], tensor), name
 
 
 def test_two_readers_at_once_read_the_file_once(tmp_path: Path) -> None:
@@ -193,6 +195,140 @@ def test_a_holder_that_hangs_is_not_waited_for_for_ever(
     reader = NodeReader()
     check_holds(reader.read(manifest), small_tensors())
     assert reader.verified == 1
+
+
+def test_a_file_that_cannot_be_sealed_is_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manifest = published(tmp_path)
+    lease = VersionLease.take(lease_name(manifest.state))
+    assert lease is not None
+    pipe = os.pipe()
+    lease.hand_out(pipe[0])
+    reader = NodeReader()
+    check_holds(reader.read(manifest), small_tensors())
+    assert "its holder hands out a file that cannot be sealed" in caplog.text
+    lease.close()
+    for end in pipe:
+        os.close(end)
+
+
+def test_a_holder_of_this_user_in_another_group_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, readers = published(tmp_path), [NodeReader(), NodeReader()]
+    said = struct.pack("3i", os.getpid(), os.geteuid(), os.getegid() + 1)
+    monkeypatch.setattr(socket.socket, "getsockopt", lambda *_: said)
+    for reader in readers:
+        reader.read(manifest)
+    assert [reader.verified for reader in readers] == [1, 0]
+    for reader in readers:
+        reader.close()
+
+
+def test_a_holder_that_hands_out_nothing_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.weight_sync.node_copy.WAIT_S", 0.1)
+    manifest = published(tmp_path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(lease_name(manifest.state))
+        listener.listen()
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.sendall(b"v")
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        reader = NodeReader()
+        check_holds(reader.read(manifest), small_tensors())
+        listener.shutdown(socket.SHUT_RDWR)
+        answering.join(60)
+    assert reader.verified == 1
+
+
+def test_a_holder_is_waited_for_as_long_as_the_version_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.weight_sync.node_copy.WAIT_S", 0.0)
+    monkeypatch.setattr("penstock.weight_sync.node_copy.WAIT_BYTES_PER_S", 1e3)
+    manifest = published(tmp_path)
+    held = VersionLease.take(lease_name(manifest.state))
+    assert held is not None
+    reader, found = NodeReader(), []
+    waiting = threading.Thread(target=lambda: found.append(reader.read(manifest)))
+    waiting.start()
+    time.sleep(0.1)
+    assert (waiting.is_alive(), reader.verified) == (True, 0)
+    held.close()
+    waiting.join(60)
+    assert reader.verified == 1
+    check_holds(found[0], small_tensors())
+    reader.close()
+
+
+def test_a_lease_outlives_its_version_for_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.weight_sync.node_copy.LINGER_S", 600.0)
+    manifest, readers = published(tmp_path), [NodeReader() for _ in range(3)]
+    for reader in readers:
+        reader.read(manifest)
+        reader.done()
+    assert [reader.verified for reader in readers] == [1, 0, 0]
+    for reader in readers:
+        reader.close()
+
+
+def test_a_lease_that_is_done_with_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LINGER_S", "ACCEPT_S"):
+        monkeypatch.setattr(f"penstock.weight_sync.node_copy.{name}", 0.01)
+    reader, manifest = NodeReader(), published(tmp_path)
+    reader.read(manifest)
+    assert VersionLease.take(lease_name(manifest.state)) is None
+    reader.done()
+    check_is_free(manifest.state)
+
+
+def test_a_lease_ends_with_the_next_version_and_with_its_reader(tmp_path: Path) -> None:
+    first, second = published(tmp_path, 1), WeightPublisher(tmp_path, "shm").write(2, small_tensors(2).items())
+    reader = NodeReader()
+    memory = reader.read(first)
+    reader.read(second)
+    check_is_free(first.state)
+    reader.share(memory, "received-1")
+    check_is_free(second.state)
+    reader.share(memory, "received-2")
+    check_is_free("received-1")
+    assert VersionLease.take(lease_name("received-2")) is None
+    for _ in range(2):
+        reader.close()
+    check_is_free("received-2")
+
+
+def test_a_lease_that_cannot_be_had_costs_the_others_a_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Names of such sockets are short."""
+    reader, manifest = NodeReader(), published(tmp_path)
+    memory = reader.read(manifest)
+    reader.share(memory, "x" * 200)
+    assert "version 1 cannot be handed to this machine's other workers: it cannot be had: " in caplog.text
+    with pytest.raises(WeightsUnreachable, match="version 1: what was received: its holder cannot be asked: "):
+        reader.shared(manifest, "x" * 200, stream_layout(manifest))
+    reader.close()
+
+
+def test_the_same_weights_under_another_number_are_not_read_again(tmp_path: Path) -> None:
+    publisher, reader = WeightPublisher(tmp_path, "shm", full_every=8), NodeReader()
+    first = reader.read(publisher.write(1, small_tensors().items()))
+    again = reader.read(publisher.write(2, small_tensors().items()))
+    assert (first.version, again.version, reader.verified) == (1, 2, 1)
+    del first
+    check_holds(again, small_tensors())
+    reader.close()
+
+
+def test_what_is_held_of_another_chain_is_of_no_use(tmp_path: Path) -> None:
+    reader = NodeReader()
+    reader.read(published(tmp_path / "a", full_every=8))
+    publisher, tensors = WeightPublisher(tmp_path / "b", "shm", full_every=8), small_tensors(5)
+    publisher.write(1, tensors.items())
+    tensors = next_version(tensors, 2)
+    check_holds(reader.read(publisher.write(2, tensors.items())), tensors)
+    reader.close()
 
 
 @pytest.mark.parametrize("size", [None, 64])

@@ -70,3 +70,13 @@ def test_a_peer_that_failed_somebody_is_no_holder_any_more() -> None:
     assert ask(turns, "s3") == "s1"
     assert ask(turns, "s4", "s1") == TRAINER
     assert turns.ask("another", 1, "s5") == TRAINER
+
+
+def test_scheduler_remembers_the_newest_64_files() -> None:
+    turns = TransferScheduler()
+    for number in range(64):
+        turns.has(f"f{number}", "holder")
+    assert turns.ask("f0", 1, "asking") == "holder"
+    turns.has("f64", "holder")
+    assert turns.ask("f1", 1, "asking") == "holder"
+    assert turns.ask("f0", 1, "asking") == TRAINER

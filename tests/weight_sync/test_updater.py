@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.rollout_server.conftest import StubQueue
+from tests.virtual_clock import VirtualClock
 
 from penstock.rollout_server import fake_manifest
 from penstock.transfer_queue import Announcement, QueueUnavailable, ServerInfo
-from penstock.weight_sync import LoadReport, Manifest, WeightsRefused, WeightsUnreachable, WeightUpdater
+from penstock.weight_sync import Fetch, LoadReport, Manifest, WeightsRefused, WeightsUnreachable, WeightUpdater
 
 Problem = WeightsRefused | WeightsUnreachable | None
 
@@ -66,16 +68,26 @@ async def here(manifest: Manifest, /) -> Manifest:
 class Server:
     """An updater with what stands around it."""
 
-    def __init__(self, problem: Problem = None, may_move: Callable[[], Awaitable[bool]] | None = None) -> None:
+    def __init__(
+        self, problem: Problem = None, may_move: Callable[[], Awaitable[bool]] | None = None, fetch: Fetch = here
+    ) -> None:
         self.queue, self.metrics, self.engine = StubQueue(), Counted(), LoadingEngine(problem)
         counted: Any = self.metrics
-        self.updater = WeightUpdater("s0", Connected(self.queue), here, counted, may_move)
+        self.updater = WeightUpdater("s0", Connected(self.queue), fetch, counted, may_move)
         self.updater.begin(0)
 
     async def pull(self, version: int | None = None) -> bool:
         if version is not None:
             self.queue.announce(version)
         return await self.updater.pull(self.engine)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
+    """The updater's."""
+    found = VirtualClock(1000.0)
+    monkeypatch.setattr("penstock.weight_sync.updater.time", SimpleNamespace(monotonic=found, time=found))
+    return found
 
 
 async def test_updater_has_a_status_before_the_first_pull() -> None:
@@ -87,7 +99,9 @@ async def test_updater_has_a_status_before_the_first_pull() -> None:
 
 def test_updater_has_a_status_while_its_first_engine_starts() -> None:
     counted: Any = Counted()
-    status = WeightUpdater("s0", Connected(StubQueue()), here, counted).status()
+    updater = WeightUpdater("s0", Connected(StubQueue()), here, counted)
+    assert (updater.loading, updater.is_dropped, updater.announced) == (False, False, False)
+    status = updater.status()
     assert (status.version, status.newest, status.last, status.refused, status.history) == (0, None, None, None, [])
 
 
@@ -95,11 +109,81 @@ async def test_dropped_weights_are_no_version_where_the_queue_has_forgotten_the_
     """After a sleep at level 2 the engine holds nothing: it may not serve until the weights are announced anew."""
     server = Server()
     assert await server.pull(1) is True
+    assert (server.updater.announced, server.updater.is_dropped) == (True, False)
     server.updater.dropped()
+    assert server.updater.is_dropped
     server.queue.announced = None
     assert await server.pull() is False
     assert "forgotten" in server.updater.status().cause
     assert await server.pull(1) is True
+    assert (server.engine.asked, server.updater.is_dropped) == ([1, 1], False)
+
+
+async def test_dropped_weights_are_had_again_whatever_was_refused() -> None:
+    """The engine has no other weights than those that are announced."""
+    server = Server()
+    await server.pull(1)
+    server.engine.problem = WeightsRefused("tensor 'w'")
+    await server.pull(2)
+    assert "version 2 refused, version 1 stays: tensor 'w'" in server.updater.cause
+    server.updater.dropped()
+    assert await server.pull() is False
+    assert "version 2 refused, no version is held: tensor 'w'" in server.updater.cause
+    server.engine.problem = None
+    server.updater.dropped()
+    assert await server.pull() is True
+    assert server.engine.asked == [1, 2, 2, 2]
+
+
+async def test_updater_says_while_it_loads(clock: VirtualClock) -> None:
+    seen = list[bool]()
+
+    async def fetch(manifest: Manifest, /) -> Manifest:
+        seen.append(server.updater.loading)
+        clock.now += 2.0
+        return manifest
+
+    async def watched(manifest: Manifest) -> LoadReport:
+        seen.append(server.updater.loading)
+        return await load(manifest)
+
+    server = Server(fetch=fetch)
+    load = server.engine.load_weights
+    server.engine.load_weights = watched  # type: ignore[method-assign]
+    await server.pull(1)
+    assert (seen, server.updater.loading) == ([True, True], False)
+    assert server.updater.last is not None
+    assert server.updater.last.fetch_s == 2.25, "the engine's own 0.25 s included"
+
+
+async def test_updater_refuses_an_announcement_of_another_form() -> None:
+    server = Server()
+    await server.pull(3)
+    form: Any = ["no", "manifest"]
+    server.queue.announced = Announcement(3, form)
+    assert await server.pull() is False
+    assert "not a mapping" in server.updater.cause
+
+
+async def test_updater_is_late_after_a_minute(clock: VirtualClock) -> None:
+    server = Server(WeightsUnreachable("no route"))
+    server.queue.registered["s1"] = ServerInfo("s1", "http://127.0.0.1:9", 2)
+    await server.pull(2)
+    clock.now += 60.0
+    assert (server.updater.behind_s, await server.updater.straggles()) == (60.0, "")
+    clock.now += 0.12345
+    assert server.updater.status().behind_s == 60.123
+    assert "for 60 s, 0 loads refused" in await server.updater.straggles()
+
+
+async def test_updater_asks_again_after_a_second(clock: VirtualClock) -> None:
+    server = Server(WeightsUnreachable("no route"))
+    await server.pull(1)
+    clock.now += 0.75
+    await server.pull()
+    assert server.engine.asked == [1]
+    clock.now += 0.25
+    await server.pull()
     assert server.engine.asked == [1, 1]
 
 
