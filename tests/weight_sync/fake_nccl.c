@@ -4,6 +4,7 @@
  * A unique id is the path of rank 0's socket. PENSTOCK_FAKE_NCCL is the folder of those.
  */
 #include <errno.h>
+#include <limits.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stddef.h>
@@ -77,7 +78,8 @@ static void start(comm_t *comm, void *(*work)(void *)) {
 ncclResult_t ncclCommInitRankConfig(void **made, int size, ncclUniqueId id, int rank, ncclConfig_t *config) {
   if (config->magic != 0xcafebeef || config->size != sizeof *config || config->blocking != 0) return ncclInvalidArgument;
   if (config->version != 21700) return ncclInvalidArgument; /* the fields above are those of 2.17 */
-  if (config->netName || config->maxCTAs < 1) return ncclInvalidArgument;
+  if (config->netName || config->cgaClusterSize != INT_MIN) return ncclInvalidArgument; /* left to NCCL */
+  if (config->minCTAs != 1 || config->maxCTAs != 4) return ncclInvalidArgument; /* docs/weight_sync.md says so */
   comm_t *comm = calloc(1, sizeof *comm);
   comm->rank = rank;
   comm->size = size;

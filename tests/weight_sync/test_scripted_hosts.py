@@ -190,10 +190,10 @@ async def test_fetch_stalls_by_the_time_without_a_source_alone(
     """Of 30 s: neither the wait for a turn, nor a peer that brought nothing, nor a MiB that came count."""
     late = SlowHosts(monkeypatch).after
     tensors = {"w": torch.rand(800_000)}
-    for version, script in enumerate(([WAIT], [names(PEER)], [one_mib, one_mib]), 1):
+    scripts: list[list[Reply]] = [[late(16, WAIT)], [names(PEER)], [late(16, one_mib)] * 2]
+    for version, script in enumerate(scripts, 1):
         hosts.scripts[PEER] = [late(16, says(404))]
-        slow = [late(16, reply) if reply is not script[0] or version != 2 else reply for reply in [*script, says(502)]]
-        manifest = hosts.publish(version, *slow, whole, tensors=tensors)
+        manifest = hosts.publish(version, *script, late(16, says(502)), whole, tensors=tensors)
         read_verified(await asyncio.to_thread(downloader.localise, manifest))
 
 
