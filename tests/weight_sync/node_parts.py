@@ -12,8 +12,9 @@ from tests.weight_sync.conftest import small_tensors
 from penstock.weight_sync import Manifest, VersionLease, WeightPublisher, lease_name
 
 
-def published(folder: Path, version: int = 1, **settings: Any) -> Manifest:
-    return WeightPublisher(folder, "shm", **settings).write(version, small_tensors().items())
+def published(folder: Path, version: int = 1, seed: int = 0, **settings: Any) -> Manifest:
+    """Files of tests that run at the same time have seeds of their own: a lease is known by what is in the version."""
+    return WeightPublisher(folder, "shm", **settings).write(version, small_tensors(seed).items())
 
 
 def check_holds(memory: Any, tensors: dict[str, Any]) -> None:

@@ -286,18 +286,19 @@ def test_a_lease_that_is_done_with_ends_by_itself(tmp_path: Path, monkeypatch: p
 
 def test_a_lease_ends_with_the_next_version_and_with_its_reader(tmp_path: Path) -> None:
     first, second = published(tmp_path, 1), WeightPublisher(tmp_path, "shm").write(2, small_tensors(2).items())
+    names = [f"received-{os.getpid()}-{number}" for number in range(2)]
     reader = NodeReader()
     memory = reader.read(first)
     reader.read(second)
     check_is_free(first.state)
-    reader.share(memory, "received-1")
+    reader.share(memory, names[0])
     check_is_free(second.state)
-    reader.share(memory, "received-2")
-    check_is_free("received-1")
-    assert VersionLease.take(lease_name("received-2")) is None
+    reader.share(memory, names[1])
+    check_is_free(names[0])
+    assert VersionLease.take(lease_name(names[1])) is None
     for _ in range(2):
         reader.close()
-    check_is_free("received-2")
+    check_is_free(names[1])
 
 
 def test_a_lease_that_cannot_be_had_costs_the_others_a_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

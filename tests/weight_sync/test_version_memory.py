@@ -22,6 +22,9 @@ from penstock.weight_sync import Manifest, NodeReader, WeightPublisher, WeightsR
 pytestmark = [pytest.mark.torch, pytest.mark.skipif(sys.platform != "linux", reason="memfd and abstract sockets")]
 
 
+SEED = 7
+
+
 def test_every_page_is_mapped_before_the_load_and_none_is_copied(tmp_path: Path) -> None:
     with mmap.mmap(-1, mmap.PAGESIZE) as probe:
         try:
@@ -29,7 +32,7 @@ def test_every_page_is_mapped_before_the_load_and_none_is_copied(tmp_path: Path)
         except OSError:
             pytest.skip("this kernel maps pages when they are read: it is older than Linux 5.14")
     reader = NodeReader()
-    memory = reader.read(published(tmp_path, 4322))
+    memory = reader.read(published(tmp_path, 4322, seed=SEED))
     memory.map_all()
     size_kb = os.fstat(memory.descriptor).st_size // 1024
     assert mapped_kb(4322, "Rss") >= size_kb > 100
@@ -114,7 +117,7 @@ def test_a_machine_without_memory_says_how_much_is_needed(tmp_path: Path, monkey
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(os, "memfd_create", refuse)
-    manifest = published(tmp_path)
+    manifest = published(tmp_path, seed=SEED)
     with pytest.raises(WeightsRefused, match=r"version 1: no copy of 0 MiB can be kept in memory: .*Cannot allocate"):
         NodeReader().read(manifest)
     check_is_free(manifest.state)
@@ -131,7 +134,7 @@ def test_a_machine_without_memory_says_how_much_is_needed(tmp_path: Path, monkey
     ids=["missing", "extra", "shape", "dtype"],
 )
 def test_a_version_that_differs_is_refused_by_tensor(tmp_path: Path, change: Any, problem: str) -> None:
-    manifest = published(tmp_path)
+    manifest = published(tmp_path, seed=SEED)
     with pytest.raises(WeightsRefused, match=problem):
         NodeReader().read(altered(manifest, change))
     check_is_free(manifest.state)
@@ -139,7 +142,7 @@ def test_a_version_that_differs_is_refused_by_tensor(tmp_path: Path, change: Any
 
 def test_a_version_of_other_bytes_is_refused_by_its_file(tmp_path: Path) -> None:
     """They mean the same, so that no tensor is to blame."""
-    manifest = published(tmp_path)
+    manifest = published(tmp_path, seed=SEED)
     reorder_header(Path(manifest.place))
     with pytest.raises(WeightsRefused, match=r"weights-00000001\.safetensors has checksum"):
         NodeReader().read(manifest)
@@ -147,15 +150,15 @@ def test_a_version_of_other_bytes_is_refused_by_its_file(tmp_path: Path) -> None
 
 def test_a_delta_that_leads_elsewhere_is_refused_by_tensor(tmp_path: Path) -> None:
     publisher, reader = WeightPublisher(tmp_path, "shm", full_every=8), NodeReader()
-    reader.read(publisher.write(1, small_tensors().items()))
-    manifest = publisher.write(2, next_version(small_tensors(), 2).items())
+    reader.read(publisher.write(1, small_tensors(SEED).items()))
+    manifest = publisher.write(2, next_version(small_tensors(SEED), 2).items())
     with pytest.raises(WeightsRefused, match="'embed' has checksum"):
         reader.read(altered(manifest, other_checksum))
     reader.close()
 
 
 def test_a_refused_version_leaves_nothing_open(tmp_path: Path) -> None:
-    manifest = altered(published(tmp_path, 4324), other_checksum)
+    manifest = altered(published(tmp_path, 4324, seed=SEED), other_checksum)
     before = len(os.listdir("/proc/self/fd"))
     reader = NodeReader()
     for _ in range(2):
