@@ -97,7 +97,7 @@ async def test_answer_that_broke_off_gives_its_turn_to_the_next(tmp_path: Path) 
     await server.stop()
 
 
-async def test_file_whose_header_has_no_checksum_of_a_tensor_is_refused(tmp_path: Path, open_route: OpenRoute) -> None:
+async def test_file_without_the_checksum_of_a_tensor_is_refused(tmp_path: Path, open_route: OpenRoute) -> None:
     route = await open_route("http")
     manifest = route.publish(1, small_tensors())
     header, data = parts_of(route.file(manifest))

@@ -312,7 +312,7 @@ def test_a_lease_that_cannot_be_had_costs_the_others_a_copy(tmp_path: Path, capl
     reader.close()
 
 
-def test_the_same_weights_under_another_number_are_not_read_again(tmp_path: Path) -> None:
+def test_same_weights_of_another_number_are_not_read_again(tmp_path: Path) -> None:
     publisher, reader = WeightPublisher(tmp_path, "shm", full_every=8), NodeReader()
     first = reader.read(publisher.write(1, small_tensors().items()))
     again = reader.read(publisher.write(2, small_tensors().items()))

@@ -83,7 +83,7 @@ async def test_fetch_ends_with_the_peer_that_has_all(hosts: ScriptedHosts, downl
     assert (hosts.asked, hosts.told) == ([TRAINER, PEER], 2), "it is here, and the trainer knows it"
 
 
-async def test_fetch_of_wrong_bytes_is_refused_although_a_peer_was_asked(
+async def test_fetch_of_wrong_bytes_is_refused_after_a_peer_was_asked(
     hosts: ScriptedHosts, downloader: Downloader
 ) -> None:
     """All of them are the trainer's."""

@@ -76,7 +76,7 @@ async def opened(folder: Path, transport: Transport = "http", **settings: Any) -
     return files
 
 
-async def test_weight_files_of_broadcasts_are_full_whenever_they_are_written(tmp_path: Path) -> None:
+async def test_weight_files_of_broadcasts_are_full_when_written(tmp_path: Path) -> None:
     files = await opened(tmp_path / "a", "broadcast", full_every=4)
     tensors = small_tensors()
     await asyncio.to_thread(files.write, 1, tensors.items())
