@@ -125,10 +125,11 @@ async def test_broadcast_that_ends_before_its_first_bucket_costs_nothing(
         assert server.holds(small_tensors(1))
 
 
-async def test_group_that_is_never_complete_costs_nothing(
-    trainer: BroadcastingTrainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with member_of(trainer, tmp_path / "a") as server:
+async def test_group_that_is_never_complete_costs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with (
+        broadcasting(tmp_path / "published", full_every=9, silence_s=2.0) as trainer,
+        member_of(trainer, tmp_path / "a") as server,
+    ):
         await server.member.holds(await trainer.publish(1, small_tensors(1), members=1))
         server.stands_still = False
         await until(lambda: trainer.files.broadcaster.parked == 1)
