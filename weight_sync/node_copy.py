@@ -298,6 +298,8 @@ def _adopted(manifest: Manifest, descriptor: int, layout: MemoryLayout) -> Versi
     """Raises `LeaseUnusable` where it is not sealed memory of that layout's size."""
     try:
         return VersionMemory.adopt(manifest, descriptor, layout)
-    except ValueError as error:
+    except BaseException as error:
         os.close(descriptor)
-        raise LeaseUnusable(f"its holder hands out {error}") from error
+        if isinstance(error, ValueError):
+            raise LeaseUnusable(f"its holder hands out {error}") from error
+        raise

@@ -120,10 +120,8 @@ class WeightFiles:
             source, version, path, write=due, bucket_bytes=self.broadcaster.bucket_bytes, sending=sending
         )
         self._streamed += 1
-        logger.info(
-            "broadcast %s: version %d, %d of %d workers have it",
-            sending.name, version, found.done, sending.member.size - 1,
-        )  # fmt: skip
+        workers = sending.member.size - 1
+        logger.info("broadcast %s: version %d, %d of %d workers have it", sending.name, version, found.done, workers)
         manifest = self._publisher.adopt(version, found.written, found.tensors)
         if not due:
             self._unwritten = _Unwritten(version, path, source)

@@ -89,7 +89,8 @@ class GlooGroup(BroadcastGroup):
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = member.silence
         self._group: Any = dist.ProcessGroupGloo(self._store, member.rank, member.size, options)
-        self._options = dist.BroadcastOptions()  # from rank 0
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank = 0
 
     def begin(self, bucket: torch.Tensor) -> Any:
         return self._group.broadcast([bucket], self._options)

@@ -106,6 +106,8 @@ class _Members:
         if self._group is not None:
             self._group.close()
             self._group = None
+        if self._sending is not None and self._sending.listener is not None:
+            self._sending.listener.close()
 
     def _form(self) -> None:
         assert self._sending is not None
