@@ -254,7 +254,6 @@ class Downloader:
 
     def __init__(self, directory: Path, token: str, *, stall_s: float = STALL_S, serves: str = "") -> None:
         self.directory = Path(directory)
-        self._token = token
         self._stall_s = stall_s
         self._closed = threading.Event()
         self._fetch = FileFetch(token, serves, self._closed)

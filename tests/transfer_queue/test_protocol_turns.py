@@ -139,6 +139,15 @@ async def test_claims_stay_within_the_budget(make_queue) -> None:
     assert (reports[-1].holder, reports[-1].total_bytes, reports[-1].total_used) == ("t", BUDGET, 90)
 
 
+async def test_only_the_newest_turn_reports_are_kept(make_queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("turns", "redis.queue"):
+        monkeypatch.setattr(f"penstock.transfer_queue.{module}.KEPT_TURN_REPORTS", 3)
+    engine = Party(await make_queue(LIMITS), "engine", "a")
+    for claim in range(1, 6):
+        await engine(holds=True, bytes=claim)
+    assert [one.bytes for one in await engine.queue.turn_reports()] == [3, 4, 5]
+
+
 @pytest.mark.parametrize("seed", range(3))
 async def test_any_interleaving_is_as_in_memory(make_queue, seed: int) -> None:
     """No two sides at once, never over the budget, and the same answers as the rule itself gives."""
