@@ -101,7 +101,7 @@ def test_quotas_that_cannot_fill_a_step_are_refused_with_the_sum() -> None:
     limits = replace(LIMITS, quotas={"sums": 2, "code": 3, "absent": 50})
     for quotas in (limits.quotas, {"sums": 2, "code": 3}):
         with pytest.raises(
-            QueueError, match=r"^quotas: code 3 \+ sums 2 = 5 < groups_per_step = 6: .* Raise them to 6"
+            QueueError, match=r"^quotas: code 3 \+ sums 2 = 5 < groups_per_step = 6: .* Raise them to 6 in"
         ):
             check_quotas(replace(limits, quotas=quotas), ["sums", "code", "sums"])
 

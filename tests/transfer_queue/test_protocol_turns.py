@@ -245,7 +245,9 @@ async def test_a_claim_beside_a_living_one_over_the_budget_is_refused(make_queue
     async with first.kept(), second.kept(), asyncio.timeout(30):
         await first.take(700)
         await second.take(ALL_THAT_IS_FREE)
-        with pytest.raises(OverBudget, match=r"rollout-1 needs 700 .* the others keep 700.*rollout\.kv_cache_tokens"):
+        with pytest.raises(
+            OverBudget, match=r"rollout-1 needs 700 bytes .* the others keep 700.*rollout\.kv_cache_tokens"
+        ):
             await second.claim(700)
 
 

@@ -290,7 +290,7 @@ async def test_a_redis_that_falls_silent_is_given_up(server: RedisServer) -> Non
                 await call
             waited_s = re.search(r"for (\d+\.\d) s", str(caught.value))
             assert waited_s is not None
-            assert 0.1 <= float(waited_s[1]) <= 8
+            assert 0.1 <= float(waited_s[1]) <= 60
         await connection.close()
 
 
