@@ -186,8 +186,8 @@ def test_stops_are_read_from_the_generation_config(tokenizer_for, tmp_path, told
 def test_chat_stops_are_within_the_vocabulary(tokenizer_for, tmp_path):
     tokenizer = tokenizer_for("qwen2_5")
     tokenizer.save_pretrained(tmp_path)
-    told = {"eos_token_id": [2, len(tokenizer) - 1, len(tokenizer)]}
-    (tmp_path / "generation_config.json").write_text(json.dumps(told))
+    generation = {"eos_token_id": [2, len(tokenizer) - 1, len(tokenizer)]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert chat_of(str(tmp_path), AgentConfig()).stop_token_ids == (2, len(tokenizer) - 1)
 
 

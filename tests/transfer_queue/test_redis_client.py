@@ -369,9 +369,10 @@ async def test_more_calls_than_connections(connection: Connection) -> None:
 async def test_one_server_gets_64_connections(connection: Connection, server: RedisServer) -> None:
     waiting = [asyncio.create_task(connection.command("BLPOP", "list", 0)) for _ in range(70)]
     other = await open_to(server.url)
-    while (await other.info())["blocked_clients"] < 64:
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.05)
+    async with asyncio.timeout(60):
+        while (await other.info())["blocked_clients"] < 64:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)  # in which a connection too many would come
     assert (await other.info())["blocked_clients"] == 64
     await other.command("RPUSH", "list", *range(70))
     assert len(await asyncio.gather(*waiting)) == 70

@@ -109,14 +109,14 @@ class ScriptedHosts:
         """Hosts of GET requests, in their order."""
         self.avoided: list[str] = []
         """What each request for the trainer says of peers."""
-        self.told = 0
+        self.puts = 0
         """PUT requests."""
         self.publisher: Any = None
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         host, name = str(request.url.host), request.match_info["name"]
         if request.method == "PUT":
-            self.told += 1
+            self.puts += 1
             return web.Response(status=204)
         self.asked.append(host)
         if host == TRAINER:

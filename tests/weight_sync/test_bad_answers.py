@@ -110,7 +110,7 @@ async def test_file_without_the_checksum_of_a_tensor_is_refused(tmp_path: Path, 
 
 
 async def test_file_waits_for_turns_where_its_server_hands_it_on(tmp_path: Path, open_route: OpenRoute) -> None:
-    """From the size on that turns are for; who serves nobody does not wait."""
+    """A file of `share_from_bytes` or more; a server that hands nothing on does not wait."""
     manifest = (await open_route("http")).publish(1, small_tensors())
     for least, second in ((manifest.bytes, 503), (manifest.bytes + 1, 200)):
         server = FileServer(tmp_path / "published", TOKEN, share_from_bytes=least)

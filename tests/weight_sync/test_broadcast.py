@@ -217,7 +217,7 @@ async def test_broadcast_counts_the_workers_that_have_all(
 
 
 async def test_broadcast_has_the_time_that_its_bytes_take() -> None:
-    """At 50 MB/s, beside 20 s; and no port where nobody waits."""
+    """20 s, and what the bytes take at 50 MB/s. Where no member waits no port is opened."""
     sending = Broadcaster().open(1, [StreamTensor("w", (25_000_000,), "bfloat16")])
     assert (sending.deadline_s, sending.servers, sending.listener, sending.member.port) == (21.0, 0, None, 0)
 

@@ -168,7 +168,9 @@ async def test_member_without_the_library_takes_files(
     manifest = await trainer.publish(1, small_tensors(), members=1)
     assert same(await server.receive(manifest), small_tensors())
     assert (server.member.missed, server.by_file) == (1, 1)
-    assert "version 1: the broadcast ended early: NCCL cannot be loaded: " in caplog.text
+    assert "version 1: the broadcast ended early" in caplog.text
+    # Trainer and member are of one process here: whichever comes second finds the other gone.
+    assert "NCCL cannot be loaded: " in caplog.text
     await cancel_and_wait(list(members.tasks.values()))
 
 

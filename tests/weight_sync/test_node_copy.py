@@ -254,7 +254,7 @@ def test_a_holder_is_waited_for_as_long_as_the_version_takes(tmp_path: Path, mon
     reader, found = NodeReader(), []
     waiting = threading.Thread(target=lambda: found.append(reader.read(manifest)))
     waiting.start()
-    time.sleep(0.1)
+    time.sleep(0.1)  # for it to wait by now; where it does not yet, the test shows less
     assert (waiting.is_alive(), reader.verified) == (True, 0)
     held.close()
     waiting.join(60)

@@ -78,9 +78,9 @@ async def test_fetch_ends_with_the_peer_that_has_all(hosts: ScriptedHosts, downl
     manifest = hosts.publish(2, says(502))
     hosts.scripts[PEER] = [whole]
     read_verified(await asyncio.to_thread(downloader.localise, manifest))
-    assert (hosts.asked, hosts.told) == ([TRAINER, PEER], 2)
+    assert (hosts.asked, hosts.puts) == ([TRAINER, PEER], 2)
     await asyncio.to_thread(downloader.localise, manifest)
-    assert (hosts.asked, hosts.told) == ([TRAINER, PEER], 2), "it is here, and the trainer knows it"
+    assert (hosts.asked, hosts.puts) == ([TRAINER, PEER], 2), "it is here, and the trainer knows it"
 
 
 async def test_fetch_of_wrong_bytes_is_refused_after_a_peer_was_asked(
@@ -160,10 +160,10 @@ async def test_fetch_offers_no_loopback_address_to_another_machine(
     hosts.scripts["0.0.0.0"] = [whole]
     remote = replace(manifest, files=(replace(manifest.files[-1], place=place),))
     await asyncio.to_thread(Downloader(tmp_path / "s0", TOKEN, serves=serves).localise, remote)
-    assert (hosts.asked, hosts.told) == (["0.0.0.0"], 0)
+    assert (hosts.asked, hosts.puts) == (["0.0.0.0"], 0)
     hosts.scripts[TRAINER] = [whole]
     await asyncio.to_thread(Downloader(tmp_path / "s1", TOKEN, serves=serves).localise, manifest)
-    assert (hosts.asked, hosts.told) == (["0.0.0.0", TRAINER], 1)
+    assert (hosts.asked, hosts.puts) == (["0.0.0.0", TRAINER], 1)
 
 
 WAIT = says(503, Retry_After="1")

@@ -20,6 +20,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.until import until_in_threads
 
 from penstock.weight_sync import (
     Shard,
@@ -142,9 +143,8 @@ def test_source_waits_for_a_rank_that_is_behind(ranks: Ranks) -> None:
     found: list[Any] = []
     reading = threading.Thread(target=lambda: found.append(read(ranks.sources[0], 1, 8)))
     reading.start()
-    while not ranks.wire.sent:
-        time.sleep(0.01)
-    time.sleep(0.1)  # it waits by now
+    until_in_threads(lambda: bool(ranks.wire.sent))
+    time.sleep(0.1)  # for it to wait by now; where it does not yet, the test shows less
     for source, own in zip(ranks.sources[1:], first[0][1:], strict=True):
         source.take(1, own)
     reading.join(20)
@@ -206,8 +206,7 @@ def test_source_threads_answer_and_end_with_their_trainer(monkeypatch: pytest.Mo
     shards, stream = sharded(1, [(5, 5, 5)] * 2)
     for source, own in zip(sources, shards, strict=True):
         source.take(1, own)
-    while {rank for rank, words in wire.sent if words == [0, 0, 0, 0]} != {1, 2}:
-        time.sleep(0.01)
+    until_in_threads(lambda: {rank for rank, words in wire.sent if words == [0, 0, 0, 0]} == {1, 2})
     assert torch.equal(read(sources[0], 1, 16), stream)
     assert {rank for rank, words in wire.sent if words[:2] == [1, 1]} == {1, 2}
     for source in sources:
