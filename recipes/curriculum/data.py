@@ -2,9 +2,11 @@
 
     python recipes/curriculum/data.py --out data/curriculum
 
-Writes train.parquet and eval.parquet. Of the rows to train on, fifteen in sixteen have a wrong answer: however
-good the policy is, it never earns anything there, and their groups say nothing. Rows of `calculator/large` and of
-`calculator/everyday` differ in their numbers; the evaluation has rows of both with the right answers.
+Writes train.parquet and eval.parquet. Of the rows to train on, fifteen in sixteen have an answer that is 1 too high.
+A right answer earns nothing there, but for the few rows whose numbers are so large that the reward tolerates 1
+(eight of 120 by default): however good the policy is, the groups of the others say nothing. Rows of
+`calculator/large` and of `calculator/everyday` differ in their numbers; the evaluation has rows of both with the right
+answers.
 """
 
 from __future__ import annotations
