@@ -46,7 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sglang": {"max_model_len": 2048, "kv_cache_tokens": 20480, "start_timeout_s": 500.0, "request_timeout_s": 200.0},
 }
 """RolloutConfig changes per engine."""
-LONG = {"hf": 450, "vllm": 900, "sglang": 900}
+LONG = {"hf": 450, "vllm": 1900, "sglang": 1900}
 """Tokens of an answer that is still going on when the test has done what it must do meanwhile."""
 TOLERANCE = {"hf": 2e-5, "vllm": 1e-4, "sglang": 2e-5}
 """Largest |logprob − plain forward pass| in float32."""
@@ -134,21 +134,21 @@ class Subject:
 
     async def load(self, reference: Reference, tensors: Mapping[str, Any]) -> int:
         """The version that the engine has then."""
-        return (await self.report_of(reference, tensors)).version
+        return (await self.swap(await self.publish(reference, tensors))).version
 
-    async def report_of(self, reference: Reference, tensors: Mapping[str, Any]) -> LoadReport:
+    async def publish(self, reference: Reference, tensors: Mapping[str, Any]) -> Any:
+        """The manifest of a next version that is with the engine but for the swap: a broadcast has been received."""
         version = next(self.versions)
-        report = await self.engine.load_weights(await self._manifest(reference, version, dict(tensors)))
-        assert report.version == version
+        if self.trainer is None:
+            return reference.publish(version, dict(tensors))
+        return await self.fetch(await self.trainer.publish(version, dict(tensors), members=1))
+
+    async def swap(self, manifest: Any) -> LoadReport:
+        report: LoadReport = await self.engine.load_weights(manifest)
+        assert report.version == manifest.version
         self.reports.append(report)
         self.holds_first = False
         return report
-
-    async def _manifest(self, reference: Reference, version: int, tensors: dict[str, Any]) -> Any:
-        """As the engine gets it."""
-        if self.trainer is None:
-            return reference.publish(version, tensors)
-        return await self.fetch(await self.trainer.publish(version, tensors, members=1))
 
     async def hold_first(self, reference: Reference) -> int:
         """The version under which the engine has the weights of the model folder."""

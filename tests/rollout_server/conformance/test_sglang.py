@@ -69,10 +69,11 @@ async def test_other_weights_than_the_versions_end_the_server_and_its_open_answe
         file, expected = read(manifest)
         return file, {**expected, "model.layers.1.mlp.gate_up_proj.weight": "0" * 16}
 
-    tasks = await subject.under_load(2)
     monkeypatch.setattr(weights, "_read", of_another_file)
+    manifest = await subject.publish(reference, reference.other(3))
+    tasks = await subject.under_load(2)
     with pytest.raises(EngineError, match=r"layers\.1\.mlp\.gate_up_proj"):
-        await subject.load(reference, reference.other(3))
+        await subject.swap(manifest)
     await broken_off(tasks)
     assert not await subject.engine.healthy()
     with pytest.raises(EngineError, match="not running"):

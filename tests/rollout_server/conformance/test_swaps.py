@@ -12,12 +12,14 @@ from penstock.rollout_server import Generation
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(900)]
 REQUESTS = 6
+ATTEMPTS = 8
 
 
 async def test_keep_marks_every_token_and_goes_on(subject: Subject, reference: Reference) -> None:
     before = await subject.hold_first(reference)
+    new = await subject.publish(reference, reference.other(1))
     tasks = await subject.under_load(REQUESTS)
-    report = await subject.report_of(reference, reference.other(1))
+    report = await subject.swap(new)
     assert report.in_flight == REQUESTS
     assert 0.0 < report.load_s <= report.pause_s
     for i, answer in enumerate(await asyncio.gather(*tasks)):
@@ -29,8 +31,9 @@ async def test_keep_marks_every_token_and_goes_on(subject: Subject, reference: R
 async def test_recompute_goes_on_as_if_the_new_weights_had_always_been(subject: Subject, reference: Reference) -> None:
     async with subject.pausing("recompute") as other:
         before = await other.hold_first(reference)
+        new = await other.publish(reference, reference.other(1))
         tasks = await other.under_load(REQUESTS)
-        report = await other.report_of(reference, reference.other(1))
+        report = await other.swap(new)
         assert report.in_flight == REQUESTS
         answers = await asyncio.gather(*tasks)
         swaps = [went_on(answer, before, report.version, other.long) for answer in answers]
@@ -44,8 +47,9 @@ async def test_recompute_goes_on_as_if_the_new_weights_had_always_been(subject: 
 async def test_abort_ends_answers_with_what_they_have(subject: Subject, reference: Reference) -> None:
     async with subject.pausing("abort") as other:
         before = await other.hold_first(reference)
+        new = await other.publish(reference, reference.other(1))
         tasks = await other.under_load(REQUESTS)
-        report = await other.report_of(reference, reference.other(1))
+        report = await other.swap(new)
         assert report.in_flight == 0
         for i, answer in enumerate(await asyncio.gather(*tasks)):
             assert answer.finish_reason == "abort"
@@ -77,17 +81,20 @@ async def test_requests_that_arrive_during_swaps_are_all_answered(
 
 
 async def test_many_swaps_in_a_row_under_load(subject: Subject, reference: Reference) -> None:
-    loaded = [await subject.hold_first(reference)]
-    tasks = await subject.under_load(REQUESTS)
-    while len(loaded) < 7 and not any(task.done() for task in tasks):
-        loaded.append(await subject.load(reference, reference.other(len(loaded))))
-        await whole(subject.engine, ask(PROMPT, 3))  # meanwhile every open answer gets a token of this version
-    assert len(loaded) >= 3
-    for answer in await asyncio.gather(*tasks):
-        seen = [version for version, _, _ in answer.version_spans]
-        assert len(answer.token_ids) == subject.long
-        assert seen == loaded[: len(seen)]
-        assert len(seen) >= len(loaded) - 1
+    for _ in range(ATTEMPTS):  # on a busy machine answers may be whole after a broadcast or two
+        loaded = [await subject.hold_first(reference)]
+        tasks = await subject.under_load(REQUESTS)
+        while len(loaded) < 7 and not any(task.done() for task in tasks):
+            loaded.append(await subject.load(reference, reference.other(len(loaded))))
+            await whole(subject.engine, ask(PROMPT, 3))  # meanwhile every open answer gets a token of this version
+        for answer in await asyncio.gather(*tasks):
+            seen = [version for version, _, _ in answer.version_spans]
+            assert len(answer.token_ids) == subject.long
+            assert seen == loaded[: len(seen)]
+            assert len(seen) >= len(loaded) - 1
+        if len(loaded) >= 3:
+            return
+    pytest.fail(f"{ATTEMPTS} times answers were whole before two versions were there")
 
 
 def went_on(answer: Generation, before: int, after: int, length: int) -> int:

@@ -78,19 +78,20 @@ async def test_what_is_sampled_before_the_comparison_is_through_is_held_back(
     subject: Subject, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = await subject.hold_first(reference)
+    new = await subject.publish(reference, reference.other(1))
+    weights, compared = subject.engine.weights, asyncio.Event()
+    verify = weights._verify
+
+    async def late(fetched: Any) -> None:
+        await verify(fetched)
+        await compared.wait()
+
+    monkeypatch.setattr(weights, "_verify", late)
     task, seen = under_way(subject)
     async with asyncio.timeout(180):
         while not seen:
             await asyncio.sleep(0.01)
-        weights, compared = subject.engine.weights, asyncio.Event()
-        verify = weights._verify
-
-        async def late(fetched: Any) -> None:
-            await verify(fetched)
-            await compared.wait()
-
-        monkeypatch.setattr(weights, "_verify", late)
-        after = await subject.load(reference, reference.other(1))
+        after = (await subject.swap(new)).version
         (stream,) = subject.engine.streams
         at = stream.received
         while stream.received < at + 50:
@@ -112,13 +113,14 @@ async def test_no_token_of_a_version_that_the_worker_does_not_hold_gets_out(
 ) -> None:
     """The worker's comparison finds the difference by itself: what is not a number equals nothing."""
     before = await subject.hold_first(reference)
+    norm = reference.first["model.norm.weight"].clone()
+    norm[0] = float("nan")
+    manifest = await subject.publish(reference, {**reference.first, "model.norm.weight": norm})
     task, seen = under_way(subject)
     async with asyncio.timeout(180):
         while not seen:
             await asyncio.sleep(0.01)
-        norm = reference.first["model.norm.weight"].clone()
-        norm[0] = float("nan")
-        await subject.load(reference, {**reference.first, "model.norm.weight": norm})
+        await subject.swap(manifest)
         await broken_off([task])
     assert seen == {before}
     assert not await subject.engine.healthy()
@@ -166,11 +168,12 @@ async def test_a_worker_that_holds_other_values_says_so(tmp_path: Path) -> None:
 async def test_half_a_load_ends_the_server_and_its_open_answers(
     subject: Subject, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tasks = await subject.under_load(2)
     monkeypatch.setattr("penstock.rollout_server.engines.vllm_weights.check_complete", lambda *_: None)
     unknown = {**reference.first, "model.layers.0.unknown.weight": reference.first["model.norm.weight"]}
+    manifest = await subject.publish(reference, unknown)
+    tasks = await subject.under_load(2)
     with pytest.raises(EngineError):
-        await subject.load(reference, unknown)
+        await subject.swap(manifest)
     await broken_off(tasks)
     assert not await subject.engine.healthy()
     with pytest.raises(EngineError, match="not running"):

@@ -103,7 +103,7 @@ async def update_under_load(
         return found
 
     tasks = [asyncio.create_task(keep_busy(i, first)) for i, first in enumerate(await subject.under_load(3, LONG))]
-    report = await subject.report_of(reference, weights)
+    report = await subject.swap(await subject.publish(reference, weights))
     loaded.set()
     return [answer for found in await asyncio.gather(*tasks) for answer in found], report.version
 
