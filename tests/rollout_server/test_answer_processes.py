@@ -93,7 +93,7 @@ class Several:
 async def several_processes(folder: Path) -> AsyncIterator[Several]:
     queue, mount = StubQueue(), Mount()
     config = small_config(
-        engine="vllm", sidecar_processes=PROCESSES, max_concurrent=SLOTS, max_restarts=1000, max_model_len=4096
+        engine="vllm", sidecar_processes=PROCESSES, max_concurrent=SLOTS, max_restarts=1000, max_model_len=32_768
     )
     async with rollout_server(
         queue, folder, model=str(folder), new_engine=partial(FakeHttpEngine, token_s=TOKEN_S), config=config,
@@ -177,7 +177,7 @@ def check_versions(context: list[int], found: Chunk | Generation) -> list[int]:
     return [version for version, _, _ in found.version_spans]
 
 
-LONG = 3000
+LONG = 30_000
 """Tokens of an answer that still goes on when the test has done what it must do meanwhile."""
 
 
@@ -307,7 +307,7 @@ async def test_a_killed_process_breaks_off_its_own_answers_alone(several: Severa
     await several.idle()
     client = RolloutClient(several.queue, TOKEN, 60.0)
     try:
-        asked = await begun(client, [ask(prompt(n), 600) for n in range(SLOTS)])
+        asked = await begun(client, [ask(prompt(n), 1200) for n in range(SLOTS)])
         victim = several.processes[1]
         await several.until(lambda: several.sidecar.in_flight == SLOTS)
         theirs, pid = victim.counts.in_flight, victim.pid

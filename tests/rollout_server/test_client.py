@@ -185,9 +185,7 @@ async def test_an_update_in_the_middle_shows_in_the_spans(client: RolloutClient,
 async def test_a_crashed_engine_is_waited_for_and_the_answer_goes_on(
     client: RolloutClient, server: RunningServer
 ) -> None:
-    asking = [asyncio.create_task(client.generate(ask([1, i], 300, f"e{i}"))) for i in range(6)]
-    await server.until(lambda: server.engine.running == 6)
-    await asyncio.sleep(0.3)
+    asking = await begun(client, [ask([1, i], 300, f"e{i}") for i in range(6)])
     server.engine.crash()
     for i, answer in enumerate(await asyncio.gather(*asking)):
         assert check(answer).token_ids == fake_answer([1, i], 300)

@@ -21,6 +21,9 @@ from penstock.weight_sync import Offer, WeightReader
 
 pytestmark = pytest.mark.torch
 CONFIG = small_config(engine="hf", weight_transport="broadcast", broadcast_receive="in_place")
+TOKEN_S = 0.005
+SLOW_S = 0.6
+"""Between two tokens, that no answer ends before a broadcast is there."""
 
 
 class InPlaceFake(FakeEngine):
@@ -30,7 +33,7 @@ class InPlaceFake(FakeEngine):
     weight_wires = ("gloo/1",)
 
     def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments, token_s=0.005)
+        super().__init__(*arguments, token_s=TOKEN_S)
         self.reader = WeightReader()
         self.held: dict[str, Any] = {}
         self.stands_still = False
@@ -110,10 +113,13 @@ async def setting(tmp_path: Path) -> AsyncIterator[Setting]:
 
 
 async def test_version_in_place_is_served_once_it_is_announced(setting: Setting) -> None:
-    engine = setting.server.engine
-    answer = asyncio.create_task(whole(engine, ask([5], 200)))
+    engine, begun = setting.server.engine, asyncio.Event()
+    answer = asyncio.create_task(whole(engine, ask([5], 200), lambda _: begun.set()))
+    await begun.wait()
+    engine.token_s = SLOW_S
     manifest = await setting.trainer.publish(2, weights(2), members=1)
     await setting.server.until(lambda: engine.came[0] != "")
+    engine.token_s = TOKEN_S
     await asyncio.sleep(0.1)
     assert (engine.stands_still, engine.version, setting.accepts) == (True, 1, True)
     assert not answer.done()
@@ -137,8 +143,10 @@ async def test_half_a_version_answers_nothing_until_a_whole_file(setting: Settin
     answer = asyncio.create_task(whole(engine, ask([5], 100)))
     while not engine.running:
         await asyncio.sleep(0.01)
+    engine.token_s = SLOW_S
     await setting.die_in_mid_bucket(2, 2)
     await setting.server.until(lambda: not setting.accepts)
+    engine.token_s = TOKEN_S
     assert not holds(setting.server, 1)
     asked = engine.asked
     await asyncio.sleep(0.3)

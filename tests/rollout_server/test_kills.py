@@ -51,7 +51,7 @@ SERVERS = 3
 CLIENTS = 24
 TOKENS = (24, 120)
 ANSWERS_PER_KILL = 4
-"""A kill waits for so many, 4 s at most: servers that are killed before they work would prove nothing."""
+"""A kill waits for so many, 20 s at most: servers that are killed before they work would prove nothing."""
 SPARE = 8
 """The most further kills, until one interrupts an answer that has begun."""
 LIMITS = Limits(group_size=1, groups_per_step=1, max_staleness=1_000)
@@ -177,9 +177,19 @@ class Scene:
                 await asyncio.sleep(0.05)
 
     async def until_answered(self, count: int) -> None:
-        deadline = time.monotonic() + 4
+        deadline = time.monotonic() + 20
         while len(self.load.answers) < count and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
+
+    async def until_served(self, version: int) -> None:
+        """By some answer: the last kill may come before any server has loaded the last version."""
+
+        def newest() -> int:
+            return max(span[0] for _, answer in self.load.answers.values() for span in answer.version_spans)
+
+        async with asyncio.timeout(240):
+            while newest() < version:
+                await asyncio.sleep(0.05)
 
     async def kill_one(self, draw: random.Random, *, engines: bool) -> None:
         """One that serves, at a random moment of its work."""
@@ -219,6 +229,7 @@ async def play(kind: str, redis: RedisServer, model: str, folder: Path, write: A
             await scene.kill_one(draw, engines=kind != "fake")
         while not load.resumed() and scene.killed.total() < kills + SPARE:
             await scene.kill_one(draw, engines=kind != "fake")
+        await scene.until_served(scene.published[-1])
         load.ending = True
         await asyncio.gather(*asking)
     await load.client.close()

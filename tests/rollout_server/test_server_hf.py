@@ -15,7 +15,6 @@ from tests.rollout_server.conftest import (
     Reference,
     RunningServer,
     StubQueue,
-    all_sampling,
     begun,
     check_answer,
 )
@@ -27,12 +26,14 @@ from penstock.transfer_queue import Announcement
 from tests.rollout_server.conftest import rollout_server, small_config  # isort: skip
 
 pytestmark = [pytest.mark.torch]
+LENGTH = 800
+"""Tokens of an answer that goes on when the engine is stopped, or has loaded a version."""
 PROMPT = [(7 * i + 3) % VOCAB for i in range(40)]
 
 
 @pytest.fixture
 async def server(tiny_model: str, tmp_path: Path) -> AsyncIterator[RunningServer]:
-    config = small_config()
+    config = small_config(max_model_len=1024, kv_cache_tokens=16384)
     job = {"config": config, "model": tiny_model, "new_engine": HFEngine}
     queue = StubQueue()
     async with rollout_server(queue, tmp_path / "logs", **job) as running:
@@ -52,7 +53,10 @@ def ask(i: int, count: int) -> GenerateRequest:
 
 
 async def ask_all(client: RolloutClient, count: int) -> list[Generation]:
-    answers = await asyncio.gather(*[client.generate(ask(i, count)) for i in range(12)])
+    return check_all(await asyncio.gather(*[client.generate(ask(i, count)) for i in range(12)]), count)
+
+
+def check_all(answers: list[Generation], count: int) -> list[Generation]:
     for answer in answers:
         check_answer(answer.token_ids, answer.logprobs, answer.version_spans)
         assert len(answer.token_ids) == count
@@ -63,16 +67,23 @@ async def ask_all(client: RolloutClient, count: int) -> list[Generation]:
 async def test_updates_under_load_interrupt_nobody(
     server: RunningServer, client: RolloutClient, reference: Reference
 ) -> None:
-    asking = asyncio.create_task(ask_all(client, 450))
-    await all_sampling(server.url, 12)
-    for version in (1, 2):
-        server.queue.announced = Announcement(version, reference.publish(version, reference.other(version)).as_dict())
-        await server.until(lambda wanted=version: server.queue.registered["s0"].version == wanted)
-    answers = await asking
-    assert sum(answer.continued_over_update for answer in answers) >= 6
-    assert all(answer.resumed == 0 for answer in answers)
-    assert [update.version for update in server.queue.reported] == [1, 2]
-    assert max(update.in_flight for update in server.queue.reported) >= 6
+    for first in (1, 3, 5, 7):  # on a busy machine the answers may be whole before a version is there
+        versions = range(first, first + 2)
+        manifests = [reference.publish(version, reference.other(version)) for version in versions]
+        asking = await begun(client, [ask(i, LENGTH) for i in range(12)])
+        for manifest in manifests:
+            server.queue.announced = Announcement(manifest.version, manifest.as_dict())
+            await server.until(lambda wanted=manifest.version: server.queue.registered["s0"].version == wanted)
+        answers = check_all(await asyncio.gather(*asking), LENGTH)
+        continued = sum(answer.continued_over_update for answer in answers)
+        updates = server.queue.reported[first - 1 :]
+        in_flight = max(update.in_flight for update in updates)
+        assert all(answer.resumed == 0 for answer in answers)
+        assert [update.version for update in updates] == [*versions]
+        if min(continued, in_flight) >= 6:
+            break
+    assert continued >= 6
+    assert in_flight >= 6
 
 
 @pytest.mark.crash
@@ -82,8 +93,8 @@ async def test_a_killed_engine_comes_back_with_the_newest_weights_and_answers_ar
     """Seeded noise hangs on the position: an answer that was cut and resumed must equal one that was not."""
     server.queue.announced = Announcement(1, reference.publish(1, reference.other(1)).as_dict())
     await server.until(lambda: server.queue.registered["s0"].version == 1)
-    whole = await ask_all(client, 400)
-    asking = await begun(client, [ask(i, 400) for i in range(12)])
+    whole = await ask_all(client, LENGTH)
+    asking = await begun(client, [ask(i, LENGTH) for i in range(12)])
     os.kill(server.engine.process.pid, signal.SIGKILL)
     cut = await asyncio.gather(*asking)
     assert len(server.engines) == 2
@@ -91,7 +102,7 @@ async def test_a_killed_engine_comes_back_with_the_newest_weights_and_answers_ar
     for before, after in zip(whole, cut, strict=True):
         assert after.token_ids == before.token_ids
         assert after.logprobs == pytest.approx(before.logprobs, abs=2e-5)
-        assert after.version_spans == [(1, 0, 400)]
+        assert after.version_spans == [(1, 0, LENGTH)]
 
 
 @pytest.mark.deep
@@ -101,8 +112,8 @@ async def test_a_hung_engine_is_started_again_and_nobody_notices_but_by_the_cloc
 ) -> None:
     """SIGSTOP: the process lives, answers nothing and obeys no SIGTERM."""
     monkeypatch.setattr("penstock.rollout_server.engines.child_link.STOP_S", 1.0)
-    whole = await ask_all(client, 400)
-    asking = await begun(client, [ask(i, 400) for i in range(12)])
+    whole = await ask_all(client, LENGTH)
+    asking = await begun(client, [ask(i, LENGTH) for i in range(12)])
     os.kill(server.engine.process.pid, signal.SIGSTOP)
     cut = await asyncio.gather(*asking)
     assert len(server.engines) == 2

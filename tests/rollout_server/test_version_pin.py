@@ -156,6 +156,8 @@ async def test_whatever_happens_when_an_evaluation_has_one_version(
     for number in range(evaluations):
         found.append(await evaluate(number))
         await asyncio.sleep(chance.uniform(0.0, 0.3))
+        if number % 3 == 2:  # on a busy machine it may look at the queue during evaluations alone
+            await server.until(lambda before=max(found[-1]): server.engine.version > before)
     over.set()
     await publishing
     assert [len(seen) for seen in found] == [1] * evaluations

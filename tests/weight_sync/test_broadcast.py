@@ -412,12 +412,13 @@ async def test_member_lost_in_the_middle_costs_the_others_no_version(tmp_path: P
         manifest = await trainer.publish(1, big(1), members=2)
         assert [(await server.receive(manifest))["holds"] for server in servers] == [state(big(1))] * 2
         servers[1].stop_after = 2 * BUCKET_BYTES
+        by_file = servers[0].inner.by_file  # of the first version, where the machine was too busy for its broadcast
         publishing = asyncio.create_task(trainer.publish(2, big(2), members=2))
         await other.in_the_middle()
         other.process.send_signal(how)
         manifest = await publishing
         assert (await servers[0].receive(manifest))["holds"] == state(big(2))
-        assert servers[0].inner.by_file == 1, "its broadcast broke"
+        assert servers[0].inner.by_file == by_file + 1, "its broadcast broke"
         await other.kill()
         await cancel_and_wait(list(members.tasks.values()))
 

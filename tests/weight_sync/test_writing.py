@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -119,7 +120,7 @@ async def test_a_trainer_killed_while_it_writes_leaves_whole_versions_only(tmp_p
         )
         assert process.stdout is not None
         assert await process.stdout.readline() == b"ready\n"
-        await asyncio.to_thread(_until_writing, tmp_path)
+        await asyncio.to_thread(_stop_while_writing, tmp_path, process.pid)
         process.kill()
         await process.wait()
         for path in tmp_path.glob("weights-*.safetensors"):
@@ -182,10 +183,18 @@ def test_publishing_takes_the_memory_of_one_copy(tmp_path: Path) -> None:
     assert MODEL_BYTES <= extra < 1.25 * MODEL_BYTES, "the file, and what of the copy is not in it yet"
 
 
-def _until_writing(folder: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not any(size > 1 << 20 for size in _sizes(folder)):
-        assert time.monotonic() < deadline
+def _stop_while_writing(folder: Path, pid: int) -> None:
+    """It does nothing more, and has half a file: a kill finds it there, however late it comes."""
+    give_up_at = time.monotonic() + 60
+    while True:
+        while not any(size > 1 << 20 for size in _sizes(folder)):
+            assert time.monotonic() < give_up_at
+        os.kill(pid, signal.SIGSTOP)
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < give_up_at
+        if any(size > 1 << 20 for size in _sizes(folder)):
+            return
+        os.kill(pid, signal.SIGCONT)  # that file was whole by then
 
 
 def _sizes(folder: Path) -> list[int]:

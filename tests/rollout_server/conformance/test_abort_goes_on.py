@@ -11,8 +11,8 @@ from tests.rollout_server.conftest import (
     TOKEN,
     Reference,
     StubQueue,
-    all_sampling,
     ask,
+    begun,
     check_answer,
     rollout_server,
     small_config,
@@ -23,25 +23,27 @@ from penstock.rollout_server.engines import HFEngine
 from penstock.transfer_queue import Announcement
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
+LENGTH = 1200
+"""Tokens of an answer that still goes on when a sidecar has seen the announcement and loaded the version."""
 
 
 async def test_the_client_goes_on_with_what_an_aborted_answer_has(
     tiny_model: str, tmp_path: Path, reference: Reference
 ) -> None:
-    queue, config = StubQueue(), small_config(pause="abort")
+    queue, config = StubQueue(), small_config(pause="abort", max_model_len=2048, kv_cache_tokens=16384)
     job = {"config": config, "model": tiny_model, "new_engine": HFEngine}
-    client = RolloutClient(queue, TOKEN, timeout_s=90)
+    client = RolloutClient(queue, TOKEN, timeout_s=200)
+    manifest = reference.publish(1, reference.other(1)).as_dict()
     async with rollout_server(queue, tmp_path / "logs", **job) as server:
-        asking = [asyncio.create_task(client.generate(ask(prompt(i), 450))) for i in range(6)]
-        await all_sampling(server.url, 6)
-        queue.announced = Announcement(1, reference.publish(1, reference.other(1)).as_dict())
+        asking = await begun(client, [ask(prompt(i), LENGTH) for i in range(6)])
+        queue.announced = Announcement(1, manifest)
         answers = await asyncio.gather(*asking)
         await client.close()
     assert [update.in_flight for update in queue.reported] == [0]
     assert len(server.engines) == 1
     for i, answer in enumerate(answers):
         check_answer(answer.token_ids, answer.logprobs, answer.version_spans)
-        assert (len(answer.token_ids), answer.finish_reason) == (450, "length")
+        assert (len(answer.token_ids), answer.finish_reason) == (LENGTH, "length")
         assert [version for version, _, _ in answer.version_spans] == [0, 1]
         assert answer.resumed == 1
         swap = answer.version_spans[1][1]

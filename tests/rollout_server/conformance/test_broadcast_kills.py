@@ -117,11 +117,12 @@ async def test_engine_killed_in_mid_bucket_takes_the_file_when_it_is_back(
     trainer = subject.trainer
     assert trainer is not None
     trainer.files.broadcaster.bucket_bytes = BUCKET_BYTES
-    tasks = await subject.under_load(2)
+    await asyncio.gather(*await subject.under_load(2, 4))  # the first answers of an engine may take long to begin
     version, tensors = next(subject.versions), reference.other(99)
     held = HeldTrainer(trainer, 3)
     publishing = asyncio.create_task(trainer.publish(version, tensors, members=1))
     await held.reached()
+    tasks = await subject.under_load(2)  # now, that none is whole before the kill
     os.kill(max(members(subject.process_group), key=resident_bytes), signal.SIGKILL)
     held.go_on.set()
     manifest = await publishing

@@ -67,15 +67,29 @@ class InPlaceSubject:
         self.subject.holds_first = False
         return report
 
+    async def waits(self) -> None:
+        """For a broadcast: the next one begins at once."""
+        await until(lambda: self.trainer.files.broadcaster.parked == 1)
+
     async def lose_the_trainer(self, version: int, tensors: Any, bucket: int) -> None:
         """In mid-bucket: it announces nothing."""
-        held = HeldTrainer(self.trainer, bucket, dies=True)
+        held, missed = HeldTrainer(self.trainer, bucket, dies=True), self.member.missed
         lost = asyncio.create_task(self.trainer.publish(version, tensors, members=1))
         await held.reached()
         held.go_on.set()
         with pytest.raises(RuntimeError, match="the trainer is gone"):
             await lost
-        await until(lambda: not self.member.busy)
+        await until(lambda: self.member.missed > missed and not self.member.busy)
+
+
+async def handed_on(count: list[int]) -> int:
+    """Tokens of an answer once what was sampled before a pause has come: none has for a while."""
+    async with asyncio.timeout(60):
+        while True:
+            so_far = sum(count)
+            await asyncio.sleep(1.0)
+            if sum(count) == so_far:
+                return so_far
 
 
 @asynccontextmanager
@@ -100,6 +114,7 @@ async def test_answers_go_on_over_a_version_received_in_place(
     async with receiving_in_place(subject, tmp_path / "files") as place:
         for seed in range(41, 46):  # on a busy machine the pause may fall between two answers
             version, tensors = next(subject.versions), reference.other(seed)
+            await place.waits()
             tasks = await subject.under_load(2)
             report = await place.load(await place.trainer.publish(version, tensors, members=1))
             assert report.pause_s >= report.load_s > 0
@@ -120,16 +135,18 @@ async def test_half_a_version_in_place_answers_nothing(subject: Subject, referen
     """The trainer dies in mid-bucket. The version that the engine had comes back as a file: answers go on under it."""
     version, tensors = next(subject.versions), reference.other(42)
     reference.use(tensors)
+    half = reference.other(43)
     async with receiving_in_place(subject, tmp_path / "files") as place:
         await place.load(reference.publish(version, tensors))
         for _ in range(5):  # on a busy machine the answer may end before the pause
             count: list[int] = []
+            await place.waits()
             answer = await begun_answer(subject, count)
-            await place.lose_the_trainer(next(subject.versions), reference.other(43), MIDDLE)
+            await place.lose_the_trainer(next(subject.versions), half, MIDDLE)
             assert place.engine.stands_still
             new = asyncio.create_task(whole(subject.engine, ask(PROMPT, 8)))
-            await asyncio.sleep(0.7)  # what was sampled before the pause has been handed on
-            so_far, stands = sum(count), not answer.done()
+            so_far = await handed_on(count)
+            stands = not answer.done()
             await asyncio.sleep(0.3)
             assert sum(count) == so_far
             assert not new.done()
@@ -238,12 +255,12 @@ async def lose_the_other(place: InPlaceSubject, process: Any, version: int, tens
     """A member that is killed in mid-bucket: the trainer announces the version all the same."""
     other = BroadcastMember(TOKEN)
     task = asyncio.create_task(other.run(OtherMember(process), lambda: place.trainer.meeting))
-    held = HeldTrainer(place.trainer, bucket)
+    held, missed = HeldTrainer(place.trainer, bucket), place.member.missed
     publishing = asyncio.create_task(place.trainer.publish(version, tensors, members=2))
     await held.reached()
     await process.kill()
     held.go_on.set()
     manifest = await publishing
     await cancel_and_wait([task])
-    await until(lambda: not place.member.busy)
+    await until(lambda: place.member.missed > missed and not place.member.busy)
     return manifest

@@ -106,7 +106,7 @@ class Several:
             mount=self.mount,
         ) as server:
             beside = self.mount.sidecar.beside.processes
-            await server.until(lambda: all(process.begun for process in beside))
+            await server.until(lambda: all(process.begun for process in beside), 180.0)
             async with Load(self.queue).kept_up() as load:
                 for tensors in (reference.other(2), reference.other(3)):
                     version = await self.announce(tensors)
@@ -118,7 +118,7 @@ class Several:
                     wanted = len(load.answers) + ANSWERS
                     await server.until(lambda wanted=wanted: len(load.answers) >= wanted, 180.0)
             version = await self.announce(reference.first)
-            await server.until(lambda: registered["s0"].version == version)
+            await server.until(lambda: registered["s0"].version == version, 180.0)
         self.subject.holds_first = False
         for number, found in load.answers:
             self.check(number, found)

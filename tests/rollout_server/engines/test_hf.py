@@ -35,10 +35,10 @@ def seen(event: asyncio.Event) -> Callable[[Chunk], None]:
 
 async def swap_in_the_middle(engine: HFEngine, reference: Reference) -> tuple[Generation, Generation]:
     """One answer over a swap from version 0 to 1; one to the same prompt, begun after it while the first still runs."""
-    begun = asyncio.Event()
+    begun, manifest = asyncio.Event(), reference.publish(1, reference.other(1))
     over = asyncio.create_task(whole(engine, ask(PROMPT, 400), seen(begun)))
     await begun.wait()
-    await engine.load_weights(reference.publish(1, reference.other(1)))
+    await engine.load_weights(manifest)
     after = await whole(engine, ask(PROMPT, 20))
     return await over, after
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -35,6 +36,8 @@ pytestmark = [
     pytest.mark.timeout(600, func_only=True),  # the start has a deadline of its own
 ]
 TOLERANCE = 2e-4
+RAN_NS = 4_000_000
+"""What a slow rank runs at a time, of half a second."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENGINES)
@@ -173,10 +176,23 @@ async def slow_down(pid: int) -> None:
         while True:
             os.kill(pid, signal.SIGSTOP)
             await asyncio.sleep(0.5)
+            ran = ran_ns(pid)
             os.kill(pid, signal.SIGCONT)
-            await asyncio.sleep(0.005)
+            for _ in range(20):  # a busy machine may not let it run at once
+                await asyncio.sleep(0.005)
+                if ran_ns(pid) - ran >= RAN_NS:
+                    break
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+def ran_ns(pid: int) -> int:
+    """How long its threads have run. Only of those that are there: one that ended counts no more."""
+    found = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found += int((task / "schedstat").read_text().split()[0])
+    return found
 
 
 @pytest.mark.parametrize("rank", [0, 1])
