@@ -216,8 +216,10 @@ def test_slurm_requeue_join_and_stop_lose_nothing(start, tmp_path: Path) -> None
 
 
 @pytest.mark.deep
-def test_slurm_trainer_over_two_nodes_survives_half_of_it(start) -> None:
+def test_slurm_trainer_over_two_nodes_survives_half_of_it(start, tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
     words = (
+        *held_by(hold),
         "trainer.steps=12",
         "trainer.ranks=2",
         "agent.workers=1",
@@ -229,10 +231,12 @@ def test_slurm_trainer_over_two_nodes_survives_half_of_it(start) -> None:
     )
     run = start("wide", *SHORT, *NEVER_SAVED, *words)
     run.wait_for(lambda: run.steps() >= 1)
+    hold.touch()
     far = [pid for pid in run.processes() if _environment(pid).get("GROUP_RANK") == "1"]
     assert far, "no rank on the second node"
     # Its monitor has the same environment, and is younger.
     os.kill(min(far, key=lambda pid: psutil.Process(pid).create_time()), signal.SIGKILL)
+    hold.unlink()
     summary = run.finish()
     assert (summary["steps"], summary["restarts"]["trainer"]) == (12, 1)
     assert_accounts_balance(summary)
