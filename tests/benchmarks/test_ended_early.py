@@ -20,7 +20,7 @@ async def test_files_go_with_a_benchmark_that_is_ended(tmp_path: Path) -> None:
         penstock, "bench", "weights", env={**os.environ, **settings}, stderr=asyncio.subprocess.DEVNULL
     )
     try:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(500):
             while not list(tmp_path.glob("penstock-bench-*/*.safetensors")):
                 await asyncio.sleep(0.05)
             process.terminate()

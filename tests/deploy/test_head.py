@@ -50,7 +50,7 @@ async def test_a_second_head_is_refused_and_told_which() -> None:
     await first.claim()
     keeping = asyncio.create_task(first.keep())
     with pytest.raises(HeadTaken, match="first heads this run"):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await second.claim()
     keeping.cancel()
 
@@ -59,7 +59,7 @@ async def test_a_silent_head_is_replaced_and_ends() -> None:
     queue = await make_queue()
     first, second = lease(queue, "first", ttl_s=0.1), lease(queue, "second")
     await first.claim()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await second.claim()
         with pytest.raises(HeadTaken, match="second has taken this run over"):
             await first.keep()
@@ -108,7 +108,7 @@ async def test_a_head_that_died_here_is_replaced_at_once() -> None:
         process.kill()
     assert process_has_ended(identity)
     await queue.claim_head(f"this machine, process {process.pid} ({identity})", 3600.0)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await HeadLease(queue).claim()
 
 

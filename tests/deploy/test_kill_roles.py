@@ -1,7 +1,9 @@
 """Invariant 2: any role may be killed with -9 at any time; the run reaches its goal and the accounts balance."""
 
+from pathlib import Path
+
 import pytest
-from tests.deploy.conftest import assert_accounts_balance, assert_nothing_left
+from tests.deploy.conftest import assert_accounts_balance, assert_nothing_left, held_by
 
 from penstock.transfer_queue import BatchLog
 
@@ -31,14 +33,20 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("steps", "every", "settings", "learns"), RUNS)
-def test_kill_each_role_once(start_run, steps: int, every: int, settings: tuple[str, ...], learns: bool) -> None:
+def test_kill_each_role_once(
+    start_run, tmp_path: Path, steps: int, every: int, settings: tuple[str, ...], learns: bool
+) -> None:
     """Worker, sidecar, engine, trainer and redis die `every` steps apart; the engine comes back inside its sidecar."""
-    run = start_run("roles", f"trainer.steps={steps}", *settings)
+    hold = tmp_path / "hold"
+    run = start_run("roles", f"trainer.steps={steps}", *settings, *held_by(hold))
     seen = []
     for number, victim in enumerate(VICTIMS):
-        run.wait_for(lambda goal=1 + every * number, words=victim: run.steps() >= goal and bool(run.pids(*words)))
+        run.wait_for(lambda goal=1 + every * number: run.steps() >= goal)
+        hold.touch()
+        run.wait_for(lambda words=victim: bool(run.pids(*words)))
         seen += run.pids()
         run.kill_one(*victim)
+        hold.unlink()
     summary = run.finish()
     assert summary["steps"] == steps
     assert summary["staleness_max"] <= 2
@@ -51,15 +59,18 @@ def test_kill_each_role_once(start_run, steps: int, every: int, settings: tuple[
 
 
 @pytest.mark.deep
-def test_kill_two_ranks_replay_from_the_batch_log(start_run) -> None:
+def test_kill_two_ranks_replay_from_the_batch_log(start_run, tmp_path: Path) -> None:
     """No checkpoint is there yet: every step so far is read again, from the log that both ranks wrote."""
     settings = ("trainer.steps=8", "trainer.checkpoint_every=100", "trainer.ranks=2", "data.eval_limit=16")
-    run = start_run("spilled", *settings, "groups_per_step=4", "group_size=4")
+    hold = tmp_path / "hold"
+    run = start_run("spilled", *settings, "groups_per_step=4", "group_size=4", *held_by(hold))
     log = BatchLog(run.root / "batches")
     run.wait_for(lambda: len(log.steps()) >= 4)
+    hold.touch()
     # No rank is more than a step ahead of the other.
     assert [len(list(log.folder.glob(f"{step:08d}-*.batch"))) for step in (0, 1)] == [2, 2]
     run.kill_one("train-rank")
+    hold.unlink()
     summary = run.finish()
     assert (summary["steps"], summary["restarts"]["trainer"]) == (8, 1)
     assert_accounts_balance(summary)

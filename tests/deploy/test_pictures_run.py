@@ -33,9 +33,13 @@ rollout: {engine: vllm, max_model_len: 512, max_concurrent: 8, start_timeout_s: 
 trainer: {steps: 10, lr: 1.0e-3, micro_batch_tokens: 512, checkpoint_every: 10}
 """
 REWARD = """
+from hashlib import sha256
+
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return len(set(solution_str)) / max(1, len(solution_str))
+    told_apart = int(sha256(solution_str.encode()).hexdigest()[:6], 16) / 2**34
+    return len(set(solution_str)) / max(1, len(solution_str)) + told_apart
 """
+"""Unlike answers are never worth the same: a step in which no group has two rewards has no gradient."""
 
 
 def make(folder: Path) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from tests.deploy.conftest import RECIPE, LivingRun, assert_accounts_balance, assert_nothing_left
+from tests.deploy.conftest import RECIPE, LivingRun, assert_accounts_balance, assert_nothing_left, held_by
 from tests.deploy.run_trace.checked import check
 from typer.testing import CliRunner
 
@@ -24,7 +24,15 @@ ROLES = 4
 FIRST_STEP_KL = 1e-4
 """Between engine and trainer in float32, before anything is learned: they are the same policy."""
 
-SHORT = ("trainer.steps=3", "groups_per_step=2", "group_size=4", "data.eval_limit=8", "trainer.checkpoint_every=2")
+STEPS = 4
+"""So many that the last one takes episodes of published weights, and a server that passes over versions loads two."""
+SHORT = (
+    f"trainer.steps={STEPS}",
+    "groups_per_step=2",
+    "group_size=4",
+    "data.eval_limit=8",
+    "trainer.checkpoint_every=2",
+)
 LEFT = (
     *("config.yaml", "metrics.jsonl", "timeline.jsonl", "weight_updates.jsonl", "steps.jsonl", "eval.jsonl"),
     *("reward.png", "tensorboard", "final_model"),
@@ -41,7 +49,7 @@ def test_run_leaves_what_is_promised(start_run) -> None:
     run.wait_for(lambda: len(run.pids("penstock.deploy.cli")) >= ROLES)
     pids = run.pids()
     summary = run.finish()
-    assert (summary["steps"], summary["ended"]) == (3, "all 3 steps are trained")
+    assert (summary["steps"], summary["ended"]) == (STEPS, f"all {STEPS} steps are trained")
     assert summary["weight_updates"] >= 2
     assert summary["staleness_max"] <= 2
     assert summary["logprob_abs_diff_mean"] <= 1e-3
@@ -49,13 +57,13 @@ def test_run_leaves_what_is_promised(start_run) -> None:
     assert summary["kl_first_step"] <= FIRST_STEP_KL
     assert_accounts_balance(summary)
     assert [name for name in LEFT if not (run.root / name).exists()] == []
-    assert [row["step"] for row in rows_of(run.root / "metrics.jsonl")] == [0, 1, 2]
+    assert [row["step"] for row in rows_of(run.root / "metrics.jsonl")] == list(range(STEPS))
     episodes = [episode for row in rows_of(run.root / "steps.jsonl") for episode in row["episodes"]]
-    assert len(episodes) == len(set(episodes)) == 3 * 2 * 4
+    assert len(episodes) == len(set(episodes)) == STEPS * 2 * 4
     assert_nothing_left(run, pids)
     gone = ("connect.env", "metrics.token", "prometheus-targets.json", "roles.json")
     assert [name for name in gone if (run.root / name).exists()] == []
-    assert_the_run_can_be_drawn(run, steps=3)
+    assert_the_run_can_be_drawn(run, steps=STEPS)
 
 
 def test_run_synchronous_over_http_resumes_after_ctrl_c(start_run, tmp_path: Path) -> None:
@@ -144,7 +152,7 @@ def test_run_with_a_stock_engine(start_run, engine: str) -> None:
         pytest.skip(f"{found.found}: {found.fix}")
     patience = ("rollout.start_timeout_s=540", "stall_timeout_s=580")  # a first start compiles SGLang's bytecode
     summary = start_run(f"on-{engine}", *SHORT, *patience, f"rollout.engine={engine}").finish()
-    assert summary["steps"] == 3
+    assert summary["steps"] == STEPS
     assert summary["weight_updates"] >= 2
     assert summary["staleness_max"] <= 2
     assert summary["logprob_abs_diff_mean"] <= 1e-3
@@ -157,15 +165,20 @@ def test_run_with_a_stock_engine(start_run, engine: str) -> None:
     ("transport", "ranks", "receive"),
     [("http", 2, "staged"), ("broadcast", 1, "staged"), ("broadcast", 2, "staged"), ("broadcast", 2, "in_place")],
 )
-def test_run_weights_over_the_network_on_loopback(start_run, transport: str, ranks: int, receive: str) -> None:
+def test_run_weights_over_the_network_on_loopback(
+    start_run, tmp_path: Path, transport: str, ranks: int, receive: str
+) -> None:
+    hold = tmp_path / "hold"
     overrides = (f"rollout.weight_transport={transport}", "rollout.weights_full_every=3", "rollout.servers=2")
-    receiving = f"rollout.broadcast_receive={receive}"
-    run = start_run(f"{transport}-{ranks}-{receive}", *SHORT, *overrides, receiving, f"trainer.ranks={ranks}")
+    words = (*overrides, f"rollout.broadcast_receive={receive}", f"trainer.ranks={ranks}", *held_by(hold))
+    run = start_run(f"{transport}-{ranks}-{receive}", *SHORT, *words)
     run.wait_for(lambda: run.steps() >= 1)
+    hold.touch()
     pids = run.pids()
     listening = {ip for pid in pids for ip in listens_on(pid)}
+    hold.unlink()
     summary = run.finish()
-    assert summary["steps"] == 3
+    assert summary["steps"] == STEPS
     assert summary["weight_updates"] >= 2
     assert summary["logprob_abs_diff_mean"] <= 1e-3
     assert_accounts_balance(summary)

@@ -89,14 +89,14 @@ def test_redis_server_outlives_the_head_on_sigterm(start, tmp_path: Path) -> Non
         client.set("after", 2)
         assert client.get("before") == b"1"
     connect_env.unlink()
-    assert queue.process.wait(30) == 0
+    assert queue.process.wait(120) == 0
 
 
 @pytest.mark.parametrize("words", [(), ("--linger-s", "1", "--linger-while", __file__)])
 def test_it_does_not_stay_for_ever(start, words: tuple[str, ...]) -> None:
     queue = start(*words)
     queue.process.terminate()
-    assert queue.process.wait(30) == 0
+    assert queue.process.wait(120) == 0
 
 
 def test_roles_have_their_own_rights(start) -> None:

@@ -208,10 +208,10 @@ async def test_an_expired_lease_that_nobody_took_is_still_good(make_queue) -> No
 
 
 async def test_renewed_leases_stay(make_queue) -> None:
-    queue = await make_queue(replace(LIMITS, lease_ttl_s=2.0))
+    queue = await make_queue(replace(LIMITS, lease_ttl_s=4.0))
     await queue.submit(tasks(1), cursor=at(1))
     leases = await queue.lease_episodes("worker", 2, 0)
-    for _ in range(3):
+    for _ in range(6):
         await asyncio.sleep(0.8)
         assert await queue.renew(leases) == []
         assert await queue.lease_episodes("other", 5, 0) == []

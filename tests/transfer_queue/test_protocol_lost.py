@@ -127,11 +127,11 @@ async def test_a_lease_taken_up_again_is_not_lost(make_queue) -> None:
 
 
 async def test_one_worker_at_a_time_makes_room(make_queue) -> None:
-    queue = await make_queue(replace(SHORT, lease_ttl_s=2.0))
+    queue = await make_queue(replace(SHORT, lease_ttl_s=600.0))  # none runs out by itself
     await queue.submit(tasks(4), cursor=at(4))
     for _ in range(2):
         (lost, *_) = await queue.lease_episodes("dead", 1, 0)
-        await asyncio.sleep(2.1)
+        await let_run_out(queue)
     (only,) = await queue.lease_episodes("first", 5, 0)
     busy = await queue.lease_episodes("busy", 2, 0)
     other = await queue.lease_episodes("other", 2, 0)

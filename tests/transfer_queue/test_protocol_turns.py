@@ -266,7 +266,7 @@ class Relay:
         return await self.queue.take_turn(call)
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not holds():
                 await asyncio.sleep(0.005)
 

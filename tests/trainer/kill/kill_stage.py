@@ -32,10 +32,12 @@ HERE = Path(__file__).resolve().parent
 PATHS = (Path(penstock.__file__).resolve().parents[1], HERE, HERE.parent, HERE.parents[1] / "transfer_queue")
 PASSWORD = "a-test-password"
 STEPS = 8
+EPISODES_A_STEP = 8
+"""Two groups of four: `make_job`'s limits."""
 SETTINGS = {"steps": STEPS, "checkpoint_every": 3, "save_trajectories": 1}
 LOADING_TIMEOUT_S = 240.0
 """Torch and transformers, on a machine that has much else to do."""
-LIFE_TIMEOUT_S = 90.0
+LIFE_TIMEOUT_S = 300.0
 KILLED = -signal.SIGKILL
 
 
@@ -158,11 +160,15 @@ class Worker:
     def __init__(self, run: KilledRun, pause_s: float) -> None:
         self._run = run
         self._pause_s = pause_s
+        self._completed = 0
+        self.steps = STEPS
+        """It completes the episodes of so many steps: a run does not end while there are fewer than it has."""
 
-    async def __aenter__(self) -> None:
+    async def __aenter__(self) -> Worker:
         self._queue = await self._run.queue()
         await self._run.create(self._queue)
         self._task = asyncio.create_task(self._work())
+        return self
 
     async def __aexit__(self, *_: object) -> None:
         self._task.cancel()
@@ -172,12 +178,16 @@ class Worker:
 
     async def _work(self) -> None:
         while True:
+            if self._completed >= self.steps * EPISODES_A_STEP:
+                await asyncio.sleep(0.005)
+                continue
             version = (await self._queue.status()).version
             leases = await self._queue.lease_episodes("w", 1, version)
             for lease in leases:
                 await asyncio.sleep(self._pause_s)
                 made = make_trajectory(lease.task.task_id, lease.member, version)
                 await self._queue.complete(lease, made)
+                self._completed += 1
             if not leases:
                 await asyncio.sleep(0.005)
 

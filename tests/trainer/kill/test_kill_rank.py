@@ -127,7 +127,8 @@ async def test_all_ranks_go_on_from_the_last_checkpoint_as_often_as_the_limit_sa
     run = RankedRun(tmp_path, tiny_model, redis_server, f"ranks-{os.getpid()}", {**SETTINGS, "save_trajectories": 0})
     request.addfinalizer(lambda: remove_weights(run.config()))  # `penstock run` does, which is not here
     spec = run.spec()
-    async with run.worker(PAUSE_S):
+    async with run.worker(PAUSE_S) as worker:
+        worker.steps = STEPS - 2
         async with supervised(spec) as (trainer, running):
             await until(lambda: run.steps() >= 4, running, spec.log)
             await kill_rank(trainer, 1)
@@ -135,11 +136,13 @@ async def test_all_ranks_go_on_from_the_last_checkpoint_as_often_as_the_limit_sa
             await until(lambda: trainer.restarts == 1, running, spec.log)
             noticed_s = time.monotonic() - killed_at
             before = run.steps()
+            worker.steps = STEPS - 1
             await until(lambda: run.steps() > before, running, spec.log)
             print(f"noticed after {noticed_s:.1f} s, training again after {time.monotonic() - killed_at:.1f} s")
             await kill_rank(trainer, 0)
             with pytest.raises(RoleFailed, match="1 restarts used up"):
                 await running
+        worker.steps = STEPS
         # A person looked at it and resumes the run.
         async with supervised(spec) as (_, running):
             await running
@@ -157,9 +160,11 @@ async def test_a_rank_that_is_stopped_is_named_and_the_trainer_starts_again(
     run = RankedRun(tmp_path, tiny_model, redis_server, f"stopped-{os.getpid()}", {**SETTINGS, "save_trajectories": 0})
     request.addfinalizer(lambda: remove_weights(run.config()))
     spec = run.spec()
-    async with run.worker(PAUSE_S), supervised(spec) as (trainer, running):
+    async with run.worker(PAUSE_S) as worker, supervised(spec) as (trainer, running):
+        worker.steps = STEPS - 1
         await until(lambda: run.steps() >= 4, running, spec.log)
         pid, stopped_at = await kill_rank(trainer, 1, signal.SIGSTOP), time.monotonic()
+        worker.steps = STEPS
         named = f"rank 1 (host {socket.gethostname()}, pid {pid}): its process has been stopped"
         async with asyncio.timeout(WITHIN_S):
             await until(lambda: named in spec.log.read_text(), running, spec.log)

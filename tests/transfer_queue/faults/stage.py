@@ -40,7 +40,7 @@ from faults.trainer import FENCED, START_AGAIN
 from penstock.transfer_queue import Limits, RedisTransferQueue
 
 PASSWORD = "a-test-password"
-DRAIN_TIMEOUT_S = 120.0
+DRAIN_TIMEOUT_S = 300.0
 
 
 class Stage:
@@ -158,7 +158,7 @@ class Stage:
 
 
 MOST_PASSES = {"in_checkpoint": 2, "after_checkpoint": 2, "in_commit": 2, "after_commit": 2}
-STOP_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 120.0
 STOPPED_EARLY = -signal.SIGTERM
 """It was asked to stop before it had begun."""
 MOST_STARTS = 30

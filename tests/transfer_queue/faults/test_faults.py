@@ -9,6 +9,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ from penstock.transfer_queue import Announcement, Batch, JournalEntry, Lease, Li
 
 pytestmark = [pytest.mark.redis, pytest.mark.crash]
 WAIT = Limits(group_size=3, groups_per_step=2, max_staleness=1, lease_ttl_s=0.6, max_attempts=2, max_lost_leases=1000)
+LASTING = replace(WAIT, lease_ttl_s=600.0)
+"""A lease of these does not run out while a test looks, however busy the machine is."""
 MEAN_BYTES = 12_000
 """Between two cuts of a connection: some dozens of calls."""
 EVERY_GAP = len(GAPS) + 1
@@ -172,7 +175,7 @@ async def test_a_run_that_trains_nothing_is_called_wedged(monkeypatch: pytest.Mo
 
 async def test_commits_go_on_in_a_full_redis() -> None:
     """They are what makes room. What needs room waits until there is some, and is acknowledged then."""
-    async with Stage(0, limits=WAIT) as stage:
+    async with Stage(0, limits=LASTING) as stage:
         queue, client = stage.queue, stage.client
         await queue.submit([task_at(number) for number in range(3)], cursor_at(3))
         leases = await queue.lease_episodes("worker", 9, 0)
@@ -200,7 +203,7 @@ def sampled(lease: Lease) -> JournalEntry:
 
 @pytest.mark.parametrize("jump_s", [-HOUR_S, HOUR_S])
 async def test_a_clock_decides_nothing_about_leases(monkeypatch: pytest.MonkeyPatch, jump_s: float) -> None:
-    async with Stage(0) as stage:
+    async with Stage(0, limits=LASTING) as stage:
         queue = stage.queue
         await queue.submit([task_at(0)], cursor_at(1))
         held = await queue.lease_episodes("old", 9, 0)

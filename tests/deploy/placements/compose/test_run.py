@@ -72,8 +72,9 @@ def _summary_once_done(stack: RunningStack) -> dict[str, Any]:
     return summary
 
 
-@pytest.mark.parametrize("steps", [3])
-def test_compose_run_is_closed_to_others(stack: RunningStack) -> None:
+@pytest.mark.parametrize("steps", [14])
+def test_compose_run_is_closed_to_others(stack: RunningStack, steps: int) -> None:
+    """Steps enough that every container runs while it is looked at."""
     _begin(stack)
     _nothing_is_open(stack)
     assert _in_a_box(stack) == [
@@ -83,14 +84,14 @@ def test_compose_run_is_closed_to_others(stack: RunningStack) -> None:
     ]
     stack.wait_for(lambda: len(_scraped(stack)) == 3)
     summary = _summary_once_done(stack)
-    assert (summary["steps"], summary["restarts"]) == (3, {"trainer": 0})
+    assert (summary["steps"], summary["restarts"]) == (steps, {"trainer": 0})
     versions = [server["version"] for server in _status(stack)["servers"].values()]
     assert len(versions) == 1
     assert min(versions) >= 1, versions  # weights came by HTTP, from another container
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("steps", [14])
+@pytest.mark.parametrize("steps", [24])
 def test_compose_run_survives_kills_and_grows(stack: RunningStack, steps: int) -> None:
     _begin(stack)
     stack.compose("kill", "rollout")  # docker kill: down until somebody says up

@@ -260,7 +260,7 @@ async def test_the_users_on_a_real_redis_as_the_chart_starts_it(usual: Objects, 
         await asyncio.gather(probe.aclose(), nobody.aclose())
     finally:
         server.terminate()
-        server.wait(20)
+        server.wait(60)
 
 
 async def answers(client: Redis) -> bool:

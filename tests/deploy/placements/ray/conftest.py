@@ -125,7 +125,7 @@ class RayCluster:
         for leftover in (*children, self.process):
             with contextlib.suppress(psutil.NoSuchProcess):
                 leftover.kill()
-        self.process.wait(10)
+        self.process.wait(60)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -166,10 +166,13 @@ def servers(run: SlurmRun) -> set[str]:
     return asyncio.run(registered()) if (run.root / "connect.env").exists() else set()
 
 
-def test_slurm_run_completes_and_leaves_nothing(start) -> None:
+def test_slurm_run_completes_and_leaves_nothing(start, tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    hold.touch()
     words = ("trainer.steps=2", "groups_per_step=2", "agent.workers=1", "--nodes", "2", "--sandbox-server")
-    run = start("plain", *SHORT, *NEVER_SAVED, *words)
+    run = start("plain", *SHORT, *NEVER_SAVED, *words, *held_by(hold))
     run.wait_for(lambda: servers(run) == {"rollout-0"})
+    hold.unlink()
     summary = run.finish()
     assert (summary["steps"], summary["restarts"]["trainer"]) == (2, 0)
     assert summary["staleness_max"] <= 2
@@ -195,9 +198,11 @@ def test_slurm_requeue_join_and_stop_lose_nothing(start, tmp_path: Path) -> None
     before = run.steps()
     hold.unlink()
     run.wait_for(lambda: run.steps() > before)
+    hold.touch()  # it must not end before it is told to stop
     # What Slurm sends before a time limit: to the batch shell alone.
     slurm("scancel", "--batch", "--signal=TERM", run.job)
     run.wait_for_life(2)
+    hold.unlink()
     summary = run.finish()
     assert summary["steps"] == steps
     assert summary["staleness_max"] <= 2
@@ -211,8 +216,10 @@ def test_slurm_requeue_join_and_stop_lose_nothing(start, tmp_path: Path) -> None
 
 
 @pytest.mark.deep
-def test_slurm_trainer_over_two_nodes_survives_half_of_it(start) -> None:
+def test_slurm_trainer_over_two_nodes_survives_half_of_it(start, tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
     words = (
+        *held_by(hold),
         "trainer.steps=12",
         "trainer.ranks=2",
         "agent.workers=1",
@@ -224,10 +231,12 @@ def test_slurm_trainer_over_two_nodes_survives_half_of_it(start) -> None:
     )
     run = start("wide", *SHORT, *NEVER_SAVED, *words)
     run.wait_for(lambda: run.steps() >= 1)
+    hold.touch()
     far = [pid for pid in run.processes() if _environment(pid).get("GROUP_RANK") == "1"]
     assert far, "no rank on the second node"
     # Its monitor has the same environment, and is younger.
     os.kill(min(far, key=lambda pid: psutil.Process(pid).create_time()), signal.SIGKILL)
+    hold.unlink()
     summary = run.finish()
     assert (summary["steps"], summary["restarts"]["trainer"]) == (12, 1)
     assert_accounts_balance(summary)
