@@ -55,9 +55,9 @@ async def test_python_syntax_errors_exits_and_input(session: Session) -> None:
 @on_every_backend
 async def test_python_timeout_loses_the_state(session: Session) -> None:
     await session.run_python("x = 1")
-    result = await session.run_python("import time\nprint('before')\ntime.sleep(60)", timeout_s=2.0)
+    result = await session.run_python("import time\nprint('before')\ntime.sleep(60)", timeout_s=5.0)
     assert (result.stdout, result.exit_code, result.limit, result.state_lost) == ("before\n", None, "wall", True)
-    assert 2.0 <= result.duration_s < 40.0
+    assert 5.0 <= result.duration_s < 40.0
     after = await session.run_python("x")
     assert "NameError" in after.stderr
     assert not after.state_lost
@@ -223,7 +223,7 @@ async def test_shell_exit_loses_its_state(session: Session) -> None:
 async def test_shell_timeout_keeps_files_and_interpreter(session: Session) -> None:
     await session.run_python("x = 5")
     await told(session, "X=1; echo kept > file; sleep 61 &")
-    result = await session.run_shell("echo before; sleep 62", timeout_s=2.0)
+    result = await session.run_shell("echo before; sleep 62", timeout_s=5.0)
     assert (result.stdout, result.exit_code, result.limit) == ("before\n", None, "wall")
     assert (result.state_lost, result.files_lost) == (True, False)
     assert await told(session, 'cat file; echo "[$X]"') == ("kept\n[]\n", "", 0, False)
@@ -289,7 +289,7 @@ def test_shell_requests_work_in_a_posix_shell(tmp_path: Path) -> None:
 
 
 async def test_stream_yields_output_while_the_run_lasts(session: Session) -> None:
-    stream = session.stream(["sh", "-c", "echo one; read line; sleep 60"], stdin="x" * 200_000, timeout_s=2.0)
+    stream = session.stream(["sh", "-c", "echo one; read line; sleep 60"], stdin="x" * 200_000, timeout_s=5.0)
     assert await anext(stream) == Output("stdout", "one\n")  # of a run that does not end by itself
     last = [piece async for piece in stream]
     assert [(piece.data, piece.result.limit) for piece in last if piece.result] == [("", "wall")]
@@ -299,7 +299,7 @@ async def test_stream_yields_output_while_the_run_lasts(session: Session) -> Non
 @on_every_backend
 async def test_stream_yields_whole_characters_and_a_result(session: Session) -> None:
     script = r"printf 'h\303'; sleep 0.2; printf '\251 \377'; echo err >&2; exit 3"
-    pieces = [piece async for piece in session.stream(["sh", "-c", script], stdin="", cwd="/usr", timeout_s=10.0)]
+    pieces = [piece async for piece in session.stream(["sh", "-c", script], stdin="", cwd="/usr", timeout_s=30.0)]
     assert "".join(piece.data for piece in pieces if piece.stream == "stdout") == "hé \ufffd"
     assert "".join(piece.data for piece in pieces if piece.stream == "stderr") == "err\n"
     results = [piece.result for piece in pieces if piece.result is not None]
@@ -311,7 +311,7 @@ async def test_stream_yields_whole_characters_and_a_result(session: Session) -> 
 async def test_stream_is_bounded_and_reports_the_limit(session: Session) -> None:
     seen = 0
     result: RunResult | None = None
-    async for piece in session.stream(["sh", "-c", "yes; sleep 60"], timeout_s=10.0):
+    async for piece in session.stream(["sh", "-c", "yes; sleep 60"], timeout_s=30.0):
         seen, result = seen + len(piece.data), piece.result
     assert result is not None
     assert (result.exit_code, result.limit) == (None, "output")

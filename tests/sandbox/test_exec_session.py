@@ -75,7 +75,7 @@ async def test_exec_session_cancelled_while_killing_leaves_none(
 
     monkeypatch.setattr("penstock.sandbox.docker.exec_session._all_killed", held)
     call = asyncio.create_task(plain.run(["sh", "-c", "setsid sleep 600 & sleep 600"], timeout_s=0.2))
-    await asyncio.wait_for(begun.wait(), 20)
+    await asyncio.wait_for(begun.wait(), 60)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
@@ -84,10 +84,10 @@ async def test_exec_session_cancelled_while_killing_leaves_none(
 
 async def test_exec_session_limits_are_told_by_their_names(plain: Session) -> None:
     eat = "x=x; while :; do x=$x$x; done"
-    assert (await plain.run(["sh", "-c", eat], timeout_s=20.0)).limit == "memory"
-    result = await plain.run(["sh", "-c", "while :; do :; done"], timeout_s=20.0)
+    assert (await plain.run(["sh", "-c", eat], timeout_s=60.0)).limit == "memory"
+    result = await plain.run(["sh", "-c", "while :; do :; done"], timeout_s=60.0)
     assert (result.exit_code, result.limit) == (None, "cpu")
-    assert (await plain.run(["yes"], timeout_s=20.0)).limit == "output"
+    assert (await plain.run(["yes"], timeout_s=60.0)).limit == "output"
     assert (await plain.run(["echo", "still here"])).stdout == "still here\n"
 
 
@@ -127,8 +127,9 @@ async def test_exec_session_what_an_image_brings_along_is_held(plain: Session) -
 
 
 async def test_exec_session_box_that_was_removed_from_outside_is_lost(plain: Session) -> None:
-    call = asyncio.create_task(plain.run(["sleep", "60"], timeout_s=60.0))
-    await asyncio.sleep(0.5)
+    stream = plain.stream(["sh", "-c", "echo started; exec sleep 60"], timeout_s=60.0)
+    assert (await anext(stream)).data == "started\n"
+    call = asyncio.ensure_future(anext(stream))
     docker("rm", "-f", *containers_of(OWNER))
     with pytest.raises(SandboxLost):
         await call

@@ -180,7 +180,7 @@ async def test_a_run_can_be_stopped_and_its_box_lives_on(session):
 async def test_limits_hold_and_the_end_of_the_output_is_kept(session):
     result = await python(session, Echo(), "for n in range(20_000): print(n)\nsys.exit(3)")
     assert (result.exit_code, result.stdout.splitlines()[-1]) == (3, "19999")
-    result = await python(session, Echo(), "print('begun', flush=True); time.sleep(600)", timeout_s=2.0)
+    result = await python(session, Echo(), "print('begun', flush=True); time.sleep(600)", timeout_s=5.0)
     assert (result.limit, result.stdout) == ("wall", "begun\n")
     result = await python(session, Echo(), "while True: print('x' * 65536)")
     assert result.limit == "output"

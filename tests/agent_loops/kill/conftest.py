@@ -38,7 +38,8 @@ from penstock.transfer_queue import (
 from penstock.transfer_queue.redis import journal_from_values
 
 ROOT = Path(__file__).parents[3]
-LEASE_TTL_S = 5.0
+LEASE_TTL_S = 15.0
+"""A worker of 200 episodes on a busy machine must not lose one: what it had done would be replayed, and counted."""
 GROUP_SIZE = 4
 Journals = dict[str, list[JournalEntry]]
 JUDGE = """

@@ -270,7 +270,7 @@ async def test_killed_in_mid_episode_it_is_finished_by_another_worker_once(
     config, boxes = config_of(agent)
     hold = tmp_path / "hold"
     hold.touch()
-    limits = Limits(group_size=1, groups_per_step=1, max_staleness=0, lease_ttl_s=5.0, max_lost_leases=100)
+    limits = Limits(group_size=1, groups_per_step=1, max_staleness=0, lease_ttl_s=15.0, max_lost_leases=100)
     async with RedisServer(tmp_path / "redis", PASSWORD) as server:
         queue = await RedisTransferQueue.connect(server.url, "agents", TransferQueueConfig(), PASSWORD)
         await queue.create_run(limits, "{}")

@@ -14,7 +14,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("name", ["prime", "sppo", "spin"])
 def test_fully_async_for_a_few_steps(name: str, start_run) -> None:
-    short = ("trainer.steps=3", "groups_per_step=4", "group_size=4", "agent.workers=1", "data.eval=null")
+    short = ("trainer.steps=3", "groups_per_step=8", "group_size=4", "agent.workers=1", "data.eval=null")
     summary = start_run(name, *short, recipe=RECIPES / f"self_play/{name}.yaml").finish(timeout_s=560)
     assert summary["steps"] == 3
     assert summary["staleness_max"] <= 2

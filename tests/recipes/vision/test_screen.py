@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; scripts/setup-browser installs one"),
 ]
 FOLDER = RECIPES / "vision"
-PATIENCE_S = 30
+PATIENCE_S = 120
 Made = tuple[Path, str]
 
 
@@ -65,7 +65,7 @@ async def test_actions_are_answered_with_screenshots(page: Made, signed_in: None
         assert first.size == (644, 448)
         box = await acting.page.locator("nav a", has_text="curves").bounding_box()
         centre = {"x": int(box["x"] + box["width"] / 2), "y": int(box["y"] + box["height"] / 2)}
-        clicked = await screenshot(tool, acting, action="click", **centre)
+        clicked = await screenshot(tool, acting, unlike=first, action="click", **centre)
         assert clicked.tobytes() != first.tobytes(), "it shows the other view"
         assert [await tool.calc_reward(state) for state in (acting, idle)] == [1.0, 0.0]
         for wrong in (
@@ -77,7 +77,8 @@ async def test_actions_are_answered_with_screenshots(page: Made, signed_in: None
             told = await tool.execute(acting, wrong)
             assert (told.is_error, told.images) == (True, ())
         assert await tool.calc_reward(acting) == 1.0
-        await tool.execute(idle, {"action": "press", "text": "5"})
+        before = await screenshot(tool, idle, action="look")
+        await screenshot(tool, idle, unlike=before, action="press", text="5")
         assert await tool.calc_reward(idle) == 1.0
         for state in (acting, idle):
             await tool.release(state)
@@ -113,7 +114,7 @@ async def test_where_the_page_ends_is_what_is_earned(
     page: Made, signed_in: None, tmp_path: Path, policy: str, reward: float, images: int
 ) -> None:
     folder, url = page
-    tools = f"tools=[{{name: 'screen.py:DashboardScreen', timeout_s: 100, settings: {{url: '{url}'}}}}]"
+    tools = f"tools=[{{name: 'screen.py:DashboardScreen', timeout_s: 100, settings: {{url: '{url}', settle_s: 3}}}}]"
     model = save_vision_processor(tmp_path)
     given = (f"data.train={folder / 'screen.parquet'}", f"model={model}", tools, "agent.concurrency=2")
     found = await played("vision/screen.yaml", policy, *given)
@@ -122,8 +123,8 @@ async def test_where_the_page_ends_is_what_is_earned(
         assert [len(of_one) for of_one in trajectory.images.by_segment] == [images]
 
 
-async def screenshot(tool: Any, state: Any, **action: Any) -> Any:
-    """Repeated until the page has drawn what it loads: two in a row are alike."""
+async def screenshot(tool: Any, state: Any, unlike: Any = None, **action: Any) -> Any:
+    """Repeated until the page has drawn what it loads: two in a row are alike, and not `unlike`."""
     from PIL import Image
 
     deadline, last = time.monotonic() + PATIENCE_S, b""
@@ -132,6 +133,8 @@ async def screenshot(tool: Any, state: Any, **action: Any) -> Any:
         assert not result.is_error, result.text
         (url,) = result.images
         if url == last:
-            return Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).convert("RGB")
+            drawn = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).convert("RGB")
+            if unlike is None or drawn.tobytes() != unlike.tobytes():
+                return drawn
         last, action = url, {"action": "look"}
     pytest.fail(f"the page did not come to rest within {PATIENCE_S} s")

@@ -117,7 +117,7 @@ def open_descriptors(pid: int) -> list[str]:
 
 async def assert_closed(before: list[str], pid: int) -> None:
     """A descriptor that one box leaves open is what thousands of episodes die of. Connections take a moment to end."""
-    for _ in range(100):
+    for _ in range(600):
         now = open_descriptors(pid)
         more = [kind for kind in set(now) if now.count(kind) > before.count(kind)]
         if not more:

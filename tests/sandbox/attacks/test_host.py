@@ -35,7 +35,7 @@ def connect(address):
 def ask(address):
     family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as made:
-        made.settimeout(2)
+        made.settimeout(30)
         made.connect(address)
         made.sendall(b'GET secret\\r\\n')
         return made.recv(200)

@@ -48,7 +48,7 @@ def config_with(**managed: object) -> SandboxConfig:
 
 @pytest_asyncio.fixture(params=sorted(MANAGED))
 async def managed(request: pytest.FixtureRequest) -> AsyncIterator[Managed]:
-    async with managed_sandbox(request.param, config_with(call_timeout_s=20.0, start_timeout_s=20.0)) as made:
+    async with managed_sandbox(request.param, config_with(call_timeout_s=60.0, start_timeout_s=60.0)) as made:
         yield made
 
 

@@ -40,7 +40,9 @@ async def test_quota_of_calls_refuses_and_keeps_the_session(start: Start, config
     async with httpx.AsyncClient(base_url=url, headers=headers(OTHER), timeout=60) as other:
         path = f"/sessions/{(await other.post('/sessions', json={})).json()['session_id']}"
         long = asyncio.create_task(other.post(f"{path}/run", json={"argv": ["sleep", "5"], "timeout_s": 60.0}))
-        await asyncio.sleep(1.0)
+        async with asyncio.timeout(60):
+            while [one["idle_s"] for one in (await other.get("/sessions")).json()] != [0.0]:  # it has begun
+                await asyncio.sleep(0.01)
         for verb, body in (
             ("run", {"argv": ["true"]}),
             ("stream", {"argv": ["true"]}),
