@@ -27,26 +27,20 @@ VICTIMS = [
 
 SMALL = ("groups_per_step=2", "group_size=4", "data.eval_limit=8", "trainer.checkpoint_every=2", "agent.workers=1")
 RUNS = [
-    pytest.param(len(VICTIMS) + 3, 1, SMALL, False, id="small"),
+    pytest.param(len(VICTIMS) + 7, 1, SMALL, False, id="small"),
     pytest.param(24, 3, (), True, id="until-it-has-learned", marks=pytest.mark.deep),
 ]
 
 
 @pytest.mark.parametrize(("steps", "every", "settings", "learns"), RUNS)
-def test_kill_each_role_once(
-    start_run, tmp_path: Path, steps: int, every: int, settings: tuple[str, ...], learns: bool
-) -> None:
+def test_kill_each_role_once(start_run, steps: int, every: int, settings: tuple[str, ...], learns: bool) -> None:
     """Worker, sidecar, engine, trainer and redis die `every` steps apart; the engine comes back inside its sidecar."""
-    hold = tmp_path / "hold"
-    run = start_run("roles", f"trainer.steps={steps}", *settings, *held_by(hold))
+    run = start_run("roles", f"trainer.steps={steps}", *settings)
     seen = []
     for number, victim in enumerate(VICTIMS):
-        run.wait_for(lambda goal=1 + every * number: run.steps() >= goal)
-        hold.touch()
-        run.wait_for(lambda words=victim: bool(run.pids(*words)))
+        run.wait_for(lambda goal=1 + every * number, words=victim: run.steps() >= goal and bool(run.pids(*words)))
         seen += run.pids()
         run.kill_one(*victim)
-        hold.unlink()
     summary = run.finish()
     assert summary["steps"] == steps
     assert summary["staleness_max"] <= 2

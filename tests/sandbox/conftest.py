@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))  # for benchmarks.support, which can start a sandbox server
 OWNER = f"tests-{os.getpid()}"
-CONFIG = SandboxConfig(max_boxes=4, run_timeout_s=30.0)
+CONFIG = SandboxConfig(max_boxes=4, run_timeout_s=5.0)
 DOCKER = CONFIG.model_copy(update={"backend": "docker", "image": "penstock-box:base"})
 MAKERS.append(Maker(os.getpid(), OWNER))
 

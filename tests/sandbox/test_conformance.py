@@ -227,7 +227,8 @@ async def test_shell_timeout_keeps_files_and_interpreter(session: Session) -> No
     assert (result.stdout, result.exit_code, result.limit) == ("before\n", None, "wall")
     assert (result.state_lost, result.files_lost) == (True, False)
     assert await told(session, 'cat file; echo "[$X]"') == ("kept\n[]\n", "", 0, False)
-    assert (await session.run_python("x")).stdout == "5\n"
+    after = await session.run_python("x")
+    assert (after.stdout, after.stderr, after.limit, after.state_lost) == ("5\n", "", None, False)
 
 
 @pytest.mark.bwrap

@@ -42,7 +42,7 @@ def test_an_environment_of_gymnasium_trains_with_gigpo(start_run: Callable[..., 
 @pytest.mark.crash
 @hub("text", "gymnasium")
 def test_episodes_of_a_killed_worker_are_played_again(start_run: Callable[..., LivingRun]) -> None:
-    steps = 4 * STEPS  # the worker is killed after two or three of them, be the run quick and this process slow
+    steps = 2 * STEPS  # the worker is killed after two or three of them, be the run quick and this process slow
     run = start_run("killed-player", *SHORT, f"trainer.steps={steps}", recipe=RECIPES / "hubs/gymnasium.yaml")
     worker = ("penstock.deploy.cli agent", "agent-0")
     run.wait_for(lambda: run.steps() >= 2 and bool(run.pids(*worker)) and bool(run.pids("environments/host.py")))

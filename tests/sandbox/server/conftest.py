@@ -16,7 +16,7 @@ from penstock.sandbox.server import serve
 
 TOKEN = "correct horse"
 OTHER = "battery staple"
-CONFIG = SandboxConfig(max_boxes=4, run_timeout_s=30.0)
+CONFIG = SandboxConfig(max_boxes=4, run_timeout_s=5.0)
 Start = Callable[..., Any]
 
 
@@ -84,4 +84,4 @@ async def remote(url: str) -> AsyncIterator[RemoteSandbox]:
 
 
 def remote_of(url: str, token: str = TOKEN, ttl_s: float = 60.0) -> RemoteSandbox:
-    return RemoteSandbox(SandboxConfig(backend="remote", url=url, run_timeout_s=30.0), url, token, ttl_s)
+    return RemoteSandbox(SandboxConfig(backend="remote", url=url, run_timeout_s=5.0), url, token, ttl_s)

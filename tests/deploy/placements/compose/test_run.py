@@ -72,7 +72,7 @@ def _summary_once_done(stack: RunningStack) -> dict[str, Any]:
     return summary
 
 
-@pytest.mark.parametrize("steps", [14])
+@pytest.mark.parametrize("steps", [8])
 def test_compose_run_is_closed_to_others(stack: RunningStack, steps: int) -> None:
     """Steps enough that every container runs while it is looked at."""
     _begin(stack)
