@@ -171,6 +171,10 @@ def _execute(argv: list[str]) -> NoReturn:
 
 
 KILL_ROUNDS = 500
+KILL_TRIES = 20
+"""How often processes that nobody killed yet may turn up while all are killed: more is a fork bomb."""
+END_S = 10.0
+"""How long what was killed may take to end; below the grace in which the worker waits for an answer."""
 PAUSE_S = 0.002
 THREADS = 17
 """In /proc/PID/stat, counted from the state on."""
@@ -272,17 +276,25 @@ class ChildTable:
                 continue
 
     def kill_all_but(self, spared: Sequence[ForkedChild]) -> bool:
-        """Every process that descends from none of `spared`; False where they fork faster than this can end them."""
-        for _ in range(20):
-            strangers = strangers_to({child.pid for child in spared}) if self._sees_descendants else []
-            if not strangers:
-                return True
+        """Every process that descends from none of `spared`; False where they fork faster than this can end them.
+
+        What was sent SIGKILL needs a core to end on, for which it may wait long on a busy machine: that is no fork.
+        """
+        if not self._sees_descendants:
+            return True
+        told: set[int] = set()
+        forks, give_up_at = 0, time.monotonic() + END_S
+        while strangers := set(strangers_to({child.pid for child in spared})):
+            forks += not strangers <= told
+            if forks > KILL_TRIES or time.monotonic() > give_up_at:
+                return False
             for pid in strangers:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+            told |= strangers
             self.reap()
             time.sleep(PAUSE_S)
-        return False
+        return True
 
 
 def strangers_to(spared: set[int]) -> list[int]:
