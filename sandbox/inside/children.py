@@ -171,10 +171,10 @@ def _execute(argv: list[str]) -> NoReturn:
 
 
 KILL_ROUNDS = 500
-KILL_TRIES = 20
-"""How often processes that nobody killed yet may turn up while all are killed: more is a fork bomb."""
+FORK_ROUNDS = 20
+"""Rounds of killing in which new processes may appear; more means a fork bomb."""
 END_S = 10.0
-"""How long what was killed may take to end; below the grace in which the worker waits for an answer."""
+"""How long killed processes may take to end. Less than the time that the worker waits for an answer after a limit."""
 PAUSE_S = 0.002
 THREADS = 17
 """In /proc/PID/stat, counted from the state on."""
@@ -278,20 +278,21 @@ class ChildTable:
     def kill_all_but(self, spared: Sequence[ForkedChild]) -> bool:
         """Every process that descends from none of `spared`; False where they fork faster than this can end them.
 
-        What was sent SIGKILL needs a core to end on, for which it may wait long on a busy machine: that is no fork.
+        A killed process needs a core to end on, and may wait for one on a busy machine: only new ones count as forks.
         """
         if not self._sees_descendants:
             return True
-        told: set[int] = set()
-        forks, give_up_at = 0, time.monotonic() + END_S
+        killed: set[int] = set()
+        rounds_with_new, give_up_at = 0, time.monotonic() + END_S
         while strangers := set(strangers_to({child.pid for child in spared})):
-            forks += not strangers <= told
-            if forks > KILL_TRIES or time.monotonic() > give_up_at:
+            if strangers - killed:
+                rounds_with_new += 1
+            if rounds_with_new > FORK_ROUNDS or time.monotonic() > give_up_at:
                 return False
             for pid in strangers:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            told |= strangers
+            killed |= strangers
             self.reap()
             time.sleep(PAUSE_S)
         return True

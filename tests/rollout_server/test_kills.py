@@ -31,6 +31,7 @@ import pytest
 from tests.rollout_server.conftest import TOKEN, VOCAB, Reference, check_answer
 from tests.rollout_server.routed_mixture import Mixture
 from tests.transfer_queue.queue_samples import finish_all, task
+from tests.until import until
 
 import penstock
 from penstock.rollout_server import (
@@ -51,7 +52,7 @@ SERVERS = 3
 CLIENTS = 24
 TOKENS = (24, 120)
 ANSWERS_PER_KILL = 4
-"""A kill waits for so many, 20 s at most: servers that are killed before they work would prove nothing."""
+"""Each kill waits for this many more answers, at most 20 s: killing idle servers would prove nothing."""
 SPARE = 8
 """The most further kills, until one interrupts an answer that has begun."""
 LIMITS = Limits(group_size=1, groups_per_step=1, max_staleness=1_000)
@@ -184,12 +185,11 @@ class Scene:
     async def until_served(self, version: int) -> None:
         """By some answer: the last kill may come before any server has loaded the last version."""
 
-        def newest() -> int:
-            return max(span[0] for _, answer in self.load.answers.values() for span in answer.version_spans)
+        def served() -> bool:
+            answers = [answer for _, answer in self.load.answers.values()]
+            return any(span[0] >= version for answer in answers for span in answer.version_spans)
 
-        async with asyncio.timeout(240):
-            while newest() < version:
-                await asyncio.sleep(0.05)
+        await until(served)
 
     async def kill_one(self, draw: random.Random, *, engines: bool) -> None:
         """One that serves, at a random moment of its work."""

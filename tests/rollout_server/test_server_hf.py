@@ -27,7 +27,7 @@ from tests.rollout_server.conftest import rollout_server, small_config  # isort:
 
 pytestmark = [pytest.mark.torch]
 LENGTH = 800
-"""Tokens of an answer that goes on when the engine is stopped, or has loaded a version."""
+"""Tokens of an answer: enough that it is still being sampled when the engine is stopped or loads a version."""
 PROMPT = [(7 * i + 3) % VOCAB for i in range(40)]
 
 

@@ -11,8 +11,12 @@ from penstock.sandbox.inside import children
 
 table = children.ChildTable({"boxed": False, "reaper": True, "cpu_s": 600})
 nothing, kill = os.open(os.devnull, os.O_RDONLY), os.kill
-sleeping = lambda: time.sleep(600) or 0
-spared, stranger = table.spawn(sleeping, nothing), table.spawn(sleeping, nothing)
+
+def wait_to_be_killed():
+    time.sleep(600)
+    return 0
+
+spared, stranger = table.spawn(wait_to_be_killed, nothing), table.spawn(wait_to_be_killed, nothing)
 os.kill = lambda pid, number: threading.Timer(0.5, kill, (pid, number)).start()
 print(table.kill_all_but([spared]), table.ended(spared), table.ended(stranger))
 os.kill = kill

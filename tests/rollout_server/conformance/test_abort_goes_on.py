@@ -24,7 +24,7 @@ from penstock.transfer_queue import Announcement
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 LENGTH = 1200
-"""Tokens of an answer that still goes on when a sidecar has seen the announcement and loaded the version."""
+"""Tokens of an answer: enough that it is still being sampled when the sidecar loads the announced version."""
 
 
 async def test_the_client_goes_on_with_what_an_aborted_answer_has(

@@ -162,7 +162,7 @@ class Worker:
         self._pause_s = pause_s
         self._completed = 0
         self.steps = STEPS
-        """It completes the episodes of so many steps: a run does not end while there are fewer than it has."""
+        """Steps whose episodes it completes. While it is less than the run's steps, the run cannot end."""
 
     async def __aenter__(self) -> Worker:
         self._queue = await self._run.queue()

@@ -198,7 +198,7 @@ def test_slurm_requeue_join_and_stop_lose_nothing(start, tmp_path: Path) -> None
     before = run.steps()
     hold.unlink()
     run.wait_for(lambda: run.steps() > before)
-    hold.touch()  # it must not end before it is told to stop
+    hold.touch()  # the run must not end before SIGTERM reaches it
     # What Slurm sends before a time limit: to the batch shell alone.
     slurm("scancel", "--batch", "--signal=TERM", run.job)
     run.wait_for_life(2)
