@@ -25,7 +25,7 @@ FIRST_STEP_KL = 1e-4
 """Between engine and trainer in float32, before anything is learned: they are the same policy."""
 
 STEPS = 4
-"""So many that the last trains on episodes of published weights, and that a server which skips versions loads two."""
+"""Enough that the last trains on episodes of published weights, and that a server which skips versions loads two."""
 SHORT = (
     f"trainer.steps={STEPS}",
     "groups_per_step=2",
