@@ -86,11 +86,11 @@ async def test_what_is_sampled_before_the_comparison_is_through_is_held_back(
         await verify(fetched)
         await compared.wait()
 
-    monkeypatch.setattr(weights, "_verify", late)
     task, seen = under_way(subject)
     async with asyncio.timeout(180):
         while not seen:
             await asyncio.sleep(0.01)
+        monkeypatch.setattr(weights, "_verify", late)  # now that the first version has been compared
         after = (await subject.swap(new)).version
         (stream,) = subject.engine.streams
         at = stream.received
