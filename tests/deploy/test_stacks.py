@@ -34,6 +34,7 @@ async def main():
     threading.Thread(target=read_a_book, daemon=True).start()
     answer_with_stacks(asyncio.get_running_loop())
     tasks = [asyncio.create_task(go_home(), name=f"walker {i}") for i in range(3)]
+    await asyncio.sleep(0)  # each waits now: none is on the thread's own stack, which is written the other way round
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     print("up", child.pid, flush=True)
     await asyncio.gather(*tasks)
