@@ -148,7 +148,8 @@ def run_pytest(paths: Iterable[str], recorder: Recorder, *options: str) -> int:
 
 def run_chosen(tests: Sequence[str], notes: Path, *options: str) -> int:
     """Run these tests, in this order."""
-    return run_pytest(dict.fromkeys(test.partition("::")[0] for test in tests), Recorder(notes, tests), *options)
+    # A folder that pytest enters twice may lack its conftest's fixtures; the recorder puts the tests into order.
+    return run_pytest(sorted({test.partition("::")[0] for test in tests}), Recorder(notes, tests), *options)
 
 
 def run_check(command: str) -> int:
