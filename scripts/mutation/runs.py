@@ -148,7 +148,7 @@ def run_pytest(paths: Iterable[str], recorder: Recorder, *options: str) -> int:
 
 def run_chosen(tests: Sequence[str], notes: Path, *options: str) -> int:
     """Run these tests, in this order."""
-    # A folder that pytest enters twice may lack its conftest's fixtures; the recorder puts the tests into order.
+    # Files sorted: in some other orders pytest misses a folder's fixtures. The recorder puts the tests into theirs.
     return run_pytest(sorted({test.partition("::")[0] for test in tests}), Recorder(notes, tests), *options)
 
 
