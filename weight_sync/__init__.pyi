@@ -13,6 +13,7 @@ from .broadcast.offer import NCCL as NCCL
 from .broadcast.offer import Offer as Offer
 from .broadcast.offer import StreamDigests as StreamDigests
 from .broadcast.offer import StreamTensor as StreamTensor
+from .broadcast.receiver import StagedTensors as StagedTensors
 from .broadcast.receiver import StagedWeights as StagedWeights
 from .broadcast.seats import Broadcaster as Broadcaster
 from .broadcast.sender import Streamed as Streamed

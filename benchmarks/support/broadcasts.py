@@ -31,7 +31,7 @@ from penstock.weight_sync import (
     Broadcaster,
     Offer,
     Shard,
-    StagedMemory,
+    StagedWeights,
     Streamed,
     WeightSource,
     state_of,
@@ -76,10 +76,10 @@ def broadcast_ratios(figures: Figures) -> Figures:
 
 def _play(role: int, store: str, found: str, rounds: int, size_mb: int) -> None:
     torch.set_num_threads(1)
-    files = dist.FileStore(store, ROLES)
-    dist.init_process_group("gloo", store=files, rank=role, world_size=ROLES, timeout=WAIT)
+    board = _board(role, dist.FileStore(store, ROLES))
+    dist.init_process_group("gloo", store=board, rank=role, world_size=ROLES, timeout=WAIT)
     trainers, receivers = dist.new_group([0, 1], timeout=WAIT), dist.new_group([0, 2, 3], timeout=WAIT)
-    stage = _Stage(role, files, trainers, receivers, size_mb)
+    stage = _Stage(role, board, trainers, receivers, size_mb)
     for number in range(rounds + 1):
         stage.round(number, counts=number > 0)  # the first one warms up
     if role == 0:
@@ -88,12 +88,21 @@ def _play(role: int, store: str, found: str, rounds: int, size_mb: int) -> None:
     dist.destroy_process_group()
 
 
+def _board(role: int, files: dist.Store) -> dist.Store:
+    """Where the processes leave each other words. Not the file: its readers look every 10 ms only."""
+    if role == 0:
+        board = dist.TCPStore("127.0.0.1", 0, ROLES, is_master=True, wait_for_workers=False)
+        files.set("port", str(board.port))
+        return board
+    return dist.TCPStore("127.0.0.1", int(files.get("port")), ROLES)
+
+
 class _Stage:
     """One process's part of every round."""
 
-    def __init__(self, role: int, files: dist.Store, trainers: Any, receivers: Any, size_mb: int) -> None:
+    def __init__(self, role: int, board: dist.Store, trainers: Any, receivers: Any, size_mb: int) -> None:
         self.figures: dict[str, list[float]] = {}
-        self._role, self._files, self._trainers, self._receivers = role, files, trainers, receivers
+        self._role, self._board, self._trainers, self._receivers = role, board, trainers, receivers
         values = size_mb * (1 << 20) // 2 // TENSORS // 2 * 2
         generator = torch.Generator().manual_seed(role)
         self._halves = [torch.randn(values // 2, generator=generator) for _ in range(TENSORS)] if role < 2 else []
@@ -101,7 +110,6 @@ class _Stage:
         self._bytes = values * 2 * TENSORS
         self._wire = torch.zeros(self._bytes, dtype=torch.uint8) if role != 1 else torch.empty(0, dtype=torch.uint8)
         self._broadcaster = Broadcaster()
-        self._staged = StagedMemory()
         # Over two ranks, and over one that has all: then there is nothing to fetch.
         self._sources = {2: WeightSource(role, 2, trainers), 1: WeightSource()}
         self._versions = 0
@@ -172,7 +180,7 @@ class _Stage:
         source = self._sources[ranks]
         sending, offers = asyncio.run(_places(self._broadcaster, number, source))
         for worker, offer in enumerate(offers, 2):
-            self._files.set(f"offer {key} {worker}", json.dumps(offer.as_dict()))
+            self._board.set(f"offer {key} {worker}", json.dumps(offer.as_dict()))
         before = _reset_peak()
         path, bucket_bytes = Path("unwritten"), self._broadcaster.bucket_bytes
         found = stream_version(source, number, path, write=False, bucket_bytes=bucket_bytes, sending=sending)
@@ -183,15 +191,16 @@ class _Stage:
         self._check(key, found)
 
     def _check(self, key: str, found: Streamed) -> None:
-        states = {self._files.get(f"state {key} {worker}").decode() for worker in (2, 3)}
+        states = {self._board.get(f"state {key} {worker}").decode() for worker in (2, 3)}
         if found.done != 2 or states != {state_of(found.tensors)}:
             raise RuntimeError(f"{found.done} of 2 workers have it, as {states}")
 
     def _receive(self, key: str) -> None:
-        offer = Offer.parse(json.loads(self._files.get(f"offer {key} {self._role}")))
+        offer = Offer.parse(json.loads(self._board.get(f"offer {key} {self._role}")))
         host = {"trainer": "127.0.0.1", "here": "127.0.0.1"}
+        self._staged = StagedWeights()  # into new memory, as the worker of a vLLM server does
         state = self._staged.receive(Offer.parse({**offer.as_dict(), **host}))
-        self._files.set(f"state {key} {self._role}", state)
+        self._board.set(f"state {key} {self._role}", state)
 
 
 async def _places(broadcaster: Broadcaster, version: int, source: WeightSource) -> Any:

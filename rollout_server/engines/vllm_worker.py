@@ -15,7 +15,7 @@ One update is one session of vLLM's weight-transfer routes, driven by `VLLMWeigh
 
 A broadcast is received before its version is announced, in a session that loads nothing or in that of another version's
 load, which it leaves as it is. The server's first worker receives it, into sealed memory that the fetch above maps in
-all workers:
+all workers; where it is the only one, into memory of its own, whose large pages cost a tenth of what sealed ones do:
 
     /update_weights {"phase": "stage", offer…}       a thread receives; the call returns, decoding continues
                                                      the state that came is a file in the folder `report`
@@ -64,6 +64,8 @@ from penstock.weight_sync import (
     NodeReader,
     Offer,
     StagedMemory,
+    StagedTensors,
+    StagedWeights,
     VersionMemory,
     WeightsBroken,
     WeightsRefused,
@@ -72,6 +74,8 @@ from penstock.weight_sync import (
 )
 
 Tensors = Mapping[str, torch.Tensor]
+Verified = VersionMemory | StagedTensors
+"""A version whose every byte was checked."""
 _OUTPUT_HEAD = "lm_head.weight"
 logger = init_logger(f"vllm.{__name__}")
 """vLLM shows its own loggers only."""
@@ -108,9 +112,10 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         super().__init__(*arguments)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._receiver = ThreadPoolExecutor(1, thread_name_prefix="broadcast")
-        self._weights, self._staged = NodeReader(), StagedMemory()
+        self._weights = NodeReader()
+        self._staged: StagedMemory | StagedWeights = StagedWeights() if self._alone else StagedMemory()
         self._in_place = InPlaceWorker()
-        self._fetched: tuple[Manifest, Future[VersionMemory]] | None = None
+        self._fetched: tuple[Manifest, Future[Verified]] | None = None
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         """Files need no rendezvous."""
@@ -162,10 +167,15 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         """This worker takes part in broadcasts, for all of the server's."""
         return not self.parallel_config.rank and not self.parallel_config.data_parallel_index
 
+    @property
+    def _alone(self) -> bool:
+        """The server's only worker: nobody maps what it receives."""
+        return self.parallel_config.world_size == 1 and self.parallel_config.data_parallel_size == 1
+
     def _stage(self, offer: Offer, report: Path) -> None:
         said = f"{LOST}this worker could not receive"
         try:
-            said = self._staged.receive(offer, next(self.model.parameters()).device)
+            said = self._staged.receive(offer, device=next(self.model.parameters()).device)
         except WeightsUnreachable as error:
             said = f"{LOST}{error}"
         finally:
@@ -196,19 +206,19 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         counts = found.equal, found.incomparable, found.reasons_text
         logger.info("received in place: %d parameters begin as it, %d cannot be compared%s", *counts)
 
-    def _fetch(self, manifest: Manifest, report: str = "") -> Future[VersionMemory]:
+    def _fetch(self, manifest: Manifest, report: str = "") -> Future[Verified]:
         future = self._reader.submit(self._read, manifest, report)
         self._fetched = (manifest, future)
         return future
 
-    def _read(self, manifest: Manifest, report: str) -> VersionMemory:
+    def _read(self, manifest: Manifest, report: str) -> Verified:
         refused = ""
         try:
             # What a sidecar has fetched is a file, whatever it was announced as.
             by_file = manifest.transport != "broadcast"
-            memory = self._weights.read(manifest) if by_file else self._received(manifest, Path(report).parent.name)
-            memory.map_all()
-            return memory
+            found = self._weights.read(manifest) if by_file else self._received(manifest, Path(report).parent.name)
+            found.map_all()
+            return found
         except WeightsRefused as error:
             refused = str(error)
             raise
@@ -219,8 +229,12 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
             if report:
                 _say(Path(report), refused)
 
-    def _received(self, manifest: Manifest, server: str) -> VersionMemory:
-        """The memory of this machine's receiving worker. `server`: a name that its workers have in common."""
+    def _received(self, manifest: Manifest, server: str) -> Verified:
+        """What this machine's receiving worker has. `server`: a name that its workers have in common."""
+        if isinstance(self._staged, StagedWeights):
+            tensors = self._staged.take(manifest)
+            self._staged.release()  # a layer may keep a view: the next version comes into other memory
+            return tensors
         name = f"{server}-{manifest.state}"
         if not self._receives:
             return self._weights.shared(manifest, name, stream_layout(manifest))
@@ -228,7 +242,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         self._weights.share(memory, name)
         return memory
 
-    def _take_fetched(self, manifest: Manifest) -> VersionMemory:
+    def _take_fetched(self, manifest: Manifest) -> Verified:
         fetched, future = self._fetched or (None, None)
         if future is None or fetched != manifest:
             future = self._fetch(manifest)
@@ -238,7 +252,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         except WeightsRefused as error:
             raise WeightsRefused(REFUSED + str(error)) from error
 
-    def _load(self, version: int, tensors: VersionMemory, report: str) -> None:
+    def _load(self, version: int, tensors: Verified, report: str) -> None:
         self._reload(tensors.items())
         # After the fetch, before the next one: nobody changes `tensors` or the parameters meanwhile.
         self._reader.submit(self._compare, version, tensors, report)
@@ -254,7 +268,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
             repack_tied_heads(self.model)
             repack_experts(self.model)
 
-    def _compare(self, version: int, tensors: VersionMemory, report: str) -> None:
+    def _compare(self, version: int, tensors: Verified, report: str) -> None:
         try:
             say_what_differs(self.model, version, tensors, report)
         finally:

@@ -35,8 +35,19 @@ class _Staged:
     entries: tuple[TensorEntry, ...]
     stream: torch.Tensor
     """[bytes] uint8"""
-    tensors: dict[str, torch.Tensor]
+    tensors: StagedTensors
     """Views into it."""
+
+
+class StagedTensors(dict[str, torch.Tensor]):
+    """A version in this process's own memory, by name; used as a `VersionMemory` is."""
+
+    def map_all(self) -> None:
+        """Its pages are there: the broadcast came into them."""
+
+    def unmap(self) -> None:
+        """Tensors that are still used keep their memory."""
+        self.clear()
 
 
 class StagedWeights:
@@ -49,8 +60,10 @@ class StagedWeights:
         """A stream that is not used any more."""
         self._lock = threading.Lock()
 
-    def receive(self, offer: Offer, worker: int = 0) -> str:
+    def receive(self, offer: Offer, worker: int = 0, device: torch.device | None = None) -> str:
         """Take part in the broadcast; the state of the tensors that came, `state_of` them. Blocks.
+
+        `device`: on which buckets arrive, where the broadcast goes from GPU to GPU.
 
         Raises `WeightsUnreachable` where the broadcast ended early: nothing of it is kept.
         """
@@ -61,14 +74,15 @@ class StagedWeights:
             spare = None
         try:
             # Where it fails the memory is given up: what the group still writes must not reach the next version.
-            staged = _receive(offer, worker, spare_memory(offer.nbytes) if spare is None else spare)
+            memory = spare_memory(offer.nbytes) if spare is None else spare
+            staged = _receive(offer, worker, memory, device)
         except (RuntimeError, OSError, ValueError, MemoryError) as error:
             raise WeightsUnreachable(f"version {offer.version}: the broadcast ended early: {error}") from error
         with self._lock:
             self._staged = staged
         return state_of(staged.entries)
 
-    def take(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+    def take(self, manifest: Manifest) -> StagedTensors:
         """The version's tensors, which are the caller's until `give_back` or `release`.
 
         Raises `WeightsUnreachable` where this broadcast is not held, `WeightsRefused` naming a tensor that differs.
@@ -94,9 +108,10 @@ class StagedWeights:
             self._taken = None
 
 
-def _receive(offer: Offer, worker: int, stream: torch.Tensor) -> _Staged:
-    entries = receive_stream(offer, worker, stream.split(offer.bucket_bytes) if offer.nbytes else ())
-    return _Staged(offer.name, entries, stream, dict(_tensors(stream, offer)))
+def _receive(offer: Offer, worker: int, stream: torch.Tensor, device: torch.device | None) -> _Staged:
+    buckets = stream.split(offer.bucket_bytes) if offer.nbytes else ()
+    entries = receive_stream(offer, worker, buckets, device=device)
+    return _Staged(offer.name, entries, stream, StagedTensors(_tensors(stream, offer)))
 
 
 def receive_stream(
