@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.support.child import ROOT
 from benchmarks.support.learning_run import RunFailed, run_environment, stop_run
 from penstock.common import last_by, read_jsonl
-from penstock.deploy import RunDir
+from penstock.deploy import RunDir, load_config
 
 CALCULATOR = ROOT / "recipes" / "calculator.yaml"
 GSM8K = ROOT / "recipes" / "retool" / "gpu1.yaml"
@@ -53,8 +53,9 @@ class GpuRun:
     overrides: tuple[str, ...]
     steps: int
     timeout_s: float
-    dtype: str = "float32"
-    on_gpu: bool = False
+    dtype: str
+    """The coarser one of both sides'."""
+    on_gpu: bool
 
 
 @dataclass(frozen=True)
@@ -95,29 +96,19 @@ def gsm8k(model: Path, rows: Path, *, in_turns: bool, on_gpu: bool, more: Sequen
         f"placement.colocated={str(in_turns).lower()}",
         "agent.episode_deadline_s=1200",
     )
-    return _run("gsm8k", GSM8K, words, more, 20, 7200.0, on_gpu=on_gpu)
+    return _run("gsm8k", GSM8K, (*words, "trainer.steps=20", *more), timeout_s=7200.0, on_gpu=on_gpu)
 
 
 def _calculator(name: str, words: Sequence[str], more: Sequence[str], *, on_gpu: bool) -> GpuRun:
-    return _run(name, CALCULATOR, words, more, 6, 1500.0, on_gpu=on_gpu)
+    return _run(name, CALCULATOR, (*words, "trainer.steps=6", *more), timeout_s=1500.0, on_gpu=on_gpu)
 
 
-def _run(
-    name: str, recipe: Path, words: Sequence[str], more: Sequence[str], steps: int, timeout_s: float, *, on_gpu: bool
-) -> GpuRun:
-    """`more`: of the command line, over ours."""
-    every = (*words, f"trainer.steps={steps}", "trainer.save_trajectories=0", *more)
-    given = dict(word.split("=", 1) for word in every)
-    dtypes = {given.get("trainer.dtype", "bfloat16" if recipe == GSM8K else "float32"), given.get("rollout.dtype")}
-    return GpuRun(
-        name,
-        recipe,
-        tuple(f"{key}={value}" for key, value in given.items()),
-        int(given["trainer.steps"]),
-        timeout_s,
-        "bfloat16" if "bfloat16" in dtypes else "float32",
-        on_gpu,
-    )
+def _run(name: str, recipe: Path, words: Sequence[str], *, timeout_s: float, on_gpu: bool) -> GpuRun:
+    """Of several words for one key the last one counts."""
+    given = dict(word.split("=", 1) for word in ("trainer.save_trajectories=0", *words))
+    config = load_config(recipe, overrides := [f"{key}={value}" for key, value in given.items()])
+    dtype = "bfloat16" if "bfloat16" in (config.trainer.dtype, config.rollout.dtype) else "float32"
+    return GpuRun(name, recipe, tuple(overrides), config.trainer.steps, timeout_s, dtype, on_gpu)
 
 
 def _in_bfloat16(engine: str, *, on_gpu: bool) -> tuple[str, ...]:

@@ -10,9 +10,9 @@ computes in float32 in any case, with weights that were rounded to that dtype: w
 | bfloat16 | any | near it |
 
 Float32 on a GPU is not that of a CPU: vLLM's other kernels of attention refuse it, and Triton multiplies it as tf32 by
-default, with 10 bits of mantissa. Where arithmetic rounds, two tokens whose logprobs are nearly equal change places, and
-from there on answers are others: a greedy token is then one that the reference gives nearly the largest logprob, and
-two answers are compared up to where they part.
+default, with 10 bits of mantissa. Where arithmetic rounds, two tokens whose logprobs are nearly equal change places,
+and from there on answers are others: a greedy token is then one that the reference gives nearly the largest logprob,
+and two answers are compared up to where they part.
 """
 
 from __future__ import annotations
