@@ -19,7 +19,7 @@ from tests.rollout_server.engines.test_sglang_stream import event as sglang_even
 from tests.rollout_server.engines.test_vllm_stream import event as vllm_event
 
 from penstock.rollout_server import Chunk, EngineError, EngineInfo, join_chunks
-from penstock.rollout_server.engines import EventClient, SGLangEngine, SGLangWeights, vllm, vllm_weights
+from penstock.rollout_server.engines import EventClient, SGLangEngine, SGLangWeights, VLLMEngine, VLLMWeights
 from penstock.weight_sync import ChainFile, Manifest, WeightsRefused, state_of
 
 pytest.importorskip("torch")
@@ -166,8 +166,8 @@ class SGLang(StandIn):
 
 
 def vllm_on(server: VLLM, folder: Path) -> Any:
-    engine = vllm.VLLMEngine(small_config(engine="vllm"), str(folder), folder, 0)
-    weights = vllm_weights.VLLMWeights(engine.config, str(folder), server, server.streams)  # type: ignore[arg-type]
+    engine = VLLMEngine(small_config(engine="vllm"), str(folder), folder, 0)
+    weights = VLLMWeights(engine.config, str(folder), server, server.streams)  # type: ignore[arg-type]
     return engine, weights
 
 

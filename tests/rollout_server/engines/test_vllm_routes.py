@@ -16,7 +16,7 @@ from tests.rollout_server.conftest import small_config
 from tests.rollout_server.engines.vllm_routes import ROUTES, read_routes
 
 from penstock.rollout_server import RolloutConfig
-from penstock.rollout_server.engines import VLLM, vllm_weights
+from penstock.rollout_server.engines import VLLM, VLLMWeights
 
 RECORD: dict[str, Any] = json.loads(Path(__file__).with_name("vllm_routes.json").read_text())
 TAGS = set(re.findall(r"'(\w+)'", RECORD["SLEEP_TAGS"]))
@@ -57,7 +57,7 @@ def check(asked: str) -> None:
 @pytest.mark.parametrize("pause", get_args(RolloutConfig.model_fields["pause"].annotation))
 async def test_turns_and_pauses_ask_in_vllms_terms(pause: str, level: Any, tmp_path: Path) -> None:
     server: Any = Noted()
-    weights = vllm_weights.VLLMWeights(small_config(engine="vllm", pause=pause), str(tmp_path), server, set())
+    weights = VLLMWeights(small_config(engine="vllm", pause=pause), str(tmp_path), server, set())
     await weights.sleep(level)
     await weights.wake()
     await weights._pause()

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from penstock.rollout_server.engines import vllm
+from penstock.rollout_server.engines import VLLMEngine
 
-ROUTES = {*vllm.VLLMEngine.routes, *vllm.VLLMEngine.sleep_routes}
+ROUTES = {*VLLMEngine.routes, *VLLMEngine.sleep_routes}
 CONSTANTS = {"PauseMode": "v1/engine/__init__.py", "SLEEP_TAGS": "v1/executor/abstract.py"}
 
 
