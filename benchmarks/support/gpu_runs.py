@@ -26,6 +26,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.support.child import ROOT
+from benchmarks.support.comparison import say
 from benchmarks.support.learning_run import RunFailed, run_environment, stop_run
 from penstock.common import last_by, read_jsonl
 from penstock.deploy import RunDir, load_config
@@ -260,8 +261,11 @@ def memory_watched() -> Iterator[list[MemorySample]]:
     over = threading.Event()
 
     def watch() -> None:
-        while not over.wait(SAMPLE_S):
-            samples.append(MemorySample(time.time(), used_bytes()))
+        try:
+            while not over.wait(SAMPLE_S):
+                samples.append(MemorySample(time.time(), used_bytes()))
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            say(f"memory of the GPUs is not watched from now on: {error}")
 
     watching = threading.Thread(target=watch, name="memory of GPUs", daemon=True)
     watching.start()
@@ -273,7 +277,7 @@ def memory_watched() -> Iterator[list[MemorySample]]:
 
 
 def used_bytes() -> int:
-    """Of all GPUs together."""
+    """Of all GPUs together. Raises `ValueError` where a driver does not say."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     return sum(int(line) * MIB for line in said.split())

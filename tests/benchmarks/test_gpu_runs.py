@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -78,14 +79,28 @@ def test_memory_is_told_by_the_turn_in_which_it_was_used() -> None:
 
 def test_memory_of_all_gpus_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\necho 1000\necho 24\necho x >>{tmp_path / 'asked'}\n")
+    program.write_text("#!/bin/sh\necho 1000\necho 24\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(gpu_runs, "SAMPLE_S", 0.01)
     with memory_watched() as samples:
         while not samples:
-            gpu_runs.time.sleep(0.01)
+            time.sleep(0.01)
     assert {sample.bytes for sample in samples} == {1024 * MIB}
+
+
+def test_a_driver_that_does_not_say_its_memory_costs_the_figure_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '[N/A]'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(gpu_runs, "SAMPLE_S", 0.01)
+    with memory_watched() as samples:
+        while "not watched" not in capsys.readouterr().err:
+            time.sleep(0.01)
+    assert samples == []
 
 
 ROW = {
