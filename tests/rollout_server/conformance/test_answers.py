@@ -51,7 +51,7 @@ async def test_temperature_zero_is_greedy_with_the_logprobs_of_temperature_one(
 
 async def test_a_streamed_answer_is_the_one_that_is_not_streamed(subject: Subject) -> None:
     request = ask(PROMPT, 160, temperature=0.0)
-    for _ in range(5):
+    for _ in range(20):
         chunks: list[Chunk] = []
         streamed = await whole(subject.engine, request, chunks.append)
         if len(chunks) > 1:
