@@ -140,11 +140,11 @@ def carry_out(run: LearningRun, common: Common, folder: Path) -> Curve:
             shutil.rmtree(place.root)
     log = folder / f"{run.name}.log"
     with log.open("wb") as output:
-        process = subprocess.Popen(_command(overrides), stdout=output, stderr=output, env=_environment(), cwd=ROOT)
+        process = subprocess.Popen(_command(overrides), stdout=output, stderr=output, env=run_environment(), cwd=ROOT)
         try:
             _follow(process, run, common, place)
         finally:
-            _stop(process)
+            stop_run(process)
     if process.returncode:
         raise RunFailed(f"{run.name}: exit status {process.returncode}, see {log}\n{log.read_text()[-2000:]}")
     curve = Curve.of(last_by(read_jsonl(place.metrics), "step"))
@@ -158,7 +158,7 @@ def _command(overrides: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "penstock.deploy.cli", "run", str(RECIPE), *overrides]
 
 
-def _environment() -> dict[str, str]:
+def run_environment() -> dict[str, str]:
     """Roles import the tool and the correction from this repository."""
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -179,7 +179,7 @@ def _follow(process: subprocess.Popen[bytes], run: LearningRun, common: Common, 
         time.sleep(POLL_S)  # nothing else waits in this process: runs are carried out one after the other
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def stop_run(process: subprocess.Popen[bytes]) -> None:
     """A run that is told to stop ends what it started; killed, its processes are told by the kernel."""
     if process.poll() is None:
         process.terminate()

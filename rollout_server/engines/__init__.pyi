@@ -57,6 +57,7 @@ from .verify_loaded import Excerpts as Excerpts
 from .verify_loaded import Sample as Sample
 from .verify_loaded import compare_excerpts as compare_excerpts
 from .verify_loaded import compare_held as compare_held
+from .vllm import VLLMEngine as VLLMEngine
 from .vllm import VLLMStream as VLLMStream
 from .vllm_images import SEEN_KINDS as SEEN_KINDS
 from .vllm_images import features as features
@@ -65,4 +66,5 @@ from .vllm_images import packed_item as packed_item
 from .vllm_images import places_of as places_of
 from .vllm_server import VLLM as VLLM
 from .vllm_server import VLLMServer as VLLMServer
+from .vllm_weights import VLLMWeights as VLLMWeights
 from .vllm_worker import say_what_differs as say_what_differs

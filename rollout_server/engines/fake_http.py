@@ -80,7 +80,8 @@ class FakeHttpWeights(HttpWeights[Manifest]):
         await self.server.call("POST", "/sleep")
 
     async def _wake(self) -> None:
-        await self.server.call("POST", "/resume")
+        if not self.dropped:
+            await self._resume()
 
 
 class FakeHttpEngine(HttpEngine):

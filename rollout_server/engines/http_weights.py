@@ -82,6 +82,9 @@ class HttpWeights(AnswerLabels, ABC, Generic[Fetched]):
         self.followers: Followers = NoFollowers()
         self.standstill: Standstill | None = None
         """The pause that a broadcast in place began; the server holds no version, or one that is not announced."""
+        self.dropped = False
+        """The server has had no weights since it slept: until a version is loaded it stays paused. A request may have
+        reached it while it fell asleep, and would be sampled from memory that holds nothing."""
         self._one_at_a_time = asyncio.Lock()
         self._verifying: asyncio.Task[None] | None = None
 
@@ -107,7 +110,7 @@ class HttpWeights(AnswerLabels, ABC, Generic[Fetched]):
 
     @abstractmethod
     async def _resume(self) -> None:
-        """Decoding continues."""
+        """Decoding continues. Where weights were `dropped` a version has been loaded."""
 
     @abstractmethod
     async def _sleep(self, level: SleepLevel) -> None:
@@ -115,7 +118,7 @@ class HttpWeights(AnswerLabels, ABC, Generic[Fetched]):
 
     @abstractmethod
     async def _wake(self) -> None:
-        """The reverse."""
+        """The reverse; decoding continues unless weights were `dropped`."""
 
     async def sleep(self, level: SleepLevel) -> None:
         """Answers in flight end as ``abort``. Any failure ends the server, which frees the memory in any case.
@@ -128,6 +131,7 @@ class HttpWeights(AnswerLabels, ABC, Generic[Fetched]):
             await self.followers.follow()
             async with self._or_end(f"{self.server.name} did not fall asleep in"):
                 await self._sleep(level)
+            self.dropped = self.dropped or level > 1
             self._loads += 1  # no prefix is left
 
     async def wake(self) -> None:
@@ -198,7 +202,7 @@ class HttpWeights(AnswerLabels, ABC, Generic[Fetched]):
         try:
             await self._load(version, fetched)
         except WeightsRefused:
-            if self.standstill is None:
+            if self.standstill is None and not self.dropped:
                 await self._resume()
             raise
         return await self._serve(version, pause, time.monotonic() - begin, fetched)
@@ -230,7 +234,7 @@ class HttpWeights(AnswerLabels, ABC, Generic[Fetched]):
             self.hold()
         beside = await self.followers.follow()  # before the first token of this version
         await self._resume()
-        self.standstill = None
+        self.standstill, self.dropped = None, False
         if late and fetched is not None:
             self._verifying = asyncio.create_task(self._release_or_end(fetched), name=f"verify version {version}")
         beside_in_flight = 0 if self.config.pause == "abort" else beside.in_flight

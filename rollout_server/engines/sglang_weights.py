@@ -216,7 +216,8 @@ class SGLangWeights(HttpWeights[Fetched]):
 
     async def _wake(self) -> None:
         await self.server.call("POST", "/resume_memory_occupation", {"tags": self._released})
-        await self._resume()
+        if not self.dropped:
+            await self._resume()
 
     async def _checksums(self, *, all_of_them: bool = True) -> list[dict[str, str]]:
         """Of each parameter, for each rank; of no parameter unless `all_of_them`."""

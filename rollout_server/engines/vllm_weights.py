@@ -271,13 +271,23 @@ class VLLMWeights(HttpWeights[Manifest]):
             raise EngineError(f"a worker of vLLM {complaint}")
 
     async def _resume(self) -> None:
-        await self.server.call("POST", "/resume")
+        if self.dropped:
+            await self._wake_up("?tags=kv_cache", fully=True)
+        else:
+            await self.server.call("POST", "/resume")
 
     async def _sleep(self, level: SleepLevel) -> None:
         await self.server.call("POST", f"/sleep?level={level}&mode=abort")  # returns when it sleeps
 
     async def _wake(self) -> None:
-        await self.server.call("POST", "/wake_up")
+        # vLLM samples once all is awake: without weights its cache stays where it is until they are loaded.
+        await self._wake_up("?tags=weights" if self.dropped else "", fully=not self.dropped)
+
+    async def _wake_up(self, tags: str, *, fully: bool) -> None:
+        """Raises `EngineError` where vLLM is not awake then: it answers 200 to tags that it does not know, too."""
+        answer = await self.server.call("POST", f"/wake_up{tags}")
+        if (answer["status"] == "awake") != fully:
+            raise EngineError(f"vLLM says that it is {answer['status']} after /wake_up{tags}; {self.server.cause()}")
 
     async def _update(self, manifest: Manifest, phase: str, *, report: str = "") -> None:
         info = {"manifest": manifest.as_dict(), "phase": phase, "report": report}

@@ -1,16 +1,29 @@
-"""What can be shown of `scripts/gpu-check` without a GPU: that it refuses, and what it makes of its steps' files."""
+"""What can be shown of `scripts/gpu-check` without a GPU: what it refuses, which steps it has, and what it makes of
+their files."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from benchmarks.support.child import ROOT
 from benchmarks.support.gpu_report import main
+from benchmarks.support.gpu_runs import parse
 
 JUNIT = '<testsuites><testsuite tests="9" failures="1" errors="1" skipped="2"/></testsuites>'
+NOTE = '#!/bin/bash\nprintf "%s %s" "$PENSTOCK_TEST_DTYPE$PENSTOCK_BENCH_ENGINE" "${0##*/}" >>"$NOTES"\n'
+NOTE += 'printf " %q" "$@" >>"$NOTES"\necho >>"$NOTES"\n'
+"""A program that notes how it was called."""
+
+
+def executable(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
 
 
 def path_with(folder: Path, nvidia_smi: str | None) -> dict[str, str]:
@@ -18,16 +31,15 @@ def path_with(folder: Path, nvidia_smi: str | None) -> dict[str, str]:
     for name in ("bash", "dirname", "grep"):
         (folder / name).symlink_to(next(p for p in map(Path, ("/bin/" + name, "/usr/bin/" + name)) if p.exists()))
     if nvidia_smi is not None:
-        (folder / "nvidia-smi").write_text(f"#!/bin/sh\necho '{nvidia_smi}'\n")
-        (folder / "nvidia-smi").chmod(0o755)
+        executable(folder / "nvidia-smi", f"#!/bin/sh\necho '{nvidia_smi}'\n")
     return {**os.environ, "PATH": str(folder)}
 
 
-def check(tmp_path: Path, nvidia_smi: str | None) -> subprocess.CompletedProcess[str]:
+def check(tmp_path: Path, nvidia_smi: str | None, **variables: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "bin").mkdir()
     return subprocess.run(
         [ROOT / "scripts" / "gpu-check", tmp_path / "out"],
-        env=path_with(tmp_path / "bin", nvidia_smi),
+        env={**path_with(tmp_path / "bin", nvidia_smi), **variables},
         capture_output=True,
         check=False,
         text=True,
@@ -46,6 +58,128 @@ def test_it_refuses_where_the_driver_sees_none(tmp_path: Path) -> None:
     refused = check(tmp_path, "No devices were found")
     assert refused.returncode == 2
     assert "lists no GPU" in refused.stderr
+
+
+def test_it_refuses_steps_that_there_are_not_before_it_installs_anything(tmp_path: Path) -> None:
+    refused = check(tmp_path, "GPU 0: NVIDIA X", GPU_CHECK_STEPS="conformence-*")
+    assert refused.returncode == 2
+    assert "GPU_CHECK_STEPS=conformence-* names no step" in refused.stderr
+    assert not (tmp_path / "out").exists()
+
+
+class Checkout:
+    """A copy of the script whose programs note how they are called, with so many GPUs."""
+
+    def __init__(self, folder: Path, gpus: int) -> None:
+        self.folder, self.notes = folder, folder / "notes"
+        executable(folder / "scripts" / "gpu-check", (ROOT / "scripts" / "gpu-check").read_text())
+        for name in ("setup", "setup-megatron"):
+            executable(folder / "scripts" / name, "#!/bin/sh\n")
+        for venv in (".venv", ".venv-vllm", ".venv-sglang"):
+            executable(folder / venv / "bin" / "python", "#!/bin/sh\n")
+        programs = folder / "programs"
+        (folder / ".venv" / "bin" / "activate").write_text(f"export PATH={programs}:$PATH\n")
+        for name in ("pytest", "penstock", "python"):
+            executable(programs / name, NOTE)
+        lines = "\n".join(f"GPU {number}: NVIDIA X" for number in range(gpus))
+        executable(folder / "system" / "nvidia-smi", f"#!/bin/sh\necho '{lines}'\n")
+
+    def steps(self, **variables: str) -> list[list[str]]:
+        """The words of every call: [dtype or engine of a benchmark, program, argument…]."""
+        done = subprocess.run(
+            [self.folder / "scripts" / "gpu-check", "out"],
+            env={
+                **{name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")},
+                **{"PATH": f"{self.folder / 'system'}:{os.environ['PATH']}", "NOTES": str(self.notes), **variables},
+            },
+            capture_output=True,
+            check=False,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        return [line.split(" ", 1)[:1] + shlex.split(line.split(" ", 1)[1]) for line in self._noted()]
+
+    def _noted(self) -> list[str]:
+        return self.notes.read_text().splitlines()
+
+    def left_out(self) -> dict[str, str]:
+        return {file.stem: file.read_text() for file in (self.folder / "out").glob("*.left-out")}
+
+
+def test_its_steps_on_one_gpu(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path, gpus=1)
+    calls = checkout.steps()
+    tested = [call for call in calls if call[1] == "pytest"]
+    for path in (word for call in tested for word in call if word.startswith("tests/")):
+        assert (ROOT / path).exists(), path
+    conformance = {call[-1]: call[0] for call in tested if "tests/rollout_server/conformance" in call}
+    assert conformance == {"hf": "", "vllm": "bfloat16", "sglang": "bfloat16"}
+    runs = [parse(call[4:]) for call in calls if "benchmarks.support.gpu_runs" in call]
+    assert [(run.kind, run.engine, run.level) for run in runs] == [
+        ("colocated", engine, level) for engine in ("vllm", "sglang") for level in (1, 2)
+    ]
+    benches = [(call[0], call[3]) for call in calls if call[1] == "penstock"]
+    assert benches == [(engine, bench) for engine in ("vllm", "sglang") for bench in ("rollout", "weights")]
+    assert calls[-1][1:] == ["python", "-m", "benchmarks.support.gpu_report", "out"]
+    assert "this machine has 1" in checkout.left_out()["ranks-nccl"]
+    assert "GPU_CHECK_MODEL" in checkout.left_out()["gsm8k"]
+
+
+def test_its_steps_on_two_gpus_with_a_model(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path, gpus=2)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "rows").mkdir()
+    given = {"GPU_CHECK_STEPS": "ranks-nccl gsm8k", "GPU_CHECK_MODEL": "model"}
+    checkout.steps(**given)
+    assert "GPU_CHECK_GSM8K" in checkout.left_out()["gsm8k"]
+    checkout.notes.unlink()
+    *calls, _ = checkout.steps(**given, GPU_CHECK_GSM8K="rows", GPU_CHECK_COLOCATED="false")
+    first, second = (parse(call[4:]) for call in calls)
+    assert (first.kind, second.kind) == ("ranks", "gsm8k")
+    assert (second.model, second.data, second.colocated) == (Path("model"), Path("rows"), False)
+    assert checkout.left_out() == {}
+
+
+def report(**changes: Any) -> dict[str, Any]:
+    """As `gpu_runs.report_of` writes it."""
+    figures = {
+        **{"steps": 20, "step_s_mean": 61.5, "waited_share": 0.625, "publish_s_mean": 1.25},
+        **{"reward_first_3": [0.1, 0.2, 0.3], "reward_last_3": [0.4, 0.5, 0.625]},
+        **{"kl_k3_mean": 0.00045, "kl_k3_max": 0.0009, "logprob_abs_diff_mean": 0.0125},
+        **{"staleness_mean": 0.5, "staleness_max": 1, "trainer_tokens_per_s": 9000.4, "rollout_tokens_per_s": 4000.2},
+        **{"mfu_mean": 0.31, "pause_s_mean": 0.05, "pause_s_max": 0.25, "episodes": 5120, "lost": 0},
+        **{"trained_twice": 0, "token_mismatches": 0, "episodes_failed": 3, "restarts": 0},
+    }
+    return {"run": "gsm8k", "dtype": "bfloat16", "figures": figures | changes, "wrong": ["episodes_failed is 3"]}
+
+
+def test_the_table_has_the_figures_of_runs(tmp_path: Path) -> None:
+    in_turns = report(turns={"engine": 21, "trainer": 20}, device_bytes={"engine": 40 << 30, "trainer": 30 << 30})
+    (tmp_path / "run-gsm8k.json").write_text(json.dumps(in_turns))
+    on_cpu = report(turns={"engine": 2, "trainer": 1}, device_bytes={})
+    del on_cpu["figures"]["mfu_mean"], on_cpu["figures"]["pause_s_mean"], on_cpu["figures"]["pause_s_max"]
+    (tmp_path / "run-other.json").write_text(json.dumps({**on_cpu, "wrong": []}))
+    (tmp_path / "ranks-nccl.left-out").write_text("two trainer ranks need two GPUs, this machine has 1\n")
+    main(tmp_path)
+    lines = (tmp_path / "table.md").read_text().splitlines()
+    assert lines[3:14] == [
+        "| run-gsm8k: steps, seconds of each, in bfloat16 | 20, 61.5 |",
+        "| run-gsm8k: reward of the first and last three steps | 0.10 0.20 0.30; 0.40 0.50 0.62 |",
+        "| run-gsm8k: mismatch: KL (k3) mean and most; mean of \\|Δ logprob\\| | 0.00045, 0.0009; 0.013 |",
+        "| run-gsm8k: staleness mean, most | 0.5, 1 |",
+        "| run-gsm8k: tokens/s: trained while it trains, sampled over all time | 9000, 4000 |",
+        "| run-gsm8k: MFU; share of the time that the trainer waited | 0.31; 0.62 |",
+        "| run-gsm8k: seconds of a pause mean, most; of a publish | 0.05, 0.25; 1.2 |",
+        "| run-gsm8k: turns of engine, trainer | 21, 20 |",
+        "| run-gsm8k: most MiB of the GPU in their turns | 40960, 30720 |",
+        "| run-gsm8k: accounts of 5120 episodes | lost 0, trained_twice 0, token_mismatches 0, episodes_failed 3,"
+        " restarts 0 |",
+        "| run-gsm8k: wrong | episodes_failed is 3 |",
+    ]
+    assert "| run-other: MFU; share of the time that the trainer waited | not measured; 0.62 |" in lines
+    assert "| run-other: most MiB of the GPU in their turns | not measured, not measured |" in lines
+    assert lines[-1] == "| ranks-nccl | left out: two trainer ranks need two GPUs, this machine has 1 |"
 
 
 def test_the_table_says_what_passed_what_was_measured_and_what_failed(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import httpx
 import pytest
 from fastapi import APIRouter
 from starlette.types import ASGIApp
+from tests.rollout_server.precision import HEAD_DIM, rounded
 from tests.tiny_model import save_tiny_model
 
 from penstock.rollout_server import (
@@ -54,7 +55,7 @@ HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of a Qwen3 with hidden 64, 2 layers, 512 ids; deterministic. vLLM on CPUs needs a head_dim of 32."""
+    """Folder of a Qwen3 with hidden 64, 2 layers, 512 ids; deterministic."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
     torch.set_num_threads(1)
@@ -64,7 +65,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=192,
-        head_dim=32,
+        head_dim=HEAD_DIM,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         eos_token_id=1,
@@ -86,7 +87,8 @@ class Reference:
 
         self.torch = torch
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self.first = {name: tensor.clone() for name, tensor in self.model.named_parameters()}
+        self.first = {name: rounded(tensor.detach()).clone() for name, tensor in self.model.named_parameters()}
+        self.use(self.first)
         self.publisher = WeightPublisher(directory, "shm", keep=8)
 
     def use(self, tensors: dict[str, Any]) -> None:
@@ -98,7 +100,7 @@ class Reference:
         """Weights unlike the first ones: their greedy answers differ."""
         generator = self.torch.Generator().manual_seed(seed)
         return {
-            name: tensor + 0.05 * self.torch.randn(tensor.shape, generator=generator)
+            name: rounded(tensor + 0.05 * self.torch.randn(tensor.shape, generator=generator))
             for name, tensor in self.first.items()
         }
 

@@ -17,9 +17,10 @@ import pytest
 from tests.broadcasting import TOKEN as BROADCAST_TOKEN
 from tests.broadcasting import BroadcastingTrainer
 from tests.rollout_server.conftest import VOCAB, Reference, ask, members, small_config, whole
+from tests.rollout_server.precision import arithmetic, assert_close, assert_greedy, common, tolerance, with_share
 
 from penstock.common import cancel_and_wait
-from penstock.rollout_server import Chunk, EngineError, EngineInfo, GenerateRequest, Generation
+from penstock.rollout_server import Chunk, EngineError, EngineInfo, GenerateRequest, Generation, RolloutConfig
 from penstock.rollout_server.engines import HttpEngine, make_engine
 from penstock.weight_sync import BroadcastMember, LoadReport, StagedFetch
 
@@ -48,8 +49,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 """RolloutConfig changes per engine."""
 LONG = {"hf": 450, "vllm": 1900, "sglang": 1900}
 """Tokens of an answer that is still going on when the test has done what it must do meanwhile."""
-TOLERANCE = {"hf": 2e-5, "vllm": 1e-4, "sglang": 2e-5}
-"""Largest |logprob − plain forward pass| in float32."""
 SEEDS = {"hf", "vllm"}
 """Engines that honour a seed; the others refuse it, and say so at start."""
 
@@ -80,7 +79,7 @@ class Subject:
     async def start(cls, name: str, model: str, logs: Path, **changes: Any) -> Subject:
         """`name` of an engine; with ``+broadcast`` its versions come by broadcast."""
         name, _, broadcast = name.partition("+")
-        engine = make_engine(small_config(engine=name, **{**SETTINGS[name], **changes}), model, logs, 0)
+        engine = make_engine(engine_config(name, **changes), model, logs, 0)
         subject = cls(name, engine, await engine.start(), model, logs)
         if broadcast:
             await subject._join(logs / "published")
@@ -129,8 +128,25 @@ class Subject:
         for pid in members(self.process_group):
             os.kill(pid, number)
 
+    @property
+    def rounds(self) -> bool:
+        """Tokens of nearly equal logprobs may change places, see `precision`."""
+        return arithmetic(self.name) != "float32"
+
     def close(self, found: list[float], expected: list[float]) -> None:
-        assert found == pytest.approx(expected, abs=TOLERANCE[self.name])
+        assert_close(found, expected, tolerance(self.name))
+
+    def greedy(self, reference: Reference, context: list[int], ids: list[int]) -> None:
+        """`ids` is what the reference's weights answer at temperature 0."""
+        assert_greedy(self.name, reference, context, ids)
+
+    def same(self, one: tuple[list[int], list[float]], other: tuple[list[int], list[float]]) -> None:
+        """Two greedy answers (ids, logprobs) to one prompt; where arithmetic rounds, as far as they are comparable."""
+        (ids, logprobs), (other_ids, other_logprobs) = one, other
+        if not self.rounds:
+            assert ids == other_ids
+        upto = common(ids, other_ids) + 1  # the tokens that differ first have the same context, and nearly one logprob
+        self.close(logprobs[:upto], other_logprobs[:upto])
 
     async def load(self, reference: Reference, tensors: Mapping[str, Any]) -> int:
         """The version that the engine has then."""
@@ -241,6 +257,11 @@ class Subject:
             )
         loads = (await self.engine.server.call("GET", "/v1/loads"))["loads"]
         return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+
+
+def engine_config(name: str, **changes: Any) -> RolloutConfig:
+    """Of an engine `name` of these tests: several share this machine's GPU."""
+    return small_config(engine=name, **with_share(name, {**SETTINGS[name], **changes}))
 
 
 def prompt(i: int) -> list[int]:

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from tests.rollout_server.conformance.subject import prompt
+from tests.rollout_server.conformance.subject import engine_config, prompt
 from tests.rollout_server.conftest import (
     TOKEN,
     Reference,
@@ -15,8 +15,8 @@ from tests.rollout_server.conftest import (
     begun,
     check_answer,
     rollout_server,
-    small_config,
 )
+from tests.rollout_server.precision import assert_close, tolerance
 
 from penstock.rollout_server import RolloutClient
 from penstock.rollout_server.engines import HFEngine
@@ -30,7 +30,7 @@ LENGTH = 1200
 async def test_the_client_goes_on_with_what_an_aborted_answer_has(
     tiny_model: str, tmp_path: Path, reference: Reference
 ) -> None:
-    queue, config = StubQueue(), small_config(pause="abort", max_model_len=2048, kv_cache_tokens=16384)
+    queue, config = StubQueue(), engine_config("hf", pause="abort", max_model_len=2048, kv_cache_tokens=16384)
     job = {"config": config, "model": tiny_model, "new_engine": HFEngine}
     client = RolloutClient(queue, TOKEN, timeout_s=200)
     manifest = reference.publish(1, reference.other(1)).as_dict()
@@ -47,9 +47,10 @@ async def test_the_client_goes_on_with_what_an_aborted_answer_has(
         assert [version for version, _, _ in answer.version_spans] == [0, 1]
         assert answer.resumed == 1
         swap = answer.version_spans[1][1]
-        assert answer.logprobs[:swap] == pytest.approx(reference.logprobs(prompt(i), answer.token_ids[:swap]), abs=2e-5)
+        before = reference.logprobs(prompt(i), answer.token_ids[:swap])
+        assert_close(answer.logprobs[:swap], before, tolerance("hf"))
     reference.use(reference.other(1))
     for i, answer in enumerate(answers):
         swap = answer.version_spans[1][1]
         expected = reference.logprobs(prompt(i), answer.token_ids)[swap:]
-        assert answer.logprobs[swap:] == pytest.approx(expected, abs=2e-5)
+        assert_close(answer.logprobs[swap:], expected, tolerance("hf"))

@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 from tests.rollout_server.conformance.subject import PROMPT, SEEDS, Subject
 from tests.rollout_server.conftest import VOCAB, Reference, ask, whole
+from tests.rollout_server.precision import common
 
 from penstock.rollout_server import BadRequest, Chunk, GenerateRequest
 
@@ -43,13 +44,14 @@ async def test_temperature_zero_is_greedy_with_the_logprobs_of_temperature_one(
     subject: Subject, reference: Reference
 ) -> None:
     answer = await whole(subject.engine, ask(PROMPT, 12, temperature=0.0))
-    assert answer.token_ids == reference.greedy(PROMPT, 12)
+    assert len(answer.token_ids) == 12
+    subject.greedy(reference, PROMPT, answer.token_ids)
     subject.close(answer.logprobs, reference.logprobs(PROMPT, answer.token_ids))
 
 
 async def test_a_streamed_answer_is_the_one_that_is_not_streamed(subject: Subject) -> None:
     request = ask(PROMPT, 160, temperature=0.0)
-    for _ in range(5):
+    for _ in range(20):
         chunks: list[Chunk] = []
         streamed = await whole(subject.engine, request, chunks.append)
         if len(chunks) > 1:
@@ -57,16 +59,18 @@ async def test_a_streamed_answer_is_the_one_that_is_not_streamed(subject: Subjec
     ids, logprobs = await subject.asked_in_one(request)
     assert len(chunks) > 1
     assert all(chunk.finish_reason is None for chunk in chunks[:-1])
-    assert streamed.token_ids == ids
-    subject.close(streamed.logprobs, logprobs)
+    assert len(streamed.token_ids) == len(ids) == 160
+    subject.same((streamed.token_ids, streamed.logprobs), (ids, logprobs))
 
 
 async def test_a_stop_id_ends_the_answer_and_is_its_last_token(subject: Subject, reference: Reference) -> None:
-    greedy = reference.greedy(PROMPT, 12)
-    stop = greedy[6]
-    answer = await whole(subject.engine, ask(PROMPT, 12, temperature=0.0, stop_token_ids=(511, stop)))
+    stops = tuple(range(3, VOCAB, 8))
+    answer = await whole(subject.engine, ask(PROMPT, 400, stop_token_ids=stops))
+    *before, last = answer.token_ids
     assert answer.finish_reason == "stop"
-    assert answer.token_ids == greedy[: greedy.index(stop) + 1]
+    assert last in stops
+    assert not {*before} & {*stops}
+    subject.close(answer.logprobs, reference.logprobs(PROMPT, answer.token_ids))
 
 
 async def test_the_models_own_eos_stops_nothing_by_itself(subject: Subject) -> None:
@@ -83,12 +87,15 @@ async def test_a_seed_gives_the_same_answer_again_or_is_refused_as_said_at_start
         return
     assert not any("seed" in limit for limit in subject.info.limits)
     answers = [await whole(subject.engine, ask(PROMPT, 20, seed=seed)) for seed in (11, 11, 12)]
-    assert answers[0].token_ids == answers[1].token_ids != answers[2].token_ids
+    first, again, other = (answer.token_ids for answer in answers)
+    assert common(first, again) > common(first, other)
+    assert subject.rounds or first == again
 
 
 async def test_top_k_one_is_greedy(subject: Subject, reference: Reference) -> None:
     answer = await whole(subject.engine, ask(PROMPT, 8, temperature=1.0, top_k=1))
-    assert answer.token_ids == reference.greedy(PROMPT, 8)
+    assert len(answer.token_ids) == 8
+    subject.greedy(reference, PROMPT, answer.token_ids)
 
 
 async def test_requests_of_every_kind_together(subject: Subject, reference: Reference) -> None:

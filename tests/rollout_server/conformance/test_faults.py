@@ -17,15 +17,15 @@ import pytest
 from tests.rollout_server.conformance.subject import (
     ENGINES,
     PROMPT,
-    SETTINGS,
     SGLANG,
     VLLM,
     Subject,
     broken_off,
+    engine_config,
     gone,
     prompt,
 )
-from tests.rollout_server.conftest import Reference, ask, members, skip_without, small_config, whole
+from tests.rollout_server.conftest import Reference, ask, members, skip_without, whole
 
 from penstock.rollout_server import EngineError
 
@@ -70,7 +70,7 @@ async def test_an_engine_killed_by_the_kernel_says_so(subject: Subject, referenc
 @pytest.mark.parametrize("name", [ENGINES[0], deep(VLLM), deep(SGLANG)])
 async def test_killing_the_owner_leaves_no_process(name: str, tiny_model: str, tmp_path: Path) -> None:
     await skip_without(name)
-    config = small_config(engine=name, **SETTINGS[name]).model_dump_json()
+    config = engine_config(name).model_dump_json()
     program = str(Path(__file__).with_name("owner.py"))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     owner = await asyncio.create_subprocess_exec(

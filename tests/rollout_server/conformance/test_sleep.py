@@ -28,7 +28,8 @@ async def test_answers_end_and_the_weights_survive(subject: Subject, reference: 
     # An answer continues from its last token, as the client does it.
     context = [*prompt(0), *ended[0].token_ids]
     rest = await whole(subject.engine, ask(context, 8, temperature=0.0))
-    assert rest.token_ids == reference.greedy(context, 8)
+    assert len(rest.token_ids) == 8
+    subject.greedy(reference, context, rest.token_ids)
     if subject.name == "hf":
         assert resting.used == 0
         assert 0 < awake.used <= awake.most == resting.most
@@ -43,6 +44,6 @@ async def test_dropped_weights_come_with_the_next_version(subject: Subject, refe
     version = await subject.load(reference, other)
     answer = await whole(subject.engine, ask(PROMPT, 12, temperature=0.0))
     reference.use(other)
-    assert answer.token_ids == reference.greedy(PROMPT, 12)
+    subject.greedy(reference, PROMPT, answer.token_ids)
     assert answer.version_spans == [(version, 0, 12)]
     subject.close(answer.logprobs, reference.logprobs(PROMPT, answer.token_ids))

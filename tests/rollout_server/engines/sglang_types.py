@@ -1,4 +1,4 @@
-"""Reads SGLang's request and response types out of its source, without importing it.
+"""Reads SGLang's request and response types, and its names for memory, out of its source, without importing it.
 
 python tests/rollout_server/engines/sglang_types.py SITE_PACKAGES > tests/rollout_server/engines/sglang_types.json
 """
@@ -22,7 +22,11 @@ TYPES = (
     "CheckWeightsReqInput",
     "CheckWeightsReqOutput",
     "ChecksumInfo",
+    "ReleaseMemoryOccupationReqInput",
+    "ResumeMemoryOccupationReqInput",
 )
+TAGS = "GPU_MEMORY_TYPE_"
+"""Constants whose values name what can be released."""
 
 
 def read_types(site_packages: Path) -> dict[str, dict[str, str]]:
@@ -31,7 +35,16 @@ def read_types(site_packages: Path) -> dict[str, dict[str, str]]:
     for name in FILES:
         tree = ast.parse((site_packages / "sglang" / name).read_text())
         classes |= {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    return {name: _fields(name, classes) for name in TYPES}
+    return {name: _fields(name, classes) for name in TYPES} | {TAGS: _tags(site_packages)}
+
+
+def _tags(site_packages: Path) -> dict[str, str]:
+    """Value of each constant."""
+    tree = ast.parse((site_packages / "sglang" / "srt" / "constants.py").read_text())
+    found = [(ast.unparse(node.targets[0]), node.value) for node in tree.body if isinstance(node, ast.Assign)]
+    return {
+        name: str(value.value) for name, value in found if name.startswith(TAGS) and isinstance(value, ast.Constant)
+    }
 
 
 def _fields(name: str, classes: dict[str, ast.ClassDef]) -> dict[str, str]:

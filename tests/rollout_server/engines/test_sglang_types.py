@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from tests.rollout_server.conftest import small_config
 from tests.rollout_server.engines.event_server import serving, stream_events
-from tests.rollout_server.engines.sglang_types import read_types
+from tests.rollout_server.engines.sglang_types import TAGS, read_types
 
 from penstock.rollout_server import GenerateRequest, Sampling
 from penstock.rollout_server.engines import PAUSES, SGLANG, SGLangEngine, SGLangStream, SGLangWeights
@@ -24,6 +24,8 @@ TYPE_OF = {
     "/continue_generation": "ContinueGenerationReqInput",
     "/update_weights_from_disk": "UpdateWeightFromDiskReqInput",
     "/weights_checker": "CheckWeightsReqInput",
+    "/release_memory_occupation": "ReleaseMemoryOccupationReqInput",
+    "/resume_memory_occupation": "ResumeMemoryOccupationReqInput",
 }
 SIMPLE = {"bool": bool, "str": str, "int": int, "Optional[str]": str, "Optional[bool]": bool}
 """Annotations whose values can be compared by kind alone."""
@@ -75,6 +77,20 @@ async def test_a_swap_asks_in_sglangs_terms(pause: str, tmp_path: Path) -> None:
     ]
     for path, body in server.asked:
         check(path, body)
+
+
+async def test_a_turn_asks_in_sglangs_terms(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    server: Any = Noted()
+    server.sleep_level = 1
+    weights = SGLangWeights(small_config(engine="sglang"), str(tmp_path), server, set())
+    await weights.sleep(1)
+    await weights.wake()
+    for path, body in server.asked:
+        check(path, body)
+    released, resumed = (body["tags"] for path, body in server.asked if "occupation" in path)
+    assert released == resumed
+    assert set(released) == set(TYPES[TAGS].values()), "all that it can release"
 
 
 async def test_an_answer_and_its_end_are_asked_for_in_sglangs_terms(tmp_path: Path) -> None:
