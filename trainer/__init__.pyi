@@ -14,6 +14,8 @@ from .batch import share_of as share_of
 from .batch import without_greedy as without_greedy
 from .checkpoint import CheckpointStore as CheckpointStore
 from .checkpoint import RecentBatches as RecentBatches
+from .checkpoint import read_timeout_s as read_timeout_s
+from .checkpoint import save_timeout_s as save_timeout_s
 from .checks import check_algorithm as check_algorithm
 from .checks import check_job as check_job
 from .config import RANKS_FILE_VARIABLE as RANKS_FILE_VARIABLE
@@ -115,9 +117,11 @@ from .recorder import token_ends as token_ends
 from .replay import Replayed as Replayed
 from .replay import replay_dump as replay_dump
 from .replay import same as same
+from .restore import CheckpointNotRead as CheckpointNotRead
+from .restore import newest_whole as newest_whole
+from .restore import shares_of as shares_of
 from .routing import router_metrics as router_metrics
 from .saver import Spiller as Spiller
-from .saver import save_timeout_s as save_timeout_s
 from .sft.config import SftConfig as SftConfig
 from .sft.config import steps_of as steps_of
 from .sft.conversations import ConversationFile as ConversationFile

@@ -19,7 +19,7 @@ from trainer_support import ROWS, Crash, make_job, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.common import UnknownName
-from penstock.trainer import BadJob, BatchTimeout, DataError, TrainJob, train
+from penstock.trainer import BadJob, BatchTimeout, DataError, Ranks, TrainJob, save_timeout_s, train
 from penstock.transfer_queue import DataCursor
 from penstock.weight_sync import Manifest, read_verified
 
@@ -70,6 +70,17 @@ async def test_a_run_leaves_everything(tmp_path: Path, tiny_model: str) -> None:
     assert [run["mask"] for run in first["segments"][0]["runs"]] == [1, 0, 1]
     assert first["segments"][0]["runs"][0]["text"].startswith("t")
     assert list((job.run_dir / "tensorboard").iterdir())
+
+
+async def test_ranks_wait_for_each_others_part_of_a_checkpoint_by_its_bytes(
+    tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+    monkeypatch.setattr(Ranks, "await_saves", lambda ranks, timeout_s: given.append(timeout_s))
+    job = make_job(tmp_path, tiny_model, {"steps": 1})
+    await train(job)
+    numbers = sum(tensor.numel() for tensor in load_file(Path(tiny_model) / "model.safetensors").values())
+    assert given == [save_timeout_s(job.config.publish_timeout_s, 3 * 4 * numbers)]
 
 
 async def test_versions_are_the_models_own_tensors_and_the_last_is_the_final_model(
