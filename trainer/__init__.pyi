@@ -107,6 +107,8 @@ from .ranks.observer import Notes as Notes
 from .ranks.observer import Observer as Observer
 from .ranks.observer import usage_of as usage_of
 from .ranks.observer import write_notes as write_notes
+from .ranks.preemption import Preemption as Preemption
+from .ranks.preemption import StepGivenUp as StepGivenUp
 from .ranks.watch import RankWatch as RankWatch
 from .ranks.watch import hub_binding as hub_binding
 from .recorder import Recorder as Recorder
