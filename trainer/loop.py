@@ -25,9 +25,9 @@ async def train(job: TrainJob) -> None:
     stopped; then write ``final_model/``.
 
     Cancelled, it gives up the step under way where that has changed no weight yet, else finishes it; then it saves,
-    commits and raises `CancelledError`, all within `job.stop_timeout_s`. Raises `BadJob`, `DataError`, `BatchTimeout`, `BadBatch`, `BatchesDiffer`, `TrainingDiverged`,
-    `QueueError`; of the queue's, `TrainerFenced` and `TooManyFiltered` are permanent. Where devices are shared also
-    `TurnTimeout`, `TurnLost` and, permanent, `OverBudget`.
+    commits and raises `CancelledError`, all within `job.stop_timeout_s`. Raises `BadJob`, `DataError`, `BatchTimeout`,
+    `BadBatch`, `BatchesDiffer`, `TrainingDiverged`, `QueueError`; of the queue's, `TrainerFenced` and `TooManyFiltered`
+    are permanent. Where devices are shared also `TurnTimeout`, `TurnLost` and, permanent, `OverBudget`.
     """
     check_job(job)
     stop = asyncio.Event()

@@ -318,7 +318,11 @@ async def test_told_to_stop_a_step_is_given_up_unless_weights_have_changed(
     """Its batch is trained by the next life, once; the weights are those of a run that nobody stopped."""
     job = make_job(tmp_path, tiny_model, {**PACKS, "checkpoint_every": 100})
     middle = MiddleOfAnUpdate(update)
-    monkeypatch.setattr(FSDPEngine, "update", lambda *arguments: middle.update(*arguments))
+
+    def watched(engine: FSDPEngine, *arguments: Any) -> Any:
+        return middle.update(engine, *arguments)
+
+    monkeypatch.setattr(FSDPEngine, "update", watched)
     running = asyncio.create_task(train(job))
     await middle.cancel_there(running)
     with pytest.raises(asyncio.CancelledError):

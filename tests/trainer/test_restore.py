@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -50,7 +51,8 @@ def damage(path: Path) -> None:
 
 def start_ranks(folder: Path, cases: list[str]) -> Path:
     program = Path(__file__).parent / "restoring_ranks.py"
-    subprocess.run([sys.executable, str(program), str(folder), *cases], timeout=300, check=True)
+    command = [sys.executable, str(program), str(folder), *cases]
+    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300, check=True)
     return folder
 
 
