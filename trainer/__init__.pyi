@@ -12,6 +12,7 @@ from .batch import number_tokens as number_tokens
 from .batch import row_cost as row_cost
 from .batch import share_of as share_of
 from .batch import without_greedy as without_greedy
+from .checkpoint import SLOWEST_BYTES_PER_S as SLOWEST_BYTES_PER_S
 from .checkpoint import CheckpointStore as CheckpointStore
 from .checkpoint import RecentBatches as RecentBatches
 from .checkpoint import read_timeout_s as read_timeout_s

@@ -82,9 +82,10 @@ async def fine_tune(job: SftJob) -> None:
         await asyncio.shield(running)
     except asyncio.CancelledError:
         stop.set()
-        _, late = await asyncio.wait({running}, timeout=STOP_S)
+        stop_s = STOP_S if job.config.stop_grace_s is None else job.config.stop_grace_s
+        _, late = await asyncio.wait({running}, timeout=stop_s)
         if late:
-            logger.error("not stopped within %.0f s; what was not saved is trained again", STOP_S)
+            logger.error("not stopped within %.0f s; what was not saved is trained again", stop_s)
         else:
             running.result()
         raise
