@@ -58,6 +58,7 @@ from .export import save_final_model as save_final_model
 from .grouping import best_and_worst as best_and_worst
 from .grouping import discounted as discounted
 from .grouping import gae_of as gae_of
+from .hashed_files import save_hashed as save_hashed
 from .images import sees_images as sees_images
 from .job import BadJob as BadJob
 from .job import TrainJob as TrainJob
