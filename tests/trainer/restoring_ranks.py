@@ -16,9 +16,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 
 from penstock.trainer import CheckpointStore, Ranks, newest_whole
 
@@ -50,26 +52,24 @@ class SlowWriter(dcp.FileSystemWriter):
 
 
 def restore(folder: Path, case: str) -> dict[str, Any]:
-    from penstock.trainer import checkpoint
-    from penstock.trainer import restore as restoring
-
     read: list[str] = []
-    fingerprint = checkpoint.fingerprint
 
     def reading(path: Path) -> Any:
         if case in FAULTS and int(os.environ["RANK"]) == ODD:
             FAULTS[case](path)
         read.append(f"{path.parent.name}/{path.name}")
-        return fingerprint(path)
+        return {"bytes": path.stat().st_size, "xxh3": xxhash.xxh3_64_hexdigest(path.read_bytes())}
 
-    checkpoint.fingerprint = reading
-    if case == "late":
-        restoring.read_timeout_s = lambda share_bytes: DEADLINE_S
     ranks = Ranks.open(timeout_s=60.0)
     store = CheckpointStore(folder / "checkpoints", keep=2)
     if ranks.is_rank0:
         store.open()
-    found = newest_whole(store, ranks)
+    timeout_s = DEADLINE_S if case == "late" else 60.0
+    with (
+        patch("penstock.trainer.checkpoint.fingerprint", reading),
+        patch("penstock.trainer.restore.read_timeout_s", lambda share_bytes: timeout_s),
+    ):
+        found = newest_whole(store, ranks)
     ranks.close()
     return {"step": found and found.step, "read": sorted(read), "damaged": store.damaged}
 
