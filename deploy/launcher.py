@@ -37,6 +37,7 @@ from penstock.deploy.connection import (
 from penstock.deploy.head import describe_found, identity_of, run_headed
 from penstock.deploy.lives import LivesFile
 from penstock.deploy.plan import ADDED, page_roles, roles_of
+from penstock.deploy.preflight import with_stop_grace
 from penstock.deploy.processes import RoleFailed, RoleProcess
 from penstock.deploy.report import Reporter, StalledRun, VersionRefused, restarts_of
 from penstock.deploy.run_dir import RunDir, RunLock
@@ -93,7 +94,8 @@ async def _enter(config: RunConfig, run: RunDir, queue: TransferQueue, limits: L
 
 
 def _for_all_roles(config: RunConfig, run: RunDir) -> RunConfig:
-    """The configuration as all roles get it: absolute runs_dir, and generated datasets as files of the run.
+    """The configuration as all roles get it: absolute runs_dir, generated datasets as files of the run, and the
+    trainer's grace in seconds.
 
     Raises `ConfigError` where a dataset cannot be made.
     """
@@ -103,6 +105,7 @@ def _for_all_roles(config: RunConfig, run: RunDir) -> RunConfig:
     except BadSpec as error:
         raise ConfigError(f"data: {error}") from error
     data = config.data.model_copy(update=dict(zip(sources, paths, strict=True)))
+    config = with_stop_grace(config)
     return config.model_copy(update={"runs_dir": str(Path(config.runs_dir).resolve()), "data": data})
 
 

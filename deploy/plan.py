@@ -25,13 +25,18 @@ from penstock.deploy.processes import RESTART_WINDOW_S, RoleSpec
 from penstock.deploy.run_dir import RunDir
 from penstock.rollout_server import RolloutConfig
 from penstock.sandbox.managed import KEYS
+from penstock.trainer import TrainerConfig
 
 Kind = Literal["rollout", "agent", "trainer", "dashboard"]
 PAGE_RESTARTS = 3
 NODES_VARIABLE = "PENSTOCK_TRAIN_NODES"
 """Number of machines of the trainer."""
 TRAINER_STOP_S = 25.0
-"""For the last checkpoint; torchrun gives its ranks 30 s after SIGTERM."""
+"""For the last checkpoint, where `trainer.stop_grace_s` says nothing (`preflight.stop_grace` derives it)."""
+TORCHRUN_S, SUPERVISOR_S = 5.0, 15.0
+"""How much longer than the trainer's own grace those wait that would kill it."""
+SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Seconds between torchrun's SIGTERM to its ranks and SIGKILL."""
 _SETTINGS = {
     "PENSTOCK_SUPERVISED": "1",
     "PYTHONUNBUFFERED": "1",
@@ -93,9 +98,14 @@ def _trainer_role(config: RunConfig, link: RunConnection) -> Role:
     role = _role(
         *(config, link, "trainer", "trainer", *(("train-rank", "--alone") if alone else ("train",))),
         max_restarts=trainer.max_restarts,
-        stop_grace_s=TRAINER_STOP_S + 15,
+        stop_grace_s=trainer_stop_s(trainer) + SUPERVISOR_S,
     )
     return replace(role, env={**role.env, "OMP_NUM_THREADS": str(trainer.threads)}) if alone else role
+
+
+def trainer_stop_s(trainer: TrainerConfig) -> float:
+    """From SIGTERM, for the last checkpoint."""
+    return TRAINER_STOP_S if trainer.stop_grace_s is None else trainer.stop_grace_s
 
 
 def rollout_role(config: RunConfig, link: RunConnection, number: int) -> Role:

@@ -27,7 +27,7 @@ from penstock.common import (
 )
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.connection import TOKEN_VARIABLE, RunConnection, limits_of
-from penstock.deploy.plan import TRAINER_STOP_S
+from penstock.deploy.plan import TRAINER_STOP_S, trainer_stop_s
 from penstock.deploy.processes import STOP_FILE_VARIABLE
 from penstock.deploy.rendezvous import TORCHRUN_TELLS
 from penstock.deploy.run_dir import RunDir
@@ -45,8 +45,8 @@ logger = logging.getLogger("penstock.run")
 HEARTBEAT_VARIABLE = "PENSTOCK_HEARTBEAT"
 HEARTBEAT_S = 5.0
 TRAINER_LOCK_S = 90.0
-"""An earlier trainer saves a checkpoint and ends (`TRAINER_STOP_S`); a shared disk releases the lock of a dead machine
-later still."""
+"""An earlier trainer saves a checkpoint and ends (`TRAINER_STOP_S`, or as much longer as its grace is); a shared disk
+releases the lock of a dead machine later still."""
 
 
 def run_role(main: Callable[[], Coroutine[Any, Any, None]], *, watch_parent: bool = True) -> None:
@@ -268,7 +268,7 @@ async def train_rank(link: RunConnection) -> None:
         publish_dtype=config.rollout.dtype,
         lost_payloads=config.transfer_queue.lost_payloads,
         spill=config.transfer_queue.spill,
-        stop_timeout_s=TRAINER_STOP_S,
+        stop_timeout_s=trainer_stop_s(config.trainer),
         turn=turn_of(config),
         settings=config.model_dump(mode="json"),
         watchers=(metrics,),
@@ -278,7 +278,8 @@ async def train_rank(link: RunConnection) -> None:
         work = _watched(config, link, MetricsTarget("", run.name, "trainer", "trainer"), metrics.registry, work)
     final = (BadJob, BadBatch, DataError, UnknownName, BatchTimeout, TrainingDiverged, TooManyFiltered)
     with fatal(*final, PayloadsLost, TrainerFenced, OverBudget, NotPrivate):
-        async with sole_trainer(run_dir):
+        lock_s = TRAINER_LOCK_S + max(0.0, trainer_stop_s(config.trainer) - TRAINER_STOP_S)
+        async with sole_trainer(run_dir, lock_s):
             with weights_entered(config, link.token):
                 await _closing(queue, work)
 

@@ -12,8 +12,11 @@ from .batch import number_tokens as number_tokens
 from .batch import row_cost as row_cost
 from .batch import share_of as share_of
 from .batch import without_greedy as without_greedy
+from .checkpoint import SLOWEST_BYTES_PER_S as SLOWEST_BYTES_PER_S
 from .checkpoint import CheckpointStore as CheckpointStore
 from .checkpoint import RecentBatches as RecentBatches
+from .checkpoint import read_timeout_s as read_timeout_s
+from .checkpoint import save_timeout_s as save_timeout_s
 from .checks import check_algorithm as check_algorithm
 from .checks import check_job as check_job
 from .config import RANKS_FILE_VARIABLE as RANKS_FILE_VARIABLE
@@ -55,6 +58,7 @@ from .export import save_final_model as save_final_model
 from .grouping import best_and_worst as best_and_worst
 from .grouping import discounted as discounted
 from .grouping import gae_of as gae_of
+from .hashed_files import save_hashed as save_hashed
 from .images import sees_images as sees_images
 from .job import BadJob as BadJob
 from .job import TrainJob as TrainJob
@@ -105,6 +109,8 @@ from .ranks.observer import Notes as Notes
 from .ranks.observer import Observer as Observer
 from .ranks.observer import usage_of as usage_of
 from .ranks.observer import write_notes as write_notes
+from .ranks.preemption import Preemption as Preemption
+from .ranks.preemption import StepGivenUp as StepGivenUp
 from .ranks.watch import RankWatch as RankWatch
 from .ranks.watch import hub_binding as hub_binding
 from .recorder import Recorder as Recorder
@@ -115,9 +121,11 @@ from .recorder import token_ends as token_ends
 from .replay import Replayed as Replayed
 from .replay import replay_dump as replay_dump
 from .replay import same as same
+from .restore import CheckpointNotRead as CheckpointNotRead
+from .restore import newest_whole as newest_whole
+from .restore import shares_of as shares_of
 from .routing import router_metrics as router_metrics
 from .saver import Spiller as Spiller
-from .saver import save_timeout_s as save_timeout_s
 from .sft.config import SftConfig as SftConfig
 from .sft.config import steps_of as steps_of
 from .sft.conversations import ConversationFile as ConversationFile

@@ -5,7 +5,8 @@
                ──► rank 0: these into ``complete``, fsync, rename to step_00000010/, delete the oldest
 
 A folder without ``complete``, or with a file that differs from it, is not a checkpoint. The folder is readable by its
-owner only: DCP's metadata is a pickle.
+owner only: DCP's metadata is a pickle. Before a checkpoint is loaded its files are read and compared, by all ranks
+together where there are several (`restore`).
 
 A checkpoint also holds the groups of the latest steps. A queue that loses its last seconds with its machine may forget
 steps that a checkpoint holds, committed ones too; the checkpoint tells it the groups of those steps again, and none is
@@ -34,7 +35,25 @@ WRITTEN = "written_{rank}.json"
 """A rank's fingerprints, until the checkpoint is sealed."""
 READERS = 4
 """Threads that compare the files of a checkpoint with their checksums."""
+SAVE_BASE_S = 900.0
+"""Time to write, seal and commit a checkpoint, beside that for its bytes and for the version that it waits for."""
+READ_BASE_S = 600.0
+"""Time to read files of a checkpoint and compare them, beside that for their bytes."""
+SLOWEST_BYTES_PER_S = 20e6
+"""Of one rank's disk; a slower one stops the run."""
+Fingerprint = Mapping[str, Any]
+"""{"bytes", "xxh3"} of a file."""
 logger = logging.getLogger(__name__)
+
+
+def save_timeout_s(publish_timeout_s: float, state_bytes: int) -> float:
+    """A checkpoint of which a rank writes `state_bytes` that is not durable and committed by then stops the run."""
+    return publish_timeout_s + SAVE_BASE_S + state_bytes / SLOWEST_BYTES_PER_S
+
+
+def read_timeout_s(share_bytes: int) -> float:
+    """A rank that has not read and compared its `share_bytes` of a checkpoint by then stops the run."""
+    return READ_BASE_S + share_bytes / SLOWEST_BYTES_PER_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +69,15 @@ class CheckpointInfo:
     """How many wrote it; another number can read it."""
     batches: Mapping[int, Groups] = field(default_factory=dict)
     """Groups of the latest steps in it, from before the last commit on: for a queue that has forgotten them."""
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedCheckpoint:
+    """A checkpoint whose marker is whole; its files were not read."""
+
+    info: CheckpointInfo
+    files: Mapping[str, Fingerprint]
+    """What each file was when it was sealed, by its path in the checkpoint's folder."""
 
 
 class CheckpointStore:
@@ -90,44 +118,78 @@ class CheckpointStore:
         return found
 
     def newest(self) -> CheckpointInfo | None:
-        """The newest whole checkpoint. A damaged one is said in the log and set aside under another name, so that it
-        neither counts among those kept nor stands in the way of a new one."""
+        """The newest whole checkpoint, found by this process alone (several ranks: `restore.newest_whole`). A damaged
+        one is said in the log and set aside under another name, so that it neither counts among those kept nor stands
+        in the way of a new one."""
+        while (marked := self.newest_marked()) is not None:
+            problem = damage_in(marked.info.path, marked.files)
+            if not problem:
+                return marked.info
+            self.set_aside(marked.info.path, problem)
+        return None
+
+    def newest_marked(self) -> MarkedCheckpoint | None:
+        """The newest checkpoint whose marker is whole; those whose marker is not are set aside."""
         for path in self._newest_first():
             try:
                 return read_marker(path)
             except (OSError, ValueError, KeyError, TypeError) as error:
-                logger.error("checkpoint %s is damaged (%s); taking the one before", path, error)
-                self._set_aside(path)
+                self.set_aside(path, str(error))
         return None
 
-    def _newest_first(self) -> list[Path]:
-        return sorted((p for p in self.folder.glob("step_*") if not p.suffix), reverse=True)
-
-    def _set_aside(self, path: Path) -> None:
+    def set_aside(self, path: Path, problem: str) -> None:
+        """Give a damaged checkpoint another name."""
+        logger.error("checkpoint %s is damaged (%s); taking the one before", path, problem)
         aside = path.with_suffix(".damaged")
         shutil.rmtree(aside, ignore_errors=True)
         path.rename(aside)
         self.damaged = len(list(self.folder.glob("*.damaged")))
+
+    def _newest_first(self) -> list[Path]:
+        return sorted((p for p in self.folder.glob("step_*") if not p.suffix), reverse=True)
 
     def _delete_old(self) -> None:
         for path in self._newest_first()[self._keep :]:
             shutil.rmtree(path)
 
 
-def read_marker(path: Path) -> CheckpointInfo:
-    """Check every file of a checkpoint, this one first. Raises `OSError` or `ValueError` naming what is missing or
-    different."""
+def read_whole(path: Path) -> CheckpointInfo:
+    """Check every file of a checkpoint. Raises `OSError` or `ValueError` naming what is missing or different."""
+    marked = read_marker(path)
+    problem = damage_in(path, marked.files)
+    if problem:
+        raise ValueError(problem)
+    return marked.info
+
+
+def read_marker(path: Path) -> MarkedCheckpoint:
+    """Of the checkpoint's files this one alone is checked. Raises `OSError`, `ValueError`, `KeyError`, `TypeError`."""
     marker = json.loads((path / COMPLETE).read_text())
     if _digest({key: value for key, value in marker.items() if key != "xxh3"}) != marker["xxh3"]:
         raise ValueError(f"{COMPLETE} differs from its checksum")
-    expected = marker["files"]
-    with ThreadPoolExecutor(READERS, "checksum") as pool:  # hashing and reading leave the interpreter to others
-        found = pool.map(lambda name: fingerprint(path / name), expected)
+    batches = {int(step): groups for step, groups in marker["batches"].items()}
+    cursor = DataCursor(**marker["data_cursor"])
+    return MarkedCheckpoint(
+        CheckpointInfo(path, int(marker["step"]), cursor, int(marker["ranks"]), batches), marker["files"]
+    )
+
+
+def damage_in(folder: Path, expected: Mapping[str, Fingerprint], timeout_s: float | None = None) -> str:
+    """Reads these files of `folder`; says which is missing or different, or nothing. Raises `TimeoutError`."""
+    pool = ThreadPoolExecutor(READERS, "checksum")  # hashing and reading leave the interpreter to others
+    try:
+        found = pool.map(lambda name: fingerprint(folder / name), expected, timeout=timeout_s)
         for name, one in zip(expected, found, strict=True):
             if one != expected[name]:
-                raise ValueError(f"{name} differs from its checksum")
-    batches = {int(step): groups for step, groups in marker["batches"].items()}
-    return CheckpointInfo(path, int(marker["step"]), DataCursor(**marker["data_cursor"]), int(marker["ranks"]), batches)
+                return f"{name} differs from its checksum"
+        return ""
+    except TimeoutError:
+        raise
+    except OSError as error:
+        return str(error)
+    finally:
+        # Not waited for: a read that the disk does not answer is never over.
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _marker(found: CheckpointInfo, files: Mapping[str, Any]) -> dict[str, Any]:

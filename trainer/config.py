@@ -300,6 +300,13 @@ class TrainerConfig(BaseModel):
         ge=0,
         description="Steps in a row whose loss or gradient is not finite, or with nothing to train, that are let pass.",
     )
+    stop_grace_s: float | None = Field(
+        None,
+        gt=0,
+        description="From SIGTERM until the trainer is killed: the last checkpoint is written and committed meanwhile. "
+        "None: by the bytes of a checkpoint at 20 MB/s per rank, at least 25 s. torchrun, the supervisor, Slurm's "
+        "--signal and Compose wait a little longer.",
+    )
     bad_batch_dumps: int = Field(
         1, ge=0, description="Batches with NaN or infinite gradients that are kept for a replay, each with all weights."
     )

@@ -43,14 +43,14 @@ def export_checkpoint(checkpoint: Path, model: str, config: TrainerConfig, folde
     """`checkpoint` of a run that started from `model` as a Hugging Face folder, in one process, whatever number of
     ranks wrote it. Returns its step. Raises `OSError`, `ValueError` where the checkpoint is not whole, or another
     engine's."""
-    from penstock.trainer.checkpoint import read_marker
+    from penstock.trainer.checkpoint import read_whole
 
     if config.engine != "fsdp":
         raise ValueError(f"the run's engine is {config.engine}: only checkpoints of the engine fsdp are read here")
     if folder.exists():
         raise FileExistsError(f"{folder} is there already: name a folder that is not")
     config = config.anywhere()
-    found = read_marker(checkpoint)
+    found = read_whole(checkpoint)
     ranks = Ranks.open(TIMEOUT_S)
     try:
         engine = FSDPEngine(model, config, ranks)

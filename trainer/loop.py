@@ -14,6 +14,7 @@ import logging
 
 from penstock.trainer.checks import check_job
 from penstock.trainer.job import TrainJob
+from penstock.trainer.ranks.preemption import StepGivenUp
 from penstock.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -23,10 +24,10 @@ async def train(job: TrainJob) -> None:
     """Train to `job.config.steps`, or until `trainer.stop` says that it is enough, resuming where an earlier call
     stopped; then write ``final_model/``.
 
-    Cancelled, it finishes the step under way, saves, commits and raises `CancelledError`, all within
-    `job.stop_timeout_s`. Raises `BadJob`, `DataError`, `BatchTimeout`, `BadBatch`, `BatchesDiffer`, `TrainingDiverged`,
-    `QueueError`; of the queue's, `TrainerFenced` and `TooManyFiltered` are permanent. Where devices are shared also
-    `TurnTimeout`, `TurnLost` and, permanent, `OverBudget`.
+    Cancelled, it gives up the step under way where that has changed no weight yet, else finishes it; then it saves,
+    commits and raises `CancelledError`, all within `job.stop_timeout_s`. Raises `BadJob`, `DataError`, `BatchTimeout`,
+    `BadBatch`, `BatchesDiffer`, `TrainingDiverged`, `QueueError`; of the queue's, `TrainerFenced` and `TooManyFiltered`
+    are permanent. Where devices are shared also `TurnTimeout`, `TurnLost` and, permanent, `OverBudget`.
     """
     check_job(job)
     stop = asyncio.Event()
@@ -54,15 +55,21 @@ async def _stopped(running: asyncio.Task[None], timeout_s: float) -> None:
 
 async def _train(job: TrainJob, stop: asyncio.Event) -> None:
     async with Trainer.started(job) as p:
+        p.preemption.listen(stop.is_set)
         for step in range(p.step, job.config.steps):
             batch = None if await p.is_over() else await p.take(step, stop)
             if batch is None:
                 break
             p.source.prefetch(step + 1)
             async with p.turn():
-                scored = await p.work("score", p.learner.score, batch)
-                advantages = await p.work("advantages", p.learner.advantages, batch, scored)
-                metrics = await p.work("update", p.learner.update, batch, scored, advantages)
+                p.preemption.begin_step()
+                try:
+                    scored = await p.work("score", p.learner.score, batch)
+                    advantages = await p.work("advantages", p.learner.advantages, batch, scored)
+                    metrics = await p.work("update", p.learner.update, batch, scored, advantages)
+                except StepGivenUp:
+                    await p.give_up(step)
+                    break
                 await p.announce(step + 1)
                 await p.record(batch, metrics, advantages.tokens)
                 if (step + 1) % job.config.checkpoint_every == 0:

@@ -18,18 +18,15 @@ from concurrent.futures import Future
 from typing import Any
 
 from penstock.trainer.batch import StepBatch
-from penstock.trainer.checkpoint import CheckpointInfo, CheckpointStore, Groups, RecentBatches
+from penstock.trainer.checkpoint import CheckpointInfo, CheckpointStore, Groups, RecentBatches, save_timeout_s
 from penstock.trainer.engine import Engine
 from penstock.trainer.job import TrainJob
 from penstock.trainer.publish import Publisher
 from penstock.trainer.ranks.distributed import Ranks, TorchThread
+from penstock.trainer.restore import newest_whole
 from penstock.trainer.timeline import Timeline, Track
 from penstock.transfer_queue import DataCursor, Status
 
-SAVE_BASE_S = 900.0
-"""Time to write, seal and commit a checkpoint, beside that for its bytes and for the version that it waits for."""
-SLOWEST_BYTES_PER_S = 20e6
-"""Of one rank's disk; a slower one stops the run."""
 logger = logging.getLogger(__name__)
 
 
@@ -47,6 +44,7 @@ class Saver:
         self._store = CheckpointStore(job.run_dir / "checkpoints", job.config.keep_checkpoints)
         self._recent = RecentBatches()
         self._publish_timeout_s = job.config.publish_timeout_s
+        self._timeout_s = save_timeout_s(self._publish_timeout_s, engine.state_bytes)
         self._task: asyncio.Task[None] | None = None
         self._saved = -1
 
@@ -65,14 +63,18 @@ class Saver:
         A queue that is behind the checkpoint is brought forward to it. Raises `RuntimeError` where the queue has
         committed steps and no checkpoint is left at all, or is further behind than the checkpoint remembers.
         """
-        found, committed = await self._in_torch(self._ranks.from_rank0, await self._find())
+        await self._in_torch(self._begin)
+        if self._ranks.is_rank0:
+            await asyncio.to_thread(self._store.open)
+        found = await self._in_torch(newest_whole, self._store, self._ranks)
+        # No rank loads before rank 0 has found the checkpoint to be of this run.
+        committed = await self._in_torch(self._ranks.from_rank0, await self._matched(found))
         if found is None:
             return 0
-        checkpoint = CheckpointInfo(self._store.folder / found["name"], found["step"], DataCursor(), found["ranks"])
-        await self._in_torch(self._engine.load, checkpoint)
-        self._saved = checkpoint.step
-        logger.info("restored %s: step %d", checkpoint.path, checkpoint.step)
-        return max(checkpoint.step, committed)
+        await self._in_torch(self._engine.load, found)
+        self._saved = found.step
+        logger.info("restored %s: step %d", found.path, found.step)
+        return max(found.step, committed)
 
     def remember(self, step: int, groups: Groups) -> None:
         """`step` is trained on these groups: the next checkpoints say so."""
@@ -105,20 +107,23 @@ class Saver:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _find(self) -> tuple[dict[str, Any] | None, int]:
-        """(newest whole checkpoint as JSON data, steps committed); rank 0's answer counts."""
+    def _begin(self) -> None:
+        """A collective. One rank may have more to write than another: all wait as long as the largest part takes."""
+        largest = int(self._ranks.max(self._engine.state_bytes))
+        self._timeout_s = save_timeout_s(self._publish_timeout_s, largest)
+        self._ranks.await_saves(self._timeout_s)
+
+    async def _matched(self, found: CheckpointInfo | None) -> int:
+        """Steps committed; the queue knows all that the checkpoint holds. Rank 0 asks, and its answer counts."""
         if not self._ranks.is_rank0:
-            return None, 0
-        await asyncio.to_thread(self._store.open)
-        found = await asyncio.to_thread(self._store.newest)
+            return 0
         status = await self._queue.status()
         if status.committed_step > (found.step if found else 0):
             self._report_lost_updates(found, status.committed_step)
-        if found is None:
-            return None, status.committed_step
-        await self._catch_up(found, status)
-        self._recent.update(found.batches)
-        return {"name": found.path.name, "step": found.step, "ranks": found.ranks}, status.committed_step
+        if found is not None:
+            await self._catch_up(found, status)
+            self._recent.update(found.batches)
+        return status.committed_step
 
     async def _catch_up(self, found: CheckpointInfo, status: Status) -> None:
         """Redis may lose its last second with its machine; the checkpoint tells it what was trained meanwhile."""
@@ -161,7 +166,7 @@ class Saver:
             await self._until_committed(found, future, publisher)
 
     async def _until_committed(self, found: CheckpointInfo, future: Future[Any], publisher: Publisher) -> None:
-        async with asyncio.timeout(save_timeout_s(self._publish_timeout_s, self._engine.state_bytes)):
+        async with asyncio.timeout(self._timeout_s):
             await asyncio.wrap_future(future)
             if not self._ranks.is_rank0:
                 return
@@ -172,11 +177,6 @@ class Saver:
             await publisher.until_published(found.step)
             await self._queue.commit(found.step, found.batches)
             self._recent.committed(found.step)
-
-
-def save_timeout_s(publish_timeout_s: float, state_bytes: int) -> float:
-    """A checkpoint of which a rank writes `state_bytes` that is not durable and committed by then stops the run."""
-    return publish_timeout_s + SAVE_BASE_S + state_bytes / SLOWEST_BYTES_PER_S
 
 
 SPILL_TIMEOUT_S = 600.0

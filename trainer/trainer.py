@@ -32,6 +32,7 @@ from penstock.trainer.metrics import means_by_episode
 from penstock.trainer.publish import Publisher
 from penstock.trainer.ranks.agreement import check_same_batch
 from penstock.trainer.ranks.distributed import Ranks, TorchThread
+from penstock.trainer.ranks.preemption import Preemption
 from penstock.trainer.ranks.watch import RankWatch
 from penstock.trainer.recorder import Recorder
 from penstock.trainer.saver import Saver, Spiller
@@ -144,10 +145,15 @@ class Trainer:
         await self.in_torch(check_same_batch, self.ranks, batch)
         return batch
 
+    @property
+    def preemption(self) -> Preemption:
+        return self.ranks.own(Preemption)
+
     async def work(self, name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """In the torch thread; a phase of the step under way."""
+        """In the torch thread; a phase of the step under way. Raises `StepGivenUp` on all ranks."""
         self.devices.check()
         with self.timeline.during(Track.STEPS, name, self.step):
+            await self.in_torch(self.preemption.check)
             return await self.in_torch(function, *args, **kwargs)
 
     def turn(self) -> AbstractAsyncContextManager[None]:
@@ -205,6 +211,11 @@ class Trainer:
         with self.timeline.during(Track.STEPS, "save", max(self.step - 1, 0)):
             await self.spiller.settle()
             await self.saver.save(self.step, self.feeder.cursor if self.feeder else DataCursor(), self.publisher)
+
+    async def give_up(self, step: int) -> None:
+        """The trainer is told to stop, and `step` has changed nothing: save what was trained before."""
+        logger.info("told to stop: step %d is given up before it changed a weight, its batch stays the queue's", step)
+        await self.save()
 
     async def is_over(self) -> bool:
         """Whether trainer.stop ends the run before its last step. A collective where it could."""

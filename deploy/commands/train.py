@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sys
 import tempfile
@@ -11,6 +12,7 @@ from pathlib import Path
 from penstock.common import NotPrivate, die_with_parent, interfaces_for, own_host
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.connection import RunConnection
+from penstock.deploy.plan import SHUTDOWN_VARIABLE, TORCHRUN_S, trainer_stop_s
 from penstock.deploy.rendezvous import TORCHRUN_TELLS, Rendezvous
 from penstock.deploy.weights_folder import hold_folder, local_weights_dir
 from penstock.trainer import RANKS_FILE_VARIABLE, BadJob, TrainerConfig
@@ -36,6 +38,7 @@ def exec_trainer(link: RunConnection, rendezvous: Rendezvous = Rendezvous(), *, 
     if (rendezvous.nodes, trainer.ranks) == (1, 1):
         environment = {name: value for name, value in environment.items() if name not in TORCHRUN_TELLS}
     else:
+        environment[SHUTDOWN_VARIABLE] = str(math.ceil(trainer_stop_s(trainer) + TORCHRUN_S))
         folder = _new_folder(local_weights_dir(config, link.token))
         words += ["-m", "torch.distributed.run", *rendezvous.arguments(trainer.ranks, link.run, folder)]
         if rendezvous.nodes > 1:

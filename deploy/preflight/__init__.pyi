@@ -57,6 +57,12 @@ from .settings import check_sampling as check_sampling
 from .settings import check_training_engine as check_training_engine
 from .settings import check_training_job as check_training_job
 from .settings import check_versions as check_versions
+from .stop_grace import CONTAINER_S as CONTAINER_S
+from .stop_grace import GRACE_VARIABLE as GRACE_VARIABLE
+from .stop_grace import SLURM_S as SLURM_S
+from .stop_grace import check_stop_grace as check_stop_grace
+from .stop_grace import head_grace_s as head_grace_s
+from .stop_grace import with_stop_grace as with_stop_grace
 from .suite import FACTS as FACTS
 from .suite import TRIALS as TRIALS
 from .suite import Asked as Asked

@@ -43,6 +43,7 @@ from penstock.deploy.preflight.settings import (
     check_training_job,
     check_versions,
 )
+from penstock.deploy.preflight.stop_grace import check_stop_grace
 from penstock.deploy.preflight.teachers import check_teachers
 from penstock.deploy.preflight.turns import check_turns
 
@@ -88,6 +89,7 @@ TRIALS: tuple[Asked, ...] = (
     check_memory,
     check_gpus,
     check_disk,
+    check_stop_grace,
     check_own_redis,
     check_packing,
     check_prompts,

@@ -28,8 +28,8 @@ from penstock.common import JsonlTail, last_by, read_jsonl, write_atomically
 from penstock.deploy.config import ConfigError, RunConfig, dump_config, load_config
 from penstock.deploy.launcher import Interrupted, until_interrupted
 from penstock.deploy.lives import LivesFile, LivesTotal
-from penstock.deploy.plan import TRAINER_STOP_S
-from penstock.deploy.preflight import check_model, check_training_engine
+from penstock.deploy.plan import SUPERVISOR_S, trainer_stop_s
+from penstock.deploy.preflight import check_model, check_training_engine, with_stop_grace
 from penstock.deploy.processes import RoleFailed, RoleProcess, RoleSpec
 from penstock.deploy.run_dir import RunDir, RunLock
 from penstock.deploy.sft.prepared import PreparedData, listed, prepare
@@ -96,6 +96,7 @@ def _fine_tune(config: RunConfig, console: Console, *, resume: bool) -> Path:
         prepared = prepare(config, run.data)
         steps = steps_of(config.sft, prepared.conversations)
         config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": steps})})
+        config = with_stop_grace(config)
         write_atomically(run.config, dump_config(config))
         reporter = SftReporter(config, run, prepared, console)
         total = asyncio.run(_supervise(config, run, reporter))
@@ -152,7 +153,7 @@ def _trainer(config: RunConfig, run: RunDir) -> RoleSpec:
         env,
         run.logs / "trainer.log",
         trainer.max_restarts,
-        stop_grace_s=TRAINER_STOP_S + 15,
+        stop_grace_s=trainer_stop_s(trainer) + SUPERVISOR_S,
         restart_window_s=config.restart_window_s,
     )
 

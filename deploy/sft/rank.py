@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -12,6 +13,7 @@ import yaml
 
 from penstock.common import die_with_parent, uncollected
 from penstock.deploy.config import RunConfig, parse_config
+from penstock.deploy.plan import SHUTDOWN_VARIABLE, TORCHRUN_S, trainer_stop_s
 from penstock.deploy.rendezvous import Rendezvous
 from penstock.deploy.roles import fatal, sole_trainer
 from penstock.deploy.run_dir import RunDir
@@ -34,6 +36,7 @@ def exec_sft_ranks(folder: Path) -> None:
         **os.environ,
         RANKS_FILE_VARIABLE: str(meeting / "ranks"),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        SHUTDOWN_VARIABLE: str(math.ceil(trainer_stop_s(config.trainer) + TORCHRUN_S)),
     }
     rank = ["-m", "penstock.deploy.cli", "sft-rank", str(folder)]
     os.execve(sys.executable, [*command, *rank], environment)  # noqa: S606

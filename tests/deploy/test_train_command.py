@@ -63,6 +63,7 @@ def test_only_several_ranks_are_started_by_torchrun(
         assert words[1:3] == ["-m", "torch.distributed.run"]
         assert words[words.index("--nproc-per-node") + 1] == "2"
         assert environment["PENSTOCK_RANKS_FILE"].endswith("/ranks")
+        assert environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "30", "more than the trainer's grace"
 
 
 def test_a_lone_rank_is_started_as_such(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

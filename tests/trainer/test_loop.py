@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from trainer_support import ROWS, Crash, make_job, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.common import UnknownName
-from penstock.trainer import BadJob, BatchTimeout, DataError, TrainJob, train
+from penstock.trainer import BadJob, BatchTimeout, DataError, Ranks, TrainJob, save_timeout_s, train
+from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.transfer_queue import DataCursor
 from penstock.weight_sync import Manifest, read_verified
 
@@ -70,6 +72,17 @@ async def test_a_run_leaves_everything(tmp_path: Path, tiny_model: str) -> None:
     assert [run["mask"] for run in first["segments"][0]["runs"]] == [1, 0, 1]
     assert first["segments"][0]["runs"][0]["text"].startswith("t")
     assert list((job.run_dir / "tensorboard").iterdir())
+
+
+async def test_ranks_wait_for_each_others_part_of_a_checkpoint_by_its_bytes(
+    tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+    monkeypatch.setattr(Ranks, "await_saves", lambda ranks, timeout_s: given.append(timeout_s))
+    job = make_job(tmp_path, tiny_model, {"steps": 1})
+    await train(job)
+    numbers = sum(tensor.numel() for tensor in load_file(Path(tiny_model) / "model.safetensors").values())
+    assert given == [save_timeout_s(job.config.publish_timeout_s, 3 * 4 * numbers)]
 
 
 async def test_versions_are_the_models_own_tensors_and_the_last_is_the_final_model(
@@ -248,6 +261,80 @@ async def test_cancelling_saves_commits_and_the_next_start_goes_on(
     await train(job)
     check_accounts(job)
     assert all(torch.equal(tensor, reference[name]) for name, tensor in final_weights(job).items())
+
+
+PACKS: dict[str, Any] = {"micro_batch_tokens": 24, "minibatches": 2}
+"""Each of the two updates of a step has several packs."""
+
+
+class MiddleOfAnUpdate:
+    """Holds the torch thread in the second pack of one update of step 3, until `go_on`."""
+
+    def __init__(self, number: int) -> None:
+        self._number, self._reached, self._go_on = number, threading.Event(), threading.Event()
+        self.packs = [0, 0]
+        """Of each update of the step that were trained."""
+
+    def update(self, engine: FSDPEngine, packs: Any, loss: Any, divisor: float, step: int) -> Any:
+        number = 1 if self.packs[0] else 0
+
+        def watched(pack: Any, outputs: Any) -> torch.Tensor:
+            self.packs[number] += 1
+            if number == self._number and self.packs[number] == 2:
+                self._reached.set()
+                assert self._go_on.wait(60)
+            return loss(pack, outputs)
+
+        return FSDP_UPDATE(engine, packs, watched if step == 3 else loss, divisor, step)
+
+    async def cancel_there(self, running: asyncio.Task[None]) -> None:
+        assert await asyncio.to_thread(self._reached.wait, 60)
+        running.cancel()
+        for _ in range(20):  # turns of the event loop: it is told
+            await asyncio.sleep(0)
+        self._go_on.set()
+
+
+FSDP_UPDATE = FSDPEngine.update
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> dict[str, torch.Tensor]:
+    """The weights of a run with `PACKS` that nobody stopped."""
+    job = make_job(tmp_path_factory.mktemp("packed"), tiny_model, PACKS)
+    asyncio.run(train(job))
+    return final_weights(job)
+
+
+@pytest.mark.parametrize(("update", "kept"), [(0, 3), (1, 4)], ids=["before the first update", "before the second"])
+async def test_told_to_stop_a_step_is_given_up_unless_weights_have_changed(
+    update: int,
+    kept: int,
+    tmp_path: Path,
+    tiny_model: str,
+    packed: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its batch is trained by the next life, once; the weights are those of a run that nobody stopped."""
+    job = make_job(tmp_path, tiny_model, {**PACKS, "checkpoint_every": 100})
+    middle = MiddleOfAnUpdate(update)
+
+    def watched(engine: FSDPEngine, *arguments: Any) -> Any:
+        return middle.update(engine, *arguments)
+
+    monkeypatch.setattr(FSDPEngine, "update", watched)
+    running = asyncio.create_task(train(job))
+    await middle.cancel_there(running)
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert middle.packs == [2, 0] if kept == 3 else middle.packs[1] > 2
+    assert (job.run.queue.version, job.run.queue.committed) == (kept, kept)
+    assert (job.run_dir / "checkpoints" / f"step_{kept:08d}" / "complete").exists()
+    assert [line["step"] for line in lines(job, "metrics.jsonl")] == list(range(kept))
+    monkeypatch.undo()
+    await train(job)
+    check_accounts(job)
+    assert all(torch.equal(tensor, packed[name]) for name, tensor in final_weights(job).items())
 
 
 async def test_a_forgotten_announcement_is_said_again(

@@ -60,7 +60,8 @@ class Ranks:
         """Its own group for waits that may rightly be longer; None: as long as all others."""
         self.device = device
         self.background = background
-        """Its own group for checkpoint writing: its collectives must not mix with those of the steps."""
+        """Its own group for checkpoint writing: its collectives must not mix with those of the steps. See `await_saves`
+        for its deadline."""
         place = layout.place(self.rank, self.world)
         self.is_replica_leader = place.is_replica_leader
         """First of its copy of the model: does once what concerns the copy's rows."""
@@ -80,8 +81,8 @@ class Ranks:
 
         Args:
             timeout_s: of a collective.
-            patience_s: of `meet`, `from_rank0` and the writing of checkpoints, before which ranks may rightly wait for
-                one another; None: the same.
+            patience_s: of `meet`, `from_rank0` and the writing of checkpoints (until `await_saves`), before which ranks
+                may rightly wait for one another; None: the same.
         """
         # gloo's threads live as long as anything refers to their group, an engine's reference cycles for one. A thread
         # that drops its last tensor when the interpreter is gone aborts the process: rank -6 after a sound run.
@@ -116,6 +117,12 @@ class Ranks:
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    def await_saves(self, timeout_s: float) -> None:
+        """Ranks wait so long for each other's part of a checkpoint from here on. None may be under way."""
+        if self.background is not None:
+            dist.destroy_process_group(self.background)
+        self.background = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
     def sum(self, value: float) -> float:
         return self._reduce(value, dist.ReduceOp.SUM)
 
@@ -125,10 +132,17 @@ class Ranks:
     def any(self, flag: bool) -> bool:
         return self.max(float(flag)) > 0
 
-    def meet(self) -> None:
-        """All ranks are here when it returns, however long each did or awaited something of its own before."""
-        if self.world > 1:
+    def meet(self, timeout_s: float | None = None) -> None:
+        """All ranks are here when it returns, however long each did or awaited something of its own before.
+
+        `timeout_s`: in place of the group's own; the ranks that are missing then are named. Raises `RuntimeError`.
+        """
+        if self.world == 1:
+            return
+        if timeout_s is None:
             dist.barrier(group=self._patient)
+        else:
+            dist.monitored_barrier(self._patient, timedelta(seconds=timeout_s), wait_all_ranks=True)
 
     def gather(self, value: Any) -> list[Any]:
         """JSON data of every rank, by rank; floats arrive exactly."""
@@ -192,8 +206,8 @@ class Replicas(Ranks):
     def max(self, value: float) -> float:
         return self._everyone.max(value)
 
-    def meet(self) -> None:
-        self._everyone.meet()
+    def meet(self, timeout_s: float | None = None) -> None:
+        self._everyone.meet(timeout_s)
 
     def gather(self, value: Any) -> list[Any]:
         """JSON data of every copy, by copy."""

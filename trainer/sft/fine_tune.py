@@ -26,7 +26,7 @@ from torch import Tensor
 
 from penstock.common import append_jsonl, iter_jsonl, rewrite_jsonl, write_atomically
 from penstock.trainer.batch import Row, make_row, number_tokens
-from penstock.trainer.checkpoint import CheckpointInfo, CheckpointStore
+from penstock.trainer.checkpoint import CheckpointStore, save_timeout_s
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.data import DataStream
 from penstock.trainer.engine import Update, peak_tflops
@@ -37,6 +37,7 @@ from penstock.trainer.job import BadJob
 from penstock.trainer.logprobs import Outputs
 from penstock.trainer.packing import Pack, pack_rows
 from penstock.trainer.ranks.distributed import Ranks, TorchThread
+from penstock.trainer.restore import newest_whole
 from penstock.trainer.sft.config import SftConfig
 from penstock.trainer.sft.conversations import ConversationFile
 from penstock.trainer.sinks import SINKS, MetricSink, SinkJob
@@ -46,8 +47,7 @@ from penstock.trainer.stopping import Stopping, TrainingDiverged
 from penstock.transfer_queue import DataCursor
 
 RANKS_TIMEOUT_S = 1800.0
-"""One rank may load a model or write a checkpoint for so long while another waits for it."""
-SAVE_TIMEOUT_S = 1800.0
+"""One rank may load a model for so long while another waits for it."""
 STOP_S = 25.0
 """For the step under way and the last checkpoint, after a cancellation."""
 logger = logging.getLogger(__name__)
@@ -82,9 +82,10 @@ async def fine_tune(job: SftJob) -> None:
         await asyncio.shield(running)
     except asyncio.CancelledError:
         stop.set()
-        _, late = await asyncio.wait({running}, timeout=STOP_S)
+        stop_s = STOP_S if job.config.stop_grace_s is None else job.config.stop_grace_s
+        _, late = await asyncio.wait({running}, timeout=stop_s)
         if late:
-            logger.error("not stopped within %.0f s; what was not saved is trained again", STOP_S)
+            logger.error("not stopped within %.0f s; what was not saved is trained again", stop_s)
         else:
             running.result()
         raise
@@ -294,6 +295,7 @@ class SftCheckpoints:
         self._store = CheckpointStore(job.run_dir / "checkpoints", job.config.keep_checkpoints)
         self._saving: tuple[int, Future[Any]] | None = None
         self._saved = -1
+        self._timeout_s = save_timeout_s(RANKS_TIMEOUT_S, engine.state_bytes)
         self.step_done = 0
         """Steps in the present weights."""
 
@@ -303,14 +305,18 @@ class SftCheckpoints:
 
     def restore(self) -> int:
         """Loads the newest whole checkpoint; the step to continue with. A collective."""
-        found = self._ranks.from_rank0(self._newest() if self._ranks.is_rank0 else None)
+        largest = int(self._ranks.max(self._engine.state_bytes))
+        self._timeout_s = save_timeout_s(RANKS_TIMEOUT_S, largest)
+        self._ranks.await_saves(self._timeout_s)
+        if self._ranks.is_rank0:
+            self._store.open()
+        found = newest_whole(self._store, self._ranks)
         if found is None:
             return 0
-        name, step, ranks = found
-        self._engine.load(CheckpointInfo(self._store.folder / name, step, DataCursor(), ranks))
-        self._saved = self.step_done = step
-        logger.info("restored %s: step %d", name, step)
-        return int(step)
+        self._engine.load(found)
+        self._saved = self.step_done = found.step
+        logger.info("restored %s: step %d", found.path.name, found.step)
+        return found.step
 
     def save(self, step: int) -> None:
         """Begins to save the state after `step` steps; a no-op where it is saved. A collective."""
@@ -330,14 +336,9 @@ class SftCheckpoints:
         if self._saving is None:
             return
         (step, future), self._saving = self._saving, None
-        future.result(SAVE_TIMEOUT_S)
+        future.result(self._timeout_s)
         if self._ranks.is_rank0:
             self._store.seal(step, DataCursor(), self._ranks.world, {})
-
-    def _newest(self) -> tuple[str, int, int] | None:
-        self._store.open()
-        found = self._store.newest()
-        return None if found is None else (found.path.name, found.step, found.ranks)
 
 
 class SftRecords:

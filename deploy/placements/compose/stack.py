@@ -37,7 +37,7 @@ import yaml
 from penstock.deploy.commands.dashboard import VIEW_TOKEN_VARIABLE
 from penstock.deploy.config import ConfigError, RunConfig, load_config
 from penstock.deploy.connection import PASSWORD_VARIABLE, TOKEN_VARIABLE, USER_VARIABLE
-from penstock.deploy.preflight import refuse_elsewhere
+from penstock.deploy.preflight import CONTAINER_S, head_grace_s, refuse_elsewhere
 from penstock.transfer_queue.redis import user_rules
 
 HEADER = "# Which NVIDIA GPUs each service has, by their numbers in nvidia-smi. Needs the NVIDIA container toolkit.\n"
@@ -191,6 +191,7 @@ def _settings(stack: Stack, config: RunConfig, uid: int, gid: int, *, gpus: bool
         "PENSTOCK_RECIPE": stack.recipe.name,
         "PENSTOCK_OVERRIDES": shlex.join([*python, *stack.overrides]),
         "PENSTOCK_ENGINE": engine,
+        "PENSTOCK_STOP_GRACE_S": str(head_grace_s(config, CONTAINER_S)),
         "PENSTOCK_UID": str(uid),
         "PENSTOCK_GID": str(gid),
         # images are built of a checkout; a Penstock that pip installed runs images that are there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,8 @@ from urllib.parse import urlsplit
 from penstock.common import is_loopback
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.placements.slurm.placement import JobLayout
+from penstock.deploy.plan import trainer_stop_s
+from penstock.deploy.preflight import SLURM_S, head_grace_s, with_stop_grace
 from penstock.deploy.run_dir import RunDir
 from penstock.deploy.weights_folder import local_weights_prefix
 
@@ -59,8 +62,6 @@ class SlurmJob:
         return [*lines, *self.sbatch]
 
 
-WARNING_S = 60
-"""Before the time limit Slurm tells the script: the last checkpoint and the ordered end fit into it."""
 JOIN_WARNING_S = 30
 
 
@@ -95,7 +96,8 @@ def run_script(recipe: SlurmRecipe, job: SlurmJob, at: JobLayout, *, sandbox: bo
         "sandbox": sandbox,
         "sandbox_overrides": "".join(f" {shlex.quote(one)}" for one in recipe.sandbox_overrides()),
         "max_requeues": max_requeues,
-        "signal_s": WARNING_S,
+        "signal_s": head_grace_s(config, SLURM_S),
+        "linger_s": math.ceil(trainer_stop_s(with_stop_grace(config).trainer)),
         **_common(config, job, recipe.path),
     }
     return _render("run.sbatch.j2", values)
@@ -179,7 +181,7 @@ def _directives(config: RunConfig, job: SlurmJob, nodes: int) -> list[str]:
         f"output={RunDir.of(config).logs}/slurm.log",
         "open-mode=append",
         "requeue",
-        f"signal=B:TERM@{WARNING_S}",
+        f"signal=B:TERM@{head_grace_s(config, SLURM_S)}",
         "dependency=singleton",
         *job.directives(),
     ]

@@ -212,7 +212,8 @@ class FSDPEngine:
         existed = self._ranks.rank < found.ranks
         if existed:
             state[rng] = torch.get_rng_state()
-        dcp.load(state, checkpoint_id=found.path)
+        # Ranks may read for as long as they may write; `found` is whole, so each reads what it needs.
+        dcp.load(state, checkpoint_id=found.path, process_group=self._ranks.background)
         _restore(self, state)
         if existed:
             torch.set_rng_state(state[rng])

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from penstock.trainer.checkpoint import leave_fingerprints
+from penstock.trainer.hashed_files import HashingStream
 
 
 class HashingWriter(FileSystemWriter):
@@ -49,44 +49,3 @@ class HashingFiles(FileSystem):
             hashing = HashingStream(stream)
             yield hashing
         self.written[Path(path).name] = hashing.fingerprint
-
-
-class HashingStream(io.RawIOBase):
-    """Written from beginning to end; `fingerprint` is of what was written."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._digest = xxhash.xxh3_64()
-        self._bytes = 0
-
-    @property
-    def fingerprint(self) -> dict[str, Any]:
-        return {"bytes": self._bytes, "xxh3": self._digest.hexdigest()}
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        left = view
-        while left:
-            left = left[self._stream.write(left) :]
-        self._digest.update(view)
-        self._bytes += len(view)
-        return len(view)
-
-    def tell(self) -> int:
-        return self._bytes
-
-    def fileno(self) -> int:
-        """What was written before is with the kernel then, for `os.fsync`."""
-        self._stream.flush()
-        return int(self._stream.fileno())
-
-    def flush(self) -> None:
-        if not self._stream.closed:
-            self._stream.flush()
-
-    def close(self) -> None:
-        self._stream.close()
-        super().close()

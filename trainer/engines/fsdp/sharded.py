@@ -32,6 +32,7 @@ from penstock.trainer.engines.fsdp.shell import ModelShell
 from penstock.trainer.engines.fsdp.tensor_parallel import CannotSplitModel, split_over
 from penstock.trainer.packing import Pack, empty_pack
 from penstock.trainer.ranks.distributed import Ranks
+from penstock.trainer.ranks.preemption import Preemption, StepGivenUp
 
 
 class ShardedModule:
@@ -41,13 +42,15 @@ class ShardedModule:
         self.module = _shard(module, config, ranks)
         self._mesh = ranks.own(mesh_of)
         self._ranks = ranks
+        self._preemption = ranks.own(Preemption)
 
     @torch.no_grad()
     def score(self, packs: Sequence[Pack]) -> list[Any]:
         """What the module says of each pack, without gradient."""
-        found = [self.module(pack.to(self._ranks.device)) for pack in self._in_step(packs)][: len(packs)]
-        self.reshard()
-        return found
+        try:
+            return [self.module(pack.to(self._ranks.device)) for pack in self._in_step(packs)][: len(packs)]
+        finally:
+            self.reshard()
 
     def reshard(self) -> None:
         """Where there is one shard only, a forward leaves the weights as it computed with them, in bfloat16 under that
@@ -64,10 +67,13 @@ class ShardedModule:
         self.module.requires_grad_(False)
         return self
 
-    def _in_step(self, packs: Sequence[Pack]) -> list[Pack]:
-        """As many packs on every rank: each forward and backward is a collective."""
+    def _in_step(self, packs: Sequence[Pack]) -> Iterator[Pack]:
+        """As many packs on every rank: each forward and backward is a collective. Between two of them the step may be
+        given up: raises `StepGivenUp`."""
         count = int(self._ranks.max(len(packs)))
-        return [*packs, *(empty_pack() for _ in range(count - len(packs)))]
+        for pack in (*packs, *(empty_pack() for _ in range(count - len(packs)))):
+            self._preemption.check()
+            yield pack
 
 
 class TrainableModule(ShardedModule):
@@ -92,8 +98,17 @@ class TrainableModule(ShardedModule):
     def accumulate(self, packs: Sequence[Pack], loss: Callable[[Pack, Any], Tensor], divisor: float) -> float:
         """Gradients of sum(loss) / `divisor` over all packs of all ranks; returns the loss over all ranks.
 
-        A rank whose loss is not finite goes through every backward like the others: each is a collective.
+        A rank whose loss is not finite goes through every backward like the others: each is a collective. Where the
+        step is given up no gradient is left.
         """
+        try:
+            return self._accumulate(packs, loss, divisor)
+        except StepGivenUp:
+            self.optimizer.zero_grad(set_to_none=True)
+            self.reshard()
+            raise
+
+    def _accumulate(self, packs: Sequence[Pack], loss: Callable[[Pack, Any], Tensor], divisor: float) -> float:
         summed = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         for pack in self._in_step(packs):
             moved = pack.to(self._ranks.device)
@@ -101,6 +116,8 @@ class TrainableModule(ShardedModule):
             # FSDP2 averages gradients over the shards' ranks; `divisor` counts all ranks, so the sum is wanted.
             (total * (self._mesh.size / divisor)).backward()
             summed += total.detach()
+        self._preemption.check()
+        self._preemption.weights_change()
         return self._ranks.data.sum(float(summed)) / divisor
 
     def step(self, lr: float, loss: float) -> Update:

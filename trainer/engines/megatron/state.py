@@ -23,11 +23,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from penstock.trainer.checkpoint import CheckpointInfo, fingerprint, leave_fingerprints
+from penstock.trainer.checkpoint import CheckpointInfo, Fingerprint, leave_fingerprints
 from penstock.trainer.engines.megatron.bridge import ModelBridge, standing_in
 from penstock.trainer.engines.megatron.optimizer import (
     MASTER,
@@ -37,6 +36,7 @@ from penstock.trainer.engines.megatron.optimizer import (
     set_states,
     whole_states,
 )
+from penstock.trainer.hashed_files import save_hashed
 from penstock.trainer.ranks.distributed import Ranks
 
 ABOUT = "megatron.json"
@@ -121,27 +121,26 @@ class State:
     def _write(self, path: Path, shares: dict[str, StateShare], about: dict[str, Any], random: Tensor) -> None:
         problem: Exception | None = None
         try:
-            for name, share in shares.items():
-                self._write_share(path / name, share)
-            own = f"rank_{self._ranks.rank:02d}.safetensors"
-            save_file({"cpu": random}, path / f"rng_{self._ranks.rank:02d}.safetensors")
-            written = [f"rng_{self._ranks.rank:02d}.safetensors", *(f"{name}/{own}" for name in shares)]
-            leave_fingerprints(path, self._ranks.rank, {name: fingerprint(path / name) for name in written})
+            own, of_random = (f"{kind}_{self._ranks.rank:02d}.safetensors" for kind in ("rank", "rng"))
+            written = {f"{name}/{own}": self._write_share(path / name, share) for name, share in shares.items()}
+            written[of_random] = save_hashed({"cpu": random}, path / of_random)
+            leave_fingerprints(path, self._ranks.rank, written)
             if self._ranks.is_rank0:
                 (path / ABOUT).write_text(json.dumps(about))
-        except (OSError, SafetensorError) as error:  # the latter where the disk is full
+        except OSError as error:
             problem = error
         failed = torch.tensor(float(problem is not None))
         dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._ranks.background)
         if failed:
             raise OSError(f"checkpoint {path}: {problem or 'another rank could not write its share'}") from problem
 
-    def _write_share(self, folder: Path, share: StateShare) -> None:
+    def _write_share(self, folder: Path, share: StateShare) -> Fingerprint:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(share.tensors, folder / f"rank_{self._ranks.rank:02d}.safetensors", metadata={"format": "pt"})
+        fingerprint = save_hashed(share.tensors, folder / f"rank_{self._ranks.rank:02d}.safetensors")
         if self._ranks.is_rank0:
             (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": share.files}, indent=1))
             self._bridge.save_settings(folder)
+        return fingerprint
 
 
 def _read_about(path: Path) -> dict[str, Any]:

@@ -77,6 +77,15 @@ def test_stack_each_service_gets_only_its_own_login(tmp_path: Path) -> None:
         assert not [secret for secret in (*passwords, token, view) if secret in file.read_text()], file
 
 
+def test_the_head_is_killed_no_earlier_than_its_last_checkpoint_takes(tmp_path: Path) -> None:
+    assert settings(made(tmp_path / "small"))["PENSTOCK_STOP_GRACE_S"] == "90"
+    stack = made(tmp_path / "large", "trainer.stop_grace_s=600")
+    assert settings(stack)["PENSTOCK_STOP_GRACE_S"] == "665"
+    head = yaml.safe_load((stack / "compose.yaml").read_text())["services"]["head"]
+    assert head["stop_grace_period"] == "${PENSTOCK_STOP_GRACE_S:-90}s"
+    assert head["environment"]["PENSTOCK_STOP_GRACE_S"] == "${PENSTOCK_STOP_GRACE_S:-90}"
+
+
 def test_two_stacks_share_no_secret(tmp_path: Path) -> None:
     one, other = made(tmp_path / "one"), made(tmp_path / "other")
     for name in (*LOGINS, "token", "redis_users"):

@@ -116,6 +116,13 @@ def test_gpus_are_limits_of_those_that_have_models(on_gpus: Objects) -> None:
     assert pods(on_gpus)["rollout"]["containers"][0]["image"] == "registry.example.com/team/penstock-rollout-vllm:1"
 
 
+@pytest.mark.parametrize("seconds", [90, 400])
+def test_the_head_is_killed_no_earlier_than_it_is_told(seconds: int) -> None:
+    head = pods(render({} if seconds == 90 else {"head": {"stopSeconds": seconds}}))["head"]
+    assert head["terminationGracePeriodSeconds"] == seconds
+    assert {"name": "PENSTOCK_STOP_GRACE_S", "value": str(seconds)} in head["containers"][0]["env"]
+
+
 def test_who_scales_the_servers_is_said_once(usual: Objects, on_gpus: Objects) -> None:
     assert usual["Deployment", "mine-rollout"]["spec"]["replicas"] == 1
     assert ("HorizontalPodAutoscaler", "mine-rollout") not in usual

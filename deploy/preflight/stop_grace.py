@@ -1,0 +1,101 @@
+"""How long the trainer has from SIGTERM until it is killed, and what surrounds it longer still.
+
+    trainer                           stop_grace_s = S        a checkpoint is written and committed
+    torchrun, supervisor              S + 5, S + 15           then they kill it
+    Slurm's --signal                  S + 35                  the head sums up, its roles end
+    Compose, Kubernetes               S + 65
+
+Without `trainer.stop_grace_s` S follows from what a rank writes into a checkpoint, at the rate of the save's own
+deadline (`SLOWEST_BYTES_PER_S`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+from penstock.deploy.config import RunConfig
+from penstock.deploy.plan import TRAINER_STOP_S, trainer_stop_s
+from penstock.deploy.preflight.check import Check, human, warning
+from penstock.deploy.preflight.device_memory import find_shape
+from penstock.deploy.preflight.disk import checkpoint_bytes, existing_folder, measure
+from penstock.trainer import SLOWEST_BYTES_PER_S
+
+AROUND_SAVE_S = 15.0
+"""For the micro batch under way, the copy of the state and the commit."""
+SLURM_S, CONTAINER_S = 35.0, 65.0
+"""What a head and its other roles need beside the trainer's grace."""
+GRACE_VARIABLE = "PENSTOCK_STOP_GRACE_S"
+"""Seconds that whoever started the head gives it after SIGTERM; set by Slurm scripts, Compose and the chart."""
+SCONTROL_S = 20.0
+
+
+def with_stop_grace(config: RunConfig) -> RunConfig:
+    """With `trainer.stop_grace_s` as a number. Raises `ConfigError` for a model whose config.json cannot be read."""
+    if config.trainer.stop_grace_s is not None:
+        return config
+    trainer = config.trainer.model_copy(update={"stop_grace_s": _needed_s(config)})
+    return config.model_copy(update={"trainer": trainer})
+
+
+def head_grace_s(config: RunConfig, around_s: float) -> int:
+    """Whole seconds between SIGTERM to the head and SIGKILL."""
+    return math.ceil(trainer_stop_s(with_stop_grace(config).trainer) + around_s)
+
+
+def _needed_s(config: RunConfig) -> float:
+    shape, _ = find_shape(config)
+    share = checkpoint_bytes(config, shape) / config.trainer.ranks if shape else 0.0
+    return max(TRAINER_STOP_S, math.ceil(AROUND_SAVE_S + share / SLOWEST_BYTES_PER_S))
+
+
+def check_stop_grace(config: RunConfig) -> Iterator[Check]:
+    """A warning for every known grace in which the last checkpoint will hardly be written."""
+    shape, _ = find_shape(config)
+    if shape is None:
+        return
+    try:
+        rate, _ = measure(existing_folder(config))
+    except OSError:  # `check_disk` says so
+        return
+    size = checkpoint_bytes(config, shape)
+    expected_s, name = AROUND_SAVE_S + size / rate, "stop grace"
+    save = f"a checkpoint of {human(size)} takes about {expected_s:.0f} s at {human(rate)}/s"
+    short = [(what, fix) for what, seconds, fix in _known_graces(config) if seconds < expected_s]
+    for what, fix in short:
+        yield warning(name, f"{save}, and {what}: a preempted trainer loses the steps since its last checkpoint", fix)
+    if not short:
+        yield Check(name, True, f"{save}; the trainer has {trainer_stop_s(with_stop_grace(config).trainer):.0f} s")
+
+
+def _known_graces(config: RunConfig) -> Iterator[tuple[str, float, str]]:
+    """(what it is, seconds that it leaves to the trainer, how it becomes longer)"""
+    given = config.trainer.stop_grace_s
+    if given is not None:
+        yield f"trainer.stop_grace_s is {given:g}", given, "raise trainer.stop_grace_s, or leave it out"
+    outside = os.environ.get(GRACE_VARIABLE, "")
+    if re.fullmatch(r"\d+", outside):
+        around = SLURM_S if "SLURM_JOB_ID" in os.environ else CONTAINER_S
+        where = f"this head is killed {outside} s after SIGTERM ({GRACE_VARIABLE})"
+        yield where, float(outside) - around, "raise head.stopSeconds (Kubernetes) or stop_grace_period (Compose)"
+    wait_s = _kill_wait_s()
+    if wait_s is not None:
+        fix = "lower trainer.checkpoint_every, or have the administrator raise KillWait in slurm.conf"
+        yield f"Slurm's KillWait is {wait_s:.0f} s", wait_s, fix
+
+
+def _kill_wait_s() -> float | None:
+    """What a preempted or requeued job has, if this machine knows a Slurm."""
+    if shutil.which("scontrol") is None:
+        return None
+    command = ["scontrol", "show", "config"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_S, check=True)
+    except (OSError, subprocess.SubprocessError):  # none is reached from here: nothing is known of its grace
+        return None
+    found = re.search(r"^KillWait\s*=\s*(\d+)", done.stdout, re.MULTILINE)
+    return float(found.group(1)) if found else None

@@ -1,0 +1,120 @@
+"""Four ranks on gloo look for the newest whole checkpoint: restoring_ranks.py FOLDER CASE…
+
+Each case has its own ranks and FOLDER/CASE, with checkpoints in it (`test_restore`). Every rank leaves in `found_RANK`
+the step that it found or the error, and the files that it read; `ended.json` has how each process ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+
+from penstock.trainer import CheckpointStore, Ranks, newest_whole
+
+WORLD, ODD = 4, 2
+DEADLINE_S = 3.0
+"""To read a share, in the case `late`; of the collectives, in `slow writer`."""
+WRITES_S = 8.0
+
+
+def killed(path: Path) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def late(path: Path) -> None:
+    threading.Event().wait(4 * DEADLINE_S)
+
+
+FAULTS: dict[str, Callable[[Path], None]] = {"killed": killed, "late": late}
+"""What the rank `ODD` does when it reads its first file."""
+
+
+class SlowWriter(dcp.FileSystemWriter):
+    """One rank has more to write than the others."""
+
+    def write_data(self, *arguments: Any) -> Any:
+        if int(os.environ["RANK"]) == ODD:
+            time.sleep(WRITES_S)
+        return super().write_data(*arguments)
+
+
+def restore(folder: Path, case: str) -> dict[str, Any]:
+    read: list[str] = []
+
+    def reading(path: Path) -> Any:
+        if case in FAULTS and int(os.environ["RANK"]) == ODD:
+            FAULTS[case](path)
+        read.append(f"{path.parent.name}/{path.name}")
+        return {"bytes": path.stat().st_size, "xxh3": xxhash.xxh3_64_hexdigest(path.read_bytes())}
+
+    ranks = Ranks.open(timeout_s=60.0)
+    store = CheckpointStore(folder / "checkpoints", keep=2)
+    if ranks.is_rank0:
+        store.open()
+    timeout_s = DEADLINE_S if case == "late" else 60.0
+    with (
+        patch("penstock.trainer.checkpoint.fingerprint", reading),
+        patch("penstock.trainer.restore.read_timeout_s", lambda share_bytes: timeout_s),
+    ):
+        found = newest_whole(store, ranks)
+    ranks.close()
+    return {"step": found and found.step, "read": sorted(read), "damaged": store.damaged}
+
+
+def save(folder: Path, case: str) -> dict[str, Any]:
+    ranks = Ranks.open(timeout_s=DEADLINE_S)
+    if case == "slow writer":
+        ranks.await_saves(60.0)
+    state = {f"of_{ranks.rank}": torch.ones(3)}
+    writing = dcp.async_save(state, storage_writer=SlowWriter(folder / "saved"), process_group=ranks.background)
+    writing.result(timeout=60)
+    ranks.close()
+    return {"step": 1}
+
+
+def become(folder: Path, case: str, rank: int, address: dict[str, str]) -> None:
+    os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank))
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        said = (save if "writer" in case else restore)(folder, case)
+    except Exception as error:  # noqa: BLE001 - how it ended is what the test asks
+        said = {"error": f"{type(error).__name__}: {error}"}
+    (folder / f"found_{rank}").write_text(json.dumps(said))
+    os._exit(0)
+
+
+def main(folder: Path, cases: list[str]) -> None:
+    for case in cases:
+        (folder / case).mkdir(exist_ok=True)
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            port = str(taken.getsockname()[1])
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(WORLD)}
+        ranks = {}
+        for rank in range(WORLD):
+            pid = os.fork()
+            if not pid:
+                become(folder / case, case, rank, address)
+            ranks[pid] = rank
+        ended = {ranks[pid]: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks}
+        (folder / case / "ended.json").write_text(json.dumps(ended))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), sys.argv[2:])
