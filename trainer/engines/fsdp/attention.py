@@ -83,8 +83,9 @@ def packed_attention(  # noqa: PLR0917 - the order is that of transformers' inte
     """query [1, H, L, D], key and value [1, H_kv, L, D] → [1, L, H, D]. Raises `NoBounds` where the rows' bounds do not
     arrive, and `UnsupportedAttention` for arguments that it does not know.
 
-    With `context`, L is this rank's part of the tokens, and the bounds are those of the whole pack. `seen`: of all
-    layers' rows, read once; None reads it from the bounds, for which the host waits for the device. Models are loaded without dropout (`policy.load_model`).
+    With `context`, L is this rank's part of the tokens, and the bounds are those of the whole pack. `seen`: made once
+    for all layers; None: it is read from the bounds, and the host waits for the device. Models are loaded without
+    dropout (`policy.load_model`).
     """
     assert dropout == 0.0
     _refuse_unknown(module, {**others, "attention_mask": attention_mask})

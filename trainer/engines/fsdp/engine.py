@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from penstock.trainer.advantages import ADVANTAGES, needs_of
 from penstock.trainer.batch import ModelLimits
@@ -36,6 +36,9 @@ from penstock.trainer.job import BadJob, no_replay
 from penstock.trainer.packing import Pack, RowLayout
 from penstock.trainer.ranks.distributed import Ranks
 from penstock.weight_sync import Shard
+
+STEP_BYTES = 4
+"""AdamW's step number beside each weight, float32."""
 
 
 class FSDPEngine:
@@ -163,7 +166,7 @@ class FSDPEngine:
     def state_bytes(self) -> int:
         trained = [self.policy, *([self.critic.module] if self.critic else [])]
         learning = [one for module in trained for one in module.parameters() if one.requires_grad]
-        return sum(3 * local_part(one)[0].nbytes for one in learning)
+        return sum(3 * local_part(one)[0].nbytes + STEP_BYTES for one in learning)
 
     def _kept_states(self) -> Iterator[Tensor]:
         for module in self._modules:
@@ -272,11 +275,7 @@ def _learned(engine: FSDPEngine, model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _restore(engine: FSDPEngine, state: dict[str, Any]) -> None:
-    model, moments = state["model"], state["optimizer"]
-    options = StateDictOptions(strict=engine.adapter_settings is None)
-    set_state_dict(engine.policy, engine.optimizer, model_state_dict=model, optim_state_dict=moments, options=options)
+    engine._actor.restore(state["model"], state["optimizer"], strict=engine.adapter_settings is None)
     engine.kl_coefficient = float(state["kl_coefficient"])
     if engine.critic is not None:
-        model, moments = state["critic"], state["critic_optimizer"]
-        critic = engine.critic
-        set_state_dict(critic.module, critic.optimizer, model_state_dict=model, optim_state_dict=moments)
+        engine.critic.restore(state["critic"], state["critic_optimizer"])
