@@ -95,7 +95,7 @@ def _trainer_role(config: RunConfig, link: RunConnection) -> Role:
         max_restarts=trainer.max_restarts,
         stop_grace_s=TRAINER_STOP_S + 15,
     )
-    return replace(role, env={**role.env, "OMP_NUM_THREADS": str(trainer.threads)}) if alone else role
+    return replace(role, env={**role.env, "OMP_NUM_THREADS": str(trainer.threads or 1)}) if alone else role
 
 
 def rollout_role(config: RunConfig, link: RunConnection, number: int) -> Role:

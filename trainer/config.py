@@ -199,7 +199,11 @@ class TrainerConfig(BaseModel):
     ranks: int = Field(
         1, gt=0, description="Trainer processes; torchrun starts several, over several machines as many on each."
     )
-    threads: int = Field(1, gt=0, description="CPU threads per trainer process.")
+    threads: int | None = Field(
+        None,
+        gt=0,
+        description="CPU threads per trainer process; None: 1, under offload on GPUs the machine's cores / its ranks.",
+    )
     advantage: str = Field("grpo", description="Registered advantage estimator.")
     advantage_options: dict[str, Any] = Field(
         default_factory=dict, description="Settings of the estimator; docs/algorithms.md lists them."
@@ -312,6 +316,13 @@ class TrainerConfig(BaseModel):
         description="Where the numbers go besides metrics.jsonl: tensorboard, wandb, or package.module:function.",
     )
     wandb: WandbConfig = WandbConfig()
+
+    def threads_of_rank(self, cores: int, ranks: int, *, on_gpu: bool) -> int:
+        """CPU threads of each of the `ranks` on a machine of `cores`. AdamW alone takes many, where it is the host's:
+        beside an engine on CPUs more than one for each process is slower."""
+        if self.threads is not None:
+            return self.threads
+        return max(1, cores // max(1, ranks)) if self.offload and on_gpu else 1
 
     def anywhere(self) -> TrainerConfig:
         """Without what concerns speed and memory alone: that may ask for a machine or packages that are not here."""

@@ -15,7 +15,8 @@ from trainer_support import one_pack
 from transformers import AutoModelForCausalLM
 
 from benchmarks.support.meter import peak_bytes
-from penstock.trainer import Flops, Ranks, TrainerConfig, Update, peak_tflops
+from penstock.common import cores
+from penstock.trainer import Flops, Ranks, TorchThread, TrainerConfig, Update, peak_tflops, threads_here
 from penstock.trainer.engines.fsdp import FSDPEngine, load_policy, sharded
 
 pytestmark = pytest.mark.torch
@@ -122,6 +123,26 @@ def test_recomputed_activations_need_less_memory(tmp_path: Path) -> None:
             sharded._prepare(block, TrainerConfig(recompute=recompute))
         peaks.append(peak_bytes(lambda policy=policy: policy(pack).logprobs.sum().backward(), policy))
     assert peaks[1] < 0.5 * peaks[0]
+
+
+def test_threads_are_one_unless_adamw_is_the_hosts() -> None:
+    """A rank's share of the cores, and no more than the recipe says."""
+    there = {"cores": 32, "ranks": 8}
+    assert TrainerConfig().threads_of_rank(**there, on_gpu=False) == 1
+    assert TrainerConfig().threads_of_rank(**there, on_gpu=True) == 1
+    assert TrainerConfig(offload=True).threads_of_rank(**there, on_gpu=False) == 1
+    assert TrainerConfig(offload=True).threads_of_rank(**there, on_gpu=True) == 4
+    assert TrainerConfig(offload=True).threads_of_rank(cores=2, ranks=8, on_gpu=True) == 1
+    assert TrainerConfig(offload=True, threads=3).threads_of_rank(**there, on_gpu=True) == 3
+
+
+async def test_the_torch_thread_has_its_ranks_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    for config, expected in ((TrainerConfig(), 1), (TrainerConfig(offload=True), cores())):
+        in_torch = TorchThread(threads_here(config))
+        assert await in_torch(torch.get_num_threads) == expected
+        in_torch.close()
 
 
 def test_flops_by_hand(tmp_path: Path) -> None:
