@@ -257,8 +257,10 @@ class TrainerConfig(BaseModel):
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Arithmetic; master weights stay float32.")
     lora: LoraConfig = LoraConfig()
-    recompute: bool = Field(
-        False, description="Each layer's activations are computed again in the backward, not kept: less memory, slower."
+    recompute: bool | Literal["selective"] = Field(
+        False,
+        description="Each layer's activations are computed again in the backward, not kept: less memory, slower. "
+        "selective (fsdp) keeps attention's and every second matrix product's: between the two in both.",
     )
     offload: bool = Field(
         False, description="On GPUs: weights, gradients and moments wait in the host's memory, AdamW runs there."
@@ -316,6 +318,12 @@ class TrainerConfig(BaseModel):
         description="Where the numbers go besides metrics.jsonl: tensorboard, wandb, or package.module:function.",
     )
     wandb: WandbConfig = WandbConfig()
+
+    @model_validator(mode="after")
+    def _selects_under_fsdp(self) -> Self:
+        if self.recompute == "selective" and self.engine == "megatron":
+            raise ValueError("recompute selective is the engine fsdp's: set it to true or false under megatron")
+        return self
 
     def threads_of_rank(self, cores: int, ranks: int, *, on_gpu: bool) -> int:
         """CPU threads of each of the `ranks` on a machine of `cores`. AdamW alone takes many, where it is the host's:

@@ -9,7 +9,14 @@ import pytest
 from tests.deploy.conftest import RECIPE
 
 from penstock.deploy import load_config
-from penstock.deploy.preflight import FACTS, check_devices, check_engine, check_size, check_threads, check_training_engine
+from penstock.deploy.preflight import (
+    FACTS,
+    check_devices,
+    check_engine,
+    check_size,
+    check_threads,
+    check_training_engine,
+)
 
 SMALL_GPU_MIB = 1024
 

@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from penstock.trainer.config import Layout, TrainerConfig
 from penstock.trainer.engine import Update
 from penstock.trainer.engines.fsdp import attention
 from penstock.trainer.engines.fsdp.context import ContextGroup
+from penstock.trainer.engines.fsdp.recompute import recomputed
 from penstock.trainer.engines.fsdp.shell import ModelShell
 from penstock.trainer.engines.fsdp.tensor_parallel import CannotSplitModel, split_over
 from penstock.trainer.packing import Pack, empty_pack
@@ -190,14 +190,7 @@ def _prepare(block: Any, config: TrainerConfig) -> None:
     if config.compile:
         block.forward = torch.compile(block.forward, dynamic=True)
     if config.recompute:
-        block.forward = _recomputed(block.forward)
-
-
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-    return wrapped
+        block.forward = recomputed(block.forward, config.recompute)
 
 
 def _blocks(module: Any) -> list[nn.Module]:
