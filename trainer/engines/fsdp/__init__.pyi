@@ -7,6 +7,8 @@ from .context import ContextGroup as ContextGroup
 from .context import Exchange as Exchange
 from .context import whole_part as whole_part
 from .engine import FSDPEngine as FSDPEngine
+from .flash_attention import FlashOffer as FlashOffer
+from .flash_attention import choose_flash as choose_flash
 from .host_states import HostStates as HostStates
 from .lora import Adapter as Adapter
 from .models import Policy as Policy

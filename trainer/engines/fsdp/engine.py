@@ -17,6 +17,7 @@ from penstock.trainer.batch import ModelLimits
 from penstock.trainer.checkpoint import CheckpointInfo
 from penstock.trainer.config import TrainerConfig, learning_rate
 from penstock.trainer.engine import Flops, PackLoss, RouterLoads, Update, ValueLoss
+from penstock.trainer.engines.fsdp.flash_attention import use_flash
 from penstock.trainer.engines.fsdp.hashing_writer import HashingWriter
 from penstock.trainer.engines.fsdp.host_states import HostStates, on_this_rank
 from penstock.trainer.engines.fsdp.lora import gathered, merged, named_weights
@@ -66,6 +67,7 @@ class FSDPEngine:
             raise no_replay(self.policy.unrouted_because)
         self.limits = _model_limits(self.policy, routing_replay=routing_replay)
         self.flops = Flops.of(self.policy.model, learns_all=self.policy.adapter is None)
+        use_flash(self.policy, getattr(torch, config.dtype), ranks.device)
         self._actor = TrainableModule(self.policy, config, ranks)
         if self.policy.routers is not None:
             self.policy.routers.count_load(ranks.device)
