@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -114,6 +115,19 @@ def test_a_kernel_that_does_not_agree_is_let_go(
     assert ("torch's own, not FA3" in caplog.text) == bool(because)
     tokens = sum(flash.TRIED_LENGTHS)
     assert set(there.tried) >= {((tokens, 4, 8), (-1, 0)), ((tokens, 4, 8), (47, 0))}, "this model's heads and window"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+@pytest.mark.skipif(find_spec(flash.PACKAGE) is None, reason=f"{flash.PACKAGE} is not installed")
+@pytest.mark.parametrize("shape", [flash.Heads(32, 8, 128), flash.Heads(12, 2, 64, window=32), flash.Heads(8, 8, 256)])
+def test_on_a_gpu_it_agrees(shape: Any) -> None:
+    device = torch.device("cuda")
+    expected = flash.attended(shape, torch.bfloat16, device)
+    torch.nn.attention.activate_flash_attention_impl(flash.IMPLEMENTATION)
+    try:
+        assert flash.difference(flash.attended(shape, torch.bfloat16, device), expected) == ""
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
 
 
 def test_an_engine_says_which_kernel_it_takes(

@@ -38,7 +38,7 @@ PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm")
 
 def recomputed(forward: Callable[..., Any], how: Literal[True, "selective"]) -> Callable[..., Any]:
     """`forward` of a layer, with the same result and gradients."""
-    contexts = {"context_fn": _contexts} if how == "selective" else {}
+    contexts: dict[str, Any] = {"context_fn": _contexts} if how == "selective" else {}
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **contexts, **kwargs)
