@@ -21,9 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_support import make_segment, one_pack
 
-from penstock.trainer import ModelLimits, Pack, TrainerConfig, make_row, pack_rows
-from penstock.trainer.engines.fsdp import Policy, VisibleKeys, attend_by_kernel, attention, load_policy, sharded
-from penstock.trainer.engines.fsdp.mixers import mix_row_by_row
+from penstock.trainer import ModelLimits, Pack, Ranks, TrainerConfig, make_row, pack_rows
+from penstock.trainer.engines.fsdp import FSDPEngine, Policy, VisibleKeys, attend_by_kernel, mix_row_by_row
 
 pytestmark = pytest.mark.torch
 READS = ("item", "tolist", "numpy", "__int__", "__float__", "__bool__", "__index__")
@@ -69,17 +68,16 @@ def shared_pack() -> Pack:
     return pack
 
 
-def test_waits_do_not_grow_with_layers(tmp_path: Path) -> None:
-    """Neither as it is nor where layers are computed again in the backward."""
+def test_waits_do_not_grow_with_layers(tmp_path: Path, ranks: Ranks) -> None:
+    """Also where layers are computed again in the backward."""
     counts = []
     for layers in (2, 4):
-        policy = load_policy(save_tiny_model(tmp_path / str(layers), num_hidden_layers=layers), 1.0)
-        assert policy.rows.attention == attention.NAME
-        assert policy.shares_prompts
+        model = save_tiny_model(tmp_path / str(layers), num_hidden_layers=layers)
+        policy = FSDPEngine(model, TrainerConfig(recompute=True), ranks).policy
+        assert "row by row" not in str(policy.rows)
+        assert policy.shares_prompts, "rows are packed, and attention is ours"
+        _forward_and_backward(policy)  # torch looks up once what it does for a kind of tensor
         with counted() as so_far:
-            _forward_and_backward(policy)
-            for block in sharded._blocks(policy):
-                sharded._prepare(block, TrainerConfig(recompute=True))
             _forward_and_backward(policy)
             counts.append(so_far())
     assert counts[0] == counts[1]
@@ -111,7 +109,7 @@ def test_lengths_are_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -
         given.append(longest)
         return query
 
-    monkeypatch.setattr(attention, "KERNEL", kernel)
+    monkeypatch.setattr("penstock.trainer.engines.fsdp.attention.KERNEL", kernel)
     pack = shared_pack()
     assert pack.run_lengths.tolist() == [12, 20, 9, 19]
     seen = VisibleKeys.of(pack.row_bounds, pack.run_lengths, pack.parents)
