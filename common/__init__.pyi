@@ -51,6 +51,7 @@ from .http_server import url_host as url_host
 from .http_server import url_of as url_of
 from .process import ProcessTable as ProcessTable
 from .process import command_line as command_line
+from .process import cores as cores
 from .process import describe_exit as describe_exit
 from .process import die_with_parent as die_with_parent
 from .process import environment_without_secrets as environment_without_secrets

@@ -8,6 +8,7 @@ process_identity(), process_has_ended  a process among all that ever ran
 environment_without_secrets()          for a process that needs none of ours
 uncollected()                          around a process's imports
 frozen_start()                         around the work of a process of many requests
+cores()                                that this process may run on
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import math
 import os
 import re
 import resource
@@ -225,3 +227,15 @@ def _stat(entry: Path) -> list[str]:
         return (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return []
+
+
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def cores() -> int:
+    """A container's share of the CPU, or what the process is bound to, where that is less than the machine has."""
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = CPU_QUOTA.read_text().split()
+        return max(1, min(mine, math.ceil(int(quota) / int(period))))  # "max": no quota
+    return mine

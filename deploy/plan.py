@@ -100,7 +100,7 @@ def _trainer_role(config: RunConfig, link: RunConnection) -> Role:
         max_restarts=trainer.max_restarts,
         stop_grace_s=trainer_stop_s(trainer) + SUPERVISOR_S,
     )
-    return replace(role, env={**role.env, "OMP_NUM_THREADS": str(trainer.threads)}) if alone else role
+    return replace(role, env={**role.env, "OMP_NUM_THREADS": str(trainer.threads or 1)}) if alone else role
 
 
 def trainer_stop_s(trainer: TrainerConfig) -> float:

@@ -100,6 +100,7 @@ from .ranks.agreement import check_same_batch as check_same_batch
 from .ranks.distributed import Ranks as Ranks
 from .ranks.distributed import TorchThread as TorchThread
 from .ranks.distributed import rendezvous_store as rendezvous_store
+from .ranks.distributed import threads_here as threads_here
 from .ranks.jury import Jury as Jury
 from .ranks.jury import Verdict as Verdict
 from .ranks.jury import Watched as Watched

@@ -199,7 +199,11 @@ class TrainerConfig(BaseModel):
     ranks: int = Field(
         1, gt=0, description="Trainer processes; torchrun starts several, over several machines as many on each."
     )
-    threads: int = Field(1, gt=0, description="CPU threads per trainer process.")
+    threads: int | None = Field(
+        None,
+        gt=0,
+        description="CPU threads per trainer process; None: 1, under offload on GPUs the machine's cores / its ranks.",
+    )
     advantage: str = Field("grpo", description="Registered advantage estimator.")
     advantage_options: dict[str, Any] = Field(
         default_factory=dict, description="Settings of the estimator; docs/algorithms.md lists them."
@@ -253,8 +257,10 @@ class TrainerConfig(BaseModel):
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Arithmetic; master weights stay float32.")
     lora: LoraConfig = LoraConfig()
-    recompute: bool = Field(
-        False, description="Each layer's activations are computed again in the backward, not kept: less memory, slower."
+    recompute: bool | Literal["selective"] = Field(
+        False,
+        description="Each layer's activations are computed again in the backward, not kept: less memory, slower. "
+        "selective (fsdp) keeps attention's and every second matrix product's: between the two in both.",
     )
     offload: bool = Field(
         False, description="On GPUs: weights, gradients and moments wait in the host's memory, AdamW runs there."
@@ -319,6 +325,19 @@ class TrainerConfig(BaseModel):
         description="Where the numbers go besides metrics.jsonl: tensorboard, wandb, or package.module:function.",
     )
     wandb: WandbConfig = WandbConfig()
+
+    @model_validator(mode="after")
+    def _selects_under_fsdp(self) -> Self:
+        if self.recompute == "selective" and self.engine == "megatron":
+            raise ValueError("recompute selective is the engine fsdp's: set it to true or false under megatron")
+        return self
+
+    def threads_of_rank(self, cores: int, ranks: int, *, on_gpu: bool) -> int:
+        """CPU threads of each of the `ranks` on a machine of `cores`. AdamW alone takes many, where it is the host's:
+        beside an engine on CPUs more than one for each process is slower."""
+        if self.threads is not None:
+            return self.threads
+        return max(1, cores // max(1, ranks)) if self.offload and on_gpu else 1
 
     def anywhere(self) -> TrainerConfig:
         """Without what concerns speed and memory alone: that may ask for a machine or packages that are not here."""

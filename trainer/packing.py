@@ -29,7 +29,7 @@ SHARING_PAYS_FROM = 0.1
 """Spared share of the tokens. Below it the mask that attention to a parent needs costs what is spared."""
 
 
-ON_HOST = ("image_bytes", "image_bounds", "shown")
+ON_HOST = ("image_bytes", "image_bounds", "shown", "parents", "run_lengths")
 """Fields of a pack that go to no device."""
 
 
@@ -84,7 +84,7 @@ class Pack:
     experts: Tensor | None = None
     """[L, layers, k] int16, which read each token in the engine; k equal numbers: not known. None: of no token."""
     parents: Tensor | None = None
-    """[R] int32, the run that a run continues from, −1 for none. None: no row shares anything."""
+    """[R] int32, the run that a run continues from, −1 for none. None: no row shares anything. On the host."""
     top_ids: Tensor | None = None
     """[N, k] int32, as `Row.top_ids`, `NO_ID` also for rows that have none, or fewer than others. None: no row has."""
     top_logprobs: Tensor | None = None
@@ -96,6 +96,12 @@ class Pack:
     """[K + 1] int64: image k is bytes image_bounds[k] … image_bounds[k + 1] − 1"""
     shown: Tensor | None = None
     """[M, 2] int64, (run, image) in the order of their places in `ids`"""
+    run_lengths: Tensor = None  # type: ignore[assignment]
+    """[R] int32, tokens of each run. On the host, where they are read for every layer; None: from `row_bounds`."""
+
+    def __post_init__(self) -> None:
+        if self.run_lengths is None or self.row_bounds.is_cpu:  # as `row_bounds` are, also of a changed copy
+            object.__setattr__(self, "run_lengths", self.row_bounds.diff().cpu())
 
     @property
     def images(self) -> list[list[bytes]]:

@@ -31,7 +31,7 @@ from penstock.trainer.learner import Learner, raise_together
 from penstock.trainer.metrics import means_by_episode
 from penstock.trainer.publish import Publisher
 from penstock.trainer.ranks.agreement import check_same_batch
-from penstock.trainer.ranks.distributed import Ranks, TorchThread
+from penstock.trainer.ranks.distributed import Ranks, TorchThread, threads_here
 from penstock.trainer.ranks.preemption import Preemption
 from penstock.trainer.ranks.watch import RankWatch
 from penstock.trainer.recorder import Recorder
@@ -80,7 +80,7 @@ class Trainer:
     async def started(cls, job: TrainJob) -> AsyncIterator[Trainer]:
         """Bad data and a bad model are found before anything is changed in the queue."""
         async with AsyncExitStack() as stack:
-            in_torch = TorchThread(job.config.threads)
+            in_torch = TorchThread(threads_here(job.config))
             stack.callback(in_torch.close)
             ranks = await in_torch(_open_ranks, job)
             stack.push_async_callback(_close_ranks, in_torch, ranks)

@@ -33,7 +33,7 @@ def exec_trainer(link: RunConnection, rendezvous: Rendezvous = Rendezvous(), *, 
         python = _python(trainer)
     except BadJob as error:
         raise ConfigError(str(error)) from error
-    environment = {**os.environ, **link.environment(), "OMP_NUM_THREADS": str(trainer.threads)}
+    environment = {**os.environ, **link.environment(), "OMP_NUM_THREADS": str(trainer.threads or 1)}
     words = [python]
     if (rendezvous.nodes, trainer.ranks) == (1, 1):
         environment = {name: value for name, value in environment.items() if name not in TORCHRUN_TELLS}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,15 +55,6 @@ def available_bytes() -> int:
         free = next(line for line in lines if line.startswith("MemAvailable:"))
         return min(int(free.split()[1]) << 10, memory_bytes())
     return memory_bytes()
-
-
-def cores() -> int:
-    """That this process may run on, a container's share of the CPU included."""
-    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = (CGROUP_V2 / "cpu.max").read_text().split()
-        return max(1, min(mine, math.ceil(int(quota) / int(period))))  # "max": no quota
-    return mine
 
 
 def _number(file: Path) -> int:

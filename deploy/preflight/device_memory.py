@@ -136,6 +136,7 @@ def _engine_arguments(config: RunConfig) -> Mapping[str, Any]:
 
 
 CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "trainer.recompute=selective": {"recompute": "selective"},
     "trainer.recompute=true": {"recompute": True},
     "trainer.offload=true": {"offload": True},
     "trainer.recompute=true trainer.offload=true": {"recompute": True, "offload": True},
@@ -145,8 +146,7 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
 
 def _fix(config: RunConfig, shape: ModelShape, gpus: Gpus, parts: Mapping[str, float]) -> str:
     """The first change with which the sum holds, else the keys of the largest part."""
-    changes = {} if config.trainer.engine == "megatron" else CHANGES
-    for words, update in changes.items():
+    for words, update in _changes(config.trainer).items():
         changed = config.model_copy(update={"trainer": config.trainer.model_copy(update=update)})
         there = busiest(changed, shape, gpus)
         if sum(there.values()) <= limit_of(there, gpus):
@@ -155,6 +155,13 @@ def _fix(config: RunConfig, shape: ModelShape, gpus: Gpus, parts: Mapping[str, f
     if largest == ENGINES:
         return f"lower {_claim_key(config)}, or start servers on other machines"
     return _keys_of(largest, config.trainer)
+
+
+def _changes(trainer: TrainerConfig) -> Mapping[str, Mapping[str, Any]]:
+    if trainer.engine == "megatron":
+        return {}
+    chooses = {words for words, update in CHANGES.items() if update.get("recompute") == "selective"}
+    return {words: update for words, update in CHANGES.items() if not (trainer.compile and words in chooses)}
 
 
 def _keys_of(part: str, trainer: TrainerConfig) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import permutations
 from typing import Any
 
+from penstock.common import cores
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.plan import (
     NODES_VARIABLE,
@@ -18,7 +19,7 @@ from penstock.deploy.plan import (
     places_of_server,
     smallest_gpu_bytes,
 )
-from penstock.deploy.preflight.check import Check, cores, human, memory_bytes, skipped, warning
+from penstock.deploy.preflight.check import Check, human, memory_bytes, skipped, warning
 from penstock.deploy.preflight.device_memory import Gpus, check_device, find_shape
 from penstock.deploy.preflight.memory import model_shape, needs_critic, server_bytes, trainer_bytes
 
@@ -52,17 +53,25 @@ def check_threads(config: RunConfig) -> Check | None:
     rollout, trainer, have = config.rollout, config.trainer, cores()
     if not rollout.servers and not trainer.ranks:
         return None
-    wanted = {"rollout.threads": rollout.threads if rollout.servers else 0, "trainer.threads": trainer.threads}
+    asked = trainer.threads or 1  # the default is at most a rank's share of what is there
+    wanted = {"rollout.threads": rollout.threads if rollout.servers else 0, "trainer.threads": asked}
     key, most = max(wanted.items(), key=lambda item: item[1])
-    servers, ranks = f"{rollout.servers} servers of {rollout.threads}", f"{trainer.ranks} ranks of {trainer.threads}"
+    ranks_here = trainer.ranks // _nodes()
+    of_rank = trainer.threads_of_rank(have, ranks_here, on_gpu=has_gpu()) if trainer.ranks else 0
+    servers, ranks = f"{rollout.servers} servers of {rollout.threads}", f"{ranks_here} ranks of {of_rank}"
     found = f"{have} cores; threads: {servers}, {ranks}"
     if most > have:
         return Check(
             "threads", False, found, f"set {key}={have:g} or less: threads that share a core wait for each other"
         )
-    if rollout.servers * rollout.threads + trainer.ranks * trainer.threads > have:
+    if rollout.servers * rollout.threads + ranks_here * asked > have:
         return warning("threads", found, "fewer servers, ranks or threads: together they ask for more than there is")
     return Check("threads", True, found)
+
+
+def _nodes() -> int:
+    """Machines that the trainer's ranks are spread over."""
+    return int(os.environ.get(NODES_VARIABLE) or 1)
 
 
 def check_devices(config: RunConfig) -> Check | None:
@@ -94,7 +103,7 @@ def check_size(config: RunConfig) -> Check | None:
     gpu_bytes = smallest_gpu_bytes()
     if gpu_bytes is not None:
         return _on_devices(config, 0.0 if config.trainer.offload else states, served, gpu_bytes)
-    ranks_here = config.trainer.ranks // int(os.environ.get(NODES_VARIABLE) or 1)
+    ranks_here = config.trainer.ranks // _nodes()
     needed, have = ranks_here * states + config.rollout.servers * served, memory_bytes()
     found = f"{config.model}: trainer and servers keep {human(needed)} of it in this machine's memory of {human(have)}"
     return Check("model size", needed <= have, found, "take a smaller model, trainer.lora.rank, fewer rollout.servers")

@@ -5,7 +5,8 @@ times the experts of a token), T tokens of a packed row, b bytes of the arithmet
 
     trainer, per rank  =  weights 4P/R + gradients 4P/R + moments 8P/R          fully sharded, masters in float32
                           + gathered: two layers, embedding and head in b; on one shard the whole model, b·P
-                          + activations T·b·L·(6h + 2q + 2kv + 3i); with recompute T·b·(L·h + one layer)
+                          + activations T·b·L·(6h + 2q + 2kv + 3i); with recompute T·b·(L·h + one layer),
+                            selective T·b·(L·(2h + 2q + kv + i) + one layer)
     with LoRA            gradients and moments of its matrices only; a base in bfloat16 has no float32 masters
     reference            weights again, in trainer.dtype or trainer.kl.reference_dtype; with LoRA it is the base itself
     critic               weights, gradients and moments of all P, in trainer.critic.dtype
@@ -142,9 +143,17 @@ def _activations(shape: ModelShape, trainer: TrainerConfig, tokens: int) -> floa
     """Of the residual stream every rank of a tensor group has all, of the products between its matrices a part."""
     products = 2 * shape.query + 2 * shape.key_value + 3 * shape.mlp
     layer = 6 * shape.hidden + products / trainer.parallel.tensor
-    kept = shape.layers * shape.hidden + layer if trainer.recompute else shape.layers * layer
+    kept = shape.layers * _kept_of_layer(shape, trainer) + layer if trainer.recompute else shape.layers * layer
     row = tokens / trainer.parallel.context
     return BYTES[trainer.dtype] * row * kept / trainer.parallel.pipeline
+
+
+def _kept_of_layer(shape: ModelShape, trainer: TrainerConfig) -> float:
+    """Computed again: its input; selective, also queries, values, gate, and what attention and the MLP give."""
+    if trainer.recompute != "selective":
+        return shape.hidden
+    products = 2 * shape.query + shape.key_value + shape.mlp
+    return 2 * shape.hidden + products / trainer.parallel.tensor
 
 
 def server_bytes(shape: ModelShape, config: RunConfig, cached_tokens: int) -> dict[str, float]:

@@ -145,7 +145,7 @@ def _trainer(config: RunConfig, run: RunDir) -> RoleSpec:
         "PENSTOCK_SUPERVISED": "1",
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": str(trainer.threads),
+        "OMP_NUM_THREADS": str(trainer.threads or 1),
     }
     return RoleSpec(
         "trainer",

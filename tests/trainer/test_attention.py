@@ -22,7 +22,7 @@ def test_the_kernel_gives_what_rows_alone_give(
 ) -> None:
     torch.manual_seed(0)
     bounds = torch.tensor([0, 5, 69, 70, 128], dtype=torch.int32, device="cuda")
-    seen = VisibleKeys(bounds, bounds) if parents is None else VisibleKeys.of(bounds, torch.tensor(parents))
+    seen = VisibleKeys.of(bounds, bounds.diff().cpu(), None if parents is None else torch.tensor(parents))
     given = [torch.randn(1, heads, 128, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, kv_heads, kv_heads)]
     factors = torch.randn(1, 8, 128, 64, device="cuda")
     results = []

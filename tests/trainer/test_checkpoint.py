@@ -79,6 +79,32 @@ def test_the_step_after_a_restore_is_bitwise_the_same(
     assert other.kl_coefficient == engine.kl_coefficient
 
 
+def test_moments_of_an_optimizer_without_kernels_go_on_with_them(tmp_path: Path, tiny_model: str, ranks: Ranks) -> None:
+    """A checkpoint says how its process computed updates; who loads it computes as it does itself, to the same."""
+    store = CheckpointStore(tmp_path, keep=2)
+    store.open()
+    plain, fused = (FSDPEngine(tiny_model, WITH_CRITIC, ranks) for _ in range(2))
+    assert fused.critic is not None
+    assert plain.critic is not None
+    for one in (plain.optimizer, plain.critic.optimizer):
+        for kind in (one.defaults, *one.param_groups):
+            kind["fused"] = None
+    before = train_one(plain, ranks, 0)
+    for name, tensor in train_one(fused, ranks, 0).items():
+        torch.testing.assert_close(tensor, before[name], atol=1e-5, rtol=0, msg=name)
+    save(plain, ranks, store, 1)
+    found = store.newest()
+    assert found is not None
+    fused.load(found)
+    for one in (fused.optimizer, fused.critic.optimizer):
+        assert [group["fused"] for group in one.param_groups] == [True]
+        assert {float(state["step"]) for state in one.state.values()} == {1.0}
+    expected = train_one(plain, ranks, 1)
+    for name, tensor in train_one(fused, ranks, 1).items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=0, msg=name)
+    assert fused.kl_coefficient == plain.kl_coefficient
+
+
 def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, tiny_model: str, ranks: Ranks) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     store.open()

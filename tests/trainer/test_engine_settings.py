@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 torch = pytest.importorskip("torch")
 
@@ -15,7 +16,18 @@ from trainer_support import one_pack
 from transformers import AutoModelForCausalLM
 
 from benchmarks.support.meter import peak_bytes
-from penstock.trainer import Flops, Ranks, TrainerConfig, Update, peak_tflops
+from penstock.common import cores
+from penstock.trainer import (
+    BadJob,
+    Flops,
+    Ranks,
+    TorchThread,
+    TrainerConfig,
+    Update,
+    peak_tflops,
+    threads_here,
+)
+from penstock.trainer.engines import check_engine
 from penstock.trainer.engines.fsdp import FSDPEngine, load_policy, sharded
 
 pytestmark = pytest.mark.torch
@@ -28,12 +40,16 @@ def trained(model: str, ranks: Ranks, **settings: Any) -> tuple[FSDPEngine, list
     return engine, [engine.update([pack], loss, 52.0, step) for step in range(3)]
 
 
-COMPILED = pytest.param("compile", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"))
+COMPILED = pytest.param(
+    "compile", True, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+)
 
 
-@pytest.mark.parametrize("setting", ["recompute", "offload", COMPILED])
-def test_a_setting_changes_no_number(setting: str, tiny_model: str, ranks: Ranks) -> None:
-    assert_equal(trained(tiny_model, ranks), trained(tiny_model, ranks, **{setting: True}))
+@pytest.mark.parametrize(
+    ("setting", "value"), [("recompute", True), ("recompute", "selective"), ("offload", True), COMPILED]
+)
+def test_a_setting_changes_no_number(setting: str, value: Any, tiny_model: str, ranks: Ranks) -> None:
+    assert_equal(trained(tiny_model, ranks), trained(tiny_model, ranks, **{setting: value}))
 
 
 @pytest.mark.slow
@@ -115,13 +131,42 @@ def test_a_critic_in_bfloat16_learns_without_masters(tiny_model: str, ranks: Ran
 def test_recomputed_activations_need_less_memory(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 6, "max_position_embeddings": 2048}
     model, pack = save_tiny_model(tmp_path, **sizes), one_pack(1024, vocab=64)
-    peaks = []
-    for recompute in (False, True):
+    peaks = {}
+    for recompute in (False, "selective", True):
         policy = load_policy(model, 1.0)
         for block in sharded._blocks(policy):
             sharded._prepare(block, TrainerConfig(recompute=recompute))
-        peaks.append(peak_bytes(lambda policy=policy: policy(pack).logprobs.sum().backward(), policy))
-    assert peaks[1] < 0.5 * peaks[0]
+        peaks[recompute] = peak_bytes(lambda policy=policy: policy(pack).logprobs.sum().backward(), policy)
+    assert peaks[True] < 0.5 * peaks[False]
+    assert peaks[True] < 0.9 * peaks["selective"] < 0.9 * 0.8 * peaks[False]
+
+
+def test_a_selection_of_operations_is_refused_where_there_are_none() -> None:
+    with pytest.raises(BadJob, match=r"trainer\.compile .* trainer\.recompute selective: set recompute to"):
+        check_engine(TrainerConfig(compile=True, recompute="selective"))
+    with pytest.raises(ValidationError, match="set it to true or false under megatron"):
+        TrainerConfig(engine="megatron", recompute="selective")
+    assert TrainerConfig.model_validate({"recompute": "true"}).recompute is True
+
+
+def test_threads_are_one_unless_adamw_is_the_hosts() -> None:
+    """A rank's share of the cores, and no more than the recipe says."""
+    there = {"cores": 32, "ranks": 8}
+    assert TrainerConfig().threads_of_rank(**there, on_gpu=False) == 1
+    assert TrainerConfig().threads_of_rank(**there, on_gpu=True) == 1
+    assert TrainerConfig(offload=True).threads_of_rank(**there, on_gpu=False) == 1
+    assert TrainerConfig(offload=True).threads_of_rank(**there, on_gpu=True) == 4
+    assert TrainerConfig(offload=True).threads_of_rank(cores=2, ranks=8, on_gpu=True) == 1
+    assert TrainerConfig(offload=True, threads=3).threads_of_rank(**there, on_gpu=True) == 3
+
+
+async def test_the_torch_thread_has_its_ranks_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    for config, expected in ((TrainerConfig(), 1), (TrainerConfig(offload=True), cores())):
+        in_torch = TorchThread(threads_here(config))
+        assert await in_torch(torch.get_num_threads) == expected
+        in_torch.close()
 
 
 def test_flops_by_hand(tmp_path: Path) -> None:

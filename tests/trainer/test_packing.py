@@ -66,7 +66,7 @@ def test_the_layout_of_a_pack() -> None:
 def test_an_empty_pack_has_a_token_to_run_and_none_to_train() -> None:
     pack = empty_pack()
     lengths = {part.name: len(value) for part in fields(pack) if (value := getattr(pack, part.name)) is not None}
-    of_the_run = {"ids": 1, "positions": 1, "row_bounds": 2}
+    of_the_run = {"ids": 1, "positions": 1, "row_bounds": 2, "run_lengths": 1}
     assert lengths == dict.fromkeys(lengths, 0) | of_the_run
 
 
@@ -127,7 +127,7 @@ def test_a_pack_leaves_its_images_on_the_host() -> None:
     devices = {
         part.name: str(value.device) for part in fields(moved) if (value := getattr(moved, part.name)) is not None
     }
-    host = {"image_bytes", "image_bounds", "shown"}
+    host = {"image_bytes", "image_bounds", "shown", "run_lengths"}
     assert {name for name, device in devices.items() if device == "cpu"} == host
     assert {name for name, device in devices.items() if device == "meta"} == {*devices} - host
     assert (moved.proximal, moved.experts) == (None, None)

@@ -232,8 +232,8 @@ def test_told_experts_give_the_logits_and_gradients_of_a_hook_by_hand(mixture: s
         torch.testing.assert_close(gradient, by_hand_gates[name], atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_what_is_computed_again_is_read_by_the_same_experts(mixture: str, ranks: Ranks, recompute: bool) -> None:
+@pytest.mark.parametrize("recompute", [False, True, pytest.param("selective", marks=pytest.mark.deep)])
+def test_what_is_computed_again_is_read_by_the_same_experts(mixture: str, ranks: Ranks, recompute: Any) -> None:
     config = TrainerConfig(recompute=recompute)
     engine = FSDPEngine(mixture, config, ranks, routing_replay=True)
     draw = np.random.default_rng(0)

@@ -30,7 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.trainer.config import Layout
+from penstock.common import cores
+from penstock.trainer.config import Layout, TrainerConfig
 
 
 class Closable(Protocol):
@@ -259,6 +260,12 @@ class TorchThread:
     def close(self) -> None:
         """Calls not yet begun are dropped; one under way is not waited for."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def threads_here(config: TrainerConfig) -> int:
+    """CPU threads of this rank; torchrun says how many ranks its machine has."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return config.threads_of_rank(cores(), ranks, on_gpu=config.offload and torch.cuda.is_available())
 
 
 def rendezvous_store() -> dist.Store | None:

@@ -36,7 +36,7 @@ from penstock.trainer.export import save_final_model
 from penstock.trainer.job import BadJob
 from penstock.trainer.logprobs import Outputs
 from penstock.trainer.packing import Pack, pack_rows
-from penstock.trainer.ranks.distributed import Ranks, TorchThread
+from penstock.trainer.ranks.distributed import Ranks, TorchThread, threads_here
 from penstock.trainer.restore import newest_whole
 from penstock.trainer.sft.config import SftConfig
 from penstock.trainer.sft.conversations import ConversationFile
@@ -76,7 +76,7 @@ async def fine_tune(job: SftJob) -> None:
     Cancelled, it finishes the step under way, saves and raises `CancelledError`. Raises `BadJob`, `BadBatch`,
     `TrainingDiverged`.
     """
-    stop, in_torch = threading.Event(), TorchThread(job.config.threads)
+    stop, in_torch = threading.Event(), TorchThread(threads_here(job.config))
     running = asyncio.ensure_future(in_torch(_fine_tune, job, stop.is_set))
     try:
         await asyncio.shield(running)

@@ -86,7 +86,7 @@ def bundle_of(kind: Kind, config: RunConfig, *, gpus: bool) -> Bundle:
     usual: Mapping[str, Bundle] = {
         "rollout": {"CPU": 1, "GPU": float(gpus)},
         "agent": {"CPU": 1},
-        "trainer": {"CPU": trainer.ranks * trainer.threads, "GPU": trainer.ranks * float(gpus)},
+        "trainer": {"CPU": trainer.ranks * (trainer.threads or 1), "GPU": trainer.ranks * float(gpus)},
     }
     asked: Mapping[str, Bundle] = {
         "rollout": config.ray.rollout,

@@ -9,7 +9,14 @@ import pytest
 from tests.deploy.conftest import RECIPE
 
 from penstock.deploy import load_config
-from penstock.deploy.preflight import FACTS, check_devices, check_engine, check_size, check_training_engine
+from penstock.deploy.preflight import (
+    FACTS,
+    check_devices,
+    check_engine,
+    check_size,
+    check_threads,
+    check_training_engine,
+)
 
 SMALL_GPU_MIB = 1024
 
@@ -48,6 +55,20 @@ def test_what_computes_on_gpus_alone_is_refused_without_one(setting: str) -> Non
     assert not found.ok
     assert setting.removesuffix("=true") in found.found
     assert "trainer.engine=fsdp" in found.fix
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_ranks_share_of_the_cores_is_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.deploy.preflight.machine.cores", lambda: 8)
+    of = lambda *settings: check_threads(load_config(RECIPE, ["trainer.ranks=2", *settings]))  # noqa: E731
+    share, one, many, all_ = (
+        of(*words)
+        for words in (["trainer.offload=true"], [], ["trainer.threads=9"], ["trainer.threads=4", "rollout.servers=1"])
+    )
+    assert (share.verdict, one.verdict, many.verdict, all_.verdict) == ("ok", "ok", "FAIL", "warn")
+    assert "2 ranks of 4" in share.found
+    assert "2 ranks of 1" in one.found
+    assert "trainer.threads=8" in many.fix
 
 
 @pytest.mark.usefixtures("no_gpu")

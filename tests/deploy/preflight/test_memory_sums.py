@@ -55,6 +55,19 @@ def test_what_is_recomputed_is_not_kept() -> None:
     assert trainer_bytes(BIG, config, 1, critic=False)["activations"] == 2 * 8192 * (32 * 4096 + LAYER)
 
 
+def test_of_a_selection_the_cheap_half_is_not_kept() -> None:
+    """Kept: input, queries, values, gate, attention's output and the MLP's."""
+    config = TrainerConfig(dtype="bfloat16", micro_batch_tokens=8192, recompute="selective")
+    kept = 2 * 4096 + 2 * 4096 + 1024 + 14336
+    found = trainer_bytes(BIG, config, 1, critic=False)["activations"]
+    assert found == 2 * 8192 * (32 * kept + LAYER)
+    whole, none = (
+        trainer_bytes(BIG, config.model_copy(update={"recompute": one}), 1, critic=False)["activations"]
+        for one in (True, False)
+    )
+    assert whole < found < none
+
+
 def test_lora_learns_its_own_matrices_alone_and_a_critic_doubles() -> None:
     lora = TrainerConfig.model_validate({"lora": {"rank": 16}})
     found = trainer_bytes(BIG, lora, 1, critic=False)

@@ -26,6 +26,8 @@ def check(config: TrainerConfig) -> None:
             raise BadJob(f"trainer.engine fsdp has no trainer.parallel.{name}; trainer.engine megatron has")
     if config.compile and config.parallel.tensor > 1:
         raise BadJob("trainer.compile does not go with trainer.parallel.tensor: set one of them")
+    if config.compile and config.recompute == "selective":  # compiled, a layer has no operations to choose from
+        raise BadJob("trainer.compile does not go with trainer.recompute selective: set recompute to true or false")
     if config.lora.rank and find_spec("peft") is None:
         raise BadJob("trainer.lora needs the package peft: pip install penstock[lora]")
     if config.liger and find_spec("liger_kernel") is None:

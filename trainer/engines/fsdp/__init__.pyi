@@ -7,8 +7,15 @@ from .context import ContextGroup as ContextGroup
 from .context import Exchange as Exchange
 from .context import whole_part as whole_part
 from .engine import FSDPEngine as FSDPEngine
+from .flash_attention import FlashOffer as FlashOffer
+from .flash_attention import Heads as Heads
+from .flash_attention import attended as attended
+from .flash_attention import choose_flash as choose_flash
+from .flash_attention import difference as difference
+from .flash_attention import use_flash as use_flash
 from .host_states import HostStates as HostStates
 from .lora import Adapter as Adapter
+from .mixers import mix_row_by_row as mix_row_by_row
 from .models import Policy as Policy
 from .models import load_policy as load_policy
 from .rows import RowPlan as RowPlan

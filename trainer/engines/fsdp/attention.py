@@ -8,10 +8,10 @@ computed a tile at a time. Registered with transformers, so that any model built
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ def _kernel() -> Any:
 KERNEL = _kernel()
 
 
-@torch.compiler.disable  # lengths of rows are read on the host: a compiled layer is cut here
+@torch.compiler.disable  # every pack has other lengths of rows: a compiled layer is cut here
 def packed_attention(  # noqa: PLR0917 - the order is that of transformers' interface
     module: nn.Module,
     query: Tensor,
@@ -83,8 +83,9 @@ def packed_attention(  # noqa: PLR0917 - the order is that of transformers' inte
     """query [1, H, L, D], key and value [1, H_kv, L, D] → [1, L, H, D]. Raises `NoBounds` where the rows' bounds do not
     arrive, and `UnsupportedAttention` for arguments that it does not know.
 
-    With `context`, L is this rank's part of the tokens, and the bounds are those of the whole pack. `seen`: where rows
-    share their prompts. Models are loaded without dropout (`policy.load_model`).
+    With `context`, L is this rank's part of the tokens, and the bounds are those of the whole pack. `seen`: made once
+    for all layers; None: it is read from the bounds, and the host waits for the device. Models are loaded without
+    dropout (`policy.load_model`).
     """
     assert dropout == 0.0
     _refuse_unknown(module, {**others, "attention_mask": attention_mask})
@@ -92,7 +93,7 @@ def packed_attention(  # noqa: PLR0917 - the order is that of transformers' inte
         raise NoBounds(f"{type(module).__name__} does not hand on the bounds of packed rows")
     if context is not None:
         query, key, value = (context.to_heads(part) for part in _even_heads(query, key, value, context.size))
-    seen = seen or VisibleKeys(cu_seq_lens_q, cu_seq_lens_q)
+    seen = seen or VisibleKeys.of(cu_seq_lens_q, cu_seq_lens_q.diff())
     key, value = seen.of_runs(key), seen.of_runs(value)
     if softcap is None and query.is_cuda and query.dtype in HALF and KERNEL:
         joined = attend_by_kernel(query, key, value, seen, scaling=scaling, window=sliding_window)
@@ -123,23 +124,34 @@ def _even_heads(query: Tensor, key: Tensor, value: Tensor, size: int) -> tuple[T
 
 @dataclass(frozen=True, slots=True)
 class VisibleKeys:
-    """Which keys each run's queries see: its parent's, then its own up to themselves. R runs."""
+    """Which keys each run's queries see: its parent's, then its own up to themselves. R runs.
+
+    Made once for all layers. Lengths are numbers of the host: one that a layer read from a tensor would stop the host
+    until the device has computed all that was asked of it.
+    """
 
     queries: Tensor
-    """[R + 1] bounds of the runs"""
+    """[R + 1] int32, bounds of the runs"""
     keys: Tensor
-    """[R + 1] bounds of what they see, laid end to end: `queries` where no run has a parent"""
+    """[R + 1] int32, bounds of what they see, laid end to end: `queries` where no run has a parent"""
+    query_lengths: Sequence[int]
+    """[R] tokens of the runs"""
+    key_lengths: Sequence[int]
+    """[R] keys that they see"""
     places: Tensor | None = None
     """Where in the pack those keys are; None: as they lie."""
 
     @classmethod
-    def of(cls, bounds: Tensor, parents: Tensor) -> VisibleKeys:
-        """`Pack.row_bounds` and `Pack.parents`; once for all layers."""
-        own = [torch.arange(start, end) for start, end in pairwise(bounds.tolist())]
+    def of(cls, bounds: Tensor, lengths: Tensor, parents: Tensor | None = None) -> VisibleKeys:
+        """`Pack.row_bounds`, `run_lengths` and `parents`; waits for no device where the latter two are on the host."""
+        read = tuple(lengths.tolist())
+        if parents is None:
+            return cls(bounds, bounds, read, read)
+        own = torch.arange(sum(read)).split(read)
         pairs = zip(own, parents.tolist(), strict=True)
         seen = [run if parent < 0 else torch.cat([own[parent], run]) for run, parent in pairs]
-        keys = torch.tensor([0, *(len(run) for run in seen)]).cumsum(0, dtype=bounds.dtype)
-        return cls(bounds, keys.to(bounds.device), torch.cat(seen).to(bounds.device))
+        keys = torch.tensor([0, *map(len, seen)]).cumsum(0, dtype=bounds.dtype)
+        return cls(bounds, keys.to(bounds.device), read, tuple(map(len, seen)), torch.cat(seen).to(bounds.device))
 
     def of_runs(self, x: Tensor) -> Tensor:
         """Keys or values [1, H_kv, L, D] → [1, H_kv, keys[R], D]"""
@@ -151,7 +163,7 @@ def attend_by_kernel(
 ) -> Tensor:
     """All [1, heads, L, D]; the kernel wants [L, heads, D]. Its causal mask ends at the last key of the last query."""
     flat = [part[0].transpose(0, 1).contiguous() for part in (query, key, value)]
-    longest = [int(bounds.diff().max()) for bounds in (seen.queries, seen.keys)]
+    longest = max(seen.query_lengths), max(seen.key_lengths)
     left = -1 if window is None else window - 1
     gqa = query.shape[1] != key.shape[1]
     found: Tensor = KERNEL(
@@ -170,8 +182,8 @@ def attend_by_row(
     window: int | None,
     softcap: float | None = None,
 ) -> Tensor:
-    keys = seen.keys.diff().tolist()
-    rows = zip(query.split(seen.queries.diff().tolist(), 2), key.split(keys, 2), value.split(keys, 2), strict=True)
+    queries, keys = list(seen.query_lengths), list(seen.key_lengths)
+    rows = zip(query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True)
     if softcap is None:
         return torch.cat([_one_row(q, k, v, scaling, window) for q, k, v in rows], dim=2)
     return torch.cat([_capped_row(q, k, v, scaling=scaling, window=window, softcap=softcap) for q, k, v in rows], dim=2)

@@ -37,6 +37,8 @@ class PackPart:
     """[n] places among the rank's tokens"""
     targets: Tensor
     """[n]"""
+    run_lengths: Tensor
+    """[R] between `row_bounds`, on the host"""
     counts: tuple[int, ...] = ()
     """n of every rank of the group"""
     parents: Tensor | None = None
@@ -60,7 +62,7 @@ class ContextGroup:
     def part(self, pack: Pack) -> PackPart:
         """This rank's, by itself: every rank has the whole pack."""
         length = -(-len(pack.ids) // self.size)
-        ids, positions, bounds = _filled(pack, length * self.size)
+        ids, positions, bounds, run_lengths = _filled(pack, length * self.size)
         start = self.rank * length
         edges = torch.arange(self.size + 1, device=pack.predictors.device) * length
         cuts = torch.searchsorted(pack.predictors, edges).tolist()
@@ -76,6 +78,7 @@ class ContextGroup:
             bounds,
             pack.predictors[mine] - start,
             pack.targets[mine],
+            run_lengths,
             counts,
             experts=experts,
             top_ids=None if pack.top_ids is None else pack.top_ids[mine],
@@ -106,6 +109,7 @@ def whole_part(pack: Pack) -> PackPart:
         pack.row_bounds,
         pack.predictors,
         pack.targets,
+        pack.run_lengths,
         parents=pack.parents,
         experts=pack.experts,
         top_ids=pack.top_ids,
@@ -113,14 +117,15 @@ def whole_part(pack: Pack) -> PackPart:
     )
 
 
-def _filled(pack: Pack, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, positions and bounds with one more row of zeros up to `length` tokens."""
+def _filled(pack: Pack, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ids, positions, bounds and lengths of runs with one more row of zeros up to `length` tokens."""
     missing = length - len(pack.ids)
     if not missing:
-        return pack.ids, pack.positions, pack.row_bounds
+        return pack.ids, pack.positions, pack.row_bounds, pack.run_lengths
     ids = torch.nn.functional.pad(pack.ids, (0, missing))
     positions = torch.cat([pack.positions, torch.arange(missing, device=pack.positions.device)])
-    return ids, positions, torch.cat([pack.row_bounds, pack.row_bounds.new_tensor([length])])
+    bounds = torch.cat([pack.row_bounds, pack.row_bounds.new_tensor([length])])
+    return ids, positions, bounds, torch.cat([pack.run_lengths, pack.run_lengths.new_tensor([missing])])
 
 
 class Exchange(torch.autograd.Function):

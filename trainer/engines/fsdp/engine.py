@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from penstock.trainer.advantages import ADVANTAGES, needs_of
 from penstock.trainer.batch import ModelLimits
 from penstock.trainer.checkpoint import CheckpointInfo
 from penstock.trainer.config import TrainerConfig, learning_rate
 from penstock.trainer.engine import Flops, PackLoss, RouterLoads, Update, ValueLoss
+from penstock.trainer.engines.fsdp.flash_attention import use_flash
 from penstock.trainer.engines.fsdp.hashing_writer import HashingWriter
 from penstock.trainer.engines.fsdp.host_states import HostStates, on_this_rank
 from penstock.trainer.engines.fsdp.lora import gathered, merged, named_weights
@@ -36,6 +37,9 @@ from penstock.trainer.job import BadJob, no_replay
 from penstock.trainer.packing import Pack, RowLayout
 from penstock.trainer.ranks.distributed import Ranks
 from penstock.weight_sync import Shard
+
+STEP_BYTES = 4
+"""AdamW's step number beside each weight, float32."""
 
 
 class FSDPEngine:
@@ -63,6 +67,7 @@ class FSDPEngine:
             raise no_replay(self.policy.unrouted_because)
         self.limits = _model_limits(self.policy, routing_replay=routing_replay)
         self.flops = Flops.of(self.policy.model, learns_all=self.policy.adapter is None)
+        use_flash(self.policy, getattr(torch, config.dtype), ranks.device)
         self._actor = TrainableModule(self.policy, config, ranks)
         if self.policy.routers is not None:
             self.policy.routers.count_load(ranks.device)
@@ -163,7 +168,7 @@ class FSDPEngine:
     def state_bytes(self) -> int:
         trained = [self.policy, *([self.critic.module] if self.critic else [])]
         learning = [one for module in trained for one in module.parameters() if one.requires_grad]
-        return sum(3 * local_part(one)[0].nbytes for one in learning)
+        return sum(3 * local_part(one)[0].nbytes + STEP_BYTES for one in learning)
 
     def _kept_states(self) -> Iterator[Tensor]:
         for module in self._modules:
@@ -273,11 +278,7 @@ def _learned(engine: FSDPEngine, model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _restore(engine: FSDPEngine, state: dict[str, Any]) -> None:
-    model, moments = state["model"], state["optimizer"]
-    options = StateDictOptions(strict=engine.adapter_settings is None)
-    set_state_dict(engine.policy, engine.optimizer, model_state_dict=model, optim_state_dict=moments, options=options)
+    engine._actor.restore(state["model"], state["optimizer"], strict=engine.adapter_settings is None)
     engine.kl_coefficient = float(state["kl_coefficient"])
     if engine.critic is not None:
-        model, moments = state["critic"], state["critic_optimizer"]
-        critic = engine.critic
-        set_state_dict(critic.module, critic.optimizer, model_state_dict=model, optim_state_dict=moments)
+        engine.critic.restore(state["critic"], state["critic_optimizer"])

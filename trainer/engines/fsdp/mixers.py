@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.trainer.engines.fsdp.attention import VisibleKeys
+
 GATED_DELTA = ("fla", "causal_conv1d")
 MAMBA2 = ("mamba_ssm", "causal_conv1d")
 CONVOLUTION = ("causal_conv1d",)
@@ -61,7 +63,10 @@ def _row_by_row(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @torch.compiler.disable  # lengths of rows are read on the host
     def wrapped(hidden_states: Tensor, *args: Any, **arguments: Any) -> Tensor:
         bounds, numbers = arguments.pop("cu_seq_lens_q", None), arguments.pop("seq_idx", None)
-        if bounds is not None:
+        seen: VisibleKeys | None = arguments.pop("seen", None)
+        if seen is not None:
+            lengths = list(seen.query_lengths)
+        elif bounds is not None:
             lengths = bounds.diff().tolist()
         elif numbers is not None:  # all that some layers are given
             lengths = numbers[0].unique_consecutive(return_counts=True)[1].tolist()

@@ -118,9 +118,11 @@ def row_inputs(
     """The calls by which the rows of one part of a pack go through the model."""
     experts = part.experts if routed else None
     if plan.layout is RowLayout.PACKED and vision is not None:
-        yield _packed_seeing(part, vision)
+        yield _packed_seeing(part, plan, vision)
     elif plan.layout is RowLayout.PACKED:
-        arguments = row_bounds_arguments(part.row_bounds, part.parents, numbered=bool(plan.mixers))
+        arguments = row_bounds_arguments(part.row_bounds, part.run_lengths, numbered=bool(plan.mixers))
+        if plan.attention == attention.NAME:
+            arguments["seen"] = VisibleKeys.of(part.row_bounds, part.run_lengths, part.parents)
         if context is not None:
             arguments["context"] = context
         if routed:
@@ -131,7 +133,7 @@ def row_inputs(
     elif plan.layout is RowLayout.PADDED:
         yield _padded(part, routed=routed, vision=vision)
     else:
-        lengths = part.row_bounds.diff().tolist()
+        lengths = part.run_lengths.tolist()
         told = [None] * len(lengths) if experts is None else experts.split(lengths)
         for row, of_row in zip(part.ids.split(lengths), told, strict=True):
             given = {KEYWORD: Routing(of_row)} if routed else {}
@@ -139,8 +141,8 @@ def row_inputs(
 
 
 def _padded(part: PackPart, *, routed: bool, vision: Vision | None = None) -> RowInputs:
-    lengths = part.row_bounds.diff().long()
-    line = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    lengths, device = part.run_lengths.long(), part.ids.device
+    line = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device)
     ids = part.ids.new_zeros(len(lengths), int(lengths.max()))
     ids[line, part.positions] = part.ids
     given: dict[str, Any] = {KEYWORD: _padded_routing(part, line, ids.shape[1])} if routed else {}
@@ -152,10 +154,12 @@ def _padded(part: PackPart, *, routed: bool, vision: Vision | None = None) -> Ro
     return RowInputs(arguments, line, part.positions, blank=(lines, 0) if len(ids) > lines else None)
 
 
-def _packed_seeing(part: PackPart, vision: Vision) -> RowInputs:
+def _packed_seeing(part: PackPart, plan: RowPlan, vision: Vision) -> RowInputs:
     length = len(part.ids)
-    seen = vision.look_along(part.ids.split(part.row_bounds.diff().tolist()), part.images)
-    bounds = row_bounds_arguments(seen.bounds)
+    seen = vision.look_along(part.ids.split(part.run_lengths.tolist()), part.images)
+    bounds = row_bounds_arguments(seen.bounds, seen.lengths)
+    if plan.attention == attention.NAME:
+        bounds["seen"] = VisibleKeys.of(seen.bounds, seen.lengths)
     arguments = {"input_ids": seen.ids, "position_ids": seen.positions, "use_cache": False, **bounds, **seen.arguments}
     if seen.ids.shape[1] == length:
         return RowInputs(arguments)
@@ -176,13 +180,10 @@ def _padded_routing(part: PackPart, line: Tensor, width: int) -> Routing:
     return Routing(experts, real)
 
 
-def row_bounds_arguments(
-    row_bounds: Tensor, parents: Tensor | None = None, *, numbered: bool = False
-) -> dict[str, Any]:
+def row_bounds_arguments(row_bounds: Tensor, run_lengths: Tensor, *, numbered: bool = False) -> dict[str, Any]:
     """The keyword arguments by which transformers hands packed rows' bounds to attention; `numbered`: also the row of
     each token, which mixers ask for."""
-    lengths = row_bounds.diff()
-    longest = int(lengths.max())
+    longest = int(run_lengths.max())
     arguments: dict[str, Any] = {
         "cu_seq_lens_q": row_bounds,
         "cu_seq_lens_k": row_bounds,
@@ -190,9 +191,9 @@ def row_bounds_arguments(
         "max_length_k": longest,
     }
     if numbered:
-        numbers = torch.arange(len(lengths), dtype=torch.int32, device=row_bounds.device)
-        arguments["seq_idx"] = torch.repeat_interleave(numbers, lengths.long())[None]
-    return arguments if parents is None else {**arguments, "seen": VisibleKeys.of(row_bounds, parents)}
+        numbers = torch.arange(len(run_lengths), dtype=torch.int32)
+        arguments["seq_idx"] = torch.repeat_interleave(numbers, run_lengths.long())[None].to(row_bounds.device)
+    return arguments
 
 
 def choose_rows(model: PreTrainedModel, vision: Vision | None = None) -> RowPlan:
@@ -360,13 +361,15 @@ class TrialRows:
         starts = self.starts or (0,) * len(self.rows)
         positions = [start + n for start, row in zip(starts, self.rows, strict=True) for n in range(len(row))]
         nothing = self._tensor(())
+        lengths = torch.tensor([len(row) for row in self.rows])
         return PackPart(
             ids=self._tensor(token for row in self.rows for token in row),
             positions=self._tensor(positions),
-            row_bounds=self._tensor((0, *(len(row) for row in self.rows))).cumsum(0, dtype=torch.int32),
+            row_bounds=self._tensor((0, *lengths.tolist())).cumsum(0, dtype=torch.int32),
             predictors=nothing,
             targets=nothing,
-            parents=self._tensor(self.parents) if self.parents else None,
+            run_lengths=lengths,
+            parents=torch.tensor(self.parents) if self.parents else None,
             images=self.images,
         )
 

@@ -19,15 +19,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from penstock.trainer.config import Layout, TrainerConfig
 from penstock.trainer.engine import Update
 from penstock.trainer.engines.fsdp import attention
 from penstock.trainer.engines.fsdp.context import ContextGroup
+from penstock.trainer.engines.fsdp.recompute import recomputed
 from penstock.trainer.engines.fsdp.shell import ModelShell
 from penstock.trainer.engines.fsdp.tensor_parallel import CannotSplitModel, split_over
 from penstock.trainer.packing import Pack, empty_pack
@@ -88,12 +89,20 @@ class TrainableModule(ShardedModule):
             betas=config.betas,
             eps=config.eps,
             weight_decay=config.weight_decay,
+            fused=True,  # one kernel for all shards; on CPUs torch would otherwise go through them in Python
         )
 
     def states(self) -> Iterator[Tensor]:
         yield from super().states()
-        kept = (value for state in self.optimizer.state.values() for value in state.values())
-        yield from (one for one in kept if isinstance(one, Tensor) and one.dim())  # a step number stays on the host
+        for state in self.optimizer.state.values():
+            yield from (one for one in state.values() if isinstance(one, Tensor))
+
+    def restore(self, weights: dict[str, Any], moments: dict[str, Any], *, strict: bool = True) -> None:
+        """What `get_state_dict` gave of such a module. `strict`: all of its weights are there."""
+        for group in moments["param_groups"]:  # how the process that wrote them computed
+            group |= {name: self.optimizer.defaults[name] for name in ("fused", "foreach")}
+        options = StateDictOptions(strict=strict)
+        set_state_dict(self.module, self.optimizer, model_state_dict=weights, optim_state_dict=moments, options=options)
 
     def accumulate(self, packs: Sequence[Pack], loss: Callable[[Pack, Any], Tensor], divisor: float) -> float:
         """Gradients of sum(loss) / `divisor` over all packs of all ranks; returns the loss over all ranks.
@@ -198,14 +207,7 @@ def _prepare(block: Any, config: TrainerConfig) -> None:
     if config.compile:
         block.forward = torch.compile(block.forward, dynamic=True)
     if config.recompute:
-        block.forward = _recomputed(block.forward)
-
-
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-    return wrapped
+        block.forward = recomputed(block.forward, config.recompute)
 
 
 def _blocks(module: Any) -> list[nn.Module]:

@@ -59,6 +59,8 @@ class SeenRows:
     """[4, 1, L]"""
     bounds: Tensor
     """[R + 1] int32"""
+    lengths: Tensor
+    """[R] between them, on the host"""
     arguments: dict[str, Tensor]
     """Pixels and grids"""
 
@@ -144,8 +146,9 @@ class Vision:
         marked = [self._marked(row[None], [of_row]) for row, of_row in zip(rows, seen, strict=True)]
         places = [self._positions_of(*one, of_row) for one, of_row in zip(marked, seen, strict=True)]
         ids = torch.cat([one for one, _ in marked], dim=1)
-        lengths = torch.tensor([0, *map(len, rows)], device=ids.device)
-        return SeenRows(ids, torch.cat(places, dim=2), lengths.cumsum(0).int(), _arguments(seen, ids.device))
+        lengths = torch.tensor([*map(len, rows)])
+        bounds = torch.nn.functional.pad(lengths.cumsum(0).int(), (1, 0)).to(ids.device)
+        return SeenRows(ids, torch.cat(places, dim=2), bounds, lengths, _arguments(seen, ids.device))
 
     def _seen(self, images: Sequence[Sequence[bytes]], rows: int) -> list[list[Pixels]]:
         return [[self.read(image) for image in of_row] for of_row in images] or [[] for _ in range(rows)]

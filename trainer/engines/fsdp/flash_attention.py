@@ -1,0 +1,162 @@
+"""Which kernels packed attention runs on a GPU: FlashAttention 3 where it is there and was seen to agree, else torch's.
+
+    offer    capability 9.0, a torch that lists FA3, the package `flash_attn_interface`, half precision, packed rows
+    trial    this model's heads, head size and window: outputs and gradients beside those of torch's own kernel
+    then     it is this process's for good; in every other case torch's own stays, and the log says why
+
+torch dispatches `varlen_attn` to what was activated, for the whole process: `scaled_dot_product_attention` too, which
+is why models that see images, whose tower calls it with heads of another size, keep torch's own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+import torch.nn.attention
+from torch import Tensor
+
+from penstock.trainer.engines.fsdp import attention
+from penstock.trainer.engines.fsdp.attention import HALF, VisibleKeys, attend_by_kernel
+from penstock.trainer.engines.fsdp.models import Policy
+from penstock.trainer.packing import RowLayout
+
+logger = logging.getLogger(__name__)
+
+IMPLEMENTATION, PACKAGE = "FA3", "flash_attn_interface"
+CAPABILITY = (9, 0)
+TOLERANCE = 0.02
+"""Of the norm: two kernels in bfloat16 round their products to 2⁻⁸ in another order."""
+OTHER_SIZES = ("qk_nope_head_dim", "v_head_dim", "global_head_dim", "swa_head_dim")
+"""Settings of models whose heads are not all of `head_dim`."""
+TRIED_LENGTHS, TRIED_PARENTS = (70, 129, 1, 56), (-1, 0, 0, -1)
+"""Runs that a kernel is tried on, of which two continue another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlashOffer:
+    """What there is to choose from, and what for."""
+
+    capability: tuple[int, int] | None
+    """Of the device; None: no GPU."""
+    dtype: torch.dtype
+    """Of the arithmetic."""
+    packed: bool
+    """Rows go through packed attention."""
+    sees_images: bool
+    one_head_size: bool
+    """Queries, keys and values of all layers: the one that is tried."""
+    listed: bool
+    """torch knows how to activate it."""
+    installed: bool
+    """Its package can be found."""
+    active: str | None
+    """What somebody else has activated in this process."""
+
+    @property
+    def declined_because(self) -> str:
+        """A phrase; empty where a trial is worth it."""
+        reasons = {
+            "there is no GPU": self.capability is None,
+            f"the arithmetic is {str(self.dtype).removeprefix('torch.')}": self.dtype not in HALF,
+            "rows are not packed by our attention": not self.packed,
+            "the model sees images": self.sees_images,
+            "the model's heads are of several sizes": not self.one_head_size,
+            f"{self.active} was activated before": self.active not in (None, IMPLEMENTATION),
+            f"the device's capability is {self.capability}, not {CAPABILITY}": self.capability != CAPABILITY,
+            f"torch {torch.__version__} does not list {IMPLEMENTATION}": not self.listed,
+            f"the package {PACKAGE} is not installed": not self.installed,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def choose_flash(offer: FlashOffer, trial: Callable[[], str]) -> str:
+    """Why torch's own kernel is taken; empty: FlashAttention 3 is. `trial`: why the two differ, empty where they agree;
+    it is asked only where there is something to try."""
+    return offer.declined_because or trial()
+
+
+def use_flash(policy: Policy, dtype: torch.dtype, device: torch.device) -> None:
+    """Activates what is chosen for this model, and logs it. Kernels that fail in the trial are not taken."""
+    offer = _offer(policy, dtype, device)
+    declined = choose_flash(offer, lambda: _tried(policy, dtype, device))
+    if not declined:
+        logger.info("attention kernel: %s, which agrees with torch's own", IMPLEMENTATION)
+    else:
+        level = logging.DEBUG if offer.capability is None else logging.INFO
+        logger.log(level, "attention kernel: torch's own, not %s: %s", IMPLEMENTATION, declined)
+
+
+def _offer(policy: Policy, dtype: torch.dtype, device: torch.device) -> FlashOffer:
+    return FlashOffer(
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        dtype=dtype,
+        packed=policy.rows.layout is RowLayout.PACKED and policy.rows.attention == attention.NAME,
+        sees_images=policy.vision is not None,
+        one_head_size=not any(getattr(policy.model.config.get_text_config(), name, None) for name in OTHER_SIZES),
+        listed=IMPLEMENTATION in getattr(torch.nn.attention, "list_flash_attention_impls", list)(),
+        installed=find_spec(PACKAGE) is not None,
+        active=getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)(),
+    )
+
+
+def _tried(policy: Policy, dtype: torch.dtype, device: torch.device) -> str:
+    """Leaves it activated where it agrees. It may be already, by another engine of this process."""
+    config = policy.model.config.get_text_config()
+    heads = config.num_attention_heads
+    shape = Heads(
+        heads,
+        getattr(config, "num_key_value_heads", None) or heads,
+        getattr(config, "head_dim", None) or config.hidden_size // heads,
+        getattr(config, "sliding_window", None),
+    )
+    if torch.nn.attention.current_flash_attention_impl() is not None:
+        torch.nn.attention.restore_flash_attention_impl()
+    try:
+        expected = attended(shape, dtype, device)
+        torch.nn.attention.activate_flash_attention_impl(IMPLEMENTATION)
+        because = difference(attended(shape, dtype, device), expected)
+    except Exception as error:  # noqa: BLE001 - a package's kernels may raise anything
+        because = f"it failed: {type(error).__name__}: {error}"
+    if because and torch.nn.attention.current_flash_attention_impl() is not None:
+        torch.nn.attention.restore_flash_attention_impl()
+    return because
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Of a model's attention."""
+
+    query: int
+    key_value: int
+    size: int
+    window: int | None = None
+
+
+def attended(shape: Heads, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """[output, gradients of queries, keys and values] of rows that are the same at every call, some of which share a
+    prompt; without the model's window and, where it has one, with it."""
+    generator = torch.Generator().manual_seed(0)
+    lengths, parents = torch.tensor(TRIED_LENGTHS), torch.tensor(TRIED_PARENTS)
+    bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(device)
+    seen, found = VisibleKeys.of(bounds, lengths, parents), []
+    for window in dict.fromkeys((None, shape.window)):
+        counts = (shape.query, shape.key_value, shape.key_value)
+        drawn = [torch.randn(1, count, sum(TRIED_LENGTHS), shape.size, generator=generator) for count in counts]
+        query, key, value = (one.to(device, dtype).requires_grad_() for one in drawn)
+        output = attend_by_kernel(query, seen.of_runs(key), seen.of_runs(value), seen, scaling=None, window=window)
+        weights = torch.randn(output.shape, generator=generator).to(device, dtype)
+        found += [output.detach(), *torch.autograd.grad((output * weights).sum(), (query, key, value))]
+    return found
+
+
+def difference(found: list[Tensor], expected: list[Tensor]) -> str:
+    """Why they are not the same up to rounding; empty where they are."""
+    for mine, own in zip(found, expected, strict=True):
+        apart = (mine.float() - own.float()).norm() / own.float().norm()
+        if not float(apart) <= TOLERANCE:  # NaN is no agreement
+            return f"its results are {float(apart):.3g} of their norm away from torch's own"
+    return ""
