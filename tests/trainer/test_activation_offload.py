@@ -11,11 +11,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from image_rows import mixed_rows
 from tests.tiny_model import save_tiny_model
+from tests.vision_model import save_qwen3_vl
 from trainer_support import one_pack
 
 from benchmarks.support.meter import peak_bytes
-from penstock.trainer import Ranks, TrainerConfig
+from penstock.trainer import Ranks, TrainerConfig, pack_rows
 from penstock.trainer.engines.fsdp import (
     ActivationOffload,
     FSDPEngine,
@@ -87,6 +89,22 @@ def test_the_device_holds_what_two_layers_save_and_gradients_have_the_same_bits(
     assert peaks[False, True] < 0.5 * peaks[False, False]
     inputs = layers * tokens * 64 * 4
     assert peaks[True, False] - peaks[True, True] > 0.6 * inputs, "of eight inputs six are gone"
+
+
+@pytest.mark.deep
+@pytest.mark.usefixtures("every_size")
+def test_a_vision_tower_s_layers_wait_on_the_host_too(tmp_path: Path) -> None:
+    """Its layers run before those of the text, some of which are given its features."""
+    policy, gradients = load_policy(save_qwen3_vl(tmp_path), 1.0), []
+    (pack,) = pack_rows(mixed_rows(), 10_000, layout=policy.rows.layout)
+    for offloaded in (False, True):
+        if offloaded:
+            offload_activations(sharded._blocks(policy), CPU)
+        policy.zero_grad(set_to_none=True)
+        policy(pack).logprobs.sum().backward()
+        gradients.append([one.grad for one in policy.parameters()])
+    assert any("visual" in name for name, _ in policy.named_parameters())
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
 class Logged(torch.autograd.Function):

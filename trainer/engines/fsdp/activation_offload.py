@@ -350,8 +350,8 @@ class ActivationOffload:
         if activation is None or not activation.is_of(local):
             activation = self._known[storage._cdata] = _Activation(local.detach(), self._copies, self.buffers)
         layer.add(activation)
-        place = local.dtype, local.storage_offset(), local.size(), local.stride()
-        return _Saved(layer, activation, *place, _Split.of(tensor))
+        offset = int(local.storage_offset())
+        return _Saved(layer, activation, local.dtype, offset, local.size(), local.stride(), _Split.of(tensor))
 
 
 def _unpack(saved: _Saved | _Kept) -> Tensor:
@@ -360,7 +360,7 @@ def _unpack(saved: _Saved | _Kept) -> Tensor:
         return saved.tensor
     storage = saved.activation.storage()
     local = torch.empty(0, dtype=saved.dtype, device=storage.device)
-    local.set_(storage, saved.offset, saved.size, saved.stride)  # type: ignore[call-overload]
+    local.set_(storage, saved.offset, saved.size, saved.stride)
     return local if saved.split is None else saved.split.joined(local)
 
 

@@ -99,7 +99,7 @@ class TrainableModule(ShardedModule):
         summed = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         in_step = self._in_step(packs)
         for number, pack in enumerate(in_step, 1):
-            if self._mesh.replicate > 1:
+            if self._mesh.replicate > 1 and isinstance(self.module, FSDPModule):
                 # Between sets of shards, which may be on several machines, gradients go once per update.
                 self.module.set_requires_all_reduce(number == len(in_step))
             moved = pack.to(self._ranks.device)
