@@ -185,6 +185,8 @@ def test_copies_leave_a_layer_later_and_come_back_a_layer_ahead() -> None:
     # Layer 1's are copied back when the backward of layer 2 begins, layer 0's when that of layer 1 begins.
     assert [log.index(f"copy {number}") < backwards[2] for number in (7, 8)] == [True, True]
     assert log.index("copy 8") < log.index("copy 9") < backwards[1] < backwards[0]
+    assert all(log.index(f"join {number}") < backwards[1] for number in (7, 8))
+    assert all(log.index(f"join {number}") < backwards[0] for number in (9, 10))
     assert "copy 11" not in log
     for number in range(5, 11):
         assert f"join {number}" in log
@@ -274,6 +276,28 @@ def test_what_was_changed_after_it_was_saved_is_refused() -> None:
         out = through(layers[1:], saved)
         with pytest.raises(RuntimeError, match=r"shape \[64\] .* changed in place"):
             out.sum().backward()
+
+
+@pytest.mark.usefixtures("every_size")
+def test_what_is_saved_again_after_a_change_is_another_tensor() -> None:
+    """The backward needs the later values alone, which is allowed."""
+
+    class Changing(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * 1
+            self.unused = torch.sin(y)  # lives on, and so does what it saved
+            y.add_(1)
+            return torch.cos(y)
+
+    offload, layers = ActivationOffload(CPU), [Changing() for _ in range(4)]
+    for layer in layers:
+        offload.wrap(layer)
+    x = torch.rand(64, requires_grad=True)
+    (found,) = torch.autograd.grad(torch.nn.Sequential(*layers)(x).sum(), x)
+    y = x
+    for _ in layers:
+        y = torch.cos(y + 1)
+    assert torch.equal(found, torch.autograd.grad(y.sum(), x)[0])
 
 
 class FakeCuda:
