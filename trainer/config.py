@@ -134,10 +134,13 @@ class ParallelConfig(BaseModel):
     pipeline: int = Field(1, gt=0, description="Groups of layers on ranks of their own (megatron).")
     context: int = Field(1, gt=0, description="Ranks that share the tokens of each row, for very long rows.")
     expert: int = Field(1, gt=0, description="Ranks that share out a mixture's experts, among all copies (megatron).")
+    replicate: int = Field(
+        1, gt=0, description="Sets of ranks of which each holds all weights and moments in shards (HSDP, fsdp)."
+    )
 
     @property
     def layout(self) -> Layout:
-        return Layout(self.tensor, self.context, self.pipeline)
+        return Layout(self.tensor, self.context, self.pipeline, self.replicate)
 
 
 class MegatronConfig(BaseModel):
@@ -265,6 +268,10 @@ class TrainerConfig(BaseModel):
     offload: bool = Field(
         False, description="On GPUs: weights, gradients and moments wait in the host's memory, AdamW runs there."
     )
+    activation_offload: bool = Field(
+        False,
+        description="What layers save for the backward waits in the host's memory; with recompute their inputs alone.",
+    )
     compile: bool = Field(False, description="Layers are compiled by torch; the first steps take minutes.")
     liger: bool = Field(False, description="On GPUs: Liger's fused kernels for norms, rotary embedding and MLP.")
     peak_tflops: float | None = Field(
@@ -365,6 +372,9 @@ class Layout:
     """C: ranks that share each row's tokens."""
     stages: int = 1
     """P: groups of layers on ranks of their own."""
+    replicate: int = 1
+    """H: sets of consecutive ranks of which each holds all shards of weights, gradients and moments. Who trains which
+    rows does not hang on it: the replicas of one set and of all sets share out the batch."""
 
     @property
     def ranks(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -50,6 +51,7 @@ def peak_bytes(work: Callable[[], None], module: nn.Module) -> int:
     """The most bytes that `work` holds at a time; the gradients of `module` are there before."""
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
+    gc.collect()  # else what earlier work left in cycles may be freed meanwhile, and be counted as given back
     with Meter(memory=True) as meter:
         work()
     return meter.peak_bytes

@@ -138,6 +138,7 @@ def _engine_arguments(config: RunConfig) -> Mapping[str, Any]:
 CHANGES: Mapping[str, Mapping[str, Any]] = {
     "trainer.recompute=selective": {"recompute": "selective"},
     "trainer.recompute=true": {"recompute": True},
+    "trainer.recompute=true trainer.activation_offload=true": {"recompute": True, "activation_offload": True},
     "trainer.offload=true": {"offload": True},
     "trainer.recompute=true trainer.offload=true": {"recompute": True, "offload": True},
 }
@@ -169,6 +170,8 @@ def _keys_of(part: str, trainer: TrainerConfig) -> str:
         return "lower trainer.micro_batch_tokens and rollout.max_model_len, or raise trainer.parallel.context"
     if trainer.engine == "megatron":
         return "raise trainer.ranks, trainer.parallel.tensor or trainer.parallel.expert"
+    if trainer.parallel.replicate > 1:
+        return "lower trainer.parallel.replicate: each set of ranks holds all weights and moments"
     return "raise trainer.ranks, set trainer.lora.rank, or take a smaller model"
 
 

@@ -115,7 +115,8 @@ def _on_devices(config: RunConfig, states: float, served: float, gpu_bytes: int)
     parts = {"a trainer rank": states, "a rollout server": on_server}
     who, most = max(parts.items(), key=lambda part: part[1])
     found = f"{config.model}: {who} keeps {human(most)} of it on a device of {human(gpu_bytes)}"
-    fix = "raise trainer.ranks, or set trainer.offload=true or trainer.lora.rank"
+    more = "raise trainer.ranks" if config.trainer.parallel.replicate == 1 else "lower trainer.parallel.replicate"
+    fix = f"{more}, or set trainer.offload=true or trainer.lora.rank"
     if who == "a rollout server":
         fix = "split the server over more GPUs (tensor_parallel_size, tp_size), or take a smaller model"
     return Check("model size", most <= gpu_bytes, found, fix)

@@ -4,9 +4,11 @@ With P parameters, R ranks, L layers, hidden width h, query and key-value widths
 times the experts of a token), T tokens of a packed row, b bytes of the arithmetic:
 
     trainer, per rank  =  weights 4P/R + gradients 4P/R + moments 8P/R          fully sharded, masters in float32
+                          under HSDP R is the ranks of one set, trainer.ranks / parallel.replicate
                           + gathered: two layers, embedding and head in b; on one shard the whole model, b·P
                           + activations T·b·L·(6h + 2q + 2kv + 3i); with recompute T·b·(L·h + one layer),
-                            selective T·b·(L·(2h + 2q + kv + i) + one layer)
+                            selective T·b·(L·(2h + 2q + kv + i) + one layer);
+                            with activation_offload L is 2, and those of the other layers are in host memory
     with LoRA            gradients and moments of its matrices only; a base in bfloat16 has no float32 masters
     reference            weights again, in trainer.dtype or trainer.kl.reference_dtype; with LoRA it is the base itself
     critic               weights, gradients and moments of all P, in trainer.critic.dtype
@@ -45,6 +47,8 @@ from penstock.weight_sync import BUCKET_BYTES
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GB = 1 << 30
+ON_DEVICE = 2
+"""Layers whose activations are on the device at a time where the others' are not."""
 MASTER = 4
 """float32: weights, gradients; two moments are two of it."""
 
@@ -104,10 +108,11 @@ def _sharded(shape: ModelShape, trainer: TrainerConfig, *, critic: bool) -> dict
     has_reference = trainer.kl.needs_reference and not trainer.lora.rank
     reference = BYTES[trainer.kl.reference_dtype or trainer.dtype] * shape.parameters if has_reference else 0
     value = BYTES[trainer.critic.dtype] * shape.parameters if critic else 0
+    ranks = trainer.ranks / trainer.parallel.replicate
     return {
-        "weights": (_kept_width(shape, trainer) * shape.parameters + reference + value) / trainer.ranks,
-        "gradients": (learning + value) / trainer.ranks,
-        "moments": 2 * (learning + value) / trainer.ranks,
+        "weights": (_kept_width(shape, trainer) * shape.parameters + reference + value) / ranks,
+        "gradients": (learning + value) / ranks,
+        "moments": 2 * (learning + value) / ranks,
         "gathered layers": _gathered(shape, trainer),
     }
 
@@ -120,7 +125,7 @@ def _kept_width(shape: ModelShape, trainer: TrainerConfig) -> int:
 def _gathered(shape: ModelShape, trainer: TrainerConfig) -> float:
     """Weights as the arithmetic takes them. One shard is not given back between forward and backward."""
     width, tensor = BYTES[trainer.dtype], trainer.parallel.tensor
-    if trainer.ranks > tensor:
+    if trainer.ranks / trainer.parallel.replicate > tensor:
         return width * (2 * (shape.parameters - shape.outer) / shape.layers + shape.outer) / tensor
     as_kept = width == _kept_width(shape, trainer) and not trainer.offload
     return 0 if as_kept else width * shape.parameters / tensor
@@ -140,12 +145,31 @@ def _split(shape: ModelShape, trainer: TrainerConfig) -> dict[str, float]:
 
 
 def _activations(shape: ModelShape, trainer: TrainerConfig, tokens: int) -> float:
-    """Of the residual stream every rank of a tensor group has all, of the products between its matrices a part."""
+    """On the device. Of the residual stream every rank of a tensor group has all, of the products between its matrices
+    a part."""
+    saved, once = _saved(shape, trainer)
+    layers = min(shape.layers, ON_DEVICE) if trainer.activation_offload else shape.layers
+    return _row_bytes(trainer, tokens) * (layers * saved + once)
+
+
+def waiting_bytes(shape: ModelShape, trainer: TrainerConfig, longest: int) -> float:
+    """Of one rank, in host memory: what trainer.activation_offload moves there. The last layer's never leave."""
+    if not trainer.activation_offload:
+        return 0.0
+    saved, _ = _saved(shape, trainer)
+    return _row_bytes(trainer, max(trainer.micro_batch_tokens, longest)) * (shape.layers - 1) * saved
+
+
+def _saved(shape: ModelShape, trainer: TrainerConfig) -> tuple[float, float]:
+    """Elements per token: (of each layer until its backward, of the one whose backward it is)."""
     products = 2 * shape.query + 2 * shape.key_value + 3 * shape.mlp
     layer = 6 * shape.hidden + products / trainer.parallel.tensor
-    kept = shape.layers * _kept_of_layer(shape, trainer) + layer if trainer.recompute else shape.layers * layer
-    row = tokens / trainer.parallel.context
-    return BYTES[trainer.dtype] * row * kept / trainer.parallel.pipeline
+    return (_kept_of_layer(shape, trainer), layer) if trainer.recompute else (layer, 0)
+
+
+def _row_bytes(trainer: TrainerConfig, tokens: int) -> float:
+    """Of one element per token."""
+    return BYTES[trainer.dtype] * tokens / trainer.parallel.context / trainer.parallel.pipeline
 
 
 def _kept_of_layer(shape: ModelShape, trainer: TrainerConfig) -> float:
@@ -195,6 +219,8 @@ WORKER_PROCESS = 300 << 20
 FIXES = {
     "trainer": "lower trainer.micro_batch_tokens, set trainer.recompute=true, use trainer.lora.rank, or train on more "
     "machines' worth of ranks",
+    "offloaded activations": "lower trainer.micro_batch_tokens, or set trainer.recompute=true: inputs of layers alone "
+    "then wait in host memory",
     "servers": "lower rollout.kv_cache_tokens or rollout.servers, or start servers on other machines",
     "received weights": "set rollout.broadcast_receive=in_place: broadcasts then need no memory for a second version",
     "offloaded KV": "lower rollout.kv_offload_gb",
@@ -243,6 +269,7 @@ def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     torch_processes = servers + trainer.ranks
     return {
         "trainer": trainer.ranks * rank_bytes,
+        "offloaded activations": trainer.ranks * waiting_bytes(shape, trainer, rollout.max_model_len),
         "servers": servers * sum(served.values()) if served_here else sleepers * asleep,
         "received weights": servers * received_bytes(shape, config),
         "offloaded KV": servers * rollout.kv_offload_gb * GB,

@@ -132,6 +132,10 @@ def test_ranks_that_cannot_be_shared_out_are_refused(monkeypatch: pytest.MonkeyP
     with pytest.raises(BadJob, match=r"trainer\.parallel\.tensor is 4, and 2 of 4 ranks"):
         check_nodes(TrainerConfig(engine="megatron", ranks=4, parallel={"tensor": 4}), 2)
     check_nodes(TrainerConfig(engine="megatron", ranks=4, parallel={"tensor": 2, "pipeline": 2}), 2)
+    with pytest.raises(BadJob, match=r"trainer\.parallel\.replicate is 2: each 6 consecutive .* Set it to 3"):
+        check_nodes(TrainerConfig(ranks=12, parallel={"replicate": 2}), 3)
+    for replicate, nodes in ((2, 2), (4, 2), (2, 4), (3, 3)):
+        check_nodes(TrainerConfig(ranks=12, parallel={"replicate": replicate}), nodes)
     monkeypatch.setenv("PENSTOCK_TRAIN_NODES", "two")
     with pytest.raises(ConfigError, match="PENSTOCK_TRAIN_NODES='two'"):
         Rendezvous.of(None, 0, None)

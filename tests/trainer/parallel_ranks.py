@@ -12,25 +12,30 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import math
 import os
+import re
 import signal
 import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
 import two_ranks_traps
 from safetensors.torch import save_file
 from trainer_support import make_trajectory, taught
 
-from penstock.trainer import CheckpointStore, Learner, Ranks, TrainerConfig, make_step_batch, share_of
-from penstock.trainer.engines.fsdp import FSDPEngine, mesh_of
+from penstock.trainer import BadJob, CheckpointStore, Learner, Ranks, TrainerConfig, make_step_batch, share_of
+from penstock.trainer.engines.fsdp import FSDPEngine, HostBuffers, check_copies, local_part, mesh_of
 from penstock.transfer_queue import Batch, DataCursor
 from penstock.weight_sync import WeightSource, whole_shards
 
 GROUPS, MEMBERS = 4, 3
+ACTIVATION_OFFLOAD = "penstock.trainer.engines.fsdp.activation_offload"
 
 
 def train_step(learner: Learner, engine: FSDPEngine, ranks: Ranks, step: int) -> dict[str, Any]:
@@ -75,6 +80,20 @@ def leave(
         store.seal(done, DataCursor(), ranks.world, {})
         save_file(weights, folder / f"weights_{done}.safetensors")
         (folder / f"metrics_{done}.json").write_text(json.dumps(lines))
+    if ranks.layout.replicate > 1:
+        check_copies_are_found(engine, ranks)
+
+
+def check_copies_are_found(engine: FSDPEngine, ranks: Ranks) -> None:
+    """Trained sets of shards are copies to the bit; one value that differs is found by all ranks, and named."""
+    check_copies([engine.policy], ranks)
+    name, parameter = list(engine.policy.named_parameters())[3]
+    local, _ = local_part(parameter)
+    if ranks.rank == ranks.world - 1 and local.numel():
+        with torch.no_grad():
+            local.view(-1)[0] += 1.0
+    with pytest.raises(BadJob, match=re.escape(name)):
+        check_copies([engine.policy], ranks)
 
 
 def check_stream(engine: FSDPEngine, ranks: Ranks, weights: Mapping[str, torch.Tensor]) -> None:
@@ -82,6 +101,10 @@ def check_stream(engine: FSDPEngine, ranks: Ranks, weights: Mapping[str, torch.T
     source = WeightSource.open(ranks.rank, ranks.world, ranks.timeout)
     own = engine.local_shards(torch.bfloat16)
     assert (own is None) == (ranks.layout.tensor > 1)
+    sets = ranks.world // ranks.layout.replicate
+    for shard in own or ():
+        assert sum(shard.rank_bytes) == math.prod(shard.shape) * shard.published.itemsize, "each byte has one rank"
+        assert not any(shard.rank_bytes[sets:]), "copies are not asked for"
     source.take(1, whole_shards(engine.weights(torch.bfloat16), ranks.world) if own is None else own)
     if ranks.is_rank0:
         for bucket_bytes in (1000, 7777, 1 << 20):
@@ -106,7 +129,10 @@ def main(folder: Path, model: str, cases: Mapping[str, Any]) -> None:
     everyone = Ranks.open(120.0)
     try:
         for name, case in cases.items():
-            run(everyone, folder / name, model, case)
+            spied = patch.object(HostBuffers, "take", autospec=True, side_effect=HostBuffers.take)
+            with patch(f"{ACTIVATION_OFFLOAD}.SMALLEST_BYTES", 1), spied as take:
+                run(everyone, folder / name, model, case)
+            assert take.called == case["config"].get("activation_offload", False), "whether activations left the device"
         if everyone.world == 2:
             two_ranks_traps.check(everyone, folder, model)
     finally:

@@ -241,6 +241,7 @@ def assert_agree(engine: FSDPEngine, rows: Sequence[Row]) -> None:
     [
         ({"parallel": {"context": 2}}, "trainer.parallel.context"),
         ({"parallel": {"tensor": 2}}, "trainer.parallel.tensor"),
+        ({"parallel": {"replicate": 2}}, "trainer.parallel.replicate"),
         ({"lora": {"rank": 4}}, "trainer.lora.rank"),
         ({"compile": True}, "trainer.compile"),
         ({"liger": True}, "trainer.liger"),

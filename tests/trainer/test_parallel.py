@@ -17,6 +17,7 @@ import parallel_ranks
 from safetensors.torch import load_file
 from test_ranks import ENVIRONMENT, threads_of_gloo
 from tests.tiny_model import save_tiny_model
+from torch.distributed.checkpoint import FileSystemReader
 from trainer_support import make_job
 
 from penstock.trainer import BadJob, Ranks, check_job
@@ -33,7 +34,19 @@ FOUR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "FSDP x TP": ({"tensor": 2}, {}),
     "FSDP x CP, everything": ({"context": 2}, CRITIC),
     "CP x TP, everything": ({"context": 2, "tensor": 2}, CRITIC),
+    "HSDP": ({"replicate": 2}, {"activation_offload": True}),
 }
+DEEP: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "HSDP, everything": ({"replicate": 2}, CRITIC),
+    "HSDP, one shard each": ({"replicate": 4}, {}),
+    "HSDP, LoRA": ({"replicate": 2}, LORA),
+    "HSDP, offloaded": ({"replicate": 2}, {"offload": True, "recompute": True}),
+    "FSDP x TP, activations on the host": ({"tensor": 2}, {"activation_offload": True}),
+    "FSDP x CP, inputs on the host": ({"context": 2}, {"activation_offload": True, "recompute": True}),
+    "HSDP x CP": ({"replicate": 2, "context": 2}, {}),
+    "HSDP x TP": ({"replicate": 2, "tensor": 2}, {}),
+}
+"""Also on four ranks, in a launch of their own."""
 TWO: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "FSDP, everything": ({}, CRITIC),
     "TP, LoRA": ({"tensor": 2}, LORA),
@@ -41,6 +54,13 @@ TWO: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """By number of ranks: layout, other settings."""
 RESUMED = "one saved, TP goes on"
+GOING_ON: dict[str, tuple[str, dict[str, int]]] = {
+    "two replicas go on": ("HSDP", {"replicate": 2}),
+    "one replica goes on": ("HSDP", {}),
+    "four replicas go on": ("HSDP", {"replicate": 4}),
+    "two replicas go on where four saved": ("HSDP, one shard each", {"replicate": 2}),
+}
+"""Who saved, and who goes on."""
 
 
 def launch(folder: Path, model: str, ranks: int, cases: dict[str, Any]) -> Path:
@@ -98,11 +118,28 @@ def four(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
 
 
 @pytest.fixture(scope="module")
+def replicated(alone: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
+    folder = tmp_path_factory.mktemp("replicated")
+    launch(folder, tiny_model, 4, cases_of({"HSDP": FOUR["HSDP"], **DEEP}))
+    resumed = {}
+    for name, (saved, parallel) in GOING_ON.items():
+        copy_checkpoint(folder / saved, folder / name)
+        resumed[name] = {"config": {"parallel": parallel}, "steps": 1, "resume": True}
+    return launch(folder, tiny_model, 4, resumed)
+
+
+@pytest.fixture(scope="module")
 def two(alone: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
     folder = tmp_path_factory.mktemp("two")
     copy_checkpoint(alone["{}"], folder / RESUMED)
     resumed = {"config": {"parallel": {"tensor": 2}}, "steps": 1, "resume": True}
     return launch(folder, tiny_model, 2, {**cases_of(TWO), RESUMED: resumed})
+
+
+def without_memory_settings(config: dict[str, Any]) -> str:
+    """Which run of `alone` has the same numbers."""
+    memory = {"offload", "activation_offload", "recompute"}
+    return str({name: value for name, value in config.items() if name not in memory})
 
 
 def copy_checkpoint(run: Path, other: Path) -> None:
@@ -112,8 +149,28 @@ def copy_checkpoint(run: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("layout", FOUR)
 def test_four_ranks_give_one_process_results(layout: str, alone: dict[str, Path], four: Path) -> None:
-    _, config = FOUR[layout]
-    assert_same(alone[str(config)], four / layout, 2)
+    assert_same(alone[without_memory_settings(FOUR[layout][1])], four / layout, 2)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("layout", DEEP)
+def test_replicated_shards_give_one_process_results(layout: str, alone: dict[str, Path], replicated: Path) -> None:
+    assert_same(alone[without_memory_settings(DEEP[layout][1])], replicated / layout, 2)
+
+
+@pytest.mark.deep
+def test_a_checkpoint_holds_each_shard_once_and_goes_on_with_other_replicas(
+    alone: dict[str, Path], replicated: Path
+) -> None:
+    for resumed in GOING_ON:
+        assert_same(alone["{}"], replicated / resumed, 3)
+    for name, shards in (("HSDP", 2), ("HSDP, one shard each", 1)):
+        saved = replicated / name / "checkpoints" / "step_00000002"
+        metadata = FileSystemReader(saved).read_metadata()
+        (key,) = (one for one in metadata.state_dict_metadata if one.endswith("model.layers.0.mlp.up_proj.weight"))
+        assert len(metadata.state_dict_metadata[key].chunks) == shards
+        written = sum(file.stat().st_size for file in saved.glob("*.distcp"))
+        assert written == sum(part.length for part in metadata.storage_data.values()), "something was written twice"
 
 
 @pytest.mark.parametrize("layout", TWO)
@@ -175,6 +232,12 @@ def test_what_cannot_be_split_is_refused_by_name(
         ({"ranks": 3, "parallel": {"tensor": 2}}, r"trainer\.ranks is 3; one copy of the model takes 2"),
         ({"ranks": 2, "parallel": {"pipeline": 2}}, r"fsdp has no trainer\.parallel\.pipeline"),
         ({"ranks": 12, "parallel": {"tensor": 2, "context": 2}}, "groups_per_step only 2"),
+        ({"ranks": 4, "parallel": {"replicate": 3}}, r"trainer\.parallel\.replicate is 3, which does not divide the 4"),
+        (
+            {"ranks": 4, "parallel": {"replicate": 4, "tensor": 2}},
+            r"replicate is 4, .* the 2 copies .*each of 2 ranks",
+        ),
+        ({"engine": "megatron", "ranks": 2, "parallel": {"replicate": 2}}, r"trainer\.parallel\.replicate is of"),
         ({"ranks": 2, "parallel": {"tensor": 2}, "compile": True}, r"trainer\.compile does not go with"),
     ],
 )

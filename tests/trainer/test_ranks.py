@@ -62,6 +62,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
         "nan": {"model": poisoned(tmp_path_factory.mktemp("model")), "bad": "nan"},
         "stopping": {"model": tiny_model, "settings": stopping},
     }
+    return launched(folder, cases)
+
+
+def launched(folder: Path, cases: dict[str, Any]) -> Path:
     command = [sys.executable, str(HERE / "two_ranks.py"), str(folder), json.dumps(cases)]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -70,7 +74,25 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_two_ranks_give_one_ranks_results(algorithm: str, runs: Path, tmp_path: Path, tiny_model: str) -> None:
-    one, two = tmp_path, runs / algorithm
+    assert_one_ranks_results(algorithm, runs / algorithm, tmp_path, tiny_model)
+
+
+@pytest.mark.deep
+def test_whole_runs_of_replicated_shards_give_one_ranks_results(tmp_path: Path, tiny_model: str) -> None:
+    """HSDP with activations on the host: batches shared out, checkpoints, versions and the final model."""
+    here = {"ranks": 2, "parallel": {"replicate": 2}, "activation_offload": True}
+    cases = {name: {"model": tiny_model, "settings": {**settings_of(name), **here}} for name in ALGORITHMS}
+    two = launched(folder_in(tmp_path, "two"), cases)
+    for name in ALGORITHMS:
+        assert_one_ranks_results(name, two / name, folder_in(tmp_path, name), tiny_model)
+
+
+def folder_in(parent: Path, name: str) -> Path:
+    (parent / name).mkdir()
+    return parent / name
+
+
+def assert_one_ranks_results(algorithm: str, two: Path, one: Path, tiny_model: str) -> None:
     asyncio.run(train(make_job(one, tiny_model, settings_of(algorithm))))
     assert endings(two) == ["trained", "trained"]
     for a, b in zip(metrics(one), metrics(two), strict=True):

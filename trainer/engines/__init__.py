@@ -41,7 +41,14 @@ def check_nodes(config: TrainerConfig, nodes: int) -> None:
     here, rest = divmod(config.ranks, nodes)
     if rest or not here:
         raise BadJob(f"trainer.ranks={config.ranks} is not divisible by {nodes} machines: each has as many of them")
-    tensor = config.parallel.tensor
+    tensor, replicate = config.parallel.tensor, config.parallel.replicate
+    together = config.ranks // replicate
+    if replicate > 1 and here % together and together % here:
+        raise BadJob(
+            f"trainer.parallel.replicate is {replicate}: each {together} consecutive ranks hold all shards, and {here} "
+            f"of {config.ranks} ranks are on each of {nodes} machines, so that some would lie over parts of two "
+            f"machines. Set it to {nodes}: the shards of a set are then on one machine"
+        )
     if nodes > 1 and here % tensor:
         raise BadJob(
             f"trainer.parallel.tensor is {tensor}, and {here} of {config.ranks} ranks are on each of {nodes} machines: "

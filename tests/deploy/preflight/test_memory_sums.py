@@ -50,6 +50,14 @@ def test_a_rank_of_eight_holds_an_eighth_of_the_states() -> None:
     assert trainer_bytes(BIG, config, 16384, critic=False)["activations"] == 2 * 16384 * 32 * LAYER, "one long row"
 
 
+def test_a_set_of_replicated_shards_holds_all_states() -> None:
+    config = TrainerConfig.model_validate({"ranks": 8, "dtype": "bfloat16", "parallel": {"replicate": 4}})
+    found = trainer_bytes(BIG, config, 1, critic=False)
+    assert found["weights"] == found["gradients"] == found["moments"] / 2 == 4 * 8 * GIGA / 2
+    alone = TrainerConfig.model_validate({"ranks": 8, "dtype": "bfloat16", "parallel": {"replicate": 8}})
+    assert trainer_bytes(BIG, alone, 1, critic=False)["gathered layers"] == 2 * 8 * GIGA, "one shard is not given back"
+
+
 def test_what_is_recomputed_is_not_kept() -> None:
     config = TrainerConfig(dtype="bfloat16", micro_batch_tokens=8192, recompute=True)
     assert trainer_bytes(BIG, config, 1, critic=False)["activations"] == 2 * 8192 * (32 * 4096 + LAYER)
@@ -66,6 +74,17 @@ def test_of_a_selection_the_cheap_half_is_not_kept() -> None:
         for one in (True, False)
     )
     assert whole < found < none
+
+
+def test_of_offloaded_activations_two_layers_are_on_the_device() -> None:
+    settings = [*("trainer.dtype=bfloat16", "trainer.micro_batch_tokens=8192"), "rollout.max_model_len=4096"]
+    assert host_parts(load_config(RECIPE, settings), BIG)["offloaded activations"] == 0
+    for recompute, of_layer, once in ((False, LAYER, 0), (True, 4096, LAYER)):
+        given = [*settings, "trainer.activation_offload=true", f"trainer.recompute={recompute}", "trainer.ranks=2"]
+        config = load_config(RECIPE, given)
+        found = trainer_bytes(BIG, config.trainer, 4096, critic=False)["activations"]
+        assert found == 2 * 8192 * (2 * of_layer + once)
+        assert host_parts(config, BIG)["offloaded activations"] == pytest.approx(2 * 2 * 8192 * 31 * of_layer)
 
 
 def test_lora_learns_its_own_matrices_alone_and_a_critic_doubles() -> None:

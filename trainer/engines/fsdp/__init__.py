@@ -24,6 +24,14 @@ def check(config: TrainerConfig) -> None:
     for name in ("pipeline", "expert"):
         if getattr(config.parallel, name) > 1:
             raise BadJob(f"trainer.engine fsdp has no trainer.parallel.{name}; trainer.engine megatron has")
+    layout = config.parallel.layout
+    copies = config.ranks // layout.ranks
+    if copies % layout.replicate:
+        split = f" (each of {layout.ranks} ranks: parallel.tensor · context)" if layout.ranks > 1 else ""
+        raise BadJob(
+            f"trainer.parallel.replicate is {layout.replicate}, which does not divide the {copies} copies of the model "
+            f"that trainer.ranks={config.ranks} make{split}: set it to 1 or to a divisor of {copies}"
+        )
     if config.compile and config.parallel.tensor > 1:
         raise BadJob("trainer.compile does not go with trainer.parallel.tensor: set one of them")
     if config.compile and config.recompute == "selective":  # compiled, a layer has no operations to choose from

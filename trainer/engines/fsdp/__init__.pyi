@@ -1,3 +1,7 @@
+from .activation_offload import ActivationOffload as ActivationOffload
+from .activation_offload import HostBuffers as HostBuffers
+from .activation_offload import SideStream as SideStream
+from .activation_offload import offload_activations as offload_activations
 from .attention import UnsupportedAttention as UnsupportedAttention
 from .attention import VisibleKeys as VisibleKeys
 from .attention import attend_by_kernel as attend_by_kernel
@@ -6,6 +10,7 @@ from .attention import packed_attention as packed_attention
 from .context import ContextGroup as ContextGroup
 from .context import Exchange as Exchange
 from .context import whole_part as whole_part
+from .copies import check_copies as check_copies
 from .engine import FSDPEngine as FSDPEngine
 from .flash_attention import FlashOffer as FlashOffer
 from .flash_attention import Heads as Heads

@@ -17,6 +17,7 @@ from penstock.trainer.batch import ModelLimits
 from penstock.trainer.checkpoint import CheckpointInfo
 from penstock.trainer.config import TrainerConfig, learning_rate
 from penstock.trainer.engine import Flops, PackLoss, RouterLoads, Update, ValueLoss
+from penstock.trainer.engines.fsdp.copies import check_copies
 from penstock.trainer.engines.fsdp.flash_attention import use_flash
 from penstock.trainer.engines.fsdp.hashing_writer import HashingWriter
 from penstock.trainer.engines.fsdp.host_states import HostStates, on_this_rank
@@ -82,6 +83,7 @@ class FSDPEngine:
             self.critic = TrainableModule(load_implicit(model, temperature, config), config, ranks)
         self.kl_coefficient = config.kl.in_reward
         self._modules: list[ShardedModule] = [one for one in (self._actor, self.reference, self.critic) if one]
+        check_copies([one.module for one in self._modules], ranks)
         self._states = HostStates(self._kept_states, ranks.device)
         self._used = self._measured()
         """Bytes on a device that is a CPU, as of the last call that changed them much."""
@@ -251,6 +253,7 @@ def refuse_beside_images(model: str, config: TrainerConfig) -> None:
     asked = {
         "trainer.parallel.context": (config.parallel.context > 1, 1),
         "trainer.parallel.tensor": (config.parallel.tensor > 1, 1),
+        "trainer.parallel.replicate": (config.parallel.replicate > 1, 1),
         "trainer.lora.rank": (config.lora.rank > 0, 0),
         "trainer.compile": (config.compile, "false"),
         "trainer.liger": (config.liger, "false"),

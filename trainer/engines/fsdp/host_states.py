@@ -46,7 +46,7 @@ class HostStates:
         """The same values in the same tensors."""
         for storage, host in self._away:
             storage.resize_(host.nbytes)
-            _bytes_of(storage).copy_(host, non_blocking=True)
+            bytes_of(storage).copy_(host, non_blocking=True)
         self._away = []
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -56,7 +56,7 @@ class HostStates:
         if host is None or host.nbytes != storage.nbytes():
             pinned = self._device.type == "cuda"
             host = self._hosts[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
-        return host.copy_(_bytes_of(storage), non_blocking=True)
+        return host.copy_(bytes_of(storage), non_blocking=True)
 
     def _storages(self) -> dict[int, torch.UntypedStorage]:
         """By identity: tied weights, and views of one storage, are moved once."""
@@ -70,6 +70,6 @@ def on_this_rank(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
     """[nbytes] uint8, a view."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

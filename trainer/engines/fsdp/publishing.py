@@ -37,11 +37,16 @@ def _shard(name: str, tensor: Tensor, published: torch.dtype, rank: int, world: 
         nbytes = tensor.numel() * published.itemsize
         local = tensor if rank == 0 else tensor.new_empty(0)
         return Shard(name, whole, published, (nbytes, *[0] * (world - 1)), local)
-    if tensor.placements != (SplitRows(0),) or tensor.device_mesh.size() != world:
+    *copies, rows_split = tensor.placements
+    mesh = tensor.device_mesh
+    if rows_split != SplitRows(0) or not all(one.is_replicate() for one in copies) or mesh.size() != world:
         return None
+    # Consecutive ranks hold all rows; the sets after the first one hold the same.
+    shards = mesh.size(len(copies))
     row_bytes = math.prod(whole[1:]) * published.itemsize
-    sizes = tuple(rows * row_bytes for rows in rows_of(whole[0], world))
-    return Shard(name, whole, published, sizes, tensor.to_local())
+    sizes = tuple(rows * row_bytes for rows in rows_of(whole[0], shards)) + (0,) * (world - shards)
+    local = tensor.to_local()
+    return Shard(name, whole, published, sizes, local if rank < shards else local[:0])
 
 
 def rows_of(rows: int, world: int) -> list[int]:

@@ -5,6 +5,7 @@ Over which ranks FSDP's weights lie, and who shares this rank's tokens.
 rank = tensor + T · (context + C · replica)            `layout`, without stages
 
 shards    ranks of one place in their tensor groups: each weight, or each part of a split one, lies over them
+          under `Layout.replicate`, over the n-th part of them, and each part holds the same (HSDP)
 tensor    the T ranks that share out each matrix
 context   the C ranks that share out the tokens of each pack
 """
@@ -27,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from penstock.trainer.config import Layout, TrainerConfig
 from penstock.trainer.engine import Update
 from penstock.trainer.engines.fsdp import attention
+from penstock.trainer.engines.fsdp.activation_offload import offload_activations
 from penstock.trainer.engines.fsdp.context import ContextGroup
 from penstock.trainer.engines.fsdp.recompute import recomputed
 from penstock.trainer.engines.fsdp.shell import ModelShell
@@ -119,10 +121,14 @@ class TrainableModule(ShardedModule):
 
     def _accumulate(self, packs: Sequence[Pack], loss: Callable[[Pack, Any], Tensor], divisor: float) -> float:
         summed = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
-        for pack in self._in_step(packs):
+        in_step = self._in_step(packs)
+        for number, pack in enumerate(in_step, 1):
+            if self._mesh.replicate > 1 and isinstance(self.module, FSDPModule):
+                # Between sets of shards, which may be on several machines, gradients go once per update.
+                self.module.set_requires_all_reduce(number == len(in_step))
             moved = pack.to(self._ranks.device)
             total = loss(moved, self.module(moved))
-            # FSDP2 averages gradients over the shards' ranks; `divisor` counts all ranks, so the sum is wanted.
+            # FSDP2 averages gradients over the mesh's ranks; `divisor` counts all ranks, so the sum is wanted.
             (total * (self._mesh.size / divisor)).backward()
             summed += total.detach()
         self._preemption.check()
@@ -131,8 +137,7 @@ class TrainableModule(ShardedModule):
 
     def step(self, lr: float, loss: float) -> Update:
         """One optimizer update with the gradients that are there, unless `loss` or they are not finite."""
-        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self._max_grad_norm)
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        grad_norm = self._clip()
         # Both are sums over all ranks: every rank comes to the same decision.
         finite = math.isfinite(grad_norm) and math.isfinite(loss)
         if finite:
@@ -142,10 +147,27 @@ class TrainableModule(ShardedModule):
         self.optimizer.zero_grad(set_to_none=True)
         return Update(grad_norm, lr, skipped=not finite, loss=loss)
 
+    def _clip(self) -> float:
+        """Gradients are clipped; returns their norm before. A collective."""
+        learning = [one for one in self.module.parameters() if one.grad is not None]
+        gradients = [one.grad for one in learning if one.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if self._mesh.replicate == 1:
+            nn.utils.clip_grads_with_norm_(learning, self._max_grad_norm, norm)
+            return grad_norm
+        # Each set of shards has summed it by itself, maybe in another order: clipped by another number, its weights
+        # would no longer be the others'.
+        grad_norm = self._ranks.max(grad_norm if math.isfinite(grad_norm) else math.inf)
+        coefficient = min(1.0, self._max_grad_norm / (grad_norm + 1e-6))
+        for gradient in gradients:
+            gradient.mul_(coefficient)
+        return grad_norm
+
 
 def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
     """In place, in this order: split over the tensor group, sharded, filled where the weights are still in files,
-    compiled, computed again in the backward."""
+    compiled, computed again in the backward, activations on the host."""
     mesh = ranks.own(mesh_of)
     shell: ModelShell | None = module.shell
     if not config.offload and shell is None:
@@ -157,7 +179,7 @@ def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
         module.context = mesh.context
     arguments: dict[str, Any] = {
         "mesh": mesh.shards,
-        "reshard_after_forward": mesh.size > 1,
+        "reshard_after_forward": mesh.size > mesh.replicate,
         **_policies(module, config, ranks),
     }
     blocks = _blocks(module)
@@ -168,6 +190,8 @@ def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
         shell.fill(module, ranks, torch.device("cpu") if config.offload else ranks.device)
     for block in blocks:
         _prepare(block, config)
+    if config.activation_offload:
+        offload_activations(blocks, ranks.device)
     return module
 
 
@@ -221,15 +245,21 @@ class Mesh:
 
     def __init__(self, layout: Layout, device_type: str, timeout: timedelta) -> None:
         self._tensor_size = layout.tensor
+        self.replicate = layout.replicate
+        """Sets of ranks that hold all shards."""
         self.size = dist.get_world_size() // layout.tensor
         """Ranks over which gradients are averaged."""
         self._whole = self._device_mesh(device_type)
         self.context = _context(layout, timeout) if layout.context > 1 else None
 
     def _device_mesh(self, device_type: str) -> DeviceMesh:
-        if self._tensor_size == 1:
-            return init_device_mesh(device_type, (self.size,), mesh_dim_names=("shards",))
-        return init_device_mesh(device_type, (self.size, self._tensor_size), mesh_dim_names=("shards", "tensor"))
+        sizes = {
+            "replicate": self.replicate,
+            "shards": self.size // self.replicate,
+            "tensor": self._tensor_size,
+        }
+        kept = {name: size for name, size in sizes.items() if size > 1 or name == "shards"}
+        return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
     def close(self) -> None:
         """Let go of the groups. DTensor's caches keep every device mesh as long as the process lives, and a mesh keeps
@@ -238,7 +268,10 @@ class Mesh:
 
     @property
     def shards(self) -> DeviceMesh:
-        return self._whole if self._tensor_size == 1 else self._whole["shards"]
+        """[replicate, shards], or [shards]: consecutive ranks hold all shards."""
+        if self._tensor_size == 1:
+            return self._whole
+        return self._whole["shards"] if self.replicate == 1 else self._whole["replicate", "shards"]
 
     @property
     def tensor(self) -> DeviceMesh | None:

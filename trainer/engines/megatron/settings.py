@@ -26,6 +26,8 @@ def check(config: TrainerConfig) -> None:
         "compile": config.compile,
         "liger": config.liger,
         "offload": config.offload,
+        "activation_offload": config.activation_offload,
+        "parallel.replicate": config.parallel.replicate > 1,
         "kl.reference_dtype": config.kl.reference_dtype not in (None, config.dtype),
     }
     for name, is_set in foreign.items():
