@@ -28,6 +28,7 @@ if not torch.cuda.is_available():
     import cpu_shim  # before anything of megatron
 
 import torch.distributed as dist
+from mbridge.core.safetensor_io import SafeTensorIO
 from parallel_ranks import become_ranks, check_stream
 from replayed_rows import DIVISOR, SETTINGS, by_row, packs_of, told_rows, weighted
 from safetensors.torch import save_file
@@ -76,7 +77,18 @@ def round_trip(folder: Path, model: str, settings: dict[str, Any]) -> None:
         with mock.patch("penstock.trainer.engines.megatron.engine.save_tensors", in_small_files):
             engine.save_model(folder / "exported")
 
-    with_engine(model, settings, publish)
+    with mock.patch.object(SafeTensorIO, "load_some_hf_weight", one_tensor_at_a_time(SafeTensorIO.load_some_hf_weight)):
+        with_engine(model, settings, publish)
+
+
+def one_tensor_at_a_time(load: Callable[..., dict[str, torch.Tensor]]) -> Callable[..., dict[str, torch.Tensor]]:
+    """`load` of mbridge's file reader: a first tensor rank that reads all of its stage at once has it on the host."""
+
+    def load_one(self: SafeTensorIO, names: list[str]) -> dict[str, torch.Tensor]:
+        assert len(names) == 1, names
+        return load(self, names)
+
+    return load_one
 
 
 def first_steps(folder: Path, model: str, settings: dict[str, Any]) -> None:

@@ -34,7 +34,13 @@ pytestmark = [
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 STEPS = {"steps": 3, "checkpoint_every": 2}
-RUNS = {"stages": ("dense", "pp2"), "experts": ("mixture", "ep2"), "stages and experts": ("mixture", "pp2 ep2")}
+RUNS = {
+    "replicas": ("dense", "dp2"),
+    "stages": ("dense", "pp2"),
+    "experts": ("mixture", "ep2"),
+    "stages and experts": ("mixture", "pp2 ep2"),
+    "split matrices on each, stages": ("dense", "tp2 pp2"),
+}
 """Whole runs of the trainer: model, layout."""
 LEARNED = {"cut rows": "cp2", "cut rows and experts": "cp2 ep2"}
 """Logprobs and gradients with layers of the test tree, which has no Transformer Engine."""
