@@ -92,7 +92,11 @@ class Engine(Protocol):
 
     def local_shards(self, dtype: torch.dtype) -> list[Shard] | None:
         """This rank's part of every tensor that `weights` gives, not copied and not yet cast: no collective. None where
-        the parts are no ranges of the tensors' bytes; `weights` is used then."""
+        the parts are no ranges of the tensors' bytes; `gathered_weights` is used then."""
+
+    def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) on all ranks, in the same order: the engine's own tensors, or made for this
+        call, on its device and in its dtype. To be read to its end, and not changed. What LoRA learned is in them."""
 
     @property
     def adapter_settings(self) -> dict[str, Any] | None:

@@ -3,8 +3,10 @@
     announce(v) ──► the version before is out? ──► copy weights (torch thread) ──► task: write ─► queue.publish_version
 
 The copy is taken before the next step may change the weights; at most one copy exists, because a version is announced
-only when the one before is out. Under ``broadcast`` each rank copies its own shards, and the task fetches them from the
-ranks bucket by bucket (`WeightSource`); otherwise the weights are gathered, and rank 0 has the copy.
+only when the one before is out. Each rank copies its own share: its shards, or a part of every tensor where its shards
+are no ranges of the tensors' bytes (`spread_shards`). The task fetches them from the ranks bucket by bucket
+(`WeightSource`). A lone rank that writes files hands its copy over as it is; deltas, which are found by comparing whole
+versions, and adapters, which are small, are gathered on rank 0.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
@@ -27,7 +29,7 @@ from penstock.trainer.job import TrainJob
 from penstock.trainer.ranks.distributed import Ranks, TorchThread
 from penstock.trainer.timeline import Timeline, Track
 from penstock.transfer_queue import Announcement, TrainerFenced
-from penstock.weight_sync import Manifest, WeightFiles, WeightSource, whole_shards
+from penstock.weight_sync import Manifest, Shard, WeightFiles, WeightSource, spread_shards
 
 T = TypeVar("T")
 POLL_S = 0.1
@@ -51,8 +53,10 @@ class Publisher:
         self._in_torch = in_torch
         self._files = _weight_files(job) if ranks.is_rank0 else None
         self._broadcasts = job.transport == "broadcast"
+        self._is_spread = self._broadcasts or (ranks.world > 1 and job.weights_full_every == 1)
+        """Whether each rank copies its own share."""
         self._source: WeightSource | None = None
-        """This rank's copies, under ``broadcast``."""
+        """This rank's copies, where it does."""
         self._task: asyncio.Task[None] | None = None
         self.published = 0
         """Newest version that the queue has, or will have when `settle` returns."""
@@ -75,7 +79,7 @@ class Publisher:
                 f"the checkpoint is of version {version}, the queue is at {self.published}: they are not of one run. "
                 "Start a run with a new name, or bring back the queue's data"
             )
-        if self._broadcasts and self._engine.adapter_settings is None:
+        if self._is_spread and self._engine.adapter_settings is None:
             self._source = await self._in_torch(
                 WeightSource.open, self._ranks.rank, self._ranks.world, self._ranks.timeout
             )
@@ -182,6 +186,10 @@ class Publisher:
 
         return await self._in_time(version, files, write)
 
+    async def _written_from_ranks(self, version: int, source: WeightSource, files: WeightFiles) -> Manifest:
+        """Raises `PublishTimeout`; the version is not announced then."""
+        return await self._in_time(version, files, lambda: files.write_from_ranks(version, source))
+
     async def _broadcast(self, version: int, source: WeightSource, files: WeightFiles) -> Manifest:
         """To the servers that wait. Raises `PublishTimeout`; the version is not announced then."""
         expected = sum(server.accepting and not server.evaluates for server in await self._queue.servers())
@@ -209,11 +217,16 @@ class Publisher:
         if self._source is None:
             return partial(self._written, version, list(self._engine.weights(self._dtype)))
         # Rank 0 comes here once the version before is out: before that no rank may give up its copies of it.
-        self._ranks.sum(0.0)
+        self._ranks.meet()
+        self._source.take(version, self._shards())
+        return partial(self._broadcast if self._broadcasts else self._written_from_ranks, version, self._source)
+
+    def _shards(self) -> Iterable[Shard]:
+        """Of this rank."""
         own = self._engine.local_shards(self._dtype)
-        whole = whole_shards(self._engine.weights(self._dtype), self._ranks.world)
-        self._source.take(version, whole if own is None else own)
-        return partial(self._broadcast, version, self._source)
+        if own is not None:
+            return own
+        return spread_shards(self._engine.gathered_weights(), self._dtype, self._ranks.rank, self._ranks.world)
 
     async def _queue_version(self) -> int | None:
         return (await self._queue.status()).version if self._ranks.is_rank0 else None

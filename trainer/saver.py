@@ -86,6 +86,8 @@ class Saver:
             return
         await self.settle()
         self._saved = step
+        # Rank 0 alone waited for the version, and the commit, of the checkpoint before.
+        await self._in_torch(self._ranks.meet)
         future = await self._in_torch(self._engine.begin_save, self._store.unfinished(step))
         found = CheckpointInfo(
             self._store.unfinished(step), step, data_cursor, self._ranks.world, self._recent.below(step)

@@ -249,6 +249,8 @@ class Trainer:
         await self.saver.settle()
         if not is_over:
             return
+        # Rank 0 alone waited for the last version and the commit.
+        await self.in_torch(self.ranks.meet)
         folder = self.job.run_dir / "final_model"
         await self.in_torch(save_final_model, self.engine, self.ranks, self.job.run.model, folder)
         if self.engine.adapter_settings is not None:
@@ -280,10 +282,11 @@ class Trainer:
 
 
 def _open_ranks(job: TrainJob) -> Ranks:
-    """One rank may hold its batch while another still waits for it: as long as a batch may take, and longer. In a run
-    with turns rank 0 alone waits for the devices."""
+    """One rank may hold its batch while another still waits for it: as long as a batch may take, and longer. Rank 0
+    alone waits for a version to be written, and for the devices in a run with turns."""
     config, turn = job.config, job.turn
-    patience_s = max(config.batch_timeout_s, turn.hand_over_s if turn else 0.0) + 120
+    waits_s = (config.batch_timeout_s, config.publish_timeout_s, turn.hand_over_s if turn else 0.0)
+    patience_s = max(waits_s) + 120
     return Ranks.open(config.collective_timeout_s, config.parallel.layout, patience_s=patience_s)
 
 

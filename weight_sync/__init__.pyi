@@ -21,7 +21,7 @@ from .broadcast.sender import stream_version as stream_version
 from .broadcast.source import Shard as Shard
 from .broadcast.source import Superseded as Superseded
 from .broadcast.source import WeightSource as WeightSource
-from .broadcast.source import whole_shards as whole_shards
+from .broadcast.spread import spread_shards as spread_shards
 from .broadcast.staged_memory import StagedMemory as StagedMemory
 from .broadcast.staged_memory import stream_layout as stream_layout
 from .broadcast_member import BroadcastMember as BroadcastMember

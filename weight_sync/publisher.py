@@ -69,7 +69,7 @@ class WeightPublisher:
         """The files of the version written last."""
         self._last: Tensors = {}
         """Its tensors: our own copies, because the caller may still change those that it gave."""
-        if self._durable:
+        if self.durable:
             # On a shared disk, in the run's folder: who may enter that, and as which user, is that disk's matter.
             self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         else:
@@ -93,7 +93,7 @@ class WeightPublisher:
             self._chain = [link]
         else:
             base = self._chain[-1]
-            written = write_delta(self._path(version, ".delta"), changes, base.state, durable=self._durable)
+            written = write_delta(self._path(version, ".delta"), changes, base.state, durable=self.durable)
             self._chain = [*self._chain, self._link(version, base.version, written, state)]
         self._remember(named)
         self._delete_others(version)
@@ -122,6 +122,7 @@ class WeightPublisher:
 
     def adopt(self, version: int, written: Written, tensors: tuple[TensorEntry, ...]) -> Manifest:
         """The manifest of a full version that another has written under `path_of`, or writes when it is asked for."""
+        self._forget_delta(version)
         self._chain, self._last = [self._link(version, None, written, state_of(tensors))], {}
         self._delete_others(version)
         return Manifest(self.transport, tuple(self._chain), tensors)
@@ -154,10 +155,13 @@ class WeightPublisher:
         sections = [Section.of_tensor(name, tensor) for name, tensor in named.items()]
         if self.full_every == 1:
             named.clear()
-        written = write_file(self._path(version), sections, {**metadata, "xxh3": checksums}, durable=self._durable)
-        # A delta of this number is of a life that was taken back.
-        self._path(version, ".delta").unlink(missing_ok=True)
+        written = write_file(self._path(version), sections, {**metadata, "xxh3": checksums}, durable=self.durable)
+        self._forget_delta(version)
         return written
+
+    def _forget_delta(self, version: int) -> None:
+        """A delta with the number of a full version is of a life that was taken back."""
+        self._path(version, ".delta").unlink(missing_ok=True)
 
     def _link(self, version: int, base_version: int | None, written: Written, state: str) -> ChainFile:
         place = f"{self._base_url}/{written.path.name}" if self.transport in SERVED else str(written.path)
@@ -176,7 +180,8 @@ class WeightPublisher:
         return self.directory / f"weights-{version:08d}{epoch}{kind}.safetensors"
 
     @property
-    def _durable(self) -> bool:
+    def durable(self) -> bool:
+        """Whether a version's file survives a power cut once it is written."""
         return self.transport == "disk"
 
     def _delete_others(self, version: int) -> None:

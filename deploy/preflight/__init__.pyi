@@ -24,6 +24,7 @@ from .machine import check_threads as check_threads
 from .memory import ModelShape as ModelShape
 from .memory import check_memory as check_memory
 from .memory import check_shared_memory as check_shared_memory
+from .memory import copied_bytes as copied_bytes
 from .memory import host_parts as host_parts
 from .memory import in_flight_bytes as in_flight_bytes
 from .memory import published_bytes as published_bytes

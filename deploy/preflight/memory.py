@@ -16,6 +16,8 @@ times the experts of a token), T tokens of a packed row, b bytes of the arithmet
                          masters and moments 12, spread over the ranks that hold the same
 
     server             =  weights b·P + KV cache 2·L·kv·b·tokens
+    copied             =  of the published version, on all ranks together, b·P, and twice that under megatron or
+                          tensor parallelism; a lone rank that writes files keeps none
     received           =  of a broadcast, in host memory: staged b·P per server; in place two buckets per worker, and
                           under vLLM the tensors of one layer, or those outside of the layers
     offloaded          =  rollout.kv_offload_gb per server, in host memory
@@ -202,6 +204,18 @@ def received_bytes(shape: ModelShape, config: RunConfig) -> float:
     return workers * (2 * BUCKET_BYTES + width * whole)
 
 
+def copied_bytes(shape: ModelShape, config: RunConfig) -> float:
+    """What all ranks keep of the version that is published, until the next one. A lone rank that writes files, and
+    adapters and deltas, leave nothing behind."""
+    trainer, rollout = config.trainer, config.rollout
+    written_by_all = trainer.ranks > 1 and rollout.weights_full_every == 1
+    if trainer.lora.rank or not (rollout.broadcasts_weights or written_by_all):
+        return 0
+    # Whole tensors are spread over the ranks, which hold what they keep of them and of the version before.
+    spread = trainer.engine == "megatron" or trainer.parallel.tensor > 1
+    return (2 if spread else 1) * BYTES[rollout.dtype] * shape.parameters
+
+
 def published_bytes(shape: ModelShape, config: RunConfig) -> float:
     """Three versions at once: the one that is read, the one that is written, and one in between."""
     return 3 * BYTES[config.rollout.dtype] * shape.parameters
@@ -222,6 +236,7 @@ FIXES = {
     "offloaded activations": "lower trainer.micro_batch_tokens, or set trainer.recompute=true: inputs of layers alone "
     "then wait in host memory",
     "servers": "lower rollout.kv_cache_tokens or rollout.servers, or start servers on other machines",
+    "copied weights": "train on more machines' worth of ranks: each keeps its share",
     "received weights": "set rollout.broadcast_receive=in_place: broadcasts then need no memory for a second version",
     "offloaded KV": "lower rollout.kv_offload_gb",
     "published weights": "set rollout.weight_transport=disk",
@@ -257,10 +272,9 @@ def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     on_gpu = has_gpu()
     rank = trainer_bytes(shape, trainer, rollout.max_model_len, critic=needs_critic(config))
     states = rank["weights"] + rank["gradients"] + rank["moments"]
-    # megatron loads the model whole on every rank; fsdp reads slices.
-    loaded = MASTER * shape.parameters if trainer.engine == "megatron" else 0
     placement = config.placement
-    rank_bytes = max(loaded, states if trainer.offload or placement.in_turns else 0) if on_gpu else sum(rank.values())
+    on_host = states if trainer.offload or placement.in_turns else 0
+    rank_bytes = on_host if on_gpu else sum(rank.values())
     served_here = rollout.engine == "hf" or not on_gpu
     served = server_bytes(shape, config, cached_tokens(config))
     servers = rollout.servers + lent_servers(config)
@@ -271,6 +285,7 @@ def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
         "trainer": trainer.ranks * rank_bytes,
         "offloaded activations": trainer.ranks * waiting_bytes(shape, trainer, rollout.max_model_len),
         "servers": servers * sum(served.values()) if served_here else sleepers * asleep,
+        "copied weights": copied_bytes(shape, config),
         "received weights": servers * received_bytes(shape, config),
         "offloaded KV": servers * rollout.kv_offload_gb * GB,
         "published weights": 0 if rollout.weight_transport == "disk" else published_bytes(shape, config),

@@ -33,11 +33,14 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_only_several_ranks_are_started_by_torchrun(
-    ranks: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    config = load_config(RECIPE, [f"trainer.ranks={ranks}", f"runs_dir={tmp_path}", "trainer.threads=3"])
+LINK = RunConnection("redis://127.0.0.1:1", "mine", None, "a token")
+
+
+def become(
+    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch, runs: Path, *overrides: str
+) -> tuple[list[str], dict[str, str]]:
+    """Command and environment that `penstock train` becomes."""
+    config = load_config(RECIPE, [f"runs_dir={runs}", "trainer.threads=3", *overrides])
 
     async def of_the_run(*_: Any) -> Any:
         return config
@@ -45,13 +48,21 @@ def test_only_several_ranks_are_started_by_torchrun(
     became: list[tuple[list[str], dict[str, str]]] = []
     monkeypatch.setattr(train, "_config", of_the_run)
     monkeypatch.setattr(os, "execve", lambda _, words, environment: became.append((words, environment)))
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "3")  # of somebody else's torchrun: a rank that has them waits for two more
     try:
-        exec_trainer(RunConnection("redis://127.0.0.1:1", "mine", None, "a token"))
+        exec_trainer(LINK, rendezvous)
     finally:
         remove_weights(config)
-    [(words, environment)] = became
+    [found] = became
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_only_several_ranks_are_started_by_torchrun(
+    ranks: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "3")  # of somebody else's torchrun: a rank that has them waits for two more
+    words, environment = become(Rendezvous(), monkeypatch, tmp_path, f"trainer.ranks={ranks}")
     rank = ["-m", "penstock.deploy.cli", "train-rank"]
     assert (words[0], words[-3:]) == (sys.executable, rank)
     assert environment["PENSTOCK_RUN"] == "mine"
@@ -66,12 +77,35 @@ def test_only_several_ranks_are_started_by_torchrun(
         assert environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "30", "more than the trainer's grace"
 
 
+@pytest.mark.parametrize("chosen", [None, "eth7"])
+def test_ranks_of_several_machines_meet_at_a_port_and_take_one_interface(
+    chosen: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """That of this machine's address as the others know it; gloo would look up the machine's name instead."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("NCCL_SOCKET_IFNAME", chosen)
+    monkeypatch.setattr(train, "own_host", lambda: "127.0.0.1")
+    words, environment = become(Rendezvous(2, 1, "n1:4000"), monkeypatch, tmp_path, "trainer.ranks=4")
+    told = dict(zip(words[3:-3:2], words[4:-3:2], strict=True))
+    assert (told["--nnodes"], told["--node-rank"], told["--nproc-per-node"]) == ("2", "1", "2")
+    assert (told["--rdzv-backend"], told["--rdzv-endpoint"]) == ("static", "n1:4000")
+    assert environment["GLOO_SOCKET_IFNAME"] == "lo"
+    assert environment["NCCL_SOCKET_IFNAME"] == (chosen or "lo"), "what the user has set stays"
+    assert "PENSTOCK_RANKS_FILE" not in environment, "a file of this machine is no place to meet others"
+
+
+def test_ranks_that_machines_cannot_share_end_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.ranks=3 is not divisible by 2"):
+        become(Rendezvous(2, 0, "n1:4000"), monkeypatch, tmp_path, "trainer.ranks=3")
+
+
 def test_a_lone_rank_is_started_as_such(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`penstock train` would load the command line, ask the queue, and load everything again by exec."""
-    link = RunConnection("redis://127.0.0.1:1", "mine", None, "a token")
 
     def trainer(*overrides: str) -> RoleSpec:
-        return roles_of(load_config(RECIPE, list(overrides)), link)[-1].spec(tmp_path)
+        return roles_of(load_config(RECIPE, list(overrides)), LINK)[-1].spec(tmp_path)
 
     alone = trainer("trainer.threads=3")
     assert (alone.name, list(alone.argv[-2:])) == ("trainer", ["train-rank", "--alone"])

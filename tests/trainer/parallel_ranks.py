@@ -9,6 +9,7 @@ Ranks are forked once everything is imported, since importing it takes each of t
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import json
@@ -32,7 +33,7 @@ from trainer_support import make_trajectory, taught
 from penstock.trainer import BadJob, CheckpointStore, Learner, Ranks, TrainerConfig, make_step_batch, share_of
 from penstock.trainer.engines.fsdp import FSDPEngine, HostBuffers, check_copies, local_part, mesh_of
 from penstock.transfer_queue import Batch, DataCursor
-from penstock.weight_sync import WeightSource, whole_shards
+from penstock.weight_sync import Manifest, WeightFiles, WeightSource, read_verified, spread_shards
 
 GROUPS, MEMBERS = 4, 3
 ACTIVATION_OFFLOAD = "penstock.trainer.engines.fsdp.activation_offload"
@@ -75,7 +76,8 @@ def leave(
     engine.begin_save(store.unfinished(done)).result(timeout=60)
     weights = {name: tensor.contiguous() for name, tensor in engine.weights(torch.float32)}
     if engine.adapter_settings is None:
-        check_stream(engine, ranks, weights)
+        assert (engine.local_shards(torch.bfloat16) is None) == (ranks.layout.tensor > 1)
+        check_stream(folder, engine, ranks, weights)
     if ranks.is_rank0:
         store.seal(done, DataCursor(), ranks.world, {})
         save_file(weights, folder / f"weights_{done}.safetensors")
@@ -96,23 +98,41 @@ def check_copies_are_found(engine: FSDPEngine, ranks: Ranks) -> None:
         check_copies([engine.policy], ranks)
 
 
-def check_stream(engine: FSDPEngine, ranks: Ranks, weights: Mapping[str, torch.Tensor]) -> None:
-    """What rank 0 fetches from the ranks, whatever the bucket, is what it gathers; a replaced version is not mixed."""
+def check_stream(folder: Path, engine: Any, ranks: Ranks, weights: Mapping[str, torch.Tensor]) -> None:
+    """What rank 0 fetches from the ranks, whatever the bucket, is what it gathers (`weights`, on rank 0), in a file
+    too; each rank has its share of it."""
     source = WeightSource.open(ranks.rank, ranks.world, ranks.timeout)
-    own = engine.local_shards(torch.bfloat16)
-    assert (own is None) == (ranks.layout.tensor > 1)
+    own, part_bytes = engine.local_shards(torch.bfloat16), 256
     sets = ranks.world // ranks.layout.replicate
     for shard in own or ():
         assert sum(shard.rank_bytes) == math.prod(shard.shape) * shard.published.itemsize, "each byte has one rank"
         assert not any(shard.rank_bytes[sets:]), "copies are not asked for"
-    source.take(1, whole_shards(engine.weights(torch.bfloat16), ranks.world) if own is None else own)
+    if own is None:
+        own = list(spread_shards(engine.gathered_weights(), torch.bfloat16, ranks.rank, ranks.world, part_bytes))
+        share = sum(shard.local.nbytes for shard in own)
+        total = sum(sum(shard.rank_bytes) for shard in own)
+        assert abs(share - total / ranks.world) < 2 * part_bytes + 2 * len(own), (share, total)
+    source.take(1, own)
     if ranks.is_rank0:
         for bucket_bytes in (1000, 7777, 1 << 20):
             stream = torch.cat([bucket.clone() for bucket in source.buckets(1, bucket_bytes)])
             for tensor, piece in zip(source.tensors, stream.split([t.nbytes for t in source.tensors]), strict=True):
                 assert torch.equal(piece.view(torch.bfloat16).view(tensor.shape), weights[tensor.name].bfloat16())
         assert sorted(tensor.name for tensor in source.tensors) == sorted(weights)
+        written = read_verified(asyncio.run(write_file(folder / "published", source)))
+        assert written.keys() == weights.keys()
+        assert all(torch.equal(tensor, weights[name].bfloat16()) for name, tensor in written.items())
     source.close()
+
+
+async def write_file(folder: Path, source: WeightSource) -> Manifest:
+    """Of the version that the ranks hold."""
+    files = WeightFiles(folder, "disk")
+    await files.open()
+    try:
+        return await asyncio.to_thread(files.write_from_ranks, 1, source)
+    finally:
+        await files.close()
 
 
 def write_threads(folder: Path) -> None:

@@ -21,6 +21,7 @@ from two_ranks import OTHER, job_of
 
 from penstock.trainer import BadJob, CheckpointStore, Ranks, TrainerConfig, replay_dump, train
 from penstock.trainer.engines.fsdp import FSDPEngine
+from penstock.weight_sync import Manifest, read_verified
 
 pytestmark = pytest.mark.torch
 HERE = Path(__file__).parent
@@ -60,12 +61,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
         **{name: {"model": tiny_model, "settings": settings_of(name)} for name in ALGORITHMS},
         **{name: {"model": tiny_model, "bad": name} for name in ("vocabulary", "turn rewards", "uneven", *OTHER)},
         "nan": {"model": poisoned(tmp_path_factory.mktemp("model")), "bad": "nan"},
+        "patient": {"model": tiny_model},
         "stopping": {"model": tiny_model, "settings": stopping},
     }
-    return launched(folder, cases)
+    return run_cases(folder, cases)
 
 
-def launched(folder: Path, cases: dict[str, Any]) -> Path:
+def run_cases(folder: Path, cases: dict[str, Any]) -> Path:
+    """`folder`, with a folder of each case."""
     command = [sys.executable, str(HERE / "two_ranks.py"), str(folder), json.dumps(cases)]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -82,7 +85,7 @@ def test_whole_runs_of_replicated_shards_give_one_ranks_results(tmp_path: Path, 
     """HSDP with activations on the host: batches shared out, checkpoints, versions and the final model."""
     here = {"ranks": 2, "parallel": {"replicate": 2}, "activation_offload": True}
     cases = {name: {"model": tiny_model, "settings": {**settings_of(name), **here}} for name in ALGORITHMS}
-    two = launched(folder_in(tmp_path, "two"), cases)
+    two = run_cases(folder_in(tmp_path, "two"), cases)
     for name in ALGORITHMS:
         assert_one_ranks_results(name, two / name, folder_in(tmp_path, name), tiny_model)
 
@@ -106,7 +109,15 @@ def assert_one_ranks_results(algorithm: str, two: Path, one: Path, tiny_model: s
     found = load_file(two / "run" / "final_model" / "model.safetensors")
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, atol=2e-5, rtol=0)
+    published = json.loads((two / "published.json").read_text())
+    assert published["version"] == 4
+    assert_same_bits(read_verified(Manifest.parse(published["manifest"])), found)
     check_one_rank_reads(two, tiny_model, found, TrainerConfig(**ALGORITHMS[algorithm]))
+
+
+def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], tensor) for name, tensor in other.items())
 
 
 def check_one_rank_reads(folder: Path, model: str, expected: dict[str, torch.Tensor], config: TrainerConfig) -> None:
@@ -121,8 +132,7 @@ def check_one_rank_reads(folder: Path, model: str, expected: dict[str, torch.Ten
         restored = dict(engine.weights(torch.float32))
     finally:
         ranks.close()
-    assert restored.keys() == expected.keys()
-    assert all(torch.equal(restored[name], tensor) for name, tensor in expected.items())
+    assert_same_bits(restored, expected)
     steps = {int(state["step"]) for state in engine.optimizer.state.values()}
     assert steps == {8}, "two updates in each of four steps"
 
@@ -210,6 +220,19 @@ def test_all_ranks_stop_together(runs: Path) -> None:
     assert endings(runs / "stopping") == ["trained", "trained"]
     assert len(metrics(runs / "stopping")) == 1
     assert (runs / "stopping" / "run" / "final_model" / "model.safetensors").exists()
+
+
+def test_ranks_meet_however_late_one_comes(runs: Path) -> None:
+    """Later than the deadline of a collective."""
+    assert endings(runs / "patient") == ["met", "met"]
+
+
+@pytest.mark.deep
+def test_ranks_wait_for_a_disk_longer_than_for_a_collective(tmp_path: Path, tiny_model: str) -> None:
+    """Rank 1 comes to the next version while rank 0 still writes this one."""
+    settings = {"steps": 3, "checkpoint_every": 1, "collective_timeout_s": 10.0, "rank_timeout_s": 0}
+    case = {"model": tiny_model, "settings": settings, "disk_s": 15.0}
+    assert endings(run_cases(tmp_path, {"slow disk": case}) / "slow disk") == ["trained", "trained"]
 
 
 async def test_ranks_that_would_never_have_a_group_are_refused(tmp_path: Path, tiny_model: str) -> None:

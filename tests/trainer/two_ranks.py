@@ -1,6 +1,7 @@
 """Whole runs on two ranks, one run after the other: two_ranks.py FOLDER CASES. Each rank has the same scripted queue.
 
-CASES is JSON: name → `model`, and `settings` of the trainer or the name of a `bad` batch. Every rank writes into
+CASES is JSON: name → `model`, and `settings` of the trainer or the name of a `bad` batch; `disk_s`: how long a version
+takes to be written. In the case "patient" ranks only meet. Every rank writes into
 FOLDER/NAME how it ended, and the names of the threads it ends with.
 
 In the cases of `OTHER` the queue of rank 1 went back, and gives it something else than rank 0 for step 1.
@@ -15,8 +16,9 @@ import atexit
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,11 @@ import parallel_ranks
 import torch
 from trainer_support import ScriptedQueue, make_job, make_trajectory, task_name
 
-from penstock.trainer import train
+from penstock.trainer import Ranks, train
 from penstock.transfer_queue import FieldValues, Limits, Task, Trajectory
+from penstock.weight_sync import Manifest, WeightFiles, WeightSource
 
+LATE_S = 6.0
 BAD_TOKENS = {"nan": 7, "vocabulary": 64, "turn rewards": 0}
 
 
@@ -94,14 +98,44 @@ def run(folder: Path, case: Mapping[str, Any]) -> None:
     except Exception as error:  # noqa: BLE001 - how it ended is what the test asks
         ended = f"{type(error).__name__}: {error}"
     (folder / f"ended_{os.environ['RANK']}").write_text(ended)
+    if job.run.queue.announced:  # rank 0's alone
+        (folder / "published.json").write_text(json.dumps(asdict(job.run.queue.announced[-1])))
+
+
+def refuse_whole_version(*_: Any) -> None:
+    raise AssertionError("rank 0 was given a whole version to write: each rank keeps its share")
+
+
+def meet_late(folder: Path) -> None:
+    """Rank 1 comes to a meeting when a collective's deadline is long over, and well before that of meetings."""
+    ranks = Ranks.open(LATE_S / 3, patience_s=60)
+    if ranks.rank:
+        time.sleep(LATE_S)
+    ranks.meet()
+    ranks.close()
+    (folder / f"ended_{ranks.rank}").write_text("met")
+
+
+def write_slowly(seconds: float) -> None:
+    """From now on a version takes so long."""
+    write = WeightFiles.write_from_ranks
+
+    def slow(self: WeightFiles, version: int, source: WeightSource) -> Manifest:
+        time.sleep(seconds)
+        return write(self, version, source)
+
+    WeightFiles.write_from_ranks = slow  # type: ignore[method-assign]
 
 
 def main(folder: Path, cases: Mapping[str, Any]) -> None:
+    WeightFiles.write = refuse_whole_version  # type: ignore[assignment]
     for name, case in cases.items():
         (folder / name).mkdir()
         if parallel_ranks.become_ranks(2):
-            run(folder / name, case)
-            return
+            if name == "patient":
+                return meet_late(folder / name)
+            write_slowly(case.get("disk_s", 0.0))
+            return run(folder / name, case)
 
 
 if __name__ == "__main__":

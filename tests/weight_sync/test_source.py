@@ -30,7 +30,6 @@ from penstock.weight_sync import (
     WeightSource,
     checksum,
     stream_version,
-    whole_shards,
 )
 
 pytestmark = pytest.mark.torch
@@ -247,11 +246,6 @@ def test_source_refuses_a_shard_of_another_size() -> None:
     odd = Shard("w", (1,), torch.complex64, (8,), torch.zeros(1, dtype=torch.complex64))
     with pytest.raises(ValueError, match=r"complex64 cannot be broadcast; set rollout\.weight_transport=http"):
         source.take(2, [odd])
-
-
-def test_whole_tensors_are_the_first_ranks() -> None:
-    (shard,) = whole_shards([("w", torch.zeros(3, 2))], 3)
-    assert (shard.name, shard.shape, shard.dtype, shard.rank_bytes) == ("w", (3, 2), "float32", (24, 0, 0))
 
 
 # the stream ----------------------------------------------------------------------------------------------------------

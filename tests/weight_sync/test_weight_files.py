@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,15 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import save_file
 
-from penstock.weight_sync import Transport, WeightFiles, WeightPublisher, read_verified
+from penstock.weight_sync import (
+    NoSpace,
+    Transport,
+    WeightFiles,
+    WeightPublisher,
+    WeightSource,
+    read_verified,
+    spread_shards,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -67,6 +76,44 @@ async def test_weight_files_are_full_unless_deltas_are_asked_for(
     manifest = files.write(2, tensors.items())
     assert manifest.base_version == base
     assert torch.equal(read_verified(manifest)["last"], tensors["last"])
+    await files.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "disk", "http"])
+async def test_weight_files_are_written_from_the_copies_of_ranks(
+    tmp_path: Path, transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a name, and on the disk where that is what is asked for; a delta of that number is of another life."""
+    synced: list[Path] = []
+    monkeypatch.setattr("penstock.common.files.fsync_path", synced.append)
+    files, tensors, source = await opened(tmp_path / "published", transport), small_tensors(), WeightSource()
+    source.take(1, spread_shards(tensors.items(), torch.bfloat16, 0, 1))
+    delta = files.directory / "weights-00000001.delta.safetensors"
+    delta.write_bytes(b"of a life that was taken back")
+    manifest = await asyncio.to_thread(files.write_from_ranks, 1, source)
+    assert files.offers(manifest.as_dict())
+    assert not delta.exists()
+    assert bool(synced) == (transport == "disk")
+    (file,) = files.directory.glob("*.safetensors")
+    found = read_verified(replace(manifest, files=(replace(manifest.files[0], place=str(file)),)))
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name], tensor.bfloat16() if tensor.is_floating_point() else tensor), name
+    await files.close()
+
+
+async def test_weight_files_without_room_keep_the_version_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, source = await opened(tmp_path / "published", "shm"), WeightSource()
+    source.take(1, spread_shards(small_tensors().items(), torch.float32, 0, 1))
+    first = files.write_from_ranks(1, source)
+    source.take(2, spread_shards(small_tensors(2).items(), torch.float32, 0, 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=0))
+    with pytest.raises(NoSpace, match=r"0 MiB free.*rollout\.weight_transport"):
+        files.write_from_ranks(2, source)
+    assert [path.name for path in files.directory.iterdir()] == [first.files[0].name]
+    assert torch.equal(read_verified(first)["last"], small_tensors()["last"])
     await files.close()
 
 

@@ -44,16 +44,24 @@ class Streamed:
 
 
 def stream_version(
-    source: WeightSource, version: int, path: Path, *, write: bool, bucket_bytes: int, sending: Sending | None = None
+    source: WeightSource,
+    version: int,
+    path: Path,
+    *,
+    write: bool,
+    bucket_bytes: int,
+    sending: Sending | None = None,
+    durable: bool = False,
 ) -> Streamed:
     """Blocks. Raises `NoSpace` where the file has no room, `Superseded`, `RuntimeError` where a rank is gone.
 
-    Whatever it raises, there is no file under `path` that was not there before.
+    `durable`: a file that is written survives a power cut when this returns. Whatever it raises, there is no
+    file under `path` that was not there before.
     """
     tensors, digests = source.tensors, StreamDigests(source.tensors)
     header = stream_header(tensors)
     size, whole = len(header) + source.nbytes, xxhash.xxh3_64(header)
-    with contextlib.closing(_Members(sending)) as members, _opened(path, size, wanted=write) as file:
+    with contextlib.closing(_Members(sending)) as members, _opened(path, size, wanted=write, durable=durable) as file:
         if file is not None:
             file.write(header)
         for bucket in source.buckets(version, bucket_bytes):
@@ -69,13 +77,17 @@ def stream_version(
 
 
 @contextlib.contextmanager
-def _opened(path: Path, size: int, *, wanted: bool) -> Iterator[IO[bytes] | None]:
+def _opened(path: Path, size: int, *, wanted: bool, durable: bool) -> Iterator[IO[bytes] | None]:
     """A file that is there once all of it is written; None where it is not `wanted`. Raises `NoSpace`."""
     if not wanted:
         yield None
         return
     check_space(path.parent, size)
-    with refuse_no_space(path.parent, size), atomic_path(path) as temporary, open_private(temporary, "xb") as file:
+    with (
+        refuse_no_space(path.parent, size),
+        atomic_path(path, durable=durable) as temporary,
+        open_private(temporary, "xb") as file,
+    ):
         yield file
 
 

@@ -53,12 +53,6 @@ class Shard:
         return dtype_name(self.published)
 
 
-def whole_shards(tensors: Iterable[tuple[str, torch.Tensor]], world: int) -> Iterator[Shard]:
-    """All of every tensor as rank 0's part."""
-    for name, tensor in tensors:
-        yield Shard(name, tuple(tensor.shape), tensor.dtype, (tensor.nbytes, *[0] * (world - 1)), tensor)
-
-
 class Superseded(Exception):
     """A rank holds the next version already."""
 

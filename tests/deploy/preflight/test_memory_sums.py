@@ -11,6 +11,7 @@ from tests.deploy.preflight.planting import MODEL, RECIPE, write_huge_model
 from penstock.deploy import load_config
 from penstock.deploy.preflight import (
     ModelShape,
+    copied_bytes,
     host_parts,
     in_flight_bytes,
     published_bytes,
@@ -140,6 +141,18 @@ def test_servers_the_queue_and_shared_memory() -> None:
     assert server_bytes(BIG, config, 1000) == {"weights": 16 * GIGA, "KV cache": 2 * 32 * 1024 * 2 * 1000}
     assert published_bytes(BIG, config) == 3 * 16 * GIGA
     assert in_flight_bytes(config) == 3 * 8 * 8 * 120 * 9
+
+
+def test_ranks_keep_their_shares_of_what_they_publish() -> None:
+    low, several = "rollout.dtype=bfloat16", "trainer.ranks=8"
+    assert copied_bytes(BIG, load_config(RECIPE, [low])) == 0, "a lone rank writes its copy"
+    assert copied_bytes(BIG, load_config(RECIPE, [low, "rollout.weight_transport=broadcast"])) == 16 * GIGA
+    assert copied_bytes(BIG, load_config(RECIPE, [low, several])) == 16 * GIGA
+    assert copied_bytes(BIG, load_config(RECIPE, [low, several, "rollout.weights_full_every=4"])) == 0, "rank 0 gathers"
+    assert copied_bytes(BIG, load_config(RECIPE, [low, several, "trainer.lora.rank=8"])) == 0
+    for spread in ("trainer.parallel.tensor=2", "trainer.engine=megatron"):
+        config = load_config(RECIPE, [low, several, spread])
+        assert copied_bytes(BIG, config) == host_parts(config, BIG)["copied weights"] == 2 * 16 * GIGA
 
 
 def test_a_broadcast_is_staged_in_a_whole_copy_or_in_buckets() -> None:

@@ -152,6 +152,10 @@ class FSDPEngine:
                 whole = full.detach().to("cpu", dtype if full.is_floating_point() else None, copy=True)
                 yield from self.policy.names.split(name, whole)
 
+    def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor, change in named_weights(self.policy.model, self.policy.adapter):
+            yield from self.policy.names.split(name, merged(tensor, change))
+
     def local_shards(self, dtype: torch.dtype) -> list[Shard] | None:
         return local_shards(self.policy.model, self.policy.names, dtype, self._ranks.rank, self._ranks.world)
 

@@ -98,8 +98,8 @@ class ModelBridge:
 
     @torch.no_grad()
     def load(self, models: list[nn.Module], folder: Path) -> None:
-        """Weights from a Hugging Face folder with safetensors. A collective."""
-        self._bridge.load_weights(models, str(folder))
+        """Weights from a Hugging Face folder with safetensors, a tensor at a time. A collective."""
+        self._bridge.load_weights(models, str(folder), memory_efficient=True)
 
     @torch.no_grad()
     def export(self, models: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:

@@ -23,6 +23,7 @@ from penstock.trainer.batch import ModelLimits
 from penstock.trainer.checkpoint import CheckpointInfo
 from penstock.trainer.config import TrainerConfig, learning_rate
 from penstock.trainer.engine import Flops, PackLoss, RouterLoads, Update, ValueLoss
+from penstock.trainer.engines.fsdp.saved_model import save_tensors
 from penstock.trainer.engines.megatron.bridge import ModelBridge
 from penstock.trainer.engines.megatron.optimizer import Optimizer
 from penstock.trainer.engines.megatron.routing import StageRouters, layers_of
@@ -120,9 +121,12 @@ class MegatronEngine:
         raise NotImplementedError(NO_CRITIC)
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._bridge.export(self._policy.models):
+        for name, tensor in self.gathered_weights():
             if self._ranks.is_rank0:
                 yield name, tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None, copy=True)
+
+    def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self._bridge.export(self._policy.models)
 
     def local_shards(self, dtype: torch.dtype) -> None:
         """Tensor-parallel ranks have columns, pipeline stages have layers."""
@@ -149,16 +153,13 @@ class MegatronEngine:
         raise NotImplementedError(NO_LORA)
 
     def save_model(self, folder: Path, *, with_adapter: bool = True) -> None:
-        from huggingface_hub import save_torch_state_dict
-
-        weights: dict[str, Tensor] = {}
-        for name, tensor in self._state.export():
-            if self._ranks.is_rank0:
-                weights[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        if self._ranks.is_rank0:
-            folder.mkdir(parents=True, exist_ok=True)
-            save_torch_state_dict(weights, folder)
-            self._bridge.save_settings(folder)
+        tensors = self._state.export()
+        if not self._ranks.is_rank0:
+            for _ in tensors:  # each is a collective
+                pass
+            return
+        save_tensors(((name, tensor.detach().to("cpu", copy=True)) for name, tensor in tensors), folder)
+        self._bridge.save_settings(folder)
 
 
 def _reduce_gradients(models: list[Any], num_tokens: Any = None, **groups: Any) -> None:

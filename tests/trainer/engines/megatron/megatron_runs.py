@@ -39,6 +39,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"ranks": 2, "parallel": {"context": 2}},
     "ep2": {"ranks": 2, "parallel": {"expert": 2}},
     "cp2 ep2": {"ranks": 2, "parallel": {"context": 2, "expert": 2}},
+    "pp2 ep2": {"ranks": 4, "parallel": {"pipeline": 2, "expert": 2}},
     "tp2 ep2": {"ranks": 2, "parallel": {"tensor": 2, "expert": 2}},
     "tp2 pp2 ep2": {"ranks": 4, "parallel": {"tensor": 2, "pipeline": 2, "expert": 2}},
     "tp2 pp2": {"ranks": 4, "parallel": {"tensor": 2, "pipeline": 2}},

@@ -13,8 +13,10 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
@@ -26,7 +28,8 @@ if not torch.cuda.is_available():
     import cpu_shim  # before anything of megatron
 
 import torch.distributed as dist
-from parallel_ranks import become_ranks
+from mbridge.core.safetensor_io import SafeTensorIO
+from parallel_ranks import become_ranks, check_stream
 from replayed_rows import DIVISOR, SETTINGS, by_row, packs_of, told_rows, weighted
 from safetensors.torch import save_file
 from trainer_support import make_job, make_trajectory
@@ -43,10 +46,12 @@ from penstock.trainer import (
     share_of,
     train,
 )
+from penstock.trainer.engines.fsdp import save_tensors
 from penstock.trainer.engines.megatron import MegatronEngine
 from penstock.transfer_queue import Batch, DataCursor
 
 FIRST_STEPS = 2
+EXPORT_FILE_BYTES = 40_000
 
 
 def run(folder: Path, model: str, settings: dict[str, Any]) -> None:
@@ -63,8 +68,27 @@ def run_with_sequence_parallelism(folder: Path, model: str, settings: dict[str, 
 
 
 def round_trip(folder: Path, model: str, settings: dict[str, Any]) -> None:
-    """What the engine publishes of the weights that it loaded."""
-    with_engine(model, settings, lambda engine, ranks: keep(folder / "published.safetensors", engine, ranks))
+    """What the engine publishes of the weights that it loaded, by each way, and what it exports, in small files."""
+
+    def publish(engine: MegatronEngine, ranks: Ranks) -> None:
+        weights = keep(folder / "published.safetensors", engine, ranks)
+        check_stream(folder, engine, ranks, weights)
+        in_small_files = partial(save_tensors, file_bytes=EXPORT_FILE_BYTES)
+        with mock.patch("penstock.trainer.engines.megatron.engine.save_tensors", in_small_files):
+            engine.save_model(folder / "exported")
+
+    with mock.patch.object(SafeTensorIO, "load_some_hf_weight", one_tensor_at_a_time(SafeTensorIO.load_some_hf_weight)):
+        with_engine(model, settings, publish)
+
+
+def one_tensor_at_a_time(load: Callable[..., dict[str, torch.Tensor]]) -> Callable[..., dict[str, torch.Tensor]]:
+    """`load` of mbridge's file reader: a first tensor rank that reads all of its stage at once has it on the host."""
+
+    def load_one(self: SafeTensorIO, names: list[str]) -> dict[str, torch.Tensor]:
+        assert len(names) == 1, names
+        return load(self, names)
+
+    return load_one
 
 
 def first_steps(folder: Path, model: str, settings: dict[str, Any]) -> None:
@@ -178,10 +202,12 @@ def train_one(engine: MegatronEngine, ranks: Ranks, step: int) -> dict[str, Any]
     return learner.update(batch, scored, learner.advantages(batch, scored))
 
 
-def keep(path: Path, engine: MegatronEngine, ranks: Ranks) -> None:
-    weights = dict(engine.weights(torch.float32))
+def keep(path: Path, engine: MegatronEngine, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """All weights, on rank 0."""
+    weights = {name: one.contiguous() for name, one in engine.weights(torch.float32)}
     if ranks.is_rank0:
-        save_file({name: one.contiguous() for name, one in weights.items()}, path)
+        save_file(weights, path)
+    return weights
 
 
 def groups_of_their_own() -> Callable[[str], None]:

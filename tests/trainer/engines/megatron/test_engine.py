@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 from megatron_runs import ON_CPU, Case, metrics, on_ranks, with_distinct_norms
 from safetensors.torch import load_file
 from trainer_support import make_job
+from transformers import AutoModelForCausalLM
 
 from penstock.trainer import train
 
@@ -132,6 +133,18 @@ def test_a_run_gives_what_fsdp_gives(name: str, found: Path, expected: dict[str,
 @pytest.mark.parametrize("name", ROUND_TRIPS)
 def test_weights_come_out_as_they_went_in_to_the_bit(name: str, found: Path, models: dict[str, str]) -> None:
     assert_same_weights(Path(models[name]) / "model.safetensors", found / name / "published.safetensors", 0)
+
+
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+def test_an_export_is_written_a_file_at_a_time(name: str, found: Path, models: dict[str, str]) -> None:
+    folder, given = found / name / "exported", load_file(Path(models[name]) / "model.safetensors")
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) > 2
+    assert all(file.stat().st_size < sum(tensor.nbytes for tensor in given.values()) / 2 for file in files)
+    stored = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    expected = AutoModelForCausalLM.from_pretrained(models[name]).state_dict()
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[one], tensor) for one, tensor in expected.items())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
