@@ -9,6 +9,7 @@ import pytest
 from tests.rollout_server.conftest import skip_without
 
 from benchmarks.support.sides import transferqueue_python
+from penstock.simulator import MEASURED
 
 pytestmark = pytest.mark.redis
 Measure = Callable[..., Awaitable[dict[str, Any]]]
@@ -165,6 +166,9 @@ async def test_the_weights(measure: Measure) -> None:
     assert ratios["trainer_stall_over_gather"] > 0
     # Buckets are counted, not timed.
     assert ratios["host_peak_over_bucket"] <= 3
+    for rate in MEASURED.values():  # what docs/scale.md rests on
+        _, part, name = rate.key.split(".")
+        assert measured["figures"][part][name] > 0
 
 
 @pytest.mark.torch
