@@ -39,6 +39,9 @@ from penstock.transfer_queue import JournalEntry, JournalKind, Lease
 
 Watch = Callable[[Chunk], int | None]
 """Called with each chunk of an answer. A returned number ends the answer after that many tokens of it, as ``stop``."""
+MEMBERS_TOGETHER = 8
+"""Members of a group with one prefix: a larger group fills several servers, also where each member has another client
+and none knows of the others. Seven in eight then find their prompt in the server's cache."""
 LOGPROB_EPSILON = 1e-4
 """A log-softmax in low precision may end this far above 0."""
 
@@ -116,6 +119,15 @@ def usual_sampling(config: AgentConfig, stop_token_ids: Sequence[int], lease: Le
         return Sampling(**wanted)
     except ValidationError as error:
         raise InfraFailure("task", f"bad sampling of {lease.task.task_id}: {error}") from error
+
+
+def prefix_of(lease: Lease) -> str:
+    """Names the prompt that this episode shares with `MEMBERS_TOGETHER` of its group; empty: with none.
+
+    Not made of the prompt's text: where all tasks have the same (an environment's), all would go to one server.
+    """
+    task = lease.task
+    return f"{task.task_id}/{lease.member // MEMBERS_TOGETHER}" if task.split == "train" else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +285,7 @@ class EpisodeLLM:
             episode_id=self._lease.episode_id,
             min_version=self._lease.min_version,
             split=self._lease.task.split,
+            prefix=prefix_of(self._lease),
         )
 
     def _append(

@@ -15,7 +15,8 @@ Environment: PENSTOCK_BENCH_ENGINE (vllm; hf, sglang), PENSTOCK_BENCH_ROUNDS (5)
 `support.model.SIZES` or a model folder), PENSTOCK_BENCH_DTYPE (bfloat16), PENSTOCK_BENCH_CONCURRENCY (1,16,64,256),
 PENSTOCK_BENCH_ANSWER_TOKENS (64; a quarter of it at 256), PENSTOCK_BENCH_ENGINE_ARGS (further flags of it, JSON).
 PENSTOCK_BENCH_PROCESSES (1,2) selects another measurement: a sidecar with that many processes before an engine that
-only streams, at the largest number of requests in PENSTOCK_BENCH_CONCURRENCY.
+only streams, at the largest number of requests in PENSTOCK_BENCH_CONCURRENCY. PENSTOCK_BENCH_PARTS=prefix leaves out
+all but the prefix hits.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from benchmarks.support.engine_load import (
 )
 from benchmarks.support.measure import processor
 from benchmarks.support.model import SIZES, save_model
-from benchmarks.support.prefix_hits import measure_prefix_hits
+from benchmarks.support.prefix_hits import measure_prefix_hits, prefix_ratios
 from benchmarks.support.rollout_run import engine_args, load_process, redis_host, rollout_servers
 from benchmarks.support.sidecar_processes import measure_processes
 
@@ -104,14 +105,16 @@ async def _measure_processes() -> dict[str, Any]:
 
 async def _measure() -> dict[str, Any]:
     extent = RolloutExtent.read()
+    figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         async with redis_host() as redis:
             bench = Bench(extent, Path(folder), redis)
-            figures = {"load": await bench.compare("main", extent.model, extent.concurrency)}
-            level = SMALL_LEVEL if SMALL_LEVEL in extent.concurrency else max(extent.concurrency)
-            figures["small_model"] = await bench.compare("small", SMALL, [level])
+            if os.environ.get("PENSTOCK_BENCH_PARTS") != "prefix":
+                figures["load"] = await bench.compare("main", extent.model, extent.concurrency)
+                level = SMALL_LEVEL if SMALL_LEVEL in extent.concurrency else max(extent.concurrency)
+                figures["small_model"] = await bench.compare("small", SMALL, [level])
+                figures["sidecar_cpu_per_1000_tokens"] = _sidecar_cpu(figures)
             figures["prefix"] = await bench.prefix_hits()
-    figures["sidecar_cpu_per_1000_tokens"] = _sidecar_cpu(figures)
     setup = {**asdict(extent), **processor(), "prompt_tokens": PROMPT_TOKENS, "values": bench.values}
     return {"bench": "rollout", "ratio": _ratios(figures), "figures": figures, "setup": setup}
 
@@ -180,7 +183,7 @@ def _ratios(figures: dict[str, Any]) -> dict[str, float]:
     """``tokens_…``, ``cpu_…`` and ``first_token_over_bare_engine_N`` at N requests at once."""
     ratios: dict[str, float] = {}
     for part, suffix in (("load", ""), ("small_model", "_small_model")):
-        for many, sides in figures[part].items():
+        for many, sides in figures.get(part, {}).items():
             client, bare = sides["client"], sides["bare"]
             ratios[f"tokens_over_bare_engine_{many}{suffix}"] = sides["tokens_over_bare"]
             ratios[f"cpu_over_bare_engine_{many}{suffix}"] = sides["cpu_over_bare"]
@@ -189,8 +192,4 @@ def _ratios(figures: dict[str, Any]) -> dict[str, float]:
             )
             if "hf_over_generate" in sides:
                 ratios[f"hf_over_generate_{many}{suffix}"] = sides["hf_over_generate"]
-    if "sticky" in figures["prefix"]:
-        hits = {name: figures["prefix"][name]["hit_rate"] for name in ("sticky", "not_sticky")}
-        ratios["prefix_hits_sticky_over_not"] = round(hits["sticky"] / max(hits["not_sticky"], 1e-3), 2)
-        ratios["prefix_hits_sticky_over_possible"] = round(hits["sticky"] / figures["prefix"]["possible_hit_rate"], 3)
-    return ratios
+    return ratios | prefix_ratios(figures["prefix"])

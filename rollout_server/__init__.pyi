@@ -50,6 +50,7 @@ from .routers import Routing as Routing
 from .routers import replayed_choice as replayed_choice
 from .routes import make_app as make_app
 from .routes import make_routes as make_routes
+from .routing import BOUNDED_LOAD as BOUNDED_LOAD
 from .routing import CACHE_S as CACHE_S
 from .routing import MAX_REST_S as MAX_REST_S
 from .routing import OPEN_AFTER as OPEN_AFTER

@@ -140,7 +140,7 @@ class RolloutClient:
         """
         request = answer.next_request(max(deadline - time.monotonic(), 0.001))
         async with _until(deadline):
-            server = await self._router.pick(request.episode_id, request.min_version, (avoid,), request.split)
+            server = await self._pick(request, avoid)
         if server is None:
             raise _Broken(self._no_server(request.min_version), "nobody")
         chunks = self._post(server, request)
@@ -155,17 +155,26 @@ class RolloutClient:
                 if (added := answer.add(chunk)) is not None:
                     yield added
 
+    async def _pick(self, request: GenerateRequest, avoid: str) -> ServerInfo | None:
+        return await self._router.pick(
+            request.episode_id,
+            request.min_version,
+            (avoid,),
+            request.split,
+            prefix=request.prefix,
+            tokens=tokens_of(request),
+        )
+
     async def _second(self, first: ServerInfo, request: GenerateRequest) -> AsyncGenerator[Chunk] | None:
         """The same request to another server, where there is one."""
-        server = await self._router.pick(request.episode_id, request.min_version, (first.url,), request.split)
+        server = await self._pick(request, first.url)
         # The first server may still win; the episode sticks to whichever answers first.
         self._router.stick(request.episode_id, first.url)
         return None if server is None or server.url == first.url else self._post(server, request)
 
     async def _post(self, server: ServerInfo, request: GenerateRequest) -> AsyncGenerator[Chunk]:
         """Streams one server's chunks and reports its result to the router. No await before `begin`: see there."""
-        tokens = len(request.token_ids) + request.sampling.max_new_tokens
-        pending = self._router.begin(server.url, tokens, sticky=bool(request.episode_id))
+        pending = self._router.begin(server.url, tokens_of(request), sticky=bool(request.episode_id))
         body = request.model_dump_json().encode()
         headers = {**self._headers, **trace_headers(current_context())}
         try:
@@ -230,6 +239,11 @@ class RolloutClient:
                 connector=connector, timeout=timeout, read_bufsize=LINE_LIMIT_BYTES, trust_env=False
             )
         return self._session
+
+
+def tokens_of(request: GenerateRequest) -> int:
+    """Prompt and expected answer: what it counts for at a server."""
+    return len(request.token_ids) + request.sampling.max_new_tokens
 
 
 def _until(deadline: float) -> asyncio.Timeout:

@@ -65,6 +65,9 @@ class GenerateRequest(BaseModel):
     """409 where the server's weights are older."""
     split: Label = Field("train", exclude=True)
     """The task's split: all but ``train`` go to the evaluation server, where there is one. Not sent."""
+    prefix: Label = Field("", exclude=True)
+    """Names what the context shares with others at its start, as the prompt of a group; requests of one name go to one
+    server where its load allows it. Empty: nothing. Not sent."""
     whole: bool = False
     """The answer is read at its end: its first tokens may be held back for a moment, as all others are."""
     deadline_s: Number | None = Field(None, gt=0, le=86_400)

@@ -1,8 +1,11 @@
 """Chooses the server of each request from the registry and from what this client knows of each server.
 
-An episode stays with the server that holds its KV cache. A new one goes to this client's home server where it has one,
-otherwise to the less loaded of two servers drawn at random: clients that read the same registry would all choose the
-least loaded one. Every client routes for itself; there is no router process, and 1 and 64 servers are the same code.
+An episode stays with the server that holds its KV cache. A new one goes to this client's home server where it has one.
+Otherwise, where it shares a prefix with others, it goes to the first server in the prefix's own order that is not
+overloaded: all clients find the same one without a word between them (rendezvous hashing with bounded loads, Mirrokni
+et al., arXiv 1608.01350). One without a prefix goes to the less loaded of two servers drawn at random: clients that
+read the same registry would all choose the least loaded one. Every client routes for itself; there is no router
+process, and 1 and 64 servers are the same code.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import xxhash
+
 from penstock.transfer_queue import QueueError, ServerInfo
 
 CACHE_S = 0.3
@@ -25,6 +30,11 @@ TRAIN = "train"
 REST_S = 0.25
 MAX_REST_S = 4.0
 OPEN_AFTER = 3
+BOUNDED_LOAD = 1.25
+"""A server above this multiple of the mean load gets no new episode for the sake of its prefix. Less would break groups
+up for differences that two choices leave too; more makes a step wait for a server that popular prefixes have filled."""
+NOT_LOADED = 4
+"""Nor is a server overloaded with so many requests of this one's size: a batch of them decodes about as fast as one."""
 TRAVEL_S = 0.05
 """A request sent this shortly before a heartbeat may have reached the server after it."""
 
@@ -77,12 +87,23 @@ class Router:
             del self._states[url]
 
     async def pick(
-        self, episode_id: str, min_version: int, avoid: Collection[str] = (), split: str = TRAIN
+        self,
+        episode_id: str,
+        min_version: int,
+        avoid: Collection[str] = (),
+        split: str = TRAIN,
+        *,
+        prefix: str = "",
+        tokens: int = 1,
     ) -> ServerInfo | None:
         """The server for this episode; None where none accepts requests at `min_version` or newer.
 
         URLs in `avoid` are picked only where there is no other. A server for evaluations, where there is one, gets
         every split but ``train`` and nothing else, also while it does not accept requests.
+
+        Args:
+            prefix: names what this request shares with others at its start; empty: nothing.
+            tokens: of this request, prompt and expected answer.
         """
         servers, now = _of_split(await self.servers(), split), time.monotonic()
         able = {s.url: s for s in servers if s.accepting and s.version >= min_version and self._allows(s.url, now)}
@@ -90,7 +111,7 @@ class Router:
         if not able:
             return None
         before = able.get(self._sticky.get(episode_id, ""))
-        chosen = before or able.get(self._home or "") or self._less_loaded(list(able.values()))
+        chosen = before or able.get(self._home or "") or self._for_new(list(able.values()), prefix, tokens)
         self.stick(episode_id, chosen.url)
         return chosen
 
@@ -102,6 +123,15 @@ class Router:
     def _allows(self, url: str, now: float) -> bool:
         state = self._states.get(url)
         return state is None or (now >= state.full_until and state.breaker.allows(now))
+
+    def _for_new(self, able: list[ServerInfo], prefix: str, tokens: int) -> ServerInfo:
+        """The first in the order of `prefix` whose load before this request is at most `BOUNDED_LOAD` × the mean with
+        it, or `NOT_LOADED` such requests. The least loaded server always is. Afterwards it has one request more."""
+        if not prefix:
+            return self._less_loaded(able)
+        loads = {server.url: self._load(server)[0] for server in able}
+        bound = max(BOUNDED_LOAD * (sum(loads.values()) + tokens) / len(able), (NOT_LOADED - 1) * tokens)
+        return max((one for one in able if loads[one.url] <= bound), key=lambda one: _weight(prefix, one.server_id))
 
     def _less_loaded(self, able: list[ServerInfo]) -> ServerInfo:
         two = self._random.sample(able, min(2, len(able)))
@@ -176,6 +206,11 @@ class Router:
 def _of_split(servers: Sequence[ServerInfo], split: str) -> list[ServerInfo]:
     evaluates = split != TRAIN and any(server.evaluates for server in servers)
     return [server for server in servers if server.evaluates == evaluates]
+
+
+def _weight(prefix: str, server_id: str) -> int:
+    """The server with the greatest one has the prefix: if it leaves, no other prefix moves."""
+    return xxhash.xxh3_64_intdigest(f"{prefix}\0{server_id}".encode())
 
 
 class _ServerState:

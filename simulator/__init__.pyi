@@ -36,7 +36,8 @@ from .pipeline import train_s as train_s
 from .published import HOST_RATE_CASE as HOST_RATE_CASE
 from .published import Calibration as Calibration
 from .published import host_bytes_per_s as host_bytes_per_s
-from .rates import RATES as RATES
+from .rates import MEASURED as MEASURED
+from .rates import PLAN_INPUTS as PLAN_INPUTS
 from .scale import MAX_STALENESS as MAX_STALENESS
 from .scale import PLANS as PLANS
 from .scale import TABLES as TABLES

@@ -22,7 +22,7 @@ from penstock.simulator.hardware import (
     token_s_per_sequence,
 )
 from penstock.simulator.pipeline import simulate, slowest_ranks
-from penstock.simulator.rates import RATES
+from penstock.simulator.rates import planned
 from penstock.simulator.result import Result
 from penstock.simulator.stated import Case
 
@@ -104,7 +104,7 @@ class Calibration:
                 "colocated": False,
                 "rollout": rollout,
                 "trainer": trainer.model_copy(update={"chunks": row.chunks}),
-                "weights": Weights(sync_s=self.model.bytes / RATES["nccl"].bytes_per_s, trainer_waits=True),
+                "weights": Weights(sync_s=self.model.bytes / (1e9 * planned("nccl_gb_per_s")), trainer_waits=True),
                 "steps": 6,
                 "warmup": 2,
             }

@@ -1,40 +1,93 @@
-"""Rates at which weights travel, each with its source: measured by a benchmark of this project, or cited.
+"""What weights take on their way: measured here, with the figure of the benchmark; and inputs of a plan, which are not.
 
-What is neither is no rate of this file: docs/scale.md lists it as an assumption.
+    MEASURED       figures of `penstock bench weights`, one run on a quiet machine
+    PLAN_INPUTS    what nothing here has measured: cited from others, or assumed. Whoever plans gives their own
+
+A rate belongs to one of the two, never to both. To replace a measured one, change its number below and `MEASURED_AT`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-MEASURED_BYTES = 1024 * 2**20
-"""Of the version that `penstock bench weights` fetches."""
-MACHINE = "two CPU cores, loopback"
+MiB = 2**20
+MACHINE = "two cores of an AMD EPYC, loopback"
+MEASURED_AT = "87c00112"
+"""The commit of the figures below."""
+
+BROADCAST_S, BROADCAST_BYTES = 0.5585, 512 * MiB
+"""`figures.broadcast.one_rank_s`: THE number to replace after a change of broadcasts. To two workers, until both have
+checked all tensors."""
+FETCHED_BYTES = 1024 * MiB
+FETCH_S = {"http_full": 0.6822, "http_delta": 0.2393, "shm_full": 0.2224, "disk_full": 0.0958}
+"""`figures.fetch_s`: from the announcement until all tensors are read and checked. In a delta 2 % of the values
+differ; its rate too is in bytes of the full version that it makes."""
+PAUSE_P50_S, PAUSE_P99_S, PAUSED_MB = 0.3251, 0.5251, 208.5
+"""`figures.pause`: of one of two vLLM servers on CPUs with 8 requests each, with a model of so many MB."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
+class Measured:
     """Bytes of a full version per second, from its announcement until a server has it verified."""
 
-    bytes_per_s: float
-    measured: bool
-    """By this project; a cited rate is false."""
+    bytes: float
+    seconds: float
+    key: str
+    """Path of the figure in the output of `penstock bench weights --json`."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.bytes / self.seconds
+
+    @property
+    def source(self) -> str:
+        size = f"{self.bytes / MiB:,.0f} MiB in {self.seconds:g} s"
+        return f"`penstock bench weights`, `{self.key}`: {size}; {MACHINE}; commit {MEASURED_AT}"
+
+
+MEASURED = {
+    "broadcast": Measured(BROADCAST_BYTES, BROADCAST_S, "figures.broadcast.one_rank_s"),
+    **{name: Measured(FETCHED_BYTES, taken, f"figures.fetch_s.{name}") for name, taken in FETCH_S.items()},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInput:
+    """A figure that a plan needs and that no benchmark of this project has measured."""
+
+    value: float
+    unit: str
+    kind: Literal["cited", "assumed"]
     source: str
+    """Of a cited one; of an assumed one the reason, and what measures it."""
 
 
-def _fetched(seconds: float, key: str) -> Rate:
-    source = f"`penstock bench weights`, `{key}`: 1 GiB in {seconds:g} s; {MACHINE}"
-    return Rate(MEASURED_BYTES / seconds, measured=True, source=source)
-
-
-RATES = {
-    "broadcast": _fetched(1.91, "collective_full"),
-    "http": _fetched(2.74, "http_full"),
-    "shm": _fetched(0.46, "shm_full"),
-    "disk": _fetched(0.14, "disk_full"),
-    "nccl": Rate(
-        8.25e9,
-        measured=False,
-        source="verl's NCCL checkpoint engine, by its own documentation; verification not included",
+PLAN_INPUTS = {
+    "nccl_gb_per_s": PlanInput(
+        8.25, "GB/s", "cited", "verl's NCCL checkpoint engine, by its own documentation; verification not included"
+    ),
+    "decode_factor": PlanInput(
+        3.5,
+        "× the datasheet's time",
+        "cited",
+        "solved for on verl's published 7B runs, which come to 3.2 to 5.0; `penstock bench rollout` measures yours",
+    ),
+    "flops_share": PlanInput(
+        0.35,
+        "of the datasheet's FLOPs",
+        "assumed",
+        "8 FLOPs per parameter and token; `tokens_per_s` of your own `metrics.jsonl` replaces it",
+    ),
+    "pause_s": PlanInput(
+        0.5,
+        "s",
+        "assumed",
+        "a GPU that loads a verified version; `figures.pause` of `penstock bench weights` measures yours",
     ),
 }
+
+
+def planned(name: str) -> float:
+    """The value of a plan's input."""
+    return PLAN_INPUTS[name].value

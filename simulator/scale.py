@@ -1,5 +1,7 @@
 """Arithmetic from one GPU to thousands: a planned cluster, its step, what its queue carries, how long weights travel.
 
+Steps, and with them the queue's load, rest on `PLAN_INPUTS`, which nothing here has measured; weights on `MEASURED`.
+
 python -m penstock.simulator.scale        the tables of docs/scale.md
 """
 
@@ -12,22 +14,26 @@ from functools import cache
 from penstock.simulator.config import LogNormal, Rollout, Simulation, Trainer, Weights, Work
 from penstock.simulator.hardware import MACHINES, MODELS, Model, gradient_exchange_s, token_s, token_s_per_sequence
 from penstock.simulator.pipeline import simulate
-from penstock.simulator.rates import RATES
+from penstock.simulator.rates import (
+    MEASURED,
+    MEASURED_AT,
+    PAUSE_P50_S,
+    PAUSE_P99_S,
+    PAUSED_MB,
+    PLAN_INPUTS,
+    planned,
+)
 from penstock.simulator.result import Result
 
 MACHINE = MACHINES["H100"]
-DECODE_FACTOR = 3.5
-"""Engines beside the datasheet; verl's 7B runs come to 3.2 to 5.0."""
-FLOPS_SHARE = 0.35
-"""Of the datasheet's, that a trainer reaches, at 8 FLOPs per parameter and token (forward twice, backward)."""
+FLOPS_PER_VALUE = 8
+"""Of a trainer, per active parameter and token: forward twice, backward."""
 TURNS, TOOL_S, PROMPT, OBSERVATION = 3.0, 2.0, 1000.0, 300.0
 RESPONSE = LogNormal(median=3000, sigma=1.0, longest=32768)
 GROUP_SIZE = 16
 MAX_STALENESS = 2
 TOKEN_BYTES = 12
 """Of a packed trajectory: id, logprob and version span of a token; 100k tokens pack into 1.2 MB."""
-DELTA_SHARE = 0.021
-"""Mean size of a delta beside a full version at a learning rate of 1e-6, as docs/weight_sync.md measures it."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +60,10 @@ PLANS = (
 
 
 def setup(plan: ScalePlan, max_staleness: float = MAX_STALENESS) -> Simulation:
-    """Rates from datasheets and the two factors above."""
-    model = MODELS[plan.model]
+    """Rates from datasheets and `PLAN_INPUTS`."""
+    model, decoding = MODELS[plan.model], planned("decode_factor")
     context = PROMPT + RESPONSE.mean + (TURNS - 1) * OBSERVATION
-    rank_tokens_per_s = FLOPS_SHARE * plan.rank_gpus * MACHINE.flops / (8 * model.active)
+    rank_tokens_per_s = planned("flops_share") * plan.rank_gpus * MACHINE.flops / (FLOPS_PER_VALUE * model.active)
     return Simulation(
         max_staleness=max_staleness,
         group_size=GROUP_SIZE,
@@ -73,8 +79,8 @@ def setup(plan: ScalePlan, max_staleness: float = MAX_STALENESS) -> Simulation:
             servers=plan.servers,
             gpus=plan.server_gpus,
             concurrent=256,
-            token_s=DECODE_FACTOR * token_s(model, MACHINE, plan.server_gpus),
-            token_s_per_sequence=DECODE_FACTOR * token_s_per_sequence(model, MACHINE, plan.server_gpus, context),
+            token_s=decoding * token_s(model, MACHINE, plan.server_gpus),
+            token_s_per_sequence=decoding * token_s_per_sequence(model, MACHINE, plan.server_gpus, context),
         ),
         trainer=Trainer(
             ranks=plan.ranks,
@@ -85,7 +91,7 @@ def setup(plan: ScalePlan, max_staleness: float = MAX_STALENESS) -> Simulation:
                 model, MACHINE, plan.ranks * plan.rank_gpus // 2 or 1, plan.ranks * plan.rank_gpus
             ),
         ),
-        weights=Weights(sync_s=nccl_s(model), pause_s=0.5),
+        weights=Weights(sync_s=nccl_s(model), pause_s=planned("pause_s")),
         steps=3,
         warmup=1,
     )
@@ -98,24 +104,27 @@ def simulated(plan: ScalePlan, max_staleness: float) -> Result:
 
 # weights -------------------------------------------------------------------------------------------------------
 def broadcast_s(model: Model) -> float:
-    """The `collective` transport: one broadcast of the whole file, at the rate that was measured with one receiver."""
-    return model.bytes / RATES["broadcast"].bytes_per_s
+    """The `broadcast` transport over gloo: bucket by bucket to all at once, at the rate measured with two receivers."""
+    return model.bytes / MEASURED["broadcast"].bytes_per_s
 
 
 def nccl_s(model: Model) -> float:
-    """A broadcast from GPU to GPU, at the rate that another project measured."""
-    return model.bytes / RATES["nccl"].bytes_per_s
+    """A broadcast from GPU to GPU, at the rate that another project measured. For plans only."""
+    return model.bytes / (1e9 * planned("nccl_gb_per_s"))
 
 
-def http_s(model: Model, servers: int, share: float = 1.0) -> float:
-    """Servers hand files on, so copies double each round; ceil(log2(n + 1)) rounds, each at the measured rate."""
+def http_s(model: Model, servers: int, kind: str = "http_full") -> float:
+    """Servers hand files on, so copies double each round; ceil(log2(n + 1)) rounds, each at the measured rate.
+
+    `kind`: ``http_full`` or ``http_delta``.
+    """
     rounds = servers.bit_length()
-    return rounds * share * model.bytes / RATES["http"].bytes_per_s
+    return rounds * model.bytes / MEASURED[kind].bytes_per_s
 
 
 def from_trainer_s(model: Model, servers: int) -> float:
     """What it would take if the trainer served every server itself, one after the other."""
-    return servers * model.bytes / RATES["http"].bytes_per_s
+    return servers * model.bytes / MEASURED["http_full"].bytes_per_s
 
 
 # queue --------------------------------------------------------------------------------------------------------
@@ -173,11 +182,11 @@ def step_table() -> Iterator[str]:
 
 
 def weight_table() -> Iterator[str]:
+    """From measured rates alone."""
     yield from head(
         "model",
         "full version",
         "servers",
-        "NCCL (cited)",
         "broadcast, gloo",
         "HTTP, handed on",
         "the same as a delta",
@@ -185,17 +194,35 @@ def weight_table() -> Iterator[str]:
     )
     for plan in PLANS:
         model, servers = MODELS[plan.model], plan.servers
+        delta_s = http_s(model, servers, "http_delta")
         yield (
-            f"| {plan.model} | {model.bytes / 1e9:.0f} GB | {servers} | {nccl_s(model):.1f} s "
+            f"| {plan.model} | {model.bytes / 1e9:.0f} GB | {servers} "
             f"| {broadcast_s(model):,.0f} s | {http_s(model, servers):,.0f} s "
-            f"| {http_s(model, servers, DELTA_SHARE):,.1f} s | {from_trainer_s(model, servers):,.0f} s |"
+            f"| {delta_s:,.0f} s | {from_trainer_s(model, servers):,.0f} s |"
         )
 
 
+def cited_weight_table() -> Iterator[str]:
+    yield from head("model", "full version", "NCCL, cited rate")
+    for name in dict.fromkeys(plan.model for plan in PLANS):
+        model = MODELS[name]
+        yield f"| {name} | {model.bytes / 1e9:.0f} GB | {nccl_s(model):.1f} s |"
+
+
 def rate_table() -> Iterator[str]:
-    yield from head("rate", "GB/s", "measured here", "source")
-    for name, rate in RATES.items():
-        yield f"| {name} | {rate.bytes_per_s / 1e9:.2f} | {'yes' if rate.measured else 'no: cited'} | {rate.source} |"
+    """Measured here, each with its key."""
+    yield from head("measured here", "figure", "source")
+    for name, rate in MEASURED.items():
+        yield f"| {name} | {rate.bytes_per_s / 1e9:.2f} GB/s | {rate.source} |"
+    source = f"`penstock bench weights`, `figures.pause`: {PAUSED_MB:g} MB, vLLM; two CPU cores, commit {MEASURED_AT}"
+    yield f"| pause of a server | p50 {PAUSE_P50_S:.2f} s, p99 {PAUSE_P99_S:.2f} s | {source} |"
+
+
+def input_table() -> Iterator[str]:
+    """Not measured here."""
+    yield from head("input of a plan", "value", "kind", "source")
+    for name, given in PLAN_INPUTS.items():
+        yield f"| `{name}` | {given.value:g} {given.unit} | {given.kind} | {given.source} |"
 
 
 def queue_table() -> Iterator[str]:
@@ -210,7 +237,14 @@ def queue_table() -> Iterator[str]:
         )
 
 
-TABLES = {"steps": step_table, "weights": weight_table, "rates": rate_table, "queue": queue_table}
+TABLES = {
+    "steps": step_table,
+    "queue": queue_table,
+    "weights": weight_table,
+    "weights_cited": cited_weight_table,
+    "rates": rate_table,
+    "inputs": input_table,
+}
 
 
 def rendered() -> dict[str, str]:

@@ -366,6 +366,8 @@ class ServerInfo:
     """Why, for people."""
     asleep: bool = False
     """Its devices are the trainer's for the moment: it takes no requests until it has them back."""
+    engine: str = ""
+    """Name and version of its engine; empty of an older server. Those of one run are alike."""
     age_s: float = field(default=0.0, compare=False)
     """Age of the heartbeat by the queue's clock when the registry was read; set by the queue only."""
 

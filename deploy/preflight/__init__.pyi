@@ -42,6 +42,7 @@ from .network import check_own_redis as check_own_redis
 from .network import check_ports as check_ports
 from .network import check_redis as check_redis
 from .network import check_run as check_run
+from .network import check_weights_host as check_weights_host
 from .network import config_of as config_of
 from .network import why_not as why_not
 from .routing import check_routing_replay as check_routing_replay

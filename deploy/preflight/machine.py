@@ -22,6 +22,7 @@ from penstock.deploy.plan import (
 from penstock.deploy.preflight.check import Check, human, memory_bytes, skipped, warning
 from penstock.deploy.preflight.device_memory import Gpus, check_device, find_shape
 from penstock.deploy.preflight.memory import model_shape, needs_critic, server_bytes, trainer_bytes
+from penstock.deploy.preflight.settings import GPU_DEVICES
 
 BASE_FILES = 256
 """Libraries, logs, the queue's connections (64 at most), the model's files."""
@@ -75,15 +76,34 @@ def _nodes() -> int:
 
 
 def check_devices(config: RunConfig) -> Check | None:
-    """What computes on GPUs alone, on a machine without one. None where there is one, or nothing needs it."""
-    if has_gpu():
+    """What computes on GPUs alone, on a machine without one. None where there is one, or nothing needs it.
+
+    Not counted, because CPUs have them too: bfloat16, tensor parallelism, ``gpu_memory_utilization`` (of the host's
+    memory in vLLM's CPU build), a broadcast's transport `nccl`, which falls back to gloo.
+    """
+    if has_gpu() or any(map(os.path.exists, GPU_DEVICES)):
         return None
-    alone = {"trainer.engine=megatron": config.trainer.engine == "megatron", "trainer.liger": config.trainer.liger}
-    needing = [setting for setting, is_set in alone.items() if is_set]
+    rollout, trainer = config.rollout, config.trainer
+    graphs = rollout.vllm_args.get("enforce_eager", rollout.vllm_args.get("enforce-eager"))
+    alone = {
+        "trainer.engine=megatron": (trainer.engine == "megatron", "trainer.engine=fsdp"),
+        "trainer.liger=true": (trainer.liger, "trainer.liger=false"),
+        "trainer.offload=true": (trainer.offload, "trainer.offload=false"),
+        "rollout.vllm_args.enforce_eager=false, which asks for CUDA graphs,": (
+            rollout.engine == "vllm" and rollout.servers > 0 and graphs is False,
+            "rollout.vllm_args.enforce_eager=true",
+        ),
+    }
+    needing = {setting: instead for setting, (is_set, instead) in alone.items() if is_set}
     if not needing:
         return None
-    fix = "run it where an NVIDIA driver is; or set trainer.engine=fsdp and trainer.liger=false, which compute on CPUs"
-    return Check("gpus", False, f"no NVIDIA driver on this machine, and {' and '.join(needing)} needs one", fix)
+    verb = "needs" if len(needing) == 1 else "need"
+    return Check(
+        "gpus",
+        False,
+        f"no driver of a GPU on this machine, and {' and '.join(needing)} {verb} one",
+        f"run it where a GPU and its driver are; or set {', '.join(needing.values())}, which computes on CPUs",
+    )
 
 
 def check_size(config: RunConfig) -> Check | None:

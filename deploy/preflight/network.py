@@ -82,19 +82,28 @@ def check_advertised(config: RunConfig) -> Iterator[Check]:
         yield _own_name()
     if rollout.servers or not config.transfer_queue.url:
         return
-    if rollout.serves_weights and is_loopback(rollout.weights_host):
-        yield Check(
-            "rollout.weights_host",
-            False,
-            f"rollout.servers is 0, so servers are elsewhere, and weights are served on {rollout.weights_host}",
-            "set rollout.weights_host to an address that they reach, or to 0.0.0.0",
-        )
     if rollout.weight_transport == "shm":
         yield warning(
             "rollout.weight_transport",
             "rollout.servers is 0, and weights go through shared memory, which servers elsewhere cannot read",
             "set rollout.weight_transport=http, or disk on a disk that all machines share",
         )
+
+
+def check_weights_host(config: RunConfig) -> Check | None:
+    """No server on this machine and a queue on another: servers elsewhere find nothing at a loopback address.
+
+    None where servers may be here: a queue at a loopback address is reached from this machine alone.
+    """
+    rollout, url = config.rollout, config.transfer_queue.url
+    if rollout.servers or not url or is_loopback(urlsplit(url).hostname) or not rollout.serves_weights:
+        return None
+    return Check(
+        "rollout.weights_host",
+        not is_loopback(rollout.weights_host),
+        f"rollout.servers is 0, so servers are elsewhere, and weights are served on {rollout.weights_host}",
+        "set rollout.weights_host to an address that they reach, or to 0.0.0.0",
+    )
 
 
 def _own_name() -> Check:

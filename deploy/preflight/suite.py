@@ -26,7 +26,13 @@ from penstock.deploy.preflight.disk import check_disk, check_room
 from penstock.deploy.preflight.machine import check_devices, check_gpus, check_open_files, check_size, check_threads
 from penstock.deploy.preflight.memory import check_memory, check_shared_memory
 from penstock.deploy.preflight.model import check_context, check_model, check_vocabulary
-from penstock.deploy.preflight.network import check_advertised, check_own_redis, check_ports, check_redis
+from penstock.deploy.preflight.network import (
+    check_advertised,
+    check_own_redis,
+    check_ports,
+    check_redis,
+    check_weights_host,
+)
 from penstock.deploy.preflight.routing import check_routing_replay
 from penstock.deploy.preflight.sandbox import check_containment, check_sandbox
 from penstock.deploy.preflight.settings import (
@@ -61,6 +67,7 @@ FACTS: tuple[Asked, ...] = (
     check_capacity,
     check_turns,
     check_ports,
+    check_weights_host,
     check_redis,
     check_devices,
     check_engine,

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -46,6 +48,24 @@ async def test_the_exact_context_is_sent_and_the_answer_appended(make):
     assert [request.sampling.temperature for request in client.requests] == [0.5, 1.0]
     assert [request.sampling.max_new_tokens for request in client.requests] == [20, 17]
     assert segment.output().version_spans.tolist() == [[3, 0, 2], [3, 3, 5]]
+
+
+async def test_members_of_a_group_name_one_prefix_eight_at_a_time(make, queue_of, tasks_of):
+    """The name stays in this process: a server has no use for it."""
+    client = FakeClient(echo)
+    (task,) = tasks_of()
+    lease = queue_of([task]).lease(task)
+    for member in (0, 7, 8):
+        member_lease = replace(lease, member=member)
+        llm = EpisodeLLM(client, member_lease, EpisodeJournal(queue_of([task]), member_lease), Sampling(), str)
+        await llm.draw([10, 11], 20, {})
+    evaluated = replace(lease, task=replace(task, split="eval/1"))
+    await EpisodeLLM(client, evaluated, EpisodeJournal(queue_of([task]), evaluated), Sampling(), str).draw([10], 20, {})
+    first, seventh, eighth, other = [request.prefix for request in client.requests]
+    assert first == seventh != eighth
+    assert task.task_id in first
+    assert other == ""
+    assert "prefix" not in client.requests[0].model_dump_json()
 
 
 async def test_an_answer_is_journaled_before_the_loop_sees_it(make):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from tests.rollout_server.conftest import skip_without
 
+from benchmarks.support.prefix_hits import possible
 from benchmarks.support.sides import transferqueue_python
+from benchmarks.support.turns import Turns
+from penstock.simulator import MEASURED
 
 pytestmark = pytest.mark.redis
 Measure = Callable[..., Awaitable[dict[str, Any]]]
@@ -122,6 +126,20 @@ async def test_the_rollout_servers_beside_the_bare_engine(measure: Measure) -> N
     assert prefix["sticky"]["prompt_tokens"] == prefix["not_sticky"]["prompt_tokens"] == 16 * 1536
     assert min(prefix["sticky"]["by_server"]) > 0
     assert measured["ratio"]["prefix_hits_sticky_over_not"] > 1
+    assert prefix["block_tokens"] == 128
+    assert prefix["sticky"]["hit_rate"] <= prefix["possible_blocks_hit_rate"]
+    assert prefix["grouped"]["prompt_tokens"] == prefix["grouped_by_load"]["prompt_tokens"] == 16 * 2688
+    assert 0 < prefix["grouped"]["hit_rate"] <= prefix["possible_blocks_grouped_hit_rate"]
+
+
+def test_what_a_cache_could_find_is_counted_in_its_blocks() -> None:
+    """Contexts of 10, 14 and 18 tokens, 2 of each new one observed: 12 and 16 were there before."""
+    turns = Turns(
+        episodes=4, turns=3, prompt_tokens=10, answer_tokens=2, observed_tokens=2, vocab=9, sticky=True, group_size=1
+    )
+    assert possible(turns) == pytest.approx((12 + 16) / 42)
+    assert possible(turns, 8) == pytest.approx((8 + 8) / 42)  # of 16 tokens the last has no keys and values yet
+    assert possible(replace(turns, group_size=4), 8) == pytest.approx((4 * 16 + 3 * 8) / (4 * 42))
 
 
 def _check_rollout(measured: dict[str, Any]) -> None:
@@ -165,6 +183,9 @@ async def test_the_weights(measure: Measure) -> None:
     assert ratios["trainer_stall_over_gather"] > 0
     # Buckets are counted, not timed.
     assert ratios["host_peak_over_bucket"] <= 3
+    for rate in MEASURED.values():  # what docs/scale.md rests on
+        _, part, name = rate.key.split(".")
+        assert measured["figures"][part][name] > 0
 
 
 @pytest.mark.torch

@@ -15,7 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.rollout_server.conftest import StubQueue
 
-from penstock.rollout_server import CACHE_S, MAX_REST_S, OPEN_AFTER, REST_S, CircuitBreaker, PendingRequest, Router
+from penstock.rollout_server import (
+    BOUNDED_LOAD,
+    CACHE_S,
+    MAX_REST_S,
+    OPEN_AFTER,
+    REST_S,
+    CircuitBreaker,
+    PendingRequest,
+    Router,
+)
 from penstock.transfer_queue import ServerInfo
 
 
@@ -365,3 +374,120 @@ def test_requests_that_were_under_way_when_it_opened_change_nothing() -> None:
     breaker.failed(0.2, older, "late", gone=True)
     assert breaker.allows(REST_S)
     assert breaker.cause == "a test"
+
+
+# prefixes: members of a group share their prompt -------------------------------------------------------------------
+async def placed_group(router: Router, prefix: str, members: int, tokens: int = 1000) -> Counter[str]:
+    """Where the members of one group go when all begin at once."""
+    chosen = Counter[str]()
+    for number in range(members):
+        server = await router.pick(f"{prefix}#{number}", 0, prefix=prefix, tokens=tokens)
+        assert server is not None
+        router.begin(server.url, tokens)
+        chosen[server.url] += 1
+    return chosen
+
+
+async def first_of(router: Router, prefix: str) -> str | None:
+    server = await router.pick("", 0, prefix=prefix)
+    return server.url if server else None
+
+
+async def test_a_group_goes_to_one_server_whichever_client_asks(queue: StubQueue, clock: list[float]) -> None:
+    """Beside a load of others, as in a run: 16 episodes at each server."""
+    register(queue, *(f"s{i}" for i in range(8)), in_flight=16, in_flight_tokens=16_000)
+    routers = [Router(queue, seed=seed) for seed in range(4)]
+    for number in range(20):
+        chosen = [await placed_group(router, f"train/{number}", 1) for router in routers]
+        assert len(Counter(url for one in chosen for url in one)) == 1
+
+
+async def test_a_large_group_overloads_no_server(queue: StubQueue) -> None:
+    register(queue, *(f"s{i}" for i in range(4)))
+    chosen = await placed_group(Router(queue, seed=1), "train/1", 64)
+    assert max(chosen.values()) <= BOUNDED_LOAD * 64 / 4 + 1
+    small = await placed_group(Router(queue, seed=1), "train/1", 4)
+    assert len(small) < 4
+
+
+@settings(max_examples=40)
+@given(servers=st.integers(2, 12), gone=st.integers(0, 11))
+async def test_where_a_server_disappears_only_its_groups_move(servers: int, gone: int) -> None:
+    queue = StubQueue()
+    register(queue, *(f"s{i}" for i in range(servers)))
+    before = {f"t{n}": await first_of(Router(queue), f"t{n}") for n in range(60)}
+    lost = queue.registered.pop(f"s{gone % servers}")
+    after = {prefix: await first_of(Router(queue), prefix) for prefix in before}
+    assert {prefix for prefix in before if before[prefix] != after[prefix]} == {
+        prefix for prefix, url in before.items() if url == lost.url
+    }
+    assert len(set(before.values())) > 1
+
+
+async def test_groups_spread_over_the_servers_evenly(queue: StubQueue) -> None:
+    register(queue, *(f"s{i}" for i in range(8)))
+    chosen = Counter([await first_of(Router(queue), f"train/{number:08d}") for number in range(800)])
+    assert set(chosen) == {f"http://s{i}" for i in range(8)}
+    assert max(chosen.values()) < 140
+
+
+async def test_an_episode_stays_where_it_is_whatever_its_group(queue: StubQueue) -> None:
+    register(queue, "a", "b")
+    router = Router(queue)
+    for episode, url in (("e0", "http://a"), ("e1", "http://b")):
+        router.stick(episode, url)
+    for prefix in ("g0", "g1", "g2"):
+        for episode, url in (("e0", "http://a"), ("e1", "http://b")):
+            server = await router.pick(episode, 0, prefix=prefix)
+            assert server is not None
+            assert server.url == url
+
+
+async def test_a_group_keeps_to_home_versions_breakers_and_evaluations(queue: StubQueue) -> None:
+    """What keeps a server from an episode keeps it from a group."""
+    register(queue, "a", "b", "c")
+    first = {f"g{n}": await first_of(Router(queue), f"g{n}") for n in range(20)}
+    prefix = next(prefix for prefix, url in first.items() if url == "http://a")
+    assert await first_of(Router(queue, home="http://b"), prefix) == "http://b"
+    broken = Router(queue)
+    broken.failed(broken.begin("http://a"), "a test", gone=True)
+    assert (moved := await first_of(broken, prefix)) in ("http://b", "http://c")
+    assert await url_of(Router(queue), "", avoid=("http://a",)) != "http://a"
+    for fields in ({"accepting": False}, {"asleep": True, "accepting": False}, {"evaluates": True}):
+        queue.registered["a"] = replace(queue.registered["a"], evaluates=False, accepting=True)
+        queue.registered["a"] = replace(queue.registered["a"], **fields)
+        assert await first_of(Router(queue), prefix) == moved
+    evaluated = await Router(queue).pick("", 0, split="eval/1", prefix=prefix)
+    assert evaluated is not None
+    assert evaluated.url == "http://a"
+    register(queue, "a")
+    queue.registered["c"] = replace(queue.registered["c"], version=3)
+    newer = await Router(queue).pick("", 3, prefix=prefix)
+    assert newer is not None
+    assert newer.url == "http://c"
+
+
+@pytest.mark.parametrize("busy", [0, 16_000])
+@pytest.mark.parametrize(("clients", "together"), [(1, True), (16, True), (16, False)])
+async def test_groups_over_64_servers_are_balanced_and_in_few_places(
+    queue: StubQueue, clock: list[float], clients: int, together: bool, busy: int
+) -> None:
+    """64 groups of 16 begin in 8 s, each at one client or, `together` false, each member at another: clients share
+    heartbeats a second old, and nothing else. Eight members have one prefix, as `agent_loops` names them."""
+    register(queue, *(f"s{i:02d}" for i in range(64)), in_flight_tokens=busy)
+    routers = [Router(queue, seed=i) for i in range(clients)]
+    truth, places = Counter({f"http://s{i:02d}": busy for i in range(64)}), set[tuple[int, str]]()
+    for group in range(64):
+        if group % 8 == 0:
+            clock[0] += 1.0
+            beat(queue, truth, Counter())
+        for member in range(16):
+            router, tokens = routers[(group if together else member) % clients], 500 + 97 * (member % 11)
+            server = await router.pick(f"{group}#{member}", 0, prefix=f"t{group}/{member // 8}", tokens=tokens)
+            assert server is not None
+            router.begin(server.url, tokens)
+            truth[server.url] += tokens
+            places.add((group, server.url))
+    bound, most_places = (1.5, 4) if busy else (2.2, 6)
+    assert max(truth.values()) / (sum(truth.values()) / 64) < bound
+    assert len(places) / 64 < most_places, "two choices find about 14"

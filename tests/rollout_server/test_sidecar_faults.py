@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from penstock.rollout_server import (
     bound_logs,
     fake_manifest,
 )
-from penstock.transfer_queue import Announcement, ServerInfo
+from penstock.transfer_queue import Announcement, QueueUnavailable, ServerInfo
 from penstock.weight_sync import LoadReport, Manifest, WeightsRefused
 
 
@@ -348,3 +349,35 @@ def test_engine_logs_are_kept_and_bounded(tmp_path: Path) -> None:
     assert [(tmp_path / f"engine-hf.log.{number}").read_bytes()[:1] for number in (1, 2)] == [b"4", b"2"]
     assert all(path.stat().st_size <= 250 for path in tmp_path.iterdir())
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+
+
+async def test_an_engine_of_another_build_is_refused_by_name_before_it_serves(
+    queue: StubQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.rollout_server.sidecar.restart_after", lambda _s: asyncio.sleep(0))
+    other = ServerInfo("other", "http://10.0.0.7:8101", 0, engine="vllm 0.33.0")
+    queue.registered["other"] = other
+    config = small_config(max_restarts=1)
+    async with rollout_server(queue, tmp_path, up=False, config=config) as server:
+        with pytest.raises(EngineError) as refused:
+            await asyncio.wait_for(server.task, 30)
+        assert "s0" not in queue.registered
+    for word in ("rollout.engine", "s0 is fake 1", "other at http://10.0.0.7:8101", "Install vllm 0.33.0"):
+        assert word in str(refused.value)
+    # One that is alike, and one that does not say, as a server of an earlier release.
+    queue.registered["other"] = replace(other, engine="fake 1")
+    queue.registered["old"] = ServerInfo("old", "http://10.0.0.8:8101", 0)
+    async with rollout_server(queue, tmp_path) as server:
+        assert queue.registered["s0"].engine == "fake 1"
+
+
+async def test_builds_are_not_compared_while_the_queue_is_away(queue: StubQueue, tmp_path: Path) -> None:
+    """Never stop for the queue: the server serves, and is compared when its engine starts again."""
+    queue.registered["other"] = ServerInfo("other", "http://10.0.0.7:8101", 0, engine="vllm 0.33.0")
+
+    async def away() -> list[ServerInfo]:
+        raise QueueUnavailable("away")
+
+    queue.servers = away  # type: ignore[method-assign]
+    async with rollout_server(queue, tmp_path):
+        assert queue.registered["s0"].accepting

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from penstock.simulator import (
     MAX_STALENESS,
+    MEASURED,
     MODELS,
+    PLAN_INPUTS,
     PLANS,
-    RATES,
     TABLES,
     Machine,
     Model,
@@ -26,7 +28,12 @@ from penstock.simulator import (
     token_s_per_sequence,
 )
 
-PAGE = (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "scale.md").read_text()
+RESTS_ON_INPUTS = ("steps", "queue", "weights_cited", "inputs")
+TRANSPORTS = re.findall(
+    r'"(\w+)"', re.findall(r"TRANSPORTS: .* = \((.*)\)", (ROOT / "benchmarks/weights.py").read_text())[0]
+)
 ROUND = Machine(flops=1e12, memory_bytes_per_s=1e9, network_bytes_per_s=1e8, host_bytes_per_s=1e8)
 TINY = Model(parameters=1e6, active=5e5, kv_bytes_per_token=100)
 
@@ -35,6 +42,20 @@ TINY = Model(parameters=1e6, active=5e5, kv_bytes_per_token=100)
 def test_the_page_has_the_tables_as_they_come_out(name: str) -> None:
     """`python -m penstock.simulator.page docs/scale.md` writes them."""
     assert tables_in(PAGE)[name] == "\n".join(TABLES[name]())
+
+
+def test_a_rate_is_measured_here_or_an_input_of_a_plan() -> None:
+    """The key of a measured one is a figure that the benchmark makes; the page's captions say which tables rest on
+    inputs."""
+    made = "".join((ROOT / "benchmarks" / name).read_text() for name in ("weights.py", "support/broadcasts.py"))
+    for rate in MEASURED.values():
+        figure = rate.key.rpartition(".")[2]
+        assert figure in made or figure.partition("_")[0] in TRANSPORTS, rate.key
+        assert rate.key in PAGE
+    assert not MEASURED.keys() & PLAN_INPUTS.keys()
+    for name in RESTS_ON_INPUTS:
+        caption = PAGE[: PAGE.index(f"<!-- table: {name} -->")].strip().rpartition("\n\n")[2]
+        assert "**not measured here**" in caption, f"the caption of {name}"
 
 
 def test_decoding_reads_active_weights_once_and_each_sequences_cache() -> None:
@@ -50,7 +71,7 @@ def test_gradients_cross_the_network_nearly_twice_and_not_at_all_for_one_copy() 
 def test_files_that_are_handed_on_double_each_round() -> None:
     """1 server: 1 round; 3: the trainer and the first serve two in the second; 7: three rounds."""
     model = MODELS["Qwen2.5-7B"]
-    one_copy_s = model.bytes / RATES["http"].bytes_per_s
+    one_copy_s = model.bytes / MEASURED["http_full"].bytes_per_s
     assert [http_s(model, n) / one_copy_s for n in (1, 2, 3, 4, 7, 8)] == pytest.approx([1, 2, 2, 3, 3, 4])
     assert from_trainer_s(model, 7) == pytest.approx(7 * one_copy_s)
 

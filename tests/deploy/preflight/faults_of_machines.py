@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from tests.deploy.preflight.planting import Place, planted, small_disk, taken_port, write_huge_model
 
 from penstock.deploy.preflight import (
-    check_advertised,
     check_disk,
     check_memory,
     check_open_files,
@@ -20,6 +19,7 @@ from penstock.deploy.preflight import (
     check_shared_memory,
     check_threads,
     check_versions,
+    check_weights_host,
 )
 
 Opened = Iterator[Sequence[str]]
@@ -50,7 +50,14 @@ def weights_served_on_an_address_of_another_machine(place: Place) -> Sequence[st
     return ["rollout.weight_transport=http", "rollout.weights_host=192.0.2.1"]
 
 
-@planted(check_advertised, "rollout.weights_host", r"0\.0\.0\.0")
+@planted(check_ports, "rollout.weights_port", r"rollout\.weights_port=0")
+@contextlib.contextmanager
+def the_weights_port_taken(place: Place) -> Opened:
+    with taken_port() as port:
+        yield ["rollout.weight_transport=http", f"rollout.weights_port={port}"]
+
+
+@planted(check_weights_host, "rollout.weights_host", r"0\.0\.0\.0")
 def weights_on_loopback_for_servers_elsewhere(place: Place) -> Sequence[str]:
     return ["rollout.servers=0", "rollout.weight_transport=http", "transfer_queue.url=redis://queue:6379"]
 

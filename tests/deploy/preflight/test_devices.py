@@ -19,6 +19,8 @@ from penstock.deploy.preflight import (
 )
 
 SMALL_GPU_MIB = 1024
+GPU_RECIPES = sorted(RECIPE.parent.glob("*/gpu*.yaml"))
+CPU_RECIPES = [RECIPE, *sorted(RECIPE.parent.glob("*/cpu.yaml"))]
 
 
 @pytest.fixture
@@ -45,16 +47,45 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.deploy.plan.DRIVER", tmp_path / "nothing")
+    monkeypatch.setattr("penstock.deploy.preflight.machine.GPU_DEVICES", (str(tmp_path / "nothing"),))
 
 
 @pytest.mark.usefixtures("no_gpu")
-@pytest.mark.parametrize("setting", ["trainer.engine=megatron", "trainer.liger=true"])
+@pytest.mark.parametrize("path", GPU_RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_a_recipe_for_gpus_is_refused_without_one_whatever_its_model(path: Path) -> None:
+    """With the field and what CPUs compute instead."""
+    config = load_config(path, [f"model={RECIPE.parent / 'calculator/model'}"])
+    found = check_devices(config)
+    assert found is not None
+    assert not found.ok
+    # Those of gpu64 are on other machines.
+    assert ("rollout.vllm_args.enforce_eager=false" in found.found) == (config.rollout.servers > 0)
+    assert ("rollout.vllm_args.enforce_eager=true" in found.fix) == (config.rollout.servers > 0)
+    assert ("trainer.offload=false" in found.fix) == ("offload: true" in path.read_text())
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("path", CPU_RECIPES, ids=lambda path: path.parent.name)
+def test_a_recipe_for_cpus_needs_no_gpu(path: Path) -> None:
+    assert check_devices(load_config(path)) is None
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_what_cpus_have_too_needs_no_gpu() -> None:
+    """vLLM's CPU build takes its share of the host's memory by the same name; nccl falls back to gloo."""
+    words = ["rollout.engine=vllm", "rollout.vllm_args={gpu_memory_utilization: 0.5, tensor_parallel_size: 2}"]
+    assert check_devices(load_config(RECIPE, [*words, "rollout.dtype=bfloat16"])) is None
+    assert check_devices(load_config(RECIPE, ["rollout.weight_transport=nccl"])) is None
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("setting", ["trainer.engine=megatron", "trainer.liger=true", "trainer.offload=true"])
 def test_what_computes_on_gpus_alone_is_refused_without_one(setting: str) -> None:
     found = check_devices(load_config(RECIPE, [setting]))
     assert found is not None
     assert not found.ok
     assert setting.removesuffix("=true") in found.found
-    assert "trainer.engine=fsdp" in found.fix
+    assert setting.partition("=")[0] in found.fix
 
 
 @pytest.mark.usefixtures("gpu")
