@@ -162,7 +162,8 @@ def _changes(trainer: TrainerConfig) -> Mapping[str, Mapping[str, Any]]:
     if trainer.engine == "megatron":
         return {}
     chooses = {words for words, update in CHANGES.items() if update.get("recompute") == "selective"}
-    return {words: update for words, update in CHANGES.items() if not (trainer.compile and words in chooses)}
+    refused = trainer.compile or trainer.activation_offload
+    return {words: update for words, update in CHANGES.items() if not (refused and words in chooses)}
 
 
 def _keys_of(part: str, trainer: TrainerConfig) -> str:

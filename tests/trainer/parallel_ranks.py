@@ -103,6 +103,8 @@ def check_stream(folder: Path, engine: Any, ranks: Ranks, weights: Mapping[str, 
     too; each rank has its share of it."""
     source = WeightSource.open(ranks.rank, ranks.world, ranks.timeout)
     own, part_bytes = engine.local_shards(torch.bfloat16), 256
+    if isinstance(engine, FSDPEngine):
+        assert (own is None) == (ranks.layout.tensor > 1)
     sets = ranks.world // ranks.layout.replicate
     for shard in own or ():
         assert sum(shard.rank_bytes) == math.prod(shard.shape) * shard.published.itemsize, "each byte has one rank"

@@ -36,6 +36,10 @@ def check(config: TrainerConfig) -> None:
         raise BadJob("trainer.compile does not go with trainer.parallel.tensor: set one of them")
     if config.compile and config.recompute == "selective":  # compiled, a layer has no operations to choose from
         raise BadJob("trainer.compile does not go with trainer.recompute selective: set recompute to true or false")
+    if config.activation_offload and config.recompute == "selective":  # torch keeps its choice where no hook sees it
+        raise BadJob(
+            "trainer.activation_offload does not move what trainer.recompute selective keeps: set recompute to true"
+        )
     if config.lora.rank and find_spec("peft") is None:
         raise BadJob("trainer.lora needs the package peft: pip install penstock[lora]")
     if config.liger and find_spec("liger_kernel") is None:

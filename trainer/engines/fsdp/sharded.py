@@ -51,7 +51,7 @@ class ShardedModule:
     def score(self, packs: Sequence[Pack]) -> list[Any]:
         """What the module says of each pack, without gradient."""
         try:
-            return [self.module(pack.to(self._ranks.device)) for pack in self._in_step(packs)][: len(packs)]
+            return [self.module(pack.to(self._ranks.device)) for pack, _ in self._in_step(packs)][: len(packs)]
         finally:
             self.reshard()
 
@@ -70,13 +70,13 @@ class ShardedModule:
         self.module.requires_grad_(False)
         return self
 
-    def _in_step(self, packs: Sequence[Pack]) -> Iterator[Pack]:
-        """As many packs on every rank: each forward and backward is a collective. Between two of them the step may be
-        given up: raises `StepGivenUp`."""
+    def _in_step(self, packs: Sequence[Pack]) -> Iterator[tuple[Pack, bool]]:
+        """Each pack, and whether it is the last. As many on every rank: each forward and backward is a collective.
+        Between two of them the step may be given up: raises `StepGivenUp`."""
         count = int(self._ranks.max(len(packs)))
-        for pack in (*packs, *(empty_pack() for _ in range(count - len(packs)))):
+        for number, pack in enumerate((*packs, *(empty_pack() for _ in range(count - len(packs)))), 1):
             self._preemption.check()
-            yield pack
+            yield pack, number == count
 
 
 class TrainableModule(ShardedModule):
@@ -121,11 +121,10 @@ class TrainableModule(ShardedModule):
 
     def _accumulate(self, packs: Sequence[Pack], loss: Callable[[Pack, Any], Tensor], divisor: float) -> float:
         summed = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
-        in_step = self._in_step(packs)
-        for number, pack in enumerate(in_step, 1):
+        for pack, is_last in self._in_step(packs):
             if self._mesh.replicate > 1 and isinstance(self.module, FSDPModule):
                 # Between sets of shards, which may be on several machines, gradients go once per update.
-                self.module.set_requires_all_reduce(number == len(in_step))
+                self.module.set_requires_all_reduce(is_last)
             moved = pack.to(self._ranks.device)
             total = loss(moved, self.module(moved))
             # FSDP2 averages gradients over the mesh's ranks; `divisor` counts all ranks, so the sum is wanted.
