@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
@@ -33,19 +33,18 @@ class BroadcastingTrainer:
         self.published: dict[int, Any] = {}
 
     async def take(self, version: int, tensors: Mapping[str, Any]) -> None:
-        from penstock.weight_sync import Shard
-
-        shards = [
-            Shard(name, tuple(tensor.shape), tensor.dtype, (tensor.nbytes,), tensor) for name, tensor in tensors.items()
-        ]
-        await asyncio.to_thread(self.source.take, version, shards)
+        await asyncio.to_thread(self.source.take, version, _shards_of(tensors))
 
     async def publish(self, version: int, tensors: Mapping[str, Any], members: int, expected: int = 0) -> Any:
         """Once so many servers wait."""
+        return await self.publish_shards(version, _shards_of(tensors), members, expected)
+
+    async def publish_shards(self, version: int, shards: Iterable[Any], members: int, expected: int = 0) -> Any:
+        """The same of a trainer's engine: what `local_shards` gives."""
         async with asyncio.timeout(60):
             while self.files.broadcaster.parked < members:
                 await asyncio.sleep(0.01)
-        await self.take(version, tensors)
+        await asyncio.to_thread(self.source.take, version, shards)
         sending = self.files.begin_broadcast(version, self.source.tensors)
         assert sending.servers >= members
         manifest = await asyncio.to_thread(self.files.write_broadcast, version, self.source, sending, expected)
@@ -58,6 +57,13 @@ class BroadcastingTrainer:
 
     def place_of_file(self, manifest: Any) -> Path:
         return Path(self.files.directory / manifest.files[-1].name)
+
+
+def _shards_of(tensors: Mapping[str, Any]) -> list[Any]:
+    """All of every tensor as one rank has it."""
+    from penstock.weight_sync import Shard
+
+    return [Shard(name, tuple(one.shape), one.dtype, (one.nbytes,), one) for name, one in tensors.items()]
 
 
 @asynccontextmanager

@@ -5,7 +5,7 @@ transformers keeps some parameters in another form than the files. All experts o
     in memory   model.layers.0.mlp.experts.gate_up_proj                             [E, 2I, H]
     in files    model.layers.0.mlp.experts.N.gate_proj.weight, ….N.up_proj.weight   [I, H] each, N in 0 … E − 1
 
-    split   a parameter ─► its tensors in the files: for publishing and saving
+    split   a parameter, or the rows of some experts ─► its tensors in the files: for publishing and saving
     join    tensors of the files ─► the parameter, or the rows of some experts: for loading
 
 Engines and hubs know the files' names only. The arithmetic is transformers' own, by which it loads and saves models;
@@ -144,6 +144,15 @@ class HubNames:
 
         yield from revert_weight_conversion(self._reverse, {name: tensor}).items()
 
+    def split_experts(self, name: str, rows: torch.Tensor, first: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `split`, of the experts `first`, `first` + 1, … alone: views of `rows`, which are theirs of a parameter
+        that has `experts`."""
+        stored = self.experts(name)
+        assert stored is not None, f"the rows of {name} are not made of tensors of their own"
+        _, *joined = self._converters[name].operations
+        for row, names in zip(rows, stored[first : first + len(rows)], strict=True):
+            yield from zip(names, row.chunk(len(names), joined[0].dim - 1) if joined else [row], strict=True)
+
     def join(self, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The parameter from `tensors` of the files. Where `experts` has some of the rows, from those rows' tensors
         alone: the parameter's rows of these experts."""
@@ -180,7 +189,7 @@ class HubNames:
             return None
         first, *others = self._converters[name].operations
         stacked = isinstance(first, MergeModulelist) and first.dim == 0
-        if not stacked or not all(isinstance(one, Concatenate) and one.dim > 0 for one in others):
+        if not stacked or len(others) > 1 or not all(isinstance(one, Concatenate) and one.dim > 0 for one in others):
             return None
         columns: dict[str, list[str]] = {}
         for stored, pattern in zip(parts.names, parts.patterns, strict=True):

@@ -69,6 +69,9 @@ def test_split_gives_the_files_and_join_the_parameters(
         assert torch.equal(names.join(name, parts), parameter)
         for place, row in enumerate(names.experts(name) or ()):
             assert torch.equal(names.join(name, {one: stored[one] for one in row})[0], parameter[place])
+            of_one = dict(names.split_experts(name, parameter[place : place + 1].detach(), place))
+            assert of_one.keys() == set(row)
+            assert all(torch.equal(tensor, stored[one]) for one, tensor in of_one.items())
     assert made.keys() == stored.keys()
     assert all(torch.equal(made[name], tensor) for name, tensor in stored.items())
     joined = names.joined(stored)
@@ -131,6 +134,17 @@ def test_rows_of_experts_are_made_of_their_own_tensors(mixture: tuple[Any, dict[
     assert names.experts(f"{LAYER}.mlp.experts.down_proj") == [(f"{one}.down_proj.weight",) for one in experts]
     assert names.experts(f"{LAYER}.input_layernorm.weight") is None
     assert names.stored_name(f"{LAYER}.mlp.experts.down_proj") is None
+
+
+def test_rows_of_experts_are_split_without_the_others(mixture: tuple[Any, dict[str, torch.Tensor]]) -> None:
+    names, fused = HubNames.of(*mixture), f"{LAYER}.mlp.experts.gate_up_proj"
+    rows = torch.randn(2, 32, 32)
+    made = dict(names.split_experts(fused, rows, 1))
+    assert made.keys() == {f"{LAYER}.mlp.experts.{n}.{part}_proj.weight" for n in (1, 2) for part in ("gate", "up")}
+    assert torch.equal(made[f"{LAYER}.mlp.experts.2.up_proj.weight"], rows[1, 16:])
+    held = rows.untyped_storage().data_ptr()
+    assert {tensor.untyped_storage().data_ptr() for tensor in made.values()} == {held}, "views, no copies"
+    assert not dict(names.split_experts(fused, rows[:0], 4))
 
 
 def test_parameter_that_the_files_lack_keeps_its_name(mixture: tuple[Any, dict[str, torch.Tensor]]) -> None:

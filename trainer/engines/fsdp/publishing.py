@@ -1,8 +1,16 @@
-"""What each FSDP rank has of a version: no rank gathers anything for it."""
+"""What each FSDP rank has of a version: no rank gathers anything for it.
+
+A parameter lies over the ranks by its rows, whole ones on each:
+
+    a matrix [R, C]             a rank's rows are a range of the tensor's bytes
+    experts stacked [E, …]      a row is one expert: each of its tensors in the files is one rank's, whole
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,39 +22,73 @@ from penstock.weight_sync import HubNames, Shard
 
 
 def local_shards(model: nn.Module, names: HubNames, dtype: torch.dtype, rank: int, world: int) -> list[Shard] | None:
-    """This rank's rows of every tensor; floating-point ones are published in `dtype`.
+    """This rank's part of every tensor of the files, views of its parameters; floating-point ones are published in
+    `dtype`.
 
-    None where a rank's part of a tensor is not a range of its rows: tensor parallelism splits columns as well, and the
-    files have an expert's matrices, which the model keeps stacked.
+    None where some part is no range of a tensor's bytes: tensor parallelism splits columns as well, and there are
+    parameters other than experts that the files have in several tensors.
     """
-    found = []
+    found: list[Shard] = []
     for name, tensor, _ in named_weights(model, None):
-        stored = names.stored_name(name)
-        if stored is None:
+        published = dtype if tensor.is_floating_point() else tensor.dtype
+        part = _part(tensor, published, rank, world)
+        if part is None:
             return None
-        shard = _shard(stored, tensor, dtype if tensor.is_floating_point() else tensor.dtype, rank, world)
-        if shard is None:
+        if (stored := names.stored_name(name)) is not None:
+            found.append(part.shard(stored))
+        elif names.experts(name) is not None:
+            found += part.expert_shards(names, name)
+        else:
             return None
-        found.append(shard)
     return found
 
 
-def _shard(name: str, tensor: Tensor, published: torch.dtype, rank: int, world: int) -> Shard | None:
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The rows of one parameter on this rank."""
+
+    shape: tuple[int, ...]
+    """Of the whole."""
+    rows: tuple[int, ...]
+    """By rank."""
+    rank: int
+    local: Tensor
+    published: torch.dtype
+
+    def shard(self, stored: str) -> Shard:
+        """Of a parameter that the files have whole."""
+        row_bytes = math.prod(self.shape[1:]) * self.published.itemsize
+        return Shard(stored, self.shape, self.published, tuple(rows * row_bytes for rows in self.rows), self.local)
+
+    def expert_shards(self, names: HubNames, name: str) -> Iterator[Shard]:
+        """Every rank names the tensors of all experts, in one order, each whole on the rank of its expert."""
+        own = dict(names.split_experts(name, self.local, sum(self.rows[: self.rank])))
+        whole = torch.empty(self.shape, dtype=self.local.dtype, device="meta")
+        owners = [owner for owner, rows in enumerate(self.rows) for _ in range(rows)]
+        shapes = {stored: tuple(tensor.shape) for stored, tensor in names.split_experts(name, whole, 0)}
+        for owner, stored in zip(owners, names.experts(name) or (), strict=True):
+            for one in stored:
+                sizes = [0] * len(self.rows)
+                sizes[owner] = math.prod(shapes[one]) * self.published.itemsize
+                local = own.get(one, self.local.new_empty(0))
+                yield Shard(one, shapes[one], self.published, tuple(sizes), local)
+
+
+def _part(tensor: Tensor, published: torch.dtype, rank: int, world: int) -> _Part | None:
+    """None where it is no range of rows. What every rank has whole is rank 0's."""
     whole = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        nbytes = tensor.numel() * published.itemsize
-        local = tensor if rank == 0 else tensor.new_empty(0)
-        return Shard(name, whole, published, (nbytes, *[0] * (world - 1)), local)
+        rows = (whole[0] if whole else 1, *[0] * (world - 1))
+        return _Part(whole, rows, rank, tensor.detach() if rank == 0 else tensor.new_empty(0, *whole[1:]), published)
     *copies, rows_split = tensor.placements
     mesh = tensor.device_mesh
     if rows_split != SplitRows(0) or not all(one.is_replicate() for one in copies) or mesh.size() != world:
         return None
     # Consecutive ranks hold all rows; the sets after the first one hold the same.
     shards = mesh.size(len(copies))
-    row_bytes = math.prod(whole[1:]) * published.itemsize
-    sizes = tuple(rows * row_bytes for rows in rows_of(whole[0], shards)) + (0,) * (world - shards)
-    local = tensor.to_local()
-    return Shard(name, whole, published, sizes, local if rank < shards else local[:0])
+    rows = (*rows_of(whole[0], shards), *[0] * (world - shards))
+    local = tensor.to_local().detach()
+    return _Part(whole, rows, rank, local if rank < shards else local[:0], published)
 
 
 def rows_of(rows: int, world: int) -> list[int]:
