@@ -144,9 +144,7 @@ def test_recomputed_activations_need_less_memory(tmp_path: Path) -> None:
 def test_a_selection_of_operations_is_refused_where_there_are_none() -> None:
     with pytest.raises(BadJob, match=r"trainer\.compile .* trainer\.recompute selective: set recompute to"):
         check_engine(TrainerConfig(compile=True, recompute="selective"))
-    with pytest.raises(
-        BadJob, match=r"activation_offload .* trainer\.recompute selective .* set recompute to"
-    ):
+    with pytest.raises(BadJob, match=r"activation_offload .* trainer\.recompute selective .* set recompute to"):
         check_engine(TrainerConfig(activation_offload=True, recompute="selective"))
     with pytest.raises(ValidationError, match="set it to true or false under megatron"):
         TrainerConfig(engine="megatron", recompute="selective")

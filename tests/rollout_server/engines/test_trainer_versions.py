@@ -36,8 +36,8 @@ SHAPE: dict[str, Any] = {
     **{"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None, "initializer_range": 0.08, "dtype": "float32"},
     "tie_word_embeddings": False,
 }
-"""vLLM on CPUs needs a head_dim of 32. In float32 every row of a tied embedding changes in each update: a delta would be
-no smaller than a full version."""
+"""vLLM on CPUs needs a head_dim of 32. In float32 every row of a tied embedding changes in each update: a delta would
+be no smaller than a full version."""
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {}),
     "qwen2.5": ("Qwen2", {"num_attention_heads": 2, "num_key_value_heads": 1}),
