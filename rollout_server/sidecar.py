@@ -26,6 +26,7 @@ from typing import Protocol
 
 from penstock.common import Backoff, cancel_and_wait
 from penstock.rollout_server.answer_processes import AnswerProcesses
+from penstock.rollout_server.engine_build import BuildCheck, build_of
 from penstock.rollout_server.engine_devices import ASLEEP, WAITS, EngineDevices
 from penstock.rollout_server.engines.http_engine import HttpEngine
 from penstock.rollout_server.metrics import RolloutMetrics
@@ -34,7 +35,7 @@ from penstock.rollout_server.registration import QueueConnection, Registration, 
 from penstock.rollout_server.request_queue import NotServing, RequestQueue
 from penstock.rollout_server.sidecar_state import SidecarState
 from penstock.rollout_server.version_pin import VersionPin
-from penstock.transfer_queue import QueueError, ServerInfo
+from penstock.transfer_queue import ServerInfo
 from penstock.weight_sync import BroadcastMember, Fetch, InPlaceEngine, StagingEngine, WeightUpdater, no_fetch
 
 logger = logging.getLogger(__name__)
@@ -51,8 +52,6 @@ STRAGGLER_DRAIN_S = 20.0
 RECEIVES = "a version is received in place"
 MOST_REFUSAL = 500
 """Characters of a refusal in the registry."""
-SETTING_OF_BUILD = {"vllm": "rollout.vllm_python", "sglang": "rollout.sglang_python"}
-"""What chooses the environment that an engine is in; others are in this process's own."""
 
 
 class NewEngine(Protocol):
@@ -105,8 +104,7 @@ class Sidecar:
         self._new_engine, self._stall_s, self._member = new_engine, stall_s, member
         self._registration = Registration(self.connection, self._entry)
         self._registered = False
-        self._alike: EngineInfo | None = None
-        """The engine whose build was compared with those of the others."""
+        self._build = BuildCheck(self.connection, name)
         self._devices = devices
         self._wake = asyncio.Event()
         self._suspect = False
@@ -283,30 +281,11 @@ class Sidecar:
         if (self.weights.version, self.weights.refused) != before:
             self._registration.changed.set()
         if held and not self.open:
-            await self._check_alike()
+            assert self.info is not None
+            await self._build.compare(self.info)
             self._open()
         elif self.open or self.weights.cause:
             self.cause = self.weights.cause
-
-    async def _check_alike(self) -> None:
-        """Raises `EngineError` where another server of the run has another build of an engine. Once per engine: the
-        one that comes later is refused, before it has its first request."""
-        assert self.info is not None
-        if self.info is self._alike:
-            return
-        try:
-            others = await self.connection.ask(self.connection.queue.servers())
-        except QueueError as error:
-            logger.warning("engines of other servers are not compared: %s", error)
-            return
-        mine = build_of(self.info)
-        if other := next((one for one in others if one.server_id != self.name and one.engine not in ("", mine)), None):
-            raise EngineError(
-                f"{SETTING_OF_BUILD.get(self.info.name, 'rollout.engine')}: the engine of {self.name} is {mine}, and"
-                f" {other.server_id} at {other.url} has {other.engine}: tokens of one step would be sampled by two"
-                f" builds. Install {other.engine} for this server, or stop {other.server_id} first"
-            )
-        self._alike = self.info
 
     async def _may_move(self) -> bool:
         assert self.pin is not None
@@ -449,11 +428,6 @@ class Sidecar:
         await self._registration.leave(self.name)
         if self.open:
             await self._until_idle(timeout_s)
-
-
-def build_of(info: EngineInfo) -> str:
-    """Name and version, as the registry has them."""
-    return f"{info.name} {info.engine_version}"
 
 
 restart_after = asyncio.sleep
