@@ -110,6 +110,8 @@ class _Stage:
         self._bytes = values * 2 * TENSORS
         self._wire = torch.zeros(self._bytes, dtype=torch.uint8) if role != 1 else torch.empty(0, dtype=torch.uint8)
         self._broadcaster = Broadcaster()
+        self._staged = StagedWeights()
+        """As in the worker of a vLLM server that has one: a version comes into the memory of the one before."""
         # Over two ranks, and over one that has all: then there is nothing to fetch.
         self._sources = {2: WeightSource(role, 2, trainers), 1: WeightSource()}
         self._versions = 0
@@ -198,7 +200,6 @@ class _Stage:
     def _receive(self, key: str) -> None:
         offer = Offer.parse(json.loads(self._board.get(f"offer {key} {self._role}")))
         host = {"trainer": "127.0.0.1", "here": "127.0.0.1"}
-        self._staged = StagedWeights()  # into new memory, as the worker of a vLLM server does
         state = self._staged.receive(Offer.parse({**offer.as_dict(), **host}))
         self._board.set(f"state {key} {self._role}", state)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
@@ -37,14 +38,29 @@ def _section(tensor: Described) -> Section:
     return Section(tensor.name, CODES[dtype], tensor.shape, nbytes, ())
 
 
-def spare_memory(nbytes: int) -> torch.Tensor:
+class SpareMemory:
     """In large pages where the kernel has them: making small ones costs more than the bytes that come into them."""
-    if not nbytes:
-        return torch.empty(0, dtype=torch.uint8)
-    area = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        area.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(area, dtype=torch.uint8)
+
+    def __init__(self, nbytes: int) -> None:
+        """Raises `OSError` where there is no memory."""
+        self.nbytes = nbytes
+        self._area = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without them
+            self._area.madvise(mmap.MADV_HUGEPAGE)
+
+    def tensor(self) -> torch.Tensor:
+        """[nbytes] uint8. It keeps the memory, with or without this object."""
+        return torch.frombuffer(self._area, dtype=torch.uint8)[: self.nbytes]
+
+    @property
+    def is_free(self) -> bool:
+        """No tensor of it is left: each refers to the area, as this object does and the call that counts."""
+        return sys.getrefcount(self._area) == 2
+
+
+def spare_memory(nbytes: int) -> torch.Tensor:
+    """Of `SpareMemory`, whose last tensor frees it."""
+    return SpareMemory(nbytes).tensor()
 
 
 def bucket_memory(nbytes: int) -> torch.Tensor:

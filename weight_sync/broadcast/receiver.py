@@ -3,7 +3,7 @@
     receive(offer, worker)   in a thread: bucket k from the group, checksums of bucket k − 1
     take(manifest)           the tensors, if all of them are what the manifest says
     give_back()              they are loaded: the next version comes into their memory
-    release()                they are loaded, and a parameter may still lie in their memory
+    release()                a parameter may still lie in their memory: it is used again once no tensor of it is left
 
 One version is held at most: a broadcast that begins drops one that was received and not loaded. Its memory stays,
 because new memory costs more than the bytes that come into it.
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.weight_sync.broadcast.group import BroadcastGroup, find_store, join_group
-from penstock.weight_sync.broadcast.memory import spare_memory
+from penstock.weight_sync.broadcast.memory import SpareMemory
 from penstock.weight_sync.broadcast.offer import Member, Offer, StreamDigests
 from penstock.weight_sync.file_format import raw_bytes
 from penstock.weight_sync.manifest import Manifest, TensorEntry, WeightsRefused, WeightsUnreachable, state_of
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 class _Staged:
     name: str
     entries: tuple[TensorEntry, ...]
-    stream: torch.Tensor
-    """[bytes] uint8"""
+    memory: SpareMemory
+    """The stream's."""
     tensors: StagedTensors
     """Views into it."""
 
@@ -56,8 +56,10 @@ class StagedWeights:
     def __init__(self) -> None:
         self._staged: _Staged | None = None
         self._taken: _Staged | None = None
-        self._spare: torch.Tensor | None = None
-        """A stream that is not used any more."""
+        self._spare: SpareMemory | None = None
+        """Of a stream that is not used any more."""
+        self._released: SpareMemory | None = None
+        """Of one that may still be read."""
         self._lock = threading.Lock()
 
     def receive(self, offer: Offer, worker: int = 0, device: torch.device | None = None) -> str:
@@ -67,20 +69,27 @@ class StagedWeights:
 
         Raises `WeightsUnreachable` where the broadcast ended early: nothing of it is kept.
         """
-        with self._lock:
-            before, self._staged = self._staged, None
-            spare, self._spare = before.stream if before else self._spare, None
-        if spare is None or len(spare) != offer.nbytes:
-            spare = None
+        spare = self._take_spare(offer.nbytes)
         try:
             # Where it fails the memory is given up: what the group still writes must not reach the next version.
-            memory = spare_memory(offer.nbytes) if spare is None else spare
-            staged = _receive(offer, worker, memory, device)
+            staged = _receive(offer, worker, spare or SpareMemory(offer.nbytes), device)
         except (RuntimeError, OSError, ValueError, MemoryError) as error:
             raise WeightsUnreachable(f"version {offer.version}: the broadcast ended early: {error}") from error
         with self._lock:
             self._staged = staged
         return state_of(staged.entries)
+
+    def _take_spare(self, nbytes: int) -> SpareMemory | None:
+        """Memory of that size which nothing reads. What was received and not taken is dropped."""
+        with self._lock:
+            dropped, self._staged = self._staged, None
+            found, self._spare = self._spare, None
+            if dropped is not None:
+                found = dropped.memory
+            elif found is None and self._released is not None and self._released.is_free:
+                found = self._released
+            self._released = None
+        return found if found is not None and found.nbytes == nbytes else None
 
     def take(self, manifest: Manifest) -> StagedTensors:
         """The version's tensors, which are the caller's until `give_back` or `release`.
@@ -100,18 +109,21 @@ class StagedWeights:
         """Nothing reads any more what `take` has returned."""
         with self._lock:
             if self._taken is not None:
-                self._spare, self._taken = self._taken.stream, None
+                self._spare, self._taken = self._taken.memory, None
 
     def release(self) -> None:
-        """What `take` has returned is held by its readers alone, and freed by the last of them."""
+        """What `take` has returned is held by its readers alone: a version that comes while one of them has a tensor of
+        it comes into other memory."""
         with self._lock:
-            self._taken = None
+            if self._taken is not None:
+                self._released, self._taken = self._taken.memory, None
 
 
-def _receive(offer: Offer, worker: int, stream: torch.Tensor, device: torch.device | None) -> _Staged:
+def _receive(offer: Offer, worker: int, memory: SpareMemory, device: torch.device | None) -> _Staged:
+    stream = memory.tensor()
     buckets = stream.split(offer.bucket_bytes) if offer.nbytes else ()
     entries = receive_stream(offer, worker, buckets, device=device)
-    return _Staged(offer.name, entries, stream, StagedTensors(_tensors(stream, offer)))
+    return _Staged(offer.name, entries, memory, StagedTensors(_tensors(stream, offer)))
 
 
 def receive_stream(
