@@ -34,7 +34,7 @@ BOUNDED_LOAD = 1.25
 """A server above this multiple of the mean load gets no new episode for the sake of its prefix. Less would break groups
 up for differences that two choices leave too; more makes a step wait for a server that popular prefixes have filled."""
 NOT_LOADED = 4
-"""Nor is a server overloaded with so many requests of this one's size: a batch of them decodes about as fast as one."""
+"""With fewer requests of this size a server is never overloaded: so few decode about as fast as one."""
 TRAVEL_S = 0.05
 """A request sent this shortly before a heartbeat may have reached the server after it."""
 

@@ -26,12 +26,18 @@ from typing import Protocol
 
 from penstock.common import Backoff, cancel_and_wait
 from penstock.rollout_server.answer_processes import AnswerProcesses
-from penstock.rollout_server.engine_build import BuildCheck, build_of
 from penstock.rollout_server.engine_devices import ASLEEP, WAITS, EngineDevices
 from penstock.rollout_server.engines.http_engine import HttpEngine
 from penstock.rollout_server.metrics import RolloutMetrics
 from penstock.rollout_server.protocol import Chunk, Engine, EngineError, EngineInfo, GenerateRequest, Health, Sampling
-from penstock.rollout_server.registration import QueueConnection, Registration, ServerQueue, wait_for_event
+from penstock.rollout_server.registration import (
+    BuildCheck,
+    QueueConnection,
+    Registration,
+    ServerQueue,
+    build_of,
+    wait_for_event,
+)
 from penstock.rollout_server.request_queue import NotServing, RequestQueue
 from penstock.rollout_server.sidecar_state import SidecarState
 from penstock.rollout_server.version_pin import VersionPin

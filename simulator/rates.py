@@ -1,7 +1,7 @@
 """What weights take on their way: measured here, with the figure of the benchmark; and inputs of a plan, which are not.
 
     MEASURED       figures of `penstock bench weights`, one run on a quiet machine
-    PLAN_INPUTS    what nothing here has measured: cited from others, or assumed. Whoever plans gives their own
+    PLAN_INPUTS    what was not measured here: cited from others, or assumed. Replace it by your own figures
 
 A rate belongs to one of the two, never to both. To replace a measured one, change its number below and its commit.
 """
@@ -17,14 +17,13 @@ MEASURED_AT = "87c00112"
 """The commit of the figures below, where none stands beside one."""
 
 BROADCAST_S, BROADCAST_BYTES, BROADCAST_AT = 0.3344, 512 * MiB, "5bff2172"
-"""`figures.broadcast.one_rank_s`, and its commit. To two workers, until both have
-checked all tensors."""
+"""`figures.broadcast.one_rank_s`, and its commit: to two workers, until both have checked all tensors."""
 FETCHED_BYTES = 1024 * MiB
 FETCH_S = {"http_full": 0.6822, "http_delta": 0.2393, "shm_full": 0.2224, "disk_full": 0.0958}
 """`figures.fetch_s`: from the announcement until all tensors are read and checked. In a delta 2 % of the values
 differ; its rate too is in bytes of the full version that it makes."""
 PAUSE_P50_S, PAUSE_P99_S, PAUSED_MB = 0.3251, 0.5251, 208.5
-"""`figures.pause`: of one of two vLLM servers on CPUs with 8 requests each, with a model of so many MB."""
+"""`figures.pause`: two vLLM servers on CPUs with 8 requests each, one updated at a time; the model's size."""
 
 
 @dataclass(frozen=True, slots=True)

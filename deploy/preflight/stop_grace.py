@@ -30,7 +30,7 @@ AROUND_SAVE_S = 15.0
 SLURM_S, CONTAINER_S = 35.0, 65.0
 """What a head and its other roles need beside the trainer's grace."""
 GRACE_VARIABLE = "PENSTOCK_STOP_GRACE_S"
-"""Seconds that whoever started the head gives it after SIGTERM; set by Slurm scripts, Compose and the chart."""
+"""Seconds between SIGTERM to the head and SIGKILL. The Slurm script, Compose or the chart sets it."""
 SCONTROL_S = 20.0
 
 

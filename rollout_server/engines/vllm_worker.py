@@ -169,7 +169,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
 
     @property
     def _alone(self) -> bool:
-        """The server's only worker: nobody maps what it receives."""
+        """The server has no other worker that would map what this one receives."""
         return self.parallel_config.world_size == 1 and self.parallel_config.data_parallel_size == 1
 
     def _stage(self, offer: Offer, report: Path) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.until import until_in_threads
 
 from benchmarks.support import gpu_runs
 from benchmarks.support.child import ROOT
@@ -77,29 +77,33 @@ def test_memory_is_told_by_the_turn_in_which_it_was_used() -> None:
     assert memory_by_turn(TURNS, []) == {}
 
 
-def test_memory_of_all_gpus_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 1000\necho 24\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(gpu_runs, "SAMPLE_S", 0.01)
+@pytest.fixture
+def driver_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts an nvidia-smi there that prints this, and looks at it often."""
+
+    def put(text: str) -> None:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\nprintf '{text}'\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        monkeypatch.setattr(gpu_runs, "SAMPLE_S", 0.01)
+
+    return put
+
+
+def test_memory_of_all_gpus_is_watched(driver_says: Callable[[str], None]) -> None:
+    driver_says("1000\\n24\\n")
     with memory_watched() as samples:
-        while not samples:
-            time.sleep(0.01)
+        until_in_threads(lambda: bool(samples))
     assert {sample.bytes for sample in samples} == {1024 * MIB}
 
 
 def test_a_driver_that_does_not_say_its_memory_costs_the_figure_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    driver_says: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho '[N/A]'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(gpu_runs, "SAMPLE_S", 0.01)
+    driver_says("[N/A]\\n")
     with memory_watched() as samples:
-        while "not watched" not in capsys.readouterr().err:
-            time.sleep(0.01)
+        until_in_threads(lambda: "not watched" in capsys.readouterr().err)
     assert samples == []
 
 

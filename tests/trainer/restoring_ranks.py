@@ -47,7 +47,7 @@ class SlowWriter(dcp.FileSystemWriter):
 
     def write_data(self, *arguments: Any) -> Any:
         if int(os.environ["RANK"]) == ODD:
-            time.sleep(WRITES_S)
+            time.sleep(WRITES_S)  # in the thread that writes: the rank's others go on
         return super().write_data(*arguments)
 
 

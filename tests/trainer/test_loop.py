@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,39 +13,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from finished_run import check_accounts, final_weights, lines
 from safetensors.torch import load_file
 from tests.tiny_model import save_tiny_model
-from trainer_support import ROWS, Crash, make_job, write_rows
+from trainer_support import Crash, make_job, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.common import UnknownName
-from penstock.trainer import BadJob, BatchTimeout, DataError, Ranks, TrainJob, save_timeout_s, train
-from penstock.trainer.engines.fsdp import FSDPEngine
+from penstock.trainer import BadJob, BatchTimeout, DataError, Ranks, save_timeout_s, train
 from penstock.transfer_queue import DataCursor
 from penstock.weight_sync import Manifest, read_verified
 
 pytestmark = pytest.mark.torch
-
-
-def lines(job: TrainJob, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (job.run_dir / name).read_text().splitlines()]
-
-
-def final_weights(job: TrainJob) -> dict[str, torch.Tensor]:
-    return load_file(job.run_dir / "final_model" / "model.safetensors")
-
-
-def check_accounts(job: TrainJob) -> None:
-    steps = job.config.steps
-    assert [line["step"] for line in lines(job, "metrics.jsonl")] == list(range(steps))
-    recorded = {line["step"]: line["episodes"] for line in lines(job, "steps.jsonl")}
-    assert recorded == {s: [e for g in groups for e in g] for s, groups in job.run.queue.steps.items()}
-    episodes = [episode for ids in recorded.values() for episode in ids]
-    assert len(set(episodes)) == len(episodes) == steps * 8
-    assert [a.version for a in job.run.queue.announced] == list(range(1, steps + 1))
-    assert job.run.queue.committed == steps
-    assert job.run.queue.payloads == job.run.queue.spilled == {}
-    assert job.run.queue.place == DataCursor(*divmod(steps * 2, ROWS))
 
 
 @pytest.fixture(scope="module")
@@ -264,80 +242,6 @@ async def test_cancelling_saves_commits_and_the_next_start_goes_on(
     await train(job)
     check_accounts(job)
     assert all(torch.equal(tensor, reference[name]) for name, tensor in final_weights(job).items())
-
-
-PACKS: dict[str, Any] = {"micro_batch_tokens": 24, "minibatches": 2}
-"""Each of the two updates of a step has several packs."""
-
-
-class MiddleOfAnUpdate:
-    """Holds the torch thread in the second pack of one update of step 3, until `go_on`."""
-
-    def __init__(self, number: int) -> None:
-        self._number, self._reached, self._go_on = number, threading.Event(), threading.Event()
-        self.packs = [0, 0]
-        """Of each update of the step that were trained."""
-
-    def update(self, engine: FSDPEngine, packs: Any, loss: Any, divisor: float, step: int) -> Any:
-        number = 1 if self.packs[0] else 0
-
-        def watched(pack: Any, outputs: Any) -> torch.Tensor:
-            self.packs[number] += 1
-            if number == self._number and self.packs[number] == 2:
-                self._reached.set()
-                assert self._go_on.wait(60)
-            return loss(pack, outputs)
-
-        return FSDP_UPDATE(engine, packs, watched if step == 3 else loss, divisor, step)
-
-    async def cancel_there(self, running: asyncio.Task[None]) -> None:
-        assert await asyncio.to_thread(self._reached.wait, 60)
-        running.cancel()
-        for _ in range(20):  # turns of the event loop: it is told
-            await asyncio.sleep(0)
-        self._go_on.set()
-
-
-FSDP_UPDATE = FSDPEngine.update
-
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> dict[str, torch.Tensor]:
-    """The weights of a run with `PACKS` that nobody stopped."""
-    job = make_job(tmp_path_factory.mktemp("packed"), tiny_model, PACKS)
-    asyncio.run(train(job))
-    return final_weights(job)
-
-
-@pytest.mark.parametrize(("update", "kept"), [(0, 3), (1, 4)], ids=["before the first update", "before the second"])
-async def test_told_to_stop_a_step_is_given_up_unless_weights_have_changed(
-    update: int,
-    kept: int,
-    tmp_path: Path,
-    tiny_model: str,
-    packed: dict[str, torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its batch is trained by the next life, once; the weights are those of a run that nobody stopped."""
-    job = make_job(tmp_path, tiny_model, {**PACKS, "checkpoint_every": 100})
-    middle = MiddleOfAnUpdate(update)
-
-    def watched(engine: FSDPEngine, *arguments: Any) -> Any:
-        return middle.update(engine, *arguments)
-
-    monkeypatch.setattr(FSDPEngine, "update", watched)
-    running = asyncio.create_task(train(job))
-    await middle.cancel_there(running)
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert middle.packs == [2, 0] if kept == 3 else middle.packs[1] > 2
-    assert (job.run.queue.version, job.run.queue.committed) == (kept, kept)
-    assert (job.run_dir / "checkpoints" / f"step_{kept:08d}" / "complete").exists()
-    assert [line["step"] for line in lines(job, "metrics.jsonl")] == list(range(kept))
-    monkeypatch.undo()
-    await train(job)
-    check_accounts(job)
-    assert all(torch.equal(tensor, packed[name]) for name, tensor in final_weights(job).items())
 
 
 async def test_a_forgotten_announcement_is_said_again(

@@ -59,7 +59,9 @@ async def test_every_route_but_health_asks_for_the_key(subject: Subject) -> None
 
 @only
 @pytest.mark.ends_engine
-@pytest.mark.skipif(ON_GPU, reason="on a GPU SGLang's checksums are of a kernel of its own: the engine's limits say it")
+@pytest.mark.skipif(
+    ON_GPU, reason="on a GPU SGLang takes checksums by a kernel of its own, which this test cannot compute"
+)
 async def test_other_weights_than_the_versions_end_the_server_and_its_open_answers(
     subject: Subject, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,7 +31,7 @@ QUIET_S = 0.3
 """A stand-in that may sample does so thirty times meanwhile."""
 
 
-class StandIn:
+class StandIn(ABC):
     """A server: `call` is what its control routes do, `answer` its route for tokens."""
 
     parts = frozenset({"weights", "kv_cache"})
@@ -59,11 +60,13 @@ class StandIn:
             raise EngineError(f"{path} failed")
         return self.does(path, dict(body or {}))
 
+    @abstractmethod
     def does(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        raise NotImplementedError
+        """What a route answers."""
 
+    @abstractmethod
     def event(self, ids: list[int], reason: str | None, count: int) -> dict[str, Any]:
-        raise NotImplementedError
+        """Of an answer's stream."""
 
     def loaded(self, version: str) -> None:
         assert "weights" in self.resident, "there is no memory to load into"

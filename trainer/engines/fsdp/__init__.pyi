@@ -10,7 +10,6 @@ from .attention import packed_attention as packed_attention
 from .context import ContextGroup as ContextGroup
 from .context import Exchange as Exchange
 from .context import whole_part as whole_part
-from .copies import check_copies as check_copies
 from .engine import FSDPEngine as FSDPEngine
 from .flash_attention import FlashOffer as FlashOffer
 from .flash_attention import Heads as Heads
@@ -27,6 +26,7 @@ from .rows import RowPlan as RowPlan
 from .rows import run_rows as run_rows
 from .saved_model import save_tensors as save_tensors
 from .sharded import Mesh as Mesh
+from .sharded import check_copies as check_copies
 from .sharded import mesh_of as mesh_of
 from .shell import NeedsWholeModel as NeedsWholeModel
 from .shell import local_part as local_part

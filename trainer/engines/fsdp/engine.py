@@ -17,7 +17,6 @@ from penstock.trainer.batch import ModelLimits
 from penstock.trainer.checkpoint import CheckpointInfo
 from penstock.trainer.config import TrainerConfig, learning_rate
 from penstock.trainer.engine import Flops, PackLoss, RouterLoads, Update, ValueLoss
-from penstock.trainer.engines.fsdp.copies import check_copies
 from penstock.trainer.engines.fsdp.flash_attention import use_flash
 from penstock.trainer.engines.fsdp.hashing_writer import HashingWriter
 from penstock.trainer.engines.fsdp.host_states import HostStates, on_this_rank
@@ -31,7 +30,7 @@ from penstock.trainer.engines.fsdp.models import (
 )
 from penstock.trainer.engines.fsdp.publishing import local_shards
 from penstock.trainer.engines.fsdp.saved_model import save_settings, save_tensors
-from penstock.trainer.engines.fsdp.sharded import ShardedModule, TrainableModule
+from penstock.trainer.engines.fsdp.sharded import ShardedModule, TrainableModule, check_copies
 from penstock.trainer.engines.fsdp.shell import local_part
 from penstock.trainer.images import sees_images
 from penstock.trainer.job import BadJob, no_replay

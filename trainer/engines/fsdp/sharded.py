@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -31,11 +32,15 @@ from penstock.trainer.engines.fsdp import attention
 from penstock.trainer.engines.fsdp.activation_offload import offload_activations
 from penstock.trainer.engines.fsdp.context import ContextGroup
 from penstock.trainer.engines.fsdp.recompute import recomputed
-from penstock.trainer.engines.fsdp.shell import ModelShell
+from penstock.trainer.engines.fsdp.shell import ModelShell, local_part
 from penstock.trainer.engines.fsdp.tensor_parallel import CannotSplitModel, split_over
+from penstock.trainer.job import BadJob
 from penstock.trainer.packing import Pack, empty_pack
 from penstock.trainer.ranks.distributed import Ranks
 from penstock.trainer.ranks.preemption import Preemption, StepGivenUp
+
+COMPARED = 1 << 24
+"""Values that `check_copies` has on the host at a time."""
 
 
 class ShardedModule:
@@ -289,3 +294,35 @@ def _context(layout: Layout, timeout: timedelta) -> ContextGroup:
     group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)
     assert group is not None
     return ContextGroup(group, dist.get_rank(group), layout.context)
+
+
+def check_copies(modules: Sequence[nn.Module], ranks: Ranks) -> None:
+    """Under HSDP, whether the sets of shards are copies of one another; a collective.
+
+    Raises `BadJob` on all ranks where two hold other values of the same shard: with the same gradients these would
+    differ for ever, and nothing else would say so.
+    """
+    replicate = ranks.layout.replicate
+    if replicate == 1:
+        return
+    digests = [
+        [name, _digest(local_part(parameter)[0])] for module in modules for name, parameter in module.named_parameters()
+    ]
+    held = ranks.gather(digests)
+    each = ranks.world // replicate
+    for rank in range(each, ranks.world):
+        for (name, expected), (_, found) in zip(held[rank % each], held[rank], strict=True):
+            if found != expected:
+                raise BadJob(
+                    f"trainer.parallel.replicate is {replicate}, and ranks {rank % each} and {rank}, which hold the "
+                    f"same shard of {name}, have other values of it: the model's files are not the same on all "
+                    "machines. Copy the folder to each anew"
+                )
+
+
+@torch.no_grad()
+def _digest(local: Tensor) -> str:
+    digest = xxhash.xxh3_64()
+    for piece in local.reshape(-1).split(COMPARED):
+        digest.update(piece.cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
