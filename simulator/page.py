@@ -1,6 +1,6 @@
-"""The tables of docs/scale.md, and the check of predictions against measured runs.
+"""The tables of docs/scale.md and docs/simulator.md, and the check of predictions against measured runs.
 
-`python -m penstock.simulator.page docs/scale.md` rewrites the tables.
+`python -m penstock.simulator.page docs/scale.md docs/simulator.md` rewrites the tables.
 """
 
 from __future__ import annotations
@@ -104,5 +104,6 @@ def checked_tables(checked: Mapping[str, Any]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    path = Path(sys.argv[1])
-    path.write_text(with_tables(path.read_text(), {**rendered(), **checked_tables(check())}))
+    tables = {**rendered(), **checked_tables(check())}
+    for path in map(Path, sys.argv[1:]):
+        path.write_text(with_tables(path.read_text(), tables))

@@ -1,4 +1,4 @@
-"""The arithmetic of docs/scale.md, and the page itself."""
+"""The arithmetic of docs/scale.md and docs/simulator.md, and the pages themselves."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ from penstock.simulator import (
 )
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "scale.md").read_text()
-RESTS_ON_INPUTS = ("steps", "queue", "weights_cited", "inputs")
+SCALE, SIMULATOR = ((ROOT / "docs" / name).read_text() for name in ("scale.md", "simulator.md"))
+MEASURED_TABLES = {"weights", "rates"}
+RESTS_ON_INPUTS = {"steps", "queue", "weights_cited", "inputs"}
 TRANSPORTS = re.findall(
     r'"(\w+)"', re.findall(r"TRANSPORTS: .* = \((.*)\)", (ROOT / "benchmarks/weights.py").read_text())[0]
 )
@@ -39,22 +40,24 @@ TINY = Model(parameters=1e6, active=5e5, kv_bytes_per_token=100)
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_the_page_has_the_tables_as_they_come_out(name: str) -> None:
-    """`python -m penstock.simulator.page docs/scale.md` writes them."""
-    assert tables_in(PAGE)[name] == "\n".join(TABLES[name]())
+def test_the_pages_have_the_tables_as_they_come_out(name: str) -> None:
+    """`python -m penstock.simulator.page docs/scale.md docs/simulator.md` writes them."""
+    assert (tables_in(SCALE) | tables_in(SIMULATOR))[name] == "\n".join(TABLES[name]())
 
 
 def test_a_rate_is_measured_here_or_an_input_of_a_plan() -> None:
-    """The key of a measured one is a figure that the benchmark makes; the page's captions say which tables rest on
-    inputs."""
+    """The key of a measured one is a figure that the benchmark makes. docs/scale.md rests on these alone; what rests on
+    inputs is in docs/simulator.md, where its caption says so."""
     made = "".join((ROOT / "benchmarks" / name).read_text() for name in ("weights.py", "support/broadcasts.py"))
     for rate in MEASURED.values():
         figure = rate.key.rpartition(".")[2]
         assert figure in made or figure.partition("_")[0] in TRANSPORTS, rate.key
-        assert rate.key in PAGE
+        assert rate.key in SCALE
     assert not MEASURED.keys() & PLAN_INPUTS.keys()
+    assert tables_in(SCALE).keys() == MEASURED_TABLES
+    assert tables_in(SIMULATOR).keys() == RESTS_ON_INPUTS | {"published", "local"}
     for name in RESTS_ON_INPUTS:
-        caption = PAGE[: PAGE.index(f"<!-- table: {name} -->")].strip().rpartition("\n\n")[2]
+        caption = SIMULATOR[: SIMULATOR.index(f"<!-- table: {name} -->")].strip().rpartition("\n\n")[2]
         assert "**not measured here**" in caption, f"the caption of {name}"
 
 
