@@ -20,10 +20,8 @@ from .checkpoint import save_timeout_s as save_timeout_s
 from .checks import check_algorithm as check_algorithm
 from .checks import check_job as check_job
 from .config import RANKS_FILE_VARIABLE as RANKS_FILE_VARIABLE
-from .config import Layout as Layout
 from .config import LoraConfig as LoraConfig
 from .config import OverlongConfig as OverlongConfig
-from .config import RankPlace as RankPlace
 from .config import StopConfig as StopConfig
 from .config import TrainedSourceConfig as TrainedSourceConfig
 from .config import TrainerConfig as TrainerConfig
@@ -95,6 +93,8 @@ from .packing import split_by_budget as split_by_budget
 from .packing import split_by_length as split_by_length
 from .publish import Publisher as Publisher
 from .publish import PublishTimeout as PublishTimeout
+from .rank_layout import RankLayout as RankLayout
+from .rank_layout import RankPlace as RankPlace
 from .ranks.agreement import BatchesDiffer as BatchesDiffer
 from .ranks.agreement import check_same_batch as check_same_batch
 from .ranks.distributed import Ranks as Ranks

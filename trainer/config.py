@@ -1,19 +1,12 @@
-"""Settings of the trainer, the layout of its ranks and its learning-rate schedule.
-
-The place of a rank where one copy of the model spans several ranks:
-
-    rank = ((stage · R + replica) · C + context) · T + tensor         megatron-core's order, "tp-cp-dp-pp"
-
-A replica is one whole copy of the model on T · C · P ranks, all of which hold the same episodes; R replicas share out a
-batch. The learning rate warms up linearly, then stays constant or decays linearly to a floor.
-"""
+"""Settings of the trainer and its learning-rate schedule: warmed up linearly, then constant or linear to a floor."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from penstock.trainer.rank_layout import RankLayout
 
 
 class KLConfig(BaseModel):
@@ -139,8 +132,8 @@ class ParallelConfig(BaseModel):
     )
 
     @property
-    def layout(self) -> Layout:
-        return Layout(self.tensor, self.context, self.pipeline, self.replicate)
+    def layout(self) -> RankLayout:
+        return RankLayout(self.tensor, self.context, self.pipeline, self.replicate)
 
 
 class MegatronConfig(BaseModel):
@@ -349,52 +342,6 @@ class TrainerConfig(BaseModel):
     def anywhere(self) -> TrainerConfig:
         """Without what concerns speed and memory alone: that may ask for a machine or packages that are not here."""
         return self.model_copy(update={"liger": False, "compile": False, "offload": False})
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlace:
-    replica: int
-    """Which copy of the model the rank belongs to, from 0."""
-    replicas: int
-    is_replica_leader: bool
-    """First of its replica: does once what concerns its rows."""
-    reports: bool
-    """Its numbers count for its replica: it is of the last stage, where logprobs and loss are."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How one copy of the model is split. By default it is not: every rank is its own replica."""
-
-    tensor: int = 1
-    """T: ranks that share each matrix."""
-    context: int = 1
-    """C: ranks that share each row's tokens."""
-    stages: int = 1
-    """P: groups of layers on ranks of their own."""
-    replicate: int = 1
-    """H: sets of consecutive ranks of which each holds all shards of weights, gradients and moments. Who trains which
-    rows does not hang on it: the replicas of one set and of all sets share out the batch."""
-
-    @property
-    def ranks(self) -> int:
-        """That hold the same rows."""
-        return self.tensor * self.context * self.stages
-
-    def place(self, rank: int, world: int) -> RankPlace:
-        """Raises `ValueError` where `world` ranks are no whole number of replicas."""
-        replicas, rest = divmod(world, self.ranks)
-        if rest or not replicas:
-            raise ValueError(f"{world} ranks are no whole number of replicas of {self.ranks} ranks")
-        higher, among = divmod(rank, self.tensor * self.context)
-        stage, replica = divmod(higher, replicas)
-        return RankPlace(
-            replica, replicas, is_replica_leader=not among and not stage, reports=not among and stage == self.stages - 1
-        )
-
-    def reporters(self, world: int) -> list[int]:
-        """[R] the rank that reports for each replica."""
-        return [rank for rank in range(world) if self.place(rank, world).reports]
 
 
 def learning_rate(config: TrainerConfig, step: int) -> float:

@@ -16,7 +16,7 @@ COLUMNS = ("step_s", "tokens_per_s", "trainer_bubble", "rollout_bubble", "stalen
 
 def simulate(
     setup: Annotated[
-        Path | None, typer.Argument(help="A YAML file of a cluster and its work, see docs/simulator.md.", metavar="SETUP")
+        Path | None, typer.Argument(help="A YAML file of a cluster and its work: docs/simulator.md.", metavar="SETUP")
     ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")] = None,
     *,

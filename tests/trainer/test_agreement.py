@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 from trainer_support import VOCAB, make_trajectory, taught
 
 from penstock.rollout_server import Mixtures
-from penstock.trainer import BatchesDiffer, Layout, ModelLimits, StepBatch, check_same_batch, make_step_batch
+from penstock.trainer import BatchesDiffer, ModelLimits, RankLayout, StepBatch, check_same_batch, make_step_batch
 from penstock.transfer_queue import Batch, Segment, Trajectory
 
 pytestmark = pytest.mark.torch
@@ -30,7 +30,7 @@ class RankThread:
     barrier: threading.Barrier
     held: dict[int, Any]
     world: ClassVar[int] = 2
-    layout: ClassVar[Layout] = Layout(context=2)
+    layout: ClassVar[RankLayout] = RankLayout(context=2)
 
     def gather(self, mine: Any) -> list[Any]:
         self.held[self.rank] = mine

@@ -22,7 +22,7 @@ from tests.tiny_model import SHAPE
 
 from penstock.trainer import (
     CheckpointStore,
-    Layout,
+    RankLayout,
     Ranks,
     RowLayout,
     TrainerConfig,
@@ -144,7 +144,7 @@ def test_the_choice_is_said_in_the_log(tmp_path: Path, caplog: pytest.LogCapture
 def test_context_parallelism_is_refused_by_name(tmp_path: Path, kind: str, named: str) -> None:
     policy = load_policy(BY_KIND[kind].save(tmp_path), 1.0)
     with pytest.raises(CannotSplitModel, match=rf"{named}.*set trainer.parallel.context to 1"):
-        import_module(f"{INSIDE}.sharded")._check_context(policy, Layout(context=2))
+        import_module(f"{INSIDE}.sharded")._check_context(policy, RankLayout(context=2))
 
 
 def test_a_part_of_a_larger_model_has_the_names_of_its_files(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainer_support import one_pack
 from transformers import AutoModelForCausalLM
 
-from penstock.trainer import Head, Layout, Ranks, token_logprobs
+from penstock.trainer import Head, RankLayout, Ranks, token_logprobs
 from penstock.trainer.engines.fsdp import ContextGroup, Exchange, Mesh, packed_attention, plan_of, split_over
 
 
@@ -131,7 +131,7 @@ def a_model_in_two_parts(model: str, mesh: DeviceMesh) -> list[tuple[Tensor, Ten
 
 
 def check(everyone: Ranks, folder: Path, model: str) -> None:
-    meshes = [Mesh(layout, "cpu", everyone.timeout) for layout in (Layout(context=2), Layout(tensor=2))]
+    meshes = [Mesh(layout, "cpu", everyone.timeout) for layout in (RankLayout(context=2), RankLayout(tensor=2))]
     context, tensor = meshes[0].context, meshes[1].tensor
     assert context is not None
     assert tensor is not None

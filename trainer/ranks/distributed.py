@@ -31,7 +31,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.common import cores
-from penstock.trainer.config import Layout, TrainerConfig
+from penstock.trainer.config import TrainerConfig
+from penstock.trainer.rank_layout import RankLayout
 
 
 class Closable(Protocol):
@@ -48,7 +49,7 @@ class Ranks:
         self,
         device: torch.device,
         background: dist.ProcessGroup | None,
-        layout: Layout = Layout(),
+        layout: RankLayout = RankLayout(),
         timeout: timedelta = timedelta(minutes=10),
         patient: dist.ProcessGroup | None = None,
     ) -> None:
@@ -75,7 +76,7 @@ class Ranks:
         return self.rank == 0
 
     @classmethod
-    def open(cls, timeout_s: float, layout: Layout = Layout(), *, patience_s: float | None = None) -> Ranks:
+    def open(cls, timeout_s: float, layout: RankLayout = RankLayout(), *, patience_s: float | None = None) -> Ranks:
         """gloo for CPUs, nccl for GPUs; under torchrun its ranks, otherwise a group of this process alone.
 
         Where they meet: `rendezvous_store`.
@@ -188,7 +189,7 @@ class Replicas(Ranks):
     numbers that the others lack.
     """
 
-    def __init__(self, everyone: Ranks, layout: Layout) -> None:
+    def __init__(self, everyone: Ranks, layout: RankLayout) -> None:
         place = layout.place(everyone.rank, everyone.world)
         self.rank = place.replica
         self.world = place.replicas

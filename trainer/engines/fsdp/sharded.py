@@ -5,7 +5,7 @@ Over which ranks FSDP's weights lie, and who shares this rank's tokens.
 rank = tensor + T · (context + C · replica)            `layout`, without stages
 
 shards    ranks of one place in their tensor groups: each weight, or each part of a split one, lies over them
-          under `Layout.replicate`, over the n-th part of them, and each part holds the same (HSDP)
+          under `RankLayout.replicate`, over the n-th part of them, and each part holds the same (HSDP)
 tensor    the T ranks that share out each matrix
 context   the C ranks that share out the tokens of each pack
 """
@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from penstock.trainer.config import Layout, TrainerConfig
+from penstock.trainer.config import TrainerConfig
 from penstock.trainer.engine import Update
 from penstock.trainer.engines.fsdp import attention
 from penstock.trainer.engines.fsdp.activation_offload import offload_activations
@@ -36,6 +36,7 @@ from penstock.trainer.engines.fsdp.shell import ModelShell, local_part
 from penstock.trainer.engines.fsdp.tensor_parallel import CannotSplitModel, split_over
 from penstock.trainer.job import BadJob
 from penstock.trainer.packing import Pack, empty_pack
+from penstock.trainer.rank_layout import RankLayout
 from penstock.trainer.ranks.distributed import Ranks
 from penstock.trainer.ranks.preemption import Preemption, StepGivenUp
 
@@ -199,7 +200,7 @@ def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
     return module
 
 
-def _check_context(module: Any, layout: Layout) -> None:
+def _check_context(module: Any, layout: RankLayout) -> None:
     """Raises `CannotSplitModel` for a model with another attention, or with layers that carry a state (they would see
     this rank's tokens only), or with too few heads."""
     model = module.model
@@ -247,7 +248,7 @@ def _blocks(module: Any) -> list[nn.Module]:
 class Mesh:
     """Creating one is a collective. Use `ranks.own(mesh_of)`: all models of a process lie over the same groups."""
 
-    def __init__(self, layout: Layout, device_type: str, timeout: timedelta) -> None:
+    def __init__(self, layout: RankLayout, device_type: str, timeout: timedelta) -> None:
         self._tensor_size = layout.tensor
         self.replicate = layout.replicate
         """Sets of ranks that hold all shards."""
@@ -286,7 +287,7 @@ def mesh_of(ranks: Ranks) -> Mesh:
     return Mesh(ranks.layout, ranks.device.type, ranks.timeout)
 
 
-def _context(layout: Layout, timeout: timedelta) -> ContextGroup:
+def _context(layout: RankLayout, timeout: timedelta) -> ContextGroup:
     """Every rank makes all groups, in one order."""
     among = layout.tensor * layout.context
     starts = [replica * among + t for replica in range(dist.get_world_size() // among) for t in range(layout.tensor)]
