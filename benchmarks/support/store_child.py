@@ -74,9 +74,9 @@ class Raw:
         return {"bytes": len(self._payload(size))}
 
     async def get_ready(self, run: str, size: str, worker: int, count: int) -> Answer:
-        payload = self._payload(size)
+        own = self._own_payloads(size, count)
         await self._client.ping()
-        self._sets = [partial(self._client.set, f"raw:{worker}:{n}", payload) for n in range(count)]
+        self._sets = [partial(self._client.set, f"raw:{worker}:{n}", payload) for n, payload in enumerate(own)]
         return {}
 
     async def produce(self, at_once: int) -> Answer:
@@ -100,6 +100,10 @@ class Raw:
             raise ValueError(f"{key}: {len(found or b'')} bytes came back, {length} were set")
         self._held.append(found)
 
+    def _own_payloads(self, size: str, count: int) -> list[bytes]:
+        """Each in memory of its own, as trajectories are: one that is sent again and again stays in the caches."""
+        return [bytes(bytearray(self._payload(size))) for _ in range(count)]
+
     def _payload(self, size: str) -> bytes:
         if size not in self._packed:
             self._packed = {size: encode_trajectory(trajectory(size, "train/00000000#0", "train/00000000"))}
@@ -110,8 +114,9 @@ class RawPipelined(Raw):
     """The same with `at_once` SETs, and GETs, in each round trip: what a client that has them all at hand can do."""
 
     async def get_ready(self, run: str, size: str, worker: int, count: int) -> Answer:
-        self._wanted = [(f"raw:{worker}:{n}", self._payload(size)) for n in range(count)]
-        return await super().get_ready(run, size, worker, count)
+        self._wanted = [(f"raw:{worker}:{n}", own) for n, own in enumerate(self._own_payloads(size, count))]
+        await self._client.ping()
+        return {}
 
     async def produce(self, at_once: int) -> Answer:
         shares = [self._wanted[at : at + at_once] for at in range(0, len(self._wanted), at_once)]

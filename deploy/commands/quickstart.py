@@ -25,7 +25,7 @@ def quickstart(
 ) -> None:
     """Train the calculator, from nothing: makes its base model where there is none, trains it, shows page and result.
 
-    A model of 1.2 million parameters learns from reward alone to call a Python sandbox, in some five minutes on two CPU
+    A model of 1.2 million parameters learns from reward alone to call a Python sandbox, in a minute or two on two CPU
     cores. From a wheel its base model is made first, once, in ten minutes or more of one core, and kept
     in ~/.cache/penstock. The run is in runs/quickstart-…; its page is served meanwhile, later by `penstock dashboard`.
 
