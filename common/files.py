@@ -122,8 +122,9 @@ def private_folder(path: Path) -> Path:
     return path
 
 
-def open_private(path: Path, mode: Literal["xb", "a+b"], *, buffering: int = -1) -> IO[bytes]:
-    """Opens a file of this user alone, mode 0600: ``xb`` a new one, ``a+b`` also one that is there.
+def open_private(path: Path, mode: Literal["xb", "x+b", "a+b"], *, buffering: int = -1) -> IO[bytes]:
+    """Opens a file of this user alone, mode 0600: ``xb`` a new one, ``x+b`` the same to be read as well, ``a+b`` also
+    one that is there.
 
     Links are not followed. Raises `NotPrivate` where the name has something else.
     """

@@ -5,8 +5,8 @@
 The copy is taken before the next step may change the weights; at most one copy exists, because a version is announced
 only when the one before is out. Each rank copies its own share: its shards, or a part of every tensor where its shards
 are no ranges of the tensors' bytes (`spread_shards`). The task fetches them from the ranks bucket by bucket
-(`WeightSource`). A lone rank that writes files hands its copy over as it is; deltas, which are found by comparing whole
-versions, and adapters, which are small, are gathered on rank 0.
+(`WeightSource`); where deltas are written, each rank has found by then what changed in its share. A lone rank that
+writes files hands its copy over as it is; adapters, which are small, are gathered on rank 0.
 """
 
 from __future__ import annotations
@@ -53,8 +53,10 @@ class Publisher:
         self._in_torch = in_torch
         self._files = _weight_files(job) if ranks.is_rank0 else None
         self._broadcasts = job.transport == "broadcast"
-        self._is_spread = self._broadcasts or (ranks.world > 1 and job.weights_full_every == 1)
-        """Whether each rank copies its own share."""
+        self._finds_changes = job.weights_full_every > 1 and not self._broadcasts
+        """Whether versions are compared: what is broadcast is full."""
+        self._is_spread = self._broadcasts or ranks.world > 1
+        """Whether each rank keeps a copy of its own share."""
         self._source: WeightSource | None = None
         """This rank's copies, where it does."""
         self._task: asyncio.Task[None] | None = None
@@ -80,9 +82,8 @@ class Publisher:
                 "Start a run with a new name, or bring back the queue's data"
             )
         if self._is_spread and self._engine.adapter_settings is None:
-            self._source = await self._in_torch(
-                WeightSource.open, self._ranks.rank, self._ranks.world, self._ranks.timeout
-            )
+            place = (self._ranks.rank, self._ranks.world, self._ranks.timeout)
+            self._source = await self._in_torch(WeightSource.open, *place, finds_changes=self._finds_changes)
         if self._files is not None:
             await self._files.open(epoch)
             await self._move_announcement(self._files)

@@ -29,10 +29,11 @@ from .broadcast_member import InPlaceEngine as InPlaceEngine
 from .broadcast_member import StagedFetch as StagedFetch
 from .broadcast_member import StagingEngine as StagingEngine
 from .delta import BadDelta as BadDelta
+from .delta import Gaps as Gaps
+from .delta import IndexCoder as IndexCoder
+from .delta import PlannedChange as PlannedChange
 from .delta import apply_change as apply_change
 from .delta import decode_positions as decode_positions
-from .delta import encode_positions as encode_positions
-from .delta import find_change as find_change
 from .delta import words_of as words_of
 from .fetch import ClosableFetch as ClosableFetch
 from .fetch import Fetch as Fetch

@@ -1,5 +1,7 @@
 """Deltas: the values of a tensor that changed, bit by bit, in few bytes; and the file that holds them.
 
+`delta_writer` writes it from the copies of the trainer's ranks, piece by piece; here it is read and applied.
+
 Values are compared as words of their size, so that -0.0 and NaNs are exact. Positions are ascending, coded as:
 
     gaps8|16|32   per value the number of unchanged ones before it; the width's largest number L: add L and read on
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -29,7 +31,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from penstock.weight_sync.file_format import DELTA, Section, Written, raw_bytes, write_file
+from penstock.weight_sync.file_format import DELTA, raw_bytes
 from penstock.weight_sync.file_reader import FileReader
 from penstock.weight_sync.manifest import ChainFile, WeightsRefused
 
@@ -38,7 +40,9 @@ ENCODINGS: tuple[str, ...] = get_args(Encoding)
 Words = NDArray[np.generic]
 Positions = NDArray[np.int64]
 _GAP_TYPES: dict[Encoding, str] = {"gaps8": "<u1", "gaps16": "<u2", "gaps32": "<u4"}
-_WORD_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LARGEST = tuple(int(np.iinfo(code).max) for code in _GAP_TYPES.values())
+WORD_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the bytes of a value."""
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -46,31 +50,9 @@ class BadDelta(ValueError):
     """The bytes are no change of this tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """The outcome of one tensor of N values."""
-
-    encoding: Encoding
-    index: NDArray[np.generic]
-    """Where, as `encoding` says; empty under ``whole``."""
-    values: Words
-    """[C] new words of the C values that changed, ascending by place; [N] under ``whole``."""
-
-
 def words_of(tensor: torch.Tensor) -> Words:
     """[N] the tensor's bits as integers of its item size; a view where the tensor is contiguous and on the CPU."""
-    return tensor.detach().contiguous().reshape(-1).view(_WORD_TYPES[tensor.element_size()]).numpy()
-
-
-def find_change(before: Words, after: Words) -> Change | None:
-    """None where no bit differs; ``whole`` where the places would cost more than they save."""
-    positions = np.flatnonzero(before != after)
-    if not positions.size:
-        return None
-    encoding, index = encode_positions(positions, before.size)
-    if index.nbytes + positions.size * after.itemsize >= after.nbytes:
-        return Change("whole", np.empty(0, np.uint8), after)
-    return Change(encoding, index, after[positions])
+    return tensor.detach().contiguous().reshape(-1).view(WORD_TYPES[tensor.element_size()]).numpy()
 
 
 def apply_change(target: Words, encoding: Encoding, index: memoryview, values: memoryview) -> None:
@@ -86,15 +68,105 @@ def apply_change(target: Words, encoding: Encoding, index: memoryview, values: m
         raise BadDelta(f"{words.size} values, the tensor has {target.size}")
 
 
-def encode_positions(positions: Positions, size: int) -> tuple[Encoding, NDArray[np.generic]]:
-    """The shortest code of ascending `positions` below `size`."""
-    gaps = np.diff(positions, prepend=-1) - 1
-    costs: dict[Encoding, int] = {"bitmap": -(-size // 8)}
-    for encoding, code in _GAP_TYPES.items():
-        numbers = gaps.size + int((gaps // _largest(code)).sum())
-        costs[encoding] = numbers * np.dtype(code).itemsize
-    best = min(costs, key=lambda encoding: costs[encoding])
-    return best, _bitmap(positions, size) if best == "bitmap" else _encode_gaps(gaps, _GAP_TYPES[best])
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """What decides how the places of changes are coded. Of consecutive parts of a tensor: `followed_by`."""
+
+    count: int = 0
+    """Changed values."""
+    first: int = 0
+    """Place of the first of them."""
+    last: int = 0
+    repeats: tuple[int, ...] = (0,) * len(_LARGEST)
+    """How often the gaps between them hold the largest number of each width."""
+
+    @classmethod
+    def of(cls, positions: Positions) -> Gaps:
+        """Of ascending places."""
+        if not positions.size:
+            return cls()
+        gaps = np.diff(positions) - 1
+        widest = int(gaps.max(initial=0))
+        repeats = tuple(int((gaps // largest).sum()) if widest >= largest else 0 for largest in _LARGEST)
+        return cls(positions.size, int(positions[0]), int(positions[-1]), repeats)
+
+    def followed_by(self, later: Gaps) -> Gaps:
+        """Of both, where all places of `later` are behind these."""
+        if not (self.count and later.count):
+            return self if self.count else later
+        between = later.first - self.last - 1
+        each = zip(self.repeats, later.repeats, _LARGEST, strict=True)
+        repeats = tuple(mine + others + between // largest for mine, others, largest in each)
+        return Gaps(self.count + later.count, self.first, later.last, repeats)
+
+    def shifted(self, by: int) -> Gaps:
+        """Every place so much further."""
+        return Gaps(self.count, self.first + by, self.last + by, self.repeats) if self.count else self
+
+    def index_bytes(self, size: int) -> dict[Encoding, int]:
+        """By encoding, what the index costs of a tensor of `size` values."""
+        costs: dict[Encoding, int] = {"bitmap": -(-size // 8)}
+        for (encoding, code), repeats, largest in zip(_GAP_TYPES.items(), self.repeats, _LARGEST, strict=True):
+            costs[encoding] = (self.count + repeats + self.first // largest) * np.dtype(code).itemsize
+        return costs
+
+
+class IndexCoder:
+    """Codes the index of one tensor's changes from consecutive parts of its values."""
+
+    def __init__(self, encoding: Encoding, size: int) -> None:
+        """`size`: values of the tensor."""
+        self._encoding, self._size = encoding, size
+        self._last = -1
+        self._end = 0
+        self._bits = np.empty(0, np.bool_)
+        """Fewer than eight that wait for the rest of their byte."""
+
+    def add(self, positions: Positions, end: int) -> NDArray[np.generic]:
+        """The next bytes of the index: `positions` are all changes from the last call's `end` to this one's."""
+        begin, self._end = self._end, end
+        if self._encoding == "bitmap":
+            return self._packed(positions - begin, end - begin)
+        if self._encoding == "whole" or not positions.size:
+            return np.empty(0, np.uint8)
+        gaps = np.diff(positions, prepend=self._last) - 1
+        self._last = int(positions[-1])
+        return _encode_gaps(gaps, _GAP_TYPES[self._encoding])
+
+    def _packed(self, positions: Positions, count: int) -> NDArray[np.uint8]:
+        waiting = self._bits.size
+        bits = np.zeros(waiting + count, np.bool_)
+        bits[:waiting] = self._bits
+        bits[waiting + positions] = True
+        whole = bits.size if self._end == self._size else bits.size // 8 * 8
+        self._bits = bits[whole:]
+        return np.packbits(bits[:whole], bitorder="little")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedChange:
+    """One tensor's change, before its bytes are known."""
+
+    name: str
+    encoding: Encoding
+    index_bytes: int
+    value_bytes: int
+
+    @classmethod
+    def of(cls, name: str, gaps: Gaps, size: int, item_bytes: int) -> PlannedChange | None:
+        """The shortest code of a tensor of `size` values; None where none changed."""
+        if not gaps.count:
+            return None
+        costs = gaps.index_bytes(size)
+        encoding = min(costs, key=lambda encoding: costs[encoding])
+        values = gaps.count * item_bytes
+        if costs[encoding] + values >= size * item_bytes:
+            return cls(name, "whole", 0, size * item_bytes)
+        return cls(name, encoding, costs[encoding], values)
+
+    @property
+    def nbytes(self) -> int:
+        return self.index_bytes + self.value_bytes
 
 
 def decode_positions(encoding: Encoding, index: memoryview, count: int, size: int) -> Positions:
@@ -124,12 +196,6 @@ def _decode_gaps(index: memoryview, code: str) -> Positions:
         raise BadDelta("the last gap does not end")
     unchanged_before = np.cumsum(numbers, dtype=np.int64)[ends]
     return unchanged_before + np.arange(unchanged_before.size)
-
-
-def _bitmap(positions: Positions, size: int) -> NDArray[np.uint8]:
-    bits = np.zeros(size, np.bool_)
-    bits[positions] = True
-    return np.packbits(bits, bitorder="little")
 
 
 def _decode_bitmap(index: memoryview, size: int) -> Positions:
@@ -183,17 +249,13 @@ class Delta:
                 raise WeightsRefused(f"{self.path}: the change of tensor {part.name!r}: {error}") from error
 
 
-def write_delta(path: Path, changes: Mapping[str, Change], base_state: str, *, durable: bool) -> Written:
-    """Raises `NoSpace`; there is no such file then."""
-    index = {name: _bytes(change.index) for name, change in changes.items()}
-    values = {name: _bytes(change.values) for name, change in changes.items()}
+def delta_metadata(planned: Iterable[PlannedChange], base_state: str, checksums: Iterable[str]) -> dict[str, str]:
+    """A file's, whose length depends on nothing but `planned`. `checksums`: xxh3 of each, index before values."""
     table = [
-        [name, change.encoding, len(index[name]), len(values[name]), _checksum(index[name], values[name])]
-        for name, change in changes.items()
+        [change.name, change.encoding, change.index_bytes, change.value_bytes, xxh3]
+        for change, xxh3 in zip(planned, checksums, strict=True)
     ]
-    metadata = {"penstock": DELTA, "base_state": base_state, "changes": json.dumps(table, separators=(",", ":"))}
-    sections = [Section.of_bytes("index", list(index.values())), Section.of_bytes("values", list(values.values()))]
-    return write_file(path, sections, metadata, durable=durable)
+    return {"penstock": DELTA, "base_state": base_state, "changes": json.dumps(table, separators=(",", ":"))}
 
 
 def read_delta(file: ChainFile, descriptor: int | None = None) -> Delta:
@@ -236,10 +298,6 @@ def _parts(
         TensorChange(name, encoding, index[i : i + index_bytes], values[v : v + value_bytes], xxh3)
         for (name, encoding, index_bytes, value_bytes, xxh3), i, v in zip(table, index_ends, value_ends, strict=False)
     ]
-
-
-def _bytes(array: NDArray[np.generic]) -> memoryview:
-    return np.ascontiguousarray(array).view(np.uint8).data
 
 
 def _checksum(index: memoryview, values: memoryview) -> str:

@@ -79,11 +79,6 @@ class Section:
         return cls(name, CODES[tensor.dtype], tuple(tensor.shape), tensor.nbytes, [raw_bytes(tensor)])
 
     @classmethod
-    def of_bytes(cls, name: str, pieces: Sequence[memoryview]) -> Section:
-        size = sum(len(piece) for piece in pieces)
-        return cls(name, "U8", (size,), size, pieces)
-
-    @classmethod
     def computed(cls, name: str, dtype: torch.dtype, shape: Sequence[int], make: Callable[[], torch.Tensor]) -> Section:
         """A tensor that `make` gives once its turn comes, of that dtype and shape."""
         return cls(name, CODES[dtype], tuple(shape), math.prod(shape) * dtype.itemsize, _made(make))

@@ -1,14 +1,14 @@
 """The trainer's side: versions as files in one folder, whole (*full*) or as changes of the version before (*delta*).
 
-write(7)   compare with the last written version ──► delta file, or full if due, required or not larger
-           remember it ──► delete what no late joiner needs ──► manifest
+write_from(7)   the ranks' copies, compared with those before ──► delta file, or full if due, required or not larger
+                delete what no late joiner needs ──► manifest
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,10 @@ from typing import Any
 import torch
 
 from penstock.common import private_folder
-from penstock.weight_sync.delta import Change, find_change, words_of, write_delta
+from penstock.weight_sync.broadcast.offer import BUCKET_BYTES
+from penstock.weight_sync.broadcast.sender import stream_version
+from penstock.weight_sync.broadcast.source import Shard, WeightSource
+from penstock.weight_sync.delta_writer import DeltaPlan, plan_delta, write_delta
 from penstock.weight_sync.file_format import ADAPTER, FULL, NamedTensors, Section, Written, describe, write_file
 from penstock.weight_sync.lora import AdapterConfig, ModelFolder, changes_of, check_base
 from penstock.weight_sync.manifest import (
@@ -37,7 +40,8 @@ Tensors = dict[str, torch.Tensor]
 class WeightPublisher:
     """Writes versions into a folder that it owns. One thread at a time calls it.
 
-    `full_every`: every this many versions one is full (1: all are); above 1 a copy of the newest stays in memory.
+    `full_every`: every this many versions one is full (1: all are); above 1 a copy of what `write` was given last stays
+    in memory, and under `write_from` the ranks have theirs.
     The files of the newest `keep` versions stay, each with all of its chain. `base_url` is where servers find
     the folder's files (`file_server`). `model`, the folder of version 0, is needed for adapters only.
     `epoch`: the trainer's (`TransferQueue.claim_training`), part of each file's name. A trainer that was replaced and
@@ -66,9 +70,9 @@ class WeightPublisher:
         self._epoch = epoch
         self._base: ModelFolder | None = None
         self._chain: list[ChainFile] = []
-        """The files of the version written last."""
-        self._last: Tensors = {}
-        """Its tensors: our own copies, because the caller may still change those that it gave."""
+        """The files of the version written last; empty where the next one has to be full."""
+        self._own = WeightSource(finds_changes=True)
+        """Copies of what `write` is given, where deltas may follow: the caller may change its tensors."""
         if self.durable:
             # On a shared disk, in the run's folder: who may enter that, and as which user, is that disk's matter.
             self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -82,22 +86,34 @@ class WeightPublisher:
         """Write `version` and return its manifest. Raises `NoSpace`; the versions before are as they were then.
 
         Where all versions are full and nothing else holds `tensors`, each is freed once it is in the file: model and
-        file together never take the memory of two.
+        file together never take the memory of two. Where deltas may follow, each is freed once it is copied.
         """
+        if self.full_every > 1:
+            self._own.take(version, _shards(tensors))
+            return self.write_from(version, self._own)
         named = _on_host(tensors)
         described = tuple(describe(*item) for item in named.items())
-        state = state_of(described)
-        changes = self._changes(version, named)
-        if changes is None:
-            link = self._link(version, None, self._write_whole(version, named, described, {"penstock": FULL}), state)
-            self._chain = [link]
-        else:
-            base = self._chain[-1]
-            written = write_delta(self._path(version, ".delta"), changes, base.state, durable=self.durable)
-            self._chain = [*self._chain, self._link(version, base.version, written, state)]
-        self._remember(named)
-        self._delete_others(version)
-        return Manifest(self.transport, tuple(self._chain), described, deltas_follow=self.full_every > 1)
+        written = self._write_whole(version, named, described, {"penstock": FULL})
+        return self.adopt(version, written, described)
+
+    def write_from(self, version: int, source: WeightSource) -> Manifest:
+        """Write `version` from the copies of the trainer's ranks, as a delta where it can be one. Blocks.
+
+        Raises `NoSpace`, `Superseded`, and `RuntimeError` where a rank is gone; what follows is full then.
+        """
+        chain, self._chain = self._chain, []
+        plan = self._plan(version, source, chain)
+        if plan is None:
+            found = stream_version(
+                source, version, self.path_of(version), write=True, bucket_bytes=BUCKET_BYTES, durable=self.durable
+            )
+            return self.adopt(version, found.written, found.tensors)
+        base, path = chain[-1], self._path(version, ".delta")
+        written, described = write_delta(
+            path, source, version, plan, base.state, bucket_bytes=BUCKET_BYTES, durable=self.durable
+        )
+        self._chain = [*chain, self._link(version, base.version, written, state_of(described))]
+        return self._announced(version, described)
 
     def write_adapter(self, version: int, tensors: NamedTensors, config: Mapping[str, Any]) -> Manifest:
         """Write a LoRA adapter as `version`: servers add it to the model folder's weights (`merge`).
@@ -112,7 +128,7 @@ class WeightPublisher:
         adapter = AdapterSpec(settings.as_dict(), base.state())
         metadata = {"penstock": ADAPTER, "adapter": json.dumps(asdict(adapter))}
         link = self._link(version, None, self._write_whole(version, named, described, metadata), state_of(described))
-        self._chain, self._last = [], {}
+        self._chain = []
         self._delete_others(version)
         return Manifest(self.transport, (link,), described, adapter=adapter)
 
@@ -123,9 +139,12 @@ class WeightPublisher:
     def adopt(self, version: int, written: Written, tensors: tuple[TensorEntry, ...]) -> Manifest:
         """The manifest of a full version that another has written under `path_of`, or writes when it is asked for."""
         self._forget_delta(version)
-        self._chain, self._last = [self._link(version, None, written, state_of(tensors))], {}
+        self._chain = [self._link(version, None, written, state_of(tensors))]
+        return self._announced(version, tensors)
+
+    def _announced(self, version: int, tensors: tuple[TensorEntry, ...]) -> Manifest:
         self._delete_others(version)
-        return Manifest(self.transport, tuple(self._chain), tensors)
+        return Manifest(self.transport, tuple(self._chain), tensors, deltas_follow=self.full_every > 1)
 
     def close(self) -> None:
         """Delete every version: the run is over."""
@@ -138,23 +157,20 @@ class WeightPublisher:
             self._base = ModelFolder(self._model)
         return self._base
 
-    def _changes(self, version: int, named: Tensors) -> dict[str, Change] | None:
-        """By tensor, those that changed. None where `version` is to be full."""
-        due = len(self._chain) >= self.full_every or not self._chain
-        if due or version <= self._chain[-1].version or _layout(named) != _layout(self._last):
+    def _plan(self, version: int, source: WeightSource, chain: Sequence[ChainFile]) -> DeltaPlan | None:
+        """None where `version` is to be full."""
+        due = not chain or len(chain) >= self.full_every
+        if due or version <= chain[-1].version:
             return None
-        found = {name: find_change(words_of(self._last[name]), words_of(tensor)) for name, tensor in named.items()}
-        changes = {name: change for name, change in found.items() if change is not None}
-        size = sum(change.index.nbytes + change.values.nbytes for change in changes.values())
-        return changes if size < sum(tensor.nbytes for tensor in named.values()) else None
+        plan = plan_delta(source, version)
+        return plan if plan is not None and plan.base == chain[-1].version else None
 
     def _write_whole(
         self, version: int, named: Tensors, described: Iterable[TensorEntry], metadata: Mapping[str, str]
     ) -> Written:
         checksums = json.dumps({entry.name: entry.xxh3 for entry in described}, separators=(",", ":"))
         sections = [Section.of_tensor(name, tensor) for name, tensor in named.items()]
-        if self.full_every == 1:
-            named.clear()
+        named.clear()
         written = write_file(self._path(version), sections, {**metadata, "xxh3": checksums}, durable=self.durable)
         self._forget_delta(version)
         return written
@@ -166,14 +182,6 @@ class WeightPublisher:
     def _link(self, version: int, base_version: int | None, written: Written, state: str) -> ChainFile:
         place = f"{self._base_url}/{written.path.name}" if self.transport in SERVED else str(written.path)
         return ChainFile(version, base_version, place, written.bytes, written.xxh3, state)
-
-    def _remember(self, named: Tensors) -> None:
-        """`named` is empty where all versions are full."""
-        if _layout(named) != _layout(self._last):
-            self._last = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in named.items()}
-            return
-        for name, tensor in named.items():
-            self._last[name].copy_(tensor)
 
     def _path(self, version: int, kind: str = "") -> Path:
         epoch = f"-e{self._epoch}" if self._epoch else ""
@@ -229,5 +237,11 @@ def _on_host(tensors: NamedTensors) -> Tensors:
     return named
 
 
-def _layout(tensors: Tensors) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+def _shards(tensors: NamedTensors) -> Iterator[Shard]:
+    """All of every tensor, as one rank has it."""
+    names = set[str]()
+    for name, tensor in tensors:
+        if name in names:
+            raise ValueError(f"tensor {name!r} is given twice")
+        names.add(name)
+        yield Shard(name, tuple(tensor.shape), tensor.dtype, (tensor.nbytes,), tensor)

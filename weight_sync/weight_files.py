@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.weight_sync.broadcast.nccl import Nccl, NcclError
-from penstock.weight_sync.broadcast.offer import BUCKET_BYTES, GLOO, NCCL, StreamTensor
+from penstock.weight_sync.broadcast.offer import GLOO, NCCL, StreamTensor
 from penstock.weight_sync.broadcast.seats import Broadcaster, Sending
 from penstock.weight_sync.broadcast.sender import stream_version
 from penstock.weight_sync.broadcast.source import Superseded, WeightSource
@@ -96,14 +96,12 @@ class WeightFiles:
         return self._publisher.write(version, weights)
 
     def write_from_ranks(self, version: int, source: WeightSource) -> Manifest:
-        """Write `version`, whole, from the copies of the trainer's ranks, bucket by bucket. Blocks meanwhile.
+        """Write `version` from the copies of the trainer's ranks, bucket by bucket. Blocks meanwhile.
 
         Raises `NoSpace`, `Superseded`, and `RuntimeError` where a rank of the trainer is gone.
         """
         assert self._publisher is not None, "open comes first"
-        path, durable = self._publisher.path_of(version), self._publisher.durable
-        found = stream_version(source, version, path, write=True, bucket_bytes=BUCKET_BYTES, durable=durable)
-        return self._publisher.adopt(version, found.written, found.tensors)
+        return self._publisher.write_from(version, source)
 
     def write_adapter(self, version: int, tensors: NamedTensors, settings: Mapping[str, Any]) -> Manifest:
         """Write `version`, a LoRA adapter of the model. Raises `NoSpace`, `BadAdapter`, `WeightsRefused`."""

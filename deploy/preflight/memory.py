@@ -205,15 +205,16 @@ def received_bytes(shape: ModelShape, config: RunConfig) -> float:
 
 
 def copied_bytes(shape: ModelShape, config: RunConfig) -> float:
-    """What all ranks keep of the version that is published, until the next one. A lone rank that writes files, and
-    adapters and deltas, leave nothing behind."""
+    """What all ranks keep of the version that is published, until the next one. A lone rank that writes whole files,
+    and adapters, leave nothing behind."""
     trainer, rollout = config.trainer, config.rollout
-    written_by_all = trainer.ranks > 1 and rollout.weights_full_every == 1
-    if trainer.lora.rank or not (rollout.broadcasts_weights or written_by_all):
+    writes_deltas = rollout.weights_full_every > 1 and not rollout.broadcasts_weights
+    if trainer.lora.rank or not (rollout.broadcasts_weights or trainer.ranks > 1 or writes_deltas):
         return 0
     # Whole tensors are spread over the ranks, which hold what they keep of them and of the version before.
     spread = trainer.engine == "megatron" or trainer.parallel.tensor > 1
-    return (2 if spread else 1) * BYTES[rollout.dtype] * shape.parameters
+    marks = shape.parameters / 8 if writes_deltas else 0
+    return (2 if spread else 1) * BYTES[rollout.dtype] * shape.parameters + marks
 
 
 def published_bytes(shape: ModelShape, config: RunConfig) -> float:

@@ -216,6 +216,16 @@ def test_groups_that_ranks_cannot_share_evenly_give_one_ranks_results(
         assert (a["tokens_trained"], a["updates"], a["groups"]) == (b["tokens_trained"], b["updates"], 3)
 
 
+def test_two_ranks_publish_deltas_of_what_each_of_them_has(runs: Path) -> None:
+    """Rank 0 is given no whole version to compare: `two_ranks` refuses that."""
+    published = json.loads((runs / "uneven" / "published.json").read_text())
+    manifest = Manifest.parse(published["manifest"])
+    assert [file.base_version for file in manifest.files] == [None, 1]
+    assert manifest.bytes < manifest.files[0].bytes / 4
+    final = load_file(runs / "uneven" / "run" / "final_model" / "model.safetensors")
+    assert_same_bits(read_verified(manifest), {name: tensor.bfloat16() for name, tensor in final.items()})
+
+
 def test_all_ranks_stop_together(runs: Path) -> None:
     assert endings(runs / "stopping") == ["trained", "trained"]
     assert len(metrics(runs / "stopping")) == 1

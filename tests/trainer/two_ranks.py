@@ -4,7 +4,8 @@ CASES is JSON: name → `model`, and `settings` of the trainer or the name of a 
 takes to be written. In the case "patient" ranks only meet. Every rank writes into
 FOLDER/NAME how it ended, and the names of the threads it ends with.
 
-In the cases of `OTHER` the queue of rank 1 went back, and gives it something else than rank 0 for step 1.
+In the case "uneven" versions are published as deltas. In the cases of `OTHER` the queue of rank 1 went back, and gives
+it something else than rank 0 for step 1.
 
 Ranks are forked once everything is imported, since importing it takes longer than a run.
 """
@@ -32,6 +33,7 @@ from penstock.transfer_queue import FieldValues, Limits, Task, Trajectory
 from penstock.weight_sync import Manifest, WeightFiles, WeightSource
 
 LATE_S = 6.0
+DELTAS: dict[str, Any] = {"weights_full_every": 9, "publish_dtype": "bfloat16"}
 BAD_TOKENS = {"nan": 7, "vocabulary": 64, "turn rewards": 0}
 
 
@@ -77,8 +79,8 @@ OTHER = {"other groups": OtherGroups, "other lengths": OtherLengths}
 def job_of(case: str, folder: Path, model: str) -> Any:
     if case == "uneven":
         limits = Limits(group_size=4, groups_per_step=3, max_staleness=1)
-        settings = {"steps": 2, "minibatches": 2, "micro_batch_tokens": 48}
-        return make_job(folder, model, settings, limits=limits, queue=ScriptedQueue(limits))
+        settings = {"steps": 2, "minibatches": 2, "micro_batch_tokens": 48, "lr": 1e-6}
+        return make_job(folder, model, settings, limits=limits, queue=ScriptedQueue(limits), **DELTAS)
     limits = Limits(group_size=4, groups_per_step=2, max_staleness=1)
     if case in OTHER:
         return make_job(folder, model, {"steps": 3}, queue=OTHER[case](limits))

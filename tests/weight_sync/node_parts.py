@@ -18,7 +18,7 @@ def published(folder: Path, version: int = 1, seed: int = 0, **settings: Any) ->
 
 
 def check_holds(memory: Any, tensors: dict[str, Any]) -> None:
-    assert list(memory) == list(tensors)
+    assert sorted(memory) == sorted(tensors)
     for name, tensor in tensors.items():
         assert memory[name].dtype == tensor.dtype
         assert torch.equal(memory[name], tensor), name

@@ -72,10 +72,12 @@ class Wire:
 class Ranks:
     """`sources` of a trainer's ranks; all but the first answer until `stop`."""
 
-    def __init__(self, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, world: int, monkeypatch: pytest.MonkeyPatch, *, finds_changes: bool = False) -> None:
         self.wire = Wire(world)
         monkeypatch.setattr("penstock.weight_sync.broadcast.source.dist", self.wire)
-        self.sources = [WeightSource(rank, world, self.wire.groups[rank]) for rank in range(world)]
+        self.sources = [
+            WeightSource(rank, world, self.wire.groups[rank], finds_changes=finds_changes) for rank in range(world)
+        ]
         self.answering = [
             threading.Thread(target=source.answer_until_stopped, daemon=True) for source in self.sources[1:]
         ]

@@ -152,7 +152,7 @@ def test_a_delta_that_leads_elsewhere_is_refused_by_tensor(tmp_path: Path) -> No
     publisher, reader = WeightPublisher(tmp_path, "shm", full_every=8), NodeReader()
     reader.read(publisher.write(1, small_tensors(SEED).items()))
     manifest = publisher.write(2, next_version(small_tensors(SEED), 2).items())
-    with pytest.raises(WeightsRefused, match="'embed' has checksum"):
+    with pytest.raises(WeightsRefused, match="'last' has checksum"):
         reader.read(altered(manifest, other_checksum))
     reader.close()
 

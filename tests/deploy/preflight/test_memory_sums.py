@@ -148,7 +148,11 @@ def test_ranks_keep_their_shares_of_what_they_publish() -> None:
     assert copied_bytes(BIG, load_config(RECIPE, [low])) == 0, "a lone rank writes its copy"
     assert copied_bytes(BIG, load_config(RECIPE, [low, "rollout.weight_transport=broadcast"])) == 16 * GIGA
     assert copied_bytes(BIG, load_config(RECIPE, [low, several])) == 16 * GIGA
-    assert copied_bytes(BIG, load_config(RECIPE, [low, several, "rollout.weights_full_every=4"])) == 0, "rank 0 gathers"
+    deltas = "rollout.weights_full_every=4"
+    for ranks in ([several], []):
+        assert copied_bytes(BIG, load_config(RECIPE, [low, *ranks, deltas])) == 17 * GIGA, "a bit for each value more"
+    full = [low, several, deltas, "rollout.weight_transport=broadcast"]
+    assert copied_bytes(BIG, load_config(RECIPE, full)) == 16 * GIGA
     assert copied_bytes(BIG, load_config(RECIPE, [low, several, "trainer.lora.rank=8"])) == 0
     for spread in ("trainer.parallel.tensor=2", "trainer.engine=megatron"):
         config = load_config(RECIPE, [low, several, spread])

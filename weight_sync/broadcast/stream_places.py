@@ -1,0 +1,133 @@
+"""Where a stream's bytes are, and the marks of what changed: on which rank, where in its copies, in which tensor."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock.weight_sync.broadcast.share_changes import mark_bytes
+from penstock.weight_sync.delta import WORD_TYPES, Words
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedPart:
+    """Consecutive values of one tensor in a bucket, and which of them changed."""
+
+    tensor: int
+    """Its number in the stream's order."""
+    value: int
+    """Place of the first of the values in the tensor."""
+    words: Words
+    """[values] their bits, as integers of their size."""
+    marks: NDArray[np.uint8]
+    first_mark: int
+    """Bit in `marks` of the first value."""
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedBucket:
+    bytes: torch.Tensor
+    """[bytes] uint8 of the stream."""
+    parts: Sequence[MarkedPart]
+    """All of them, in the stream's order."""
+
+
+@dataclass(slots=True)
+class Bucket:
+    """One to be filled."""
+
+    version: int
+    begin: int
+    """Where it begins in the stream."""
+    bytes: torch.Tensor
+    """[bytes] uint8, as long as the bucket."""
+    scratch: torch.Tensor
+    """As long: what comes from a rank in several parts lies here first."""
+    marked: bool = False
+    """Whether `parts` and `marks` are wanted."""
+    parts: list[Part] = field(default_factory=list)
+    marks: dict[int, tuple[int, NDArray[np.uint8]]] = field(default_factory=dict)
+    """Of each rank, the number of the first one, and the marks."""
+
+    def marked_part(self, part: Part) -> MarkedPart:
+        first, marks = self.marks[part.rank]
+        at = part.stream - self.begin
+        words = self.bytes[at : at + part.nbytes].view(WORD_TYPES[part.item_bytes]).numpy()
+        return MarkedPart(part.tensor, part.value, words, marks, part.mark - first)
+
+
+class Part(NamedTuple):
+    """Consecutive bytes of the stream that are on one rank."""
+
+    rank: int
+    stream: int
+    """Where they begin in the stream."""
+    local: int
+    """Where they begin in the rank's copies."""
+    nbytes: int
+    item_bytes: int
+    """Of a value."""
+    tensor: int
+    """Number of the tensor in the stream's order."""
+    value: int
+    """Place of the first value in the tensor."""
+    mark: int
+    """Number of its mark among those of the rank."""
+
+    @property
+    def local_end(self) -> int:
+        return self.local + self.nbytes
+
+
+class Places:
+    """Which rank has which bytes of the stream."""
+
+    def __init__(self, sizes: Iterable[tuple[int, ...]], items: Sequence[int]) -> None:
+        """`sizes`: of each tensor in the stream's order, the bytes on each rank. `items`: the bytes of its values."""
+        self.items = items
+        self.parts: list[Part] = []
+        self.total, local, marks = 0, dict[int, int](), dict[int, int]()
+        for tensor, (each, item) in enumerate(zip(sizes, items, strict=True)):
+            value = 0
+            for rank, nbytes in enumerate(each):
+                if nbytes:
+                    at, mark = local.get(rank, 0), marks.get(rank, 0)
+                    self.parts.append(Part(rank, self.total, at, nbytes, item, tensor, value, 8 * mark))
+                    self.total += nbytes
+                    value += nbytes // item
+                    local[rank] = at + nbytes
+                    marks[rank] = mark + mark_bytes(nbytes // item)
+        self._begins = [part.stream for part in self.parts]
+
+    def within(self, begin: int, end: int) -> list[Part]:
+        """The parts of the bytes from `begin` to `end`, cut to them."""
+        found = []
+        for part in self.parts[max(0, bisect.bisect_right(self._begins, begin) - 1) :]:
+            if part.stream >= end:
+                break
+            cut = max(begin - part.stream, 0)
+            nbytes = min(end, part.stream + part.nbytes) - part.stream - cut
+            values = cut // part.item_bytes
+            found.append(
+                part._replace(
+                    stream=part.stream + cut,
+                    local=part.local + cut,
+                    nbytes=nbytes,
+                    value=part.value + values,
+                    mark=part.mark + values,
+                )
+            )
+        return found
+
+
+def scatter(source: torch.Tensor, parts: list[Part], bucket: Bucket) -> None:
+    """`source` holds one rank's bytes from the first part's place on."""
+    for part in parts:
+        at = part.stream - bucket.begin
+        bucket.bytes[at : at + part.nbytes] = source[part.local - parts[0].local :][: part.nbytes]
