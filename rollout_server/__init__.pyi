@@ -28,8 +28,10 @@ from .protocol import fit_request as fit_request
 from .protocol import join_chunks as join_chunks
 from .protocol import slice_spans as slice_spans
 from .protocol import versions_of as versions_of
+from .registration import BuildCheck as BuildCheck
 from .registration import QueueConnection as QueueConnection
 from .registration import Registration as Registration
+from .registration import build_of as build_of
 from .request_queue import QUEUE_PER_SLOT as QUEUE_PER_SLOT
 from .request_queue import DeadlineExceeded as DeadlineExceeded
 from .request_queue import RequestQueue as RequestQueue

@@ -6,9 +6,11 @@ One build of one engine in a run: two would sample the tokens of one step by two
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Protocol, TypeVar
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NoReturn, Protocol, TypeVar
 
 from penstock.rollout_server.protocol import EngineError, EngineInfo
 from penstock.transfer_queue import Announcement, AnnouncementMark, QueueError, ServerInfo, Status, WeightUpdate
@@ -16,6 +18,10 @@ from penstock.transfer_queue import Announcement, AnnouncementMark, QueueError, 
 logger = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 QUEUE_S = 5.0
+LOOK_AGAIN_S = 0.1
+"""Between two looks at a server of another build that may give way."""
+UNDECIDED_S = 10.0
+"""It has so long to do so: more than a call to the queue takes, and than the entry of a dead server is kept."""
 SETTING_OF_BUILD = {"vllm": "rollout.vllm_python", "sglang": "rollout.sglang_python"}
 """What chooses the environment that an engine is in; others are in this process's own."""
 T = TypeVar("T")
@@ -67,21 +73,21 @@ class Registration:
         # A heartbeat in progress must not restore the entry that `leave` removes.
         self._lock = asyncio.Lock()
 
+    async def announce(self) -> None:
+        """Sends the entry at once. Raises `QueueError`."""
+        async with self._lock:
+            if (entry := self._describe()) is not None:
+                await self._connection.ask(self._connection.queue.heartbeat(entry))
+
     async def keep(self) -> None:
         """Sends heartbeats until cancelled; one that fails is repeated a second later."""
         while True:
-            async with self._lock:
-                await self._send_heartbeat()
+            try:
+                await self.announce()
+            except QueueError as error:
+                logger.warning("heartbeat: %s", error)
             await wait_for_event(self.changed, HEARTBEAT_S)
             self.changed.clear()
-
-    async def _send_heartbeat(self) -> None:
-        if (entry := self._describe()) is None:
-            return
-        try:
-            await self._connection.ask(self._connection.queue.heartbeat(entry))
-        except QueueError as error:
-            logger.warning("heartbeat: %s", error)
 
     async def leave(self, name: str) -> None:
         """Removes the entry; where the queue does not answer it expires. `describe` returns None from now on."""
@@ -107,30 +113,51 @@ def build_of(info: EngineInfo) -> str:
 
 
 class BuildCheck:
-    """Of one server. Whichever comes later is refused, before it has its first request."""
+    """Of one server: refused, before it has its first request, if it comes later than one of another build.
+
+    Two that come together both look before either is in the registry. So each enters it closed and looks again: the
+    second to enter sees the first. One that is open stays. Of two closed ones the later name gives way, and leaves; the
+    other waits for that, and gives way where it does not happen: its rival looked before it entered, and is to open.
+    """
 
     def __init__(self, connection: QueueConnection, name: str) -> None:
         self._connection, self._name = connection, name
         self._alike: EngineInfo | None = None
 
-    async def compare(self, info: EngineInfo) -> None:
-        """Once per engine; again at the next call where the queue is away. Raises `EngineError` where another server of
-        the run has another build."""
+    async def compare(self, info: EngineInfo, register: Callable[[], Awaitable[None]]) -> None:
+        """Once per engine; again at the next call where the queue is away. `register` enters the registry, not
+        accepting. Raises `EngineError` where another server of the run has another build: the caller then leaves it."""
         if info is self._alike:
             return
         try:
-            others = await self._connection.ask(self._connection.queue.servers())
+            if others := await self._unlike(info):
+                self._refuse(info, others[0])
+            await register()
+            others = await self._unlike(info)
         except QueueError as error:
             logger.warning("engines of other servers are not compared: %s", error)
             return
-        self._refuse_other(info, others)
+        await self._outlast(info, others)
         self._alike = info
 
-    def _refuse_other(self, info: EngineInfo, servers: Iterable[ServerInfo]) -> None:
-        mine, name = build_of(info), self._name
-        if other := next((one for one in servers if one.server_id != name and one.engine not in ("", mine)), None):
-            raise EngineError(
-                f"{SETTING_OF_BUILD.get(info.name, 'rollout.engine')}: the engine of {name} is {mine}, and"
-                f" {other.server_id} at {other.url} has {other.engine}: tokens of one step would be sampled by two"
-                f" builds. Install {other.engine} for this server, or stop {other.server_id} first"
-            )
+    async def _outlast(self, info: EngineInfo, others: Sequence[ServerInfo]) -> None:
+        """Returns once those of another build have left. Raises `EngineError` where this server is to give way."""
+        give_up_at = time.monotonic() + UNDECIDED_S
+        while others:
+            stays = next((one for one in others if one.accepting or one.server_id < self._name), None)
+            if stays is not None or time.monotonic() > give_up_at:
+                self._refuse(info, stays or others[0])
+            await asyncio.sleep(LOOK_AGAIN_S)
+            with contextlib.suppress(QueueError):  # `give_up_at` ends this too
+                others = await self._unlike(info)
+
+    async def _unlike(self, info: EngineInfo) -> list[ServerInfo]:
+        servers = await self._connection.ask(self._connection.queue.servers())
+        return [one for one in servers if one.server_id != self._name and one.engine not in ("", build_of(info))]
+
+    def _refuse(self, info: EngineInfo, other: ServerInfo) -> NoReturn:
+        raise EngineError(
+            f"{SETTING_OF_BUILD.get(info.name, 'rollout.engine')}: the engine of {self._name} is {build_of(info)}, and"
+            f" {other.server_id} at {other.url} has {other.engine}: tokens of one step would be sampled by two"
+            f" builds. Install {other.engine} for this server, or stop {other.server_id} first"
+        )

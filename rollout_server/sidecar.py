@@ -5,7 +5,7 @@
                 trainer waits for shared devices → closed → asleep in its turn → awake → newest weights → open
     receive     under ``broadcast``, beside each engine: the next version, while this one is served; in place: under a
                 pause, and where that leaves no version: closed → a whole file → open
-    heartbeat   once open: this server's `ServerInfo` to the queue, every second and on each change
+    heartbeat   from just before it opens: this server's `ServerInfo` to the queue, every second and on each change
     generate    one call per HTTP request: waits for a slot, then for the engine
 
 Where further processes answer requests beside this one, this one owns all but their answers (`answer_processes`).
@@ -288,10 +288,24 @@ class Sidecar:
             self._registration.changed.set()
         if held and not self.open:
             assert self.info is not None
-            await self._build.compare(self.info)
+            await self._compare(self.info)
             self._open()
         elif self.open or self.weights.cause:
             self.cause = self.weights.cause
+
+    async def _compare(self, info: EngineInfo) -> None:
+        """Raises `EngineError` where the run has engines of another build; this server is then not in the registry."""
+        try:
+            await self._build.compare(info, self._register)
+        except EngineError:
+            self._registered = False
+            await self._registration.leave(self.name)
+            raise
+
+    async def _register(self) -> None:
+        """Closed, if it is the first time: others see its build. Raises `QueueError`."""
+        self._registered = True
+        await self._registration.announce()
 
     async def _may_move(self) -> bool:
         assert self.pin is not None
@@ -367,7 +381,7 @@ class Sidecar:
         return self.weights.pulls >= wanted
 
     def _entry(self) -> ServerInfo | None:
-        """The entry in the registry; None before the first engine is open or has refused its weights, and while
+        """The entry in the registry; None before the first engine is to open or has refused its weights, and while
         draining."""
         refused = self.weights.refused
         self._registered = self._registered or self.open or refused is not None

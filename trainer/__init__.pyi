@@ -19,6 +19,7 @@ from .checkpoint import read_timeout_s as read_timeout_s
 from .checkpoint import save_timeout_s as save_timeout_s
 from .checks import check_algorithm as check_algorithm
 from .checks import check_job as check_job
+from .config import CORES_VARIABLE as CORES_VARIABLE
 from .config import RANKS_FILE_VARIABLE as RANKS_FILE_VARIABLE
 from .config import LoraConfig as LoraConfig
 from .config import OverlongConfig as OverlongConfig

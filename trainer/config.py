@@ -198,7 +198,8 @@ class TrainerConfig(BaseModel):
     threads: int | None = Field(
         None,
         gt=0,
-        description="CPU threads per trainer process; None: 1, under offload on GPUs the machine's cores / its ranks.",
+        description="CPU threads per trainer process; None: 1, under offload on GPUs the machine's cores, or those"
+        " that the trainer reserves on Ray, / its ranks.",
     )
     advantage: str = Field("grpo", description="Registered advantage estimator.")
     advantage_options: dict[str, Any] = Field(
@@ -333,8 +334,8 @@ class TrainerConfig(BaseModel):
         return self
 
     def threads_of_rank(self, cores: int, ranks: int, *, on_gpu: bool) -> int:
-        """CPU threads of each of the `ranks` on a machine of `cores`. AdamW alone takes many, where it is the host's:
-        beside an engine on CPUs more than one for each process is slower."""
+        """CPU threads of each of the `ranks` that have `cores` of a machine together. AdamW alone takes many, where it
+        is the host's: beside an engine on CPUs more than one for each process is slower."""
         if self.threads is not None:
             return self.threads
         return max(1, cores // max(1, ranks)) if self.offload and on_gpu else 1
@@ -360,3 +361,5 @@ def learning_rate(config: TrainerConfig, step: int) -> float:
 RANKS_FILE_VARIABLE = "PENSTOCK_RANKS_FILE"
 """Names the file. Without it ranks meet at torchrun's store, which listens on every address of its machine and asks
 nobody who they are: over several machines there is no other."""
+CORES_VARIABLE = "PENSTOCK_TRAIN_CORES"
+"""CPU cores that a placement reserved for the ranks of this machine together; unset: all that they may run on."""

@@ -122,13 +122,14 @@ class MemoryTransferQueue(MemorySteps):
 
     def _lease(self, worker: str, group: MemoryGroup, index: int) -> Lease:
         member = group.members[index]
-        member.worker, member.fence = worker, self._state.new_fence()
+        fence = self._state.new_fence()
+        member.worker, member.fence = worker, fence
         self._state.hold(member)
-        return _describe(group, index)
+        return _describe(group, index, fence)
 
     async def adopt(self, episode_id: str, fence: int) -> Lease:
         group, _ = self._state.owned(episode_id, fence)
-        return _describe(group, split_episode(episode_id)[1])
+        return _describe(group, split_episode(episode_id)[1], fence)
 
     async def renew(self, leases: Iterable[Lease]) -> list[str]:
         lost = []
@@ -181,22 +182,20 @@ class MemoryTransferQueue(MemorySteps):
         return refusals
 
     def _is_repeat(self, lease: Lease) -> bool:
-        task_id, index = split_episode(lease.episode_id)
-        group = self._state.groups.get(task_id)
-        return group is not None and (group.members[index].state, group.members[index].fence) == ("done", lease.fence)
+        member = self._member(lease.episode_id)
+        return member is not None and (member.state, member.fence) == ("done", lease.fence)
 
     async def fail(self, lease: Lease, outcome: Outcome) -> bool:
-        task_id, index = split_episode(lease.episode_id)
-        known = self._state.groups.get(task_id)
-        if known is not None and known.members[index].failed_fence == lease.fence:
-            return known.members[index].state != "failed"
+        known = self._member(lease.episode_id)
+        if known is not None and known.failed_fence == lease.fence:
+            return known.state != "failed"
         group, member = self._state.owned(lease.episode_id, lease.fence)
         member.attempts, member.failed_fence = member.attempts + 1, lease.fence
         if member.attempts < self._state.limits.max_attempts:
             member.state, member.fence = "queued", self._state.new_fence()
             self._state.counts["retried"] += group.is_train
             return True
-        self._state.give_up(group, index, outcome)
+        self._state.give_up(group, split_episode(lease.episode_id)[1], outcome)
         return False
 
     async def release(self, lease: Lease) -> None:
@@ -256,10 +255,10 @@ class MemoryTransferQueue(MemorySteps):
         self._state.revive(group)
 
 
-def _describe(group: MemoryGroup, index: int) -> Lease:
+def _describe(group: MemoryGroup, index: int, fence: int) -> Lease:
     member = group.members[index]
     journal = [entry for entry, _ in member.journal]
-    return Lease(group.episode(index), group.task, index, member.attempts, member.fence, group.floor, journal)
+    return Lease(group.episode(index), group.task, index, member.attempts, fence, group.floor, journal)
 
 
 def _place(cursor: DataCursor) -> str:

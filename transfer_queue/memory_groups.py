@@ -16,8 +16,9 @@ class GroupMember:
     """One episode of a group. `state`: queued, leased, done (trajectory acknowledged) or failed (given up)."""
 
     state: str = "queued"
-    fence: int = 0
-    failed_fence: int = 0
+    fence: int | None = None
+    """The newest, of a lease or of its end; None before the first lease."""
+    failed_fence: int | None = None
     """Fence of the lease whose `fail` was counted last; a repeat of that call is a no-op."""
     worker: str = ""
     attempts: int = 0

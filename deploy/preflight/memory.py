@@ -21,6 +21,7 @@ times the experts of a token), T tokens of a packed row, b bytes of the arithmet
     received           =  of a broadcast, in host memory: staged b·P per server; in place two buckets per worker, and
                           under vLLM the tensors of one layer, or those outside of the layers
     offloaded          =  rollout.kv_offload_gb per server, in host memory
+    processes          =  of each kind the same, before any weights
     in flight          =  (max_staleness + 1) · groups · members · tokens · 9 bytes in the queue
 
 What a layer keeps for its backward pass is counted for a pre-norm block with a gated MLP and fused attention: inputs of
@@ -231,6 +232,8 @@ def in_flight_bytes(config: RunConfig) -> float:
 TORCH_PROCESS = 500 << 20
 """Resident in a process that has loaded torch and transformers, before any weights."""
 WORKER_PROCESS = 300 << 20
+ANSWER_PROCESS = 100 << 20
+"""Of `rollout.sidecar_processes`, beside the sidecar: 67 MiB when it has loaded its modules, torch not among them."""
 FIXES = {
     "trainer": "lower trainer.micro_batch_tokens, set trainer.recompute=true, use trainer.lora.rank, or train on more "
     "machines' worth of ranks",
@@ -242,7 +245,7 @@ FIXES = {
     "offloaded KV": "lower rollout.kv_offload_gb",
     "published weights": "set rollout.weight_transport=disk",
     "in flight": "lower max_staleness, groups_per_step or agent.max_response_tokens",
-    "processes": "lower agent.workers, rollout.servers or trainer.ranks",
+    "processes": "lower agent.workers, rollout.servers, rollout.sidecar_processes or trainer.ranks",
 }
 
 
@@ -282,6 +285,7 @@ def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     sleepers = servers if placement.colocated else lent_servers(config)
     asleep = served["weights"] if placement.sleep_level == 1 else 0
     torch_processes = servers + trainer.ranks
+    answer_processes = servers * (rollout.sidecar_processes - 1)
     return {
         "trainer": trainer.ranks * rank_bytes,
         "offloaded activations": trainer.ranks * waiting_bytes(shape, trainer, rollout.max_model_len),
@@ -291,7 +295,9 @@ def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
         "offloaded KV": servers * rollout.kv_offload_gb * GB,
         "published weights": 0 if rollout.weight_transport == "disk" else published_bytes(shape, config),
         "in flight": 0 if config.transfer_queue.url else min(in_flight_bytes(config), config.transfer_queue.max_bytes),
-        "processes": torch_processes * TORCH_PROCESS + config.agent.workers * WORKER_PROCESS,
+        "processes": torch_processes * TORCH_PROCESS
+        + config.agent.workers * WORKER_PROCESS
+        + answer_processes * ANSWER_PROCESS,
     }
 
 

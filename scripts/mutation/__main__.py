@@ -16,13 +16,15 @@ How it works:
   5. A test that noticed something must pass without the mistake; otherwise the mutant is judged without that test.
 
 A mutant is `noticed` if a test fails, crashes or hangs twice, or mypy says no; `survived` if none does; `skipped` and
-replaced by another if all tests that execute its line fail anyway. A survivor changes nothing that can be observed, or
-shows an effect that no test asserts. Durations, log calls, messages, annotations and assertions are never changed; the
-checkout neither.
+replaced by another if all tests that execute its line fail anyway. Where a run fails twice and names no test, as when a
+module cannot be imported, the same tests run without the mistake: if that run names none either, the mutant is
+`not judged`, which is outside of the share, and a later run with the same --state tries it again. A survivor changes
+nothing that can be observed, or shows an effect that no test asserts. Durations, log calls, messages, annotations and
+assertions are never changed; the checkout neither.
 
-With --json one object goes to stdout: {"share", "folders": {name: {"planted", "noticed", "survived"}}, "mutants":
-[{"path", "line", "operator", "before", "after", "status", "cause", "by", "tests_run", "tests", "seconds"}]}. Everything
-else goes to stderr. Run it in the environment of the tests; what runs beside it makes it slower, not wrong.
+With --json one object goes to stdout: {"share", "folders": {name: {"planted", "noticed", "survived", "not judged"}},
+"mutants": [{"path", "line", "operator", "before", "after", "status", "cause", "by", "tests_run", "tests", "seconds"}]}.
+Everything else goes to stderr. Run it in the environment of the tests; what runs beside it makes it slower, not wrong.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,32 +128,38 @@ def measured_tests(
 
 
 def make_report(verdicts: Sequence[Mapping[str, Any]], folders: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    counts: dict[str, dict[str, int]] = {}
-    for folder, files in folders.items():
-        statuses = [verdict["status"] for verdict in verdicts if verdict["path"] in files]
-        noticed, survived = statuses.count("noticed"), statuses.count("survived")
-        counts[folder] = {"planted": noticed + survived, "noticed": noticed, "survived": survived}
-    judged = [verdict["status"] for verdict in verdicts if verdict["status"] != "skipped"]
-    return {"share": percent(judged.count("noticed"), len(judged)), "folders": counts, "mutants": [*verdicts]}
+    counts = {
+        folder: count(verdict for verdict in verdicts if verdict["path"] in files) for folder, files in folders.items()
+    }
+    return {"share": share_of(count(verdicts)), "folders": counts, "mutants": [*verdicts]}
 
 
-def percent(part: int, whole: int) -> float:
-    return round(100 * part / whole, 1) if whole else 100.0
+def count(verdicts: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    found = Counter(verdict["status"] for verdict in verdicts)
+    by_status = {status: found[status] for status in ("noticed", "survived", "not judged")}
+    return {"planted": sum(by_status.values()), **by_status}
+
+
+def share_of(counts: Mapping[str, int]) -> float:
+    """Percentage of the judged mutants that were noticed; 0 where none could be judged, 100 where none was planted."""
+    judged = counts["noticed"] + counts["survived"]
+    return round(100 * counts["noticed"] / judged, 1) if judged else 0.0 if counts["planted"] else 100.0
 
 
 def in_words(report: Mapping[str, Any]) -> str:
-    rows = [f"{'folder':<28} planted  noticed  survived    share"]
-    total = {
-        key: sum(counts[key] for counts in report["folders"].values()) for key in ("planted", "noticed", "survived")
-    }
+    rows = [f"{'folder':<28} planted  noticed  survived  not judged    share"]
+    total = Counter[str]()
+    for counts in report["folders"].values():
+        total.update(counts)
     for folder, counts in [*report["folders"].items(), ("all", total)]:
-        share = percent(counts["noticed"], counts["planted"])
-        rows.append(
-            f"{folder:<28} {counts['planted']:>7}  {counts['noticed']:>7}  {counts['survived']:>8}  {share:>5} %"
-        )
+        planted, noticed, survived = counts["planted"], counts["noticed"], counts["survived"]
+        figures = f"{planted:>7}  {noticed:>7}  {survived:>8}  {counts['not judged']:>10}"
+        rows.append(f"{folder:<28} {figures}  {share_of(counts):>5} %")
     for mutant in report["mutants"]:
-        if mutant["status"] == "survived":
+        if mutant["status"] in ("survived", "not judged"):
             ran = f"{mutant['tests_run']} of {mutant['tests']} tests ran"
+            if mutant["status"] == "not judged":
+                ran = f"not judged: its tests {mutant['cause']} without the mistake too, and none is named"
             rows.append(f"\n{mutant['path']}:{mutant['line']}  {mutant['operator']}  ({ran})")
             rows.append(f"  - {mutant['before']}\n  + {mutant['after']}")
     return "\n".join(rows)

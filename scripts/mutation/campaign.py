@@ -55,6 +55,7 @@ class State:
         if path is not None and path.exists():
             for line in path.read_text().splitlines():
                 self._apply(json.loads(line))
+            self.verdicts = {key: one for key, one in self.verdicts.items() if one["status"] != "not judged"}
 
     def add(self, **entry: Any) -> None:
         self._apply(entry)
@@ -75,7 +76,8 @@ class State:
 @dataclass(frozen=True)
 class Limits:
     count: int
-    """Mutants to judge, the skipped ones not counted."""
+    """Mutants to judge, the skipped ones not counted. One that cannot be judged counts: else a tree whose tests cannot
+    be collected would be gone through whole."""
     jobs: int
     """Mutants at once."""
     first: int
@@ -150,18 +152,22 @@ class Campaign:
                 "seconds": 0.0,
             }
         began, run, found = time.monotonic(), 0, {"status": "survived", "cause": "", "by": ""}
+        doubtful: Sequence[str] = ()
         with Planted(copy / point.path, point.plant(source), next(self._plants)):
             for batch in self._suite.batches(candidates, self._limits.first, self._limits.budget_s):
                 outcome = yield batch
-                if outcome.cause == "hung":
+                if outcome.cause == "hung" or outcome.names_no_test:
                     outcome = yield batch  # a busy machine is slow once, an endless loop always
                 run += len(outcome.passed) + bool(outcome.by)
                 if outcome.cause:
                     found = {"status": "noticed", "cause": outcome.cause, "by": outcome.by}
+                    doubtful = batch if outcome.names_no_test else ()
                     break
             else:
                 if self._limits.check and point.path.endswith(".py") and (yield CHECK).cause == "failed":
                     found = {"status": "noticed", "cause": "check", "by": ""}
+        if doubtful and (yield doubtful).names_no_test:
+            found["status"] = "not judged"  # the same run does no better without the mistake
         seconds = round(time.monotonic() - began, 1)
         return verdict | found | {"tests_run": run, "tests": len(candidates), "seconds": seconds}
 
@@ -247,4 +253,4 @@ class Campaign:
         judged = sum(one["status"] != "skipped" for one in self.verdicts())
         place = f"{verdict['path']}:{verdict['line']}"
         how = f"{verdict['operator']}  {verdict['seconds']} s  {verdict['cause']} {verdict['by']}"
-        print(f"[{judged}/{self._limits.count}] {verdict['status']:<8} {place}  {how}", file=sys.stderr, flush=True)
+        print(f"[{judged}/{self._limits.count}] {verdict['status']:<10} {place}  {how}", file=sys.stderr, flush=True)

@@ -125,6 +125,11 @@ class Outcome:
     """The test that failed or was running; empty where there was none, as when a module cannot be imported."""
     passed: list[str]
 
+    @property
+    def names_no_test(self) -> bool:
+        """Something went wrong before or beside the tests: their modules, a conftest.py, pytest itself."""
+        return bool(self.cause) and not self.by
+
 
 def read_notes(notes: Path) -> list[dict[str, Any]]:
     lines = notes.read_text().splitlines() if notes.exists() else []

@@ -12,7 +12,7 @@ from penstock.transfer_queue import Announcement, AnnouncementMark, RunContext, 
 
 
 class PrintingQueue:
-    """Knows no weights; prints the URL of the first heartbeat."""
+    """Knows no weights; prints the URL of the first heartbeat that takes requests."""
 
     printed = False
 
@@ -23,9 +23,9 @@ class PrintingQueue:
         return None
 
     async def heartbeat(self, server: ServerInfo) -> None:
-        if not self.printed:
+        if server.accepting and not self.printed:
             print(server.url, flush=True)
-        self.printed = True
+            self.printed = True
 
     async def deregister(self, server_id: str) -> None:
         return

@@ -27,6 +27,7 @@ from penstock.rollout_server import (
     QUEUE_PER_SLOT,
     Chunk,
     EngineError,
+    EngineInfo,
     FakeEngine,
     GenerateRequest,
     RolloutClient,
@@ -369,6 +370,38 @@ async def test_an_engine_of_another_build_is_refused_by_name_before_it_serves(
     queue.registered["old"] = ServerInfo("old", "http://10.0.0.8:8101", 0)
     async with rollout_server(queue, tmp_path) as server:
         assert queue.registered["s0"].engine == "fake 1"
+
+
+class NextBuild(FakeEngine):
+    async def start(self) -> EngineInfo:
+        return (await super().start()).model_copy(update={"engine_version": "2"})
+
+
+async def test_of_two_builds_that_start_together_one_serves(queue: StubQueue, tmp_path: Path) -> None:
+    """Each looks for others before either is in the registry."""
+    look, looks, both = queue.servers, 0, asyncio.Event()
+
+    async def look_together() -> list[ServerInfo]:
+        nonlocal looks
+        looks, found = looks + 1, await look()
+        if looks == 2:
+            both.set()
+        await both.wait()
+        return found
+
+    queue.servers = look_together  # type: ignore[method-assign]
+    config = small_config(max_restarts=0)
+    async with (
+        rollout_server(queue, tmp_path, name="s0", up=False, config=config) as one,
+        rollout_server(queue, tmp_path, name="s1", up=False, config=config, new_engine=NextBuild) as other,
+    ):
+        await asyncio.wait({one.task, other.task}, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+        refused, stays = (one, other) if one.task.done() else (other, one)
+        with pytest.raises(EngineError, match=rf"{refused.name} is fake \d, and {stays.name} at .* has fake \d"):
+            await asyncio.wait_for(refused.task, 30)
+        await stays.up()
+        assert list(queue.registered) == [stays.name]
+        assert {beat.server_id for beat in queue.heartbeats if beat.accepting} == {stays.name}
 
 
 async def test_builds_are_not_compared_while_the_queue_is_away(queue: StubQueue, tmp_path: Path) -> None:

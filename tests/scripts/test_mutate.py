@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
+from mutation.__main__ import in_words, make_report
 from mutation.campaign import State, draw
 from mutation.points import points_of
 from mutation.runs import outcome_of
@@ -249,8 +250,11 @@ STATUSES = {
 
 @pytest.fixture
 def toy(tmp_path: Path) -> Path:
-    root = tmp_path / "toy"
-    for name, text in TOY.items():
+    return make_checkout(tmp_path / "toy", TOY)
+
+
+def make_checkout(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     subprocess.run(["git", "init", "--quiet", root], check=True)
@@ -271,7 +275,7 @@ def test_whole_run_on_a_small_package(toy: Path) -> None:
     assert {
         f"{Path(mutant['path']).name}:{mutant['line']}": mutant["status"] for mutant in report["mutants"]
     } == STATUSES
-    assert report["folders"] == {"queue": {"planted": 12, "noticed": 11, "survived": 1}}
+    assert report["folders"] == {"queue": {"planted": 12, "noticed": 11, "survived": 1, "not judged": 0}}
     assert report["share"] == 91.7
     assert [mutant["line"] for mutant in report["mutants"] if mutant["cause"] == "check"] == [10]
     assert "8 of 9 tests pass" in log
@@ -279,6 +283,59 @@ def test_whole_run_on_a_small_package(toy: Path) -> None:
     assert (caught["before"], caught["after"]) == ("return a < b", "return a <= b")
     assert (caught["cause"], caught["by"]) == ("failed", "tests/queue/test_limits.py::test_script")
     assert {path: path.read_bytes() for path in toy.rglob("*") if path.is_file()} == before
+
+
+UNCOLLECTED = {
+    "src/toy/__init__.py": "",
+    "src/toy/queue/__init__.py": "",
+    "src/toy/queue/table.py": 'LAST = "abc"[2]\n',
+    "src/toy/other/__init__.py": "",
+    "src/toy/other/once.py": "def once() -> int:\n    return 1\n",
+    "tests/queue/test_table.py": """
+from toy.queue.table import LAST
+
+
+def test_last():
+    assert LAST == "c"
+""",
+    "tests/other/test_once.py": """
+from pathlib import Path
+
+from toy.other.once import once
+
+Path("FOLDER/measured").mkdir()
+
+
+def test_once():
+    assert once() == 1
+""",
+    "pyproject.toml": TOY["pyproject.toml"],
+}
+
+
+def test_run_that_cannot_collect_is_compared_with_one_without_the_mistake(tmp_path: Path) -> None:
+    """The import of `table` fails by its mistake alone; that of `test_once.py` in each process after the first."""
+    files = {name: text.replace("FOLDER", str(tmp_path)) for name, text in UNCOLLECTED.items()}
+    root = make_checkout(tmp_path / "toy", files)
+    report, log = mutate(root, "--folders", "queue", "other", "--jobs", "1", "--at-least", "100")
+    found = {
+        Path(mutant["path"]).name: (mutant["status"], mutant["cause"], mutant["by"]) for mutant in report["mutants"]
+    }
+    assert found == {"table.py": ("noticed", "crashed", ""), "once.py": ("not judged", "crashed", "")}
+    assert report["folders"] == {
+        "queue": {"planted": 1, "noticed": 1, "survived": 0, "not judged": 0},
+        "other": {"planted": 1, "noticed": 0, "survived": 0, "not judged": 1},
+    }
+    assert report["share"] == 100.0, "of those that were judged"
+    assert re.search(r"not judged +src/toy/other/once\.py:2", log)
+    table = in_words(report)
+    assert re.search(r"(?m)^all +2 +1 +0 +1 +100\.0 %$", table)
+    assert "src/toy/other/once.py:2" in table
+
+
+def test_nothing_judged_is_no_success() -> None:
+    assert make_report([{"path": "a.py", "status": "not judged"}], {"a": ["a.py"]})["share"] == 0.0
+    assert make_report([{"path": "a.py", "status": "skipped"}], {"a": ["a.py"]})["share"] == 100.0
 
 
 def test_state_is_extended_for_the_same_tree(toy: Path, tmp_path: Path) -> None:
@@ -302,10 +359,13 @@ def test_flaky_test_loses_its_verdicts(tmp_path: Path) -> None:
     state = State(path)
     for test in ("a", "b"):
         state.add(key=f"point of {test}", verdict={"status": "noticed", "by": test})
+    state.add(key="point of none", verdict={"status": "not judged", "by": ""})
     state.add(sound=["a"], flaky=["b"])
     for known in (state, State(path)):
-        assert known.verdicts.keys() == {"point of a"}
+        assert known.verdicts.keys() - {"point of none"} == {"point of a"}
         assert (known.sound, known.flaky) == ({"a"}, {"b"})
+    assert "point of none" in state.verdicts
+    assert "point of none" not in State(path).verdicts, "it is tried again"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.support.meter import peak_bytes
 from penstock.common import cores
 from penstock.trainer import (
+    CORES_VARIABLE,
     BadJob,
     Flops,
     Ranks,
@@ -169,6 +170,18 @@ async def test_the_torch_thread_has_its_ranks_threads(monkeypatch: pytest.Monkey
         in_torch = TorchThread(threads_here(config))
         assert await in_torch(torch.get_num_threads) == expected
         in_torch.close()
+
+
+def test_ranks_share_the_cores_that_are_reserved_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("penstock.trainer.ranks.distributed.cores", lambda: 32)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for reserved, share in ((None, 8), ("4", 1), ("16", 4), ("64", 8)):
+        if reserved is not None:
+            monkeypatch.setenv(CORES_VARIABLE, reserved)
+        assert threads_here(TrainerConfig(offload=True)) == share
+        assert threads_here(TrainerConfig(offload=True, threads=3)) == 3
+        assert threads_here(TrainerConfig()) == 1
 
 
 def test_flops_by_hand(tmp_path: Path) -> None:

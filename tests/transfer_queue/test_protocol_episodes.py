@@ -273,6 +273,26 @@ async def test_only_the_fence_that_holds_an_episode_adopts_it(make_queue) -> Non
         await queue.adopt(new.episode_id, new.fence)
 
 
+@pytest.mark.parametrize("episode_id", ["train/0000#1", "train/0000#7", "train/9999#0"])
+async def test_what_was_never_leased_has_no_fence(make_queue, episode_id: str) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(1), cursor=at(1))
+    (lease,) = await queue.lease_episodes("worker", 1, 0)
+    forged = replace(lease, episode_id=episode_id, fence=0)
+    with pytest.raises(LeaseLost):
+        await queue.adopt(episode_id, 0)
+    with pytest.raises(LeaseLost):
+        await queue.journal(forged, turn(0), 0)
+    with pytest.raises(LeaseLost):
+        await queue.complete(forged, replace(trajectory(lease), episode_id=episode_id))
+    with pytest.raises(LeaseLost):
+        await queue.fail(forged, INFRA)
+    assert await queue.renew([forged]) == [episode_id]
+    await queue.release(forged)
+    status = await queue.status()
+    assert (status.workers, status.episodes["leased"], status.episodes["queued"]) == ({"worker": 1}, 1, 1)
+
+
 async def test_adopting_renews_and_takes_up_what_ran_out(make_queue) -> None:
     queue = await make_queue(replace(LIMITS, lease_ttl_s=0.05))
     await queue.submit(tasks(1), cursor=at(1))

@@ -329,16 +329,28 @@ async def test_a_full_redis_lets_everything_end(
     await trainer.close()
 
 
-async def test_a_full_redis_takes_no_tasks(queue: RedisTransferQueue) -> None:
+@pytest.mark.parametrize("functions", [True, False])
+async def test_a_full_redis_takes_no_tasks(queue: RedisTransferQueue, functions: bool) -> None:
+    """Nor does a Redis 6.2, which lets a script write on once it has written."""
+    queue._connection._functions = functions
+    await queue.submit(tasks(1))
+    running, expired = await queue.lease_episodes("worker", 2, 0)
+    await queue._connection.command("ZADD", queue._keys.index + "leases", 0, expired.episode_id)
+    assert await queue.lease_episodes("worker", 0, 0) == [], "takes the expired lease back"
     await queue._connection.command("CONFIG", "SET", "maxmemory", 1)
     try:
         queue._connection._deadline_s = 0.2
         with pytest.raises(QueueUnavailable, match=r"submit: no answer .*(OOM|memory)"):
-            await queue.submit(tasks(1))
+            await queue.submit(tasks(1, start=1))
+        with pytest.raises(QueueUnavailable, match=r"journal: no answer .*(OOM|memory)"):
+            await queue.journal(running, turn(0), 0)
+        with pytest.raises(QueueUnavailable, match=r"journal: no answer .*(OOM|memory)"):
+            await queue.journal(expired, turn(0), 0)
     finally:
         await queue._connection.command("CONFIG", "SET", "maxmemory", 0)
     queue._connection._deadline_s = CONFIG.deadline_s
-    assert await queue.submit(tasks(1)) == 1
+    assert await queue.submit(tasks(1, start=1)) == 1
+    await queue.journal(expired, turn(0), 0)
 
 
 async def test_close_closes_the_connections(redis_server: RedisServer) -> None:

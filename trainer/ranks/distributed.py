@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.common import cores
-from penstock.trainer.config import TrainerConfig
+from penstock.trainer.config import CORES_VARIABLE, TrainerConfig
 from penstock.trainer.rank_layout import RankLayout
 
 
@@ -264,9 +264,10 @@ class TorchThread:
 
 
 def threads_here(config: TrainerConfig) -> int:
-    """CPU threads of this rank; torchrun says how many ranks its machine has."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return config.threads_of_rank(cores(), ranks, on_gpu=config.offload and torch.cuda.is_available())
+    """CPU threads of this rank; torchrun says how many ranks its machine has, a placement what they reserved there."""
+    ranks, there = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), cores()
+    reserved = min(there, int(os.environ.get(CORES_VARIABLE, there)))
+    return config.threads_of_rank(reserved, ranks, on_gpu=config.offload and torch.cuda.is_available())
 
 
 def rendezvous_store() -> dist.Store | None:

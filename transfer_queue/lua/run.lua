@@ -84,16 +84,21 @@ local function add(task_id, split, min_version, priority, source, members, cost,
   end
 end
 
+-- A queue that lost its last second in a machine crash may receive a task again that is already trained. Those are taken
+-- out last: after a removal a full Redis 6.2 would let the script add tasks.
+local trained = {}
 for i = 5, #ARGV, 9 do
   local task_id = ARGV[i]
-  -- A queue that lost its last second in a machine crash may receive a task again that is already trained.
-  if call('EXISTS', group_key(task_id)) == 0 and call('SREM', key('trained_ahead'), task_id) == 0 then
+  if call('SISMEMBER', key('trained_ahead'), task_id) == 1 then
+    trained[#trained + 1] = task_id
+  elseif call('EXISTS', group_key(task_id)) == 0 then
     add(task_id, ARGV[i + 1], ARGV[i + 2], tonumber(ARGV[i + 3]), ARGV[i + 4], tonumber(ARGV[i + 5]),
       tonumber(ARGV[i + 6]), tonumber(ARGV[i + 7]), ARGV[i + 8])
     new = new + 1
   end
 end
 count('submitted', train_tasks)
+for _, task_id in ipairs(trained) do call('SREM', key('trained_ahead'), task_id) end
 if epoch then call('HSET', key('counters'), 'epoch', epoch, 'index', index) end
 return new
 

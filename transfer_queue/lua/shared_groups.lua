@@ -96,8 +96,9 @@ local function owned(episode, fence, now)
   local member = member_of(episode)
   if not member or member.fence ~= fence or (member.state ~= 'l' and member.state ~= 'q') then return nil end
   if member.state == 'q' then
-    close_episode(episode, member.split)
+    -- First what needs memory: after a removal a full Redis 6.2 would let a script write whatever it likes.
     call('HSET', member.group, 's' .. member.m, 'l', 'l' .. member.m, (string.gsub(member.lost_by, '[^\n]*\n$', '')))
+    close_episode(episode, member.split)
     hold(episode, member.split, member.worker, now)
   else
     call('ZADD', key('leases'), now + run.lease_ttl_ms, episode)

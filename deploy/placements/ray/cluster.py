@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from penstock.common import is_loopback
 from penstock.deploy.config import Bundle, ConfigError, RunConfig
 from penstock.deploy.plan import Kind
+from penstock.trainer import CORES_VARIABLE
 
 AUTO = "auto"
 INSTALL = "Ray is not installed here: pip install 'penstock[ray]', in the version that the cluster has"
@@ -94,6 +95,11 @@ def bundle_of(kind: Kind, config: RunConfig, *, gpus: bool) -> Bundle:
         "trainer": config.ray.trainer,
     }
     return {name: amount for name, amount in {**usual[kind], **asked[kind]}.items() if amount}
+
+
+def environment_of(kind: Kind, bundle: Bundle) -> dict[str, str]:
+    """What a role of this kind is told of its bundle: the trainer's ranks share its CPUs, whatever the node has."""
+    return {CORES_VARIABLE: f"{max(1, int(bundle.get('CPU', 0)))}"} if kind == "trainer" else {}
 
 
 def check_machines(config: RunConfig, machines: int) -> None:

@@ -24,6 +24,7 @@ from penstock.deploy.placements.ray.cluster import (
     bundle_of,
     check_machines,
     connected,
+    environment_of,
     has_gpus,
     living_nodes,
     machines_of,
@@ -230,10 +231,11 @@ class RayPlacement:
         """Reserves at once; the member's `run` waits until there is room."""
         config = self._opened()
         inherited = {name: os.environ[name] for name in config.ray.env if name in os.environ}
-        role = dataclasses.replace(role, env={**inherited, **role.env})
+        bundle = bundle_of(role.kind, config, gpus=self._gpus)
+        role = dataclasses.replace(role, env={**inherited, **role.env, **environment_of(role.kind, bundle)})
         fs_probe = self._fs_probe if role.kind == "trainer" else None
         order = RoleOrder(role, run.logs, Path.cwd(), fs_probe)
-        member = RayMember(role.spec(run.logs), order, bundle_of(role.kind, config, gpus=self._gpus))
+        member = RayMember(role.spec(run.logs), order, bundle)
         self._members.append(member)
         return member
 

@@ -177,6 +177,15 @@ def test_offloaded_keys_and_values_are_host_memory_of_each_server() -> None:
     assert host_parts(load_config(RECIPE, [*settings, "rollout.kv_offload_gb=8"]), BIG)["offloaded KV"] == 16 << 30
 
 
+def test_each_further_sidecar_process_is_a_process_without_torch() -> None:
+    settings = ["rollout.engine=vllm", "rollout.servers=2"]
+    one, three = (
+        host_parts(load_config(RECIPE, [*settings, f"rollout.sidecar_processes={processes}"]), BIG)["processes"]
+        for processes in (1, 3)
+    )
+    assert three - one == 2 * 2 * (100 << 20)
+
+
 def test_memory_counts_the_experts_of_a_token(tmp_path: Path) -> None:
     weights = read_weights(write_huge_model(tmp_path / "model", 4 * GIGA))
     assert weights is not None

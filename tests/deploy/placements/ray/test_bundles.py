@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from penstock.deploy import ConfigError, RunConfig
-from penstock.deploy.placements.ray import bundle_of, check_machines, parse_counts
+from penstock.deploy.placements.ray import bundle_of, check_machines, environment_of, parse_counts
+from penstock.trainer import CORES_VARIABLE
 
 
 def recipe(**sections: Any) -> RunConfig:
@@ -27,6 +28,15 @@ def test_a_recipe_says_more_or_less() -> None:
     assert bundle_of("rollout", config, gpus=True) == {"CPU": 16, "GPU": 8, "h100": 0.01}
     assert bundle_of("agent", config, gpus=True) == {"CPU": 0.5}
     assert bundle_of("trainer", config, gpus=True) == {"CPU": 1}
+
+
+def test_the_trainers_ranks_know_how_many_cores_are_theirs() -> None:
+    config = recipe(trainer={"ranks": 4, "offload": True})
+    assert environment_of("trainer", bundle_of("trainer", config, gpus=True)) == {CORES_VARIABLE: "4"}
+    assert environment_of("trainer", {"CPU": 64, "GPU": 8}) == {CORES_VARIABLE: "64"}
+    for less in ({"CPU": 0.5}, {"GPU": 1.0}):
+        assert environment_of("trainer", less) == {CORES_VARIABLE: "1"}
+    assert environment_of("rollout", {"CPU": 8}) == environment_of("agent", {"CPU": 8}) == {}
 
 
 def test_check_machines_names_every_missing_override() -> None:

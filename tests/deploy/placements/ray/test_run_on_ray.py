@@ -13,6 +13,7 @@ from tests.deploy.placements.ray.conftest import Node, RayCluster
 
 from penstock.deploy import ConfigError
 from penstock.deploy.placements.ray import connect
+from penstock.trainer import CORES_VARIABLE
 
 pytestmark = [
     pytest.mark.ray,
@@ -74,6 +75,7 @@ def test_ray_run_keeps_secrets_and_releases_all(
     assert "ray::" in " ".join(role_of(node, "agent", "agent-0").parent().cmdline()), "its actor's worker starts it"
     assert_secrets_stay(run, cluster)
     assert_on_loopback(cluster)
+    assert role_of(node, "train").environ()[CORES_VARIABLE] == "1", "what its bundle has, of the node's 4"
     pids = [*run.pids(), *(process.pid for process in node.below("penstock.deploy.cli"))]
     hold.unlink()
     summary = run.finish()
