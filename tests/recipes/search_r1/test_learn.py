@@ -30,7 +30,12 @@ def test_a_second_search_is_learned(start_run, two_hops: Path, searching: Callab
     subprocess.run([*command, f"runs_dir={tmp_path / 'sft'}"], check=True, timeout=900)
 
     data = (f"data.train={two_hops / 'train.parquet'}", "data.eval=null", f"model={model}", searching(topk=1))
-    goal = ("trainer.steps=96", "trainer.stop.metric=reward", "trainer.stop.target=0.5", f"trainer.stop.window={WINDOW}")
+    goal = (
+        "trainer.steps=96",
+        "trainer.stop.metric=reward",
+        "trainer.stop.target=0.5",
+        f"trainer.stop.window={WINDOW}",
+    )
     run = start_run("two-hops", *data, *goal, recipe=RECIPE)
     summary = run.finish(timeout_s=900)
     rewards = [json.loads(line)["reward"] for line in (run.root / "metrics.jsonl").read_text().splitlines()]
