@@ -189,6 +189,15 @@ class EpisodeLLM:
         self._lease = lease
         self._journal = journal
         self.sampling = sampling
+        self._usual = GenerateRequest.model_construct(
+            token_ids=[],
+            sampling=sampling,
+            episode_id=lease.episode_id,
+            min_version=lease.min_version,
+            split=lease.task.split,
+            prefix=prefix_of(lease),
+        )
+        """What all requests of the episode have in common."""
         self._decode = decode
 
     async def generate(self, segment: SegmentBuilder, **overrides: Any) -> Reply:
@@ -273,20 +282,13 @@ class EpisodeLLM:
         self, context: list[int], tokens_left: int, overrides: Mapping[str, Any], images: Sequence[ImageRef]
     ) -> GenerateRequest:
         """Not validated: checking and copying the context would be most of a request's cost."""
+        name = f"{self._lease.episode_id}:{self._lease.fence}:{self.counts.calls}"
+        changed: dict[str, Any] = {"token_ids": context, "images": tuple(images), "request_id": name}
         sampling = self.sampling
         if overrides or tokens_left < sampling.max_new_tokens:
             wanted = {**sampling.model_dump(), **overrides}
-            sampling = Sampling(**{**wanted, "max_new_tokens": min(wanted["max_new_tokens"], tokens_left)})
-        return GenerateRequest.model_construct(
-            token_ids=context,
-            images=tuple(images),
-            sampling=sampling,
-            request_id=f"{self._lease.episode_id}:{self._lease.fence}:{self.counts.calls}",
-            episode_id=self._lease.episode_id,
-            min_version=self._lease.min_version,
-            split=self._lease.task.split,
-            prefix=prefix_of(self._lease),
-        )
+            changed["sampling"] = Sampling(**{**wanted, "max_new_tokens": min(wanted["max_new_tokens"], tokens_left)})
+        return self._usual.model_copy(update=changed)
 
     def _append(
         self, segment: SegmentBuilder, asked: tuple[int, int], generation: Generation, own_limit: int | None

@@ -46,12 +46,9 @@ class Rendering:
     def encode(self, text: str) -> list[int]:
         """Ids of `text`. Raises `TemplateError` where the tokenizer panics."""
         try:
-            untouched = self._backend is not None and is_untouched(self._backend)
-            ids: list[int] = (
-                self._backend.encode(text, add_special_tokens=False).ids
-                if untouched
-                else self.tokenizer.encode(text, add_special_tokens=False)
-            )
+            if self._backend is not None and is_untouched(self._backend):
+                return ids_of(self._backend, text)
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         except BaseException as error:
             # A panic of the Rust library is no Exception: it would pass every handler and end the process.
             if type(error).__name__ != "PanicException":
@@ -126,10 +123,16 @@ def backend_of(tokenizer: Any) -> Any:
         return None
     # The wrapper sets the Rust tokenizer up at each call, here as it is left behind.
     probe = "A word, <|im_end|>\n<s> and </s>  two\u00e4."
-    ids = tokenizer.encode(probe, add_special_tokens=False)
-    same = ids == backend.encode(probe, add_special_tokens=False).ids
+    same = tokenizer.encode(probe, add_special_tokens=False) == ids_of(backend, probe)
+    ids = backend.encode(probe, add_special_tokens=False).ids
     text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return backend if same and text == backend.decode(ids, skip_special_tokens=False) else None
+
+
+def ids_of(backend: Any, text: str) -> list[int]:
+    """Ids by the call that leaves out where in `text` each of them stands, which is near half of the work."""
+    ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return ids
 
 
 def is_untouched(backend: Any) -> bool:

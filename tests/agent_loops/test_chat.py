@@ -281,6 +281,16 @@ def test_chat_encodes_as_the_tokenizer_does_whatever_was_set_on_it(chat_for):
     assert [chat.encode(text) for text in texts] == plain
 
 
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    text=st.lists(st.sampled_from(["<|im_end|>", "<|im_", "\n", " "]) | st.text(max_size=12), max_size=6).map("".join)
+)
+def test_chat_encodes_any_text_as_the_tokenizer_does(chat_for, text):
+    chat = chat_for("qwen2_5")
+    assert chat.rendering._backend is not None
+    assert chat.encode(text) == chat.tokenizer.encode(text, add_special_tokens=False)
+
+
 @pytest.mark.parametrize("direct", [True, False])
 def test_chat_names_a_text_on_which_the_tokenizer_panics(chat_for, monkeypatch, direct):
     """The library's panic is a `BaseException`; an interrupt is one too, and passes."""
@@ -290,7 +300,7 @@ def test_chat_names_a_text_on_which_the_tokenizer_panics(chat_for, monkeypatch, 
         def encode(*_arguments, **_settings):
             raise error
 
-        rust = SimpleNamespace(truncation=None, padding=None, encode_special_tokens=False, encode=encode)
+        rust = SimpleNamespace(truncation=None, padding=None, encode_special_tokens=False, encode_batch_fast=encode)
         monkeypatch.setattr(chat.rendering, "_backend", rust if direct else None)
         monkeypatch.setattr(chat.tokenizer, "encode", encode)
 
