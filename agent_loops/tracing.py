@@ -77,7 +77,7 @@ def begin_trace(on_span: OnSpan | None = None, exported: EpisodeSpans | None = N
     return trace
 
 
-class span:  # noqa: N801 - read as a verb: `with span("tool", name):`
+class span:
     """Time a block, also where it fails; nothing where no episode runs. What it gives takes further facts.
 
     A class: two of them are entered in every turn, and a generator costs several times as much.

@@ -36,7 +36,7 @@ class NamedCall:
 _CALL: ContextVar[NamedCall | None] = ContextVar("call of a tool", default=None)
 
 
-class as_call:  # noqa: N801 - read as a verb: `with as_call(name):`
+class as_call:
     """Requests made inside belong to the call `name`, which must name one call and no other, ever."""
 
     __slots__ = ("_name", "_token")

@@ -37,7 +37,6 @@ from penstock.transfer_queue.codec.columns import (
     MAX_RAW_BYTES,
     Column,
     Field,
-    StoredColumn,
     check_compression,
     field_from_row,
     store,
