@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -105,20 +106,24 @@ def usual_sampling(config: AgentConfig, stop_token_ids: Sequence[int], lease: Le
 
     A task's ``greedy_member`` names the one episode of its group that is sampled greedily.
     """
-    usual = {
-        "temperature": config.temperature,
-        "top_p": config.top_p,
-        "top_k": config.top_k,
-        "max_new_tokens": config.max_new_tokens,
-        "stop_token_ids": tuple(stop_token_ids),
-    }
-    wanted = {**usual, **lease.task.sampling}
-    if wanted.pop("greedy_member", None) == lease.member:
-        wanted["temperature"] = 0.0
     try:
+        usual = _sampling(config.temperature, config.top_p, config.top_k, config.max_new_tokens, tuple(stop_token_ids))
+        if not lease.task.sampling:
+            return usual
+        wanted = {**usual.model_dump(), **lease.task.sampling}
+        if wanted.pop("greedy_member", None) == lease.member:
+            wanted["temperature"] = 0.0
         return Sampling(**wanted)
     except ValidationError as error:
         raise InfraFailure("task", f"bad sampling of {lease.task.task_id}: {error}") from error
+
+
+@lru_cache(maxsize=64)
+def _sampling(temperature: float, top_p: float, top_k: int, max_new_tokens: int, stops: tuple[int, ...]) -> Sampling:
+    """One object for all episodes of a worker."""
+    return Sampling(
+        temperature=temperature, top_p=top_p, top_k=top_k, max_new_tokens=max_new_tokens, stop_token_ids=stops
+    )
 
 
 def prefix_of(lease: Lease) -> str:

@@ -49,10 +49,11 @@ def turn_bounds(output: AgentLoopOutput) -> list[tuple[int, int]]:
     """(start, end) of each turn's sampled ids, as response positions."""
     starts = [int(start) for start in output.turn_starts]
     limits = [*starts[1:], len(output.response_ids)]
+    sampled = (output.response_mask != 0).tobytes()
     bounds = []
     for start, limit in zip(starts, limits, strict=True):
-        fed = np.flatnonzero(output.response_mask[start:limit] == 0)
-        bounds.append((start, start + int(fed[0]) if len(fed) else limit))
+        fed = sampled.find(b"\0", start, limit)
+        bounds.append((start, fed if fed >= 0 else limit))
     return bounds
 
 
