@@ -324,9 +324,11 @@ def check_generation(generation: Generation, min_version: int) -> None:
         raise TokenMismatch("rollout", "the engine returned no tokens")
     if len(ids) != len(logprobs):
         raise TokenMismatch("rollout", f"{len(ids)} token ids but {len(logprobs)} logprobs")
-    bad = [value for value in logprobs if not math.isfinite(value) or value > LOGPROB_EPSILON]
-    if bad:
-        raise TokenMismatch("rollout", f"logprob {bad[0]} is not a finite number below 0")
+    # One infinite or undefined number makes the sum so; the values are looked at one by one only to name it.
+    if not math.isfinite(sum(logprobs)) or max(logprobs) > LOGPROB_EPSILON:
+        bad = [value for value in logprobs if not math.isfinite(value) or value > LOGPROB_EPSILON]
+        if bad:
+            raise TokenMismatch("rollout", f"logprob {bad[0]} is not a finite number below 0")
     _check_spans(generation.version_spans, len(ids), min_version)
     experts = generation.routed_experts
     if experts is not None and (experts.ndim != 3 or len(experts) < len(ids)):
