@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -105,20 +106,24 @@ def usual_sampling(config: AgentConfig, stop_token_ids: Sequence[int], lease: Le
 
     A task's ``greedy_member`` names the one episode of its group that is sampled greedily.
     """
-    usual = {
-        "temperature": config.temperature,
-        "top_p": config.top_p,
-        "top_k": config.top_k,
-        "max_new_tokens": config.max_new_tokens,
-        "stop_token_ids": tuple(stop_token_ids),
-    }
-    wanted = {**usual, **lease.task.sampling}
-    if wanted.pop("greedy_member", None) == lease.member:
-        wanted["temperature"] = 0.0
     try:
+        usual = _sampling(config.temperature, config.top_p, config.top_k, config.max_new_tokens, tuple(stop_token_ids))
+        if not lease.task.sampling:
+            return usual
+        wanted = {**usual.model_dump(), **lease.task.sampling}
+        if wanted.pop("greedy_member", None) == lease.member:
+            wanted["temperature"] = 0.0
         return Sampling(**wanted)
     except ValidationError as error:
         raise InfraFailure("task", f"bad sampling of {lease.task.task_id}: {error}") from error
+
+
+@lru_cache(maxsize=64)
+def _sampling(temperature: float, top_p: float, top_k: int, max_new_tokens: int, stops: tuple[int, ...]) -> Sampling:
+    """One object for all episodes of a worker."""
+    return Sampling(
+        temperature=temperature, top_p=top_p, top_k=top_k, max_new_tokens=max_new_tokens, stop_token_ids=stops
+    )
 
 
 def prefix_of(lease: Lease) -> str:
@@ -189,6 +194,15 @@ class EpisodeLLM:
         self._lease = lease
         self._journal = journal
         self.sampling = sampling
+        self._usual = GenerateRequest.model_construct(
+            token_ids=[],
+            sampling=sampling,
+            episode_id=lease.episode_id,
+            min_version=lease.min_version,
+            split=lease.task.split,
+            prefix=prefix_of(lease),
+        )
+        """What all requests of the episode have in common."""
         self._decode = decode
 
     async def generate(self, segment: SegmentBuilder, **overrides: Any) -> Reply:
@@ -273,20 +287,13 @@ class EpisodeLLM:
         self, context: list[int], tokens_left: int, overrides: Mapping[str, Any], images: Sequence[ImageRef]
     ) -> GenerateRequest:
         """Not validated: checking and copying the context would be most of a request's cost."""
+        name = f"{self._lease.episode_id}:{self._lease.fence}:{self.counts.calls}"
+        changed: dict[str, Any] = {"token_ids": context, "images": tuple(images), "request_id": name}
         sampling = self.sampling
         if overrides or tokens_left < sampling.max_new_tokens:
             wanted = {**sampling.model_dump(), **overrides}
-            sampling = Sampling(**{**wanted, "max_new_tokens": min(wanted["max_new_tokens"], tokens_left)})
-        return GenerateRequest.model_construct(
-            token_ids=context,
-            images=tuple(images),
-            sampling=sampling,
-            request_id=f"{self._lease.episode_id}:{self._lease.fence}:{self.counts.calls}",
-            episode_id=self._lease.episode_id,
-            min_version=self._lease.min_version,
-            split=self._lease.task.split,
-            prefix=prefix_of(self._lease),
-        )
+            changed["sampling"] = Sampling(**{**wanted, "max_new_tokens": min(wanted["max_new_tokens"], tokens_left)})
+        return self._usual.model_copy(update=changed)
 
     def _append(
         self, segment: SegmentBuilder, asked: tuple[int, int], generation: Generation, own_limit: int | None
@@ -317,9 +324,11 @@ def check_generation(generation: Generation, min_version: int) -> None:
         raise TokenMismatch("rollout", "the engine returned no tokens")
     if len(ids) != len(logprobs):
         raise TokenMismatch("rollout", f"{len(ids)} token ids but {len(logprobs)} logprobs")
-    bad = [value for value in logprobs if not math.isfinite(value) or value > LOGPROB_EPSILON]
-    if bad:
-        raise TokenMismatch("rollout", f"logprob {bad[0]} is not a finite number below 0")
+    # One infinite or undefined number makes the sum so; the values are looked at one by one only to name it.
+    if not math.isfinite(sum(logprobs)) or max(logprobs) > LOGPROB_EPSILON:
+        bad = [value for value in logprobs if not math.isfinite(value) or value > LOGPROB_EPSILON]
+        if bad:
+            raise TokenMismatch("rollout", f"logprob {bad[0]} is not a finite number below 0")
     _check_spans(generation.version_spans, len(ids), min_version)
     experts = generation.routed_experts
     if experts is not None and (experts.ndim != 3 or len(experts) < len(ids)):

@@ -33,10 +33,10 @@ def check_output(output: AgentLoopOutput, seen: SeenContexts) -> None:
     Holds by construction for `SegmentBuilder`; refuses outputs that were edited by hand.
     Raises `TokenMismatch`.
     """
-    _check_lengths(output)
+    bounds = _checked_bounds(output)
     ids = np.concatenate([output.prompt_ids, output.response_ids]).astype(np.int32)
     digest, position = xxhash.xxh3_64(), 0
-    for start, end in turn_bounds(output):
+    for start, end in bounds:
         for at, known, what in ((start, seen.before, "was fed"), (end, seen.after, "sampled")):
             stop = len(output.prompt_ids) + at
             digest.update(little_endian(ids[position:stop]))
@@ -49,10 +49,11 @@ def turn_bounds(output: AgentLoopOutput) -> list[tuple[int, int]]:
     """(start, end) of each turn's sampled ids, as response positions."""
     starts = [int(start) for start in output.turn_starts]
     limits = [*starts[1:], len(output.response_ids)]
+    sampled = (output.response_mask != 0).tobytes()
     bounds = []
     for start, limit in zip(starts, limits, strict=True):
-        fed = np.flatnonzero(output.response_mask[start:limit] == 0)
-        bounds.append((start, start + int(fed[0]) if len(fed) else limit))
+        fed = sampled.find(b"\0", start, limit)
+        bounds.append((start, fed if fed >= 0 else limit))
     return bounds
 
 
@@ -104,12 +105,14 @@ async def images_of(lease: Lease, outputs: Sequence[AgentLoopOutput]) -> Episode
     return EpisodeImages(by_segment, dict(zip((ref.sha256 for ref in carried), found, strict=True)), urls)
 
 
-def _check_lengths(output: AgentLoopOutput) -> None:
+def _checked_bounds(output: AgentLoopOutput) -> list[tuple[int, int]]:
+    """`turn_bounds` of arrays of one length, to which all sampled ids belong."""
     lengths = {len(output.response_ids), len(output.response_mask), len(output.response_logprobs)}
     if len(lengths) != 1:
         raise TokenMismatch("loop", f"response ids, mask and logprobs have different lengths {sorted(lengths)}")
     if not output.num_turns:
         raise InfraFailure("loop", "run() returned a segment in which nothing was sampled")
-    sampled = sum(end - start for start, end in turn_bounds(output))
-    if sampled != int(output.response_mask.sum()):
+    bounds = turn_bounds(output)
+    if sum(end - start for start, end in bounds) != int(output.response_mask.sum()):
         raise TokenMismatch("loop", "the mask marks ids as sampled that belong to no turn")
+    return bounds

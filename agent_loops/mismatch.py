@@ -37,7 +37,7 @@ def continuity(outputs: Sequence[AgentLoopOutput], decode: Decode, opening_token
     """
     turns = sum(output.num_turns for output in outputs)
     merged = (turns - len(outputs)) / (turns - 1) if turns > 1 else 1.0
-    found = _breaks(outputs, decode, opening_tokens)
+    found = _breaks(outputs, decode, opening_tokens) if len(outputs) > 1 else []
     kinds = Counter(one.kind for one in found)
     return {
         "merged_turns": merged,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -57,7 +58,8 @@ class TokenRow:
         self.turn_starts.append(start)
         for version, first, end in version_spans:
             self._spans.extend((version, start + first, start + end))
-        self._extend(ids, logprobs, b"\x01")
+        self._extend(ids, b"\x01")
+        self._logprobs.extend(logprobs)
 
     def _route(self, rows: RoutedExperts, end: int) -> None:
         """What is known of a position stays: that pass sampled its token, or was the first that read it."""
@@ -76,7 +78,8 @@ class TokenRow:
         return whole
 
     def append_fed(self, ids: Sequence[int]) -> None:
-        self._extend(ids, [0.0] * len(ids), b"\x00")
+        self._extend(ids, b"\x00")
+        self._logprobs.frombytes(bytes(self._logprobs.itemsize * len(ids)))
 
     def segment(self) -> Segment:
         """Copies of the arrays so far."""
@@ -91,16 +94,17 @@ class TokenRow:
             routed_experts=self._routed_experts(),
         )
 
-    def _extend(self, ids: Sequence[int], logprobs: Sequence[float], mark: bytes) -> None:
+    def _extend(self, ids: Sequence[int], mark: bytes) -> None:
         new = array("i", ids)
         self.ids.extend(new)
         self.mask.extend(mark * len(new))
-        self._logprobs.extend(logprobs)
         self._hash.update(little_endian(new))
 
 
 def little_endian(ids: array[int] | Ids) -> bytes:
     """int32 little-endian bytes of ids, on every host: what context hashes are made of."""
+    if sys.byteorder == "little" and type(ids) is array and ids.itemsize == 4:
+        return ids.tobytes()
     return np.asarray(ids, dtype="<i4").tobytes()
 
 
@@ -115,13 +119,20 @@ class SharedInts:
 
     def of(self, ids: NDArray[np.int32]) -> list[int]:
         """`ids` as a list."""
+        try:
+            # As unsigned numbers negative ids are out of range too, instead of counting from the end.
+            whole: list[int] = self._ints.take(ids.view(np.uint32)).tolist()
+        except IndexError:
+            return self._of_new(ids)
+        return whole
+
+    def _of_new(self, ids: NDArray[np.int32]) -> list[int]:
+        """The same where an id was not asked for before."""
         most = int(ids.max(initial=0))
         if most >= MOST or ids.min(initial=0) < 0:
             return [int(one) for one in ids]
-        if most >= len(self._ints):
-            self._ints = np.arange(1 << most.bit_length(), dtype=object)
-        whole: list[int] = self._ints[ids].tolist()
-        return whole
+        self._ints = np.arange(1 << most.bit_length(), dtype=object)
+        return self.of(ids)
 
 
 SHARED = SharedInts()

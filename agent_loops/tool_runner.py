@@ -15,6 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import xxhash
@@ -97,16 +98,18 @@ class ToolCounts:
 
     def add(self, results: Sequence[ToolResult]) -> None:
         """One turn's."""
-        self.calls += len(results)
-        self.errors += sum(result.is_error for result in results)
-        self.reward += sum(result.reward or 0.0 for result in results)
-        self.texts.extend(result.text for result in results)
-        errors = [result.text[:MAX_ERROR] for result in results if result.is_error]
-        self.error_texts += errors[: KEPT_ERRORS - len(self.error_texts)]
-        finals = [result.text for result in results if result.final]
-        self.final_answer = finals[-1] if finals else self.final_answer
-        for key, value in ((key, value) for result in results for key, value in result.metrics.items()):
-            self.metrics[key] = self.metrics.get(key, 0.0) + float(value)
+        for result in results:
+            self.calls += 1
+            self.reward += result.reward or 0.0
+            self.texts.append(result.text)
+            if result.is_error:
+                self.errors += 1
+                if len(self.error_texts) < KEPT_ERRORS:
+                    self.error_texts.append(result.text[:MAX_ERROR])
+            if result.final:
+                self.final_answer = result.text
+            for key, value in result.metrics.items():
+                self.metrics[key] = self.metrics.get(key, 0.0) + float(value)
 
 
 class ToolBox:
@@ -125,10 +128,10 @@ class ToolBox:
         self.failure: AgentError | None = None
         """The failure that ends the episode, even if the loop caught it."""
         self._tools = tools
-        self._configs = configs
         self._journal = journal
-        self._count_tokens = count_tokens
         self._names = CallNames()
+        # No method of this object: with a cycle, all of an ended episode would wait for the garbage collector.
+        self._execute = partial(_execute, tools, configs, count_tokens)
         self._states = ToolStates(tools, task, journal, on_lost, self._execute)
 
     @property
@@ -152,8 +155,9 @@ class ToolBox:
             raise
         self._states.past.extend(one for one, problem in zip(named, problems, strict=True) if not problem)
         self.counts.add(results)
-        found = (self._fault_of(*one) for one in zip(calls, problems, results, strict=True))
-        self.counts.faults.update(filter(None, found))
+        for one in zip(calls, problems, results, strict=True):
+            if fault := self._fault_of(*one):
+                self.counts.faults[fault] += 1
         return results
 
     async def rewards(self) -> Mapping[str, float]:
@@ -231,15 +235,22 @@ class ToolBox:
             return f"there is no tool {call.name!r}{nearest(call.name, self._tools)} (tools: {', '.join(self._tools)})"
         return check_arguments(tool.parameters, call.arguments)
 
-    async def _execute(self, named: NamedCall, state: Any) -> ToolResult:
-        call = named.call
-        tool, config = self._tools[call.name], self._configs[call.name]
-        with span("tool", call.name) as tool_span, as_call(named.name):
-            result = await as_infra(call.name, guard_of(tool, config).call(tool, state, call.arguments))
-            tool_span.note(is_error=result.is_error)
-            if tool_span.with_text:
-                tool_span.text(arguments=json.dumps(call.arguments, default=str), result=result.text)
-        return _cut(result, config, self._count_tokens)
+
+async def _execute(
+    tools: Mapping[str, BaseTool],
+    configs: Mapping[str, ToolConfig],
+    count_tokens: CountTokens | None,
+    named: NamedCall,
+    state: Any,
+) -> ToolResult:
+    call = named.call
+    tool, config = tools[call.name], configs[call.name]
+    with span("tool", call.name) as tool_span, as_call(named.name):
+        result = await as_infra(call.name, guard_of(tool, config).call(tool, state, call.arguments))
+        tool_span.note(is_error=result.is_error)
+        if tool_span.with_text:
+            tool_span.text(arguments=json.dumps(call.arguments, default=str), result=result.text)
+    return _cut(result, config, count_tokens)
 
 
 def _plain(result: ToolResult) -> dict[str, Any]:

@@ -73,7 +73,8 @@ class ToolStates:
         """
         held = self._hold(name)
         async with held.lock:
-            await self._make_ready(name, held)
+            if not held.ready:
+                await self._make_ready(name, held)
             if held.state is not None:
                 yield held.state
                 return
@@ -125,8 +126,6 @@ class ToolStates:
 
     async def _make_ready(self, name: str, held: HeldState) -> None:
         """Creates the state; on a resumed episode attaches to the old session, or replays past calls on a fresh one."""
-        if held.ready:
-            return
         shared = any(self.held[one].ready for one in self._partners(name) if one in self.held)
         with sharing(self._shared):
             attached = await self._attach(name)

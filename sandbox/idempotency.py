@@ -14,10 +14,8 @@ The server keeps the results by key:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,20 +29,26 @@ HEADER = "Idempotency-Key"
 @dataclass(slots=True)
 class NamedCall:
     name: str
-    asked: Counter[bytes] = field(default_factory=Counter)
+    asked: dict[bytes, int] = field(default_factory=dict)
+    """Digest of a request → how often it was asked."""
 
 
 _CALL: ContextVar[NamedCall | None] = ContextVar("call of a tool", default=None)
 
 
-@contextlib.contextmanager
-def as_call(name: str) -> Iterator[None]:
+class as_call:
     """Requests made inside belong to the call `name`, which must name one call and no other, ever."""
-    token = _CALL.set(NamedCall(name))
-    try:
-        yield
-    finally:
-        _CALL.reset(token)
+
+    __slots__ = ("_name", "_token")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._token = _CALL.set(NamedCall(self._name))
+
+    def __exit__(self, *raised: object) -> None:
+        _CALL.reset(self._token)
 
 
 def current_call() -> str | None:
@@ -64,8 +68,8 @@ def request_key(*asked: bytes) -> str | None:
     digest = hashlib.blake2b(digest_size=16)
     for part in (call.name.encode(), *asked):
         digest.update(len(part).to_bytes(8, "little") + part)
-    call.asked[digest.digest()] += 1
-    return f"{digest.hexdigest()}-{call.asked[digest.digest()]}"
+    times = call.asked[digest.digest()] = call.asked.get(digest.digest(), 0) + 1
+    return f"{digest.hexdigest()}-{times}"
 
 
 KEPT_BYTES = 4 << 20

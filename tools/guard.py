@@ -64,6 +64,7 @@ BACKOFF = Backoff(0.5, 30.0, jitter=(0.5, 1.0))
 """Jitter spreads out the workers that were refused at the same moment."""
 QUEUE_DEADLINE_S = 300.0
 """Waiting for a turn is the service's slowness, not the call's: it is no part of `timeout_s`, but it is bounded."""
+_UNLIMITED = contextlib.nullcontext()
 
 
 class ToolGuard:
@@ -84,7 +85,7 @@ class ToolGuard:
         known = self.cache.get(arguments) if tool.pure else None
         if known is not None:
             return known
-        async with self._turn(tool.name):
+        async with _UNLIMITED if self._turns is None else self._turn(tool.name, self._turns):
             result = await _with_retries(lambda: self._attempt(tool, state, arguments), self._retries)
         if tool.pure:
             self.cache.put(arguments, result)
@@ -102,19 +103,16 @@ class ToolGuard:
             return ToolResult(f"Error: {tool.name} did not finish within {limit_s:g} s", is_error=True)
 
     @contextlib.asynccontextmanager
-    async def _turn(self, name: str) -> AsyncIterator[None]:
-        if self._turns is None:
-            yield
-            return
+    async def _turn(self, name: str, turns: asyncio.Semaphore) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(self._queue_deadline_s):
-                await self._turns.acquire()
+                await turns.acquire()
         except TimeoutError as error:
             raise ToolInfraError(f"tool {name}", f"no turn within {self._queue_deadline_s:g} s") from error
         try:
             yield
         finally:
-            self._turns.release()
+            turns.release()
 
 
 def guard_of(tool: BaseTool, config: ToolConfig) -> CallGuard:

@@ -34,8 +34,8 @@ class Continuation:
     def __init__(self, template: ChatTemplate, special: re.Pattern[str]) -> None:
         self.template = template
         self.special = special
-        self._closed_by: dict[str, str] = {}
-        """repr of (the marked call, tools) → see `_closed`"""
+        self._closed_by: dict[tuple[str, str], str] = {}
+        """(repr of the marked call, repr of the tools) → see `_closed`"""
         self._last_token = re.compile(rf"(?:{special.pattern})\s*\Z")
 
     def delta(self, messages: Sequence[Message], calls: Sequence[ToolCall] = (), tools: Tools = ()) -> str:
@@ -44,7 +44,7 @@ class Continuation:
         Raises `TemplateError` where the template refuses the messages or drops the reply before them.
         """
         answered = self._answered(messages, calls)
-        messages = self.with_calls(messages, calls)
+        messages = self._named(messages, answered)
         refusal: TemplateError | None = None
         if answered and self.template.call_form is not None:
             try:
@@ -58,13 +58,7 @@ class Continuation:
 
     def with_calls(self, messages: Sequence[Message], calls: Sequence[ToolCall]) -> list[Message]:
         """Leading tool messages with the name and the id of the call that each answers."""
-        answered = self._answered(messages, calls)
-        named: list[Message] = []
-        for index, (message, call) in enumerate(zip(messages, answered, strict=False)):
-            given = call.written_id or str(message.get("tool_call_id") or call.call_id)
-            call_id = self.template.call_id(given, index, call.name)
-            named.append({"name": call.name or "tool", **message, "tool_call_id": call_id})
-        return [*named, *messages[len(answered) :]]
+        return self._named(messages, self._answered(messages, calls))
 
     def closings(self) -> list[str]:
         """How a reply ends where nothing follows: text, and a tool call where the template writes them."""
@@ -93,6 +87,14 @@ class Continuation:
         return found[0] if found else ""
 
     # helpers -------------------------------------------------------------------------------------------------------
+    def _named(self, messages: Sequence[Message], answered: Sequence[ToolCall]) -> list[Message]:
+        named: list[Message] = []
+        for index, (message, call) in enumerate(zip(messages, answered, strict=False)):
+            given = call.written_id or str(message.get("tool_call_id") or call.call_id)
+            call_id = self.template.call_id(given, index, call.name)
+            named.append({"name": call.name or "tool", **message, "tool_call_id": call_id})
+        return [*named, *messages[len(answered) :]]
+
     def _answered(self, messages: Sequence[Message], calls: Sequence[ToolCall]) -> list[ToolCall]:
         """The call that each leading tool message answers: by id, by position, or one made up."""
         by_id = {call.call_id: call for call in calls if call.call_id}
@@ -101,14 +103,16 @@ class Continuation:
             if message.get("role") != "tool":
                 break
             call = by_id.get(str(message.get("tool_call_id") or "")) or (calls[index] if index < len(calls) else None)
-            made_up = ToolCall(str(message.get("name") or "tool"), call_id=str(message.get("tool_call_id") or ""))
-            found.append(call or made_up)
+            if call is None:
+                call = ToolCall(str(message.get("name") or "tool"), call_id=str(message.get("tool_call_id") or ""))
+            found.append(call)
         return found
 
     def _after_calls(self, calls: Sequence[ToolCall], messages: Sequence[Message], tools: Tools) -> str:
-        mark = unused_mark(messages, tools)
+        shown = repr(tools)
+        mark = unused_mark(messages, shown)
         asked = [*self._earlier(calls[0]), self.template.call_message([*calls[:-1], _marked(calls[-1], mark)])]
-        closed = self._closed(asked, mark, tools)
+        closed = self._closed(asked, mark, tools, shown)
         extended = _behind(mark, self.template.render([ASKS, *asked, *messages], tools, prompt=True))
         if not extended.startswith(closed):
             raise TemplateError(
@@ -123,9 +127,10 @@ class Continuation:
         made_up = [ToolCall(call.name, call_id=f"earlier{at}") for at in range(int(call.written_id))]
         return [self.template.call_message(made_up)]
 
-    def _closed(self, asked: Sequence[Message], mark: str, tools: Tools) -> str:
-        """What ends a conversation behind the marked call; the same in most turns of a run, so it is remembered."""
-        key = repr((asked, tools))
+    def _closed(self, asked: Sequence[Message], mark: str, tools: Tools, shown: str) -> str:
+        """What ends a conversation behind the marked call; the same in most turns of a run, so it is remembered.
+        `shown`: repr of the tools."""
+        key = (repr(asked), shown)
         if key not in self._closed_by:
             if len(self._closed_by) >= MOST_CLOSED:
                 self._closed_by.clear()
@@ -133,15 +138,16 @@ class Continuation:
         return self._closed_by[key]
 
     def _after_text(self, messages: Sequence[Message], tools: Tools) -> str:
-        mark = unused_mark(messages, tools)
+        mark = unused_mark(messages, repr(tools))
         reply = {"role": "assistant", "content": mark}
         return _behind(mark, self.template.render([ASKS, reply, *messages], tools, prompt=True))
 
 
-def unused_mark(messages: Sequence[Message], tools: Tools) -> str:
-    """A word that occurs in none of them: a tool that prints our mark must not be able to move the cut."""
-    mark, text = MARK, repr((messages, tools))
-    while mark in text:
+def unused_mark(messages: Sequence[Message], shown: str) -> str:
+    """A word that occurs in none of the messages, nor in `shown`, the repr of the tools: a tool that prints our mark
+    must not be able to move the cut."""
+    mark, text = MARK, repr(messages)
+    while mark in text or mark in shown:
         mark += "Q"
     return mark
 

@@ -17,6 +17,9 @@ from penstock.agent_loops.segment import MessageDelta
 from penstock.tools.parsers import ToolCall
 
 CACHED_PROMPTS = 512
+CACHED_DELTAS = 512
+CACHED_CHARS = 1000
+"""Of the messages of a delta that is remembered."""
 WRAPPER = "transformers.tokenization_utils"
 """Prefix of the modules in which transformers' own tokenizers encode and decode."""
 Tools = Sequence[Mapping[str, Any]]
@@ -39,6 +42,8 @@ class Rendering:
         self.ends = find_reply_ends(self.continuation, self.encode, words, stops)
         self.places = None if processor is None else ImagePlaces(processor)
         """None: the model takes no images."""
+        self._deltas: dict[tuple[Any, ...], array[int]] = {}
+        """`key_of_delta` → ids"""
         self.prompt = lru_cache(CACHED_PROMPTS)(self.prompt_anew)
         """`prompt_anew`, remembered: the episodes of a group begin alike."""
 
@@ -46,12 +51,9 @@ class Rendering:
     def encode(self, text: str) -> list[int]:
         """Ids of `text`. Raises `TemplateError` where the tokenizer panics."""
         try:
-            untouched = self._backend is not None and is_untouched(self._backend)
-            ids: list[int] = (
-                self._backend.encode(text, add_special_tokens=False).ids
-                if untouched
-                else self.tokenizer.encode(text, add_special_tokens=False)
-            )
+            if self._backend is not None and is_untouched(self._backend):
+                return ids_of(self._backend, text)
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         except BaseException as error:
             # A panic of the Rust library is no Exception: it would pass every handler and end the process.
             if type(error).__name__ != "PanicException":
@@ -83,7 +85,22 @@ class Rendering:
         return self.places.widen(text, parts) if self.places else text
 
     def delta(self, messages: Sequence[Message], tools: Tools, calls: Sequence[ToolCall]) -> list[int]:
-        """End of the reply, the messages, opening of the next reply. Raises `TemplateError`."""
+        """End of the reply, the messages, opening of the next reply. Raises `TemplateError`.
+
+        Remembered where it is short: members of a group often get equal results.
+        """
+        key = key_of_delta(messages, tools, calls)
+        if key is None:
+            return self.delta_anew(messages, tools, calls)
+        known = self._deltas.get(key)
+        if known is None:
+            if len(self._deltas) >= CACHED_DELTAS:
+                self._deltas.clear()
+            known = self._deltas[key] = array("i", self.delta_anew(messages, tools, calls))
+        return known.tolist()
+
+    def delta_anew(self, messages: Sequence[Message], tools: Tools, calls: Sequence[ToolCall]) -> list[int]:
+        """`delta`, rendered and encoded."""
         parts = self._image_parts(messages)
         text = self.continuation.delta([self.defused(message) for message in messages], calls, tools)
         ids = self.encode(self.places.widen(text, parts) if self.places else text)
@@ -126,10 +143,16 @@ def backend_of(tokenizer: Any) -> Any:
         return None
     # The wrapper sets the Rust tokenizer up at each call, here as it is left behind.
     probe = "A word, <|im_end|>\n<s> and </s>  two\u00e4."
-    ids = tokenizer.encode(probe, add_special_tokens=False)
-    same = ids == backend.encode(probe, add_special_tokens=False).ids
+    same = tokenizer.encode(probe, add_special_tokens=False) == ids_of(backend, probe)
+    ids = backend.encode(probe, add_special_tokens=False).ids
     text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return backend if same and text == backend.decode(ids, skip_special_tokens=False) else None
+
+
+def ids_of(backend: Any, text: str) -> list[int]:
+    """Ids by the call that leaves out where in `text` each of them stands, which is near half of the work."""
+    ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return ids
 
 
 def is_untouched(backend: Any) -> bool:
@@ -140,3 +163,15 @@ def is_untouched(backend: Any) -> bool:
 def key_of(messages: Sequence[Message], tools: Tools) -> str:
     """A conversation as text, for `Rendering.prompt`."""
     return json.dumps([list(messages), list(tools)], ensure_ascii=False)
+
+
+def key_of_delta(messages: Sequence[Message], tools: Tools, calls: Sequence[ToolCall]) -> tuple[Any, ...] | None:
+    """All that a delta is made of, for `Rendering.delta`; None for messages that are long or not of text alone."""
+    said = tuple(tuple(message.items()) for message in messages)
+    texts = [text for pairs in said for pair in pairs for text in pair]
+    if any(type(text) is not str for text in texts) or sum(map(len, texts)) > CACHED_CHARS:
+        return None
+    # The arguments of one call that one message answers are marked, and leave no trace (`Continuation`).
+    written = () if len(calls) == len(messages) == 1 else tuple(repr(call.arguments) for call in calls)
+    names = tuple((call.name, call.call_id, call.written_id) for call in calls)
+    return said, names, written, repr(tools)

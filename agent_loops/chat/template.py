@@ -95,8 +95,9 @@ class ChatTemplate:
         form = form or self.call_form or CALL_FORMS[0]
         made = []
         for index, call in enumerate(calls):
-            text = json.dumps(dict(call.arguments), ensure_ascii=False)
-            arguments: Any = text if form.arguments_as_text else dict(call.arguments)
+            arguments: Any = dict(call.arguments)
+            if form.arguments_as_text:
+                arguments = json.dumps(arguments, ensure_ascii=False)
             function = {"name": call.name or "tool", "arguments": arguments}
             call_id = self.call_id(call.written_id or call.call_id, index, call.name, form)
             made.append({"id": call_id, "type": "function", "function": function})

@@ -126,7 +126,8 @@ class SlowEngine:
 
 
 class SlowTool(BaseTool):
-    """Keeps a state per episode, as tools with a sandbox do."""
+    """Keeps a state per episode, as tools with a sandbox do. `equal_results`: the share of its results that are all the
+    same, as those of one call by the members of a group; no other is like another one."""
 
     name = "look"
     description = "Looks at something."
@@ -136,9 +137,12 @@ class SlowTool(BaseTool):
         "required": ["at"],
     }
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, equal_results: float = 0.0, seed: int = 4) -> None:
         super().__init__()
         self._clock = clock
+        self._equal_results = equal_results
+        self._random = random.Random(seed)
+        self._given = 0
         self.open = 0
 
     async def create(self, task: Task) -> list[str]:
@@ -148,7 +152,9 @@ class SlowTool(BaseTool):
     async def execute(self, state: list[str], arguments: Mapping[str, Any]) -> ToolResult:
         await self._clock.sleep()
         state.append(arguments["at"])
-        return ToolResult("word " * (RESULT_CHARS // 5))
+        self._given += 1
+        number = 0 if self._random.random() < self._equal_results else self._given
+        return ToolResult(f"{number:09d} " + "word " * (RESULT_CHARS // 5 - 2))
 
     async def release(self, state: list[str]) -> None:
         self.open -= 1

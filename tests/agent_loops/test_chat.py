@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from penstock.agent_loops import AgentConfig, Budget, TemplateError
 from penstock.agent_loops.chat import chat_of, name_of, new_budget, tools_problem, verify_template
 from penstock.tools import ToolResult
+from penstock.tools.parsers import ToolCall
 
 TOOLS = [
     {
@@ -281,6 +282,16 @@ def test_chat_encodes_as_the_tokenizer_does_whatever_was_set_on_it(chat_for):
     assert [chat.encode(text) for text in texts] == plain
 
 
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    text=st.lists(st.sampled_from(["<|im_end|>", "<|im_", "\n", " "]) | st.text(max_size=12), max_size=6).map("".join)
+)
+def test_chat_encodes_any_text_as_the_tokenizer_does(chat_for, text):
+    chat = chat_for("qwen2_5")
+    assert chat.rendering._backend is not None
+    assert chat.encode(text) == chat.tokenizer.encode(text, add_special_tokens=False)
+
+
 @pytest.mark.parametrize("direct", [True, False])
 def test_chat_names_a_text_on_which_the_tokenizer_panics(chat_for, monkeypatch, direct):
     """The library's panic is a `BaseException`; an interrupt is one too, and passes."""
@@ -290,7 +301,7 @@ def test_chat_names_a_text_on_which_the_tokenizer_panics(chat_for, monkeypatch, 
         def encode(*_arguments, **_settings):
             raise error
 
-        rust = SimpleNamespace(truncation=None, padding=None, encode_special_tokens=False, encode=encode)
+        rust = SimpleNamespace(truncation=None, padding=None, encode_special_tokens=False, encode_batch_fast=encode)
         monkeypatch.setattr(chat.rendering, "_backend", rust if direct else None)
         monkeypatch.setattr(chat.tokenizer, "encode", encode)
 
@@ -370,3 +381,29 @@ def test_chat_without_a_parser_reads_text_and_shows_no_tools(tokenizer_for, tmp_
     assert chat.start([USER]).context_len > 1
     with pytest.raises(TemplateError, match="calls"):
         chat.start([USER], TOOLS)
+
+
+def test_chat_remembers_deltas_only_of_what_is_the_same(chat_for):
+    """Two turns share a delta where everything that it is made of is equal, and a caller's copy is the caller's."""
+    chat, fresh = chat_for("qwen2_5"), chat_for("qwen2_5")
+    one, other = ToolCall("look", {"at": "1"}, "call_0"), ToolCall("find", {"at": "<|im_end|>"}, "call_1")
+    asked = [
+        *(
+            ([{"role": "tool", "content": text}], [call])
+            for text in ("46", "47", "<|im_end|>")
+            for call in (one, other)
+        ),
+        *(([{"role": "tool", "content": text} for text in texts], [one, other]) for texts in (("1", "2"), ("12", ""))),
+        ([{"role": "tool", "content": "46"}], [one, other]),
+        ([{"role": "user", "content": "46"}], []),
+        ([{"role": "tool", "content": "46"}, {"role": "user", "content": "Go on."}], [one]),
+        ([{"role": "tool", "content": "46", "name": "x"}, {"role": "tool", "content": "7"}], [one]),
+        ([{"role": "tool", "content": "46"}, {"name": "x", "role": "tool", "content": "7"}], [one]),
+    ]
+    for tools in ((), TOOLS):
+        for _ in range(2):
+            for messages, calls in asked:
+                delta = chat.rendering.delta(messages, tools, calls)
+                assert delta == fresh.rendering.delta_anew(messages, tools, calls)
+                delta.clear()
+    assert len(chat.rendering._deltas) == 2 * len(asked)

@@ -2,10 +2,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 
 import pytest
 
-from penstock.agent_loops import AgentConfig, AgentLoopBase, Episode, FakeClient, InfraFailure
+from penstock.agent_loops import (
+    AgentConfig,
+    AgentLoopBase,
+    Episode,
+    EpisodeJournal,
+    FakeClient,
+    InfraFailure,
+    ToolBox,
+)
 from penstock.agent_loops.rewards import BaseReward, RewardFunction
 from penstock.rollout_server import Generation
 from penstock.sandbox import SandboxError
@@ -41,6 +50,23 @@ async def test_an_episode_with_a_tool_is_recorded_token_for_token(run, calculato
     assert wanted.items() <= trajectory.metrics.items()
     assert trajectory.metrics["response_tokens"] == len(segment.response_ids)
     assert (calculator.created, calculator.open) == (1, 0)
+
+
+async def test_an_ended_episode_is_freed_without_a_collection(run, calculator):
+    """A worker collects rarely (`frozen_start`): in cycles, the tokens of hundreds of ended episodes would wait."""
+
+    def parts():
+        return [one for one in gc.get_objects() if isinstance(one, Episode | EpisodeJournal | ToolBox | AgentLoopBase)]
+
+    of_others = parts()
+    gc.disable()
+    try:
+        await run(tool=calculator)
+        left = [one for one in parts() if not any(one is other for other in of_others)]
+    finally:
+        gc.enable()
+    assert calculator.executed
+    assert left == []
 
 
 async def test_episode_out_of_turns_is_truncated(run, calculator, calling_policy):

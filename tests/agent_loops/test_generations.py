@@ -17,6 +17,8 @@ GOOD = {"token_ids": [5, 6], "logprobs": [-0.1, 0.0], "version_spans": [(4, 0, 1
         ({"token_ids": []}, "no tokens"),
         ({"logprobs": [-0.1]}, "2 token ids but 1 logprobs"),
         ({"logprobs": [-0.1, math.nan]}, "nan"),
+        ({"logprobs": [math.nan, -0.1]}, "nan"),
+        ({"logprobs": [math.inf, -math.inf]}, "inf"),
         ({"logprobs": [-0.1, 0.2]}, "not a finite number below 0"),
         ({"logprobs": [-math.inf, -0.1]}, "inf"),
         ({"version_spans": []}, "do not cover 2 tokens"),

@@ -17,14 +17,13 @@ def add(expression: str) -> ToolCall:
 
 @pytest.fixture
 def box_of(queue_of, tasks_of):
-    def make(*tools: BaseTool, queue=None, on_lost="replay", timeout_s=5.0, max_output_chars=2000):
+    def make(*tools: BaseTool, queue=None, on_lost="replay", count_tokens=None, **limits):
         queue = queue or queue_of(tasks_of())
         task = tasks_of()[0]
-        configs = {
-            t.name: ToolConfig(name=t.name, timeout_s=timeout_s, max_output_chars=max_output_chars) for t in tools
-        }
+        limits = {"timeout_s": 5.0, "max_output_chars": 2000, **limits}
+        configs = {tool.name: ToolConfig(name=tool.name, **limits) for tool in tools}
         journal = EpisodeJournal(queue, queue.lease(task))
-        return ToolBox({tool.name: tool for tool in tools}, configs, task, journal, on_lost), queue
+        return ToolBox({tool.name: tool for tool in tools}, configs, task, journal, on_lost, count_tokens), queue
 
     return make
 
@@ -277,9 +276,8 @@ async def test_toolbox_final_result_and_token_limit(box_of):
         async def execute(self, state, arguments):
             return ToolResult("a b " * 100, final=True)
 
-    box, _ = box_of(Final())
-    box._count_tokens = lambda text: len(text.split())
-    box._configs = {"wait": ToolConfig(name="wait", max_output_tokens=30, cut="tail")}
+    limits = {"max_output_chars": 10_000, "max_output_tokens": 30, "cut": "tail"}
+    box, _ = box_of(Final(), count_tokens=lambda text: len(text.split()), **limits)
     (result,) = await box.call_all([ToolCall("wait", {})])
     assert len(result.text.split()) <= 30
     assert result.text.endswith("end left out ...]")

@@ -3,6 +3,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
 from penstock.tools import check_arguments, check_schema, truncate
 
@@ -63,3 +66,30 @@ def test_a_schema_is_judged_by_itself_however_many_there_are() -> None:
         schema = {"type": "object", "properties": {"a": {"type": kind}}}
         for _ in range(2):
             assert (check_arguments(schema, {"a": number}) is None) == (kind == "integer")
+
+
+KINDS = ["string", "boolean", "integer", "number", "null", "array", "object"]
+VALUES = st.sampled_from(["x", "", 1, 2**70, 1.0, 0.5, True, None, [], [1], {}, {"a": 1}])
+PROPERTY = st.one_of(
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(KINDS) | st.lists(st.sampled_from(KINDS), min_size=1, max_size=2, unique=True)},
+        optional={"description": st.just("Said."), "minLength": st.just(1), "enum": st.just(["x", 1])},
+    ),
+    st.sampled_from([{}, True, False]),
+)
+SCHEMAS = st.fixed_dictionaries(
+    {"type": st.just("object"), "properties": st.dictionaries(st.sampled_from("abc"), PROPERTY, max_size=3)},
+    optional={
+        "required": st.lists(st.sampled_from("abc"), max_size=2, unique=True),
+        "additionalProperties": st.sampled_from([True, False, {"type": "string"}]),
+        "minProperties": st.just(2),
+    },
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(schema=SCHEMAS, arguments=st.dictionaries(st.sampled_from("abcd"), VALUES, max_size=4))
+def test_arguments_fit_as_the_validator_says(schema: dict[str, Any], arguments: dict[str, Any]) -> None:
+    """Plain values are compared with the schema without the validator."""
+    closed = {"additionalProperties": False, **schema}
+    assert (check_arguments(schema, arguments) is None) == Draft202012Validator(closed).is_valid(arguments)

@@ -12,6 +12,10 @@ MAX_DEPTH = 64
 """Levels of nesting. What checks and writes arguments later recurses, on a deeper stack than this."""
 
 
+USUAL_BITS = 64
+"""Of an integer; Python writes down those of some thousand digits."""
+
+
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is no JSON")
 
@@ -96,6 +100,8 @@ def named_calls(
 def unusable(value: Any) -> str | None:
     """What is wrong with it. JSON can escape half of a surrogate pair, which no file or tokenizer takes, and write
     numbers without end."""
+    if _is_usual(value):
+        return None
     if _is_deep(value):
         return f"it is nested more than {MAX_DEPTH} levels deep"
     try:
@@ -118,6 +124,15 @@ def _problem_with(value: Any, keys: tuple[str, str], also: Sequence[str]) -> str
     if extra := sorted(set(value) - {*keys, *also}):
         return f"{extra[0]!r} has no meaning here"
     return unusable(value)
+
+
+def _is_usual(value: Any, levels: int = 3) -> bool:
+    """Few levels of ASCII text, short integers and constants: to write it down would find nothing."""
+    if isinstance(value, dict):
+        return levels > 0 and all(_is_usual(one, levels - 1) for pair in value.items() for one in pair)
+    if isinstance(value, str):
+        return value.isascii()
+    return value is None or (isinstance(value, int) and value.bit_length() <= USUAL_BITS)
 
 
 def _is_deep(value: Any) -> bool:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -36,7 +37,6 @@ from penstock.transfer_queue.codec.columns import (
     MAX_RAW_BYTES,
     Column,
     Field,
-    StoredColumn,
     check_compression,
     field_from_row,
     store,
@@ -49,6 +49,7 @@ PREAMBLE = struct.Struct("<4sHHIIQQ")
 HEAD_GUESS = 4096
 """Bytes to read first: the preamble and the head of nearly every payload."""
 Arrays = dict[str, NDArray[Any]]
+_ALIGNED = attrgetter("aligned")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +80,13 @@ def pack(kind: int, columns: Iterable[Column], plain: Mapping[str, Any], compres
     The arrays must not change while the buffers are in use.
     """
     check_compression(compression)
-    stored = sorted((store(column, compression) for column in columns), key=_unaligned)
-    _check_raw_bytes(sum(one.raw_bytes for one in stored))
-    body_len = sum(one.row[3] for one in stored)
+    stored = [store(column, compression) for column in columns]
+    stored.sort(key=_ALIGNED, reverse=True)
+    body_len = raw_bytes = 0
+    for one in stored:
+        body_len += one.row[3]
+        raw_bytes += one.raw_bytes
+    _check_raw_bytes(raw_bytes)
     head = pack_plain({"fields": [one.row for one in stored], "plain": plain}, "plain data")
     preamble = PREAMBLE.pack(MAGIC, FORMAT, kind, len(head), 0, body_len, xxh3_64_intdigest(head))
     start = b"".join([preamble, head, bytes(-len(head) % 8)])
@@ -189,10 +194,6 @@ def _body_at(head_len: int) -> int:
 def _check_raw_bytes(total: int) -> None:
     if total > MAX_RAW_BYTES:
         raise BadPayload(f"fields: {total} bytes unpacked, over the limit of {MAX_RAW_BYTES}")
-
-
-def _unaligned(one: StoredColumn) -> bool:
-    return not one.aligned
 
 
 def _plain(value: Any) -> Any:

@@ -150,9 +150,9 @@ def get_fields(blob: bytes, fields: Sequence[str], start: int = 0, stop: int | N
 
 def encode_journal(entry: JournalEntry) -> bytes:
     columns = [
-        Column(name, _dtype_of(getattr(entry, name), dtype), getattr(entry, name))
+        Column(name, _dtype_of(values, dtype), values)
         for name, dtype in JOURNAL_DTYPES.items()
-        if getattr(entry, name) is not None
+        if (values := getattr(entry, name)) is not None
     ]
     plain = {
         "kind": str(entry.kind),
@@ -255,6 +255,8 @@ def _segment_table(count: int) -> dict[str, str]:
 
 def _dtype_of(values: Any, dtypes: str) -> str:
     """One of `dtypes`, as ``u1|u2``: that of the array, else the last one."""
+    if "|" not in dtypes:
+        return dtypes
     found = dtypes.split("|")
     own = getattr(values, "dtype", None)
     return next((name for name in found if own == DTYPES[name]), found[-1])

@@ -131,7 +131,7 @@ class Connection:
     async def script(self, name: str, key: str, *args: Any, keys: Sequence[str] = ()) -> Any:
         """Run a script by name with KEYS = [key, *keys]; on a cluster all of one slot."""
         call = self._script_call(name, key, args, keys)
-        await self._finish(name, [[call]])
+        await self._finish_one(name, call)
         return call.reply
 
     async def command(self, *args: Any) -> Any:
@@ -232,6 +232,17 @@ class Connection:
     async def _masters(self) -> Sequence[Node]:
         await self._finish("PING", [[RedisCall(("PING",))]])  # a cluster's map of slots is known then
         return self._routes.masters
+
+    async def _finish_one(self, what: str, call: RedisCall) -> None:
+        """As `_finish`, of one call: its first attempt, which most calls end with, without what repeats need."""
+        since = asyncio.get_running_loop().time()
+        with contextlib.suppress(TimeoutError):  # a call without a reply says so
+            async with asyncio.timeout(min(_limit_s((call,)), self._deadline_s)):
+                await self._routes.run((call,))
+        if call.error is not None:
+            if not _is_unknown(call):
+                self._judge((call,), ())
+            await self._finish(what, [[call]], since=since)
 
     async def _finish(
         self,

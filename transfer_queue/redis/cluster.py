@@ -114,7 +114,10 @@ class Node:
                 await link.disconnect()  # unread replies must not reach the next caller
                 raise
             finally:
-                await self._put_back(link)
+                if self._closed:
+                    await link.disconnect()
+                else:
+                    self._idle.append(link)
 
     async def close(self) -> None:
         """Running calls fail or end; then their connections are closed."""
@@ -128,12 +131,6 @@ class Node:
         for call in calls:
             if isinstance(call.error, NotSent):
                 call.error = error
-
-    async def _put_back(self, link: _Link) -> None:
-        if self._closed:
-            await link.disconnect()
-        else:
-            self._idle.append(link)
 
     async def _drop_idle(self) -> None:
         while self._idle:

@@ -199,8 +199,8 @@ class RedisTransferQueue:
     async def journal(self, lease: Lease, entry: JournalEntry, position: int) -> None:
         packed = encode_journal(entry)
         sampled = 0 if entry.ids is None else len(entry.ids)
-        size = journal_cost(len(packed))
-        kept = int(await self._script("journal", lease.episode_id, lease.fence, position, packed, size, sampled))
+        args = (lease.episode_id, lease.fence, position, packed, journal_cost(len(packed)), sampled)
+        kept = int(await self._connection.script("journal", self._keys.index, *args))
         if kept >= 0:
             raise JournalMismatch(lease.episode_id, position, kept)
 
