@@ -24,6 +24,8 @@ from .hf_cache import Layout as Layout
 from .hf_cache import Row as Row
 from .hf_in_place import InPlaceReceiver as InPlaceReceiver
 from .hf_in_place import InPlaceTargets as InPlaceTargets
+from .hf_sampling import Live as Live
+from .hf_sampling import LiveRequests as LiveRequests
 from .hf_sampling import Record as Record
 from .hf_sampling import Sampler as Sampler
 from .http_engine import HttpEngine as HttpEngine

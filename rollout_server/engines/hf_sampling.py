@@ -107,13 +107,13 @@ class HaltingRequests(LiveRequests[L], ABC, Generic[L, H]):
 def _take_chunk(live: Live, reason: FinishReason | None) -> Chunk:
     start, end = live.sent, len(live.record.samples)
     live.sent = end
-    new = live.record.samples[start:end]
+    new, routed = live.record.samples[start:end], live.record.routed[start:end]
     return Chunk.model_construct(
         token_ids=[token for token, _ in new],
         logprobs=[logprob for _, logprob in new],
         version_spans=slice_spans(list(live.record.cuts), start, end),
         finish_reason=reason,
-        routed_experts=[encode_rows(np.concatenate(live.record.routed[start:end]))] if live.record.routed else [],
+        routed_experts=[encode_rows(np.concatenate(routed))] if routed else [],  # the end may come after the last token
     )
 
 

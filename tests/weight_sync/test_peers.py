@@ -123,7 +123,7 @@ async def test_what_the_trainer_itself_has_wrong_is_refused_by_name_with_peers_t
     data[-1] ^= 1
     trainer.file(manifest).write_bytes(data)
     for peer in (open_peer("s0")[0], open_peer("s1")[0]):
-        with pytest.raises(WeightsRefused, match="'last'"):
+        with pytest.raises(WeightsRefused, match=f"'{manifest.tensors[-1].name}'"):
             await asyncio.to_thread(peer.localise, manifest)
 
 

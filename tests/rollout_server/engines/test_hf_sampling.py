@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from penstock.rollout_server import Sampling
-from penstock.rollout_server.engines import Record, Sampler
+from penstock.rollout_server.engines import Live, LiveRequests, Record, Sampler
 
 pytestmark = pytest.mark.torch
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -6.0])
@@ -53,3 +54,23 @@ def test_rows_keep_their_own_settings_and_versions_are_cut_where_they_change() -
     expected = LOGITS.log_softmax(0)
     for token, logprob in (*greedy.samples, *seeded.samples):
         assert logprob == pytest.approx(float(expected[token]), abs=1e-6)
+
+
+class OneRequest(LiveRequests[Live]):
+    def __init__(self, live: Live) -> None:
+        super().__init__(lambda: None)
+        self._live["one"] = live
+
+
+def test_an_end_that_comes_after_its_last_token_was_sent_brings_no_token_and_no_experts() -> None:
+    record = Record(Sampling(), context_len=2, routed_from=0)
+    record.routed.append(np.zeros((2, 1, 1), np.uint8))
+    record.append(5, -0.5, version=3)
+    live = Live(record)
+    requests = OneRequest(live)
+    ((_, token),) = requests.collect()
+    live.finish_reason = "length"
+    ((_, end),) = requests.collect(only_ended=True)
+    assert (token.token_ids, len(token.routed_experts), token.finish_reason) == ([5], 1, None)
+    assert (end.token_ids, end.routed_experts, end.finish_reason) == ([], [], "length")
+    assert requests.in_flight == 0
