@@ -3,7 +3,7 @@
     MEASURED       figures of `penstock bench weights`, one run on a quiet machine
     PLAN_INPUTS    what was not measured here: cited from others, or assumed. Replace it by your own figures
 
-A rate belongs to one of the two, never to both. To replace a measured one, change its number below and its commit.
+A rate belongs to one of the two, never to both. To replace the measured ones, take all of one run, and its commit.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Literal
 
 MiB = 2**20
 MACHINE = "two cores of an AMD EPYC, loopback"
-MEASURED_AT = "87c00112"
-"""The commit of the figures below, where none stands beside one."""
+MEASURED_AT = "9eb0499d"
+"""The commit of the figures below."""
 
-BROADCAST_S, BROADCAST_BYTES, BROADCAST_AT = 0.3344, 512 * MiB, "5bff2172"
-"""`figures.broadcast.one_rank_s`, and its commit: to two workers, until both have checked all tensors."""
+BROADCAST_S, BROADCAST_BYTES = 0.3454, 512 * MiB
+"""`figures.broadcast.one_rank_s`: to two workers, until both have checked all tensors."""
 FETCHED_BYTES = 1024 * MiB
-FETCH_S = {"http_full": 0.6822, "http_delta": 0.2393, "shm_full": 0.2224, "disk_full": 0.0958}
+FETCH_S = {"http_full": 0.8093, "http_delta": 0.1290, "shm_full": 0.2610, "disk_full": 0.1140}
 """`figures.fetch_s`: from the announcement until all tensors are read and checked. In a delta 2 % of the values
 differ; its rate too is in bytes of the full version that it makes."""
-PAUSE_P50_S, PAUSE_P99_S, PAUSED_MB = 0.3251, 0.5251, 208.5
+PAUSE_P50_S, PAUSE_P99_S, PAUSED_MB = 0.2208, 0.2526, 208.5
 """`figures.pause`: two vLLM servers on CPUs with 8 requests each, one updated at a time; the model's size."""
 
 
@@ -34,7 +34,6 @@ class Measured:
     seconds: float
     key: str
     """Path of the figure in the output of `penstock bench weights --json`."""
-    commit: str = MEASURED_AT
 
     @property
     def bytes_per_s(self) -> float:
@@ -43,11 +42,11 @@ class Measured:
     @property
     def source(self) -> str:
         size = f"{self.bytes / MiB:,.0f} MiB in {self.seconds:g} s"
-        return f"`penstock bench weights`, `{self.key}`: {size}; {MACHINE}; commit {self.commit}"
+        return f"`penstock bench weights`, `{self.key}`: {size}; {MACHINE}; commit {MEASURED_AT}"
 
 
 MEASURED = {
-    "broadcast": Measured(BROADCAST_BYTES, BROADCAST_S, "figures.broadcast.one_rank_s", BROADCAST_AT),
+    "broadcast": Measured(BROADCAST_BYTES, BROADCAST_S, "figures.broadcast.one_rank_s"),
     **{name: Measured(FETCHED_BYTES, taken, f"figures.fetch_s.{name}") for name, taken in FETCH_S.items()},
 }
 
