@@ -12,8 +12,8 @@ differs. Each level has a separate process, each round all levels, in changing o
 
 PENSTOCK_BENCH_EPISODES_AT_ONCE (100,1000,10000), PENSTOCK_BENCH_ROUNDS (3), PENSTOCK_BENCH_TURNS_PER_S (200),
 PENSTOCK_BENCH_TURNS_BEFORE (1, of each episode before anything is counted), PENSTOCK_BENCH_SECONDS (30, of measuring at
-each level), PENSTOCK_BENCH_EQUAL_RESULTS (0, the share of the tool's results that are the same text, up to 1). Where a
-core cannot do so many turns per second, ask for fewer: leases run out behind the queue.
+each level), PENSTOCK_BENCH_EQUAL_RESULTS (0, the share of the tool's results that are the same text, up to 1). Ask for
+fewer turns per second if one core cannot run that many: otherwise calls queue up, and leases expire.
 """
 
 from __future__ import annotations

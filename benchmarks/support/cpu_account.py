@@ -60,6 +60,7 @@ class CpuAccount:
         self._looks = 0
 
     def look(self) -> None:
+        """Between the end of a named process and its parent's wait for it, helpers come out too low by its seconds."""
         self._looks += 1
         family = list(self._named())
         named = {process.pid: name for process, name in family}

@@ -111,7 +111,7 @@ def test_a_lent_server_samples_between_steps(start_run) -> None:
     """It is asleep while the trainer takes its step, samples in between, and its kill gives the device back; the server
     with a device of its own takes no turn."""
     lent = ("placement.lend=true", f"placement.memory_budget_bytes={BUDGET}")
-    # So many episodes for so few places that both servers are full while a batch is sampled, for longer than the second
+    # One request at a time for 64 episodes keeps both servers full while a batch is sampled, for longer than the second
     # between two heartbeats.
     full = ("rollout.max_concurrent=1", "groups_per_step=8", "group_size=8", "data.eval=null", "agent.workers=1")
     run = start_run("lent", *lent, *full, "trainer.steps=12")

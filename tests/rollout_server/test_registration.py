@@ -120,6 +120,14 @@ class Joining:
         await self._registration.announce()
 
 
+async def join_together(order: str, *builds: str) -> tuple[ScheduledQueue, Joining, Joining]:
+    """Servers `a` and `b` of these builds, once each has opened or was refused; their calls come in `order`."""
+    queue = ScheduledQueue(order)
+    a, b = (Joining(queue, name, build) for name, build in zip("ab", builds, strict=True))
+    await asyncio.wait_for(asyncio.gather(a.run(), b.run()), 30.0)
+    return queue, a, b
+
+
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.rollout_server.registration.LOOK_AGAIN_S", 0.001)
@@ -132,9 +140,7 @@ ORDERS = sorted({"".join(order) for order in permutations("aaabbb")})
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("order", ORDERS)
 async def test_of_two_builds_that_register_together_one_opens(order: str) -> None:
-    queue = ScheduledQueue(order)
-    a, b = Joining(queue, "a", "1"), Joining(queue, "b", "2")
-    await asyncio.wait_for(asyncio.gather(a.run(), b.run()), 30.0)
+    queue, a, b = await join_together(order, "1", "2")
     assert a.open != b.open
     refused, stays = (b, "a") if a.open else (a, "b")
     assert f"{stays} at http://{stays} has fake" in refused.refusal
@@ -144,9 +150,7 @@ async def test_of_two_builds_that_register_together_one_opens(order: str) -> Non
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("order", ORDERS)
 async def test_two_of_one_build_both_open(order: str) -> None:
-    queue = ScheduledQueue(order)
-    a, b = Joining(queue, "a", "1"), Joining(queue, "b", "1")
-    await asyncio.wait_for(asyncio.gather(a.run(), b.run()), 30.0)
+    _, a, b = await join_together(order, "1", "1")
     assert a.open
     assert b.open
 

@@ -47,7 +47,8 @@ class SlowWriter(dcp.FileSystemWriter):
 
     def write_data(self, *arguments: Any) -> Any:
         if int(os.environ["RANK"]) == ODD:
-            time.sleep(WRITES_S)  # in the thread that writes: the rank's others go on
+            # Outlasts the collectives' deadline, which is the case; blocks the writing thread alone.
+            time.sleep(WRITES_S)
         return super().write_data(*arguments)
 
 

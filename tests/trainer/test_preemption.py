@@ -74,7 +74,7 @@ class MiddleOfAnUpdate:
     async def cancel_there(self, running: asyncio.Task[None]) -> None:
         assert await asyncio.to_thread(self._reached.wait, 60)
         running.cancel()
-        for _ in range(20):  # turns of the event loop: it is told
+        for _ in range(20):  # the event loop delivers the cancellation before the update goes on
             await asyncio.sleep(0)
         self._go_on.set()
 
@@ -84,7 +84,7 @@ FSDP_UPDATE = FSDPEngine.update
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> dict[str, torch.Tensor]:
-    """The weights of a run with `PACKS` that nobody stopped."""
+    """Final weights of an uninterrupted run with `PACKS`."""
     job = make_job(tmp_path_factory.mktemp("packed"), tiny_model, PACKS)
     asyncio.run(train(job))
     return final_weights(job)
@@ -99,7 +99,7 @@ async def test_told_to_stop_a_step_is_given_up_unless_weights_have_changed(
     packed: dict[str, torch.Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its batch is trained by the next life, once; the weights are those of a run that nobody stopped."""
+    """The next life trains the batch exactly once, and ends with the weights of an uninterrupted run."""
     job = make_job(tmp_path, tiny_model, {**PACKS, "checkpoint_every": 100})
     middle = MiddleOfAnUpdate(update)
 

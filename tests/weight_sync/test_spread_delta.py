@@ -113,7 +113,7 @@ OpenTrainer = Callable[..., Trainer]
 
 @pytest.fixture
 def open_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenTrainer]:
-    """Of so many ranks; one at a time."""
+    """Opens a trainer of `world` ranks; one may be open at a time."""
     opened: list[Ranks] = []
 
     def open_one(world: int, full_every: int = 3) -> Trainer:

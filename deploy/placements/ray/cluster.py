@@ -98,7 +98,7 @@ def bundle_of(kind: Kind, config: RunConfig, *, gpus: bool) -> Bundle:
 
 
 def environment_of(kind: Kind, bundle: Bundle) -> dict[str, str]:
-    """What a role of this kind is told of its bundle: the trainer's ranks share its CPUs, whatever the node has."""
+    """Variables that tell a role what its bundle reserves: the trainer's ranks share its CPUs, not the whole node's."""
     return {CORES_VARIABLE: f"{max(1, int(bundle.get('CPU', 0)))}"} if kind == "trainer" else {}
 
 

@@ -39,9 +39,9 @@ def test_a_second_search_is_learned(start_run, two_hops: Path, searching: Callab
     run = start_run("two-hops", *data, *goal, recipe=RECIPE)
     summary = run.finish(timeout_s=900)
     rewards = [json.loads(line)["reward"] for line in (run.root / "metrics.jsonl").read_text().splitlines()]
-    first, last = sum(rewards[:WINDOW]) / WINDOW, sum(rewards[-WINDOW:]) / WINDOW
-    assert first <= 0.4
-    assert last >= 0.5
+    first, last = sum(rewards[:5]) / 5, sum(rewards[-WINDOW:]) / WINDOW
+    assert first <= 0.33
+    assert last >= max(0.5, 1.5 * first)
     assert summary["staleness_max"] <= 2
     assert summary["logprob_abs_diff_mean"] <= 1e-3
     assert_accounts_balance(summary)
