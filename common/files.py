@@ -220,31 +220,50 @@ def last_by(rows: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
 
 
 class JsonlTail:
-    """Reads a growing file line by line, each line once; from the beginning where it was replaced or cut."""
+    """Reads a growing file line by line, each line once; from the beginning where it was replaced or cut.
+
+    The inode alone does not tell a replaced file: a disk gives a freed one to the next file. So the line that was read
+    last has to be where it was.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._inode = 0
         self._offset = 0
+        self._last = b""
 
     def read(self) -> list[dict[str, Any]]:
         """Complete lines since the last call; an unfinished line is returned by a later one."""
         return list(self.lines())
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """As `read`, one line in memory at a time; what is not taken comes with the next call."""
+        """As `read`, one line in memory at a time; what is not taken comes with the next call.
+
+        A complete line that is no JSON is left out with a warning.
+        """
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            if found.st_ino != self._inode or found.st_size < self._offset:
-                self._inode, self._offset = found.st_ino, 0
+            if not self._goes_on(file):
+                self._inode, self._offset, self._last = os.fstat(file.fileno()).st_ino, 0, b""
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):
                     break
-                self._offset += len(line)
-                yield json.loads(line)
+                at = self._offset
+                self._offset, self._last = at + len(line), line
+                try:
+                    parsed = json.loads(line)
+                except ValueError:
+                    logger.warning("%s: the line at byte %d is no JSON and is left out", self._path, at)
+                else:
+                    yield parsed
+
+    def _goes_on(self, file: IO[bytes]) -> bool:
+        if os.fstat(file.fileno()).st_ino != self._inode:
+            return False
+        file.seek(self._offset - len(self._last))
+        return file.read(len(self._last)) == self._last
 
 
 # locks -------------------------------------------------------------------------------------------------------------

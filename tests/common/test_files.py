@@ -233,6 +233,24 @@ def test_tail_restarts_on_a_replaced_or_cut_file(tmp_path: Path) -> None:
     assert tail.read() == [{"step": 3}]
 
 
+def test_tail_restarts_on_another_file_with_the_same_inode(tmp_path: Path) -> None:
+    """A disk gives a freed inode to the next file: two replacements between two reads, and the tail's is back."""
+    path = tmp_path / "lines.jsonl"
+    tail = JsonlTail(path)
+    append_jsonl(path, [{"step": 0, "loss": 0.25}, {"step": 1, "loss": 0.5}])
+    tail.read()
+    others = [{"step": step, "loss": 0.125, "eval/reward": 0.5} for step in range(3)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in others))  # in place: the inode stays
+    assert tail.read() == others
+
+
+def test_tail_passes_over_a_line_that_is_no_json(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1, "lo\n{"step": 2}\n')
+    assert JsonlTail(path).read() == [{"step": 0}, {"step": 2}]
+    assert f"{path}: the line at byte 12 is no JSON" in caplog.text
+
+
 @pytest.fixture
 def holder(tmp_path: Path):
     """Another process that holds the lock."""
