@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, cast
 
 from penstock.agent_loops.chat.chat import ChatTokens
 from penstock.agent_loops.config import AgentConfig
@@ -22,13 +22,15 @@ from penstock.agent_loops.llm import EpisodeLLM, GenerateClient
 from penstock.agent_loops.loader import load_object
 from penstock.agent_loops.rewards.registry import RewardFunction
 from penstock.agent_loops.segment import AgentLoopOutput
-from penstock.agent_loops.teachers import Teachers
 from penstock.agent_loops.tool_runner import ToolBox
 from penstock.agent_loops.tracing import OnSpan
 from penstock.common import Registry, gather_or_cancel
 from penstock.sandbox import Sandbox
 from penstock.tools import BaseTool, ToolConfig
 from penstock.transfer_queue import Lease, Task, TransferQueue
+
+if TYPE_CHECKING:
+    from penstock.agent_loops.teachers import Teachers  # with an HTTP client, which `penstock run` itself does without
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

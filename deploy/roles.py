@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,9 @@ from penstock.transfer_queue import OverBudget, RunContext, TransferQueue, TurnS
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
+
+    from penstock.gateway import Gateway
+    from penstock.rollout_server import Sidecar
 
 logger = logging.getLogger("penstock.run")
 HEARTBEAT_VARIABLE = "PENSTOCK_HEARTBEAT"
@@ -166,13 +170,11 @@ async def rollout(
 ) -> None:
     """`lent`: on the trainer's devices, in turns with it."""
     with uncollected():
-        from penstock.gateway import GatewayJob, mount
         from penstock.rollout_server import EngineError, ServerJob, serve
 
     queue, config = await link.join(wait_s=wait_s)
     sys.path.insert(0, os.getcwd())  # users' reward functions by dotted path
     run = context_of(link, queue, config)
-    recorded = GatewayJob(run, config.agent, request_timeout_s=config.rollout.request_timeout_s)
     job = ServerJob(
         name=name,
         run=replace(run, seed=seed_of_server(run.seed, name)),
@@ -183,12 +185,20 @@ async def rollout(
         fetch_dir=local_weights_dir(config, link.token) / f"fetched-by-{name}",
         evaluates=evaluates,
         metrics_token=metrics_token(link.token),
-        mount=mount(recorded),
+        mount=partial(_mount_gateway, run, config),
         turn=turn_of_server(config, lent=lent),
     )
     # The sidecar has restarted its engine as often as it may; `NotPrivate` is an `OSError`.
     with fatal(EngineError, OverBudget, OSError), weights_entered(config, link.token), frozen_start():
         await _closing(queue, with_spans("rollout", run.name, name, serve(job)))
+
+
+def _mount_gateway(run: RunContext, config: RunConfig, sidecar: Sidecar, url: str) -> Gateway:
+    """Imported now: the engine's process, which takes longest, has been started."""
+    with uncollected():
+        from penstock.gateway import GatewayJob, mount
+
+    return mount(GatewayJob(run, config.agent, request_timeout_s=config.rollout.request_timeout_s))(sidecar, url)
 
 
 async def agent(link: RunConnection, name: str, *, wait_s: float = 0.0) -> None:

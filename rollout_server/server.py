@@ -1,7 +1,7 @@
-"""The process of one rollout server: HTTP first, so that it can report why it is not ready, then the engine.
+"""The process of one rollout server: the engine's process first, which takes longest, and HTTP while that starts.
 
-Stop order: registry entry, requests in flight, engine, processes beside this one, HTTP. No new request is routed here
-before anything ends.
+Until the engine is ready HTTP says why it is not. Stop order: registry entry, requests in flight, engine, processes
+beside this one, HTTP. No new request is routed here before anything ends.
 """
 
 from __future__ import annotations
@@ -19,21 +19,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from penstock.common import HttpServer, cancel_and_wait, listen, process_identity, url_of
+from penstock.common import HttpServer, cancel_and_wait, listen, process_identity, uncollected, url_of
 from penstock.rollout_server.answer_processes import AnswerProcesses, make_specs, shares
 from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.connection_dealer import ConnectionDealer
 from penstock.rollout_server.engine_devices import EngineDevices
 from penstock.rollout_server.engines.checkpoint import find_model
 from penstock.rollout_server.engines.registry import MakeEngine, make_engine
 from penstock.rollout_server.engines.server_process import open_private
 from penstock.rollout_server.metrics import RolloutMetrics
 from penstock.rollout_server.protocol import EngineError
-from penstock.rollout_server.routes import Mounted, make_app
 from penstock.rollout_server.sidecar import Sidecar
 from penstock.transfer_queue import DeviceTurn, RunContext, TurnSettings
 from penstock.weight_sync import BroadcastMember, ClosableFetch, Fetcher, MergingFetcher, StagedFetch, WeightsRefused
+
+if TYPE_CHECKING:
+    from penstock.rollout_server.connection_dealer import ConnectionDealer
+    from penstock.rollout_server.routes import Mounted
 
 logger = logging.getLogger(__name__)
 DRAIN_S = 20.0
@@ -97,19 +100,18 @@ async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:
             truncated_sampling=job.config.truncated_sampling, stall_s=job.config.request_timeout_s,
             evaluates=job.evaluates, devices=_devices(job), metrics=metrics, beside=beside,
         )  # fmt: skip
-        mounted = job.mount(sidecar, url) if job.mount else None
+        running = asyncio.create_task(sidecar.run(job.config.max_restarts))
+        mounted: Mounted | None = None
         drain = asyncio.Event()
-        app = make_app(sidecar, run.model, run.token, drain.set, mounted, metrics_token=job.metrics_token)
-        http: HttpServer | ConnectionDealer
-        if inner is None:
-            http = HttpServer(app, listener, lifespan="off", stop_s=HTTP_STOP_S, deadline_s=HTTP_STOP_S)
-        else:
-            http = ConnectionDealer(app, listener, inner, beside, stop_s=HTTP_STOP_S)
         try:
+            await asyncio.to_thread(_import_http)
+            mounted = job.mount(sidecar, url) if job.mount else None
+            http = _make_http(job, sidecar, mounted, drain.set, listener=listener, inner=inner)
             await http.start()
             logger.info("rollout server %s at %s", job.name, url)
-            await _run(job, sidecar, http, drain)
+            await _run(job, sidecar, running, http, drain)
         finally:
+            await cancel_and_wait([running])
             try:
                 if mounted is not None:
                     await mounted.close()
@@ -117,9 +119,41 @@ async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:
                 await fetcher.close()
 
 
-async def _run(job: ServerJob, sidecar: Sidecar, http: HttpServer | ConnectionDealer, drain: asyncio.Event) -> None:
+def _import_http() -> None:
+    """In a thread of its own: FastAPI takes a tenth of a second, in which the engine's process is started."""
+    with uncollected():
+        import penstock.rollout_server.connection_dealer
+        import penstock.rollout_server.routes  # noqa: F401
+
+
+def _make_http(
+    job: ServerJob,
+    sidecar: Sidecar,
+    mounted: Mounted | None,
+    on_drain: Callable[[], None],
+    *,
+    listener: socket.socket,
+    inner: socket.socket | None,
+) -> HttpServer | ConnectionDealer:
+    from penstock.rollout_server.connection_dealer import ConnectionDealer
+    from penstock.rollout_server.routes import make_app
+
+    run = job.run
+    app = make_app(sidecar, run.model, run.token, on_drain, mounted, metrics_token=job.metrics_token)
+    if inner is None:
+        return HttpServer(app, listener, lifespan="off", stop_s=HTTP_STOP_S, deadline_s=HTTP_STOP_S)
+    return ConnectionDealer(app, listener, inner, sidecar.beside, stop_s=HTTP_STOP_S)
+
+
+async def _run(
+    job: ServerJob,
+    sidecar: Sidecar,
+    running: asyncio.Task[None],
+    http: HttpServer | ConnectionDealer,
+    drain: asyncio.Event,
+) -> None:
+    """Until one of its parts ends, or it is told to leave; raises what ended it. `running`: the sidecar."""
     serving = asyncio.create_task(http.wait())
-    running = asyncio.create_task(sidecar.run(job.config.max_restarts))
     beside = asyncio.create_task(sidecar.beside.run())
     leaving = asyncio.create_task(drain.wait())
     bounding = asyncio.create_task(_keep_logs_bounded(_log_dir(job)))

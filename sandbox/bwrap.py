@@ -79,7 +79,6 @@ class BwrapSandbox(DriverSandbox):
         self._folders = _shared_folders(config)
         self._cgroups, self._why_no_cgroups = _cgroups(owner, config)
         self._filter = build_filter(countable=self._cgroups is None)
-        self._driver = compile_driver(PYTHON)
         self._why_uncounted = "" if self._cgroups else self._prove_countable()
         if self._why_uncounted and not config.memory_unbounded:
             raise SandboxError(
@@ -91,6 +90,7 @@ class BwrapSandbox(DriverSandbox):
         if self._why_no_zygote and config.own_root:
             raise SandboxError(f"sandbox.own_root needs boxes forked by a zygote: {self._why_no_zygote}")
         self._zygote = None if self._why_no_zygote else Zygote(command)
+        self._driver = compile_driver(PYTHON) if self._zygote is None else b""
         self.containment = self._describe()
         if self._why_no_zygote:
             logger.info("sandbox: bwrap starts each box by itself, which takes longer: %s", self._why_no_zygote)

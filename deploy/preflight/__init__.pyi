@@ -41,12 +41,12 @@ from .network import check_advertised as check_advertised
 from .network import check_own_redis as check_own_redis
 from .network import check_ports as check_ports
 from .network import check_redis as check_redis
-from .network import check_run as check_run
 from .network import check_weights_host as check_weights_host
-from .network import config_of as config_of
-from .network import why_not as why_not
 from .routing import check_routing_replay as check_routing_replay
 from .routing import token_bytes as token_bytes
+from .running_run import check_run as check_run
+from .running_run import config_of as config_of
+from .running_run import why_not as why_not
 from .sandbox import check_containment as check_containment
 from .sandbox import check_sandbox as check_sandbox
 from .sandbox import open_sandbox as open_sandbox

@@ -37,14 +37,19 @@ def try_sandbox(config: RunConfig) -> None:
 
 
 async def _try(config: RunConfig) -> None:
-    from penstock.sandbox import RemoteSandbox
-
     sandbox = open_sandbox(config)
     try:
-        if isinstance(sandbox, RemoteSandbox):
-            await sandbox.client.request("GET", "/health", ANSWER_DEADLINE_S)
+        if config.sandbox.backend == "remote":
+            await _ask_server(sandbox)
     finally:
         await sandbox.close()
+
+
+async def _ask_server(sandbox: Sandbox) -> None:
+    from penstock.sandbox import RemoteSandbox
+
+    assert isinstance(sandbox, RemoteSandbox)
+    await sandbox.client.request("GET", "/health", ANSWER_DEADLINE_S)
 
 
 def needs_boxes(config: RunConfig) -> bool:

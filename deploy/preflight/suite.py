@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from penstock.agent_loops import allow_imports_from
@@ -53,7 +54,8 @@ from penstock.deploy.preflight.stop_grace import check_stop_grace
 from penstock.deploy.preflight.teachers import check_teachers
 from penstock.deploy.preflight.turns import check_turns
 
-Asked = Callable[[RunConfig], Check | Iterable[Check] | None]
+Found = Check | Iterable[Check] | None
+Asked = Callable[[RunConfig], Found]
 
 FACTS: tuple[Asked, ...] = (
     check_trainable,
@@ -79,13 +81,13 @@ FACTS: tuple[Asked, ...] = (
     check_shared_memory,
     check_room,
     check_reward,
-    check_sandbox,
     check_data,
     check_curriculum,
     check_sources,
     check_loop,
     check_template,
     check_teachers,
+    check_sandbox,
 )
 TRIALS: tuple[Asked, ...] = (
     check_versions,
@@ -133,6 +135,8 @@ OF_THIS_MACHINE: frozenset[Asked] = frozenset(
     (check_ports, check_devices, check_engine, check_trainer, check_size, check_shared_memory, check_room)
 )
 """They say nothing about a run whose roles are elsewhere."""
+BESIDE: frozenset[Asked] = frozenset((check_sandbox,))
+"""They wait for programs that they start: asked from the beginning on, beside those that come before them."""
 
 
 def run_checks(config: RunConfig, *, here: bool = True) -> Iterator[Check]:
@@ -155,11 +159,15 @@ def evaluation_checks(config: RunConfig) -> Iterator[Check]:
     return _ask(EVALUATION, config)
 
 
-def _ask(checks: Iterable[Asked], config: RunConfig) -> Iterator[Check]:
+def _ask(checks: Sequence[Asked], config: RunConfig) -> Iterator[Check]:
     allow_imports_from(Path.cwd())  # as workers do: a recipe's tools and rewards may lie there
-    for check in checks:
-        found = check(config)
-        if isinstance(found, Check):
-            yield found
-        elif found is not None:
-            yield from found
+    with ThreadPoolExecutor(len(BESIDE)) as threads:
+        begun = {check: threads.submit(check, config) for check in checks if check in BESIDE}
+        for check in checks:
+            yield from _listed(begun[check].result() if check in begun else check(config))
+
+
+def _listed(found: Found) -> Iterable[Check]:
+    if found is None:
+        return ()
+    return (found,) if isinstance(found, Check) else found

@@ -1,0 +1,156 @@
+"""Checks of a run that goes on: which of its roles reach each other.
+
+    here ──► queue · each server's /health · the newest weights
+    server ──► queue (reported by its /health) · trainer's weights (POST /weights makes it fetch them now)
+
+Nothing connects to agent workers, so only the episodes they hold are reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Mapping
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import yaml
+
+from penstock.common import is_loopback
+from penstock.deploy.config import RunConfig, parse_config
+from penstock.deploy.connection import TOKEN_VARIABLE, RunConnection
+from penstock.deploy.preflight.check import Check, warning
+from penstock.deploy.preflight.network import ANSWER_DEADLINE_S, examine_redis
+from penstock.transfer_queue import Announcement, QueueError, ServerInfo, TransferQueue, TransferQueueConfig
+
+PULL_S = 30.0
+"""POST /weights answers after 10 s at most."""
+SERVED = ("http", "broadcast")
+UNREACHED = (aiohttp.ClientError, TimeoutError)
+
+
+async def config_of(link: RunConnection) -> RunConfig:
+    """As the queue has it. Raises `QueueError`, soon."""
+    queue = await link.connect(TransferQueueConfig(deadline_s=ANSWER_DEADLINE_S))
+    try:
+        text = await queue.config()
+    finally:
+        await queue.close()
+    return parse_config(yaml.safe_load(text), source=f"the queue's run {link.run!r}")
+
+
+async def why_not(link: RunConnection, error: QueueError) -> list[Check]:
+    """Of a queue that `config_of` could not read."""
+    redis = await examine_redis(link.url, link.username, link.password, TransferQueueConfig().max_bytes)
+    fix = "start it (`penstock run`), or name another with PENSTOCK_RUN; docs/deploy.md has each role's rights"
+    return [*redis, Check("queue", False, str(error), fix)]
+
+
+async def check_run(link: RunConnection, config: RunConfig) -> list[Check]:
+    """`config` is what the queue holds of the run."""
+    redis = await examine_redis(link.url, link.username, link.password, config.transfer_queue.max_bytes)
+    if not all(check.ok for check in redis if check.name == "redis"):
+        return redis
+    queue = await link.connect(TransferQueueConfig(deadline_s=ANSWER_DEADLINE_S))
+    headers = {"Authorization": f"Bearer {link.token}"}
+    try:
+        async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(ANSWER_DEADLINE_S)) as http:
+            return redis + await _ask_all(queue, http, link)
+    except QueueError as error:
+        return [
+            *redis,
+            Check("queue", False, str(error), "see the checks of redis, and docs/deploy.md, Rights per role"),
+        ]
+    finally:
+        await queue.close()
+
+
+async def _ask_all(queue: TransferQueue, http: aiohttp.ClientSession, link: RunConnection) -> list[Check]:
+    status, servers, newest = await queue.status(), await queue.servers(), await queue.latest_version()
+    workers = ", ".join(f"{name} ({held})" for name, held in sorted(status.workers.items())) or "none holds an episode"
+    reached = Check("queue", True, f"run {link.run}, version {status.version}; workers: {workers}")
+    if not servers:
+        none = warning("servers", "none is in the registry", "start one: penstock rollout, or rollout.servers=1")
+        return [reached, none, *await _weights(http, newest)]
+    answers = await asyncio.gather(*(_server(http, server, link) for server in servers))
+    return [reached, *(check for checks in answers for check in checks), *await _weights(http, newest)]
+
+
+async def _server(http: aiohttp.ClientSession, server: ServerInfo, link: RunConnection) -> list[Check]:
+    name = f"server {server.server_id}"
+    try:
+        async with http.get(f"{server.url}/health") as answer:
+            status, health = answer.status, await _body(answer)
+    except UNREACHED as error:
+        found = f"{server.url}: {type(error).__name__} {error}".strip()
+        return [Check(name, False, found, _unreached(server, link))]
+    if status == HTTPStatus.UNAUTHORIZED:
+        fix = f"set {TOKEN_VARIABLE} to the run's token, as its connect.env has it"
+        return [Check(name, False, f"{server.url} refuses this token", fix)]
+    return list(_judged(name, server, health, await _pulled(http, server)))
+
+
+def _judged(name: str, server: ServerInfo, health: Mapping[str, Any], pulled: Check) -> Iterator[Check]:
+    yield Check(
+        name,
+        bool(health.get("ok")),
+        f"{server.url}: version {health.get('version')}, {health.get('in_flight')} in flight"
+        + ("" if health.get("ok") else f"; it takes no requests: {health.get('cause')}"),
+        "see its log and the engine's beside it; it comes back by itself where it is still starting",
+    )
+    line = str(health.get("queue", "it does not say"))
+    fix = "let its machine reach Redis, and give it the login of the role rollout"
+    yield Check(f"{name} → queue", line == "ok", line, fix)
+    yield pulled
+
+
+async def _pulled(http: aiohttp.ClientSession, server: ServerInfo) -> Check:
+    """The way back: the server is asked to fetch the newest weights now, from wherever the trainer has them."""
+    name = f"server {server.server_id} → weights"
+    fix = "set rollout.weights_host to an address of the trainer's machine that servers reach (0.0.0.0 for its name)"
+    try:
+        timeout = aiohttp.ClientTimeout(PULL_S)
+        async with http.post(f"{server.url}/weights", json={"action": "pull"}, timeout=timeout) as answer:
+            health = await _body(answer)
+    except UNREACHED as error:
+        return Check(name, False, f"{type(error).__name__} {error}".strip(), fix)
+    behind = int(health.get("behind_versions") or 0)
+    cause = health.get("cause") or (f"{behind} versions behind" if behind > 1 else "")
+    return Check(name, not cause, str(cause or f"holds version {health.get('version')}"), fix)
+
+
+async def _weights(http: aiohttp.ClientSession, newest: Announcement | None) -> list[Check]:
+    """Whether a server on this machine could fetch the newest version."""
+    if newest is None:
+        return []
+    if newest.manifest.get("transport") not in SERVED:
+        path = str(newest.manifest.get("path", ""))
+        if os.path.exists(path):  # noqa: ASYNC240 - a local look
+            return [Check("weights", True, path)]
+        fix = "no server can run on this machine; for that set rollout.weight_transport=http"
+        return [warning("weights", f"{path} is not on this machine", fix)]
+    url = str(newest.manifest.get("url", ""))
+    fix = "set rollout.weights_host to an address that this machine reaches, and let it through to its port"
+    try:
+        async with http.get(url, headers={"Range": "bytes=0-0"}) as answer:
+            return [Check("weights", answer.ok, f"{url}: HTTP {answer.status}", fix)]
+    except UNREACHED as error:
+        return [Check("weights", False, f"{url}: {type(error).__name__} {error}".strip(), fix)]
+
+
+def _unreached(server: ServerInfo, link: RunConnection) -> str:
+    host = urlsplit(server.url).hostname
+    if is_loopback(host) and not is_loopback(urlsplit(link.url).hostname):
+        return "it announced a loopback address: set rollout.host=0.0.0.0 (or `penstock rollout --host`) where it runs"
+    return "let this machine resolve its name and reach its port, or start it with --host ADDRESS and a fixed --port"
+
+
+async def _body(answer: aiohttp.ClientResponse) -> dict[str, Any]:
+    """Empty where the answer is no JSON object: something else listens there."""
+    try:
+        found = await answer.json(content_type=None)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
