@@ -40,6 +40,7 @@ from .rehearsal import full_reward as full_reward
 from .rehearsal import rehearse_recipe as rehearse_recipe
 from .rehearsal import rows_of as rows_of
 from .rendezvous import Rendezvous as Rendezvous
+from .report import Reporter as Reporter
 from .roles import TrainerAlive as TrainerAlive
 from .roles import fatal as fatal
 from .roles import run_role as run_role

@@ -54,9 +54,10 @@ class LivesFile:
 
     def total(self, restarts: Mapping[str, int]) -> LivesTotal:
         """Records the present life, and sums up."""
-        self._written = self._clock()
-        lives = [*self._earlier, RunLife(self._written - self._began, dict(restarts))]
+        now = self._clock()
+        lives = [*self._earlier, RunLife(now - self._began, dict(restarts))]
         write_atomically(self._path, json.dumps([asdict(life) for life in lives]) + "\n")
+        self._written = now
         counts = Counter[str]()
         for life in lives:
             counts.update(life.restarts)

@@ -56,6 +56,7 @@ class Reporter:
         self._metrics = JsonlTail(run.metrics)
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS)
         self._said_flat = False
+        self._unrecorded = ""
         self.steps_done = 0
         self._bar: Progress | None = None
         if self._console.is_terminal:
@@ -75,12 +76,23 @@ class Reporter:
         while True:
             await asyncio.sleep(1.0)
             status, servers = await self._ask()
-            self._show(self._metrics.lines(), status)
-            self._roles.write()
-            self._lives.write(restarts_of(self._members))
+            self._report(status)
             if status is not None:
                 self._killers.look(status)
             await self._watchdog.look(self.steps_done, status, servers)
+
+    def _report(self, status: Status | None) -> None:
+        """A disk that is full, or away, ends no run that goes on without it: it is said once, and tried again."""
+        found = ""
+        try:
+            self._show(self._metrics.lines(), status)
+            self._roles.write()
+            self._lives.write(restarts_of(self._members))
+        except OSError as error:
+            found = f"  not recorded: {error}"
+            if found != self._unrecorded:
+                self._say(found)
+        self._unrecorded = found
 
     def close(self) -> None:
         if self._bar is not None:
