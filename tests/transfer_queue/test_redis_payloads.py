@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -132,8 +133,10 @@ async def test_payloads_come_in_round_trips_of_bounded_size(
     many, trips = queue._connection.many, []
 
     async def counted(commands: Sequence[Sequence[object]]) -> list[object]:
+        trip: list[int] = []
+        trips.append(trip)  # in the order in which they begin
         replies = await many(commands)
-        trips.append([len(reply) for reply in replies])
+        trip += [len(reply) for reply in replies]
         return replies
 
     monkeypatch.setattr(queue._connection, "many", counted)
@@ -145,6 +148,36 @@ async def test_payloads_come_in_round_trips_of_bounded_size(
         monkeypatch.setattr("penstock.transfer_queue.redis.payloads.PIPELINE_BYTES", limit)
         assert [found.episode_id for found in await queue.read(names)] == names
         assert [len(trip) for trip in trips] == expected
+
+
+async def test_a_reader_that_stops_leaves_no_round_trip_under_way(
+    queue: RedisTransferQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one is asked for while the caller unpacks what has come; one that fails there waits for nothing."""
+    await queue.submit(tasks(3), cursor=at(3))
+    leases = await queue.lease_episodes("worker", 5, 0)
+    for lease in leases:
+        await queue.complete(lease, trajectory(lease))
+    await queue._connection.command("DEL", queue._keys.payload(f"{leases[0].episode_id}@{leases[0].fence}"))
+    many, begun, ended = queue._connection.many, [], []
+
+    async def silent_after_the_first(commands: Sequence[Sequence[object]]) -> list[object]:
+        begun.append(commands)
+        if len(begun) == 1:
+            return await many(commands)
+        try:
+            await asyncio.Event().wait()  # a Redis that never answers
+        finally:
+            ended.append(commands)
+        return []
+
+    monkeypatch.setattr(queue._connection, "many", silent_after_the_first)
+    monkeypatch.setattr("penstock.transfer_queue.redis.payloads.PIPELINE_BYTES", 1)
+    async with asyncio.timeout(20):
+        with pytest.raises(BadPayload, match=leases[0].episode_id):
+            await queue.read([lease.episode_id for lease in leases])
+    assert len(begun) == 2
+    assert ended == begun[1:]
 
 
 async def test_a_payload_that_lacks_a_byte_is_not_acknowledged(queue: RedisTransferQueue) -> None:

@@ -11,10 +11,13 @@ Each chunk is its own key: chunks spread over a cluster and are freed one by one
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from penstock.common import cancel_and_wait
 from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.codec.packing import (
     HEAD_GUESS,
@@ -38,8 +41,10 @@ from penstock.transfer_queue.redis.client import Connection
 from penstock.transfer_queue.redis.keys import Keys
 from penstock.transfer_queue.types import FieldValues, Trajectory
 
-PIPELINE_BYTES = 2 << 20
-"""Replies of one round trip. With more, Redis builds them in memory that no cache holds, at half the speed."""
+PIPELINE_BYTES = 512 << 10
+"""Replies of one round trip: few enough that Redis's caches hold them, and that the caller unpacks them soon."""
+AHEAD = 1
+"""Round trips under way while the caller works on another's replies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +94,42 @@ class Payloads:
             ["SET", key, view[at : at + CHUNK_BYTES], "NX"] for key, at in zip(self.keys(stored), cuts, strict=True)
         ]
 
-    async def fetch(self, wanted: Sequence[StoredPayload]) -> list[bytes | None]:
-        """Whole payloads in the order given; None for one that is missing or truncated."""
-        blobs = await self.cut([ByteRange(stored, 0, stored.size) for stored in wanted])
-        return [blob if len(blob) == stored.size else None for blob, stored in zip(blobs, wanted, strict=True)]
+    async def fetch(self, wanted: Sequence[StoredPayload]) -> AsyncGenerator[bytes | None]:
+        """Whole payloads in the order given, one by one; None for one that is missing or truncated.
+
+        Redis answers the next round trip while the caller unpacks what has come. To be closed (`aclosing`).
+        """
+        async with aclosing(self._each([ByteRange(stored, 0, stored.size) for stored in wanted])) as blobs:
+            sizes = iter(wanted)
+            async for blob in blobs:
+                yield blob if len(blob) == next(sizes).size else None
 
     async def cut(self, cuts: Sequence[ByteRange]) -> list[bytes]:
         """Ranges of payloads in the order given, shorter if the store holds less."""
-        pieces = [list(self._pieces(cut)) for cut in cuts]
-        replies = iter(await self._fetch([piece for group in pieces for piece in group]))
-        return [_join([next(replies) for _ in group]) for group in pieces]
+        async with aclosing(self._each(cuts)) as found:
+            return [blob async for blob in found]
+
+    async def _each(self, cuts: Sequence[ByteRange]) -> AsyncGenerator[bytes]:
+        groups = [list(self._pieces(cut)) for cut in cuts]
+        arrived: deque[bytes | None] = deque()
+        async with aclosing(self._round_trips([piece for group in groups for piece in group])) as round_trips:
+            for group in groups:
+                while len(arrived) < len(group):
+                    arrived += await anext(round_trips)
+                yield _join([arrived.popleft() for _ in group])
+
+    async def _round_trips(self, pieces: Sequence[_Piece]) -> AsyncGenerator[list[bytes | None]]:
+        """The replies of one round trip after the other; the next is under way while the caller works on these."""
+        under_way: deque[asyncio.Task[list[Any]]] = deque()
+        try:
+            for share in _shares(pieces):
+                under_way.append(asyncio.create_task(self._connection.many([piece.command for piece in share])))
+                if len(under_way) > AHEAD:
+                    yield await under_way.popleft()
+            while under_way:
+                yield await under_way.popleft()
+        finally:
+            await cancel_and_wait(under_way)
 
     def _pieces(self, cut: ByteRange) -> Iterator[_Piece]:
         keys, end = self.keys(cut.stored), min(cut.stop, cut.stored.size)
@@ -108,18 +139,6 @@ class Payloads:
             whole = start == 0 and stop == min(CHUNK_BYTES, cut.stored.size - number * CHUNK_BYTES)
             command = ["GET", keys[number]] if whole else ["GETRANGE", keys[number], start, stop - 1]
             yield _Piece(command, stop - start)
-
-    async def _fetch(self, pieces: Sequence[_Piece]) -> list[bytes | None]:
-        """Several pieces in each round trip, as many as `PIPELINE_BYTES` allow and at least one."""
-        replies: list[bytes | None] = []
-        while len(replies) < len(pieces):
-            first = last = len(replies)
-            size = 0
-            while last < len(pieces) and (last == first or size + pieces[last].size <= PIPELINE_BYTES):
-                size += pieces[last].size
-                last += 1
-            replies += await self._connection.many([piece.command for piece in pieces[first:last]])
-        return replies
 
     async def delete(self, gone: Sequence[StoredPayload]) -> None:
         """Delete payloads. Their names are never reused, so a repeat is harmless."""
@@ -137,6 +156,18 @@ class Payloads:
         """The payload of a writer that died before it reported its size to the index."""
         preamble = await self._connection.command("GETRANGE", self._keys.payload(stored.name), 0, PREAMBLE.size - 1)
         return StoredPayload(stored.name, blob_length(preamble))
+
+
+def _shares(pieces: Sequence[_Piece]) -> Iterator[Sequence[_Piece]]:
+    """As many for each round trip as `PIPELINE_BYTES` allow, at least one."""
+    first = size = 0
+    for place, piece in enumerate(pieces):
+        if place > first and size + piece.size > PIPELINE_BYTES:
+            yield pieces[first:place]
+            first, size = place, 0
+        size += piece.size
+    if pieces:
+        yield pieces[first:]
 
 
 def _join(parts: Sequence[bytes | None]) -> bytes:
@@ -161,8 +192,17 @@ class PayloadReader:
         self._batch_log = batch_log
 
     async def read(self, episode_ids: Sequence[str]) -> list[Trajectory]:
-        blobs = await self.blobs(episode_ids)
-        return [_in_payload(episode_id, decode_trajectory, blobs[episode_id]) for episode_id in episode_ids]
+        """Raises `BadPayload` if one is missing."""
+        stored, spilled = await self._split(episode_ids)
+        read: dict[str, Trajectory] = {}
+        async with aclosing(self._payloads.fetch(list(stored.values()))) as blobs:
+            names = iter(stored)
+            async for blob in blobs:
+                name = next(names)
+                read[name] = _in_payload(name, decode_trajectory, _present(name, blob))
+        for name, blob in (await self._from_log(spilled)).items():
+            read[name] = _in_payload(name, decode_trajectory, blob)
+        return [read[episode_id] for episode_id in episode_ids]
 
     async def get(
         self, episode_ids: Sequence[str], fields: Sequence[str], start: int, stop: int | None
@@ -173,18 +213,12 @@ class PayloadReader:
         found |= await self._cut_fields(stored, fields, start, stop)
         return [found[episode_id] for episode_id in episode_ids]
 
-    async def blobs(self, episode_ids: Sequence[str]) -> dict[str, bytes]:
-        """Packed trajectories. Raises `BadPayload` if one is missing."""
-        stored, spilled = await self._split(episode_ids)
-        fetched = await self._payloads.fetch(list(stored.values()))
-        blobs = {name: _present(name, blob) for name, blob in zip(stored, fetched, strict=True)}
-        return {**blobs, **await self._from_log(spilled)}
-
     async def held(self, episode_ids: Sequence[str]) -> dict[str, bytes]:
         """Packed trajectories of the episodes that are not spilled yet; others are skipped."""
         rows = zip(episode_ids, await self._locate(episode_ids), strict=True)
         here = {name: stored for name, stored in rows if stored.size > 0}
-        fetched = await self._payloads.fetch(list(here.values()))
+        async with aclosing(self._payloads.fetch(list(here.values()))) as blobs:
+            fetched = [blob async for blob in blobs]
         return {name: _present(name, blob) for name, blob in zip(here, fetched, strict=True)}
 
     async def _split(self, episode_ids: Sequence[str]) -> tuple[dict[str, StoredPayload], list[str]]:
