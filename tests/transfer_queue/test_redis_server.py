@@ -23,6 +23,7 @@ import redis.asyncio as aioredis
 from redis.exceptions import RedisError
 from redis_parts import open_to
 
+from penstock.common import forks_cheaply
 from penstock.transfer_queue import QueueError, RedisServer
 from penstock.transfer_queue.redis import (
     Connection,
@@ -64,6 +65,31 @@ async def test_memory_is_limited_and_nothing_evicted(tmp_path: Path) -> None:
         info = await connection.info()
         assert (info["maxmemory"], info["maxmemory_policy"]) == (50 << 20, "noeviction")
         await connection.close()
+
+
+async def test_memory_is_in_huge_pages_unless_it_is_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not enabled.exists() or "[never]" in enabled.read_text() or not forks_cheaply():
+        pytest.skip("no transparent huge pages on this machine, or a kernel before 5.8")
+
+    async def huge_kib(folder: Path) -> int:
+        """Of a server that holds 64 MB."""
+        async with RedisServer(folder, PASSWORD) as server:
+            connection = await open_to(server.url)
+            if not str((await connection.info())["mem_allocator"]).startswith("jemalloc"):
+                pytest.skip("this redis-server was not built with jemalloc")
+            for number in range(64):
+                await connection.command("SET", number, bytes(1 << 20))
+            await connection.close()
+            rollup = Path(f"/proc/{server.pid}/smaps_rollup").read_text()
+            return int(next(line for line in rollup.splitlines() if line.startswith("AnonHugePages")).split()[1])
+
+    assert await huge_kib(tmp_path / "usual") > 32 << 10
+    monkeypatch.setenv("MALLOC_CONF", "thp:never")
+    monkeypatch.setenv("JE_MALLOC_CONF", "thp:never")
+    assert await huge_kib(tmp_path / "told") == 0
 
 
 async def test_the_configuration_is_private_and_safe(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,23 @@ async def send_and_read(folder: Path, options: dict[str, Any]) -> None:
 
         await asyncio.gather(*(read(seed) for seed in range(8)))
         await connection.close()
+
+
+async def test_a_long_string_stays_whatever_is_received_after_it(redis_server: RedisServer) -> None:
+    """They lie one after the other in areas that are made anew while some of the last one are still held."""
+    values = {str(n): random.Random(n).randbytes(600_000 + n) for n in range(40)}  # three areas
+    connection = await open_to(redis_server.url)
+    await connection.many([("SET", name, value) for name, value in values.items()])
+    kept = []
+    for _ in range(3):
+        found = await connection.many([("GET", name) for name in values])
+        assert found == list(values.values())
+        kept.append((found[7], found[39]))
+        del found
+        gc.collect()
+    assert kept == [(values["7"], values["39"])] * 3
+    assert all(view.readonly for pair in kept for view in pair)
+    await connection.close()
 
 
 async def test_a_refusal_among_replies_stays_with_its_command(redis_server: RedisServer) -> None:

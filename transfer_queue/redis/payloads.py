@@ -17,7 +17,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from penstock.common import cancel_and_wait
+from penstock.common import cancel_and_wait, huge_area
 from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.codec.packing import (
     HEAD_GUESS,
@@ -170,10 +170,14 @@ def _shares(pieces: Sequence[_Piece]) -> Iterator[Sequence[_Piece]]:
         yield pieces[first:]
 
 
-def _join(parts: Sequence[bytes | None]) -> bytes:
+def _join(parts: Sequence[bytes | None]) -> Any:
     if len(parts) == 1:
         return parts[0] or b""
-    return b"".join(part or b"" for part in parts)
+    whole, at = memoryview(huge_area(sum(len(part or b"") for part in parts))), 0
+    for part in filter(None, parts):
+        whole[at : at + len(part)] = part
+        at += len(part)
+    return whole[:at].toreadonly()
 
 
 SPILLED = -1

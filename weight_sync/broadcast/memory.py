@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import torch
 
+from penstock.common import huge_area
 from penstock.weight_sync.file_format import CODES, FULL, Section, file_header
 
 META = {"penstock": FULL}
@@ -39,14 +38,12 @@ def _section(tensor: Described) -> Section:
 
 
 class SpareMemory:
-    """In large pages where the kernel has them: making small ones costs more than the bytes that come into them."""
+    """A `huge_area` for tensors."""
 
     def __init__(self, nbytes: int) -> None:
         """Raises `OSError` where there is no memory."""
         self.nbytes = nbytes
-        self._area = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without them
-            self._area.madvise(mmap.MADV_HUGEPAGE)
+        self._area = huge_area(nbytes)
 
     def tensor(self) -> torch.Tensor:
         """[nbytes] uint8. It keeps the memory, with or without this object."""
