@@ -171,8 +171,8 @@ def _shares(pieces: Sequence[_Piece]) -> Iterator[Sequence[_Piece]]:
 
 
 def _join(parts: Sequence[bytes | None]) -> Any:
-    if len(parts) == 1:
-        return parts[0] or b""
+    if len(parts) < 2:
+        return (parts[0] if parts else None) or b""
     whole, at = memoryview(huge_area(sum(len(part or b"") for part in parts))), 0
     for part in filter(None, parts):
         whole[at : at + len(part)] = part
