@@ -82,7 +82,7 @@ class Reporter:
             await self._watchdog.look(self.steps_done, status, servers)
 
     def _report(self, status: Status | None) -> None:
-        """A disk that is full, or away, ends no run that goes on without it: it is said once, and tried again."""
+        """A full or missing disk does not end the run: the error is reported once, and the write is retried."""
         found = ""
         try:
             self._show(self._metrics.lines(), status)

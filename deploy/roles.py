@@ -194,7 +194,7 @@ async def rollout(
 
 
 def _mount_gateway(run: RunContext, config: RunConfig, sidecar: Sidecar, url: str) -> Gateway:
-    """Imported now: the engine's process, which takes longest, has been started."""
+    """Imports the gateway only now, after the engine's process was started: that takes longest."""
     with uncollected():
         from penstock.gateway import GatewayJob, mount
 

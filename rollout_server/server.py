@@ -120,7 +120,7 @@ async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:
 
 
 def _import_http() -> None:
-    """In a thread of its own: FastAPI takes a tenth of a second, in which the engine's process is started."""
+    """Called in a thread: importing FastAPI takes a tenth of a second, while the event loop starts the engine."""
     with uncollected():
         import penstock.rollout_server.connection_dealer
         import penstock.rollout_server.routes  # noqa: F401
@@ -152,7 +152,11 @@ async def _run(
     http: HttpServer | ConnectionDealer,
     drain: asyncio.Event,
 ) -> None:
-    """Until one of its parts ends, or it is told to leave; raises what ended it. `running`: the sidecar."""
+    """Runs until one of its parts ends or a drain is requested; raises the error that ended it.
+
+    Args:
+        running: the task of the sidecar.
+    """
     serving = asyncio.create_task(http.wait())
     beside = asyncio.create_task(sidecar.beside.run())
     leaving = asyncio.create_task(drain.wait())

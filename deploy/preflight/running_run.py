@@ -1,4 +1,4 @@
-"""Checks of a run that goes on: which of its roles reach each other.
+"""Checks of a running run: which of its roles can reach each other.
 
     here ──► queue · each server's /health · the newest weights
     server ──► queue (reported by its /health) · trainer's weights (POST /weights makes it fetch them now)

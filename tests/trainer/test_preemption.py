@@ -74,7 +74,7 @@ class MiddleOfAnUpdate:
     async def cancel_there(self, running: asyncio.Task[None]) -> None:
         assert await asyncio.to_thread(self._reached.wait, 60)
         running.cancel()
-        for _ in range(20):  # the event loop delivers the cancellation before the update goes on
+        for _ in range(20):  # lets the event loop deliver the cancellation before the update continues
             await asyncio.sleep(0)
         self._go_on.set()
 

@@ -112,7 +112,7 @@ def meet_late(folder: Path) -> None:
     """Rank 1 comes to a meeting when a collective's deadline is long over, and well before that of meetings."""
     ranks = Ranks.open(LATE_S / 3, patience_s=60)
     if ranks.rank:
-        time.sleep(LATE_S)  # the lateness that is tested; this rank runs no event loop that it could block
+        time.sleep(LATE_S)  # the delay under test; this rank has no event loop to block
     ranks.meet()
     ranks.close()
     (folder / f"ended_{ranks.rank}").write_text("met")
@@ -123,7 +123,7 @@ def write_slowly(seconds: float) -> None:
     write = WeightFiles.write_from_ranks
 
     def slow(self: WeightFiles, version: int, source: WeightSource) -> Manifest:
-        time.sleep(seconds)  # stands for a slow disk: blocks the writing thread alone
+        time.sleep(seconds)  # a slow disk; it blocks only the thread that writes
         return write(self, version, source)
 
     WeightFiles.write_from_ranks = slow  # type: ignore[method-assign]

@@ -17,6 +17,7 @@ from penstock.transfer_queue import (
     BadPayload,
     Batch,
     BatchLog,
+    Lease,
     QueueError,
     QueueUnavailable,
     RedisServer,
@@ -34,6 +35,14 @@ async def queue(redis_server: RedisServer) -> AsyncIterator[RedisTransferQueue]:
     yield made
     await made.drop_run()
     await made.close()
+
+
+async def completed(queue: RedisTransferQueue, episodes: int) -> list[Lease]:
+    await queue.submit(tasks(3), cursor=at(3))
+    leases = await queue.lease_episodes("worker", episodes, 0)
+    for lease in leases:
+        await queue.complete(lease, trajectory(lease, tokens=500))
+    return leases
 
 
 async def spilled(queue: RedisTransferQueue) -> str:
@@ -126,10 +135,7 @@ async def test_payloads_come_in_round_trips_of_bounded_size(
     queue: RedisTransferQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch of a hundred megabytes is not one reply that Redis must build in memory."""
-    await queue.submit(tasks(3), cursor=at(3))
-    leases = await queue.lease_episodes("worker", 5, 0)
-    for lease in leases:
-        await queue.complete(lease, trajectory(lease, tokens=500))
+    leases = await completed(queue, 5)
     many, trips = queue._connection.many, []
 
     async def counted(commands: Sequence[Sequence[object]]) -> list[object]:
@@ -153,11 +159,8 @@ async def test_payloads_come_in_round_trips_of_bounded_size(
 async def test_a_reader_that_stops_leaves_no_round_trip_under_way(
     queue: RedisTransferQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next one is asked for while the caller unpacks what has come; one that fails there waits for nothing."""
-    await queue.submit(tasks(3), cursor=at(3))
-    leases = await queue.lease_episodes("worker", 5, 0)
-    for lease in leases:
-        await queue.complete(lease, trajectory(lease))
+    """The next one is requested while the caller unpacks a payload; a caller that fails does not wait for it."""
+    leases = await completed(queue, 5)
     await queue._connection.command("DEL", queue._keys.payload(f"{leases[0].episode_id}@{leases[0].fence}"))
     many, begun, ended = queue._connection.many, [], []
 

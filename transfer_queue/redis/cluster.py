@@ -32,8 +32,9 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from penstock.common import HugePageArena
 from penstock.transfer_queue.errors import QueueError
-from penstock.transfer_queue.redis.wire import READ_BYTES, LongMemory, Wire, pack_commands
+from penstock.transfer_queue.redis.wire import READ_BYTES, Wire, pack_commands
 
 MAX_CONNECTIONS = 64
 """To one server at once; further calls wait for one."""
@@ -85,7 +86,7 @@ class Node:
         self._kind = kind
         self._settings = settings
         self._idle: list[_Link] = []
-        self._buffer, self._memory = bytearray(READ_BYTES), LongMemory()
+        self._buffer, self._arena = bytearray(READ_BYTES), HugePageArena()
         self._free = asyncio.Semaphore(MAX_CONNECTIONS)
         self._closed = False
         self.host = str(settings.get("host", "localhost"))
@@ -105,7 +106,7 @@ class Node:
         for call in calls:
             call.forget()
         async with self._free:
-            link = self._idle.pop() if self._idle else _Link(self._kind(**self._settings), self._buffer, self._memory)
+            link = self._idle.pop() if self._idle else _Link(self._kind(**self._settings), self._buffer, self._arena)
             try:
                 await link.exchange(calls, asking)
             except (RedisError, OSError) as error:
@@ -140,16 +141,16 @@ class Node:
 class _Link:
     """A connection of redis-py and, while it is open, its wire."""
 
-    def __init__(self, connection: AbstractConnection, buffer: bytearray, memory: LongMemory) -> None:
+    def __init__(self, connection: AbstractConnection, buffer: bytearray, arena: HugePageArena) -> None:
         self._connection = connection
-        self._buffer, self._memory = buffer, memory
+        self._buffer, self._arena = buffer, arena
         self._wire: Wire | None = None
 
     async def exchange(self, calls: Sequence[RedisCall], asking: bool) -> None:
         """Connects where it is not. Raises what ends the connection; refusals stay in the calls."""
         if self._wire is None:
             await self._connection.connect()
-            self._wire = Wire(self._connection, self._buffer, self._memory)
+            self._wire = Wire(self._connection, self._buffer, self._arena)
         commands = [call.args for call in calls]
         if asking:
             commands = [command for args in commands for command in (("ASKING",), args)]

@@ -42,9 +42,9 @@ from penstock.transfer_queue.redis.keys import Keys
 from penstock.transfer_queue.types import FieldValues, Trajectory
 
 PIPELINE_BYTES = 512 << 10
-"""Replies of one round trip: few enough that Redis's caches hold them, and that the caller unpacks them soon."""
+"""Replies of one round trip: little enough for Redis's caches, and for the caller to start unpacking early."""
 AHEAD = 1
-"""Round trips under way while the caller works on another's replies."""
+"""Round trips in flight while the caller processes the replies of another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +94,17 @@ class Payloads:
             ["SET", key, view[at : at + CHUNK_BYTES], "NX"] for key, at in zip(self.keys(stored), cuts, strict=True)
         ]
 
-    async def fetch(self, wanted: Sequence[StoredPayload]) -> AsyncGenerator[bytes | None]:
-        """Whole payloads in the order given, one by one; None for one that is missing or truncated.
+    async def fetch(self, wanted: Mapping[str, StoredPayload]) -> AsyncGenerator[tuple[str, bytes]]:
+        """Episodes and their whole payloads, one by one in the order given. Close it (`aclosing`).
 
-        Redis answers the next round trip while the caller unpacks what has come. To be closed (`aclosing`).
+        Redis answers the next round trip while the caller unpacks a payload. Raises `BadPayload` if one is missing or
+        truncated.
         """
-        async with aclosing(self._each([ByteRange(stored, 0, stored.size) for stored in wanted])) as blobs:
-            sizes = iter(wanted)
+        async with aclosing(self._each([ByteRange(stored, 0, stored.size) for stored in wanted.values()])) as blobs:
+            rest = iter(wanted.items())
             async for blob in blobs:
-                yield blob if len(blob) == next(sizes).size else None
+                name, stored = next(rest)
+                yield name, _present(name, blob if len(blob) == stored.size else None)
 
     async def cut(self, cuts: Sequence[ByteRange]) -> list[bytes]:
         """Ranges of payloads in the order given, shorter if the store holds less."""
@@ -119,7 +121,7 @@ class Payloads:
                 yield _join([arrived.popleft() for _ in group])
 
     async def _round_trips(self, pieces: Sequence[_Piece]) -> AsyncGenerator[list[bytes | None]]:
-        """The replies of one round trip after the other; the next is under way while the caller works on these."""
+        """The replies of each round trip in order; the next one is in flight while the caller processes them."""
         under_way: deque[asyncio.Task[list[Any]]] = deque()
         try:
             for share in _shares(pieces):
@@ -199,11 +201,9 @@ class PayloadReader:
         """Raises `BadPayload` if one is missing."""
         stored, spilled = await self._split(episode_ids)
         read: dict[str, Trajectory] = {}
-        async with aclosing(self._payloads.fetch(list(stored.values()))) as blobs:
-            names = iter(stored)
-            async for blob in blobs:
-                name = next(names)
-                read[name] = _in_payload(name, decode_trajectory, _present(name, blob))
+        async with aclosing(self._payloads.fetch(stored)) as blobs:
+            async for name, blob in blobs:
+                read[name] = _in_payload(name, decode_trajectory, blob)
         for name, blob in (await self._from_log(spilled)).items():
             read[name] = _in_payload(name, decode_trajectory, blob)
         return [read[episode_id] for episode_id in episode_ids]
@@ -221,9 +221,8 @@ class PayloadReader:
         """Packed trajectories of the episodes that are not spilled yet; others are skipped."""
         rows = zip(episode_ids, await self._locate(episode_ids), strict=True)
         here = {name: stored for name, stored in rows if stored.size > 0}
-        async with aclosing(self._payloads.fetch(list(here.values()))) as blobs:
-            fetched = [blob async for blob in blobs]
-        return {name: _present(name, blob) for name, blob in zip(here, fetched, strict=True)}
+        async with aclosing(self._payloads.fetch(here)) as blobs:
+            return {name: blob async for name, blob in blobs}
 
     async def _split(self, episode_ids: Sequence[str]) -> tuple[dict[str, StoredPayload], list[str]]:
         stored: dict[str, StoredPayload] = {}

@@ -21,7 +21,7 @@ import redis.asyncio as aioredis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS
 from redis.exceptions import AuthenticationError, RedisError
 
-from penstock.common import FileLock, environment_without_secrets, forks_cheaply
+from penstock.common import FileLock
 from penstock.transfer_queue.errors import QueueError
 from penstock.transfer_queue.redis.server_config import (
     FileSync,
@@ -30,6 +30,7 @@ from penstock.transfer_queue.redis.server_config import (
     find_redis_server,
     free_port,
     repair_append_only_file,
+    server_environment,
 )
 
 logger = logging.getLogger(__name__)
@@ -201,7 +202,7 @@ class RedisServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_environment(),
+                env=server_environment(),
                 start_new_session=True,
             )
 
@@ -261,16 +262,6 @@ class RedisServer:
         except FileNotFoundError:
             lines = []
         return " | ".join(lines[-3:]) or "it wrote no log"
-
-
-def _environment() -> dict[str, str]:
-    """With Redis's allocator in huge pages, unless it is told otherwise: to make small ones takes a third of the time
-    of storing a payload, and a fork copies the tables of all of them."""
-    environment = environment_without_secrets()
-    if forks_cheaply():
-        for name in ("MALLOC_CONF", "JE_MALLOC_CONF"):  # a system's jemalloc, and Redis's own
-            environment.setdefault(name, "thp:always")
-    return environment
 
 
 def _dies_with_parent() -> list[str]:

@@ -6,13 +6,12 @@ calls of redis-py's connection. A long string is received where it stays: throug
 its reader would be woken for every piece.
 
     socket ──► buffer of the node ──► hiredis ──► reply
-        └────► a piece of `LongMemory`, once the buffer began with the head of a long string ──► reply
+        └────► a buffer of the arena, once the node's buffer began with the head of a long string ──► reply
 """
 
 from __future__ import annotations
 
 import asyncio
-import mmap
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -22,17 +21,12 @@ from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import DataError, InvalidResponse
 
-from penstock.common import huge_area, is_viewed
+from penstock.common import HugePageArena
 from penstock.transfer_queue.codec.packing import Packed
 
 READ_BYTES = 1 << 16
 LONG_BYTES = READ_BYTES
 """A string of at least this length is received where it stays."""
-AREA_BYTES = 8 << 20
-KEPT_AREAS = 32
-"""At most, while nothing is in them."""
-_LINE_BYTES = 64
-"""Of a processor's cache."""
 _HEAD_BYTES = 16
 """Within these a head ``$LENGTH\\r\\n`` ends."""
 _STRING = ord("$")
@@ -72,44 +66,12 @@ def _gathered(command: Sequence[Any]) -> list[Any]:
     return chunks
 
 
-class LongMemory:
-    """Where long strings are received: one after the other in areas of huge pages. An area is used again once the last
-    string in it is gone: to make its pages anew would cost as much as to receive into them."""
-
-    def __init__(self) -> None:
-        self._areas: list[mmap.mmap] = []
-        self._left = memoryview(b"")
-        """Of the newest area."""
-
-    def take(self, length: int) -> memoryview:
-        """[length] bytes that nobody else has."""
-        if length > AREA_BYTES // 2:  # it would leave most of an area behind
-            return memoryview(huge_area(length))
-        if length > len(self._left):
-            self._left = memoryview(b"")
-            area = self._unused() or huge_area(AREA_BYTES)
-            self._areas.append(area)
-            self._left = memoryview(area)
-        taken, self._left = self._left[:length], self._left[length + -length % _LINE_BYTES :]
-        return taken
-
-    def _unused(self) -> mmap.mmap | None:
-        """An area with nothing in it, taken off; of the others like it all but `KEPT_AREAS` are freed."""
-        used: list[mmap.mmap] = []
-        unused: list[mmap.mmap] = []
-        for area in self._areas:
-            (used if is_viewed(area) else unused).append(area)
-        found = unused.pop() if unused else None
-        self._areas = [*unused[:KEPT_AREAS], *used]
-        return found
-
-
 class Wire(asyncio.BufferedProtocol):
     """One caller at a time, which reads a reply for each command that it sent. `connection` stays the owner of the
     socket: it closes it."""
 
-    def __init__(self, connection: AbstractConnection, buffer: bytearray, memory: LongMemory) -> None:
-        """`connection` is logged in and has no reply outstanding. `buffer` and `memory` may serve several wires of one
+    def __init__(self, connection: AbstractConnection, buffer: bytearray, arena: HugePageArena) -> None:
+        """`connection` is logged in and has no reply outstanding. `buffer` and `arena` may serve several wires of one
         event loop: what `buffer` holds is parsed before it is filled again."""
         assert connection._writer is not None  # it is connected
         parse_error = connection._parser.parse_error
@@ -118,7 +80,7 @@ class Wire(asyncio.BufferedProtocol):
         )
         self._buffer = buffer
         self._view = memoryview(buffer)
-        self._memory = memory
+        self._arena = arena
         self._long: memoryview | None = None
         """The long string that is being received, and its line end."""
         self._filled = 0
@@ -173,7 +135,7 @@ class Wire(asyncio.BufferedProtocol):
             self._end_long()
         elif length := self._long_begins(nbytes):
             head = self._buffer.index(b"\n") + 1
-            self._long = self._memory.take(length + 2)
+            self._long = self._arena.allocate(length + 2)
             self._filled = nbytes - head
             self._long[: self._filled] = self._view[head:nbytes]
         else:
