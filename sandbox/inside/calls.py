@@ -284,10 +284,10 @@ class Calls:
         return {"stdout": stdout, "stderr": stderr, "duration_s": duration_s, "box_full": box_full, **outcome}
 
     def _make_room(self) -> bool:
-        """Ends what holds the box over its memory; True where its files alone do."""
+        """Ends what holds the box over its memory; True where what stays leaves no room for another call."""
         assert self._memory is not None
         for end in (self.processes.reap, self.persistent.kill_everything):
             end()
             if not self._memory.exceeded():
-                return False
+                return self._memory.full()
         return True

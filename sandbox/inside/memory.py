@@ -36,6 +36,8 @@ MOST_LOCKS = 1 << 14
 """File locks of a box, some 4 MB of the kernel's memory. No program needs as many; a longer list is slow to read."""
 LOCKS_LOOK_S = 2.0
 """Pause between two looks at them, and before the first: a look stops the machine's file locks for a moment."""
+PROGRAM_BYTES = 8 << 20
+"""What a small program needs, and the child of the driver that executes it."""
 FOLDERS = ("/tmp", "/dev/shm")  # noqa: S108 - the box's own
 TERMINALS = "/dev/pts"
 
@@ -57,8 +59,7 @@ class MemoryWatch:
 
     def exceeded(self) -> bool:
         """Whether the box holds more than its limit. Cheap while it does not."""
-        files = sum(map(_folder_bytes, FOLDERS)) + len(os.listdir(TERMINALS)) * TERMINAL_BYTES
-        rest = files + sum(socket_bytes(self.send_bytes))
+        rest = self._without_processes()
         rough = rest + sum(process.anonymous for process in processes())
         if rough > self.limit_bytes:
             # Twice: processes are read one after the other, and one that executes a program meanwhile may count double.
@@ -66,6 +67,16 @@ class MemoryWatch:
         free = -1 if self._too_many_locks() else self.limit_bytes - rough
         self.pause_s = min(max(free / FILL_BYTES_PER_S, LOOK_S[0]), LOOK_S[1])
         return free < 0
+
+    def full(self) -> bool:
+        """Whether what stays when every call has ended leaves no room for a program: none could delete a file then."""
+        own = _read_process(os.getpid())
+        stays = self._without_processes() + (own.anonymous if own is not None else 0)
+        return stays > self.limit_bytes - min(PROGRAM_BYTES, self.limit_bytes // 8)
+
+    def _without_processes(self) -> int:
+        files = sum(map(_folder_bytes, FOLDERS)) + len(os.listdir(TERMINALS)) * TERMINAL_BYTES
+        return files + sum(socket_bytes(self.send_bytes))
 
     def _too_many_locks(self) -> bool:
         """Looked at every `LOCKS_LOOK_S`: by many processes at once they grow by some 10 MB in that time."""

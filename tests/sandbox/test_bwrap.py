@@ -141,6 +141,21 @@ async def test_bwrap_files_over_the_memory_end_the_box(monkeypatch: pytest.Monke
     assert int(left.stdout.split()[0]) <= (0 if result.files_lost else 64)
 
 
+async def test_bwrap_files_that_leave_no_room_for_a_program_end_the_box(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files fit, and no call could delete one: each would be ended at the limit."""
+    without_cgroups(monkeypatch)
+    sandbox = BwrapSandbox(CONFIG.model_copy(update={"tmp_mb": 512, "memory_mb": 64}), OWNER)
+    session = await sandbox.start("crowded")
+    append = ["sh", "-c", "head -c 256K /dev/zero >> /tmp/hoard && sleep 0.5"]
+    await session.run(["dd", "if=/dev/zero", "of=/tmp/hoard", "bs=1M", "count=54"], timeout_s=20.0)
+    calls = [await session.run(append, timeout_s=20.0) for _ in range(44)]
+    await sandbox.close()
+    lost = [call.files_lost for call in calls].index(True)
+    assert {call.limit for call in calls[:lost]} == {None}
+    assert calls[lost].limit == "memory"
+    assert {(call.exit_code, call.limit) for call in calls[lost + 1 :]} == {(0, None)}
+
+
 async def test_bwrap_a_large_program_may_start_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """A child of vfork() runs in its parent's memory: it is no second holder of it."""
     without_cgroups(monkeypatch)
