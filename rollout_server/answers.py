@@ -15,11 +15,19 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 from pydantic_core import to_json
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.common import cancel_and_wait, context_of, error_response, header, spans_on, start_span
+from penstock.common import (
+    cancel_and_wait,
+    context_of,
+    error_response,
+    header,
+    read_body,
+    replay_body,
+    spans_on,
+    start_span,
+)
 from penstock.common.tracing import TRACEPARENT
 from penstock.rollout_server.protocol import (
     BadRequest,
@@ -94,31 +102,16 @@ class QuickGenerate:
         if scope["type"] != "http" or scope["path"] != GENERATE or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
-        body, rest = await _body_of(receive)
+        body, rest = await read_body(receive)
         request = _sound_request(header(scope, b"content-type"), body) if rest is None else None
         if request is None or (request.images and not self._sees_images):
-            await self.app(scope, _replayed(body, rest, receive), send)
+            await self.app(scope, replay_body(body, rest, receive), send)
             return
         try:
             response: Response = respond(self._answering, request, header(scope, TRACEPARENT.encode()).decode() or None)
         except REFUSED as error:
             response = refusal(error)
         await response(scope, receive, send)
-
-
-async def _body_of(receive: Receive) -> tuple[bytes, Message | HTTPException | None]:
-    """(the whole body, None), or what came of it and the message or refusal that ended it."""
-    parts: list[bytes] = []
-    while True:
-        try:
-            message = await receive()
-        except HTTPException as error:
-            return b"".join(parts), error
-        if message["type"] != "http.request":
-            return b"".join(parts), message
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return parts[0] if len(parts) == 1 else b"".join(parts), None
 
 
 def _sound_request(content_type: bytes, body: bytes) -> GenerateRequest | None:
@@ -128,21 +121,6 @@ def _sound_request(content_type: bytes, body: bytes) -> GenerateRequest | None:
         return GenerateRequest.model_validate_json(body)
     except ValidationError:
         return None
-
-
-def _replayed(body: bytes, rest: Message | HTTPException | None, receive: Receive) -> Receive:
-    """`receive` as it was before its body was read."""
-    read: list[Message | HTTPException] = [{"type": "http.request", "body": body, "more_body": rest is not None}]
-    if rest is not None:
-        read.append(rest)
-
-    async def again() -> Message:
-        message = read.pop(0) if read else await receive()
-        if isinstance(message, HTTPException):
-            raise message
-        return message
-
-    return again
 
 
 # the answer --------------------------------------------------------------------------------------------------------

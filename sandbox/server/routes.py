@@ -140,12 +140,13 @@ async def entry_of(session_id: str, server: ThisServer, caller: ThisCaller) -> S
 
 
 ThisSession = Annotated[SessionEntry, Depends(entry_of)]
+KEY_CHARS = range(8, 129)
 Key = Annotated[
     str | None,
     Header(
         alias=HEADER,
-        min_length=8,
-        max_length=128,
+        min_length=KEY_CHARS[0],
+        max_length=KEY_CHARS[-1],
         description="A request with a key that was used before returns the first result; it is not carried out again.",
     ),
 ]

@@ -147,11 +147,11 @@ class OverQuota(SandboxBusy):
 
 def handle_errors(app: FastAPI) -> None:
     """Maps exceptions of routes to refusals."""
-    errors: dict[type[Exception], Callable[[Any], Response]] = {SandboxError: _sandbox_refusal, OSError: _file_refusal}
+    errors: dict[type[Exception], Callable[[Any], Response]] = {SandboxError: sandbox_refusal, OSError: file_refusal}
     add_error_handlers(app, errors, no_field=None, with_body_prefix=True)
 
 
-def _sandbox_refusal(error: SandboxError) -> Response:
+def sandbox_refusal(error: SandboxError) -> Response:
     if isinstance(error, SandboxLost):
         return error_response(404, None, str(error))
     if isinstance(error, NoSuchImage):
@@ -163,7 +163,7 @@ def _sandbox_refusal(error: SandboxError) -> Response:
     return error_response(status, None, str(error), retry_after_s=retry_after_s)
 
 
-def _file_refusal(error: OSError) -> Response:
+def file_refusal(error: OSError) -> Response:
     return error_response(409, None, error.strerror or str(error), errno=error.errno or 5)
 
 
