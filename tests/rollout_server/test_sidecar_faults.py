@@ -104,8 +104,8 @@ async def test_a_deadline_before_the_first_token_is_504_and_frees_the_engine(que
 
 
 async def test_a_deadline_in_mid_answer_ends_it_and_what_came_is_valid(queue: StubQueue, tmp_path: Path) -> None:
-    async with rollout_server(queue, tmp_path, token_s=0.01) as server:
-        response = await post(server, "/generate", body(400, deadline_s=1.5))
+    async with rollout_server(queue, tmp_path, token_s=0.1) as server:
+        response = await post(server, "/generate", body(400, deadline_s=5.0))
         *chunks, last = [json.loads(line) for line in response.text.splitlines() if line]
         assert last["error"]["field"] == "deadline_s"
         ids = [token for chunk in chunks for token in chunk["token_ids"]]
@@ -141,11 +141,11 @@ async def test_an_idle_engine_is_asked_for_a_token_now_and_then(
 ) -> None:
     monkeypatch.setattr("penstock.rollout_server.sidecar.PROBE_S", 0.3)
     monkeypatch.setattr("penstock.rollout_server.sidecar.HEALTH_S", 0.05)
-    monkeypatch.setattr("penstock.rollout_server.sidecar.PROBE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("penstock.rollout_server.sidecar.PROBE_TIMEOUT_S", 3.0)
     async with rollout_server(queue, tmp_path, new_engine=Mute) as server:
         await server.until(lambda: server.engine.asked == 1)
-        await server.until(lambda: len(server.engines) == 2)
-        assert (await get(server, "/health"))["cause"] in ("", "an idle engine sampled no token in 0.5 s")
+        await server.until(lambda: len(server.engines) >= 2)
+        assert (await get(server, "/health"))["cause"] in ("", "an idle engine sampled no token in 3 s")
 
 
 async def test_work_without_a_token_for_long_restarts_the_engine(
