@@ -34,7 +34,6 @@ from penstock.sandbox.server.views import (
     sandbox_refusal,
 )
 
-START = "/sessions"
 Run = Callable[[Any, SessionTarget], Awaitable[RunResult]]
 RUNS: dict[str, tuple[type[WireRequest], Run]] = {
     "run": (RunRequest, routes.run),
@@ -69,14 +68,14 @@ class QuickSessions:
 
     def _answer_to(self, scope: Scope) -> Callable[[bytes, Request], Awaitable[Response | None]] | None:
         """None for requests that the app answers; the answer is None where the body is not sound."""
-        if scope["type"] != "http" or scope["query_string"] or not scope["path"].startswith(START):
+        if scope["type"] != "http" or scope["query_string"]:
             return None
-        match scope["method"], scope["path"].split("/")[2:]:
-            case "POST", []:
+        match scope["method"], scope["path"].split("/"):
+            case "POST", ["", "sessions"]:
                 return self._start
-            case "POST", [session_id, verb] if verb in RUNS:
+            case "POST", ["", "sessions", session_id, verb] if verb in RUNS:
                 return lambda body, request: self._run(session_id, verb, body, request)
-            case "DELETE", [session_id] if session_id:
+            case "DELETE", ["", "sessions", session_id] if session_id:
                 return lambda _, request: self._end(session_id, request)
         return None
 
