@@ -41,9 +41,9 @@ from .http import content_of as content_of
 from .http import error_response as error_response
 from .http import header as header
 from .http import opens as opens
+from .http import read_body as read_body
+from .http import replay_body as replay_body
 from .http import same_token as same_token
-from .http_body import read_body as read_body
-from .http_body import replay_body as replay_body
 from .http_connections import HttpConnections as HttpConnections
 from .http_server import HttpServer as HttpServer
 from .http_server import ServerFailed as ServerFailed

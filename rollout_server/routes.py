@@ -1,6 +1,6 @@
 """HTTP routes of a rollout server. Each needs the run's token; errors are ``{"error": {"field", "message"}}``.
 
-`answers` has POST /generate itself, which passes FastAPI by.
+`answers` has POST /generate itself, which bypasses FastAPI.
 """
 
 from __future__ import annotations

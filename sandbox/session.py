@@ -255,7 +255,7 @@ class DriverSession(OneBoxSession[Box]):
             raise SandboxLost(f"the box of session {self.session_id} ended during a run: {error}") from error
         if "errno" in answer:  # no process, descriptor or memory left in the box
             return RunResult("", f"the sandbox has no room for another process: {answer['error']}\n", 1)
-        if answer.get("box_full"):  # of files: every later call would be ended at once
+        if answer.get("box_full"):  # files leave no room for a program: every later call would end at once
             await self._end_box()
         return _to_result(answer, out_of_memory=box.new_oom_kills() > 0)
 

@@ -37,7 +37,7 @@ MOST_LOCKS = 1 << 14
 LOCKS_LOOK_S = 2.0
 """Pause between two looks at them, and before the first: a look stops the machine's file locks for a moment."""
 PROGRAM_BYTES = 8 << 20
-"""What a small program needs, and the child of the driver that executes it."""
+"""Enough for a small program and for the driver's child that executes it."""
 FOLDERS = ("/tmp", "/dev/shm")  # noqa: S108 - the box's own
 TERMINALS = "/dev/pts"
 
@@ -69,7 +69,8 @@ class MemoryWatch:
         return free < 0
 
     def full(self) -> bool:
-        """Whether what stays when every call has ended leaves no room for a program: none could delete a file then."""
+        """Whether files and sockets leave no room for a program (`PROGRAM_BYTES`, at most an eighth of the limit): not
+        even one that deletes a file could run."""
         own = _read_process(os.getpid())
         stays = self._without_processes() + (own.anonymous if own is not None else 0)
         return stays > self.limit_bytes - min(PROGRAM_BYTES, self.limit_bytes // 8)

@@ -1,10 +1,10 @@
-"""The requests that every box costs, answered without FastAPI: its router and dependencies cost more than the answers.
+"""Requests that every box needs, answered without FastAPI: its router and dependencies cost more than the responses.
 
     POST   /sessions
     POST   /sessions/{session_id}/run, run_python, run_shell
     DELETE /sessions/{session_id}
 
-Each is carried out by the function of its route.
+Each calls the function of its route.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import to_json
-from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.common import header, read_body, replay_body
+from penstock.common import read_body, replay_body
 from penstock.sandbox.idempotency import HEADER
 from penstock.sandbox.protocol import RunResult, SandboxError
 from penstock.sandbox.server import routes
@@ -44,7 +43,7 @@ W = TypeVar("W", bound=WireRequest)
 
 
 class QuickSessions:
-    """ASGI layer, inside `RequireToken`. What is not sound goes to the app, whose route says what is wrong with it."""
+    """ASGI layer, inside `RequireToken`. Invalid requests go to the app, whose route reports the error."""
 
     def __init__(self, app: ASGIApp, server: ServerState) -> None:
         self.app = app
@@ -67,7 +66,7 @@ class QuickSessions:
         await (response or self.app)(scope, receive, send)
 
     def _answer_to(self, scope: Scope) -> Callable[[bytes, Request], Awaitable[Response | None]] | None:
-        """None for requests that the app answers; the answer is None where the body is not sound."""
+        """None for requests that the app answers; the response is None where the request is invalid."""
         if scope["type"] != "http" or scope["query_string"]:
             return None
         match scope["method"], scope["path"].split("/"):
@@ -80,28 +79,28 @@ class QuickSessions:
         return None
 
     async def _start(self, body: bytes, request: Request) -> Response | None:
-        wanted = _sound(StartRequest, body, request.scope)
+        wanted = _valid(StartRequest, body, request)
         if wanted is None:
             return None
-        view = await routes.start(wanted, request, self._server, request.state.caller, _key(request.scope))
-        return _json(view)
+        return _json(await routes.start(wanted, request, self._server, request.state.caller, _key(request)))
 
     async def _run(self, session_id: str, verb: str, body: bytes, request: Request) -> Response | None:
         kind, run = RUNS[verb]
-        wanted = _sound(kind, body, request.scope)
+        wanted = _valid(kind, body, request)
         if wanted is None:
             return None
         entry = self._server.sessions.get(session_id, request.state.caller)
-        return _json(await run(wanted, SessionTarget(self._server, entry, _key(request.scope))))
+        return _json(await run(wanted, SessionTarget(self._server, entry, _key(request))))
 
     async def _end(self, session_id: str, request: Request) -> Response:
         await routes.end(session_id, self._server, request.state.caller)
         return Response(status_code=204)
 
 
-def _sound(kind: type[W], body: bytes, scope: Scope) -> W | None:
-    key = _key(scope)
-    if header(scope, b"content-type") != b"application/json" or not (key is None or len(key) in KEY_CHARS):
+def _valid(kind: type[W], body: bytes, request: Request) -> W | None:
+    """None where the body, its type or the idempotency key is invalid, or the type has parameters."""
+    key = _key(request)
+    if request.headers.get("content-type") != "application/json" or not (key is None or len(key) in KEY_CHARS):
         return None
     try:
         return kind.model_validate_json(body)
@@ -109,8 +108,8 @@ def _sound(kind: type[W], body: bytes, scope: Scope) -> W | None:
         return None
 
 
-def _key(scope: Scope) -> str | None:
-    return Headers(scope=scope).get(HEADER)
+def _key(request: Request) -> str | None:
+    return request.headers.get(HEADER)
 
 
 def _json(answer: object) -> Response:

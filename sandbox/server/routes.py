@@ -141,6 +141,7 @@ async def entry_of(session_id: str, server: ThisServer, caller: ThisCaller) -> S
 
 ThisSession = Annotated[SessionEntry, Depends(entry_of)]
 KEY_CHARS = range(8, 129)
+"""Lengths of an idempotency key, in characters."""
 Key = Annotated[
     str | None,
     Header(
