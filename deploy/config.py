@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from penstock.agent_loops import AgentConfig
 from penstock.dashboard import DashboardConfig
 from penstock.datasets.harbor import HARBOR
+from penstock.deploy.removed_settings import removed
 from penstock.rollout_server import RolloutConfig
 from penstock.sandbox import SandboxConfig
 from penstock.tools import ToolConfig, read_tools
@@ -333,7 +334,8 @@ def _explain(problem: dict[str, Any], tree: Mapping[str, Any]) -> str:
     location = [str(part) for part in problem["loc"] if not str(part).startswith("function-")]
     dotted = ".".join(location)
     if problem["type"] == "extra_forbidden":
-        return f"{dotted}: no such key{_nearest(location)}"
+        sentence = removed(dotted)
+        return f"{dotted}: {sentence}" if sentence else f"{dotted}: no such key{_nearest(location)}"
     if problem["type"] == "missing":
         return f"{dotted}: is required; {_description(location)}"
     return f"{dotted}: {problem['msg'].lower()} (got {problem['input']!r}); {_description(location)}"

@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from penstock.deploy import ConfigError, dump_config, load_config, parse_config
+from penstock.deploy.removed_settings import SINCE_0_2
 
 RECIPE = """
 model: some-org/some-model
@@ -50,6 +51,13 @@ def test_mistakes_name_the_key_and_the_mend(recipe: Path, override: str, words: 
         load_config(recipe, [override])
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("key", SINCE_0_2)
+def test_removed_settings_say_since_when_and_what_to_do(recipe: Path, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe, [f"{key}=1"])
+    assert f"{key}: was removed in Penstock 0.2.0: {SINCE_0_2[key]}" in str(caught.value)
 
 
 def test_missing_keys_and_files_are_named(tmp_path: Path) -> None:
