@@ -201,7 +201,7 @@ def train_rank(
 def sft_rank(folder: Path, *, alone: Annotated[bool, typer.Option(help="See train-rank.")] = False) -> None:
     """One rank of `penstock sft` in the folder of its run."""
     from penstock.deploy import roles
-    from penstock.deploy.sft import sft_rank as main
+    from penstock.deploy.sft.rank import sft_rank as main
 
     if alone:
         roles.leave_torchrun()
@@ -211,7 +211,7 @@ def sft_rank(folder: Path, *, alone: Annotated[bool, typer.Option(help="See trai
 @app.command(hidden=True)
 def sft_ranks(folder: Path) -> None:
     """Become torchrun with the ranks of `penstock sft`."""
-    from penstock.deploy.sft import exec_sft_ranks
+    from penstock.deploy.sft.rank import exec_sft_ranks
 
     _guarded(lambda: exec_sft_ranks(folder))
 

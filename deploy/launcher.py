@@ -37,7 +37,7 @@ from penstock.deploy.connection import (
 from penstock.deploy.head import describe_found, identity_of, run_headed
 from penstock.deploy.lives import LivesFile
 from penstock.deploy.plan import ADDED, page_roles, roles_of
-from penstock.deploy.preflight import with_stop_grace
+from penstock.deploy.preflight.stop_grace import with_stop_grace
 from penstock.deploy.processes import RoleFailed, RoleProcess
 from penstock.deploy.report import Reporter, StalledRun, VersionRefused, restarts_of
 from penstock.deploy.run_dir import RunDir, RunLock

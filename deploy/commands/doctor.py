@@ -14,7 +14,8 @@ import typer
 from penstock.deploy.config import ConfigError, load_config
 
 if TYPE_CHECKING:
-    from penstock.deploy.preflight import Check, RecipeMemory
+    from penstock.deploy.preflight.check import Check
+    from penstock.deploy.preflight.device_memory import RecipeMemory
 
 STYLES = {"ok": "green", "warn": "yellow", "skip": "dim", "FAIL": "red"}
 
@@ -71,7 +72,7 @@ def doctor(
 
 def _running(recipe: Path | None, overrides: list[str]) -> Iterator[Check]:
     """Raises `ConfigError`."""
-    from penstock.deploy.preflight import all_checks
+    from penstock.deploy.preflight.suite import all_checks
 
     if recipe is None:
         raise ConfigError("RECIPE is missing: penstock doctor recipes/calculator.yaml, or --join for a running run")
@@ -81,7 +82,8 @@ def _running(recipe: Path | None, overrides: list[str]) -> Iterator[Check]:
 def _joining(recipe: Path | None, overrides: list[str]) -> Iterator[Check]:
     """Of the run in the environment, else of the recipe's living run in its folder. Raises `ConfigError`."""
     from penstock.deploy.connection import TOKEN_VARIABLE, RunConnection, connection_of_run
-    from penstock.deploy.preflight import check_run, config_of, joining_checks, why_not
+    from penstock.deploy.preflight.running_run import check_run, config_of, why_not
+    from penstock.deploy.preflight.suite import joining_checks
     from penstock.transfer_queue import QueueError
 
     link = connection_of_run(load_config(recipe, overrides)) if recipe is not None else RunConnection.from_environment()
@@ -125,7 +127,7 @@ def _as_lines(checks: Iterable[Check]) -> bool:
 # memory of recipes --------------------------------------------------------------------------------------------------
 def _of_folder(folder: Path | None, described: Path | None, as_json: bool, *, alone: bool) -> bool:
     """Whether none fails. Raises `ConfigError`."""
-    from penstock.deploy.preflight import check_recipes
+    from penstock.deploy.preflight.device_memory import check_recipes
 
     if folder is None:
         raise ConfigError("--config goes with --recipes FOLDER: the sizes of one recipe's model are those of its files")
@@ -167,7 +169,7 @@ def _as_table(found: list[RecipeMemory]) -> None:
 
 
 def _row(one: RecipeMemory) -> tuple[str, ...]:
-    from penstock.deploy.preflight import human
+    from penstock.deploy.preflight.check import human
 
     gpus = f"{one.gpus.count} x {one.gpus.bytes >> 30} GB" if one.gpus else ""
     sums = (human(sum(one.parts.values())), human(one.limit)) if one.parts else ("", "")

@@ -43,7 +43,8 @@ def evaluate(
 
     penstock eval recipes/calculator.yaml --checkpoint runs/calculator/final_model --rows 64 --json
     """
-    from penstock.deploy.evaluation import EvalRequest, evaluate_target
+    from penstock.deploy.evaluation.head import evaluate_target
+    from penstock.deploy.evaluation.target import EvalRequest
 
     request = EvalRequest(
         target,

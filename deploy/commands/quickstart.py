@@ -66,7 +66,8 @@ def _page() -> list[str]:
 def _refuse_without_programs(recipe: Path, overrides: Sequence[str]) -> None:
     """What a wheel cannot bring, before minutes go into a model. Raises `ConfigError`."""
     from penstock.deploy.config import load_config
-    from penstock.deploy.preflight import check_redis, check_sandbox
+    from penstock.deploy.preflight.network import check_redis
+    from penstock.deploy.preflight.sandbox import check_sandbox
 
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         raise ConfigError(f"{', '.join(missing)}: not installed\n  fix: {INSTALL}")

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from penstock.common import uncollected
 from penstock.deploy.config import ConfigError, RunConfig, dump_config, load_config
-from penstock.deploy.preflight import check_turns, refuse_elsewhere, run_checks
+from penstock.deploy.preflight.suite import run_checks
+from penstock.deploy.preflight.turns import check_turns, refuse_elsewhere
 from penstock.deploy.supervisor import Placement
 from penstock.transfer_queue import QueueError
 

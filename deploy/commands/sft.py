@@ -22,6 +22,6 @@ def sft(
 
     penstock sft recipes/retool/cpu.yaml sft.runs=runs/retool-cpu sft.min_reward=1 sft.per_task=2
     """
-    from penstock.deploy.sft import fine_tune_recipe
+    from penstock.deploy.sft.head import fine_tune_recipe
 
     raise typer.Exit(fine_tune_recipe(recipe, overrides or [], resume=resume))

@@ -13,7 +13,7 @@ from penstock.deploy.commands.guard import guarded
 from penstock.deploy.config import ConfigError, load_config, parse_config
 from penstock.deploy.placements.slurm.placement import place, server_gpus
 from penstock.deploy.placements.slurm.script import Runtime, SlurmJob
-from penstock.deploy.preflight import refuse_elsewhere
+from penstock.deploy.preflight.turns import refuse_elsewhere
 from penstock.deploy.run_dir import RunDir
 
 

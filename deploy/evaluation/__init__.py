@@ -1,5 +1,1 @@
 """`penstock eval`: what is evaluated, its episodes and their figures."""
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

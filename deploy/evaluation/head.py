@@ -35,7 +35,7 @@ from penstock.deploy.evaluation.target import EvalPlan, EvalRequest, export_mode
 from penstock.deploy.head import identity_of, run_headed
 from penstock.deploy.launcher import Interrupted, open_queue, open_weights, until_interrupted
 from penstock.deploy.plan import agent_role, rollout_role
-from penstock.deploy.preflight import evaluation_checks
+from penstock.deploy.preflight.suite import evaluation_checks
 from penstock.deploy.processes import RoleFailed
 from penstock.deploy.supervisor import LocalPlacement, StalledRun, Supervisor, Watchdog
 from penstock.trainer import DataError

@@ -29,7 +29,9 @@ from penstock.deploy.config import ConfigError, RunConfig, dump_config, load_con
 from penstock.deploy.launcher import Interrupted, until_interrupted
 from penstock.deploy.lives import LivesFile, LivesTotal
 from penstock.deploy.plan import SUPERVISOR_S, trainer_stop_s
-from penstock.deploy.preflight import check_model, check_training_engine, with_stop_grace
+from penstock.deploy.preflight.model import check_model
+from penstock.deploy.preflight.settings import check_training_engine
+from penstock.deploy.preflight.stop_grace import with_stop_grace
 from penstock.deploy.processes import RoleFailed, RoleProcess, RoleSpec
 from penstock.deploy.run_dir import RunDir, RunLock
 from penstock.deploy.sft.prepared import PreparedData, listed, prepare

@@ -165,7 +165,7 @@ def _of_row(row: MessageRow, chat: ChatTokens, tools: Tools) -> list[Segment]:
 
 async def tools_of(config: RunConfig) -> Tools:
     """What the recipe's prompts show of its tools; nothing is run."""
-    from penstock.deploy.preflight import open_sandbox
+    from penstock.deploy.preflight.sandbox import open_sandbox
 
     sandbox = open_sandbox(config) if config.tools else None
     tools = make_tools(config.tools, sandbox, partial(load_object, recipe_dir=Path.cwd()))

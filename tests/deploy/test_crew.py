@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from tests.until import until
 
-from penstock.deploy import Kind, Role, RoleFailed, RoleProcess, RoleSpec, Supervisor
+from penstock.deploy import RoleFailed, RoleProcess, RoleSpec
+from penstock.deploy.plan import Kind, Role
+from penstock.deploy.supervisor import Supervisor
 
 
 class Roles:

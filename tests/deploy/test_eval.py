@@ -23,7 +23,7 @@ pytest.importorskip("torch")
 
 from penstock.datasets import write_gsm8k_equations
 from penstock.deploy import ConfigError
-from penstock.deploy.evaluation import EvalRequest, resolve_target
+from penstock.deploy.evaluation.target import EvalRequest, resolve_target
 
 pytestmark = [pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch, pytest.mark.timeout(1200)]
 ENOUGH = "sandbox.run_timeout_s=100"

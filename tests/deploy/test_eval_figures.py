@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.deploy.evaluation import EpisodeResult, ResultsFile, estimate, figures_of, parts_of, pass_at_k, wilson
+from penstock.deploy.evaluation.episodes import EpisodeResult, ResultsFile, parts_of
+from penstock.deploy.evaluation.report import figures_of
+from penstock.deploy.evaluation.statistics import estimate, pass_at_k, wilson
 
 outcomes = st.lists(st.booleans(), min_size=1, max_size=9)
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from penstock.deploy import QueueExporter, make_app
+from penstock.deploy.telemetry import QueueExporter, make_app
 from penstock.transfer_queue import Limits, MemoryTransferQueue, ServerInfo, Task
 
 TOKEN = {"Authorization": "Bearer secret"}

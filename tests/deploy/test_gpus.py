@@ -6,17 +6,10 @@ from pathlib import Path
 import pytest
 from tests.deploy.conftest import RECIPE
 
-from penstock.deploy import (
-    LocalPlacement,
-    RunConnection,
-    RunDir,
-    gpus_of,
-    gpus_of_server,
-    load_config,
-    roles_of,
-    visible_gpus,
-)
-from penstock.deploy.preflight import check_apart
+from penstock.deploy import RunConnection, RunDir, load_config, roles_of
+from penstock.deploy.plan import gpus_of, gpus_of_server, visible_gpus
+from penstock.deploy.preflight.machine import check_apart
+from penstock.deploy.supervisor import LocalPlacement
 
 LINK = RunConnection("redis://127.0.0.1:1", "r", None, "token")
 EIGHT = tuple("01234567")

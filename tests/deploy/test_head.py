@@ -12,19 +12,11 @@ from typing import Any
 import pytest
 
 from penstock.common import process_has_ended, process_identity
-from penstock.deploy import (
-    DataConfig,
-    HeadLease,
-    HeadTaken,
-    RunConfig,
-    RunConnection,
-    RunDir,
-    connect_file,
-    describe_found,
-    identity_of,
-    launch,
-    load_config,
-)
+from penstock.deploy import RunConfig, RunConnection, RunDir, load_config
+from penstock.deploy.config import DataConfig
+from penstock.deploy.connection import connect_file
+from penstock.deploy.head import HeadLease, HeadTaken, describe_found, identity_of
+from penstock.deploy.launcher import launch
 from penstock.transfer_queue import Limits, MemoryTransferQueue, RedisServer, RunTaken, TransferQueueConfig
 
 CALCULATOR = Path(__file__).parents[2] / "recipes/calculator.yaml"

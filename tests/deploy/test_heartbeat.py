@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy import run_role
+from penstock.deploy.roles import run_role
 
 
 async def _touched(file: Path) -> None:

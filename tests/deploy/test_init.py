@@ -13,11 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.agent_loops import find_loop
-from penstock.deploy import (
-    ConfigError,
-    app,
+from penstock.deploy import ConfigError, app, load_config
+from penstock.deploy.shipped import (
     find_base_model,
-    load_config,
     make_base_model,
     project_files,
     shipped_recipes,

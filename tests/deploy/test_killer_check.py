@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from penstock.agent_loops import AgentConfig
-from penstock.deploy import KillerCheck, RestartBudget
+from penstock.deploy.processes import RestartBudget
+from penstock.deploy.supervisor import KillerCheck
 from penstock.transfer_queue import COMPLETED, Lease, Limits, MemoryTransferQueue, Segment, Task, Trajectory
 
 GROUP, ROWS, ROUND_S = 8, 16, 5.0

@@ -9,18 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy import (
-    ConfigError,
-    DataConfig,
-    RunConfig,
-    RunConnection,
-    RunDir,
-    connection_of_run,
-    dump_config,
-    limits_of,
-    own_redis,
-    roles_of,
-)
+from penstock.deploy import ConfigError, RunConfig, RunConnection, RunDir, dump_config, limits_of, roles_of
+from penstock.deploy.config import DataConfig
+from penstock.deploy.connection import connection_of_run, own_redis
 from penstock.rollout_server import RolloutConfig
 from penstock.transfer_queue import NoSuchRun, QueueError
 from penstock.transfer_queue.redis import Connection, RedisBinary, find_redis_server

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy import ConfigError, FolderQueues, RunConfig, RunConnection, RunDir, page_roles
+from penstock.deploy import ConfigError, RunConfig, RunConnection, RunDir
+from penstock.deploy.live_queues import FolderQueues
+from penstock.deploy.plan import page_roles
 from penstock.transfer_queue import Limits, RedisServer
 
 PASSWORD = "only-for-this-test"

@@ -130,7 +130,7 @@ def convert(euros: float) -> str:
 
 
 def test_load_config_finds_tools_beside_the_recipe(recipe: Path, monkeypatch) -> None:
-    from penstock.deploy.preflight import opened_tools
+    from penstock.deploy.preflight.agent import opened_tools
 
     (recipe.parent / "money.py").write_text(TOOL)
     recipe.write_text(RECIPE + "tools: [{name: 'money.py:convert', timeout_s: 3}]\n")
@@ -146,7 +146,7 @@ def test_load_config_finds_tools_beside_the_recipe(recipe: Path, monkeypatch) ->
 
 def test_a_file_of_tools_that_is_not_there_is_named(recipe: Path) -> None:
     from penstock.agent_loops import LoadError
-    from penstock.deploy.preflight import opened_tools
+    from penstock.deploy.preflight.agent import opened_tools
 
     recipe.write_text(RECIPE + "tools: [{name: 'money.py:convert'}]\n")
     with pytest.raises(LoadError, match=r"no file 'money\.py'"), opened_tools(load_config(recipe)):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy import RestartBudget, RoleFailed, RoleProcess, RoleSpec
+from penstock.deploy import RoleFailed, RoleProcess, RoleSpec
+from penstock.deploy.processes import RestartBudget
 
 
 def role(tmp_path: Path, code: str, *, max_restarts: int = 3, stop_grace_s: float = 5.0) -> RoleProcess:

@@ -15,17 +15,12 @@ from typing import Any
 import pytest
 
 from penstock.common import Backoff
-from penstock.deploy import (
-    DataConfig,
-    RedisLost,
-    Role,
-    RoleSpec,
-    RunConfig,
-    RunDir,
-    Supervisor,
-    keep_alive,
-    launch,
-)
+from penstock.deploy import RoleSpec, RunConfig, RunDir
+from penstock.deploy.config import DataConfig
+from penstock.deploy.connection import RedisLost, keep_alive
+from penstock.deploy.launcher import launch
+from penstock.deploy.plan import Role
+from penstock.deploy.supervisor import Supervisor
 from penstock.transfer_queue import QueueError, RedisServer, TransferQueueConfig
 
 pytestmark = pytest.mark.redis

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy import seed_of_server
+from penstock.deploy.roles import seed_of_server
 
 REPOSITORY = Path(__file__).parents[2]
 ROLE = """
 import asyncio, sys
-from penstock.deploy import run_role
+from penstock.deploy.roles import run_role
 
 async def main():
     print("up", flush=True)
@@ -32,7 +32,7 @@ run_role(main)
 
 
 REFUSES = """
-from penstock.deploy import fatal, run_role
+from penstock.deploy.roles import fatal, run_role
 
 async def main():
     with fatal(ValueError, OSError):

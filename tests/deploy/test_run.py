@@ -14,7 +14,7 @@ from tests.deploy.run_trace.checked import check
 from typer.testing import CliRunner
 
 from penstock.deploy import app, load_config
-from penstock.deploy.preflight import check_engine
+from penstock.deploy.preflight.settings import check_engine
 
 DOCS = Path(__file__).parents[2] / "docs" / "telemetry.md"
 pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch, pytest.mark.timeout(1500)]

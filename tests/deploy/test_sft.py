@@ -23,7 +23,8 @@ from safetensors.torch import load_file
 
 from penstock.agent_loops import BadDemonstration
 from penstock.deploy import ConfigError
-from penstock.deploy.sft import fine_tune_recipe, load_sft_config, prepare
+from penstock.deploy.sft.head import fine_tune_recipe, load_sft_config
+from penstock.deploy.sft.prepared import prepare
 from penstock.trainer import ConversationFile
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]

@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 from penstock.agent_loops import AgentConfig, BadDemonstration, ChatTokens, segments_of
 from penstock.agent_loops.chat import chat_of
 from penstock.deploy import ConfigError
-from penstock.deploy.sft import choose_recorded, recorded_segments
+from penstock.deploy.sft.recorded import choose_recorded, recorded_segments
 from penstock.trainer import SftConfig, readable_trajectory
 from penstock.transfer_queue import COMPLETED, Outcome, OutcomeKind, Segment, Trajectory
 

@@ -31,7 +31,7 @@ def test_the_checks_of_a_run_load_no_torch() -> None:
     code = (
         "from pathlib import Path\n"
         "from penstock.deploy import load_config\n"
-        "from penstock.deploy.preflight import run_checks\n"
+        "from penstock.deploy.preflight.suite import run_checks\n"
         f"config = load_config(Path({str(RECIPE)!r}), ['trainer.loss=kl_cov', 'trainer.filter=pf_ppo'])\n"
         "names = [check.name for check in run_checks(config)]\n"
         "assert {'trainer.advantage', 'trainer.engine', 'trainer settings'} <= set(names), names\n"

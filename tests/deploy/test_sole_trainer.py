@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy import RunDir, TrainerAlive, sole_trainer
+from penstock.deploy import RunDir
+from penstock.deploy.roles import TrainerAlive, sole_trainer
 
 HOLDER = """
 import asyncio, pathlib, sys
 from penstock.deploy import RunDir
-from penstock.deploy import sole_trainer
+from penstock.deploy.roles import sole_trainer
 async def hold():
     async with sole_trainer(RunDir(pathlib.Path(sys.argv[1]))):
         print("held", flush=True)

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from penstock.common import ProcessTable
-from penstock.deploy import ask_for_stacks, is_held, task_lines
+from penstock.deploy.stacks import ask_for_stacks, is_held, task_lines
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 ANSWERS = """
 import asyncio, subprocess, sys, threading, uvloop
-from penstock.deploy import answer_with_stacks
+from penstock.deploy.stacks import answer_with_stacks
 
 async def wait_for_a_bus():
     await asyncio.Event().wait()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.deploy import LocalRole, Snapshot, diagnose_stall
+from penstock.deploy.stall import LocalRole, Snapshot, diagnose_stall
 from penstock.transfer_queue import ServerInfo, Status
 
 ROLES = tuple(LocalRole(name, running=True) for name in ("rollout-0", "agent-0", "agent-1", "trainer"))

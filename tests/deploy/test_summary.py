@@ -4,7 +4,9 @@ from pathlib import Path
 from tests.deploy.conftest import RECIPE
 
 from penstock.common import last_by, read_jsonl
-from penstock.deploy import LivesFile, RunDir, _accounts, _tokens, _updates, limits_of, load_config, write_summary
+from penstock.deploy import RunDir, limits_of, load_config
+from penstock.deploy.lives import LivesFile
+from penstock.deploy.summary import _accounts, _tokens, _updates, write_summary
 from penstock.transfer_queue import MemoryTransferQueue, Status, WeightUpdate
 
 

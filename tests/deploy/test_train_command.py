@@ -9,18 +9,9 @@ import pytest
 from tests.deploy.conftest import RECIPE
 from typer.testing import CliRunner
 
-from penstock.deploy import (
-    ConfigError,
-    Rendezvous,
-    RoleSpec,
-    RunConnection,
-    app,
-    exec_trainer,
-    load_config,
-    remove_weights,
-    roles_of,
-    train,
-)
+from penstock.deploy import ConfigError, Rendezvous, RoleSpec, RunConnection, app, load_config, remove_weights, roles_of
+from penstock.deploy.commands import train
+from penstock.deploy.commands.train import exec_trainer
 from penstock.trainer import BadJob, TrainerConfig
 from penstock.trainer.engines import check_nodes
 

@@ -12,17 +12,10 @@ from typing import Any
 import pytest
 from tests.deploy.conftest import RECIPE, REPOSITORY, assert_nothing_left
 
-from penstock.deploy import (
-    LocalPlacement,
-    Role,
-    RoleProcess,
-    RunDir,
-    StalledRun,
-    VersionRefused,
-    Watchdog,
-    launch,
-    load_config,
-)
+from penstock.deploy import RoleProcess, RunDir, load_config
+from penstock.deploy.launcher import launch
+from penstock.deploy.plan import Role
+from penstock.deploy.supervisor import LocalPlacement, StalledRun, VersionRefused, Watchdog
 from penstock.transfer_queue import ServerInfo, Status
 
 HANGS = """

@@ -8,16 +8,12 @@ from pathlib import Path
 import pytest
 from tests.deploy.conftest import RECIPE
 
-from penstock.deploy import (
-    ConfigError,
-    RunDir,
-    RunLock,
+from penstock.deploy import ConfigError, RunDir, RunLock, load_config, remove_weights
+from penstock.deploy.launcher import launch
+from penstock.deploy.weights_folder import (
     hold_folder,
-    launch,
-    load_config,
     local_weights_dir,
     local_weights_prefix,
-    remove_weights,
     weights_dir,
     weights_entered,
 )
@@ -94,7 +90,8 @@ weights_folder.SHARED_MEMORY = Path(sys.argv.pop(1))
 HEAD = f"""{PRIVATE}
 import asyncio
 from contextlib import asynccontextmanager
-from penstock.deploy import launch, load_config
+from penstock.deploy import load_config
+from penstock.deploy.launcher import launch
 
 class Waiting:
     @asynccontextmanager

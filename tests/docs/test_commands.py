@@ -11,8 +11,7 @@ from tests.docs.pages import WITH_COMMANDS, WRITTEN, command_texts, fences, inli
 from tests.docs.settings import unknown_key
 from tests.docs.shell import simple_commands
 
-from penstock.deploy import ConfigError, load_config
-from penstock.deploy import preflight as checks
+from penstock.deploy import ConfigError, check_template, load_config
 from penstock.simulator import BadSetup
 
 __all__ = ["desk"]
@@ -50,7 +49,7 @@ def test_a_tool_in_the_current_directory_is_found_before_the_run(desk: Path) -> 
     (tool,) = [fence.text for fence in fences("README.md") if fence.file == "my_tool.py"]
     (desk / "found_here.py").write_text(tool)
     config = load_config(Path("recipes/calculator.yaml"), ["tools=[{name: found_here.calculate}]"])
-    found = checks.check_template(config)
+    found = check_template(config)
     assert found is not None
     assert found.ok, found.found
 

@@ -19,8 +19,7 @@ from typer.testing import CliRunner
 
 from penstock.agent_loops import segments_of
 from penstock.agent_loops.chat import chat_of, verify_template
-from penstock.deploy import app, load_config
-from penstock.deploy.sft import tools_of, why_dropped
+from penstock.deploy import app, load_config, tools_of, why_dropped
 from penstock.transfer_queue import Outcome, OutcomeKind
 
 pytestmark = [pytest.mark.deep, pytest.mark.recipes, pytest.mark.bwrap, pytest.mark.torch]

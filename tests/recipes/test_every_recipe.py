@@ -11,13 +11,16 @@ import yaml
 
 from penstock.agent_loops import load_object
 from penstock.agent_loops.rewards import load_reward
-from penstock.deploy import load_config, load_sandbox, parse_config, run_recipe
-from penstock.deploy.preflight import (
+from penstock.deploy import (
     check_algorithm,
     check_correction,
     check_lengths,
     check_sampling,
     check_training_engine,
+    load_config,
+    load_sandbox,
+    parse_config,
+    run_recipe,
 )
 from penstock.sandbox import FakeSandbox
 from penstock.tools import close_tools, make_tools

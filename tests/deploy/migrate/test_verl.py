@@ -11,7 +11,9 @@ import yaml
 from typer.testing import CliRunner
 
 from penstock.deploy import RunConfig, app, load_config
-from penstock.deploy.migrate import ABSENT, BadSource, Migrated, load_table, migrate, read_given
+from penstock.deploy.migrate.convert import Migrated, migrate
+from penstock.deploy.migrate.given import BadSource, read_given
+from penstock.deploy.migrate.table import ABSENT, load_table
 
 ROOT = Path(__file__).parents[3]
 

@@ -8,19 +8,12 @@ from collections.abc import Iterator, Sequence
 
 from tests.deploy.preflight.planting import Place, planted, small_disk, taken_port, write_huge_model
 
-from penstock.deploy.preflight import (
-    check_disk,
-    check_memory,
-    check_open_files,
-    check_ports,
-    check_redis,
-    check_room,
-    check_sandbox,
-    check_shared_memory,
-    check_threads,
-    check_versions,
-    check_weights_host,
-)
+from penstock.deploy.preflight.disk import check_disk, check_room
+from penstock.deploy.preflight.machine import check_open_files, check_threads
+from penstock.deploy.preflight.memory import check_memory, check_shared_memory
+from penstock.deploy.preflight.network import check_ports, check_redis, check_weights_host
+from penstock.deploy.preflight.sandbox import check_sandbox
+from penstock.deploy.preflight.settings import check_versions
 
 Opened = Iterator[Sequence[str]]
 HUGE = 10**11

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from tests.deploy.preflight.planting import Place, planted
 from tests.tiny_model import save_tiny_model
 
-from penstock.deploy.preflight import check_context, check_model, check_packing, check_template, check_vocabulary
+from penstock.deploy.preflight.agent import check_template
+from penstock.deploy.preflight.model import check_context, check_model, check_vocabulary
+from penstock.deploy.preflight.settings import check_packing
 
 
 @planted(check_model, "model", r"config\.json, tokenizer")

@@ -6,15 +6,10 @@ from collections.abc import Sequence
 
 from tests.deploy.preflight.planting import GOOD_ROW, Place, planted
 
-from penstock.deploy.preflight import (
-    check_correction,
-    check_data,
-    check_loop,
-    check_prompts,
-    check_routing_replay,
-    check_score,
-    check_training_job,
-)
+from penstock.deploy.preflight.agent import check_loop, check_prompts, check_score
+from penstock.deploy.preflight.data import check_data
+from penstock.deploy.preflight.routing import check_routing_replay
+from penstock.deploy.preflight.settings import check_correction, check_training_job
 
 
 @planted(check_correction, "trainer.correction", r"trainer\.correction=truncated_is")

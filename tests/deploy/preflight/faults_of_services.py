@@ -12,7 +12,9 @@ from tests.deploy.preflight.planting import Place, planted, unused_port
 from tests.deploy.preflight.skewed_clock import skewed
 
 from benchmarks.support.boxes import sandbox_server
-from penstock.deploy.preflight import check_containment, check_own_redis, check_sandbox, check_search
+from penstock.deploy.preflight.agent import check_search
+from penstock.deploy.preflight.network import check_own_redis
+from penstock.deploy.preflight.sandbox import check_containment, check_sandbox
 from penstock.sandbox import SandboxConfig
 from penstock.transfer_queue import RedisServer
 

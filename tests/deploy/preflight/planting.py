@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from penstock.deploy.preflight import FACTS, TRIALS, Asked
+from penstock.deploy.preflight.suite import FACTS, TRIALS, Asked
 
 REPOSITORY = Path(__file__).parents[3]
 RECIPE = REPOSITORY / "recipes" / "calculator.yaml"

@@ -12,20 +12,18 @@ import pytest
 from tests.deploy.preflight.planting import MODEL, REPOSITORY
 from typer.testing import CliRunner, Result
 
-from penstock.deploy import app, load_config, shipped_recipes, shipped_sizes
-from penstock.deploy.preflight import (
+from penstock.deploy import app, load_config
+from penstock.deploy.preflight.device_memory import (
     Gpus,
-    ModelShape,
     RecipeMemory,
     check_device,
     check_recipes,
     declared_gpus,
-    read_config,
-    read_weights,
     shape_from_config,
-    shape_of,
-    trainer_bytes,
 )
+from penstock.deploy.preflight.memory import ModelShape, shape_of, trainer_bytes
+from penstock.deploy.preflight.model import read_config, read_weights
+from penstock.deploy.shipped import shipped_recipes, shipped_sizes
 
 RECIPES = REPOSITORY / "recipes"
 ON_GPUS = [one for one in shipped_recipes() if "GPU" in one.needs]

@@ -9,14 +9,9 @@ import pytest
 from tests.deploy.conftest import RECIPE
 
 from penstock.deploy import load_config
-from penstock.deploy.preflight import (
-    FACTS,
-    check_devices,
-    check_engine,
-    check_size,
-    check_threads,
-    check_training_engine,
-)
+from penstock.deploy.preflight.machine import check_devices, check_size, check_threads
+from penstock.deploy.preflight.settings import check_engine, check_training_engine
+from penstock.deploy.preflight.suite import FACTS
 
 SMALL_GPU_MIB = 1024
 GPU_RECIPES = sorted(RECIPE.parent.glob("*/gpu*.yaml"))

@@ -14,7 +14,9 @@ from tests.deploy.preflight.planting import FAULTS, MODEL, RECIPE, Fault, Place
 from typer.testing import CliRunner, Result
 
 from penstock.deploy import app, load_config
-from penstock.deploy.preflight import FACTS, TRIALS, Check, check_concurrency
+from penstock.deploy.preflight.check import Check
+from penstock.deploy.preflight.settings import check_concurrency
+from penstock.deploy.preflight.suite import FACTS, TRIALS
 
 pytestmark = [pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch]
 PLANTS = (faults_of_machines, faults_of_models, faults_of_recipes, faults_of_services)

@@ -15,7 +15,8 @@ from tests.rollout_server.conftest import small_config
 from typer.testing import CliRunner
 
 from penstock.deploy import RunConfig, RunConnection, app, dump_config, limits_of, load_config
-from penstock.deploy.preflight import Check, check_run
+from penstock.deploy.preflight.check import Check
+from penstock.deploy.preflight.running_run import check_run
 from penstock.rollout_server import FakeEngine, ServerJob, serve
 from penstock.transfer_queue import (
     Announcement,

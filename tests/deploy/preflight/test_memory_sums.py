@@ -9,19 +9,18 @@ import pytest
 from tests.deploy.preflight.planting import MODEL, RECIPE, write_huge_model
 
 from penstock.deploy import load_config
-from penstock.deploy.preflight import (
+from penstock.deploy.preflight.memory import (
     ModelShape,
     copied_bytes,
     host_parts,
     in_flight_bytes,
     published_bytes,
-    read_config,
-    read_weights,
     received_bytes,
     server_bytes,
     shape_of,
     trainer_bytes,
 )
+from penstock.deploy.preflight.model import read_config, read_weights
 from penstock.trainer import TrainerConfig
 
 GIGA = 10**9

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from penstock.deploy import load_config, run_recipe
-from penstock.deploy.preflight import Check, run_checks
+from penstock.deploy.preflight.check import Check
+from penstock.deploy.preflight.suite import run_checks
 
 REPOSITORY = Path(__file__).parents[3]
 RECIPE = REPOSITORY / "recipes" / "calculator.yaml"

@@ -10,14 +10,15 @@ import pytest
 from tests.deploy.preflight.planting import REPOSITORY
 
 from penstock.deploy import RunConfig, RunConnection, load_config, roles_of
-from penstock.deploy.placements.slurm import SlurmJob, SlurmRecipe, place, run_script
-from penstock.deploy.preflight import (
+from penstock.deploy.placements.slurm.placement import place
+from penstock.deploy.placements.slurm.script import SlurmJob, SlurmRecipe, run_script
+from penstock.deploy.preflight.device_memory import shape_from_config
+from penstock.deploy.preflight.stop_grace import (
     CONTAINER_S,
     GRACE_VARIABLE,
     SLURM_S,
     check_stop_grace,
     head_grace_s,
-    shape_from_config,
     with_stop_grace,
 )
 

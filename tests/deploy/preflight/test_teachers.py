@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from penstock.deploy import ConfigError, load_config
-from penstock.deploy.preflight import Check, check_teachers, token_bytes
+from penstock.deploy.preflight.check import Check
+from penstock.deploy.preflight.routing import token_bytes
+from penstock.deploy.preflight.teachers import check_teachers
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "calculator.yaml"
 

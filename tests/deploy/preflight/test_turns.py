@@ -6,16 +6,10 @@ import pytest
 from tests.deploy.preflight.planting import REPOSITORY
 
 from penstock.deploy import ConfigError, RunConfig, load_config, run_recipe
-from penstock.deploy.preflight import (
-    Check,
-    Gpus,
-    ModelShape,
-    check_device,
-    check_turns,
-    refuse_elsewhere,
-    shape_from_config,
-    turn_bytes,
-)
+from penstock.deploy.preflight.check import Check
+from penstock.deploy.preflight.device_memory import Gpus, check_device, shape_from_config
+from penstock.deploy.preflight.memory import ModelShape
+from penstock.deploy.preflight.turns import check_turns, refuse_elsewhere, turn_bytes
 
 RECIPE = REPOSITORY / "recipes" / "calculator.yaml"
 SHARED = "placement.colocated=true"

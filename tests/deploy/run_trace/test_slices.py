@@ -6,7 +6,7 @@ import random
 
 from tests.deploy.run_trace.checked import check
 
-from penstock.deploy import TraceProcess, TraceSlice, chrome_trace, lanes
+from penstock.deploy.trace import TraceProcess, TraceSlice, chrome_trace, lanes
 
 
 def names(lane: list[TraceSlice]) -> list[str]:

@@ -8,7 +8,8 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from penstock.agent_loops import WorkerMetrics
-from penstock.deploy import RoleProcess, RoleSpec, head_exporter
+from penstock.deploy import RoleProcess, RoleSpec
+from penstock.deploy.telemetry import head_exporter
 from penstock.rollout_server import RolloutMetrics
 from penstock.sandbox.server import SandboxMetrics
 from penstock.trainer import TrainerMetrics

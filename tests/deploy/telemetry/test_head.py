@@ -10,17 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from penstock.deploy import (
-    MetricsTarget,
-    RoleProcess,
-    RoleSpec,
-    RunConnection,
-    RunDir,
-    announced,
-    head_served,
-    parse_config,
-    target_list,
-)
+from penstock.deploy import RoleProcess, RoleSpec, RunConnection, RunDir, parse_config
+from penstock.deploy.telemetry import MetricsTarget, announced, head_served, target_list
 from penstock.transfer_queue import ServerInfo
 
 

@@ -17,8 +17,7 @@ pytest.importorskip("math_verify", reason="math-verify is not installed: pip ins
 
 from penstock.agent_loops import EnvCheck, segments_of
 from penstock.agent_loops.chat import chat_of
-from penstock.deploy import load_config
-from penstock.deploy.sft import tools_of
+from penstock.deploy import load_config, tools_of
 
 pytestmark = [pytest.mark.deep, pytest.mark.recipes, pytest.mark.bwrap]
 FOLDER = os.environ.get("PENSTOCK_GSM8K", "")

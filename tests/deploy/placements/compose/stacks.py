@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.placements.compose import Stack, make_stack
+from penstock.deploy.placements.compose.stack import Stack, make_stack
 
 REPOSITORY = Path(__file__).parents[4]
 RECIPE = REPOSITORY / "recipes" / "calculator.yaml"

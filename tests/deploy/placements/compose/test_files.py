@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.deploy.placements.compose import FILES, IMAGE_USER
+from penstock.deploy.placements.compose.stack import FILES, IMAGE_USER
 
 DOCKERFILE = (FILES.parent / "images" / "Dockerfile").read_text()
 COMPOSE: dict[str, Any] = yaml.safe_load((FILES / "compose.yaml").read_text())

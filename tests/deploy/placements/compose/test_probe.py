@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy.placements.compose import FILES
+from penstock.deploy.placements.compose.stack import FILES
 
 PROBE = FILES.parent / "images" / "probe"
 

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from tests.deploy.placements.compose.stacks import BASE, why_not
 
-from penstock.deploy.placements.compose import FILES, IMAGE_USER
+from penstock.deploy.placements.compose.stack import FILES, IMAGE_USER
 
 pytestmark = [pytest.mark.deep, pytest.mark.docker]
 PLAIN = (

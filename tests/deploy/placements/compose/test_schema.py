@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.deploy.placements.compose.stacks import RECIPE
 
-from penstock.deploy.placements.compose import Stack, make_stack
+from penstock.deploy.placements.compose.stack import Stack, make_stack
 
 pytestmark = [pytest.mark.deep, pytest.mark.docker]
 ALWAYS = {"redis", "sandbox", "head", "rollout", "agent", "page"}

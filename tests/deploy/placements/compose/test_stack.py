@@ -15,7 +15,7 @@ import yaml
 from typer.testing import CliRunner
 
 from penstock.deploy import ConfigError, app
-from penstock.deploy.placements.compose import Stack, make_stack
+from penstock.deploy.placements.compose.stack import Stack, make_stack
 from penstock.transfer_queue.redis import find_redis_server, free_port
 
 REPOSITORY = Path(__file__).parents[4]

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from penstock.deploy import ConfigError, RunConfig
-from penstock.deploy.placements.ray import bundle_of, check_machines, environment_of, parse_counts
+from penstock.deploy.placements.ray.cluster import bundle_of, check_machines, environment_of
+from penstock.deploy.placements.ray.registry import parse_counts
 from penstock.trainer import CORES_VARIABLE
 
 

@@ -10,8 +10,10 @@ import pytest
 
 pytest.importorskip("ray")
 
-from penstock.deploy import RestartBudget, RoleFailed, RoleSpec
-from penstock.deploy.placements.ray import ActorLife, ProcessState, RayMember
+from penstock.deploy import RoleFailed, RoleSpec
+from penstock.deploy.placements.ray.actor import ActorLife, ProcessState
+from penstock.deploy.placements.ray.placement import RayMember
+from penstock.deploy.processes import RestartBudget
 
 WINDOW_S = 3600.0
 

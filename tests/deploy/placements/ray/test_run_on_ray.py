@@ -12,7 +12,7 @@ from tests.deploy.conftest import LivingRun, assert_accounts_balance, assert_not
 from tests.deploy.placements.ray.conftest import Node, RayCluster
 
 from penstock.deploy import ConfigError
-from penstock.deploy.placements.ray import connect
+from penstock.deploy.placements.ray.cluster import connect
 from penstock.trainer import CORES_VARIABLE
 
 pytestmark = [

@@ -8,7 +8,8 @@ import pytest
 from tests.deploy.conftest import RECIPE
 
 from penstock.deploy import load_config
-from penstock.deploy.placements.slurm import SlurmJob, SlurmRecipe, place, run_script
+from penstock.deploy.placements.slurm.placement import place
+from penstock.deploy.placements.slurm.script import SlurmJob, SlurmRecipe, run_script
 
 
 @pytest.fixture

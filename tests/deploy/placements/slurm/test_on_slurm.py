@@ -256,7 +256,7 @@ def test_slurm_cancelled_run_stays_cancelled(start) -> None:
 
 def test_slurm_gives_each_gpu_to_one_step(start, script_of, tmp_path: Path) -> None:
     """The script as it is, with a program in penstock's place that notes its GPUs; four in name on each node."""
-    from penstock.deploy.placements.slurm import SlurmJob
+    from penstock.deploy.placements.slurm.script import SlurmJob
 
     note = tmp_path / "note"
     note.write_text(

@@ -4,7 +4,7 @@ import pytest
 from tests.deploy.conftest import RECIPE
 
 from penstock.deploy import ConfigError, load_config
-from penstock.deploy.placements.slurm import place, server_gpus
+from penstock.deploy.placements.slurm.placement import place, server_gpus
 
 
 def test_the_trainer_has_the_first_node_to_itself() -> None:

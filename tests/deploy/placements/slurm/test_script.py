@@ -14,7 +14,7 @@ from tests.deploy.conftest import RECIPE
 from tests.deploy.placements.slurm.desk import Desk
 
 from penstock.deploy import ConfigError, RunDir, load_config
-from penstock.deploy.placements.slurm import SlurmJob, join_script
+from penstock.deploy.placements.slurm.script import SlurmJob, join_script
 
 GPUS = SlurmJob("gpu", "team", "12:00:00", gpus_per_node=4, sbatch=("qos=high",), setup=("module load cuda",))
 HTTP = "rollout.weight_transport=http"

@@ -9,7 +9,7 @@ import pytest
 from tests.deploy.conftest import RECIPE
 
 from penstock.deploy import load_config
-from penstock.deploy.placements.slurm import write_secrets
+from penstock.deploy.placements.slurm.submit import write_secrets
 
 FILES = {"owner.env", "trainer.env", "agent.env", "rollout.env", "sandbox.env", "users.acl"}
 
