@@ -18,12 +18,6 @@ from .config import TeacherConfig as TeacherConfig
 from .conversation import Conversation as Conversation
 from .demonstration import BadDemonstration as BadDemonstration
 from .demonstration import segments_of as segments_of
-from .env_check import SPLIT as SPLIT
-from .env_check import EnvCheck as EnvCheck
-from .env_check import EpisodeState as EpisodeState
-from .env_check import Policy as Policy
-from .env_check import check_env as check_env
-from .env_check import try_loop as try_loop
 from .episode import Episode as Episode
 from .errors import AgentError as AgentError
 from .errors import EpisodeRestart as EpisodeRestart
@@ -38,7 +32,6 @@ from .journal import KeptScore as KeptScore
 from .journal import Replayed as Replayed
 from .journal import since_last_restart as since_last_restart
 from .llm import EpisodeLLM as EpisodeLLM
-from .llm import FakeClient as FakeClient
 from .llm import GenerateClient as GenerateClient
 from .llm import Reply as Reply
 from .llm import Watch as Watch

@@ -1,4 +1,4 @@
-"""A recipe's tasks, played by a scripted policy in the model's place; see `penstock.agent_loops.env_check`."""
+"""A recipe's tasks, played by a scripted policy in the model's place; see `penstock.testing.check_env`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from penstock.agent_loops import SPLIT, EnvCheck, Policy, check_env
 from penstock.datasets import BadSpec, materialise
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.connection import TOKEN_VARIABLE
+from penstock.testing import SPLIT, EnvCheck, Policy, check_env
 from penstock.trainer import DataError, DatasetRow, load_rows
 
 

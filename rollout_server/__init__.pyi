@@ -3,10 +3,6 @@ from .answers import GenerateResponse as GenerateResponse
 from .client import RolloutClient as RolloutClient
 from .client import hedge as hedge
 from .config import RolloutConfig as RolloutConfig
-from .fake_engine import FakeEngine as FakeEngine
-from .fake_engine import fake_experts as fake_experts
-from .fake_engine import fake_manifest as fake_manifest
-from .fake_tokens import next_token as next_token
 from .import_without_torch import no_torch as no_torch
 from .kept_scans import keep_scans as keep_scans
 from .kept_scans import kept as kept

@@ -8,8 +8,6 @@ from .config import CallerConfig as CallerConfig
 from .config import SandboxConfig as SandboxConfig
 from .config import SandboxServerConfig as SandboxServerConfig
 from .connections import BoxConnections as BoxConnections
-from .fake import FakeSandbox as FakeSandbox
-from .fake import FakeSession as FakeSession
 from .idempotency import IdempotencyCache as IdempotencyCache
 from .idempotency import as_call as as_call
 from .idempotency import current_call as current_call

@@ -9,7 +9,8 @@ from typing import Any
 
 from tests.virtual_clock import VirtualClock
 
-from penstock.transfer_queue import Announcement, Batch, BatchLog, MemoryTransferQueue, QueueUnavailable, ServerInfo
+from penstock.testing import MemoryTransferQueue
+from penstock.transfer_queue import Announcement, Batch, BatchLog, QueueUnavailable, ServerInfo
 
 
 class Crash(Exception):

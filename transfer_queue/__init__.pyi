@@ -23,7 +23,6 @@ from .errors import RunTaken as RunTaken
 from .errors import StepError as StepError
 from .errors import TooManyFiltered as TooManyFiltered
 from .errors import TrainerFenced as TrainerFenced
-from .memory import MemoryTransferQueue as MemoryTransferQueue
 from .metrics import QueueGauges as QueueGauges
 from .metrics import exposition as exposition
 from .metrics import version_lags as version_lags

@@ -4,7 +4,6 @@ from .loop import EnvironmentLoop as EnvironmentLoop
 from .openenv import OpenEnvLoop as OpenEnvLoop
 from .protocol import Environment as Environment
 from .protocol import EnvStep as EnvStep
-from .protocol import FakeEnvironment as FakeEnvironment
 from .protocol import InvalidAction as InvalidAction
 from .protocol import StepFailed as StepFailed
 from .settings import EnvironmentSettings as EnvironmentSettings

@@ -27,16 +27,10 @@ import uvloop
 from benchmarks.support.child import answer_questions, own_stdout
 from benchmarks.support.measure import quantile
 from benchmarks.support.slow_world import TOOL_SHARE, Clock, SlowEngine, SlowTool
-from penstock.agent_loops import (
-    AgentConfig,
-    FakeClient,
-    Worker,
-    WorkerJob,
-    WorkerServices,
-    build_services,
-)
+from penstock.agent_loops import AgentConfig, Worker, WorkerJob, WorkerServices, build_services
 from penstock.agent_loops.rewards import RewardFunction
 from penstock.common import frozen_start
+from penstock.testing import FakeClient
 from penstock.tools import ToolConfig
 from penstock.transfer_queue import Limits, RedisTransferQueue, RunContext, Task, TransferQueueConfig
 

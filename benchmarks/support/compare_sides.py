@@ -19,7 +19,7 @@ from benchmarks.support.trl_place import trl_environment
 from penstock.agent_loops.chat import chat_of
 from penstock.datasets import materialise, parquet_rows
 from penstock.deploy import RunConfig, RunDir, load_config
-from penstock.sandbox import FakeSandbox
+from penstock.testing import FakeSandbox
 from penstock.tools import PythonTool
 from penstock.trainer import learning_rate
 

@@ -31,7 +31,7 @@ from benchmarks.support.load import Ask, Load, Took, run_load
 from benchmarks.support.measure import family
 from benchmarks.support.rollout_run import cpu_s
 from penstock.rollout_server import GenerateRequest, RolloutClient, RolloutConfig, Sampling, ServerJob, serve
-from penstock.rollout_server.engines import FakeHttpEngine
+from penstock.testing import FakeHttpEngine
 from penstock.transfer_queue import Announcement, AnnouncementMark, RunContext, ServerInfo, Status, WeightUpdate
 
 TOKEN = "a-token-of-the-benchmark"  # noqa: S105 - of a server of this machine, for a minute

@@ -15,7 +15,6 @@ from penstock.agent_loops import (
     ChatTokens,
     EpisodeJournal,
     EpisodeLLM,
-    FakeClient,
     Reply,
     SegmentBuilder,
     ToolBox,
@@ -23,9 +22,10 @@ from penstock.agent_loops import (
 )
 from penstock.agent_loops.chat import Message
 from penstock.rollout_server import Sampling
+from penstock.testing import FakeClient, MemoryTransferQueue
 from penstock.tools import BaseTool, ToolConfig, ToolResult
 from penstock.tools.parsers import ToolCall
-from penstock.transfer_queue import Lease, Limits, MemoryTransferQueue
+from penstock.transfer_queue import Lease, Limits
 
 THOUGHT_CHARS, RESULT_CHARS = 900, 1_000
 CUTS = 40

@@ -14,8 +14,8 @@ import typer
 from penstock.deploy.config import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.agent_loops import EnvCheck, Policy
     from penstock.deploy.config import RunConfig
+    from penstock.testing import EnvCheck, Policy
     from penstock.trainer import DatasetRow
 
 SHOWN = 5

@@ -224,8 +224,9 @@ def check_training_job(config: RunConfig) -> Check | None:
     above = (check_correction(config), check_algorithm(config), check_training_engine(config))
     if not all(check is None or check.ok for check in above):
         return None
+    from penstock.testing import MemoryTransferQueue
     from penstock.trainer import TrainJob, check_job
-    from penstock.transfer_queue import MemoryTransferQueue, RunContext
+    from penstock.transfer_queue import RunContext
 
     # The checks use neither queue nor token.
     run = RunContext(

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.agent_loops import BadDemonstration, ChatTokens, EnvCheck, TemplateError, load_object, segments_of
+from penstock.agent_loops import BadDemonstration, ChatTokens, TemplateError, load_object, segments_of
 from penstock.agent_loops.chat import chat_of, verify_template
 from penstock.common import write_atomically
 from penstock.deploy.config import NO_TASKS, ConfigError, RunConfig
@@ -29,6 +29,7 @@ from penstock.deploy.rehearsal import full_reward, rehearse_recipe, rows_of
 from penstock.deploy.sft.message_files import MessageRow, read_rows
 from penstock.deploy.sft.recorded import choose_recorded, recorded_segments
 from penstock.rollout_server import no_torch
+from penstock.testing import EnvCheck
 from penstock.tools import close_tools, make_tools
 from penstock.trainer import write_conversations
 from penstock.transfer_queue import OutcomeKind, Segment, Trajectory

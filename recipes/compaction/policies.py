@@ -6,7 +6,7 @@ penstock rehearse recipes/compaction/cpu.yaml --policy recipes/compaction/polici
 
 from __future__ import annotations
 
-from penstock.agent_loops import EpisodeState
+from penstock.testing import EpisodeState
 
 ASKED = "Notes?<|im_end|>"
 

@@ -6,7 +6,7 @@ penstock rehearse recipes/hubs/reasoning_gym.yaml --policy recipes/hubs/policies
 
 from __future__ import annotations
 
-from penstock.agent_loops import EpisodeState
+from penstock.testing import EpisodeState
 
 
 def oracle(scene: EpisodeState) -> str:

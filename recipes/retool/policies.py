@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import re
 
-from penstock.agent_loops import EpisodeState
 from penstock.datasets import BadExpression, canonical, evaluate
+from penstock.testing import EpisodeState
 
 _ANNOTATION = re.compile(r"<<([^<>=]*)=[^<>]*>>")
 TOLERANCE = 1e-6

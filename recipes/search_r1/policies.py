@@ -9,8 +9,8 @@ penstock rehearse recipes/search_r1/cpu.yaml --policy recipes/search_r1/policies
 
 from __future__ import annotations
 
-from penstock.agent_loops import EpisodeState
 from penstock.agent_loops.rewards import normalised, targets_of
+from penstock.testing import EpisodeState
 
 UNKNOWN = "<answer>I do not know</answer>"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from room import SIZE, drawn, solution
 
-from penstock.agent_loops import EpisodeState
+from penstock.testing import EpisodeState
 
 
 def oracle(scene: EpisodeState) -> str:

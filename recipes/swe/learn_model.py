@@ -30,7 +30,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from penstock.agent_loops import load_object
-from penstock.sandbox import FakeSandbox
+from penstock.testing import FakeSandbox
 from penstock.tools import ToolConfig, make_tools
 
 HERE = Path(__file__).parent

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.agent_loops import EpisodeState
+from penstock.testing import EpisodeState
 
 Says = list[str]
 _FILE = re.compile(r"^--- a/(.+)\n\+\+\+ b/(.+)\n", re.MULTILINE)

@@ -19,8 +19,8 @@ from typing import Any
 
 from policies import Says, null, oracle
 
-from penstock.agent_loops import try_loop
 from penstock.sandbox import SandboxConfig
+from penstock.testing import try_loop
 from penstock.tools import ToolConfig
 from penstock.trainer import DatasetRow, load_rows
 from penstock.transfer_queue import Task, Trajectory

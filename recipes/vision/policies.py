@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from screen import VIEWS
 
-from penstock.agent_loops import EpisodeState
+from penstock.testing import EpisodeState
 
 
 def oracle(scene: EpisodeState) -> str:

@@ -12,7 +12,6 @@ from .engine_flags import unfit_flag as unfit_flag
 from .engine_flags import unknown_flag as unknown_flag
 from .event_client import EngineAddress as EngineAddress
 from .event_client import EventClient as EventClient
-from .fake_http import FakeHttpEngine as FakeHttpEngine
 from .hf import HFEngine as HFEngine
 from .hf_attention import UnsupportedArguments as UnsupportedArguments
 from .hf_attention import attend_by_request as attend_by_request

@@ -16,7 +16,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = {
         "penstock.agent_loops.ChatTokens",
         "penstock.agent_loops.ToolBox",
         "penstock.gateway.OpenAIAgentLoop",
-        "penstock.agent_loops.try_loop",
     ),
     "Rewards": (
         "penstock.agent_loops.rewards.BaseReward",
@@ -41,6 +40,16 @@ PUBLIC: Mapping[str, tuple[str, ...]] = {
         "penstock.sandbox.SandboxLost",
         "penstock.sandbox.current_call",
     ),
+    "Testing": (
+        "penstock.testing.try_loop",
+        "penstock.testing.check_env",
+        "penstock.testing.EpisodeState",
+        "penstock.testing.EnvCheck",
+        "penstock.testing.MemoryTransferQueue",
+        "penstock.testing.FakeClient",
+        "penstock.testing.FakeEngine",
+        "penstock.testing.FakeSandbox",
+    ),
     "Tasks and trajectories": (
         "penstock.transfer_queue.Task",
         "penstock.transfer_queue.Outcome",
@@ -58,7 +67,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = {
         "penstock.transfer_queue.LeaseLost",
         "penstock.transfer_queue.QueueUnavailable",
         "penstock.transfer_queue.RedisTransferQueue",
-        "penstock.transfer_queue.MemoryTransferQueue",
     ),
     "Rollout servers": (
         "penstock.rollout_server.RolloutClient",

@@ -6,18 +6,11 @@ import gc
 
 import pytest
 
-from penstock.agent_loops import (
-    AgentConfig,
-    AgentLoopBase,
-    Episode,
-    EpisodeJournal,
-    FakeClient,
-    InfraFailure,
-    ToolBox,
-)
+from penstock.agent_loops import AgentConfig, AgentLoopBase, Episode, EpisodeJournal, InfraFailure, ToolBox
 from penstock.agent_loops.rewards import BaseReward, RewardFunction
 from penstock.rollout_server import Generation
 from penstock.sandbox import SandboxError
+from penstock.testing import FakeClient
 from penstock.tools import ToolUnavailable
 from penstock.transfer_queue import COMPLETED, Outcome, OutcomeKind
 

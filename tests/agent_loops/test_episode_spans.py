@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from penstock.agent_loops import Episode, FakeClient, traced
+from penstock.agent_loops import Episode, traced
 from penstock.common import install_tracer
-from penstock.sandbox import FakeSandbox
+from penstock.testing import FakeClient, FakeSandbox
 from penstock.tools import BaseTool, ToolResult
 
 ANSWER = "The answer is 46."

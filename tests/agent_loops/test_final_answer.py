@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from penstock.agent_loops import Episode, FakeClient
+from penstock.agent_loops import Episode
 from penstock.agent_loops.rewards import RewardFunction
+from penstock.testing import FakeClient
 from penstock.tools import ToolResult
 from penstock.transfer_queue import OutcomeKind
 

@@ -11,13 +11,13 @@ from penstock.agent_loops import (
     EpisodeJournal,
     EpisodeLLM,
     EpisodeRestart,
-    FakeClient,
     InfraFailure,
     SegmentBuilder,
     first_tokens,
     from_entry,
 )
 from penstock.rollout_server import Chunk, Generation, Sampling
+from penstock.testing import FakeClient
 from penstock.transfer_queue import JournalEntry, JournalKind
 
 

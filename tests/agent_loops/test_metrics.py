@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from penstock.agent_loops import AgentConfig, FakeClient, Worker, WorkerJob
+from penstock.agent_loops import AgentConfig, Worker, WorkerJob
+from penstock.testing import FakeClient
 from penstock.transfer_queue import RunContext
 
 

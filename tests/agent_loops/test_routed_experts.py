@@ -10,15 +10,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from penstock.agent_loops import Budget, SegmentBuilder, first_tokens, from_entry, to_entry
-from penstock.rollout_server import (
-    AnswerBuilder,
-    Chunk,
-    GenerateRequest,
-    Generation,
-    Sampling,
-    encode_rows,
-    fake_experts,
-)
+from penstock.rollout_server import AnswerBuilder, Chunk, GenerateRequest, Generation, Sampling, encode_rows
+from penstock.testing import fake_experts
 
 ids_lists = st.lists(st.integers(0, 500), min_size=1, max_size=8)
 

@@ -9,7 +9,8 @@ import shutil
 
 import pytest
 
-from penstock.agent_loops import AgentConfig, FakeClient, LoadError, TemplateError, WorkerJob, run_worker
+from penstock.agent_loops import AgentConfig, LoadError, TemplateError, WorkerJob, run_worker
+from penstock.testing import FakeClient
 from penstock.tools import ToolConfig
 from penstock.transfer_queue import RunContext
 

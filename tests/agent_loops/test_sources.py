@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
-from penstock.agent_loops import AgentConfig, Episode, FakeClient, LoadError, SourceConfig, services_of, verify_sources
+from penstock.agent_loops import AgentConfig, Episode, LoadError, SourceConfig, services_of, verify_sources
+from penstock.testing import FakeClient
 
 CONFIG = AgentConfig(
     loop="tool_agent",

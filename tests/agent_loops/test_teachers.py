@@ -12,17 +12,9 @@ import pytest
 from fastapi import FastAPI, HTTPException, Request
 from tests.tools.conftest import serve  # noqa: F401 - the fixture
 
-from penstock.agent_loops import (
-    AgentConfig,
-    BadTeacher,
-    Episode,
-    FakeClient,
-    InfraFailure,
-    Teacher,
-    TeacherConfig,
-    Teachers,
-)
+from penstock.agent_loops import AgentConfig, BadTeacher, Episode, InfraFailure, Teacher, TeacherConfig, Teachers
 from penstock.common import Backoff
+from penstock.testing import FakeClient
 from penstock.transfer_queue import OutcomeKind
 
 

@@ -6,7 +6,8 @@ import contextlib
 import pytest
 
 from penstock.agent_loops import EpisodeJournal, EpisodeRestart, InfraFailure, ToolBox
-from penstock.sandbox import FakeSandbox, SandboxError
+from penstock.sandbox import SandboxError
+from penstock.testing import FakeSandbox
 from penstock.tools import BaseTool, PythonTool, ToolConfig, ToolInfraError, ToolResult
 from penstock.tools.parsers import ToolCall
 

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.agent_loops import Episode, FakeClient, begin_trace, span
+from penstock.agent_loops import Episode, begin_trace, span
+from penstock.testing import FakeClient
 
 
 async def test_episode_spans_in_its_trajectory(queue_of, tasks_of, parts_of, calling_policy, calculator):

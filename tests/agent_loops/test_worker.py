@@ -10,7 +10,8 @@ import time
 import pytest
 from tests.until import until
 
-from penstock.agent_loops import AgentConfig, AgentLoopBase, FakeClient, Worker, WorkerJob, WorkerStopped
+from penstock.agent_loops import AgentConfig, AgentLoopBase, Worker, WorkerJob, WorkerStopped
+from penstock.testing import FakeClient
 from penstock.tools.parsers import ToolCall
 from penstock.transfer_queue import RunContext, ServerInfo
 

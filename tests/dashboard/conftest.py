@@ -13,7 +13,8 @@ from tests.dashboard.browser import Tab, chromium, page_process
 from tests.dashboard.recorded import WRITES
 
 from penstock.dashboard import Tokens, make_app
-from penstock.transfer_queue import MemoryTransferQueue, TransferQueue
+from penstock.testing import MemoryTransferQueue
+from penstock.transfer_queue import TransferQueue
 
 
 class GivenQueues:

@@ -9,7 +9,8 @@ import pytest
 from tests.dashboard.recorded import LOOKS, write_config
 
 from penstock.dashboard import Tokens
-from penstock.transfer_queue import Limits, MemoryTransferQueue, Outcome, OutcomeKind, Task
+from penstock.testing import MemoryTransferQueue
+from penstock.transfer_queue import Limits, Outcome, OutcomeKind, Task
 
 PATHS = ["session", "runs", "runs/mine/live", "runs/mine/trajectories", "runs/mine/dead-letters", "nothing"]
 REQUEUE = "/api/runs/mine/dead-letters/requeue"

@@ -11,11 +11,11 @@ import pytest
 from tests.dashboard.recorded import write_config
 
 from penstock.dashboard import Pulse
+from penstock.testing import MemoryTransferQueue
 from penstock.transfer_queue import (
     JournalEntry,
     JournalKind,
     Limits,
-    MemoryTransferQueue,
     Outcome,
     OutcomeKind,
     QueueUnavailable,

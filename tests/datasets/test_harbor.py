@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 from penstock.datasets import BadSpec, check_spec, is_generated, materialise
 from penstock.datasets.harbor import Checker
 from penstock.deploy import app, load_config
-from penstock.sandbox import FakeSandbox, Sandbox, SandboxError, make_sandbox
+from penstock.sandbox import Sandbox, SandboxError, make_sandbox
 from penstock.sandbox.harbor import HarborTask, HarborTaskError
+from penstock.testing import FakeSandbox
 
 __all__ = ["write_task"]
 

@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from penstock.deploy.telemetry import QueueExporter, make_app
-from penstock.transfer_queue import Limits, MemoryTransferQueue, ServerInfo, Task
+from penstock.testing import MemoryTransferQueue
+from penstock.transfer_queue import Limits, ServerInfo, Task
 
 TOKEN = {"Authorization": "Bearer secret"}
 

@@ -17,7 +17,8 @@ from penstock.deploy.config import DataConfig
 from penstock.deploy.connection import connect_file
 from penstock.deploy.head import HeadLease, HeadTaken, describe_found, identity_of
 from penstock.deploy.launcher import launch
-from penstock.transfer_queue import Limits, MemoryTransferQueue, RedisServer, RunTaken, TransferQueueConfig
+from penstock.testing import MemoryTransferQueue
+from penstock.transfer_queue import Limits, RedisServer, RunTaken, TransferQueueConfig
 
 CALCULATOR = Path(__file__).parents[2] / "recipes/calculator.yaml"
 LIMITS = Limits(group_size=2, groups_per_step=1, max_staleness=1)

@@ -10,7 +10,8 @@ import pytest
 from penstock.agent_loops import AgentConfig
 from penstock.deploy.processes import RestartBudget
 from penstock.deploy.supervisor import KillerCheck
-from penstock.transfer_queue import COMPLETED, Lease, Limits, MemoryTransferQueue, Segment, Task, Trajectory
+from penstock.testing import MemoryTransferQueue
+from penstock.transfer_queue import COMPLETED, Lease, Limits, Segment, Task, Trajectory
 
 GROUP, ROWS, ROUND_S = 8, 16, 5.0
 LIMITS = Limits(group_size=GROUP, groups_per_step=ROWS, max_staleness=1, lease_ttl_s=15.0)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from penstock.agent_loops import EnvCheck
 from penstock.deploy import app, rehearse_recipe
+from penstock.testing import EnvCheck
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE = str(RECIPES / "calculator.yaml")

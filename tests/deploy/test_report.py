@@ -13,7 +13,7 @@ from penstock.common import cancel_and_wait
 from penstock.deploy import RunDir, load_config
 from penstock.deploy.lives import LivesFile
 from penstock.deploy.report import Reporter
-from penstock.transfer_queue import MemoryTransferQueue
+from penstock.testing import MemoryTransferQueue
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "calculator.yaml"
 

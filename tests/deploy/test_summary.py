@@ -7,7 +7,8 @@ from penstock.common import last_by, read_jsonl
 from penstock.deploy import RunDir, limits_of, load_config
 from penstock.deploy.lives import LivesFile
 from penstock.deploy.summary import _accounts, _tokens, _updates, write_summary
-from penstock.transfer_queue import MemoryTransferQueue, Status, WeightUpdate
+from penstock.testing import MemoryTransferQueue
+from penstock.transfer_queue import Status, WeightUpdate
 
 
 def status(**episodes: int) -> Status:

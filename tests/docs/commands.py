@@ -18,8 +18,8 @@ from tests.docs.shell import simple_commands
 
 from penstock.agent_loops import find_loop, load_object
 from penstock.deploy import app, load_config, load_sandbox
-from penstock.sandbox import FakeSandbox
 from penstock.simulator import changed, of_case, of_file
+from penstock.testing import FakeSandbox
 from penstock.tools import make_tools
 
 FOREIGN = frozenset(

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from tests.agent_loops.conftest import calling_policy, chat_for, parts_of, queue_of, tasks_of, tokenizer_for  # noqa: F401
 
-from penstock.agent_loops import AgentConfig, ChatTokens, FakeClient
+from penstock.agent_loops import AgentConfig, ChatTokens
 from penstock.gateway import GatewayContext, GatewaySession, SessionManager, detokenizer
 from penstock.gateway.wire import WIRES, AnswerHead, Choice, CompletionRequest, message_body
-from penstock.transfer_queue import DataCursor, Limits, MemoryTransferQueue, Task, Trajectory
+from penstock.testing import FakeClient, MemoryTransferQueue
+from penstock.transfer_queue import DataCursor, Limits, Task, Trajectory
 
 USER = {"role": "user", "content": "What is 12+34?"}
 TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}}}]

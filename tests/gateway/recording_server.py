@@ -18,7 +18,8 @@ from tests.gateway.talking_engine import TalkingEngine
 from penstock.agent_loops import AgentConfig, CaptureConfig
 from penstock.gateway import GatewayJob, mount
 from penstock.rollout_server import RolloutConfig, ServerJob, serve
-from penstock.transfer_queue import DataCursor, Limits, MemoryTransferQueue, RunContext, Task, Trajectory
+from penstock.testing import MemoryTransferQueue
+from penstock.transfer_queue import DataCursor, Limits, RunContext, Task, Trajectory
 
 MODEL = "tiny-qwen"
 TOKEN = "a-token-of-this-run"

@@ -17,12 +17,12 @@ from penstock.rollout_server import (
     Chunk,
     EngineError,
     EngineInfo,
-    FakeEngine,
     FinishReason,
     GenerateRequest,
     RolloutConfig,
     fit_request,
 )
+from penstock.testing import FakeEngine
 from penstock.tools.parsers import get_parser
 
 

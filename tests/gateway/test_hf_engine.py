@@ -16,7 +16,8 @@ from tests.gateway.conftest import CUSTOM_TOOLS, TOOLS, USER, whole
 from penstock.agent_loops import AgentConfig
 from penstock.gateway import GatewayJob, mount
 from penstock.rollout_server import RolloutConfig, ServerJob, serve
-from penstock.transfer_queue import DataCursor, Limits, MemoryTransferQueue, RunContext, Task
+from penstock.testing import MemoryTransferQueue
+from penstock.transfer_queue import DataCursor, Limits, RunContext, Task
 
 pytestmark = [pytest.mark.torch]
 TOKEN = "a-token-of-this-run"

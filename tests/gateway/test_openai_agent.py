@@ -11,8 +11,9 @@ import sys
 import openai
 import pytest
 
-from penstock.agent_loops import AgentConfig, Episode, FakeClient, LoadError, find_loop
+from penstock.agent_loops import AgentConfig, Episode, LoadError, find_loop
 from penstock.gateway import loop_of
+from penstock.testing import FakeClient
 from penstock.transfer_queue import Outcome, OutcomeKind
 
 TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object", "properties": {}}}}]

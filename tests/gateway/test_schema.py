@@ -19,7 +19,8 @@ from tests.gateway.talking_engine import TalkingEngine
 from penstock.agent_loops import AgentConfig
 from penstock.gateway import Gateway, GatewayJob
 from penstock.rollout_server import RolloutConfig, Sidecar, make_app
-from penstock.transfer_queue import DataCursor, Limits, MemoryTransferQueue, RunContext, Task
+from penstock.testing import MemoryTransferQueue
+from penstock.transfer_queue import DataCursor, Limits, RunContext, Task
 
 schemathesis = pytest.importorskip("schemathesis")
 from schemathesis.specs.openapi.checks import positive_data_acceptance

@@ -16,8 +16,9 @@ import httpx
 import pytest
 from tests.deploy.conftest import start_run  # noqa: F401 - a fixture
 
-from penstock.agent_loops import EnvCheck, load_object
+from penstock.agent_loops import load_object
 from penstock.deploy import load_config, rehearse_recipe, rows_of
+from penstock.testing import EnvCheck
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = REPOSITORY / "recipes"

@@ -22,7 +22,7 @@ from penstock.deploy import (
     parse_config,
     run_recipe,
 )
-from penstock.sandbox import FakeSandbox
+from penstock.testing import FakeSandbox
 from penstock.tools import close_tools, make_tools
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -24,7 +24,6 @@ from penstock.rollout_server import (
     Chunk,
     Engine,
     EngineError,
-    FakeEngine,
     GenerateRequest,
     Generation,
     RolloutClient,
@@ -32,11 +31,10 @@ from penstock.rollout_server import (
     Sampling,
     ServerJob,
     Sidecar,
-    fake_manifest,
     join_chunks,
-    next_token,
     serve,
 )
+from penstock.testing import FakeEngine, fake_manifest, next_token
 from penstock.transfer_queue import (
     Announcement,
     AnnouncementMark,

@@ -7,7 +7,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from penstock.rollout_server import FakeEngine, RolloutConfig, ServerJob, serve
+from penstock.rollout_server import RolloutConfig, ServerJob, serve
+from penstock.testing import FakeEngine
 from penstock.transfer_queue import Announcement, AnnouncementMark, RunContext, ServerInfo, WeightUpdate
 
 

@@ -19,8 +19,9 @@ from typing import Any
 
 import uvloop
 
-from penstock.rollout_server import Chunk, EngineInfo, FakeEngine, GenerateRequest, RolloutConfig, ServerJob, serve
+from penstock.rollout_server import Chunk, EngineInfo, GenerateRequest, RolloutConfig, ServerJob, serve
 from penstock.rollout_server.engines import HFEngine
+from penstock.testing import FakeEngine
 from penstock.transfer_queue import RedisTransferQueue, RunContext, TransferQueueConfig
 
 KIND, NAME, URL, RUN, MODEL = sys.argv[1:6]

@@ -34,16 +34,8 @@ from tests.rollout_server.conftest import (
 )
 
 from penstock.common import cancel_and_wait
-from penstock.rollout_server import (
-    Chunk,
-    EngineError,
-    Generation,
-    RolloutClient,
-    RolloutConfig,
-    join_chunks,
-    next_token,
-)
-from penstock.rollout_server.engines import FakeHttpEngine
+from penstock.rollout_server import Chunk, EngineError, Generation, RolloutClient, RolloutConfig, join_chunks
+from penstock.testing import FakeHttpEngine, next_token
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 PROCESSES = 3

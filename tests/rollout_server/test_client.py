@@ -31,7 +31,6 @@ from penstock.rollout_server import (
     BadRequest,
     Chunk,
     EngineError,
-    FakeEngine,
     GenerateRequest,
     Generation,
     RolloutClient,
@@ -39,6 +38,7 @@ from penstock.rollout_server import (
     VersionsDisproved,
     join_chunks,
 )
+from penstock.testing import FakeEngine
 from penstock.transfer_queue import ServerInfo
 
 

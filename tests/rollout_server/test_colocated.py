@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from tests.rollout_server.conftest import TOKEN, RunningServer, StubQueue, ask, begun, fake_answer, rollout_server
 
-from penstock.rollout_server import FakeEngine, RolloutClient
+from penstock.rollout_server import RolloutClient
+from penstock.testing import FakeEngine
 from penstock.transfer_queue import DeviceTurn, OverBudget, TurnCall, TurnHolder, Turns, TurnSettings, TurnTable
 
 BUDGET = 250

@@ -11,7 +11,8 @@ import pytest
 from tests.broadcasting import broadcasting
 from tests.rollout_server.conftest import TOKEN, RunningServer, StubQueue, rollout_server, small_config
 
-from penstock.rollout_server import FakeEngine, Sidecar
+from penstock.rollout_server import Sidecar
+from penstock.testing import FakeEngine
 from penstock.transfer_queue import Announcement
 from penstock.weight_sync import LoadReport, Manifest
 

@@ -11,7 +11,8 @@ import pytest
 from tests.broadcasting import BroadcastingTrainer, HeldTrainer, broadcasting, receive_in_place
 from tests.rollout_server.conftest import TOKEN, RunningServer, StubQueue, ask, rollout_server, small_config, whole
 
-from penstock.rollout_server import FakeEngine, Sidecar
+from penstock.rollout_server import Sidecar
+from penstock.testing import FakeEngine
 from penstock.transfer_queue import Announcement
 from penstock.weight_sync import BroadcastMember, LoadReport, Manifest, WeightsUnreachable
 

@@ -34,15 +34,8 @@ from tests.transfer_queue.queue_samples import finish_all, task
 from tests.until import until
 
 import penstock
-from penstock.rollout_server import (
-    GenerateRequest,
-    Generation,
-    RolloutClient,
-    Sampling,
-    fake_experts,
-    fake_manifest,
-    next_token,
-)
+from penstock.rollout_server import GenerateRequest, Generation, RolloutClient, Sampling
+from penstock.testing import fake_experts, fake_manifest, next_token
 from penstock.transfer_queue import Announcement, Batch, Limits, RedisServer, RedisTransferQueue, TransferQueueConfig
 
 pytestmark = [pytest.mark.crash, pytest.mark.redis, pytest.mark.timeout(1800)]

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 from tests.rollout_server.conftest import HEADERS, TOKEN, StubQueue, small_config
 
-from penstock.rollout_server import FakeEngine, Sidecar, make_app
+from penstock.rollout_server import Sidecar, make_app
+from penstock.testing import FakeEngine
 
 schemathesis = pytest.importorskip("schemathesis")
 from schemathesis.specs.openapi.checks import positive_data_acceptance

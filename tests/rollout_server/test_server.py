@@ -23,16 +23,8 @@ from tests.rollout_server.conftest import (
     small_config,
 )
 
-from penstock.rollout_server import (
-    Engine,
-    EngineError,
-    EngineInfo,
-    FakeEngine,
-    RolloutConfig,
-    ServerJob,
-    Sidecar,
-    serve,
-)
+from penstock.rollout_server import Engine, EngineError, EngineInfo, RolloutConfig, ServerJob, Sidecar, serve
+from penstock.testing import FakeEngine
 from penstock.transfer_queue import RunContext
 
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}

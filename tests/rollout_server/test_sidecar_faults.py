@@ -28,13 +28,12 @@ from penstock.rollout_server import (
     Chunk,
     EngineError,
     EngineInfo,
-    FakeEngine,
     GenerateRequest,
     RolloutClient,
     Sampling,
     bound_logs,
-    fake_manifest,
 )
+from penstock.testing import FakeEngine, fake_manifest
 from penstock.transfer_queue import Announcement, QueueUnavailable, ServerInfo
 from penstock.weight_sync import LoadReport, Manifest, WeightsRefused
 

@@ -11,10 +11,10 @@ import pytest
 from tests.agent_loops.conftest import tokenizer_for
 from tests.sandbox.harbor.conftest import BOXES, TASKS, WriteTask, write_task
 
-from penstock.agent_loops import InfraFailure, try_loop
+from penstock.agent_loops import InfraFailure
 from penstock.datasets.harbor import task_row
-from penstock.sandbox import FakeSandbox
 from penstock.sandbox.harbor import read_task
+from penstock.testing import FakeSandbox, try_loop
 from penstock.tools import ToolConfig, make_tools
 from penstock.transfer_queue import Task, Trajectory
 

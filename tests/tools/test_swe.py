@@ -9,8 +9,9 @@ import pytest
 from tests.agent_loops.conftest import tokenizer_for
 from tests.sandbox.swe.conftest import rows
 
-from penstock.agent_loops import InfraFailure, try_loop
+from penstock.agent_loops import InfraFailure
 from penstock.sandbox import SandboxConfig, SandboxLost, make_sandbox
+from penstock.testing import try_loop
 from penstock.tools import ToolConfig, ToolConfigError, ToolInfraError, make_tools, sharing
 from penstock.transfer_queue import Task
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from penstock.testing import MemoryTransferQueue
 from penstock.trainer import (
     WEIGHTS_FILE,
     Curriculum,
@@ -24,7 +25,7 @@ from penstock.trainer import (
     RowPool,
     write_weights,
 )
-from penstock.transfer_queue import DataCursor, Limits, MemoryTransferQueue
+from penstock.transfer_queue import DataCursor, Limits
 
 PLAIN = CurriculumConfig(easy=0.1, hard=0.1)
 weights = st.floats(0.01, 100)

@@ -157,8 +157,9 @@ async def test_a_crash_changes_nothing(tmp_path: Path, tiny_model: str, settings
 
 
 def test_a_filter_by_reward_beside_a_teacher_is_refused(tmp_path: Any) -> None:
+    from penstock.testing import MemoryTransferQueue
     from penstock.trainer import TrainJob
-    from penstock.transfer_queue import Limits, MemoryTransferQueue, RunContext
+    from penstock.transfer_queue import Limits, RunContext
 
     job = TrainJob(
         run=RunContext(MemoryTransferQueue(), "m", "t"),

@@ -6,8 +6,9 @@ from typing import Any
 
 from trainer_support import make_trajectory
 
+from penstock.testing import MemoryTransferQueue
 from penstock.trainer import DatasetRow, Evaluator, by_version
-from penstock.transfer_queue import Limits, MemoryTransferQueue
+from penstock.transfer_queue import Limits
 
 
 def test_one_version_sampled_all() -> None:

@@ -10,14 +10,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from penstock.transfer_queue import (
-    BatchLog,
-    Limits,
-    MemoryTransferQueue,
-    RedisServer,
-    RedisTransferQueue,
-    TransferQueue,
-)
+from penstock.testing import MemoryTransferQueue
+from penstock.transfer_queue import BatchLog, Limits, RedisServer, RedisTransferQueue, TransferQueue
 from penstock.transfer_queue.redis import RedisCluster
 
 sys.path.insert(0, str(Path(__file__).parent))  # test files share queue_samples and redis_parts

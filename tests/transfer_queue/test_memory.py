@@ -7,15 +7,8 @@ from dataclasses import replace
 import pytest
 from queue_samples import INFRA, LIMITS, at, task, tasks
 
-from penstock.transfer_queue import (
-    Head,
-    MemoryTransferQueue,
-    RunIdentity,
-    RunRecord,
-    ServerInfo,
-    TurnCall,
-    WeightUpdate,
-)
+from penstock.testing import MemoryTransferQueue
+from penstock.transfer_queue import Head, RunIdentity, RunRecord, ServerInfo, TurnCall, WeightUpdate
 
 TTL_S = 100.0
 TIMED = replace(LIMITS, group_size=3, lease_ttl_s=TTL_S)

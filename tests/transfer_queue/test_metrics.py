@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from queue_samples import LIMITS, at, finish_all, task, tasks, train, trajectory
 
+from penstock.testing import MemoryTransferQueue
 from penstock.transfer_queue import (
     COMPLETED,
     Announcement,
@@ -22,7 +23,6 @@ from penstock.transfer_queue import (
     JournalKind,
     LengthDecile,
     Limits,
-    MemoryTransferQueue,
     QueueGauges,
     RedisServer,
     RedisTransferQueue,

@@ -8,15 +8,8 @@ from dataclasses import replace
 import pytest
 from queue_samples import LIMITS, at, task, tasks, trajectory
 
-from penstock.transfer_queue import (
-    Batch,
-    Lease,
-    MemoryTransferQueue,
-    Outcome,
-    OutcomeKind,
-    RedisTransferQueue,
-    TransferQueue,
-)
+from penstock.testing import MemoryTransferQueue
+from penstock.transfer_queue import Batch, Lease, Outcome, OutcomeKind, RedisTransferQueue, TransferQueue
 
 TTL_S = 0.05
 SHORT = replace(LIMITS, group_size=3, lease_ttl_s=TTL_S, max_lost_leases=3)

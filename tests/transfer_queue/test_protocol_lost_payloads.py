@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from queue_samples import LIMITS, at, tasks, trajectory
 
+from penstock.testing import MemoryTransferQueue
 from penstock.transfer_queue import (
     Announcement,
     BadPayload,
     Batch,
     Lease,
     Limits,
-    MemoryTransferQueue,
     RedisTransferQueue,
     StepError,
     TransferQueue,

@@ -7,15 +7,8 @@ from dataclasses import replace
 import pytest
 from queue_samples import LIMITS, at, finish_all, tasks, train, trajectory, turn
 
-from penstock.transfer_queue import (
-    JournalEntry,
-    JournalKind,
-    Lease,
-    LeaseLost,
-    Limits,
-    MemoryTransferQueue,
-    Waiting,
-)
+from penstock.testing import MemoryTransferQueue
+from penstock.transfer_queue import JournalEntry, JournalKind, Lease, LeaseLost, Limits, Waiting
 
 
 async def _finish_around_a_slow_one(queue, count: int, steps: int) -> Lease:

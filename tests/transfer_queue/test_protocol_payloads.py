@@ -9,14 +9,8 @@ import numpy as np
 import pytest
 from queue_samples import LIMITS, at, finish_all, images_of, tasks, train, trajectory
 
-from penstock.transfer_queue import (
-    Announcement,
-    BadPayload,
-    Batch,
-    MemoryTransferQueue,
-    QueueError,
-    StepError,
-)
+from penstock.testing import MemoryTransferQueue
+from penstock.transfer_queue import Announcement, BadPayload, Batch, QueueError, StepError
 
 BIG = 130_000
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from queue_samples import LIMITS
 
+from penstock.testing import MemoryTransferQueue
 from penstock.transfer_queue import (
     ALL_THAT_IS_FREE,
     DeviceTurn,
-    MemoryTransferQueue,
     OverBudget,
     QueueError,
     QueueUnavailable,

@@ -29,6 +29,7 @@ from hypothesis.stateful import (
 )
 from queue_samples import INFRA, task, trajectory, turn
 
+from penstock.testing import MemoryTransferQueue
 from penstock.transfer_queue import (
     Announcement,
     Batch,
@@ -36,7 +37,6 @@ from penstock.transfer_queue import (
     DataCursor,
     Lease,
     Limits,
-    MemoryTransferQueue,
     QueueError,
     RedisServer,
     RedisTransferQueue,

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from queue_samples import LEASE, segment, trajectory
 
+from penstock.testing import MemoryTransferQueue
 from penstock.transfer_queue import (
     Announcement,
     DataCursor,
     Head,
     JournalEntry,
     JournalKind,
-    MemoryTransferQueue,
     Outcome,
     OutcomeKind,
     RunContext,

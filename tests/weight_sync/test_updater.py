@@ -10,7 +10,7 @@ import pytest
 from tests.rollout_server.conftest import StubQueue
 from tests.virtual_clock import VirtualClock
 
-from penstock.rollout_server import fake_manifest
+from penstock.testing import fake_manifest
 from penstock.transfer_queue import Announcement, QueueUnavailable, ServerInfo
 from penstock.weight_sync import Fetch, LoadReport, Manifest, WeightsRefused, WeightsUnreachable, WeightUpdater
 

@@ -4,7 +4,7 @@ penstock rehearse recipes/calculator.yaml --policy recipes/projects/calculator/p
 penstock rehearse recipes/calculator.yaml --policy recipes/projects/calculator/policies.py:null --expect 0
 """
 
-from penstock.agent_loops import EpisodeState
+from penstock.testing import EpisodeState
 
 
 def oracle(scene: EpisodeState) -> str:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from penstock.agent_loops import AgentConfig, Episode, FakeClient, SharedParts
+from penstock.agent_loops import AgentConfig, Episode, SharedParts
+from penstock.testing import FakeClient
 from penstock.transfer_queue import Outcome, Trajectory
 
 HUBS = Path(__file__).parents[3] / ".hubs"

@@ -10,7 +10,8 @@ import pytest
 from tests.agent_loops.environments.conftest import Play
 from tests.agent_loops.loops.conftest import check_fed
 
-from penstock.agent_loops.environments import EnvironmentLoop, EnvStep, FakeEnvironment, InvalidAction, StepFailed
+from penstock.agent_loops.environments import EnvironmentLoop, EnvStep, InvalidAction, StepFailed
+from penstock.testing import FakeEnvironment
 from penstock.transfer_queue import Outcome, OutcomeKind
 
 TRUNCATED = OutcomeKind.TRUNCATED

@@ -16,10 +16,11 @@ from typing import Any
 
 import uvloop
 
-from penstock.agent_loops import AgentConfig, ChatTokens, FakeClient, WorkerJob, run_worker
+from penstock.agent_loops import AgentConfig, ChatTokens, WorkerJob, run_worker
 from penstock.agent_loops.chat import chat_of
 from penstock.rollout_server import GenerateRequest, Generation
 from penstock.sandbox import SandboxConfig
+from penstock.testing import FakeClient
 from penstock.tools import ToolConfig
 from penstock.transfer_queue import Lease, RedisTransferQueue, RunContext, Trajectory, TransferQueueConfig
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from penstock.agent_loops import AgentConfig, ChatTokens, Episode, FakeClient
+from penstock.agent_loops import AgentConfig, ChatTokens, Episode
+from penstock.testing import FakeClient
 
 
 @pytest.fixture

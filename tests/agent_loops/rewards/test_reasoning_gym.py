@@ -15,7 +15,8 @@ from tests.agent_loops.environments.conftest import HUBS, hub
 from penstock.agent_loops import InfraFailure
 from penstock.agent_loops.rewards import Answer, ReasoningGym, choice_for
 from penstock.datasets import materialise
-from penstock.sandbox import FakeSandbox, Sandbox, SandboxConfig, make_sandbox
+from penstock.sandbox import Sandbox, SandboxConfig, make_sandbox
+from penstock.testing import FakeSandbox
 from penstock.trainer import load_rows
 
 PATH = HUBS / "reasoning_gym"

@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 from penstock.deploy import RunConfig, RunConnection, app, dump_config, limits_of, load_config
 from penstock.deploy.preflight.check import Check
 from penstock.deploy.preflight.running_run import check_run
-from penstock.rollout_server import FakeEngine, ServerJob, serve
+from penstock.rollout_server import ServerJob, serve
+from penstock.testing import FakeEngine
 from penstock.transfer_queue import (
     Announcement,
     RedisServer,

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.transfer_queue import Limits, MemoryTransferQueue
+from penstock.testing import MemoryTransferQueue
+from penstock.transfer_queue import Limits
 
 
 @pytest.fixture

@@ -12,8 +12,9 @@ from penstock.deploy import RoleProcess, RoleSpec
 from penstock.deploy.telemetry import head_exporter
 from penstock.rollout_server import RolloutMetrics
 from penstock.sandbox.server import SandboxMetrics
+from penstock.testing import MemoryTransferQueue
 from penstock.trainer import TrainerMetrics
-from penstock.transfer_queue import LengthDecile, MemoryTransferQueue, ServerInfo, Status
+from penstock.transfer_queue import LengthDecile, ServerInfo, Status
 
 STATUS = Status(
     3, 4, 2, {"ready": 1}, {"queued": 2}, 100,

@@ -19,17 +19,17 @@ from tests.agent_loops.kill.worker_process import ASKED, PASSWORD
 from tests.gateway.conftest import sampled, whole
 from tests.recipes.swe.conftest import Data, data
 
-from penstock.agent_loops import AgentConfig, FakeClient, WorkerJob, run_worker
+from penstock.agent_loops import AgentConfig, WorkerJob, run_worker
 from penstock.agent_loops.chat import chat_of, load_tokenizer
 from penstock.rollout_server import GenerateRequest, Generation
 from penstock.sandbox import SandboxConfig
+from penstock.testing import FakeClient, MemoryTransferQueue
 from penstock.tools import ToolConfig
 from penstock.trainer import load_rows
 from penstock.transfer_queue import (
     BatchLog,
     JournalKind,
     Limits,
-    MemoryTransferQueue,
     RedisServer,
     RedisTransferQueue,
     RunContext,

@@ -20,8 +20,9 @@ from tests.agent_loops.conftest import (  # noqa: F401
     tokenizer_for,
 )
 
-from penstock.agent_loops import AgentConfig, Episode, FakeClient
+from penstock.agent_loops import AgentConfig, Episode
 from penstock.sandbox import Sandbox, SandboxConfig, make_sandbox
+from penstock.testing import FakeClient
 from penstock.transfer_queue import Outcome, Trajectory
 
 CLIENT = """

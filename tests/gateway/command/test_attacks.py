@@ -8,7 +8,7 @@ import socket
 import pytest
 from tests.gateway.command.conftest import BACKENDS
 
-from penstock.agent_loops import FakeClient
+from penstock.testing import FakeClient
 
 pytestmark = pytest.mark.bwrap
 FIRST = 'ask([user("Hi")])\n'

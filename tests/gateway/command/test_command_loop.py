@@ -11,8 +11,9 @@ import pytest
 import yaml
 from tests.gateway.command.conftest import BACKENDS, CLIENT
 
-from penstock.agent_loops import AgentConfig, Episode, FakeClient, LoadError, find_loop
+from penstock.agent_loops import AgentConfig, Episode, LoadError, find_loop
 from penstock.agent_loops.rewards import RewardFunction
+from penstock.testing import FakeClient
 from penstock.transfer_queue import Outcome, OutcomeKind
 
 pytestmark = pytest.mark.bwrap
@@ -311,7 +312,7 @@ def test_the_loop_is_registered_and_needs_a_sandbox(tmp_path):
 
 
 async def test_without_a_box_that_can_be_served_the_cause_names_the_backend(parts_of, queue_of, tasks_of):
-    from penstock.sandbox import FakeSandbox
+    from penstock.testing import FakeSandbox
 
     config = AgentConfig(loop="command", settings={"command": ["true"]})
     for sandbox, words in ((None, "there is no sandbox"), (FakeSandbox(), "bwrap")):

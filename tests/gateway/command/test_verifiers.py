@@ -13,10 +13,11 @@ import pytest_asyncio
 from tests.agent_loops.environments.conftest import HUBS, hub
 from tests.gateway.conftest import sampled, whole
 
-from penstock.agent_loops import Episode, FakeClient
+from penstock.agent_loops import Episode
 from penstock.agent_loops.rewards import load_reward
 from penstock.deploy import load_config
 from penstock.sandbox import Sandbox, make_sandbox
+from penstock.testing import FakeClient
 from penstock.transfer_queue import OutcomeKind
 
 pytestmark = [pytest.mark.hubs, pytest.mark.bwrap, pytest.mark.deep, hub("verifiers", "verifiers")]

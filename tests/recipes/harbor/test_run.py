@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 from tests.sandbox.harbor.conftest import LANGUAGES, TASKS, build, require_languages
 
-from penstock.agent_loops import AgentConfig, FakeClient, WorkerJob, run_worker
+from penstock.agent_loops import AgentConfig, WorkerJob, run_worker
 from penstock.agent_loops.chat import chat_of, load_tokenizer
 from penstock.datasets import materialise
 from penstock.deploy import load_config
 from penstock.rollout_server import GenerateRequest, Generation
 from penstock.sandbox.harbor import tasks_of
+from penstock.testing import FakeClient, MemoryTransferQueue
 from penstock.trainer import load_rows
-from penstock.transfer_queue import BatchLog, Limits, MemoryTransferQueue, RunContext, Task
+from penstock.transfer_queue import BatchLog, Limits, RunContext, Task
 
 pytestmark = [pytest.mark.harbor, pytest.mark.docker, pytest.mark.deep, pytest.mark.recipes, pytest.mark.torch]
 ROOT = Path(__file__).parents[3]

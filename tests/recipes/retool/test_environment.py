@@ -15,9 +15,10 @@ from tests.recipes.conftest import RECIPES, played, script
 
 pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'penstock[math]'")
 
-from penstock.agent_loops import EnvCheck, segments_of
+from penstock.agent_loops import segments_of
 from penstock.agent_loops.chat import chat_of
 from penstock.deploy import load_config, tools_of
+from penstock.testing import EnvCheck
 
 pytestmark = [pytest.mark.deep, pytest.mark.recipes, pytest.mark.bwrap]
 FOLDER = os.environ.get("PENSTOCK_GSM8K", "")

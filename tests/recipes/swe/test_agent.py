@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.recipes.swe.conftest import RECIPE
 
-from penstock.agent_loops import try_loop
+from penstock.testing import try_loop
 from penstock.tools import ToolConfig
 from penstock.transfer_queue import Task
 

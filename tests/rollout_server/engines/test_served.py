@@ -15,8 +15,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from tests.rollout_server.conftest import TOKEN, StubQueue, fake_answer, rollout_server
 
-from penstock.rollout_server import Chunk, EngineError, GenerateRequest, RolloutConfig, Sampling, fake_manifest
+from penstock.rollout_server import Chunk, EngineError, GenerateRequest, RolloutConfig, Sampling
 from penstock.rollout_server.engines import make_engine
+from penstock.testing import fake_manifest
 from penstock.weight_sync import Manifest, WeightsRefused
 
 VOCAB = 64

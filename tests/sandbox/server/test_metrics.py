@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import httpx
 
-from penstock.sandbox import FakeSandbox, SandboxConfig
+from penstock.sandbox import SandboxConfig
 from penstock.sandbox.server import SandboxMetrics, build_app, callers_of
+from penstock.testing import FakeSandbox
 
 CONFIG = SandboxConfig(max_boxes=4)
 

@@ -10,8 +10,9 @@ import pytest_asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.sandbox import BwrapSandbox, FakeSandbox, FakeSession, SandboxBusy, SandboxError
+from penstock.sandbox import BwrapSandbox, SandboxBusy, SandboxError
 from penstock.sandbox.server import BoxPool
+from penstock.testing import FakeSandbox, FakeSession
 
 
 @pytest.fixture

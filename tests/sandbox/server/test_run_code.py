@@ -9,8 +9,9 @@ import httpx
 import pytest
 from tests.sandbox.server.conftest import Start, headers
 
-from penstock.sandbox import FakeSandbox, SandboxConfig, SandboxServerConfig, make_sandbox
+from penstock.sandbox import SandboxConfig, SandboxServerConfig, make_sandbox
 from penstock.sandbox.server import build_app, callers_of
+from penstock.testing import FakeSandbox
 
 pytestmark = pytest.mark.bwrap
 

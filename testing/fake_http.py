@@ -16,13 +16,13 @@ from typing import Any
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.child_link import child_environment
 from penstock.rollout_server.engines.event_client import EngineAddress
-from penstock.rollout_server.engines.fake_http_server import GENERATE, KEY_VARIABLE
 from penstock.rollout_server.engines.http_engine import HttpEngine, HttpWeights
 from penstock.rollout_server.engines.server_process import ChildServer, Installation, Product
 from penstock.rollout_server.engines.vllm import VLLMStream
-from penstock.rollout_server.fake_tokens import VOCAB
 from penstock.rollout_server.pictures import SeenImage
 from penstock.rollout_server.protocol import EngineError, GenerateRequest, Sampling, SleepLevel
+from penstock.testing.fake_http_server import GENERATE, KEY_VARIABLE
+from penstock.testing.fake_tokens import VOCAB
 from penstock.weight_sync import Manifest, WeightsRefused
 
 KEEP_S = 60.0
@@ -41,7 +41,7 @@ class FakeHttpServer(ChildServer):
 
     def prepare(self, installation: Installation) -> tuple[EngineAddress, list[str], dict[str, str]]:
         key, socket = secrets.token_hex(16), self.folder / "http.sock"
-        command = [installation.python, "-m", "penstock.rollout_server.engines.fake_http_server", "--uds", str(socket)]
+        command = [installation.python, "-m", "penstock.testing.fake_http_server", "--uds", str(socket)]
         command += ["--token-s", str(self.token_s), "--slots", str(self.config.max_concurrent)]
         command += ["--quick"] if self.quick else []
         address = EngineAddress("http://fake", key, str(socket), keep_s=KEEP_S)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.agent_loops import SPLIT, AgentConfig, EpisodeState, LoadError, WorkerStopped, check_env
+from penstock.agent_loops import AgentConfig, LoadError, WorkerStopped
+from penstock.testing import SPLIT, EpisodeState, check_env
 from penstock.tools import ToolConfig
 from penstock.transfer_queue import Task
 
@@ -112,6 +113,6 @@ async def test_env_check_stops_without_progress(recipe_dir: Path, monkeypatch: p
     async def hang(*_) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("penstock.agent_loops.env_check.ScriptedClient.generate", hang)
+    monkeypatch.setattr("penstock.testing.env_check.ScriptedClient.generate", hang)
     with pytest.raises(WorkerStopped, match="0 of 1 episodes ended"):
         await play(recipe_dir, honest, 1, slack_s=-659.5, episode_deadline_s=600, rewards={"timeout_s": 60.0})

@@ -25,13 +25,14 @@ from penstock.agent_loops.chat.chat import ChatTokens, chat_of
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.episode import Episode
 from penstock.agent_loops.errors import InfraFailure, WorkerStopped
-from penstock.agent_loops.llm import FakeClient
 from penstock.agent_loops.worker import WorkerJob, build_services, run_worker
 from penstock.rollout_server import Chunk, GenerateRequest, Generation
 from penstock.sandbox import Sandbox, SandboxConfig, make_sandbox
+from penstock.testing.fake_client import FakeClient
+from penstock.testing.memory_queue import MemoryTransferQueue
 from penstock.tools import ToolConfig
 from penstock.tools.parsers import ToolCall
-from penstock.transfer_queue import DataCursor, DeadLetter, Limits, MemoryTransferQueue, RunContext, Task, Trajectory
+from penstock.transfer_queue import DataCursor, DeadLetter, Limits, RunContext, Task, Trajectory
 
 SPLIT = "rehearsal"
 LEASE_TTL_S = 60.0

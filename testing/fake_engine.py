@@ -16,7 +16,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.fake_tokens import VOCAB, next_token
 from penstock.rollout_server.protocol import (
     Chunk,
     DeviceBytes,
@@ -28,6 +27,7 @@ from penstock.rollout_server.protocol import (
     fit_request,
 )
 from penstock.rollout_server.routed_experts import encode_rows
+from penstock.testing.fake_tokens import VOCAB, next_token
 from penstock.weight_sync import ChainFile, LoadReport, Manifest, TensorEntry, WeightsRefused, state_of
 
 FAKE_BYTES = 100

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from penstock.testing.memory_groups import TRAIN, GroupMember, MemoryGroup, split_episode
 from penstock.transfer_queue.admission import enough_members, may_admit, room_allows
 from penstock.transfer_queue.errors import LeaseLost, TrainerFenced
-from penstock.transfer_queue.memory_groups import TRAIN, GroupMember, MemoryGroup, split_episode
 from penstock.transfer_queue.metrics import bucket_of
 from penstock.transfer_queue.status import EPISODE_TOTALS
 from penstock.transfer_queue.types import Announcement, DataCursor, DeadLetter, Limits, Outcome, OutcomeKind, Task

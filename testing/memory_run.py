@@ -6,9 +6,9 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 
+from penstock.testing.memory_state import MemoryState
 from penstock.transfer_queue.admission import check_limits
 from penstock.transfer_queue.errors import NoSuchRun, QueueError, RunTaken
-from penstock.transfer_queue.memory_state import MemoryState
 from penstock.transfer_queue.turns import TurnCall, TurnReport, Turns, TurnTable
 from penstock.transfer_queue.types import KEPT_UPDATES, Head, Limits, RunIdentity, RunRecord, ServerInfo, WeightUpdate
 

@@ -12,6 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from penstock.testing.memory_groups import TRAIN, MemoryGroup, split_episode
+from penstock.testing.memory_steps import MemorySteps
 from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.codec.trajectories import (
     decode_task,
@@ -27,8 +29,6 @@ from penstock.transfer_queue.errors import (
     Refusal,
     StepError,
 )
-from penstock.transfer_queue.memory_groups import TRAIN, MemoryGroup, split_episode
-from penstock.transfer_queue.memory_steps import MemorySteps
 from penstock.transfer_queue.metrics import MEMBER_COST, bucket_of, deciles, journal_cost, task_cost
 from penstock.transfer_queue.status import Status
 from penstock.transfer_queue.types import (

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.rollout_server.fake_tokens import next_token
+from penstock.testing.fake_tokens import next_token
 
 GENERATE = "/inference/v1/generate"
 KEY_VARIABLE = "FAKE_SERVER_KEY"
@@ -201,7 +201,7 @@ class FrontEnd:
 
 
 async def main() -> None:
-    """``python -m penstock.rollout_server.engines.fake_http_server --uds FILE --token-s S --slots N [--quick]``."""
+    """``python -m penstock.testing.fake_http_server --uds FILE --token-s S --slots N [--quick]``."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--uds", required=True, help="unix socket to listen on")
     parser.add_argument("--token-s", type=float, required=True)

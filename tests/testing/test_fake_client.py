@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.agent_loops import FakeClient
 from penstock.rollout_server import GenerateRequest, Sampling
+from penstock.testing import FakeClient
 
 
 @pytest.mark.parametrize(("most", "reason"), [(9, "stop"), (3, "length")])

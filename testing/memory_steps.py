@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 
+from penstock.testing.memory_groups import GroupMember, MemoryGroup, split_episode
+from penstock.testing.memory_run import MemoryRun
 from penstock.transfer_queue.admission import may_ship
 from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.codec.trajectories import (
@@ -19,8 +21,6 @@ from penstock.transfer_queue.errors import (
     StepError,
     TooManyFiltered,
 )
-from penstock.transfer_queue.memory_groups import GroupMember, MemoryGroup, split_episode
-from penstock.transfer_queue.memory_run import MemoryRun
 from penstock.transfer_queue.types import (
     Announcement,
     AnnouncementMark,

@@ -1,0 +1,16 @@
+from .env_check import SPLIT as SPLIT
+from .env_check import EnvCheck as EnvCheck
+from .env_check import EpisodeState as EpisodeState
+from .env_check import Policy as Policy
+from .env_check import check_env as check_env
+from .env_check import try_loop as try_loop
+from .fake_client import FakeClient as FakeClient
+from .fake_engine import FakeEngine as FakeEngine
+from .fake_engine import fake_experts as fake_experts
+from .fake_engine import fake_manifest as fake_manifest
+from .fake_environment import FakeEnvironment as FakeEnvironment
+from .fake_http import FakeHttpEngine as FakeHttpEngine
+from .fake_sandbox import FakeSandbox as FakeSandbox
+from .fake_sandbox import FakeSession as FakeSession
+from .fake_tokens import next_token as next_token
+from .memory_queue import MemoryTransferQueue as MemoryTransferQueue
