@@ -7,12 +7,10 @@
     ledger_batched        the same with one complete_many per producer
     transferqueue          kv_put each; kv_batch_get, kv_clear            (where scripts/setup-bench has been run)
     transferqueue_batched  the same with one kv_batch_put per producer
-    raw_redis_pipelined    SETs, and GETs, many in each round trip        (in the cells ``…_at_once`` alone)
 
-Each producer stores one payload after the other; in the cells ``…_at_once`` it has `AT_ONCE` calls under way, as an
-agent worker has whose episodes end while others' ends are under way. Producers and consumer are processes of their own
-for every store. The redis-server is set as `penstock run` sets it: its append-only file is on disk, which TransferQueue
-has no counterpart of. Hence the ratios `…_without_aof` too.
+Each producer stores one payload after the other. Producers and consumer are processes of their own for every store.
+The redis-server is configured as `penstock run` configures it: its append-only file is on disk, which TransferQueue
+has no counterpart of. Therefore the ratios `…_without_aof` are printed as well.
 
 Environment: PENSTOCK_BENCH_ROUNDS (9; at most 5 for the index), PENSTOCK_BENCH_SIZES (32kb,1mb,8mb),
 PENSTOCK_BENCH_PRODUCERS (1,8), PENSTOCK_BENCH_MAX_QUEUED (1000000), PENSTOCK_BENCH_PYTHON (the interpreter that has
@@ -24,7 +22,7 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -51,7 +49,6 @@ from penstock.transfer_queue import RedisServer
 COUNTS = {"32kb": 512, "1mb": 128, "8mb": 32}
 """Payloads per round, all producers together."""
 OURS = {"ledger", "ledger_batched"}
-AT_ONCE = 16
 INDEX_ROUNDS = 5
 MISSING = "missing: TransferQueue is not installed; scripts/setup-bench makes an environment for it"
 
@@ -82,13 +79,9 @@ async def _measure() -> dict[str, Any]:
         others = await _transferqueue(stack, setup)
         host = await stack.enter_async_context(_redis())
         setup |= await machine(host.client)
-        stores = await _stores(stack, host)
-        sides = [*(stores[name] for name in ("raw_redis", "ledger", "ledger_batched")), *others]
+        sides = [*_stores(stack, host), *others]
         cells = await _cells(sides, host, extent, extent.sizes)
         figures, ratios = _figures(cells), _ratios(cells)
-        together = await _at_once(stores, host, extent)
-        figures[f"{AT_ONCE}_at_once"] = _figures(together)
-        ratios |= {f"{name}_{AT_ONCE}_at_once": value for name, value in _ratios(together).items()}
         await host.client.config_set("appendonly", "no")
         without_aof = await _cells(sides, host, extent, ["1mb"])
         figures["without_aof"] = _figures(without_aof)
@@ -118,14 +111,12 @@ async def _redis() -> AsyncIterator[Host]:
             yield Host(server, password, client)
 
 
-async def _stores(stack: AsyncExitStack, host: Host) -> dict[str, QueueSide]:
-    kinds = {name: name for name in ("ledger", "ledger_batched")}
-    kinds |= {"raw_redis": "raw", "raw_redis_pipelined": "raw_pipelined"}
-    sides: dict[str, QueueSide] = {}
-    for name, kind in kinds.items():
-        sides[name] = side = StoreSide(name, kind, host.server, host.password)
+def _stores(stack: AsyncExitStack, host: Host) -> list[QueueSide]:
+    kinds = {"raw_redis": "raw", "ledger": "ledger", "ledger_batched": "ledger_batched"}
+    sides = [StoreSide(name, kind, host.server, host.password) for name, kind in kinds.items()]
+    for side in sides:
         stack.push_async_callback(side.stop)
-    return sides
+    return [*sides]
 
 
 async def _transferqueue(stack: AsyncExitStack, setup: dict[str, Any]) -> list[QueueSide]:
@@ -149,21 +140,13 @@ Cells = dict[tuple[str, int], dict[str, Cell]]
 """(size, producers) → side → cell"""
 
 
-async def _at_once(stores: Mapping[str, QueueSide], host: Host, extent: QueueExtent) -> Cells:
-    """Of the smallest payloads, whose time is that of the calls."""
-    sides = [stores[name] for name in ("raw_redis", "raw_redis_pipelined", "ledger")]
-    return await _cells(sides, host, extent, ["32kb"], AT_ONCE)
-
-
-async def _cells(
-    sides: Sequence[QueueSide], host: Host, extent: QueueExtent, sizes: Sequence[str], at_once: int = 1
-) -> Cells:
+async def _cells(sides: Sequence[QueueSide], host: Host, extent: QueueExtent, sizes: Sequence[str]) -> Cells:
     settle = partial(settled, host.client, host.server.directory)
     cells = {}
     for size in sizes:
         payload_bytes = sum(values.nbytes for values in payload_arrays(size).values())
         for producers in extent.producers:
-            plan = QueuePlan(size, producers, COUNTS[size], at_once)
+            plan = QueuePlan(size, producers, COUNTS[size])
             cells[size, producers] = await compare(sides, plan, extent.rounds, payload_bytes, settle)
     return cells
 

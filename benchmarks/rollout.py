@@ -1,4 +1,4 @@
-"""Tokens through sidecar and client beside the bare engine, and how often a prefix is found again.
+"""Tokens through sidecar and client, compared with the bare engine.
 
     penstock bench rollout --json
 
@@ -7,16 +7,14 @@
 
 Both generators are processes that parse every id and logprob. Beside the `hf` engine a third side, `generate`, gives
 the same requests to `transformers.generate` as one batch; `hf_over_generate` compares tokens per CPU second of the two
-processes. Rounds take turns: in each, every side has the same load once. Then a small model, where the engine is quick
-and HTTP is what counts; and two servers under episodes of several turns, sticky and not, with the engine's own counters
-of prefix hits.
+processes. Rounds take turns: in each, every side has the same load once. A small model follows, whose engine is quick,
+so that HTTP is what counts.
 
 Environment: PENSTOCK_BENCH_ENGINE (vllm; hf, sglang), PENSTOCK_BENCH_ROUNDS (5), PENSTOCK_BENCH_MODEL (56m; a name of
 `support.model.SIZES` or a model folder), PENSTOCK_BENCH_DTYPE (bfloat16), PENSTOCK_BENCH_CONCURRENCY (1,16,64,256),
 PENSTOCK_BENCH_ANSWER_TOKENS (64; a quarter of it at 256), PENSTOCK_BENCH_ENGINE_ARGS (further flags of it, JSON).
 PENSTOCK_BENCH_PROCESSES (1,2) selects another measurement: a sidecar with that many processes before an engine that
-only streams, at the largest number of requests in PENSTOCK_BENCH_CONCURRENCY. PENSTOCK_BENCH_PARTS=prefix leaves out
-all but the prefix hits.
+only streams, at the largest number of requests in PENSTOCK_BENCH_CONCURRENCY.
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ from benchmarks.support.engine_load import (
 )
 from benchmarks.support.measure import processor
 from benchmarks.support.model import SIZES, save_model
-from benchmarks.support.prefix_hits import measure_prefix_hits, prefix_ratios
 from benchmarks.support.rollout_run import engine_args, load_process, redis_host, rollout_servers
 from benchmarks.support.sidecar_processes import measure_processes
 
@@ -109,12 +106,10 @@ async def _measure() -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         async with redis_host() as redis:
             bench = Bench(extent, Path(folder), redis)
-            if os.environ.get("PENSTOCK_BENCH_PARTS") != "prefix":
-                figures["load"] = await bench.compare("main", extent.model, extent.concurrency)
-                level = SMALL_LEVEL if SMALL_LEVEL in extent.concurrency else max(extent.concurrency)
-                figures["small_model"] = await bench.compare("small", SMALL, [level])
-                figures["sidecar_cpu_per_1000_tokens"] = _sidecar_cpu(figures)
-            figures["prefix"] = await bench.prefix_hits()
+            figures["load"] = await bench.compare("main", extent.model, extent.concurrency)
+            level = SMALL_LEVEL if SMALL_LEVEL in extent.concurrency else max(extent.concurrency)
+            figures["small_model"] = await bench.compare("small", SMALL, [level])
+            figures["sidecar_cpu_per_1000_tokens"] = _sidecar_cpu(figures)
     setup = {**asdict(extent), **processor(), "prompt_tokens": PROMPT_TOKENS, "values": bench.values}
     return {"bench": "rollout", "ratio": _ratios(figures), "figures": figures, "setup": setup}
 
@@ -143,12 +138,6 @@ class Bench:
                 sides.append(await generate_side(server, self.extent.rollout(), path))
                 stack.push_async_callback(sides[-1].child.stop)
             return await measure_levels(sides, levels, self.extent.rounds)
-
-    async def prefix_hits(self) -> dict[str, Any]:
-        path, vocab = self._model(SMALL)
-        return await measure_prefix_hits(
-            self.redis, self.extent.engine, self._settings("prefix", path, self.extent.rollout()), vocab
-        )
 
     def _model(self, name: str) -> tuple[str, int]:
         """(folder, vocabulary)"""
@@ -183,7 +172,7 @@ def _ratios(figures: dict[str, Any]) -> dict[str, float]:
     """``tokens_…``, ``cpu_…`` and ``first_token_over_bare_engine_N`` at N requests at once."""
     ratios: dict[str, float] = {}
     for part, suffix in (("load", ""), ("small_model", "_small_model")):
-        for many, sides in figures.get(part, {}).items():
+        for many, sides in figures[part].items():
             client, bare = sides["client"], sides["bare"]
             ratios[f"tokens_over_bare_engine_{many}{suffix}"] = sides["tokens_over_bare"]
             ratios[f"cpu_over_bare_engine_{many}{suffix}"] = sides["cpu_over_bare"]
@@ -192,4 +181,4 @@ def _ratios(figures: dict[str, Any]) -> dict[str, float]:
             )
             if "hf_over_generate" in sides:
                 ratios[f"hf_over_generate_{many}{suffix}"] = sides["hf_over_generate"]
-    return ratios | prefix_ratios(figures["prefix"])
+    return ratios

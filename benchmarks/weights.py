@@ -7,8 +7,7 @@ A fetch is what a server does while it decodes: bring the files here, read them,
 a plain copy of the same tensors in memory, taken in the same round. Broadcasts go from two trainer ranks to two workers
 (`support/broadcasts.py`), beside a bare gloo broadcast of the same bytes. Pauses are of two running servers under load,
 updated in turn: each against its engine's own load of the same bytes, and with what the other one decodes meanwhile.
-Besides: what an idle server reads of the queue (`support.idle_poll`), and the private memory of vLLM's workers during
-an update (`support.worker_memory`).
+The private memory of vLLM's workers during an update is measured by `support.worker_memory`.
 
 PENSTOCK_BENCH_ROUNDS sets the rounds (5), PENSTOCK_BENCH_WEIGHTS_MB the size of the fetched version (1024),
 PENSTOCK_BENCH_UPDATES the updates per learning rate (40); of the pauses: PENSTOCK_BENCH_ENGINE (vllm; empty leaves them
@@ -35,9 +34,7 @@ import uvloop
 
 from benchmarks.support.broadcasts import MOST_MB, broadcast_ratios, measure_broadcasts
 from benchmarks.support.comparison import say
-from benchmarks.support.idle_poll import measure_idle
 from benchmarks.support.measure import processor
-from benchmarks.support.rollout_run import redis_host
 from benchmarks.support.swaps import SwapExtent, measure_swaps, swap_ratios
 from benchmarks.support.worker_memory import measure_worker_copy
 from penstock.weight_sync import Downloader, FileServer, Transport, WeightPublisher, WeightReader
@@ -61,20 +58,18 @@ def measure() -> dict[str, Any]:
     broadcasts = measure_broadcasts(rounds, min(size_mb, MOST_MB))
     swaps = SwapExtent.read()
     pauses = uvloop.run(measure_swaps(swaps)) if swaps.engine else {}
-    idle = uvloop.run(_idle())
     copies = uvloop.run(measure_worker_copy(swaps.dtype)) if swaps.engine == "vllm" else {}
     return {
         "bench": "weights",
         "ratio": _ratios(deltas, fetches)
         | broadcast_ratios(broadcasts)
         | swap_ratios(pauses)
-        | _memory_ratios(idle, copies),
+        | ({"worker_copy_over_model": copies["private_over_model"]} if copies else {}),
         "figures": {
             "delta": deltas,
             "fetch_s": {name: round(seconds, 4) for name, seconds in fetches.items()},
             "broadcast": {name: round(value, 4) for name, value in broadcasts.items()},
             "pause": pauses,
-            "idle": idle,
             "worker_copy": copies,
         },
         "setup": {
@@ -88,16 +83,6 @@ def measure() -> dict[str, Any]:
             "torch_threads": 1,
         },
     }
-
-
-async def _idle() -> dict[str, Any]:
-    async with redis_host() as redis:
-        return await measure_idle(redis)
-
-
-def _memory_ratios(idle: dict[str, Any], copies: dict[str, Any]) -> dict[str, float]:
-    ratios = {"manifest_bytes_per_idle_second": idle["bytes_per_s"]}
-    return ratios | ({"worker_copy_over_model": copies["private_over_model"]} if copies else {})
 
 
 def _ratios(deltas: dict[str, dict[str, float]], fetches: Seconds) -> dict[str, float]:

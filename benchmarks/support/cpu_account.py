@@ -94,17 +94,6 @@ class CpuAccount:
         below = [(key[0], one) for key, one in self._seen.items() if one.parent == pid and one.look == look]
         return sum(one.own + one.ended_children + self._ended_with(child, look) for child, one in below)
 
-    def profiled(self) -> dict[int, str]:
-        """Process id → name, of the living ones that run Python."""
-        found = {}
-        for process, name in self._named():
-            try:
-                if name not in (REAPER, BOXES) and ("python" in process.cmdline()[0] or name == "engine"):
-                    found[process.pid] = name
-            except (psutil.NoSuchProcess, IndexError):
-                continue
-        return found
-
     def _named(self) -> Iterator[tuple[psutil.Process, str]]:
         try:
             root = psutil.Process(self._root)

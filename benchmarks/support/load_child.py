@@ -5,7 +5,6 @@ python -m benchmarks.support.load_child    (the run and its secrets are in the e
     {"do": "client", "load": {…}}                       RolloutClient → sidecar → engine
     {"do": "bare", "load": {…}, "engine", "address"}    the same engine, asked directly
     {"do": "alone", "load": {…}, "settings": {…}}       an engine without an address, started here and kept: hf
-    {"do": "turns", "turns": {…}}                       episodes of several turns, see `turns`
     {"do": "stop"}                                      has no answer: ends a load of 0 waves
 """
 
@@ -28,7 +27,6 @@ import uvloop
 from benchmarks.support.bare import BareEngine
 from benchmarks.support.child import own_stdout
 from benchmarks.support.load import Ask, Load, Stream, Tally, Took, run_load
-from benchmarks.support.turns import Turns, run_turns
 from penstock.deploy import RunConnection
 from penstock.rollout_server import Chunk, Engine, GenerateRequest, RolloutClient, RolloutConfig, Sampling
 from penstock.rollout_server.engines import make_engine
@@ -50,9 +48,6 @@ class Generator:
 
     async def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """What the load came to, see `load.Took`; with its arrivals where the question asks for them."""
-        if question["do"] == "turns":
-            client = await self._client()
-            return await run_turns(Turns(**question["turns"]), client)
         stream = await self._stream(question)
         cpu_began = time.process_time()
         self.enough.clear()

@@ -34,8 +34,6 @@ class QueuePlan:
     producers: int
     count: int
     """Payloads, all producers together."""
-    at_once: int = 1
-    """Calls that each producer has under way; and the consumer of raw Redis."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +78,9 @@ class StoreSide:
         active = list(enumerate(self._producers[: plan.producers]))
         await consumer.ask({"do": "start_round", "run": run, "size": plan.size, "count": plan.count})
         await asyncio.gather(*(producer.ask({**ready, "worker": number}) for number, producer in active))
-        produced = await asyncio.gather(
-            *(producer.ask({"do": "produce", "at_once": plan.at_once}) for _, producer in active)
-        )
-        wanted = {"size": plan.size, "workers": plan.producers, "count": plan.count, "at_once": plan.at_once}
-        took = await consumer.ask({"do": "consume", **wanted}, CONSUME_TIMEOUT_S)
+        produced = await asyncio.gather(*(producer.ask({"do": "produce"}) for _, producer in active))
+        payloads = {"size": plan.size, "workers": plan.producers, "count": plan.count}
+        took = await consumer.ask({"do": "consume", **payloads}, CONSUME_TIMEOUT_S)
         await consumer.ask({"do": "end_round"})
         return _round(produced, took["consume_s"])
 

@@ -1,7 +1,6 @@
 """One producer or the consumer of raw Redis or of the queue, as a process. Started by `sides.StoreSide`.
 
-python -m benchmarks.support.store_child {raw|raw_pipelined|ledger|ledger_batched} REDIS_URL
-                                                                              (password in PENSTOCK_BENCH_PASSWORD)
+python -m benchmarks.support.store_child {raw|ledger|ledger_batched} REDIS_URL  (password in PENSTOCK_BENCH_PASSWORD)
 """
 
 from __future__ import annotations
@@ -31,21 +30,16 @@ def trajectory(size: str, episode_id: str, task_id: str) -> Trajectory:
     return Trajectory(episode_id, task_id, (Segment(**payload_arrays(size)),), 1.0, COMPLETED, num_turns=1)
 
 
-async def timed(calls: Sequence[Callable[[], Awaitable[Any]]], at_once: int = 1) -> Answer:
-    """`at_once` calls under way, the next one when one ends; the clock is the machine's, so that processes can be
-    compared."""
-    each, waiting, began = [], iter(calls), time.perf_counter()
-
-    async def one_after_the_other() -> None:
-        last = time.perf_counter()
-        for call in waiting:
-            await call()
-            now = time.perf_counter()
-            each.append(now - last)
-            last = now
-
-    await asyncio.gather(*(one_after_the_other() for _ in range(at_once)))
-    return {"began": began, "ended": time.perf_counter(), "each_s": each}
+async def timed(calls: Sequence[Callable[[], Awaitable[Any]]]) -> Answer:
+    """Makes one call after the other. Times are the machine's clock, so that processes can be compared."""
+    each, began = [], time.perf_counter()
+    last = began
+    for call in calls:
+        await call()
+        now = time.perf_counter()
+        each.append(now - last)
+        last = now
+    return {"began": began, "ended": last, "each_s": each}
 
 
 class Raw:
@@ -79,12 +73,12 @@ class Raw:
         self._sets = [partial(self._client.set, f"raw:{worker}:{n}", payload) for n, payload in enumerate(own)]
         return {}
 
-    async def produce(self, at_once: int) -> Answer:
-        return await timed(self._sets, at_once)
+    async def produce(self) -> Answer:
+        return await timed(self._sets)
 
-    async def consume(self, size: str, workers: int, count: int, at_once: int) -> Answer:
+    async def consume(self, size: str, workers: int, count: int) -> Answer:
         self._keys = [f"raw:{worker}:{n}" for worker in range(workers) for n in range(count // workers)]
-        answer = await timed([partial(self._get, key, len(self._payload(size))) for key in self._keys], at_once)
+        answer = await timed([partial(self._get, key, len(self._payload(size))) for key in self._keys])
         return {"consume_s": answer["ended"] - answer["began"], "each_s": answer["each_s"]}
 
     async def end_round(self) -> Answer:
@@ -93,12 +87,10 @@ class Raw:
         return {}
 
     async def _get(self, key: str, length: int) -> None:
-        self._hold(key, await self._client.get(key), length)
-
-    def _hold(self, key: str, found: Any, length: int) -> None:
-        if not isinstance(found, bytes) or len(found) != length:
-            raise ValueError(f"{key}: {len(found or b'')} bytes came back, {length} were set")
-        self._held.append(found)
+        payload = await self._client.get(key)
+        if not isinstance(payload, bytes) or len(payload) != length:
+            raise ValueError(f"{key}: {len(payload or b'')} bytes came back, {length} were set")
+        self._held.append(payload)
 
     def _own_payloads(self, size: str, count: int) -> list[bytes]:
         """Each in memory of its own, as trajectories are: one that is sent again and again stays in the caches."""
@@ -108,40 +100,6 @@ class Raw:
         if size not in self._packed:
             self._packed = {size: encode_trajectory(trajectory(size, "train/00000000#0", "train/00000000"))}
         return self._packed[size]
-
-
-class RawPipelined(Raw):
-    """The same with `at_once` SETs, and GETs, in each round trip: what a client that has them all at hand can do."""
-
-    async def get_ready(self, run: str, size: str, worker: int, count: int) -> Answer:
-        self._wanted = [(f"raw:{worker}:{n}", own) for n, own in enumerate(self._own_payloads(size, count))]
-        await self._client.ping()
-        return {}
-
-    async def produce(self, at_once: int) -> Answer:
-        shares = [self._wanted[at : at + at_once] for at in range(0, len(self._wanted), at_once)]
-        answer = await timed([partial(self._set_all, share) for share in shares])
-        each_s = [took for share, took in zip(shares, answer["each_s"], strict=True) for _ in share]
-        return {**answer, "each_s": each_s}
-
-    async def consume(self, size: str, workers: int, count: int, at_once: int) -> Answer:
-        self._keys = [f"raw:{worker}:{n}" for worker in range(workers) for n in range(count // workers)]
-        shares = [self._keys[at : at + at_once] for at in range(0, len(self._keys), at_once)]
-        answer = await timed([partial(self._get_all, share, len(self._payload(size))) for share in shares])
-        return {"consume_s": answer["ended"] - answer["began"], "each_s": answer["each_s"]}
-
-    async def _set_all(self, share: Sequence[tuple[str, bytes]]) -> None:
-        async with self._client.pipeline(transaction=False) as pipe:
-            for key, payload in share:
-                pipe.set(key, payload)
-            await pipe.execute()
-
-    async def _get_all(self, keys: Sequence[str], length: int) -> None:
-        async with self._client.pipeline(transaction=False) as pipe:
-            for key in keys:
-                pipe.get(key)
-            for key, found in zip(keys, await pipe.execute(), strict=True):
-                self._hold(key, found, length)
 
 
 class Queues:
@@ -167,19 +125,19 @@ class Queues:
         self._finished = [(lease, trajectory(size, lease.episode_id, lease.task.task_id)) for lease in leases]
         return {}
 
-    async def produce(self, at_once: int) -> Answer:
+    async def produce(self) -> Answer:
         assert self._queue is not None
         if self._batched:
             took = await timed([partial(self._complete_all, self._queue)])
             return {**took, "each_s": [took["each_s"][0] / len(self._finished)] * len(self._finished)}
-        return await timed([partial(self._queue.complete, lease, work) for lease, work in self._finished], at_once)
+        return await timed([partial(self._queue.complete, lease, work) for lease, work in self._finished])
 
     async def _complete_all(self, queue: RedisTransferQueue) -> None:
         refused = [refusal for refusal in await queue.complete_many(self._finished) if refusal is not None]
         if refused:
             raise refused[0]
 
-    async def consume(self, size: str, workers: int, count: int, at_once: int) -> Answer:
+    async def consume(self, size: str, workers: int, count: int) -> Answer:
         assert self._queue is not None
         began = time.perf_counter()
         trajectories = await consume_step(self._queue, step=0)
@@ -202,7 +160,6 @@ def main() -> None:
     kind, url = sys.argv[1:]
     stores: dict[str, Callable[[str, str], Any]] = {
         "raw": Raw,
-        "raw_pipelined": RawPipelined,
         "ledger": Queues,
         "ledger_batched": partial(Queues, batched=True),
     }
