@@ -1,4 +1,4 @@
-"""Which tests stay together when `scripts/test` runs several processes of them, and what is printed at the end."""
+"""Which tests stay together when `scripts/test` runs several processes of them, and what it prints."""
 
 from __future__ import annotations
 
@@ -48,6 +48,25 @@ def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
     """xdist says nothing where it has not read the groups: all tests pass, and every engine is started twice."""
     if node.config.getvalue("dist") == "loadgroup" and not all("@" in one for one in ids):
         pytest.exit("xdist has not read the groups of tests: see pytest's range in pyproject.toml", returncode=4)
+
+
+class FailurePrinter:
+    """Prints the name and the error of a failed test at once; pytest alone does so after the last test."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            message = crash.message.splitlines()[0] if crash is not None and crash.message else report.when
+            terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+            terminal.write_line(f"\nFAILED {report.nodeid}: {message}", red=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # a worker of xdist has no terminal
+        config.pluginmanager.register(FailurePrinter(config), "failure-printer")
 
 
 _cpu_before = 0.0
