@@ -131,7 +131,7 @@ def rollout(
     wait_s: WaitS = 0.0,
 ) -> None:
     """Start one rollout server (sidecar and engine) and join a running queue."""
-    from penstock.deploy import roles
+    from penstock.deploy.run import roles
 
     own = name or f"rollout-{socket.gethostname()}"
     _run(lambda: roles.rollout(_link(queue, run), own, host, port, evaluates=evaluates, lent=lent, wait_s=wait_s))
@@ -147,7 +147,7 @@ def agent(
     wait_s: WaitS = 0.0,
 ) -> None:
     """Start one agent worker and join a running queue."""
-    from penstock.deploy import roles
+    from penstock.deploy.run import roles
 
     _run(lambda: roles.agent(_link(queue, run), name or f"agent-{socket.gethostname()}", wait_s=wait_s))
 
@@ -172,7 +172,7 @@ def train(
     Over several machines: the same command on each, with its own --node-rank.
     """
     from penstock.deploy.commands.train import exec_trainer
-    from penstock.deploy.rendezvous import Rendezvous
+    from penstock.deploy.run.plan import Rendezvous
 
     def work() -> None:
         exec_trainer(_link(queue, run), Rendezvous.of(nnodes, node_rank, rdzv_endpoint), wait_s=wait_s)
@@ -190,7 +190,7 @@ def train_rank(
     *, alone: Annotated[bool, typer.Option(help="It is the only one, whatever a torchrun around it says.")] = False
 ) -> None:
     """One rank of the trainer; torchrun starts several."""
-    from penstock.deploy import roles
+    from penstock.deploy.run import roles
 
     if alone:
         roles.leave_torchrun()
@@ -200,7 +200,7 @@ def train_rank(
 @app.command(hidden=True)
 def sft_rank(folder: Path, *, alone: Annotated[bool, typer.Option(help="See train-rank.")] = False) -> None:
     """One rank of `penstock sft` in the folder of its run."""
-    from penstock.deploy import roles
+    from penstock.deploy.run import roles
     from penstock.deploy.sft.rank import sft_rank as main
 
     if alone:
@@ -227,20 +227,20 @@ def sandbox(
 
     Example: penstock sandbox sandbox.max_boxes=32 "sandbox.server.warm={default: 4}"
     """
-    from penstock.deploy import roles
     from penstock.deploy.config import load_sandbox
+    from penstock.deploy.run import roles
 
     _run(lambda: roles.sandbox(load_sandbox(recipe, overrides or []), host, port))
 
 
 def _link(queue: str | None, run: str | None) -> Any:
-    from penstock.deploy.connection import RunConnection
+    from penstock.deploy.run.connection import RunConnection
 
     return RunConnection.from_environment(queue, run)
 
 
 def _run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    from penstock.deploy.roles import run_role
+    from penstock.deploy.run.roles import run_role
 
     _guarded(lambda: run_role(main))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from penstock.datasets import BadSpec, materialise
 from penstock.deploy.config import ConfigError, RunConfig
-from penstock.deploy.connection import TOKEN_VARIABLE
+from penstock.deploy.run.connection import TOKEN_VARIABLE
 from penstock.testing import SPLIT, EnvCheck, Policy, check_env
 from penstock.trainer import DataError, DatasetRow, load_rows
 

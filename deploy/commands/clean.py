@@ -23,7 +23,7 @@ def clean(
 
     Example: penstock clean --recipe recipes/swe/sandbox.yaml
     """
-    from penstock.deploy.weights_folder import SHARED_MEMORY, living_folders, remove_abandoned
+    from penstock.deploy.run.weights_folder import SHARED_MEMORY, living_folders, remove_abandoned
 
     removed = remove_abandoned()
     for folder in removed:

@@ -13,9 +13,7 @@ from penstock.deploy.config import ConfigError
 
 if TYPE_CHECKING:
     from penstock.dashboard import Tokens
-    from penstock.deploy.connection import RunConnection
-
-VIEW_TOKEN_VARIABLE = "PENSTOCK_VIEW_TOKEN"  # noqa: S105 - the variable's name, not a secret
+    from penstock.deploy.run.connection import RunConnection
 
 
 def dashboard(
@@ -29,8 +27,8 @@ def dashboard(
     PENSTOCK_VIEW_TOKEN, if set, is read-only.
     """
     from penstock.dashboard import CannotListen, serve_page
-    from penstock.deploy.live_queues import FolderQueues
-    from penstock.deploy.roles import run_role
+    from penstock.deploy.run.connection import FolderQueues
+    from penstock.deploy.run.roles import run_role
 
     tokens = _tokens()
 
@@ -54,7 +52,7 @@ def _say(url: str) -> None:
 
 def _tokens() -> Tokens:
     from penstock.dashboard import Tokens
-    from penstock.deploy.connection import TOKEN_VARIABLE
+    from penstock.deploy.run.connection import TOKEN_VARIABLE, VIEW_TOKEN_VARIABLE
 
     write, read = os.environ.get(TOKEN_VARIABLE), os.environ.get(VIEW_TOKEN_VARIABLE, "")
     if not write:
@@ -67,7 +65,7 @@ def _tokens() -> Tokens:
 
 def _own_link() -> RunConnection | None:
     """The run that this shell or supervisor belongs to; None: only those in the folder."""
-    from penstock.deploy.connection import RUN_VARIABLE, TOKEN_VARIABLE, URL_VARIABLE, RunConnection
+    from penstock.deploy.run.connection import RUN_VARIABLE, TOKEN_VARIABLE, URL_VARIABLE, RunConnection
 
     named = all(os.environ.get(name) for name in (URL_VARIABLE, RUN_VARIABLE, TOKEN_VARIABLE))
     return RunConnection.from_environment() if named else None

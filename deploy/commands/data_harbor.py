@@ -98,7 +98,7 @@ async def _check(
     again: bool,
 ) -> list[CheckedTask]:
     from penstock.datasets.harbor import Checker, select
-    from penstock.deploy.connection import TOKEN_VARIABLE
+    from penstock.deploy.run.connection import TOKEN_VARIABLE
     from penstock.sandbox import make_sandbox
 
     folders = select(folder, names)

@@ -81,9 +81,9 @@ def _running(recipe: Path | None, overrides: list[str]) -> Iterator[Check]:
 
 def _joining(recipe: Path | None, overrides: list[str]) -> Iterator[Check]:
     """Of the run in the environment, else of the recipe's living run in its folder. Raises `ConfigError`."""
-    from penstock.deploy.connection import TOKEN_VARIABLE, RunConnection, connection_of_run
     from penstock.deploy.preflight.running_run import check_run, config_of, why_not
     from penstock.deploy.preflight.suite import joining_checks
+    from penstock.deploy.run.connection import TOKEN_VARIABLE, RunConnection, connection_of_run
     from penstock.transfer_queue import QueueError
 
     link = connection_of_run(load_config(recipe, overrides)) if recipe is not None else RunConnection.from_environment()

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from penstock.deploy.commands.dashboard import VIEW_TOKEN_VARIABLE
-from penstock.deploy.connection import PASSWORD_VARIABLE, TOKEN_VARIABLE, USER_VARIABLE
+from penstock.deploy.run.connection import PASSWORD_VARIABLE, TOKEN_VARIABLE, USER_VARIABLE, VIEW_TOKEN_VARIABLE
 from penstock.transfer_queue import QueueError
 from penstock.transfer_queue.redis import user_rules
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from penstock.deploy.config import ConfigError
-from penstock.deploy.connection import PASSWORD_VARIABLE, RUN_VARIABLE, URL_VARIABLE, USER_VARIABLE, RunConnection
+from penstock.deploy.run.connection import PASSWORD_VARIABLE, RUN_VARIABLE, URL_VARIABLE, USER_VARIABLE, RunConnection
 from penstock.deploy.run_dir import no_such_run
 from penstock.transfer_queue import QueueError, ServerInfo, Status, TransferQueue, exposition, version_lags
 from penstock.transfer_queue.redis import RIGHTS, setuser_commands
@@ -60,9 +60,19 @@ def export(
     every_s: Annotated[float, typer.Option(help="Seconds between two polls of the queue.", min=0.1)] = 5.0,
 ) -> None:
     """Serve the queue's numbers to Prometheus, with the run's token as bearer credentials, until interrupted."""
-    from penstock.deploy.telemetry import serve_queue_metrics
+    from penstock.common import listen, serve
+    from penstock.deploy.telemetry.metrics import QueueExporter, make_app
 
-    _run(lambda: serve_queue_metrics(_connection(run), host, port, every_s))
+    link = _connection(run)
+
+    async def work() -> None:
+        queue = await link.connect()
+        try:
+            await serve(make_app(QueueExporter(queue, link.run, every_s), link.token), listen(host, port))
+        finally:
+            await queue.close()
+
+    _run(work)
 
 
 @app.command()

@@ -11,7 +11,7 @@ import typer
 
 from penstock.deploy.commands.guard import guarded
 from penstock.deploy.config import ConfigError
-from penstock.deploy.connection import PASSWORD_VARIABLE
+from penstock.deploy.run.connection import PASSWORD_VARIABLE
 
 
 def redis_server(
@@ -30,8 +30,8 @@ def redis_server(
 
     Example: penstock redis-server runs/mine/redis --host 10.0.0.5 --port 6379
     """
-    from penstock.deploy.connection import serve
-    from penstock.deploy.roles import run_role
+    from penstock.deploy.run.connection import serve
+    from penstock.deploy.run.roles import run_role
     from penstock.transfer_queue import QueueError, RedisServer
 
     def work() -> None:

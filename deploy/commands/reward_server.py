@@ -26,7 +26,7 @@ def reward_server(  # noqa: PLR0917 - typer reads the options off the parameters
     batch_wait_ms: Annotated[float, typer.Option(min=0, help="How long the first answer waits for others.")] = 10.0,
 ) -> None:
     """Start a reward-model server, for `agent.reward: reward_server` [PENSTOCK_REWARD_TOKEN]."""
-    from penstock.deploy.roles import run_role
+    from penstock.deploy.run.roles import run_role
     from penstock.rollout_server.reward_model import BadModel, Batcher, HuggingFaceClassifier, build_app, serve
 
     async def role() -> None:

@@ -10,9 +10,10 @@ from rich.console import Console
 
 from penstock.common import uncollected
 from penstock.deploy.config import ConfigError, RunConfig, dump_config, load_config
+from penstock.deploy.preflight.stop_grace import with_stop_grace
 from penstock.deploy.preflight.suite import run_checks
 from penstock.deploy.preflight.turns import check_turns, refuse_elsewhere
-from penstock.deploy.supervisor import Placement
+from penstock.deploy.run.supervisor import Placement
 from penstock.transfer_queue import QueueError
 
 console = Console(stderr=True, highlight=False)
@@ -29,9 +30,10 @@ def run_recipe(
 ) -> int:
     """Returns the exit status: 0 done, 1 the run failed, 2 the recipe is wrong, 130 interrupted."""
     with uncollected():
-        from penstock.deploy.launcher import Interrupted, launch
-        from penstock.deploy.processes import RoleFailed
-        from penstock.deploy.report import StalledRun, VersionRefused, describe
+        from penstock.deploy.run.launcher import Interrupted, launch
+        from penstock.deploy.run.processes import RoleFailed
+        from penstock.deploy.run.report import describe
+        from penstock.deploy.run.supervisor import StalledRun, VersionRefused
 
     try:
         config = load_config(recipe, overrides)
@@ -46,7 +48,7 @@ def run_recipe(
         if dry_run:
             return 0
         placement = _ray_placement(ray_address) if on_ray else None
-        summary = asyncio.run(launch(config, resume=resume, placement=placement))
+        summary = asyncio.run(launch(with_stop_grace(config), resume=resume, placement=placement))
     except ConfigError as error:
         return _complain(str(error), 2)
     except (RoleFailed, StalledRun, VersionRefused, QueueError) as error:

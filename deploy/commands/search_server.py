@@ -32,7 +32,7 @@ def search_server(
     Ranks by BM25, or by vectors with --dense MODEL (a folder or a hub name; needs the extra named dense).
     The index is built at the first start and kept; a changed corpus is indexed again.
     """
-    from penstock.deploy.roles import run_role
+    from penstock.deploy.run.roles import run_role
     from penstock.tools.retrieval import BadCorpus, IndexFailed, serve
 
     async def role(opened: Index, token: str) -> None:

@@ -39,7 +39,7 @@ def status(
 
 def _place(run: str | None, runs_dir: Path) -> tuple[Path, str]:
     """Folder of the runs, and the run's name."""
-    from penstock.deploy.connection import RUN_VARIABLE
+    from penstock.deploy.run.connection import RUN_VARIABLE
     from penstock.deploy.run_dir import no_such_run
 
     name = run or os.environ.get(RUN_VARIABLE, "")
@@ -61,7 +61,7 @@ async def _once(folder: Path, name: str, *, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    from penstock.deploy.status_page import draw_state
+    from penstock.deploy.run.status import draw_state
 
     Console(highlight=False).print(draw_state(state))
 
@@ -70,7 +70,7 @@ async def _watch(folder: Path, name: str) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from penstock.deploy.status_page import draw_state
+    from penstock.deploy.run.status import draw_state
 
     async with _looking(folder, name) as look:
         state = await look()
@@ -86,9 +86,8 @@ async def _looking(folder: Path, name: str) -> AsyncIterator[Callable[[], Awaita
     """What asks for the run's state, as often as it is called; what it holds open is closed."""
     from penstock.dashboard import Pulse, RunFiles
     from penstock.deploy.config import ConfigError
-    from penstock.deploy.connection import RunConnection
-    from penstock.deploy.live_queues import FolderQueues
-    from penstock.deploy.report import run_state
+    from penstock.deploy.run.connection import FolderQueues, RunConnection
+    from penstock.deploy.run.status import run_state
 
     own = None
     with contextlib.suppress(ConfigError):

@@ -26,7 +26,7 @@ def teacher_server(  # noqa: PLR0917 - typer reads the options off the parameter
     batch_wait_ms: Annotated[float, typer.Option(min=0, help="How long the first row waits for others.")] = 10.0,
 ) -> None:
     """Start a teacher, for `agent.teachers` [PENSTOCK_TEACHER_TOKEN]."""
-    from penstock.deploy.roles import run_role
+    from penstock.deploy.run.roles import run_role
     from penstock.rollout_server.reward_model import Batcher
     from penstock.rollout_server.teacher import TokenScorer, UnfitTeacher, build_app, serve
 

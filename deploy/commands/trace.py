@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from penstock.deploy.trace import StepRange
+    from penstock.deploy.telemetry.trace import StepRange
 
 
 def trace(
@@ -30,7 +30,7 @@ def trace(
     Example: penstock trace mine --steps 100:110 --out mine.json
     """
     from penstock.deploy.run_dir import no_such_run
-    from penstock.deploy.trace import NothingToDraw, chrome_trace, collect
+    from penstock.deploy.telemetry.trace import NothingToDraw, chrome_trace, collect
 
     root = Path(run) if Path(run).is_dir() else runs_dir / run
     try:
@@ -50,7 +50,7 @@ def trace(
 
 def steps_of(text: str) -> StepRange:
     """Raises `ValueError` with the fix."""
-    from penstock.deploy.trace import StepRange
+    from penstock.deploy.telemetry.trace import StepRange
 
     first, colon, end = text.partition(":")
     if not colon or not all(part.isdigit() for part in (first, end) if part):
@@ -74,8 +74,7 @@ def weight_updates(root: Path) -> list[dict[str, Any]]:
 
 
 async def _from_queue(connect_env: str) -> list[dict[str, Any]]:
-    from penstock.deploy.connection import RunConnection
-    from penstock.deploy.live_queues import SETTINGS
+    from penstock.deploy.run.connection import SETTINGS, RunConnection
 
     queue = await RunConnection.from_lines(connect_env).connect(SETTINGS)
     try:

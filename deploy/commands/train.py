@@ -11,10 +11,9 @@ from pathlib import Path
 
 from penstock.common import NotPrivate, die_with_parent, interfaces_for, own_host
 from penstock.deploy.config import ConfigError, RunConfig
-from penstock.deploy.connection import RunConnection
-from penstock.deploy.plan import SHUTDOWN_VARIABLE, TORCHRUN_S, trainer_stop_s
-from penstock.deploy.rendezvous import TORCHRUN_TELLS, Rendezvous
-from penstock.deploy.weights_folder import hold_folder, local_weights_dir
+from penstock.deploy.run.connection import RunConnection
+from penstock.deploy.run.plan import SHUTDOWN_VARIABLE, TORCHRUN_S, TORCHRUN_TELLS, Rendezvous, trainer_stop_s
+from penstock.deploy.run.weights_folder import hold_folder, local_weights_dir
 from penstock.trainer import RANKS_FILE_VARIABLE, BadJob, TrainerConfig
 from penstock.trainer.engines import check_nodes
 

@@ -28,16 +28,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from penstock.agent_loops.chat import load_tokenizer
 from penstock.common import FileLock, write_atomically
 from penstock.deploy.config import ConfigError, RunConfig, dump_config
-from penstock.deploy.connection import RedisLost, RunConnection, connect_file, limits_of
 from penstock.deploy.evaluation.episodes import EpisodeResult, Part, ResultsFile, parts_of, result_of, task_of
 from penstock.deploy.evaluation.report import table_of, write_report
 from penstock.deploy.evaluation.target import EvalPlan, EvalRequest, export_model, resolve_target
-from penstock.deploy.head import identity_of, run_headed
-from penstock.deploy.launcher import Interrupted, open_queue, open_weights, until_interrupted
-from penstock.deploy.plan import agent_role, rollout_role
 from penstock.deploy.preflight.suite import evaluation_checks
-from penstock.deploy.processes import RoleFailed
-from penstock.deploy.supervisor import LocalPlacement, StalledRun, Supervisor, Watchdog
+from penstock.deploy.run.connection import RedisLost, RunConnection, connect_file, limits_of
+from penstock.deploy.run.launcher import (
+    Interrupted,
+    identity_of,
+    open_queue,
+    open_weights,
+    run_headed,
+    until_interrupted,
+)
+from penstock.deploy.run.plan import agent_role, rollout_role
+from penstock.deploy.run.processes import RoleFailed
+from penstock.deploy.run.supervisor import LocalPlacement, StalledRun, Supervisor, Watchdog
 from penstock.trainer import DataError
 from penstock.transfer_queue import QueueError, QueueUnavailable, TransferQueue
 

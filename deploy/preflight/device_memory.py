@@ -23,7 +23,6 @@ from typing import Any
 import yaml
 
 from penstock.deploy.config import ConfigError, RunConfig, load_config
-from penstock.deploy.plan import gpus_of_server, lent_servers, places_of_server
 from penstock.deploy.preflight.check import Check, human, skipped
 from penstock.deploy.preflight.memory import (
     ModelShape,
@@ -34,6 +33,7 @@ from penstock.deploy.preflight.memory import (
     trainer_bytes,
 )
 from penstock.deploy.preflight.model import BadModelFiles, WeightFiles, read_config
+from penstock.deploy.run.plan import gpus_of_server, lent_servers, places_of_server
 from penstock.deploy.shipped import shipped_sizes
 from penstock.trainer import TrainerConfig
 

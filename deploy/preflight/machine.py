@@ -11,7 +11,11 @@ from typing import Any
 
 from penstock.common import cores
 from penstock.deploy.config import ConfigError, RunConfig
-from penstock.deploy.plan import (
+from penstock.deploy.preflight.check import Check, human, memory_bytes, skipped, warning
+from penstock.deploy.preflight.device_memory import Gpus, check_device, find_shape
+from penstock.deploy.preflight.memory import model_shape, needs_critic, server_bytes, trainer_bytes
+from penstock.deploy.preflight.settings import GPU_DEVICES
+from penstock.deploy.run.plan import (
     NODES_VARIABLE,
     gpus_of_server,
     has_gpu,
@@ -19,10 +23,6 @@ from penstock.deploy.plan import (
     places_of_server,
     smallest_gpu_bytes,
 )
-from penstock.deploy.preflight.check import Check, human, memory_bytes, skipped, warning
-from penstock.deploy.preflight.device_memory import Gpus, check_device, find_shape
-from penstock.deploy.preflight.memory import model_shape, needs_critic, server_bytes, trainer_bytes
-from penstock.deploy.preflight.settings import GPU_DEVICES
 
 BASE_FILES = 256
 """Libraries, logs, the queue's connections (64 at most), the model's files."""

@@ -40,11 +40,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deploy.config import RunConfig
-from penstock.deploy.plan import gpus_of_server, has_gpu, lent_servers
 from penstock.deploy.preflight.check import Check, available_bytes, human, memory_bytes, skipped, warning
 from penstock.deploy.preflight.model import BadModelFiles, WeightFiles, read_config, read_weights
 from penstock.deploy.preflight.routing import token_bytes
-from penstock.deploy.weights_folder import SHARED_MEMORY
+from penstock.deploy.run.plan import gpus_of_server, has_gpu, lent_servers
+from penstock.deploy.run.weights_folder import SHARED_MEMORY
 from penstock.trainer import TrainerConfig
 from penstock.weight_sync import BUCKET_BYTES
 

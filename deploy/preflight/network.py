@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 from penstock.common import HOST_VARIABLE, is_loopback, own_host, reachable_host
 from penstock.deploy.config import RunConfig
-from penstock.deploy.connection import PASSWORD_VARIABLE, USER_VARIABLE, redis_login
-from penstock.deploy.plan import lent_servers
 from penstock.deploy.preflight.check import Check, human, skipped, warning
+from penstock.deploy.run.connection import PASSWORD_VARIABLE, USER_VARIABLE, redis_login
+from penstock.deploy.run.plan import lent_servers
 from penstock.transfer_queue import (
     QueueError,
     QueueUnavailable,

@@ -20,9 +20,9 @@ import yaml
 
 from penstock.common import is_loopback
 from penstock.deploy.config import RunConfig, parse_config
-from penstock.deploy.connection import TOKEN_VARIABLE, RunConnection
 from penstock.deploy.preflight.check import Check, warning
 from penstock.deploy.preflight.network import ANSWER_DEADLINE_S, examine_redis
+from penstock.deploy.run.connection import TOKEN_VARIABLE, RunConnection
 from penstock.transfer_queue import Announcement, QueueError, ServerInfo, TransferQueue, TransferQueueConfig
 
 PULL_S = 30.0

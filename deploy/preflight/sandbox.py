@@ -15,9 +15,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from penstock.deploy.config import RunConfig
-from penstock.deploy.connection import TOKEN_VARIABLE
 from penstock.deploy.preflight.check import Check, skipped
 from penstock.deploy.preflight.data import rewards_of
+from penstock.deploy.run.connection import TOKEN_VARIABLE
 from penstock.sandbox import Sandbox, SandboxError, Session
 
 OWNER = "doctor"

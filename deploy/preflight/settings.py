@@ -14,11 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from penstock.deploy.config import RunConfig
-from penstock.deploy.connection import limits_of
 from penstock.deploy.preflight.check import Check, skipped, warning
 from penstock.deploy.preflight.data import data_sources
 from penstock.deploy.preflight.model import BadModelFiles, read_config
 from penstock.deploy.preflight.routing import token_bytes
+from penstock.deploy.run.connection import limits_of
 from penstock.rollout_server import RolloutConfig
 
 REPORTED = ("torch", "transformers", "redis", "numpy")

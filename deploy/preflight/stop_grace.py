@@ -19,10 +19,10 @@ import subprocess
 from collections.abc import Iterator
 
 from penstock.deploy.config import RunConfig
-from penstock.deploy.plan import TRAINER_STOP_S, trainer_stop_s
 from penstock.deploy.preflight.check import Check, human, warning
 from penstock.deploy.preflight.device_memory import find_shape
 from penstock.deploy.preflight.disk import checkpoint_bytes, existing_folder, measure
+from penstock.deploy.run.plan import TRAINER_STOP_S, trainer_stop_s
 from penstock.trainer import SLOWEST_BYTES_PER_S
 
 AROUND_SAVE_S = 15.0

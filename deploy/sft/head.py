@@ -26,14 +26,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from penstock.agent_loops import AgentError
 from penstock.common import JsonlTail, last_by, read_jsonl, write_atomically
 from penstock.deploy.config import ConfigError, RunConfig, dump_config, load_config
-from penstock.deploy.launcher import Interrupted, until_interrupted
-from penstock.deploy.lives import LivesFile, LivesTotal
-from penstock.deploy.plan import SUPERVISOR_S, trainer_stop_s
 from penstock.deploy.preflight.model import check_model
 from penstock.deploy.preflight.settings import check_training_engine
 from penstock.deploy.preflight.stop_grace import with_stop_grace
-from penstock.deploy.processes import RoleFailed, RoleProcess, RoleSpec
-from penstock.deploy.run_dir import RunDir, RunLock
+from penstock.deploy.run.launcher import Interrupted, until_interrupted
+from penstock.deploy.run.plan import SUPERVISOR_S, trainer_stop_s
+from penstock.deploy.run.processes import RoleFailed, RoleProcess, RoleSpec
+from penstock.deploy.run_dir import LivesFile, LivesTotal, RunDir, RunLock
 from penstock.deploy.sft.prepared import PreparedData, listed, prepare
 from penstock.sandbox import SandboxError
 from penstock.tools import ToolConfigError

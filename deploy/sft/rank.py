@@ -13,9 +13,8 @@ import yaml
 
 from penstock.common import die_with_parent, uncollected
 from penstock.deploy.config import RunConfig, parse_config
-from penstock.deploy.plan import SHUTDOWN_VARIABLE, TORCHRUN_S, trainer_stop_s
-from penstock.deploy.rendezvous import Rendezvous
-from penstock.deploy.roles import fatal, sole_trainer
+from penstock.deploy.run.plan import SHUTDOWN_VARIABLE, TORCHRUN_S, Rendezvous, trainer_stop_s
+from penstock.deploy.run.roles import fatal, sole_trainer
 from penstock.deploy.run_dir import RunDir
 from penstock.trainer import RANKS_FILE_VARIABLE
 

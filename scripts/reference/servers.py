@@ -39,7 +39,7 @@ def _sandbox() -> FastAPI:
 
 def _dashboard() -> FastAPI:
     from penstock.dashboard import Tokens, make_app
-    from penstock.deploy.live_queues import FolderQueues
+    from penstock.deploy.run.connection import FolderQueues
 
     runs = Path("runs")
     return _innermost(make_app(runs, FolderQueues(runs, None), Tokens("TOKEN")))

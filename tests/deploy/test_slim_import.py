@@ -46,7 +46,7 @@ def test_the_checks_of_a_run_load_no_torch() -> None:
 def test_the_trainer_loads_what_its_settings_ask_for() -> None:
     optional = "peft matplotlib aiohttp fastapi pyarrow"
     code = (
-        "import sys, penstock.deploy.cli, penstock.deploy.roles; from penstock.trainer import train;"
+        "import sys, penstock.deploy.cli, penstock.deploy.run.roles; from penstock.trainer import train;"
         "import penstock.trainer.engines.fsdp.engine;"
         f" sys.exit(' '.join(m for m in {optional!r}.split() if m in sys.modules) or None)"
     )

@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.deploy.plan import Role
-from penstock.deploy.processes import RoleFailed, RoleProcess, RoleSpec
+from penstock.deploy.run.plan import Role
+from penstock.deploy.run.processes import RoleFailed, RoleProcess, RoleSpec
 from penstock.deploy.run_dir import RunDir
 
 LOOK_AGAIN_S = 0.5

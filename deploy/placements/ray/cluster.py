@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from penstock.common import is_loopback
 from penstock.deploy.config import Bundle, ConfigError, RunConfig
-from penstock.deploy.plan import Kind
+from penstock.deploy.run.plan import Kind
 from penstock.trainer import CORES_VARIABLE
 
 AUTO = "auto"

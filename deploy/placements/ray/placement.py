@@ -17,6 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
 from penstock.deploy.config import Bundle, RunConfig
 from penstock.deploy.placements.ray import registry
 from penstock.deploy.placements.ray.actor import ActorLife, FsProbe, ProcessState, RoleActor, RoleOrder
@@ -29,15 +34,11 @@ from penstock.deploy.placements.ray.cluster import (
     living_nodes,
     machines_of,
 )
-from penstock.deploy.plan import Role
-from penstock.deploy.processes import RestartBudget, RoleFailed, RoleSpec
+from penstock.deploy.run.plan import Role
+from penstock.deploy.run.processes import RestartBudget, RoleFailed, RoleSpec
+from penstock.deploy.run.supervisor import Supervisor
+from penstock.deploy.run.weights_folder import remove_weights
 from penstock.deploy.run_dir import RunDir
-from penstock.deploy.supervisor import Supervisor
-from penstock.deploy.weights_folder import remove_weights
-from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 logger = logging.getLogger("penstock.run")
 LOOK_S = 1.0

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.deploy.config import ConfigError
-from penstock.deploy.plan import ADDED
-from penstock.deploy.supervisor import Supervisor
+from penstock.deploy.run.plan import ADDED
+from penstock.deploy.run.supervisor import Supervisor
 
 logger = logging.getLogger("penstock.run")
 NAME = "registry"

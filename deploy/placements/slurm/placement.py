@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from penstock.common import is_loopback
 from penstock.deploy.config import ConfigError, RunConfig
-from penstock.deploy.plan import gpus_of_server
+from penstock.deploy.run.plan import gpus_of_server
 from penstock.rollout_server import RolloutConfig
 from penstock.trainer import BadJob
 from penstock.trainer.engines import check_nodes

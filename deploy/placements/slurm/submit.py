@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from penstock.deploy.config import ConfigError, RunConfig
-from penstock.deploy.connection import PASSWORD_VARIABLE, TOKEN_VARIABLE, USER_VARIABLE, redis_login
+from penstock.deploy.run.connection import PASSWORD_VARIABLE, TOKEN_VARIABLE, USER_VARIABLE, redis_login
 from penstock.transfer_queue import QueueError
 from penstock.transfer_queue.redis import USERS_VERSION, find_redis_server, role_users
 

@@ -36,12 +36,12 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program.write_text(f'#!/bin/sh\ncase "$1" in *memory.total) echo {SMALL_GPU_MIB};; *) echo 0;; esac\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr("penstock.deploy.plan.DRIVER", tmp_path)
+    monkeypatch.setattr("penstock.deploy.run.plan.DRIVER", tmp_path)
 
 
 @pytest.fixture
 def no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.deploy.plan.DRIVER", tmp_path / "nothing")
+    monkeypatch.setattr("penstock.deploy.run.plan.DRIVER", tmp_path / "nothing")
     monkeypatch.setattr("penstock.deploy.preflight.machine.GPU_DEVICES", (str(tmp_path / "nothing"),))
 
 

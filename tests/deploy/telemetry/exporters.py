@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
 from penstock.agent_loops import WorkerMetrics
-from penstock.deploy import RoleProcess, RoleSpec
-from penstock.deploy.telemetry import head_exporter
+from penstock.deploy.telemetry.metrics import RoleState, head_exporter
 from penstock.rollout_server import RolloutMetrics
 from penstock.sandbox.server import SandboxMetrics
 from penstock.testing import MemoryTransferQueue
@@ -48,8 +46,7 @@ def exporters() -> dict[str, dict[str, Family]]:
 
 
 def _head() -> CollectorRegistry:
-    process = RoleProcess(RoleSpec("agent-0", [], {}, Path("log"), 0))
-    exporter = head_exporter(MemoryTransferQueue(), "mine", lambda: [process], 1.0)
+    exporter = head_exporter(MemoryTransferQueue(), "mine", lambda: [RoleState("agent-0", "running", 0)], 1.0)
     exporter.newest, exporter.servers = STATUS, [ServerInfo("s0", "http://a", 1)]
     return exporter.registry
 

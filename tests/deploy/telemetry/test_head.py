@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from penstock.deploy import RoleProcess, RoleSpec, RunConnection, RunDir, parse_config
-from penstock.deploy.telemetry import MetricsTarget, announced, head_served, target_list
+from penstock.deploy import RunDir, parse_config
+from penstock.deploy.telemetry.metrics import MetricsTarget, RoleState, announced, head_served, target_list
 from penstock.transfer_queue import ServerInfo
 
 
@@ -38,12 +38,10 @@ async def targets_with(run: RunDir, count: int) -> dict[str, str]:
 
 
 async def test_targets_follow_the_run_and_end_with_it(run, queue, tmp_path) -> None:
-    dead = RoleProcess(RoleSpec("agent-0", ["true"], {}, tmp_path / "log", 3))
-    dead.restarts = 2
-    link = RunConnection("redis://x", "mine", None, "the run's")
+    dead = RoleState("agent-0", "not running", 2)
     run.metric_addresses.mkdir()
     (run.metric_addresses / "of-a-killed-life.json").write_text("{}")
-    async with head_served(config_of(run), run, link, queue, lambda: [dead], every_s=0.05):
+    async with head_served(config_of(run), run, "the run's", queue, lambda: [dead], every_s=0.05):
         assert stat.S_IMODE(run.metrics_token.stat().st_mode) == 0o600
         assert "the run's" not in run.metrics_token.read_text()
         assert set(await targets_with(run, 2)) == {"head", "sandbox"}

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from penstock.common import metrics_token
 from penstock.deploy.config import TelemetryConfig
-from penstock.deploy.telemetry import MetricsTarget, metrics_served
+from penstock.deploy.telemetry.metrics import MetricsTarget, metrics_served
 
 TOKEN = "the run's"
 WHO = MetricsTarget("", "mine", "agent", "agent-0")

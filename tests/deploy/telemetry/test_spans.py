@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from penstock.common import spans_on, start_span, tracing, use_span
-from penstock.deploy.telemetry import with_spans
+from penstock.deploy.telemetry.metrics import with_spans
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 

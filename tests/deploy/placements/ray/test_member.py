@@ -13,7 +13,7 @@ pytest.importorskip("ray")
 from penstock.deploy import RoleFailed, RoleSpec
 from penstock.deploy.placements.ray.actor import ActorLife, ProcessState
 from penstock.deploy.placements.ray.placement import RayMember
-from penstock.deploy.processes import RestartBudget
+from penstock.deploy.run.processes import RestartBudget
 
 WINDOW_S = 3600.0
 

@@ -1,0 +1,1 @@
+"""Where a run's roles run other than on one machine: Ray, Slurm, Compose, Kubernetes."""

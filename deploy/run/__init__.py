@@ -1,0 +1,1 @@
+"""A run on this machine and others: its plan, roles, supervision, connection, records and reports."""

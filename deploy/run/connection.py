@@ -1,0 +1,373 @@
+"""How a role connects to its run: the queue's URL and the run's name as options, secrets in the environment.
+
+`own_redis` is the redis-server of a run whose recipe names none: it starts and ends with the run. `serve_redis` is one
+for roles on other machines, which stops last:
+
+    start ─► keep alive ─► SIGTERM ─► `linger_while` is gone, or `linger_s` has passed ─► stop
+
+A scheduler that stops a job signals all of its processes at once, redis-server included: the trainer's last checkpoint
+and commit, and the head's summary, come after that and still need the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import shlex
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import yaml
+
+from penstock.common import Backoff, process_identity
+from penstock.deploy.config import ConfigError, RunConfig, parse_config
+from penstock.deploy.run.processes import RestartBudget
+from penstock.deploy.run_dir import HEAD_LINE, RunDir
+from penstock.transfer_queue import (
+    BatchLog,
+    Limits,
+    NoSuchRun,
+    QueueError,
+    QueueUnavailable,
+    RedisServer,
+    RedisTransferQueue,
+    TransferQueue,
+    TransferQueueConfig,
+)
+from penstock.transfer_queue.redis import ROLES, USERS_VERSION, find_redis_server, role_users
+
+logger = logging.getLogger("penstock.run")
+JOIN_AGAIN_S = 0.5
+URL_VARIABLE = "PENSTOCK_QUEUE"
+RUN_VARIABLE = "PENSTOCK_RUN"
+USER_VARIABLE = "PENSTOCK_REDIS_USER"
+PASSWORD_VARIABLE = "PENSTOCK_REDIS_PASSWORD"  # noqa: S105 - the variable's name, not a secret
+TOKEN_VARIABLE = "PENSTOCK_TOKEN"  # noqa: S105
+VIEW_TOKEN_VARIABLE = "PENSTOCK_VIEW_TOKEN"  # noqa: S105
+"""Opens the page to read only."""
+
+
+@dataclass(frozen=True)
+class RunConnection:
+    """Everything a role needs to join a run from this or another machine."""
+
+    url: str
+    run: str
+    password: str | None
+    token: str
+    username: str | None = None
+    """None: Redis's default user."""
+    role_passwords: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Role → password of the Redis user that has this role's name and rights; empty where the queue has none."""
+
+    @classmethod
+    def from_environment(cls, url: str | None = None, run: str | None = None) -> RunConnection:
+        """Explicit values win over the environment. Raises `ConfigError` naming what is missing."""
+        url = url or os.environ.get(URL_VARIABLE)
+        run = run or os.environ.get(RUN_VARIABLE)
+        token = os.environ.get(TOKEN_VARIABLE)
+        for value, fix in (
+            (url, f"--queue or {URL_VARIABLE}"),
+            (run, f"--run or {RUN_VARIABLE}"),
+            (token, TOKEN_VARIABLE),
+        ):
+            if not value:
+                raise ConfigError(f"{fix} is not set; source runs/NAME/connect.env of the running run")
+        username, password = redis_login()
+        return cls(str(url), str(run), password, str(token), username)
+
+    @classmethod
+    def from_lines(cls, text: str) -> RunConnection:
+        """What `shell_lines` wrote, without the logins of single roles. Raises `ConfigError` naming what is missing."""
+        words = [word for line in text.splitlines() if line.startswith("export ") for word in shlex.split(line[7:])]
+        found = dict(word.split("=", 1) for word in words if "=" in word)
+        for name in (URL_VARIABLE, RUN_VARIABLE, TOKEN_VARIABLE):
+            if not found.get(name):
+                raise ConfigError(f"{name} is missing in this connect.env")
+        password, username = (found.get(name) or None for name in (PASSWORD_VARIABLE, USER_VARIABLE))
+        return cls(found[URL_VARIABLE], found[RUN_VARIABLE], password, found[TOKEN_VARIABLE], username)
+
+    def of_role(self, role: str) -> RunConnection:
+        """The connection of a role: its own user of the queue, without the passwords of others."""
+        if role not in self.role_passwords:
+            return replace(self, role_passwords={})
+        return replace(self, username=role, password=self.role_passwords[role], role_passwords={})
+
+    def environment(self) -> Mapping[str, str]:
+        login = {USER_VARIABLE: self.username or "", PASSWORD_VARIABLE: self.password or ""}
+        return {URL_VARIABLE: self.url, RUN_VARIABLE: self.run, **login, TOKEN_VARIABLE: self.token}
+
+    def shell_lines(self) -> str:
+        """For a person's shell: the environment as it is here, and as comments the logins of single roles."""
+        lines = [f"export {name}={shlex.quote(value)}" for name, value in self.environment().items()]
+        for role, password in self.role_passwords.items():
+            lines.append(f"# {role} alone: export {USER_VARIABLE}={role} {PASSWORD_VARIABLE}={shlex.quote(password)}")
+        return "\n".join(lines) + "\n"
+
+    async def connect(
+        self, settings: TransferQueueConfig | None = None, batch_log: BatchLog | None = None
+    ) -> RedisTransferQueue:
+        settings = settings or TransferQueueConfig()
+        return await RedisTransferQueue.connect(
+            self.url,
+            run=self.run,
+            config=settings,
+            password=self.password,
+            username=self.username,
+            batch_log=batch_log,
+        )
+
+    async def join(self, *, with_batch_log: bool = False, wait_s: float = 0.0) -> tuple[RedisTransferQueue, RunConfig]:
+        """The queue and the run's configuration, as `penstock run` stored it there. A trainer asks for a batch log.
+
+        A queue that is away and a run that has not begun are waited for, `wait_s` seconds. Raises `QueueError` then.
+        """
+        text = await self._config_of_run(time.monotonic() + wait_s)
+        config = parse_config(yaml.safe_load(text), source=f"the queue's run {self.run!r}")
+        batch_log = BatchLog(RunDir.of(config).batches) if with_batch_log else None
+        return await self.connect(config.transfer_queue, batch_log), config
+
+    async def _config_of_run(self, deadline: float) -> str:
+        logged = False
+        while True:
+            try:
+                queue = await self.connect()
+                try:
+                    return await queue.config()
+                finally:
+                    await queue.close()
+            except (NoSuchRun, QueueUnavailable) as error:
+                if time.monotonic() >= deadline:
+                    raise
+                if not logged:
+                    logger.info("waiting for run %s: %s", self.run, error)
+                    logged = True
+            await asyncio.sleep(JOIN_AGAIN_S)
+
+
+def connection_of_run(config: RunConfig) -> RunConnection:
+    """To the living run of a recipe: this shell's, where its environment names that one, else by the run's folder.
+
+    Raises `ConfigError`.
+    """
+    if os.environ.get(RUN_VARIABLE) == config.name:
+        return RunConnection.from_environment()
+    file = RunDir.of(config).connect_env
+    try:
+        return RunConnection.from_lines(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: {error.strerror}: run {config.name} is not running on this machine; source its connect.env"
+        ) from None
+
+
+@contextlib.contextmanager
+def connect_file(link: RunConnection, run: RunDir) -> Iterator[None]:
+    """The run's connect.env, as long as this head lives. One of a head that has taken the run over stays."""
+    text = f"{link.shell_lines()}{HEAD_LINE}{process_identity()}\n"
+    with os.fdopen(os.open(run.connect_env, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            if run.connect_env.read_text(encoding="utf-8") == text:
+                run.connect_env.unlink()
+
+
+def redis_login() -> tuple[str | None, str | None]:
+    """User and password for the queue, from the environment; an empty one counts as none."""
+    return os.environ.get(USER_VARIABLE) or None, os.environ.get(PASSWORD_VARIABLE) or None
+
+
+def limits_of(config: RunConfig) -> Limits:
+    """What the queue enforces, from the run's configuration."""
+    knobs = config.transfer_queue
+    return Limits(
+        group_size=config.group_size,
+        groups_per_step=config.groups_per_step,
+        max_staleness=config.max_staleness,
+        overage=knobs.overage,
+        min_group=min(knobs.min_group, config.largest_group),
+        max_attempts=knobs.max_attempts,
+        max_lost_leases=knobs.max_lost_leases,
+        lease_ttl_s=knobs.lease_ttl_s,
+        max_bytes=knobs.max_bytes,
+        max_groups=knobs.max_groups,
+        filter_groups=knobs.filter_groups,
+        max_filtered_steps=knobs.max_filtered_steps,
+        quotas=knobs.quotas,
+    )
+
+
+@contextlib.asynccontextmanager
+async def own_redis(
+    config: RunConfig, run: RunDir, token: str
+) -> AsyncIterator[tuple[RunConnection, asyncio.Task[None]]]:
+    """A redis-server that lives as long as the run, with a user for each role.
+
+    The task starts it again when it dies, and ends by raising `RedisLost`.
+    """
+    password = secrets.token_urlsafe(32)
+    roles = await _role_passwords()
+    users = role_users(config.name, roles)
+    knobs = config.transfer_queue
+    server = RedisServer(
+        run.redis, password, appendfsync=knobs.appendfsync, users=users, start_timeout_s=knobs.start_timeout_s
+    )
+    await server.start()
+    keeper = asyncio.create_task(keep_alive(server), name="redis keeper")
+    try:
+        yield RunConnection(server.url, config.name, password, token, role_passwords=roles), keeper
+    finally:
+        keeper.cancel()
+        await asyncio.wait([keeper])
+        await server.stop()
+
+
+async def _role_passwords() -> dict[str, str]:
+    """Role → password, made for this run; none where redis-server is too old for rights to read only."""
+    binary = await asyncio.to_thread(find_redis_server)
+    if binary.version < USERS_VERSION:
+        logger.warning("%s is older than 7.0: all roles share one password", binary.path)
+        return {}
+    return {role: secrets.token_urlsafe(32) for role in ROLES}
+
+
+LOOK_S = 0.2
+
+
+class RedisLost(QueueError):
+    """The run's redis-server died and cannot be kept alive."""
+
+    @property
+    def why(self) -> str:
+        """For the run's summary."""
+        return str(self)
+
+
+FAILED_STARTS = 5
+"""In a row; then redis-server is given up."""
+RESTARTS, RESTARTS_WITHIN_S = 60, 600.0
+"""Deaths that are outlived: more in that time, and what kills it does so whenever it has started."""
+_START_BACKOFF = Backoff(0.5, 10.0)
+
+
+async def keep_alive(server: RedisServer) -> None:
+    """Redis killed from outside comes back with its append-only file; clients retry meanwhile.
+
+    Raises `RedisLost` where it does not come up again, or dies again and again.
+    """
+    budget = RestartBudget(RESTARTS, RESTARTS_WITHIN_S)
+    while True:
+        await asyncio.sleep(LOOK_S)
+        if server.alive:
+            continue
+        if not budget.spend():
+            raise RedisLost(f"redis-server died again and again ({budget.used_up}); see {server.log_file}")
+        logger.warning("redis-server ended unexpectedly; restarting it from its append-only file")
+        await _start_again(server)
+
+
+async def _start_again(server: RedisServer) -> None:
+    pauses = _START_BACKOFF.pauses()
+    while True:
+        try:
+            await server.restart()
+        except (QueueError, OSError) as error:
+            if pauses.failures + 1 >= FAILED_STARTS:
+                raise RedisLost(
+                    f"redis-server ended and did not come up again in {FAILED_STARTS} attempts: {error}"
+                ) from error
+            logger.error("redis-server did not come up again: %s", error)
+        else:
+            return
+        await pauses.sleep()
+
+
+async def serve(server: RedisServer, linger_while: Path | None, linger_s: float) -> None:
+    """Until cancelled, and then while the file is there: the head takes its ``connect.env`` away when it is done.
+
+    Raises `QueueError` where redis-server does not come up, `RedisLost` where it does not again.
+    """
+    await server.start()
+    logger.info("queue at %s:%d and loopback", server.host, server.port)
+    keeper = asyncio.create_task(keep_alive(server), name="redis keeper")
+    try:
+        await asyncio.shield(keeper)
+    except asyncio.CancelledError:
+        if linger_while is not None:
+            await _until_gone(linger_while, linger_s)
+        raise
+    finally:
+        keeper.cancel()
+        await asyncio.wait([keeper])
+        await server.stop()
+
+
+async def _until_gone(path: Path, timeout_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            # A shared disk sends no change events.
+            while await asyncio.to_thread(path.exists):  # noqa: ASYNC110
+                await asyncio.sleep(LOOK_S)
+
+
+SETTINGS = TransferQueueConfig(deadline_s=4.0)
+"""A person looks: say soon that a queue is away."""
+
+
+@dataclass(slots=True)
+class _Open:
+    link: RunConnection
+    queue: TransferQueue
+
+
+class FolderQueues:
+    """`own` is the run of this process's environment, wherever its folder is; the others are in `runs_dir`.
+
+    A run that ended takes its ``connect.env`` away; one that was resumed has another, and is connected anew.
+    """
+
+    def __init__(self, runs_dir: Path, own: RunConnection | None) -> None:
+        self._runs_dir = runs_dir
+        self._own = own
+        self._open: dict[str, _Open] = {}
+        self._one_at_a_time: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    def names(self) -> Sequence[str]:
+        found = [path.parent.name for path in self._runs_dir.glob("*/connect.env")]
+        return sorted({*found, *([self._own.run] if self._own is not None else [])})
+
+    async def queue(self, run: str) -> TransferQueue | None:
+        """See `LiveQueues`."""
+        link = await asyncio.to_thread(self._link, run)
+        async with self._one_at_a_time[run]:  # an unreachable queue delays no request for another run
+            opened = self._open.get(run)
+            if opened is not None and opened.link != link:
+                del self._open[run]
+                await opened.queue.close()
+            if link is None:
+                return None
+            if run not in self._open:
+                self._open[run] = _Open(link, await link.connect(SETTINGS))
+            return self._open[run].queue
+
+    async def close(self) -> None:
+        while self._open:
+            _, opened = self._open.popitem()
+            await opened.queue.close()
+
+    def _link(self, run: str) -> RunConnection | None:
+        if self._own is not None and run == self._own.run:
+            return self._own
+        try:
+            return RunConnection.from_lines((self._runs_dir / run / "connect.env").read_text(encoding="utf-8"))
+        except (OSError, ConfigError):  # it ended, is another person's, or is being written
+            return None

@@ -1,0 +1,366 @@
+"""`penstock run`: every role a supervised process, here or where a placement puts it, from a recipe to a summary.
+
+    check ─► lock the run's folder ─► redis ─► queue ─► data ─► rollout servers, agent workers, trainer (`supervisor`)
+                                                                    │ restarted with back-off when they die
+    summary ◄─ stop everything we started ◄─ trainer finished, a role failed for good, stalled, or Ctrl-C
+
+Tasks: one per role (waits for its process), one for redis (restarts it), one reporter (reads metrics and the queue
+every second), and those of the placement. The first that ends, ends the run; the others are cancelled and the
+processes stopped in order: trainer (saves a checkpoint), agent workers (hand leases back), rollout servers, redis.
+
+One process heads a run:
+
+    run.id in the run's folder ─► RunIdentity ─► create_run: another run of this name in the queue is refused
+    claim ─► renew every RENEW_S ─► release      a second head waits for the first one's lease, or is refused
+
+The lock on the run's folder (`run_dir.RunLock`) keeps a second head away on one file system. The lease in the queue
+does so for heads that share only the queue, and where a lock on a network file system has lapsed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from penstock.common import NotPrivate, process_has_ended, process_identity, rewrite_jsonl, write_atomically
+from penstock.datasets import BadSpec, materialise_all
+from penstock.deploy.config import ConfigError, RunConfig, dump_config
+from penstock.deploy.run.connection import (
+    TOKEN_VARIABLE,
+    RedisLost,
+    RunConnection,
+    connect_file,
+    limits_of,
+    own_redis,
+    redis_login,
+)
+from penstock.deploy.run.plan import ADDED, page_roles, roles_of
+from penstock.deploy.run.processes import RoleFailed, RoleProcess
+from penstock.deploy.run.report import Reporter, load_plotting, restarts_of, write_summary
+from penstock.deploy.run.supervisor import LocalPlacement, Placement, StalledRun, Supervisor, VersionRefused
+from penstock.deploy.run.weights_folder import remove_weights, weights_entered
+from penstock.deploy.run_dir import LivesFile, RunDir, RunLock
+from penstock.deploy.telemetry.metrics import RoleState, head_served
+from penstock.transfer_queue import (
+    Head,
+    Limits,
+    QueueError,
+    QueueUnavailable,
+    RedisTransferQueue,
+    RunIdentity,
+    RunRecord,
+    Status,
+    TransferQueue,
+    check_step_bytes,
+)
+
+logger = logging.getLogger("penstock.run")
+
+
+async def launch(config: RunConfig, *, resume: bool = False, placement: Placement | None = None) -> Path:
+    """Run to the end and return the path of summary.json. No placement: this machine.
+
+    Raises `ConfigError`, `QueueError`, `RoleFailed`, `StalledRun`, `VersionRefused`, and `Interrupted` after a first
+    Ctrl-C or SIGTERM; however it ends, its processes are stopped and what was trained is summed up.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    # Until there are roles to stop in order: connect.env and a redis-server must not stay behind. Once: a second
+    # cancellation would cut off their removal.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: task.cancelling() or task.cancel())
+    try:
+        return await _launch(config, resume, placement or LocalPlacement())
+    except asyncio.CancelledError:
+        raise Interrupted from None
+
+
+async def _launch(config: RunConfig, resume: bool, placement: Placement) -> Path:
+    run = RunDir.of(config)
+    with RunLock(run, resume=resume):
+        run.logs.mkdir(exist_ok=True)
+        config = _for_all_roles(config, run)
+        limits = limits_of(config)
+        check_step_bytes(replace(limits, group_size=config.largest_group), config.agent.most_response_tokens)
+        async with open_queue(config, run) as (link, queue, keepers), run_headed(queue) as keeping:
+            found = await _enter(config, run, queue, limits)
+            # Files that a head which was refused must not take from the one that lives.
+            run.config.write_text(dump_config(config))
+            with connect_file(link, run):
+                async with open_weights(config, link.token), placement.open(config, run):
+                    await _run_roles(
+                        config, run, link, queue, placement, keepers=[*keepers, keeping], found=found if resume else ""
+                    )
+    return run.summary
+
+
+async def _enter(config: RunConfig, run: RunDir, queue: TransferQueue, limits: Limits) -> str:
+    """Creates the run, or enters its own in the queue; returns what was found there. Raises `RunTaken`."""
+    identity = identity_of(config, run)
+    found = await queue.create_run(limits, dump_config(config), identity)
+    return describe_found(found, await queue.status(), identity)
+
+
+def _for_all_roles(config: RunConfig, run: RunDir) -> RunConfig:
+    """The configuration as all roles get it: absolute runs_dir, and generated datasets as files of the run.
+
+    Raises `ConfigError` where a dataset cannot be made.
+    """
+    sources = {split: source for split, source in (("train", config.data.train), ("eval", config.data.eval)) if source}
+    try:
+        paths = materialise_all(list(sources.values()), run.data)
+    except BadSpec as error:
+        raise ConfigError(f"data: {error}") from error
+    data = config.data.model_copy(update=dict(zip(sources, paths, strict=True)))
+    return config.model_copy(update={"runs_dir": str(Path(config.runs_dir).resolve()), "data": data})
+
+
+@contextlib.asynccontextmanager
+async def open_queue(
+    config: RunConfig, run: RunDir
+) -> AsyncIterator[tuple[RunConnection, RedisTransferQueue, list[asyncio.Task[None]]]]:
+    """A connection to the run's Redis: the one the recipe names, or one of our own, with its keeper."""
+    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
+    url = config.transfer_queue.url
+    if url:
+        username, password = redis_login()
+        link = RunConnection(url, config.name, password, token, username)
+        async with _connected(link, config) as queue:
+            yield link, queue, []
+        return
+    async with own_redis(config, run, token) as (link, keeper), _connected(link, config) as queue:
+        yield link, queue, [keeper]
+
+
+@contextlib.asynccontextmanager
+async def _connected(link: RunConnection, config: RunConfig) -> AsyncIterator[RedisTransferQueue]:
+    queue = await link.connect(config.transfer_queue)
+    try:
+        yield queue
+    finally:
+        await queue.close()
+
+
+@contextlib.asynccontextmanager
+async def open_weights(config: RunConfig, token: str) -> AsyncIterator[None]:
+    """The folder of published weights in this machine's shared memory, until the end of the run.
+
+    Raises `ConfigError` where its name has something that is not this user's alone.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(weights_entered(config, token))
+        except NotPrivate as error:
+            raise ConfigError(str(error.strerror)) from error
+        stack.callback(remove_weights, config)
+        yield
+
+
+async def _run_roles(
+    config: RunConfig,
+    run: RunDir,
+    link: RunConnection,
+    queue: RedisTransferQueue,
+    placement: Placement,
+    *,
+    keepers: Sequence[asyncio.Task[None]],
+    found: str,
+) -> None:
+    """`keepers` end where this head has lost the run, or its redis-server. `found`: what the run continues from."""
+    lives = LivesFile(run.lives)
+    supervisor = Supervisor(
+        lambda role: placement.place(role, run), lambda kind, number: ADDED[kind](config, link, number)
+    )
+    forgive_workers = partial(supervisor.forgive, "agent")
+    reporter = Reporter(config, run, queue, supervisor.members, lives, found=found, forgive_workers=forgive_workers)
+    page = [RoleProcess(role.spec(run.logs)) for role in page_roles(config, run, link)]
+    beside = [asyncio.create_task(_beside(p), name=p.spec.name) for p in page]
+    watchers = [
+        asyncio.create_task(reporter.run(), name="reporter"),
+        asyncio.create_task(until_interrupted(), name="interrupt"),
+        *(asyncio.create_task(helper, name="placement") for helper in placement.helpers(supervisor)),
+    ]
+
+    def states() -> list[RoleState]:
+        return [RoleState(member.spec.name, member.state, member.restarts) for member in (*supervisor.members, *page)]
+
+    why = ""
+    try:
+        for role in roles_of(config, link):
+            supervisor.add(role)
+        async with head_served(config, run, link.token, queue, states):
+            await supervisor.run([*watchers, *keepers])
+    except (RoleFailed, StalledRun, VersionRefused, RedisLost) as error:
+        why = error.why
+        raise
+    finally:
+        for watcher in watchers:
+            watcher.cancel()
+        plotting = asyncio.create_task(asyncio.to_thread(load_plotting), name="plotting")
+        await supervisor.stop()
+        await asyncio.gather(*(p.stop() for p in page))
+        await asyncio.gather(plotting, return_exceptions=True)
+        await asyncio.gather(*watchers, *beside, return_exceptions=True)
+        reporter.close()
+        total = lives.total(restarts_of(supervisor.members))
+        if why:
+            rewrite_jsonl(run.ended, [{"version": reporter.steps_done, "why": why}])
+        try:
+            await write_summary(config, run, queue, total)
+        except QueueUnavailable as error:
+            if not why:
+                raise
+            logger.error("no summary without the queue: %s", error)
+
+
+async def _beside(process: RoleProcess) -> None:
+    """Runs a process that the run does not need: its permanent failure is only logged."""
+    try:
+        await process.run()
+    except RoleFailed as error:
+        logger.warning("the run continues without its page: %s", error)
+
+
+def _interrupt_event() -> asyncio.Event:
+    """Set by the first Ctrl-C or SIGTERM: the run stops in order. A second Ctrl-C is the shell's usual one.
+
+    Further SIGTERMs are ignored: a scheduler may signal the head more than once.
+    """
+    event = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: signal.Signals) -> None:
+        logger.warning("%s: saving a checkpoint and stopping every process of this run", number.name)
+        event.set()
+        loop.remove_signal_handler(signal.SIGINT)
+        loop.add_signal_handler(signal.SIGTERM, event.set)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    return event
+
+
+async def until_interrupted() -> None:
+    """Raises `Interrupted` at the first Ctrl-C or SIGTERM."""
+    await _interrupt_event().wait()
+    raise Interrupted
+
+
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM: the run was stopped in order and can be resumed."""
+
+
+HEAD_TTL_S = 30.0
+"""A head that has not renewed its lease for this long has lost the run."""
+RENEW_S = 5.0
+POLL_S = 1.0
+
+
+class HeadTaken(QueueError):
+    """Another `penstock run` owns the run; the message names it."""
+
+
+def identity_of(config: RunConfig, run: RunDir) -> RunIdentity:
+    """The id is made with the run's folder. Of the model only its name counts: folders differ between machines."""
+    if not run.identity.exists():
+        write_atomically(run.identity, secrets.token_hex(8) + "\n", mode=0o600, durable=True)
+    digest = hashlib.sha256(dump_config(config).encode()).hexdigest()
+    return RunIdentity(run.identity.read_text().strip(), digest[:16], Path(config.model).name)
+
+
+def describe_found(found: RunRecord | None, status: Status, identity: RunIdentity) -> str:
+    """What `--resume` found in the queue, in one line."""
+    if found is None:
+        return f"run {identity.run_id}: it is new in this queue; it continues from a checkpoint where there is one"
+    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() - found.age_s))
+    line = (
+        f"run {identity.run_id}, begun {since}: version {status.version}, {status.committed_step} steps in checkpoints,"
+        f" {status.step} leased by its trainer"
+    )
+    if found.identity.config_hash == identity.config_hash:
+        return line
+    return (
+        f"{line}; its settings have changed (configuration {found.identity.config_hash} is now {identity.config_hash})"
+    )
+
+
+def _head_name() -> str:
+    """This process, for people and as `process_identity`."""
+    return f"{socket.gethostname()}, process {os.getpid()} ({process_identity()})"
+
+
+def _process_of(holder: str) -> str:
+    return holder.rpartition("(")[2].rstrip(")")
+
+
+class HeadLease:
+    """The right to head a run, kept in its queue. Every call is one script there."""
+
+    def __init__(
+        self, queue: TransferQueue, *, ttl_s: float = HEAD_TTL_S, renew_s: float = RENEW_S, poll_s: float = POLL_S
+    ) -> None:
+        self._queue = queue
+        self._ttl_s, self._renew_s, self._poll_s = ttl_s, renew_s, poll_s
+        self.holder = _head_name()
+
+    async def claim(self) -> None:
+        """Waits for the lease of a head that has died. Raises `HeadTaken` as soon as the other one renews its lease."""
+        head = await self._claim()
+        if head is not None and process_has_ended(_process_of(head.holder)):
+            head = await self._claim(dead=head.holder)
+        if head is not None:
+            logger.warning("the run's head was %s; its lease ends in %.0f s, unless it lives", head.holder, head.left_s)
+        while head is not None:
+            await asyncio.sleep(self._poll_s)
+            before, head = head, await self._claim()
+            if head is not None and (head.holder != before.holder or head.left_s > before.left_s):
+                raise HeadTaken(
+                    f"{head.holder} heads this run and is alive: a run has one `penstock run`. "
+                    "Stop that one, or choose another name=…"
+                )
+
+    async def keep(self) -> None:
+        """Renews until cancelled. Raises `HeadTaken` where another head has taken the run over."""
+        while True:
+            await asyncio.sleep(self._renew_s)
+            try:
+                head = await self._claim()
+            except QueueUnavailable as error:
+                # No other head can take the lease over meanwhile; whether the run can wait, its roles decide.
+                logger.warning("the head's lease is not renewed: %s", error)
+                continue
+            if head is not None:
+                raise HeadTaken(
+                    f"{head.holder} has taken this run over: this head was silent for more than {self._ttl_s:.0f} s"
+                )
+
+    async def release(self) -> None:
+        await self._queue.release_head(self.holder)
+
+    async def _claim(self, dead: str = "") -> Head | None:
+        return await self._queue.claim_head(self.holder, self._ttl_s, dead)
+
+
+@contextlib.asynccontextmanager
+async def run_headed(queue: TransferQueue) -> AsyncIterator[asyncio.Task[None]]:
+    """Entered when this process owns the run; the task keeps the lease, and ends by raising `HeadTaken`."""
+    lease = HeadLease(queue)
+    await lease.claim()
+    keeping = asyncio.create_task(lease.keep(), name="head lease")
+    try:
+        yield keeping
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        with contextlib.suppress(QueueError):  # it ends by itself
+            await lease.release()

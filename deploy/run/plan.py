@@ -1,0 +1,304 @@
+"""The processes of a run, wherever they are placed, and the GPUs of each on one machine.
+
+The trainer's ranks get the first GPUs, servers the ones that follow:
+
+    8 GPUs, trainer.ranks=4, 2 servers split over 2 each:   trainer 0 1 2 3   rollout-0 4 5   rollout-1 6 7
+    the same, placement.colocated:                          trainer 0 1 2 3   rollout-0 0 1   rollout-1 2 3
+    the first, placement.lend:      as above, and   rollout-lent-0 0 1   rollout-lent-1 2 3
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from penstock.deploy.config import ConfigError, RunConfig
+from penstock.deploy.run.connection import RunConnection
+from penstock.deploy.run.processes import RESTART_WINDOW_S, RoleSpec
+from penstock.deploy.run_dir import RunDir
+from penstock.rollout_server import RolloutConfig
+from penstock.sandbox.managed import KEYS
+from penstock.trainer import TrainerConfig
+
+Kind = Literal["rollout", "agent", "trainer", "dashboard"]
+PAGE_RESTARTS = 3
+NODES_VARIABLE = "PENSTOCK_TRAIN_NODES"
+"""Number of machines of the trainer."""
+TRAINER_STOP_S = 25.0
+"""For the last checkpoint, where `trainer.stop_grace_s` says nothing (`preflight.stop_grace` derives it)."""
+TORCHRUN_S, SUPERVISOR_S = 5.0, 15.0
+"""How much longer than the trainer's own grace those wait that would kill it."""
+SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Seconds between torchrun's SIGTERM to its ranks and SIGKILL."""
+_SETTINGS = {
+    "PENSTOCK_SUPERVISED": "1",
+    "PYTHONUNBUFFERED": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Role:
+    """One process of a run, before it is known where it runs."""
+
+    name: str
+    kind: Kind
+    words: tuple[str, ...]
+    """Of the `penstock` command line, secrets never among them."""
+    env: Mapping[str, str] = field(repr=False)
+    """Added to the environment of the machine where it runs; this role's secrets are here."""
+    max_restarts: int
+    stop_grace_s: float = 15.0
+    restart_window_s: float = RESTART_WINDOW_S
+    number: int | None = None
+    """Its place among those of its kind that may be added and removed; None: it may not."""
+    lent: int | None = None
+    """A rollout server's place on the trainer's devices, which it has between steps; None: it has its own."""
+
+    def spec(self, logs: Path, cwd: Path | None = None) -> RoleSpec:
+        """How this machine starts it: this Python, this environment, and what is the role's own."""
+        argv = [sys.executable, "-m", "penstock.deploy.cli", *self.words]
+        env = {**_environment_of(self.kind), **self.env}
+        limits = (self.max_restarts, self.stop_grace_s, cwd, self.restart_window_s)
+        return RoleSpec(self.name, argv, env, logs / f"{self.name}.log", *limits)
+
+
+def _environment_of(kind: Kind) -> dict[str, str]:
+    """This process's own; keys of sandbox providers are for those alone that make boxes."""
+    keys = frozenset(name for names in KEYS.values() for name in names)
+    return {name: value for name, value in os.environ.items() if kind == "agent" or name not in keys}
+
+
+def roles_of(config: RunConfig, link: RunConnection) -> list[Role]:
+    """The run's processes as its recipe counts them, the trainer last."""
+    rollouts = [rollout_role(config, link, number) for number in range(config.rollout.servers)]
+    if config.rollout.evaluation_server:
+        port = _port(config, config.rollout.servers)
+        words = ("rollout", "--name", "rollout-eval", "--port", port, "--evaluates")
+        rollouts.append(
+            _role(config, link, "rollout-eval", "rollout", *words, max_restarts=config.rollout.max_restarts)
+        )
+    rollouts += [_lent_role(config, link, place) for place in range(lent_servers(config))]
+    agents = [agent_role(config, link, number) for number in range(config.agent.workers)]
+    return [*rollouts, *agents, _trainer_role(config, link)]
+
+
+def _trainer_role(config: RunConfig, link: RunConnection) -> Role:
+    """One rank of this Python is started as such; `penstock train` finds out what else there is to start."""
+    trainer = config.trainer
+    alone = trainer.ranks == 1 and trainer.engine != "megatron" and os.environ.get(NODES_VARIABLE, "1") in ("", "1")
+    role = _role(
+        *(config, link, "trainer", "trainer", *(("train-rank", "--alone") if alone else ("train",))),
+        max_restarts=trainer.max_restarts,
+        stop_grace_s=trainer_stop_s(trainer) + SUPERVISOR_S,
+    )
+    return replace(role, env={**role.env, "OMP_NUM_THREADS": str(trainer.threads or 1)}) if alone else role
+
+
+def trainer_stop_s(trainer: TrainerConfig) -> float:
+    """From SIGTERM, for the last checkpoint."""
+    return TRAINER_STOP_S if trainer.stop_grace_s is None else trainer.stop_grace_s
+
+
+def rollout_role(config: RunConfig, link: RunConnection, number: int) -> Role:
+    name = f"rollout-{number}"
+    words = ("rollout", "--name", name, "--port", _port(config, number))
+    return _role(config, link, name, "rollout", *words, max_restarts=config.rollout.max_restarts, number=number)
+
+
+def _lent_role(config: RunConfig, link: RunConnection, place: int) -> Role:
+    name = f"rollout-lent-{place}"
+    port = _port(config, config.rollout.servers + config.rollout.evaluation_server + place)
+    words = ("rollout", "--name", name, "--port", port, "--lent")
+    role = _role(config, link, name, "rollout", *words, max_restarts=config.rollout.max_restarts)
+    return replace(role, lent=place)
+
+
+def agent_role(config: RunConfig, link: RunConnection, number: int) -> Role:
+    name = f"agent-{number}"
+    words = ("agent", "--name", name)
+    return _role(config, link, name, "agent", *words, max_restarts=config.agent.max_restarts, number=number)
+
+
+def page_roles(config: RunConfig, run: RunDir, link: RunConnection) -> list[Role]:
+    """The page beside the run, where it is configured. An agent's rights are enough to queue dead letters again."""
+    page = config.dashboard
+    if not page.enabled:
+        return []
+    words = ("dashboard", str(run.root.parent), "--host", page.host, "--port", str(page.port))
+    return [_role(config, link, "dashboard", "dashboard", *words, rights="agent", max_restarts=PAGE_RESTARTS)]
+
+
+def _port(config: RunConfig, server: int) -> str:
+    return str(config.rollout.port and config.rollout.port + server)
+
+
+def _role(
+    config: RunConfig,
+    link: RunConnection,
+    name: str,
+    kind: Kind,
+    *words: str,
+    rights: str = "",
+    max_restarts: int,
+    stop_grace_s: float = 15.0,
+    number: int | None = None,
+) -> Role:
+    own = link.of_role(rights or kind)
+    env = {**own.environment(), **_SETTINGS}
+    return Role(name, kind, words, env, max_restarts, stop_grace_s, config.restart_window_s, number)
+
+
+ADDED = {"rollout": rollout_role, "agent": agent_role}
+"""Kinds of which there may be more and fewer during a run, and how one is made."""
+__all__ = ["ADDED", "Kind", "Role", "agent_role", "page_roles", "roles_of", "rollout_role"]
+logger = logging.getLogger("penstock.run")
+DRIVER = Path("/dev/nvidiactl")
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+ASK_S = 60.0
+"""A driver that was not used since the machine started is slow."""
+SPLIT_OVER = (
+    ("tensor_parallel_size", "tp_size", "tp"),
+    ("pipeline_parallel_size", "pp_size", "pp"),
+    ("data_parallel_size", "dp_size", "dp"),
+    ("prefill_context_parallel_size",),
+)
+"""What vLLM and SGLang call each way in which one server takes more GPUs. Experts are shared out among those of tensor
+and data parallelism: expert parallelism takes none of its own."""
+ATTENTION_ALONE = "enable_dp_attention"
+"""With it SGLang's data parallelism is among the GPUs of its tensor parallelism."""
+
+
+def has_gpu() -> bool:
+    """An NVIDIA driver is here; asked without loading torch."""
+    return DRIVER.exists()
+
+
+def gpus_of_server(rollout: RolloutConfig) -> int:
+    """GPUs that one rollout server computes on; 0: the `hf` engine computes on CPUs."""
+    arguments: Mapping[str, Any] | None = {"vllm": rollout.vllm_args, "sglang": rollout.sglang_args}.get(rollout.engine)
+    if arguments is None:
+        return 0
+    plain = {name.replace("-", "_"): value for name, value in arguments.items()}
+    count = 1
+    for names in SPLIT_OVER:
+        if "dp_size" not in names or not plain.get(ATTENTION_ALONE):
+            count *= int(next((plain[name] for name in names if plain.get(name)), 1))
+    return count
+
+
+def lent_servers(config: RunConfig) -> int:
+    """Rollout servers on the trainer's devices, besides `rollout.servers`; where those are CPUs, one."""
+    if not config.placement.lend:
+        return 0
+    each = gpus_of_server(config.rollout)
+    return config.trainer.ranks // each if each else 1
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """As CUDA names them: those that CUDA_VISIBLE_DEVICES leaves us, else all that nvidia-smi lists."""
+    named = os.environ.get(VARIABLE)
+    if named is not None:
+        words = (word.strip() for word in named.split(","))
+        return tuple(itertools.takewhile(lambda word: word not in ("", "-1"), words))  # CUDA reads no further either
+    try:
+        return _ask_driver("index") if has_gpu() else ()
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("nvidia-smi does not say which GPUs there are (%s): roles share what each of them finds", error)
+        return ()
+
+
+def smallest_gpu_bytes() -> int | None:
+    """Memory of the smallest GPU of this machine; None where there is none, or the driver does not say."""
+    try:
+        sizes = _ask_driver("memory.total") if has_gpu() else ()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return min((int(mebibytes) << 20 for mebibytes in sizes if mebibytes.isdecimal()), default=None)
+
+
+def _ask_driver(what: str) -> tuple[str, ...]:
+    """Of each GPU. Raises `OSError`, `SubprocessError`."""
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True)
+    return tuple(done.stdout.split())
+
+
+def gpus_of(role: Role, config: RunConfig, gpus: Sequence[str]) -> tuple[str, ...] | None:
+    """The role's own of `gpus`. None: it is left with what its environment says, as agent workers and the page are.
+
+    Where there are too few, servers begin again with the first: they share devices (`penstock doctor` warns of it).
+    """
+    if not gpus or (role.kind == "rollout" and not gpus_of_server(config.rollout)):
+        return None
+    if role.kind == "trainer":
+        return tuple(gpus[: config.trainer.ranks])
+    if role.kind != "rollout":
+        return None
+    if role.lent is not None:
+        return tuple(gpus[index] for index in places_of_server(config, role.lent, len(gpus), lent=True))
+    number = config.rollout.servers if role.number is None else role.number  # the evaluation server has none
+    return tuple(gpus[index] for index in places_of_server(config, number, len(gpus)))
+
+
+def places_of_server(config: RunConfig, number: int, count: int, *, lent: bool = False) -> list[int]:
+    """Which of `count` GPUs rollout server `number`, or the lent one of that number, computes on."""
+    each = gpus_of_server(config.rollout)
+    start = number * each + (0 if config.placement.colocated or lent else config.trainer.ranks)
+    return [(start + i) % count for i in range(min(each, count))]
+
+
+RENDEZVOUS_VARIABLE = "PENSTOCK_TRAIN_RENDEZVOUS"
+RENDEZVOUS_TIMEOUT_S = 600
+"""A machine that is restarted waits so long for the others."""
+TORCHRUN_TELLS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""Variables: a rank that has none of them is alone. Another's torchrun may have started this process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the ranks of one machine, or of several, meet."""
+
+    nodes: int = 1
+    node_rank: int = 0
+    """Node 0 has rank 0, which serves the weights and writes the run's records: the head's own machine."""
+    endpoint: str = ""
+    """HOST:PORT on node 0; empty on one machine."""
+
+    @classmethod
+    def of(cls, nodes: int | None, node_rank: int, endpoint: str | None) -> Rendezvous:
+        """Explicit values win over the environment. Raises `ConfigError`."""
+        named = os.environ.get(NODES_VARIABLE) or "1"
+        if nodes is None and not re.fullmatch(r"[1-9]\d*", named):
+            raise ConfigError(f"{NODES_VARIABLE}={named!r} is not a number of machines")
+        nodes = nodes or int(named)
+        endpoint = endpoint or os.environ.get(RENDEZVOUS_VARIABLE) or ""
+        if nodes > 1 and not re.fullmatch(r".+:\d+", endpoint):
+            raise ConfigError(f"--rdzv-endpoint or {RENDEZVOUS_VARIABLE}: {nodes} machines need HOST:PORT of machine 0")
+        if node_rank >= nodes:
+            raise ConfigError(f"--node-rank {node_rank}: must be less than --nnodes {nodes}")
+        return cls(nodes, node_rank, endpoint)
+
+    def arguments(self, ranks: int, run: str, folder: Path) -> list[str]:
+        """Of torchrun; one machine's ranks meet in `folder`. `ranks`: of all machines, see `check_nodes`."""
+        if self.nodes == 1:
+            # Not --standalone: its store listens on every address of the machine.
+            return [
+                *("--nproc-per-node", str(ranks), "--local-addr", "127.0.0.1", "--rdzv-id", run),
+                *("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint", str(folder / "nodes")),
+            ]
+        per_node = str(ranks // self.nodes)
+        return [
+            *("--nnodes", str(self.nodes), "--node-rank", str(self.node_rank), "--nproc-per-node", per_node),
+            *("--rdzv-backend", "static", "--rdzv-endpoint", self.endpoint, "--rdzv-id", run),
+            *("--rdzv-conf", f"timeout={RENDEZVOUS_TIMEOUT_S}"),
+        ]

@@ -1,0 +1,349 @@
+"""Reports what a run does: on the terminal and in roles.json while it lives, in summary.json and reward.png at its end.
+
+The reporter reads metrics.jsonl, the queue's status and its registry once a second, and passes them to the watchdog.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import json
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from penstock.common import JsonlTail, last_by, read_jsonl, rewrite_jsonl
+from penstock.dashboard import flat_rewards
+from penstock.deploy.config import RunConfig
+from penstock.deploy.run.plan import lent_servers
+from penstock.deploy.run.supervisor import KillerCheck, SupervisedRole, Watchdog
+from penstock.deploy.run_dir import LivesFile, LivesTotal, RunDir
+from penstock.transfer_queue import QueueError, ServerInfo, Status, TransferQueue, TurnReport, WeightUpdate
+
+
+class Reporter:
+    """Draws a progress bar on a terminal, or prints one line per step elsewhere."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run: RunDir,
+        queue: TransferQueue,
+        members: Sequence[SupervisedRole],
+        lives: LivesFile,
+        *,
+        found: str = "",
+        forgive_workers: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`found`: what the run continues from; empty for a new one. `forgive_workers`: see `KillerCheck`."""
+        self._console = Console(stderr=True, highlight=False)
+        self._config = config
+        self._run = run
+        self._queue = queue
+        self._roles = RolesFile(run.roles, members)
+        self._members, self._lives = members, lives
+        self._watchdog = Watchdog(config, members, self._say)
+        self._killers = KillerCheck(forgive_workers)
+        self._metrics = JsonlTail(run.metrics)
+        self._recent: deque[dict[str, Any]] = deque(maxlen=10)
+        self._said_flat = False
+        self._unrecorded = ""
+        self.steps_done = 0
+        self._bar: Progress | None = None
+        if self._console.is_terminal:
+            self._bar = _progress_bar(self._console)
+            self._bar.start()
+            self._task = self._bar.add_task("starting", total=config.trainer.steps)
+        self._say(f"run {config.name}: {describe(config)}")
+        self._say(f"  folder: {run.root}")
+        if found:
+            self._say(f"  found: {found}")
+        if config.dashboard.enabled:
+            where = f"port {config.dashboard.port}" if config.dashboard.port else "its port is in logs/dashboard.log"
+            self._say(f"  page: {config.dashboard.host}, {where}; its token is PENSTOCK_TOKEN in connect.env")
+
+    async def run(self) -> None:
+        """Until cancelled; raises `StalledRun`, `VersionRefused`."""
+        while True:
+            await asyncio.sleep(1.0)
+            status, servers = await self._ask()
+            self._report(status)
+            if status is not None:
+                self._killers.look(status)
+            await self._watchdog.look(self.steps_done, status, servers)
+
+    def _report(self, status: Status | None) -> None:
+        """A full or missing disk does not end the run: the error is reported once, and the write is retried."""
+        found = ""
+        try:
+            self._show(self._metrics.lines(), status)
+            self._roles.write()
+            self._lives.write(restarts_of(self._members))
+        except OSError as error:
+            found = f"  not recorded: {error}"
+            if found != self._unrecorded:
+                self._say(found)
+        self._unrecorded = found
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        self._roles.remove()
+
+    async def _ask(self) -> tuple[Status | None, list[ServerInfo]]:
+        try:
+            return await self._queue.status(), await self._queue.servers()
+        except QueueError as error:
+            self._say(f"  queue: {error}")
+            return None, []
+
+    def _show(self, rows: Iterable[dict[str, Any]], status: Status | None) -> None:
+        for row in rows:
+            if row["step"] >= self.steps_done:  # a replayed step was reported before
+                self._say_step(row)
+                self.steps_done = row["step"] + 1
+                self._say_flat(row)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self.steps_done, description=_pipeline(status))
+
+    def _say_step(self, row: dict[str, Any]) -> None:
+        self._say(
+            f"  step {row['step'] + 1:>3}/{self._config.trainer.steps}  reward {row['reward']:.3f}  "
+            f"staleness {row['staleness_mean']:.2f} (max {row['staleness_max']})  tokens {row['tokens']}  "
+            f"train {row['train_s']:.1f} s  waited {row['wait_s']:.1f} s"
+        )
+
+    def _say_flat(self, row: dict[str, Any]) -> None:
+        """Once for each stretch of steps whose rewards are all equal."""
+        self._recent.append(row)
+        warning = flat_rewards(self._recent)
+        if warning and not self._said_flat:
+            self._say(f"  {warning}")
+        self._said_flat = bool(warning)
+
+    def _say(self, line: str) -> None:
+        console = self._bar.console if self._bar is not None else self._console
+        console.print(line, markup=False, soft_wrap=True)
+        sys.stderr.flush()
+
+
+def describe(config: RunConfig) -> str:
+    """The meaning of the settings together, in one line."""
+    groups = (config.max_staleness + 1) * config.groups_per_step
+    own = (source.group_size or config.group_size for source in config.trainer.sources.values())
+    of = " or ".join(map(str, sorted({config.group_size, *own})))
+    return (
+        f"at most {config.max_staleness + 1} x {config.groups_per_step} = {groups} groups of {of} "
+        f"episodes in flight; tokens up to {config.max_staleness} versions old; {config.trainer.steps} steps; "
+        f"{config.rollout.servers} {config.rollout.engine} server(s), {config.agent.workers} agent worker(s), "
+        f"{config.trainer.ranks} trainer rank(s)"
+        + (", in turns on the same devices" if config.placement.colocated else "")
+        + (f", {lent_servers(config)} more server(s) on the trainer's devices" if config.placement.lend else "")
+    )
+
+
+def _progress_bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def _pipeline(status: Status | None) -> str:
+    if status is None:
+        return "queue away"
+    groups = status.groups
+    return (
+        f"v{status.version} | {groups.get('admitted', 0)} groups in flight, {groups.get('ready', 0)} ready, "
+        f"{groups.get('shipped', 0)} in training"
+    )
+
+
+class RolesFile:
+    """``roles.json``, rewritten atomically when something has changed."""
+
+    def __init__(self, path: Path, processes: Sequence[SupervisedRole]) -> None:
+        self._path = path
+        self._processes = processes
+        self._written: dict[str, Any] = {}
+
+    def write(self) -> None:
+        now = {p.spec.name: {"state": p.state, "restarts": p.restarts} for p in self._processes}
+        if now != self._written:
+            rewrite_jsonl(self._path, [now])
+            self._written = now
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+def restarts_of(members: Iterable[SupervisedRole]) -> dict[str, int]:
+    """Role to how often it was started again, in this life of the run."""
+    return {member.spec.name: member.restarts for member in members}
+
+
+async def write_summary(config: RunConfig, run: RunDir, queue: TransferQueue, total: LivesTotal) -> dict[str, Any]:
+    """Collect, write and return the summary, of all lives. Also draws the reward curve."""
+    rows = last_by(read_jsonl(run.metrics), "step")
+    status, updates = await queue.status(), await queue.updates()
+    rewrite_jsonl(run.weight_updates, map(asdict, updates))
+    turns = await queue.turn_reports() if config.placement.in_turns else []
+    if turns:
+        rewrite_jsonl(run.turns, map(asdict, turns))
+    summary = {
+        "name": config.name,
+        "steps": len(rows),
+        "ended": _why_ended(run),
+        "lives": total.lives,
+        "wall_s": round(total.wall_s, 1),
+        **_learning(rows, read_jsonl(run.evaluations)),
+        "rewards_warning": flat_rewards(rows) or None,
+        **_accounts(last_by(read_jsonl(run.steps), "step"), status, await queue.held()),
+        **_tokens(rows),
+        "checkpoints_damaged": rows[-1].get("checkpoints_damaged", 0) if rows else 0,
+        **_updates(updates),
+        **(_turns(turns) if turns else {}),
+        "wait_s": {key: round(seconds, 2) for key, seconds in sorted(status.waits_s.items())},
+        "restarts": dict(total.restarts),
+    }
+    run.summary.write_text(json.dumps(summary, indent=2) + "\n")
+    if rows:
+        draw_reward(run.plot, rows, read_jsonl(run.evaluations))
+    return summary
+
+
+def _why_ended(run: RunDir) -> str | None:
+    """As the trainer said; None where it had not come to an end."""
+    return str(json.loads(run.ended.read_text())["why"]) if run.ended.exists() else None
+
+
+def _learning(rows: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> dict[str, Any]:
+    rewards = [row["reward"] for row in rows]
+    return {
+        "reward_first": _mean(rewards[:3]),
+        "reward_last": _mean(rewards[-5:]),
+        "eval_reward": evaluations[-1]["reward"] if evaluations else None,
+        "eval_episodes": evaluations[-1]["episodes"] if evaluations else 0,
+    }
+
+
+REASONS = {
+    "episodes_dropped": "dropped",
+    "episodes_filtered": "filtered",
+    "episodes_unrewarded": "unrewarded",
+    "episodes_buried": "group_failed",
+    "episodes_payload_lost": "payload_lost",
+}
+"""Key in summary.json, which users' scripts read, and the queue's state of an episode."""
+
+
+def _accounts(steps: list[dict[str, Any]], status: Status, held: set[str]) -> dict[str, Any]:
+    """Invariant 2 from the outside: the trainer's own record of what it trained against what the queue acknowledged.
+
+    `lost` = episodes acknowledged as complete − (trained + still held + counted under a reason).
+    """
+    trained = Counter(episode for row in steps for episode in row["episodes"])
+    episodes = status.episodes
+    reasons = {key: episodes.get(state, 0) for key, state in REASONS.items()}
+    still_held = len(held - set(trained))
+    return {
+        "episodes": episodes.get("completed", 0),
+        "episodes_trained": len(trained),
+        "episodes_held": still_held,
+        **reasons,
+        "episodes_failed": episodes.get("failed", 0),
+        "episodes_retried": episodes.get("retried", 0),
+        "leases_expired": episodes.get("expired", 0),
+        "trained_twice": sum(1 for times in trained.values() if times > 1),
+        "lost": episodes.get("completed", 0) - len(trained) - still_held - sum(reasons.values()),
+    }
+
+
+def _tokens(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    exact = [row for row in rows if row.get("logprob_abs_diff_tokens")]
+    weights = [row["logprob_abs_diff_tokens"] for row in exact]
+    return {
+        "tokens_sampled": sum(row["tokens_sampled"] for row in rows),
+        "requests_continued_over_update": _total(rows, "calls_continued_over_update"),
+        "requests_resumed": _total(rows, "calls_resumed"),
+        "token_mismatches": _total(rows, "token_mismatches"),
+        "staleness_max": max((row["staleness_max"] for row in rows), default=0),
+        "staleness_mean": _mean([row["staleness_mean"] for row in rows]),
+        "logprob_abs_diff_mean": (
+            float(np.average([row["logprob_abs_diff_mean"] for row in exact], weights=weights)) if exact else None
+        ),
+        "kl_first_step": rows[0].get("kl_k3") if rows else None,
+        "logprob_abs_diff_max": max((row["logprob_abs_diff_max"] for row in exact), default=None),
+    }
+
+
+def _updates(updates: Sequence[WeightUpdate]) -> dict[str, Any]:
+    pauses = [1000 * update.pause_s for update in updates]
+    return {
+        "weight_updates": len(updates),
+        "requests_in_flight_at_updates": sum(update.in_flight for update in updates),
+        "pause_ms_p50": round(float(np.percentile(pauses, 50)), 2) if pauses else None,
+        "pause_ms_p99": round(float(np.percentile(pauses, 99)), 2) if pauses else None,
+    }
+
+
+def _turns(reports: Sequence[TurnReport]) -> dict[str, Any]:
+    """Of the newest `KEPT_TURN_REPORTS`."""
+    begun, holding = Counter[str](), set[str]()
+    for report in reports:
+        begun[report.side] += report.holds and report.holder not in holding
+        (holding.add if report.holds else holding.discard)(report.holder)
+    return {
+        "turns": {"engine": begun["engine"], "trainer": begun["trainer"]},
+        "device_bytes_claimed_max": max(report.total_bytes for report in reports),
+        "device_bytes_used_max": max(report.total_used for report in reports),
+    }
+
+
+def _total(rows: list[dict[str, Any]], metric: str) -> int:
+    """Sum over all trained episodes of a metric that steps hold as a mean."""
+    return round(sum(row.get(f"episode/{metric}", 0.0) * row["episodes"] for row in rows))
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def load_plotting() -> None:
+    """Half of the time that the picture takes, and of no use to anything else: for while the run's processes stop."""
+    with contextlib.suppress(ImportError):  # `draw_reward` says so
+        importlib.import_module("matplotlib.backends.backend_agg")
+
+
+def draw_reward(path: Path, rows: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
+    """The reward curve, evaluations on it, and staleness below."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure  # without pyplot, which looks for windows and doubles the time of the import
+
+    figure = Figure(figsize=(8, 6))
+    FigureCanvasAgg(figure)
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    steps = [row["step"] for row in rows]
+    top.plot(steps, [row["reward"] for row in rows], label="training reward")
+    if evaluations:
+        top.plot([e["version"] for e in evaluations], [e["reward"] for e in evaluations], "o", label="evaluation")
+    top.set(ylabel="mean reward", ylim=(0, 1.05))
+    top.legend(loc="lower right")
+    bottom.plot(steps, [row["staleness_mean"] for row in rows], label="mean")
+    bottom.step(steps, [row["staleness_max"] for row in rows], where="mid", label="max")
+    bottom.set(ylabel="staleness", xlabel="step")
+    bottom.legend(loc="upper right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)

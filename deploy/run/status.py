@@ -1,0 +1,219 @@
+"""`penstock status`: a run's state as one mapping (`run_state`), and as lines for a terminal (`draw_state`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from penstock.dashboard import Pulse, RunFiles, advise, flat, rollout_idle
+
+RECENT_STEPS = 10
+Row = Mapping[str, Any]
+
+
+async def run_state(files: RunFiles, run: str, pulse: Pulse) -> dict[str, Any]:
+    """Serialisable as JSON; unknown values are None."""
+    live = await pulse.of(run)
+    config, rows = flat(files.config()), files.metrics.rows()
+    status: Row = live.get("status", {})
+    split = advise(rows, rollout_idle(files, rows, live.get("status")), files.devices)  # as the page does
+    steps = config.get("trainer.steps")
+    done = max(len(rows), int(status.get("version", 0)))
+    servers = live.get("servers", [])
+    return {
+        "run": run,
+        "alive": live["alive"],
+        "cause": None if live["alive"] else live["cause"],
+        "ended": _json_of(files.root / "ended.json").get("why"),
+        "step": done,
+        "steps": steps,
+        "eta_s": _eta_s(rows, done, steps) if live["alive"] else None,
+        "quiet_s": round(files.quiet_s, 1) if rows else None,
+        **_learning(rows),
+        **_queue_facts(status),
+        "bound_groups": _bound(config),
+        "servers": servers,
+        "waiting": who_waits(status, servers, config) if live["alive"] else [],
+        "advice": split.advice,
+        "warning": "; ".join(filter(None, (split.warning, refusals(servers)))) or None,
+        "roles": _roles(files.root),
+    }
+
+
+def _learning(rows: Sequence[Row]) -> dict[str, Any]:
+    """Of the newest steps."""
+    recent = rows[-RECENT_STEPS:]
+    last = recent[-1] if recent else {}
+    return {
+        "reward": last.get("reward"),
+        "reward_recent": _mean(recent, "reward"),
+        "staleness_mean": _mean(recent, "staleness_mean"),
+        "staleness_max": max((row["staleness_max"] for row in recent if "staleness_max" in row), default=None),
+        "tokens_per_s": _mean(recent, "tokens_per_s"),
+        "step_s": _mean(recent, "wall_s"),
+        "trainer_waits": _mean(recent, "bubble"),
+    }
+
+
+def _queue_facts(status: Row) -> dict[str, Any]:
+    names = ("version", "committed_step", "groups", "episodes", "workers", "waits_s", "ages_s", "unconsumed_bytes")
+    return {name: status.get(name) for name in names}
+
+
+def _roles(root: Path) -> dict[str, dict[str, Any]]:
+    """Of this machine; those of a run that ended have restarts alone."""
+    ended = _json_of(root / "summary.json").get("restarts", {})
+    return _json_of(root / "roles.json") or {name: {"state": "ended", "restarts": n} for name, n in ended.items()}
+
+
+def _eta_s(rows: Sequence[Row], done: int, steps: int | None) -> float | None:
+    """At the speed of the newest steps; the first includes the start-up and counts only while it is the only one."""
+    step_s = _mean(rows[1:][-RECENT_STEPS:] or rows, "wall_s")
+    return None if step_s is None or steps is None else round(step_s * max(0, steps - done), 1)
+
+
+def _bound(config: Row) -> int | None:
+    """Maximum number of admitted groups."""
+    staleness, groups = config.get("max_staleness"), config.get("groups_per_step")
+    return None if staleness is None or groups is None else (int(staleness) + 1) * int(groups)
+
+
+def who_waits(status: Row, servers: Sequence[Row], config: Row) -> list[str]:
+    """One line for the trainer and one for the agent workers: what they do or wait for."""
+    return [_training(status, config), _rolling_out(status, servers, config)]
+
+
+def _training(status: Row, config: Row) -> str:
+    groups, needed = status["groups"], config.get("groups_per_step") or "?"
+    if groups.get("shipped"):
+        return f"trainer: trains {groups['shipped']} of {needed} groups per step"
+    oldest_s = status["ages_s"].get("admitted")
+    age = f"; the oldest of {groups.get('admitted', 0)} in flight is {oldest_s:.0f} s old" if oldest_s else ""
+    return f"trainer: waits for groups, {groups.get('ready', 0)} of {needed} are ready{age}"
+
+
+def _rolling_out(status: Row, servers: Sequence[Row], config: Row) -> str:
+    groups, leased = status["groups"], status["episodes"].get("leased", 0)
+    in_system = sum(groups.get(name, 0) for name in ("admitted", "ready", "shipped"))
+    if not any(server["accepting"] for server in servers):
+        return f"agent workers: wait for a rollout server, none of {len(servers)} accepts requests"
+    if leased:
+        requests = sum(server["in_flight"] for server in servers)
+        return f"agent workers: run {leased} episodes, {requests} requests are in flight"
+    if not groups.get("queued"):
+        return "agent workers: wait for tasks, none is queued"
+    bound = _bound(config)
+    if bound is not None and in_system >= bound:
+        return f"agent workers: wait for the trainer, {in_system} of {bound} groups are in the system (max_staleness)"
+    return f"agent workers: idle while {groups['queued']} groups are queued"
+
+
+def refusals(servers: Sequence[Row]) -> str:
+    """Of servers that could not load the newest version; empty where there are none."""
+    return "; ".join(f"{server['server_id']}: {server['refusal']}" for server in servers if server["refusal"])
+
+
+def _mean(rows: Sequence[Row], name: str) -> float | None:
+    values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
+    return fmean(values) if values else None
+
+
+def _json_of(file: Path) -> dict[str, Any]:
+    """Empty where there is no such file, or one that is being written."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+GROUPS = ("queued", "admitted", "ready", "shipped", "trained")
+
+
+def draw_state(state: dict[str, Any]) -> RenderableType:
+    """For `rich` to print."""
+    page = Table.grid(padding=(0, 0))
+    page.add_row(_headline(state))
+    for line in _lines(state):
+        page.add_row(Text(line))
+    if state["servers"]:
+        page.add_row(_servers(state["servers"]))
+    return page
+
+
+def _headline(state: dict[str, Any]) -> Text:
+    line = Text(f"{state['run']}  ", style="bold")
+    line.append("alive" if state["alive"] else "not alive", style="green" if state["alive"] else "yellow")
+    line.append(f"  step {state['step']} of {_or_dash(state['steps'])}", style="none")
+    if state["eta_s"] is not None:
+        line.append(f"  about {_time(state['eta_s'])} left", style="none")
+    return line
+
+
+def _lines(state: dict[str, Any]) -> Iterator[str]:
+    if state["ended"] or not state["alive"]:
+        yield f"ended     {state['ended'] or state['cause']}"
+    yield (
+        f"learning  reward {_number(state['reward'])} (mean of the newest {_number(state['reward_recent'])}), "
+        f"staleness {_number(state['staleness_mean'])} (most {_or_dash(state['staleness_max'])})"
+    )
+    last = "no step yet" if state["quiet_s"] is None else f"the last step was {_time(state['quiet_s'])} ago"
+    yield (
+        f"speed     {_number(state['tokens_per_s'], 0)} trained tokens/s, {_number(state['step_s'], 1)} s per step, of "
+        f"which the trainer waits {_share(state['trainer_waits'])}; {last}"
+    )
+    if state["groups"] is not None:
+        queue = " → ".join(f"{name} {state['groups'].get(name, 0)}" for name in GROUPS)
+        yield f"groups    {queue}   (at most {_or_dash(state['bound_groups'])} from admitted to shipped)"
+        yield from (f"{'now' if index == 0 else '':8}  {line}" for index, line in enumerate(state["waiting"]))
+        yield f"waits     {_pairs(state['waits_s'], ' s')}"
+        yield f"workers   {_pairs(state['workers'], ' episodes')}"
+    if state["roles"]:
+        listed = (f"{name} {role['state']}" + (f", {n} restarts" if (n := role["restarts"]) else "")
+                for name, role in state["roles"].items())  # fmt: skip
+        yield f"roles     {'; '.join(listed)}"
+    yield f"advice    {state['advice']}"
+    if state["warning"]:
+        yield f"warning   {state['warning']}"
+
+
+def _servers(servers: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("server", "version", "behind", "in flight", "takes requests", "heard of", "address"):
+        table.add_column(column)
+    for one in servers:
+        takes = "evaluations" if one["evaluates"] else "yes" if one["accepting"] else "no"
+        numbers = (str(one["version"]), str(one["lag"]), str(one["in_flight"]))
+        table.add_row(Text(one["server_id"]), *numbers, takes, f"{one['age_s']:.1f} s ago", Text(one["url"]))
+    return table
+
+
+def _pairs(found: dict[str, float], unit: str) -> str:
+    return ", ".join(f"{name} {value:.0f}{unit}" for name, value in sorted(found.items())) or "none"
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0%}"
+
+
+def _or_dash(value: object) -> str:
+    return "–" if value is None else str(value)
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 60), ("min", 60)):
+        if seconds < 2 * size:
+            return f"{seconds:.0f} {unit}"
+        seconds /= size
+    return f"{seconds:.1f} h"

@@ -1,0 +1,328 @@
+"""Supervises the roles of a run wherever they run: starts, adds, removes and stops them, and detects stalls.
+
+    Placement ──place(role)──► SupervisedRole: one role's process over all its restarts, here or on another machine
+        ▲                         │ one task each; the first permanent failure ends the run
+    Supervisor ◄──────────────────┘ done when the trainer has finished
+
+    Watchdog, every second: progress? ──no, for stall_timeout_s──► diagnose_stall ─► stacks into logs/ ─► warn | stop
+
+Progress is any of: a step in metrics.jsonl, a version, a commit, a finished episode, a submitted task, a change in the
+counts of a split, a new server or worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+from penstock.common import ProcessTable
+from penstock.deploy.config import RunConfig
+from penstock.deploy.run.plan import VARIABLE, Role, gpus_of, visible_gpus
+from penstock.deploy.run.processes import RoleProcess, RoleSpec
+from penstock.deploy.run.stacks import ask_for_stacks, is_held
+from penstock.deploy.run.stall import LocalRole, Snapshot, StallCause, diagnose_stall
+from penstock.deploy.run_dir import RunDir
+from penstock.transfer_queue import ServerInfo, Status
+
+
+class SupervisedRole(Protocol):
+    """One role's process. `run` is called once; `stop` at any time, also before and after."""
+
+    spec: RoleSpec
+
+    @property
+    def pid(self) -> int | None:
+        """On this machine; None while it does not run, and where it runs elsewhere."""
+        ...
+
+    @property
+    def restarts(self) -> int: ...
+
+    @property
+    def state(self) -> str:
+        """For people: running or not, and where."""
+        ...
+
+    async def run(self) -> None:
+        """Until it finished or was stopped. Raises `RoleFailed`."""
+        ...
+
+    def forgive(self) -> None:
+        """Restarts so far do not count against its limit any more."""
+        ...
+
+    async def stop(self) -> None: ...
+
+
+class Placement(Protocol):
+    """Where a run's roles run."""
+
+    def open(self, config: RunConfig, run: RunDir) -> AbstractAsyncContextManager[None]:
+        """Entered before the first `place`, left when every member has been stopped. Raises `ConfigError`."""
+        ...
+
+    def place(self, role: Role, run: RunDir) -> SupervisedRole: ...
+
+    def helpers(self, supervisor: Supervisor) -> Sequence[Coroutine[Any, Any, None]]:
+        """Work beside the run; cancelled at its end. An error of theirs ends the run."""
+        ...
+
+
+class LocalPlacement:
+    """This machine: child processes, each with the GPUs that are its own."""
+
+    def __init__(self) -> None:
+        self._own_gpus: Callable[[Role], Sequence[str] | None] = lambda role: None
+
+    @asynccontextmanager
+    async def open(self, config: RunConfig, run: RunDir) -> AsyncIterator[None]:
+        gpus = await asyncio.to_thread(visible_gpus)
+        self._own_gpus = partial(gpus_of, config=config, gpus=gpus)
+        yield
+
+    def place(self, role: Role, run: RunDir) -> RoleProcess:
+        own = self._own_gpus(role)
+        if own is not None:
+            role = replace(role, env={**role.env, VARIABLE: ",".join(own)})
+        return RoleProcess(role.spec(run.logs))
+
+    def helpers(self, supervisor: Supervisor) -> Sequence[Coroutine[Any, Any, None]]:
+        return ()
+
+
+class Supervisor:
+    """`add` the roles, `run` until the trainer has finished, `stop`."""
+
+    def __init__(self, place: Callable[[Role], SupervisedRole], more: Callable[[str, int], Role]) -> None:
+        """`more(kind, number)` makes the role of one more server or worker."""
+        self.members: list[SupervisedRole] = []
+        """All there ever were, in the order in which they came."""
+        self._place, self._more = place, more
+        self._roles: dict[str, Role] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+
+    def add(self, role: Role) -> None:
+        member = self._place(role)
+        self.members.append(member)
+        self._roles[role.name] = role
+        self._tasks[role.name] = asyncio.create_task(member.run(), name=role.name)
+        self._changed.set()
+
+    def resize(self, kind: str, count: int) -> None:
+        """Changes the number of servers or workers: the newest leave first, and no name is used twice."""
+        present = self.present(kind)
+        used = [role.number for role in self._roles.values() if role.kind == kind and role.number is not None]
+        fresh = itertools.count(max(used, default=-1) + 1)
+        for _ in range(count - len(present)):
+            self.add(self._more(kind, next(fresh)))
+        for role in present[count:]:
+            member = next(m for m in self.members if m.spec.name == role.name)
+            self._leaving[role.name] = asyncio.create_task(member.stop(), name=f"{role.name} leaves")
+
+    def present(self, kind: str) -> list[Role]:
+        """Those of a kind that may be added and removed, without those that are leaving; oldest first."""
+        return [
+            r for r in self._roles.values() if r.kind == kind and r.number is not None and r.name not in self._leaving
+        ]
+
+    def forgive(self, kind: str) -> None:
+        """Restarts so far of all roles of a kind do not count any more."""
+        for member in self.members:
+            if self._roles[member.spec.name].kind == kind:
+                member.forgive()
+
+    async def run(self, beside: Sequence[asyncio.Task[None]]) -> None:
+        """Until the trainer has finished. Raises what a role or a task of `beside` raised first."""
+        while not self._over(beside):
+            changed = asyncio.create_task(self._changed.wait(), name="supervisor changed")
+            try:
+                pending = {task for task in (*self._tasks.values(), *beside) if not task.done()}
+                await asyncio.wait({*pending, changed}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                changed.cancel()
+            self._changed.clear()
+
+    def _over(self, beside: Sequence[asyncio.Task[None]]) -> bool:
+        """Raises a permanent failure of a role, a stall or Ctrl-C, which ends the run."""
+        for task in (*self._tasks.values(), *beside):
+            if task.done():
+                task.result()
+        return any(self._tasks[name].done() for name, role in self._roles.items() if role.kind == "trainer")
+
+    async def stop(self) -> None:
+        """Stops the trainer (saves a checkpoint), then agent workers (return leases), then servers. Never raises."""
+        for kind in ("trainer", "agent", "rollout"):
+            ending = [m.stop() for m in self.members if self._roles[m.spec.name].kind == kind]
+            await asyncio.gather(*ending, return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), *self._leaving.values(), return_exceptions=True)
+
+
+STACKS_S = 2.0
+"""Time for a role to write its stacks before it may be stopped."""
+
+
+class StalledRun(Exception):
+    """No progress for longer than `stall_timeout_s`; the message names the stalled component."""
+
+    def __init__(self, quiet_s: float, stuck: StallCause, snapshot: str) -> None:
+        super().__init__(f"no progress for {quiet_s:.0f} s; stuck is {stuck}\n{snapshot}")
+        self.why = f"no progress for {quiet_s:.0f} s; stuck is {stuck}"
+        """In one line."""
+
+
+class VersionRefused(Exception):
+    """No rollout server can load the newest version: what they sample grows older until the run stands still."""
+
+    def __init__(self, version: int, servers: Sequence[ServerInfo]) -> None:
+        names, reason = ", ".join(server.server_id for server in servers), servers[0].refusal
+        super().__init__(
+            f"no rollout server can load version {version} ({names}): {reason}. Where a tensor is named, trainer and "
+            "engine know this model by different tensors: another rollout.engine or model; where a file or checksum "
+            "is, another rollout.weight_transport or rollout.weights_dir. --resume publishes the version again"
+        )
+
+    @property
+    def why(self) -> str:
+        return str(self)
+
+
+class RefusalCheck:
+    """Called once a second, before anything else is made of the queue's answers."""
+
+    def __init__(self) -> None:
+        self._suspect: int | None = None
+        """The version that every server refused at the last look."""
+
+    def look(self, status: Status | None, servers: Sequence[ServerInfo]) -> None:
+        """Raises `VersionRefused` at the second look in a row: a version may be replaced between two answers."""
+        serving = [server for server in servers if not server.evaluates]
+        refused = status is not None and serving and all(server.refused == status.version for server in serving)
+        version = status.version if status is not None and refused else None
+        if version is not None and version == self._suspect:
+            raise VersionRefused(version, serving)
+        self._suspect = version
+
+
+MOST_KILLERS = 16
+"""Episodes in a row, with none completed between them: more of them, and workers die whatever they run."""
+
+
+class KillerCheck:
+    """Forgives agent workers their restarts where the queue has given up an episode that caused them.
+
+    A row of eight episodes that each end their worker costs some twenty workers, more than restarts are allowed.
+    """
+
+    def __init__(self, forgive: Callable[[], None]) -> None:
+        self._forgive = forgive
+        self._seen: tuple[int, int] | None = None
+        """Killers and completed episodes at the last look."""
+        self._in_a_row = 0
+
+    def look(self, status: Status) -> None:
+        killers, completed = status.episodes.get("killed_workers", 0), status.episodes.get("completed", 0)
+        before, completed_before = self._seen or (killers, completed)
+        self._seen = killers, completed
+        new = max(0, killers - before)
+        self._in_a_row = (0 if completed > completed_before else self._in_a_row) + new
+        if new and self._in_a_row <= MOST_KILLERS:
+            self._forgive()
+
+
+class Watchdog:
+    """`look` is called once a second by the reporter."""
+
+    def __init__(self, config: RunConfig, processes: Sequence[SupervisedRole], say: Callable[[str], None]) -> None:
+        self._config = config
+        self._processes = processes
+        self._say = say
+        self._refusals = RefusalCheck()
+        self._fingerprint: tuple[int, ...] = ()
+        self._quiet_since = time.monotonic()
+        self._seen: set[str] = set()
+        """Servers and workers seen so far: each counts as progress once, so that a flapping server is none."""
+        self._used_s: dict[int, float] | None = None
+        """CPU time of each role's tree when it became quiet, by pid; None while things move."""
+
+    async def look(self, steps_done: int, status: Status | None, servers: Sequence[ServerInfo]) -> None:
+        """Raises `VersionRefused`; `StalledRun` where nothing has moved for too long and `stall_action` is to stop."""
+        self._refusals.look(status, servers)
+        if status is not None and self._moved(steps_done, status, servers):
+            self._begin_again()
+            return
+        if self._used_s is None:
+            self._used_s = await asyncio.to_thread(self._measure)
+        quiet_s = time.monotonic() - self._quiet_since
+        if quiet_s <= self._config.stall_timeout_s:
+            return
+        snapshot = await asyncio.to_thread(self._scene, status, servers)
+        stalled = StalledRun(quiet_s, diagnose_stall(snapshot), self._who_waits(snapshot))
+        self._say(str(stalled))
+        await self._have_stacks_written()
+        if self._config.stall_action == "stop":
+            raise stalled
+        self._begin_again()
+
+    def _moved(self, steps_done: int, status: Status, servers: Sequence[ServerInfo]) -> bool:
+        self._seen.update(status.workers, (server.server_id for server in servers))
+        splits = (count for split in status.other_splits.values() for count in split.values())
+        done = (steps_done, status.version, status.episodes.get("completed", 0), status.committed_step)
+        counts = (*done, status.groups.get("submitted", 0), len(self._seen), *splits)
+        before, self._fingerprint = self._fingerprint, counts
+        return counts != before
+
+    def _begin_again(self) -> None:
+        self._quiet_since, self._used_s = time.monotonic(), None
+
+    def _measure(self) -> dict[int, float]:
+        now = ProcessTable.now()
+        return {pid: now.cpu_s(pid) for pid in self._pids().values()}
+
+    def _pids(self) -> dict[str, int]:
+        """Of the roles that run on this machine."""
+        pids = ((process.spec.name, process.pid) for process in self._processes)
+        return {name: pid for name, pid in pids if pid is not None}
+
+    async def _have_stacks_written(self) -> None:
+        asked = await asyncio.to_thread(ask_for_stacks, list(self._pids().values()))
+        if asked:
+            self._say(f"  stacks of {len(asked)} local processes are at the end of logs/NAME.log")
+            await asyncio.sleep(STACKS_S)
+
+    def _scene(self, status: Status | None, servers: Sequence[ServerInfo]) -> Snapshot:
+        config, now = self._config, ProcessTable.now()
+        roles = [self._local(process, now) for process in self._processes]
+        return Snapshot(status, servers, roles, config.groups_per_step, config.max_staleness, config.trainer.steps)
+
+    def _local(self, process: SupervisedRole, now: ProcessTable) -> LocalRole:
+        name, running = process.spec.name, not process.state.startswith("not running")
+        pid = self._pids().get(name)
+        if pid is None:
+            return LocalRole(name, running=running, restarts=process.restarts)
+        used_s = max(0.0, now.cpu_s(pid) - (self._used_s or {}).get(pid, 0.0))
+        return LocalRole(name, running=running, held=is_held(now, pid), restarts=process.restarts, cpu_s=used_s)
+
+    def _who_waits(self, snapshot: Snapshot) -> str:
+        logs = {process.spec.name: process.spec.log for process in self._processes}
+        lines = [
+            f"  {role.name}: {'running' if role.running else 'not running'}, {role.restarts} restarts, "
+            f"{role.cpu_s:.1f} s of CPU since then, see {logs[role.name]}"
+            for role in snapshot.roles
+        ]
+        for server in snapshot.servers:
+            taking = "accepts requests" if server.accepting else "accepts none"
+            lines.append(f"  {server.server_id}: version {server.version}, {server.in_flight} in flight, {taking}")
+        if snapshot.status is not None:
+            found = snapshot.status
+            lines.append(
+                f"  queue: version {found.version}, groups {dict(found.groups)}, episodes {dict(found.episodes)}"
+            )
+        return "\n".join(lines)

@@ -1,0 +1,166 @@
+"""`penstock init` and `penstock recipes`: what ships, and the projects made of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.agent_loops import find_loop
+from penstock.deploy import ConfigError, app, load_config
+from penstock.deploy.shipped import (
+    find_base_model,
+    make_base_model,
+    project_files,
+    shipped_recipes,
+    templates,
+    write_project,
+)
+
+REPOSITORY = Path(__file__).parents[3]
+RECIPES = REPOSITORY / "recipes"
+TEMPLATES = sorted(templates())
+NEEDS = {"retool": "math_verify", "openai": "agents"}
+"""Template → the module without which its parts cannot be loaded."""
+PARTS = {"harbor": {"recipe.yaml", "tasks"}, "swe": {"recipe.yaml", "agent.py", "test_project.py"}}
+"""What a project is made of where it is not the usual: a loop, a reward, a test."""
+README_LINES = 16
+"""With its blank ones."""
+
+
+@pytest.fixture
+def wheel_like(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The recipes as a wheel has them, without the base model, and an empty cache."""
+    folder = tmp_path / "shipped"
+    shutil.copytree(RECIPES, folder, ignore=shutil.ignore_patterns("model", "__pycache__"))
+    monkeypatch.setattr("penstock.deploy.shipped.FOLDER", folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return folder
+
+
+def test_the_index_has_every_recipe_that_ships() -> None:
+    there = {str(path.relative_to(RECIPES)) for path in RECIPES.rglob("*.yaml") if path.name != "sandbox.yaml"}
+    assert [one.file for one in shipped_recipes() if not (RECIPES / one.file).is_file()] == []
+    assert {one.file for one in shipped_recipes()} == there
+
+
+def test_the_commands_name_recipes_and_templates() -> None:
+    listed = CliRunner().invoke(app, ["recipes"]).output
+    described = CliRunner().invoke(app, ["init", "--help"]).output
+    assert [one.file for one in shipped_recipes() if one.file not in listed or one.needs not in listed] == []
+    assert [name for name in TEMPLATES if name not in listed or f"{name}: " not in described] == []
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_project_names_its_own_files_alone(name: str, tmp_path: Path) -> None:
+    template = templates()[name]
+    shipped = "".join(
+        (RECIPES / source).read_text() for source in template.files.values() if (RECIPES / source).is_file()
+    )
+    assert [old for old in template.replace if old not in shipped] == [], "the shipped files have changed"
+    for file, text in project_files(template):
+        assert "recipes/" not in text, file
+        assert "../" not in text, file
+    readme = dict(project_files(template))["README.md"]
+    assert len(readme.splitlines()) <= README_LINES
+    assert PARTS.get(name, {"recipe.yaml", "reward.py", "test_project.py"}) <= set(template.files)
+
+
+@pytest.mark.recipes
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_project_loads_and_passes_its_tests(name: str, tmp_path: Path) -> None:
+    if (module := NEEDS.get(name)) and importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not installed")
+    folder = tmp_path / "mine"
+    written = write_project(folder, name)
+    assert sorted(written) == sorted({one.rstrip("/") + ("/" if (folder / one).is_dir() else "") for one in written})
+    config = load_config(folder / "recipe.yaml")
+    assert find_loop(config.agent.loop, folder)
+    if not (folder / "test_project.py").exists():
+        return
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_project.py"]
+    ended = subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_a_base_model_at_hand_comes_along(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    assert "model/" in write_project(folder, "calculator")
+    assert load_config(folder / "recipe.yaml").model == str(folder / "model")
+    assert (folder / "model/model.safetensors").is_file()
+
+
+def test_without_a_base_model_the_project_makes_it(wheel_like: Path, tmp_path: Path) -> None:
+    assert find_base_model() is None
+    assert "model/" not in write_project(tmp_path / "mine", "calculator")
+    assert "make_base_model.py --out model" in (tmp_path / "mine/README.md").read_text()
+
+
+@pytest.mark.torch
+def test_the_base_model_is_made_once(wheel_like: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "src"))
+    made = make_base_model(steps=1)
+    assert find_base_model() == made
+    before = (made / "model.safetensors").stat().st_mtime_ns
+    assert make_base_model(steps=1) == made
+    assert (made / "model.safetensors").stat().st_mtime_ns == before
+    assert [path.name for path in made.parent.iterdir() if path.is_dir()] == [made.name]
+
+
+def test_a_maker_that_fails_leaves_no_model(wheel_like: Path) -> None:
+    (wheel_like / "calculator/make_base_model.py").write_text("raise SystemExit(3)")
+    with pytest.raises(ConfigError, match="base model"):
+        make_base_model(steps=1)
+    assert find_base_model() is None
+
+
+def test_a_new_and_an_empty_folder_are_filled(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert write_project(tmp_path / "empty", "search_r1") == write_project(tmp_path / "a/new/one", "search_r1")
+    assert (tmp_path / "a/new/one/corpus/corpus.jsonl").is_file()
+    assert [path.name for path in (tmp_path / "a/new").iterdir()] == ["one"]
+
+
+def test_a_folder_in_use_is_refused_and_named(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("years of work")
+    for taken in (tmp_path / "mine", tmp_path / "mine/thesis.txt"):
+        ended = CliRunner().invoke(app, ["init", str(taken)])
+        assert ended.exit_code == 2
+        assert str(taken) in ended.output.replace("\n", "")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+
+
+def test_an_unknown_template_names_the_choices(tmp_path: Path) -> None:
+    ended = CliRunner().invoke(app, ["init", str(tmp_path / "mine"), "--from", "calculater"])
+    assert ended.exit_code == 2
+    assert [name for name in TEMPLATES if name not in ended.output] == []
+    assert not (tmp_path / "mine").exists()
+
+
+def test_a_failure_half_way_leaves_no_folder(tmp_path: Path, wheel_like: Path) -> None:
+    (wheel_like / "calculator/traces.py").unlink()
+    (wheel_like / "calculator/traces.py").write_bytes(b"\xff\xfe")
+    with pytest.raises(UnicodeDecodeError):
+        write_project(tmp_path / "mine", "calculator")
+    assert not (tmp_path / "mine").exists()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".mine")] == []
+
+
+def test_quickstart_names_what_a_wheel_cannot_bring(wheel_like: Path, tmp_path: Path) -> None:
+    """Before minutes go into a model."""
+    environment = {**os.environ, "PATH": str(tmp_path), "PYTHONPATH": str(REPOSITORY / "src")}
+    argv = [sys.executable, "-m", "penstock.deploy.cli", "quickstart"]
+    ended = subprocess.run(
+        argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 2
+    assert "bubblewrap" in ended.stderr
+    assert not (tmp_path / "runs").exists()

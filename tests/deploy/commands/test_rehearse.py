@@ -1,0 +1,98 @@
+"""`penstock rehearse`, as a person would use it on the shipped recipe."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from penstock.deploy import app, rehearse_recipe
+from penstock.testing import EnvCheck
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+RECIPE = str(RECIPES / "calculator.yaml")
+RIGHT = """
+def right(snapshot):
+    if snapshot.turn:
+        return snapshot.results[-1]
+    return snapshot.call("python", code=f"print({snapshot.task.extra_info['expression']})")
+
+def lazy(snapshot):
+    return "0.5"
+
+def wrong(snapshot):
+    return "0.5" if snapshot.turn else snapshot.call("python", code="raise KeyError('lost')")
+"""
+pytestmark = pytest.mark.bwrap
+
+
+@pytest.fixture
+def policies(tmp_path: Path) -> str:
+    (tmp_path / "policies_for_rehearsal.py").write_text(RIGHT)
+    return str(tmp_path / "policies_for_rehearsal.py")
+
+
+def rehearse(*words: str) -> Result:
+    return CliRunner().invoke(app, ["rehearse", RECIPE, *words])
+
+
+def test_a_right_policy_is_what_was_expected(policies: str) -> None:
+    found = rehearse("--policy", f"{policies}:right", "--rows", "6", "--expect", "1", "--json")
+    assert found.exit_code == 0, found.output
+    told = json.loads(found.stdout)
+    assert (told["episodes"], told["failed"], told["reward"]["lowest"]) == (6, 0, 1.0)
+    assert (told["num_turns"], told["tool_calls"]) == (2.0, 1.0)
+    assert told["outcomes"] == {"completed": 6}
+
+
+def test_another_reward_is_told_row_by_row(policies: str) -> None:
+    found = rehearse("--policy", f"{policies}:lazy", "--rows", "2", "--split", "eval", "--expect", "1")
+    assert found.exit_code == 1
+    assert "unexpected reward 0 in row 1" in found.stdout
+    assert "unexpected reward 0 in row 2" in found.stdout
+
+
+def test_rehearse_shows_errors_and_expects_by_row(policies: str, tmp_path: Path) -> None:
+    rows = [{"prompt": [{"role": "user", "content": "?"}], "data_source": "calculator",
+             "reward_model": {"ground_truth": "7"}, "extra_info": {"full_reward": full}}
+            for full in (0, 1.0)]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = f"data.train={tmp_path / 'rows.jsonl'}"
+    found = rehearse(given, "--policy", f"{policies}:wrong", "--expect", "full")
+    assert "tool error in row 1: " in found.stdout, found.output
+    assert "KeyError" in found.stdout
+    assert "row 1," not in found.stdout
+    assert "unexpected reward 0 in row 2, 1 was expected" in found.stdout
+    found = rehearse(given, "--policy", f"{policies}:wrong", "--expect", "much")
+    assert (found.exit_code, found.stderr.strip()) == (2, "--expect much: give a number, or full")
+
+
+def test_an_episode_without_a_reward_is_shown(policies: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one has that a loop ended as cancelled."""
+
+    async def unrewarded(*words: Any) -> EnvCheck:
+        found = await rehearse_recipe(*words)
+        return replace(found, trajectories=[replace(one, reward=None) for one in found.trajectories])
+
+    monkeypatch.setattr("penstock.deploy.rehearsal.rehearse_recipe", unrewarded)
+    found = rehearse("--policy", f"{policies}:right", "--rows", "1", "--expect", "1")
+    assert (found.exit_code, found.exception.__class__) == (1, SystemExit), found.output
+    assert "unexpected reward none in row 1, 1 was expected" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--policy", "{}:lefft"), "has no 'lefft'"),
+        (("--policy", "{}:right", "--split", "test"), "--split test: this recipe has train, eval"),
+        (("--policy", "{}:right", "data.train=nowhere.parquet"), "nowhere.parquet: no such file"),
+    ],
+)
+def test_mistakes_are_one_line(policies: str, words: tuple[str, ...], message: str) -> None:
+    found = rehearse(*(word.format(policies) for word in words))
+    assert (found.exit_code, "Traceback" in found.output) == (2, False)
+    assert message in found.output

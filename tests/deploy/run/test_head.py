@@ -1,0 +1,171 @@
+"""A run has an identity and one head: strangers and second heads are refused, a dead head is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.common import process_has_ended, process_identity
+from penstock.deploy import RunConfig, RunConnection, RunDir, load_config
+from penstock.deploy.config import DataConfig
+from penstock.deploy.run.connection import connect_file
+from penstock.deploy.run.launcher import HeadLease, HeadTaken, describe_found, identity_of, launch
+from penstock.testing import MemoryTransferQueue
+from penstock.transfer_queue import Limits, RedisServer, RunTaken, TransferQueueConfig
+
+CALCULATOR = Path(__file__).parents[3] / "recipes/calculator.yaml"
+LIMITS = Limits(group_size=2, groups_per_step=1, max_staleness=1)
+NAMES_ITSELF = "from penstock.common import process_identity; print(process_identity(), flush=True); input()"
+
+
+async def make_queue() -> MemoryTransferQueue:
+    queue = MemoryTransferQueue()
+    await queue.create_run(LIMITS, "")
+    return queue
+
+
+def lease(queue: MemoryTransferQueue, holder: str, ttl_s: float = 30.0) -> HeadLease:
+    made = HeadLease(queue, ttl_s=ttl_s, renew_s=0.01, poll_s=0.01)
+    made.holder = holder
+    return made
+
+
+async def test_a_second_head_is_refused_and_told_which() -> None:
+    queue = await make_queue()
+    first, second = lease(queue, "first"), lease(queue, "second")
+    await first.claim()
+    keeping = asyncio.create_task(first.keep())
+    with pytest.raises(HeadTaken, match="first heads this run"):
+        async with asyncio.timeout(60):
+            await second.claim()
+    keeping.cancel()
+
+
+async def test_a_silent_head_is_replaced_and_ends() -> None:
+    queue = await make_queue()
+    first, second = lease(queue, "first", ttl_s=0.1), lease(queue, "second")
+    await first.claim()
+    async with asyncio.timeout(60):
+        await second.claim()
+        with pytest.raises(HeadTaken, match="second has taken this run over"):
+            await first.keep()
+
+
+@pytest.mark.redis
+async def test_a_launch_is_refused_beside_a_living_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two machines that share the run's folder, where the lock of the first has lapsed."""
+    names, leading, over = iter(("first", "second")), asyncio.Event(), asyncio.Event()
+
+    async def run_roles(*_: Any, **__: Any) -> None:
+        assert not leading.is_set(), "two heads run the roles"
+        leading.set()
+        await over.wait()
+
+    monkeypatch.setattr("penstock.deploy.run.launcher._run_roles", run_roles)
+    monkeypatch.setattr("penstock.deploy.run.launcher.RunLock", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr("penstock.deploy.run.launcher._head_name", lambda: next(names))  # as in two processes
+    monkeypatch.setitem(HeadLease.__init__.__kwdefaults__, "renew_s", 0.05)
+    monkeypatch.setitem(HeadLease.__init__.__kwdefaults__, "poll_s", 0.05)
+    monkeypatch.setenv("PENSTOCK_REDIS_PASSWORD", "a-test-password")
+    (tmp_path / "same").mkdir()
+    async with RedisServer(tmp_path / "redis", "a-test-password") as server, asyncio.timeout(60):
+        queue = TransferQueueConfig(url=server.url)
+        data = DataConfig(train="t")
+        config = RunConfig(name="same", model="m", data=data, runs_dir=str(tmp_path), transfer_queue=queue)
+        first = asyncio.create_task(launch(config))
+        waiting = asyncio.create_task(leading.wait())
+        await asyncio.wait((first, waiting), return_when=asyncio.FIRST_COMPLETED)
+        assert leading.is_set(), first
+        with pytest.raises(HeadTaken, match="first heads this run"):
+            await launch(config)
+        assert not first.done()
+        over.set()
+        await first
+
+
+async def test_a_head_that_died_here_is_replaced_at_once() -> None:
+    queue = await make_queue()
+    with subprocess.Popen(
+        [sys.executable, "-c", NAMES_ITSELF], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        identity = process.stdout.readline().strip()
+        assert not process_has_ended(identity)
+        process.kill()
+    assert process_has_ended(identity)
+    await queue.claim_head(f"this machine, process {process.pid} ({identity})", 3600.0)
+    async with asyncio.timeout(60):
+        await HeadLease(queue).claim()
+
+
+def test_a_process_of_another_machine_is_not_judged() -> None:
+    boot, namespace, pid, start = process_identity().split(":")
+    assert not process_has_ended(f"another-boot:{namespace}:{pid}:{start}")
+    assert not process_has_ended(f"{boot}:1:{pid}:{start}")
+    assert not process_has_ended("no identity at all")
+    assert process_has_ended(f"{boot}:{namespace}:{pid}:0"), "the pid is another process now"
+
+
+async def test_a_recipe_does_not_enter_the_run_of_another(tmp_path: Path) -> None:
+    queue = MemoryTransferQueue()
+    runs = []
+    for folder in ("a", "b"):
+        config = load_config(CALCULATOR, [f"runs_dir={tmp_path / folder}", "name=same"])
+        run = RunDir.of(config)
+        run.root.mkdir(parents=True)
+        runs.append(identity_of(config, run))
+        assert identity_of(config, run) == runs[-1], "the id stays with the folder"
+    await queue.create_run(LIMITS, "config of a", runs[0])
+    with pytest.raises(RunTaken, match=rf"{runs[0].run_id}.*{runs[1].run_id}"):
+        await queue.create_run(LIMITS, "config of b", runs[1])
+
+
+def test_a_kill_leaves_a_whole_id_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run without an id would be told apart by its settings alone, and could not be resumed with others."""
+    config = load_config(CALCULATOR, [f"runs_dir={tmp_path}", "name=mine"])
+    run = RunDir.of(config)
+    run.root.mkdir(parents=True)
+
+    def killed(_descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("penstock.common.files.os.fsync", killed)
+        with pytest.raises(KeyboardInterrupt):
+            identity_of(config, run)
+    assert not run.identity.exists()
+    assert len(identity_of(config, run).run_id) == 16
+
+
+def test_a_head_takes_only_its_own_connect_file_away(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    with connect_file(RunConnection("redis://first", "mine", None, "token"), run):
+        assert "redis://first" in run.connect_env.read_text()
+        assert run.connect_env.stat().st_mode & 0o777 == 0o600
+        run.connect_env.write_text("of the head that has taken the run over")
+    assert run.connect_env.exists()
+    run.connect_env.unlink()
+    with connect_file(RunConnection("redis://first", "mine", None, "token"), run):
+        pass
+    assert not run.connect_env.exists()
+
+
+async def test_resume_names_what_it_found(tmp_path: Path) -> None:
+    queue = MemoryTransferQueue()
+    before = load_config(CALCULATOR, [f"runs_dir={tmp_path}", "name=mine"])
+    after = load_config(CALCULATOR, [f"runs_dir={tmp_path}", "name=mine", "trainer.lr=1e-7"])
+    run = RunDir.of(before)
+    run.root.mkdir(parents=True)
+    identity, changed = identity_of(before, run), identity_of(after, run)
+    assert await queue.create_run(LIMITS, "", identity) is None
+    assert "new in this queue" in describe_found(None, await queue.status(), identity)
+    found = await queue.create_run(LIMITS, "", changed)
+    line = describe_found(found, await queue.status(), changed)
+    for named in (identity.run_id, "version 0", "0 steps", "begun", identity.config_hash, changed.config_hash):
+        assert named in line

@@ -1,0 +1,187 @@
+"""A run that stands still: its stuck part is named, stacks are written, and it ends or goes on as it is told to."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.deploy.conftest import RECIPE, REPOSITORY, assert_nothing_left
+
+from penstock.deploy import RoleProcess, RunDir, load_config
+from penstock.deploy.run.launcher import launch
+from penstock.deploy.run.plan import Role
+from penstock.deploy.run.supervisor import LocalPlacement, StalledRun, VersionRefused, Watchdog
+from penstock.transfer_queue import ServerInfo, Status
+
+HANGS = """
+import asyncio
+from penstock.agent_loops import AgentLoopBase
+
+class Hangs(AgentLoopBase):
+    async def run(self, task):
+        await self.wait_for_a_bus()
+
+    async def wait_for_a_bus(self):
+        await asyncio.Event().wait()
+"""
+CONSTANT = "def compute_score(data_source, solution_str, ground_truth, extra_info): return 1.0\n"
+SERVER = ServerInfo("rollout-0", "http://a", 0)
+NOTHING = Status(0, 0, 0, {"queued": 9}, {"leased": 0}, 0, {}, {})
+
+
+def whole(test: Any) -> Any:
+    """A test that runs a whole run."""
+    for mark in (pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch, pytest.mark.timeout(900)):
+        test = mark(test)
+    return test
+
+
+async def test_watchdog_repeats_its_warning_until_progress() -> None:
+    said: list[str] = []
+    config = load_config(RECIPE, ["stall_timeout_s=1e-6", "stall_action=warn"])
+    watchdog = Watchdog(config, [], said.append)
+    await watchdog.look(0, NOTHING, [SERVER])
+    assert said == [], "the first look is progress: a server came"
+    for _ in range(2):
+        await watchdog.look(0, NOTHING, [SERVER])
+    assert [line.partition(";")[2].splitlines()[0] for line in said] == [
+        " stuck is agent workers: 9 groups are queued, admission has room for 24, and no worker leases an episode"
+    ] * 2
+    await watchdog.look(0, replace(NOTHING, episodes={"completed": 1}), [SERVER])
+    assert len(said) == 2
+
+
+async def test_watchdog_returning_server_is_no_progress() -> None:
+    watchdog = Watchdog(load_config(RECIPE, ["stall_timeout_s=1e-6"]), [], lambda _: None)
+    await watchdog.look(0, NOTHING, [SERVER])
+    with pytest.raises(StalledRun, match="no server is in the registry") as caught:
+        await watchdog.look(0, NOTHING, [])
+    assert "\n" not in caught.value.why
+
+
+def refusing(name: str, version: int | None, **changes: Any) -> ServerInfo:
+    server = replace(SERVER, server_id=name, refused=version, **changes)
+    return replace(server, refusal=f"version {version} refused, version 0 stays: tensor 'w' is missing")
+
+
+async def test_a_version_that_every_server_refuses_ends_the_run() -> None:
+    watchdog = Watchdog(load_config(RECIPE), [], lambda _: None)
+    newest, both = replace(NOTHING, version=2), [refusing("rollout-0", 2), refusing("rollout-1", 2)]
+    for servers in (
+        [],
+        [refusing("rollout-0", 2), replace(SERVER, server_id="rollout-1")],
+        [refusing("rollout-0", 1), refusing("rollout-1", 2)],
+        [refusing("rollout-eval", 2, evaluates=True)],
+    ):
+        for _ in range(3):
+            await watchdog.look(2, newest, servers)
+    await watchdog.look(2, newest, both)
+    await watchdog.look(2, replace(NOTHING, version=3), both)
+    await watchdog.look(2, newest, both)
+    with pytest.raises(VersionRefused) as caught:
+        await watchdog.look(2, newest, [*both, refusing("rollout-eval", None, evaluates=True)])
+    assert re.search(
+        r"version 2.*rollout-0, rollout-1.*tensor 'w' is missing.*rollout\.engine.*--resume", caught.value.why
+    )
+    assert "\n" not in caught.value.why
+
+
+REFUSING_ENGINE = """
+from penstock.weight_sync import WeightsRefused
+from penstock.rollout_server.engines.hf import HFEngine
+
+async def load_weights(self, manifest):
+    raise WeightsRefused(f"version {manifest.version}: tensor 'experts.gate_up_proj' does not belong to the model")
+
+HFEngine.load_weights = load_weights
+"""
+
+
+class RefusingServers(LocalPlacement):
+    """`folder` has a sitecustomize.py for the rollout servers."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._path = f"{folder}{os.pathsep}{REPOSITORY / 'src'}"
+
+    def place(self, role: Role, run: RunDir) -> RoleProcess:
+        env = {**role.env, "PYTHONPATH": self._path} if role.kind == "rollout" else role.env
+        return super().place(replace(role, env=env), run)
+
+
+@whole
+@pytest.mark.deep
+async def test_a_version_that_the_engine_does_not_know_ends_a_run(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(REFUSING_ENGINE)
+    small = ("groups_per_step=2", "group_size=2", "trainer.steps=30", "dashboard.enabled=false")
+    config = load_config(RECIPE, [f"runs_dir={tmp_path}", *small])
+    with pytest.raises(VersionRefused, match=r"rollout-0.*'experts\.gate_up_proj' does not belong to the model"):
+        await launch(config, placement=RefusingServers(tmp_path))
+    ended = json.loads((RunDir.of(config).root / "ended.json").read_text())
+    assert "experts.gate_up_proj" in ended["why"]
+
+
+@whole
+@pytest.mark.deep
+def test_watchdog_names_and_shows_a_hanging_loop(start_run, tmp_path: Path) -> None:
+    """Warned of again and again, so that it does not matter how long the parts take to come up."""
+    (tmp_path / "hangs.py").write_text(HANGS)
+    run = start_run(
+        "stuck",
+        f"agent.loop={tmp_path / 'hangs.py'}:Hangs",
+        "agent.episode_deadline_s=600",
+        "stall_timeout_s=4",
+        "stall_action=warn",
+        "groups_per_step=2",
+        "group_size=2",
+    )
+    run.wait_for(lambda: "stuck is agent-" in run.log.read_text(), timeout_s=600)
+    warned = run.log.read_text().partition("stuck is agent-")[2]
+    assert "episodes are held and no server has a request of them" in warned
+    agents = sorted((run.root / "logs").glob("agent-?.log"))  # one may hold every episode
+    run.wait_for(lambda: any("in Hangs.wait_for_a_bus" in log.read_text() for log in agents))
+    ranks = run.root / "logs" / "trainer.log"
+    run.wait_for(lambda: "in BatchSource._lease" in ranks.read_text())
+    assert "Current thread" in ranks.read_text(), "the trainer answers, too"
+    roles = json.loads((run.root / "roles.json").read_text())
+    assert {name: (role["state"], role["restarts"]) for name, role in roles.items()} == dict.fromkeys(
+        ("rollout-0", "agent-0", "agent-1", "trainer"), ("running", 0)
+    )
+
+
+@whole
+def test_watchdog_ends_a_stalled_run_with_the_cause(start_run) -> None:
+    """So impatient that the parts cannot come up in time."""
+    run = start_run("impatient", "stall_timeout_s=2")
+    run.wait_for((run.root / "roles.json").exists)
+    pids = run.pids()
+    assert run.process.wait(180) == 1
+    why = json.loads((run.root / "ended.json").read_text())["why"]
+    assert "no progress for " in why
+    assert "; stuck is " in why
+    assert run.summary()["ended"] == why
+    assert_nothing_left(run, pids)
+    assert not (run.root / "roles.json").exists()
+
+
+@whole
+@pytest.mark.deep
+def test_run_that_filters_everything_stops(start_run, tmp_path: Path) -> None:
+    (tmp_path / "constant.py").write_text(CONSTANT)
+    run = start_run(
+        "filtered",
+        f"agent.reward={tmp_path / 'constant.py'}:compute_score",
+        "transfer_queue.filter_groups=zero_variance",
+        "transfer_queue.max_filtered_steps=1",
+        "groups_per_step=2",
+        "group_size=2",
+    )
+    assert run.process.wait(600) == 1
+    assert "trainer stopped the run: TooManyFiltered" in run.log.read_text()
+    assert run.summary()["restarts"]["trainer"] == 0
+    assert "TooManyFiltered" in json.loads((run.root / "ended.json").read_text())["why"]
