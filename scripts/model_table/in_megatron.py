@@ -37,7 +37,7 @@ def main(folders: list[str]) -> None:
 
 def _found(folder: str, ranks: Any) -> str:
     from penstock.trainer import BadJob, TrainerConfig
-    from penstock.trainer.engines.megatron import MegatronEngine
+    from penstock.trainer.engines.megatron.engine import MegatronEngine
 
     try:
         engine = MegatronEngine(folder, TrainerConfig(engine="megatron"), ranks)
@@ -50,8 +50,8 @@ def _compared(engine: Any, folder: str) -> str:
     from safetensors.torch import load_file
     from scripts.model_table.trying import SAME, tiny_rows
 
-    from penstock.trainer import join_rows
     from penstock.trainer.engines.fsdp import load_policy
+    from penstock.trainer.packing import join_rows
 
     pack = join_rows(tiny_rows())
     (found,) = engine.score([pack])

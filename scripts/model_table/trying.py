@@ -18,8 +18,11 @@ from scripts.model_table.families import FAMILIES, Family
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from penstock.trainer import BadJob, Pack, Ranks, Row, TrainerConfig, join_rows, number_tokens
-from penstock.trainer.engines.fsdp import FSDPEngine, RowPlan
+from penstock.trainer import BadJob, Pack, Ranks, TrainerConfig
+from penstock.trainer.batch import Row, number_tokens
+from penstock.trainer.engines.fsdp import FSDPEngine
+from penstock.trainer.engines.fsdp.rows import RowPlan
+from penstock.trainer.packing import join_rows
 
 SAME = 1e-5
 """Largest difference of a logprob, and of a gradient over the largest of its parameter or 1."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from verl.trainer.ppo import core_algos
 
-from penstock.trainer import whitened
 from penstock.trainer.advantages import ADVANTAGES, Advantages, Episodes
+from penstock.trainer.credit import whitened
 from verl_parity.inputs import Inputs, difference
 
 
@@ -57,7 +57,7 @@ def remax(inputs: Inputs) -> float:
 
 
 def kl_controller(inputs: Inputs) -> float:
-    from penstock.trainer import steered
+    from penstock.trainer.loss import steered
 
     theirs = core_algos.AdaptiveKLController(0.2, 6.0, 10_000)
     mine, worst = 0.2, 0.0

@@ -11,7 +11,8 @@ from verl.utils import torch_functional
 from verl.workers.config import ActorConfig
 from verl.workers.config.actor import PolicyLossConfig
 
-from penstock.trainer import ESTIMATORS, covariances, divisor, entropies, episode_weights, target_logprobs, value_loss
+from penstock.trainer.logprobs import entropies, target_logprobs
+from penstock.trainer.loss import ESTIMATORS, covariances, divisor, episode_weights, value_loss
 from penstock.trainer.losses import LOSSES, LossInput
 from verl_parity.inputs import ROWS, Inputs, difference
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from penstock.deploy import RunConnection
-from penstock.trainer import ModelLimits, StopConfig, Stopping, make_step_batch
+from penstock.trainer import ModelLimits, Stopping, TrainerConfig, make_step_batch
 from penstock.transfer_queue import (
     COMPLETED,
     Announcement,
@@ -64,7 +64,7 @@ class LivingRun:
             "rollout: {servers: 2, max_concurrent: 8}\ntrainer: {steps: 50, ranks: 1}\n"
         )
         (self.root / "connect.env").write_text(link.shell_lines())
-        self.recorder = await asyncio.to_thread(Recorder, self.root, str(MODEL), 8, Stopping(StopConfig()))
+        self.recorder = await asyncio.to_thread(Recorder, self.root, str(MODEL), 8, Stopping(TrainerConfig().stop))
         self.beating = asyncio.create_task(self._beat())
         return self
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from tests.vision_model import png, vision_tokenizer
 
-from penstock.trainer import ModelLimits, Row, make_row, number_tokens
+from penstock.trainer import ModelLimits, make_row
+from penstock.trainer.batch import Row, number_tokens
 from penstock.transfer_queue import Segment
 
 RED, BLUE, NIGHT = png((200, 30, 30)), png((20, 20, 220), (300, 120)), png((5, 5, 5), (90, 60))

@@ -30,8 +30,12 @@ import two_ranks_traps
 from safetensors.torch import save_file
 from trainer_support import make_trajectory, taught
 
-from penstock.trainer import BadJob, CheckpointStore, Learner, Ranks, TrainerConfig, make_step_batch, share_of
-from penstock.trainer.engines.fsdp import FSDPEngine, HostBuffers, check_copies, local_part, mesh_of
+from penstock.trainer import BadJob, Learner, Ranks, TrainerConfig, make_step_batch
+from penstock.trainer.batch import share_of
+from penstock.trainer.checkpoint import CheckpointStore
+from penstock.trainer.engines.fsdp import FSDPEngine, local_part
+from penstock.trainer.engines.fsdp.activation_offload import HostBuffers
+from penstock.trainer.engines.fsdp.sharded import check_copies, mesh_of
 from penstock.transfer_queue import Batch, DataCursor
 from penstock.weight_sync import Manifest, WeightFiles, WeightSource, read_verified, spread_shards
 

@@ -22,7 +22,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 
-from penstock.trainer import CheckpointStore, Ranks, newest_whole
+from penstock.trainer import Ranks
+from penstock.trainer.checkpoint import CheckpointStore
+from penstock.trainer.restore import newest_whole
 
 WORLD, ODD = 4, 2
 DEADLINE_S = 3.0

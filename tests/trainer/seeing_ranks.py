@@ -15,8 +15,9 @@ from image_rows import mixed_rows
 from parallel_ranks import become_ranks
 from safetensors.torch import save_file
 
-from penstock.trainer import Ranks, TrainerConfig, join_rows
+from penstock.trainer import Ranks, TrainerConfig
 from penstock.trainer.engines.fsdp import FSDPEngine
+from penstock.trainer.packing import join_rows
 
 
 def main(folder: Path, model: str) -> None:

@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor
 from trainer_support import one_pack
 
 from penstock.trainer import BadJob, Ranks, TrainerConfig
-from penstock.trainer.engines.fsdp import FSDPEngine, NeedsWholeModel, mesh_of, open_shell
+from penstock.trainer.engines.fsdp import FSDPEngine
+from penstock.trainer.engines.fsdp.sharded import mesh_of
+from penstock.trainer.engines.fsdp.shell import NeedsWholeModel, open_shell
 
 
 def whole_only(model: str) -> Any:

@@ -18,14 +18,12 @@ from trainer_support import one_pack
 
 from benchmarks.support.meter import peak_bytes
 from penstock.trainer import Ranks, TrainerConfig, pack_rows
-from penstock.trainer.engines.fsdp import (
+from penstock.trainer.engines.fsdp import FSDPEngine, load_policy, sharded
+from penstock.trainer.engines.fsdp.activation_offload import (
     ActivationOffload,
-    FSDPEngine,
     HostBuffers,
     SideStream,
-    load_policy,
     offload_activations,
-    sharded,
 )
 
 pytestmark = pytest.mark.torch

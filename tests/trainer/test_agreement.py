@@ -15,7 +15,9 @@ pytest.importorskip("torch")
 from trainer_support import VOCAB, make_trajectory, taught
 
 from penstock.rollout_server import Mixtures
-from penstock.trainer import BatchesDiffer, ModelLimits, RankLayout, StepBatch, check_same_batch, make_step_batch
+from penstock.trainer import ModelLimits, StepBatch, make_step_batch
+from penstock.trainer.rank_layout import RankLayout
+from penstock.trainer.ranks.agreement import BatchesDiffer, check_same_batch
 from penstock.transfer_queue import Batch, Segment, Trajectory
 
 pytestmark = pytest.mark.torch

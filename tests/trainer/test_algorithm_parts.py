@@ -11,22 +11,20 @@ torch = pytest.importorskip("torch")
 
 from trainer_support import make_segment
 
-from penstock.trainer import (
+from penstock.trainer import ModelLimits, Pack, make_row
+from penstock.trainer.config import OverlongConfig
+from penstock.trainer.credit import overlong_penalties
+from penstock.trainer.filters import FILTERS
+from penstock.trainer.loss import (
     ESTIMATORS,
-    ModelLimits,
-    OverlongConfig,
-    Pack,
     divisor,
     episode_weights,
-    join_rows,
-    make_row,
-    overlong_penalties,
     proximal_logprobs,
     steered,
     trained_tokens,
     value_loss,
 )
-from penstock.trainer.filters import FILTERS
+from penstock.trainer.packing import join_rows
 
 pytestmark = pytest.mark.torch
 LIMITS = ModelLimits(context=64, vocab=64)

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from penstock.trainer.engines.fsdp import VisibleKeys, attend_by_kernel, attend_by_row
+from penstock.trainer.engines.fsdp.attention import VisibleKeys, attend_by_kernel, attend_by_row
 
 pytestmark = [
     pytest.mark.torch,

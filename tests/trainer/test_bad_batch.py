@@ -22,10 +22,8 @@ from typer.testing import CliRunner
 
 from penstock.deploy import app
 from penstock.trainer import (
-    BadBatches,
     BadDump,
     Learner,
-    NothingToTrain,
     Ranks,
     Replayed,
     StepBatch,
@@ -33,10 +31,12 @@ from penstock.trainer import (
     TrainingDiverged,
     make_step_batch,
     replay_dump,
-    same,
 )
+from penstock.trainer.bad_batch import BadBatches
 from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.trainer.losses import LOSSES, LossInput, TokenLoss
+from penstock.trainer.replay import same
+from penstock.trainer.stopping import NothingToTrain
 from penstock.transfer_queue import Batch, Segment, Trajectory
 
 pytestmark = pytest.mark.torch

@@ -13,16 +13,8 @@ pytest.importorskip("torch")
 
 from trainer_support import make_segment, make_trajectory
 
-from penstock.trainer import (
-    BadBatch,
-    ModelLimits,
-    make_row,
-    make_step_batch,
-    minibatch_bounds,
-    number_tokens,
-    row_cost,
-    share_of,
-)
+from penstock.trainer import BadBatch, ModelLimits, make_row, make_step_batch
+from penstock.trainer.batch import minibatch_bounds, number_tokens, row_cost, share_of
 from penstock.transfer_queue import Batch, EpisodeImages
 
 pytestmark = pytest.mark.torch

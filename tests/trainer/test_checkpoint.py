@@ -22,16 +22,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from trainer_support import make_trajectory
 
-from penstock.trainer import (
-    CheckpointStore,
-    Learner,
-    Ranks,
-    TrainerConfig,
-    make_step_batch,
-    save_hashed,
-    save_timeout_s,
-)
+from penstock.trainer import Learner, Ranks, TrainerConfig, make_step_batch
+from penstock.trainer.checkpoint import CheckpointStore, save_timeout_s
 from penstock.trainer.engines.fsdp import FSDPEngine
+from penstock.trainer.hashed_files import save_hashed
 from penstock.transfer_queue import Batch, DataCursor
 
 pytestmark = pytest.mark.torch

@@ -15,21 +15,17 @@ from trainer_support import episodes, make_segment, make_trajectory
 from penstock.trainer import (
     BadBatch,
     BadJob,
-    Estimators,
     ModelLimits,
-    OverlongConfig,
     Ranks,
     StepBatch,
-    TokenScores,
-    TrainedSourceConfig,
     TrainerConfig,
     check_algorithm,
-    episodes_of,
     make_step_batch,
-    means_by_episode,
-    whitened,
 )
 from penstock.trainer.advantages import ADVANTAGES, Advantages, needs_of
+from penstock.trainer.config import OverlongConfig, TrainedSourceConfig
+from penstock.trainer.credit import Estimators, TokenScores, episodes_of, whitened
+from penstock.trainer.metrics import means_by_episode
 from penstock.transfer_queue import Batch, Segment, Trajectory
 
 pytestmark = pytest.mark.torch

@@ -13,18 +13,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from penstock.testing import MemoryTransferQueue
-from penstock.trainer import (
-    WEIGHTS_FILE,
-    Curriculum,
-    CurriculumConfig,
-    CurriculumTasks,
-    CurriculumWeights,
-    DatasetRow,
-    Feeder,
-    RoundRobin,
-    RowPool,
-    write_weights,
-)
+from penstock.trainer import WEIGHTS_FILE, CurriculumConfig, CurriculumWeights, DatasetRow, RowPool, write_weights
+from penstock.trainer.curriculum import Curriculum, RoundRobin
+from penstock.trainer.data import Feeder
+from penstock.trainer.task_order import CurriculumTasks
 from penstock.transfer_queue import DataCursor, Limits
 
 PLAIN = CurriculumConfig(easy=0.1, hard=0.1)

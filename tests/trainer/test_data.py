@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.trainer import DataError, DataStream, load_rows
+from penstock.trainer import DataError, load_rows
+from penstock.trainer.data import DataStream
 from penstock.transfer_queue import DataCursor
 
 GOOD = {

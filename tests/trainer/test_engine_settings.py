@@ -17,19 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.support.meter import peak_bytes
 from penstock.common import cores
-from penstock.trainer import (
-    CORES_VARIABLE,
-    BadJob,
-    Flops,
-    Ranks,
-    TorchThread,
-    TrainerConfig,
-    Update,
-    peak_tflops,
-    threads_here,
-)
+from penstock.trainer import CORES_VARIABLE, BadJob, Ranks, TrainerConfig
+from penstock.trainer.engine import Flops, Update, peak_tflops
 from penstock.trainer.engines import check_engine
 from penstock.trainer.engines.fsdp import FSDPEngine, load_policy, sharded
+from penstock.trainer.ranks.distributed import TorchThread, threads_here
 
 pytestmark = pytest.mark.torch
 

@@ -7,7 +7,8 @@ from typing import Any
 from trainer_support import make_trajectory
 
 from penstock.testing import MemoryTransferQueue
-from penstock.trainer import DatasetRow, Evaluator, by_version
+from penstock.trainer import DatasetRow
+from penstock.trainer.evaluate import Evaluator, by_version
 from penstock.transfer_queue import Limits
 
 

@@ -9,7 +9,9 @@ pytest.importorskip("torch")
 from trainer_support import ScriptedQueue, make_trajectory
 
 from penstock.testing import MemoryTransferQueue
-from penstock.trainer import DatasetRow, DataStream, Feeder, StreamedTasks, missing_groups
+from penstock.trainer import DatasetRow
+from penstock.trainer.data import DataStream, Feeder, missing_groups
+from penstock.trainer.task_order import StreamedTasks
 from penstock.transfer_queue import Announcement, Batch, DataCursor, Limits, Status
 
 LIMITS = Limits(group_size=4, groups_per_step=8, max_staleness=2)

@@ -16,17 +16,14 @@ torch = pytest.importorskip("torch")
 from tests.tiny_model import save_tiny_model
 
 from penstock.trainer import Ranks, TrainerConfig
-from penstock.trainer.engines.fsdp import (
+from penstock.trainer.engines.fsdp import FSDPEngine, Policy, load_policy
+from penstock.trainer.engines.fsdp.attention import VisibleKeys, attend_by_row
+from penstock.trainer.engines.fsdp.flash_attention import (
     FlashOffer,
-    FSDPEngine,
     Heads,
-    Policy,
-    VisibleKeys,
-    attend_by_row,
     attended,
     choose_flash,
     difference,
-    load_policy,
     use_flash,
 )
 

@@ -12,16 +12,9 @@ torch = pytest.importorskip("torch")
 from trainer_support import make_job, make_trajectory
 
 from penstock.common import read_jsonl
-from penstock.trainer import (
-    ModelLimits,
-    StepBatch,
-    TokenScores,
-    TrainerConfig,
-    episodes_of,
-    make_step_batch,
-    train,
-    without_greedy,
-)
+from penstock.trainer import ModelLimits, StepBatch, TrainerConfig, make_step_batch, train
+from penstock.trainer.batch import without_greedy
+from penstock.trainer.credit import TokenScores, episodes_of
 from penstock.transfer_queue import Batch
 
 pytestmark = pytest.mark.torch

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from trainer_support import ScriptedQueue, make_job
 
 from penstock.trainer import TrainJob, train
-from penstock.trainer.engines.fsdp import HostStates
+from penstock.trainer.engines.fsdp.host_states import HostStates
 from penstock.transfer_queue import Limits, OverBudget, TurnCall, TurnReport, Turns, TurnSettings, TurnTable
 
 pytestmark = pytest.mark.torch

@@ -22,7 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_support import make_segment, one_pack
 
 from penstock.trainer import ModelLimits, Pack, Ranks, TrainerConfig, make_row, pack_rows
-from penstock.trainer.engines.fsdp import FSDPEngine, Policy, VisibleKeys, attend_by_kernel, mix_row_by_row
+from penstock.trainer.engines.fsdp import FSDPEngine, Policy
+from penstock.trainer.engines.fsdp.attention import VisibleKeys, attend_by_kernel
+from penstock.trainer.engines.fsdp.mixers import mix_row_by_row
 
 pytestmark = pytest.mark.torch
 READS = ("item", "tolist", "numpy", "__int__", "__float__", "__bool__", "__index__")

@@ -26,20 +26,11 @@ from tests.rollout_server.seeing import ask_about, ref
 from tests.vision_model import save_qwen3_vl, save_vision_model, vision_tokenizer
 
 from penstock.rollout_server import Generation
-from penstock.trainer import (
-    BadBatch,
-    BadJob,
-    Ranks,
-    Row,
-    RowLayout,
-    TrainerConfig,
-    join_rows,
-    make_row,
-    make_step_batch,
-    number_tokens,
-    pack_rows,
-)
-from penstock.trainer.engines.fsdp import FSDPEngine, Policy, RowPlan, load_policy
+from penstock.trainer import BadBatch, BadJob, Ranks, TrainerConfig, make_row, make_step_batch, pack_rows
+from penstock.trainer.batch import Row, number_tokens
+from penstock.trainer.engines.fsdp import FSDPEngine, Policy, load_policy
+from penstock.trainer.engines.fsdp.rows import RowPlan
+from penstock.trainer.packing import RowLayout, join_rows
 from penstock.transfer_queue import COMPLETED, Batch, EpisodeImages, Trajectory
 from penstock.weight_sync import WeightPublisher
 
@@ -266,7 +257,7 @@ def test_a_folder_without_a_processor_is_refused(folder: str, tmp_path: Path) ->
 
 @pytest.mark.deep
 def test_a_final_model_has_its_processor(folder: str, tmp_path: Path, ranks: Ranks) -> None:
-    from penstock.trainer import save_final_model
+    from penstock.trainer.export import save_final_model
 
     save_final_model(FSDPEngine(folder, TrainerConfig(), ranks), ranks, folder, tmp_path / "final")
     assert load_policy(str(tmp_path / "final"), 1.0).vision is not None

@@ -12,23 +12,13 @@ torch = pytest.importorskip("torch")
 
 from trainer_support import make_trajectory
 
-from penstock.trainer import (
-    Learner,
-    MetricAccumulator,
-    Objective,
-    Outputs,
-    Ranks,
-    StepBatch,
-    Targets,
-    TrainerConfig,
-    TrainingDiverged,
-    join_rows,
-    make_step_batch,
-    pack_rows,
-    split_by_budget,
-)
+from penstock.trainer import Learner, Ranks, StepBatch, TrainerConfig, TrainingDiverged, make_step_batch, pack_rows
 from penstock.trainer.advantages import Advantages
 from penstock.trainer.engines.fsdp import FSDPEngine
+from penstock.trainer.logprobs import Outputs
+from penstock.trainer.loss import Objective, Targets
+from penstock.trainer.metrics import MetricAccumulator
+from penstock.trainer.packing import join_rows, split_by_budget
 from penstock.transfer_queue import Batch, Trajectory
 
 pytestmark = pytest.mark.torch

@@ -11,13 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from benchmarks.support.meter import peak_bytes
-from penstock.trainer import (
-    Head,
-    coarse_logprobs,
-    entropies,
-    target_logprobs,
-    token_logprobs,
-)
+from penstock.trainer.logprobs import Head, coarse_logprobs, entropies, target_logprobs, token_logprobs
 
 pytestmark = pytest.mark.torch
 TOKENS, WIDTH, VOCAB = 13, 8, 30

@@ -19,8 +19,11 @@ from tests.tiny_model import save_tiny_model
 from trainer_support import make_job, one_pack
 from transformers import AutoModelForCausalLM
 
-from penstock.trainer import CheckpointStore, LoraConfig, Ranks, TrainerConfig, train
-from penstock.trainer.engines.fsdp import Adapter, FSDPEngine
+from penstock.trainer import Ranks, TrainerConfig, train
+from penstock.trainer.checkpoint import CheckpointStore
+from penstock.trainer.config import LoraConfig
+from penstock.trainer.engines.fsdp import FSDPEngine
+from penstock.trainer.engines.fsdp.lora import Adapter
 from penstock.weight_sync import Manifest, Merger, read_verified
 
 pytestmark = pytest.mark.torch

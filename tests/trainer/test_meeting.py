@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from penstock.trainer import RANKS_FILE_VARIABLE, rendezvous_store
+from penstock.trainer import RANKS_FILE_VARIABLE
+from penstock.trainer.ranks.distributed import rendezvous_store
 
 
 @pytest.fixture(autouse=True)

@@ -13,22 +13,12 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor
 
-from penstock.trainer import (
-    MetricAccumulator,
-    ModelLimits,
-    Objective,
-    Outputs,
-    Pack,
-    Ranks,
-    Targets,
-    Totals,
-    TrainerConfig,
-    coarse_divergence,
-    join_rows,
-    make_row,
-    select_tokens,
-    teacher_coarse,
-)
+from penstock.trainer import ModelLimits, Pack, Ranks, TrainerConfig, make_row
+from penstock.trainer.distillation import coarse_divergence, teacher_coarse
+from penstock.trainer.logprobs import Outputs
+from penstock.trainer.loss import Objective, Targets, select_tokens
+from penstock.trainer.metrics import MetricAccumulator, Totals
+from penstock.trainer.packing import join_rows
 from penstock.transfer_queue import Segment
 
 pytestmark = pytest.mark.torch

@@ -11,18 +11,9 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from penstock.trainer import (
-    ModelLimits,
-    Pack,
-    Row,
-    empty_pack,
-    join_rows,
-    make_row,
-    number_tokens,
-    pack_rows,
-    split_by_budget,
-    split_by_length,
-)
+from penstock.trainer import ModelLimits, Pack, make_row, pack_rows
+from penstock.trainer.batch import Row, number_tokens
+from penstock.trainer.packing import empty_pack, join_rows, split_by_budget, split_by_length
 
 pytestmark = pytest.mark.torch
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from trainer_support import make_job
 
 from penstock.trainer import BadJob, Ranks, check_job
-from penstock.trainer.engines.fsdp import CannotSplitModel, plan_of
+from penstock.trainer.engines.fsdp.tensor_parallel import CannotSplitModel, plan_of
 
 pytestmark = pytest.mark.torch
 CRITIC = {

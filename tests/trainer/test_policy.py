@@ -16,8 +16,12 @@ from tests.tiny_model import save_tiny_model
 from trainer_support import make_segment
 from transformers import AutoModelForCausalLM
 
-from penstock.trainer import BadJob, Head, ModelLimits, Row, join_rows, make_row, number_tokens, pack_rows
-from penstock.trainer.engines.fsdp import UnsupportedAttention, load_policy, packed_attention
+from penstock.trainer import BadJob, ModelLimits, make_row, pack_rows
+from penstock.trainer.batch import Row, number_tokens
+from penstock.trainer.engines.fsdp import load_policy
+from penstock.trainer.engines.fsdp.attention import UnsupportedAttention, packed_attention
+from penstock.trainer.logprobs import Head
+from penstock.trainer.packing import join_rows
 
 pytestmark = pytest.mark.torch
 

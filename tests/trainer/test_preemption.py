@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 from stopped_ranks import AT, TOLD
 from trainer_support import make_job, task_name
 
-from penstock.trainer import Preemption, StepGivenUp, train
+from penstock.trainer import train
 from penstock.trainer.engines.fsdp import FSDPEngine
+from penstock.trainer.ranks.preemption import Preemption, StepGivenUp
 
 pytestmark = pytest.mark.torch
 STEPS = 6

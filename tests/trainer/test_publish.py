@@ -16,14 +16,9 @@ from tests.broadcasting import StagedServer
 torch = pytest.importorskip("torch")
 
 from penstock.common import cancel_and_wait
-from penstock.trainer import (
-    Publisher,
-    PublishTimeout,
-    Ranks,
-    TorchThread,
-    TrainerConfig,
-    TrainJob,
-)
+from penstock.trainer import Ranks, TrainerConfig, TrainJob
+from penstock.trainer.publish import Publisher, PublishTimeout
+from penstock.trainer.ranks.distributed import TorchThread
 from penstock.transfer_queue import Announcement, AnnouncementMark, Limits, RunContext, ServerInfo, TrainerFenced
 from penstock.weight_sync import Manifest, NoSpace, Shard, WeightFiles, read_verified
 

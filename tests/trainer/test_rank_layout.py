@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.trainer import RankLayout, RankPlace
+from penstock.trainer.rank_layout import RankLayout, RankPlace
 
 SIZES = st.integers(1, 3)
 

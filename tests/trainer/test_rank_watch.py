@@ -20,19 +20,9 @@ torch = pytest.importorskip("torch")
 
 from watched_ranks import FAULTS, ODD, WORLD
 
-from penstock.trainer import (
-    NOTES_BYTES,
-    Jury,
-    Notes,
-    Observer,
-    RankWatch,
-    Verdict,
-    Watched,
-    hub_binding,
-    likelier,
-    usage_of,
-    write_notes,
-)
+from penstock.trainer.ranks.jury import Jury, Verdict, Watched, likelier
+from penstock.trainer.ranks.observer import NOTES_BYTES, Notes, Observer, usage_of, write_notes
+from penstock.trainer.ranks.watch import RankWatch, hub_binding
 
 pytestmark = pytest.mark.torch
 HERE = Path(__file__).parent

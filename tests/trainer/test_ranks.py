@@ -19,7 +19,8 @@ from tests.tiny_model import save_poisoned_model as poisoned
 from trainer_support import make_job
 from two_ranks import OTHER, job_of
 
-from penstock.trainer import BadJob, CheckpointStore, Ranks, TrainerConfig, replay_dump, train
+from penstock.trainer import BadJob, Ranks, TrainerConfig, replay_dump, train
+from penstock.trainer.checkpoint import CheckpointStore
 from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.weight_sync import Manifest, read_verified
 

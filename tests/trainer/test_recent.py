@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.virtual_clock import VirtualClock
 
-from penstock.trainer import RecentBatches
+from penstock.trainer.checkpoint import RecentBatches
 
 
 def test_steps_are_remembered_until_long_after_their_commit() -> None:

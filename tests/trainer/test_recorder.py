@@ -14,7 +14,9 @@ pytest.importorskip("torch")
 from trainer_support import make_trajectory
 
 from penstock.common import append_jsonl, read_jsonl
-from penstock.trainer import Recorder, StopConfig, Stopping, kept_of, mask_runs, readable_trajectory
+from penstock.trainer import Recorder, Stopping, readable_trajectory
+from penstock.trainer.config import StopConfig
+from penstock.trainer.recorder import kept_of, mask_runs
 
 pytestmark = pytest.mark.torch
 

@@ -15,7 +15,8 @@ torch = pytest.importorskip("torch")
 
 from restoring_ranks import ODD, WORLD
 
-from penstock.trainer import CheckpointStore, newest_whole, read_timeout_s, shares_of
+from penstock.trainer.checkpoint import CheckpointStore, read_timeout_s
+from penstock.trainer.restore import newest_whole, shares_of
 from penstock.transfer_queue import DataCursor
 
 pytestmark = pytest.mark.torch

@@ -22,19 +22,11 @@ from torch.distributed.tensor import DTensor
 
 from penstock.rollout_server import AnswerBuilder, GenerateRequest, Generation, Mixtures, Routers, Routing, Sampling
 from penstock.rollout_server.engines import HFEngine
-from penstock.trainer import (
-    BadBatch,
-    BadJob,
-    ModelLimits,
-    Ranks,
-    Row,
-    TrainerConfig,
-    join_rows,
-    make_row,
-    pack_rows,
-    router_metrics,
-)
+from penstock.trainer import BadBatch, BadJob, ModelLimits, Ranks, TrainerConfig, make_row, pack_rows
+from penstock.trainer.batch import Row
 from penstock.trainer.engines.fsdp import FSDPEngine
+from penstock.trainer.packing import join_rows
+from penstock.trainer.routing import router_metrics
 from penstock.transfer_queue import Segment
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300, func_only=True)]
@@ -258,7 +250,7 @@ def test_what_is_computed_again_is_read_by_the_same_experts(mixture: str, ranks:
 
 def test_load_by_hand(ranks: Ranks) -> None:
     from penstock.rollout_server import LayerLoad
-    from penstock.trainer import RouterLoads
+    from penstock.trainer.engine import RouterLoads
 
     load = LayerLoad.zeros(4, torch.device("cpu"))
     scores = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.4, 0.3, 0.2, 0.1]])

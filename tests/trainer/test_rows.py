@@ -20,23 +20,13 @@ import transformers
 from scripts.model_table import FAMILIES, SAME, Family, gaps, tiny_rows
 from tests.tiny_model import SHAPE
 
-from penstock.trainer import (
-    CheckpointStore,
-    RankLayout,
-    Ranks,
-    RowLayout,
-    TrainerConfig,
-    join_rows,
-    pack_rows,
-    split_by_length,
-)
-from penstock.trainer.engines.fsdp import (
-    CannotSplitModel,
-    FSDPEngine,
-    Trial,
-    load_policy,
-    try_copy,
-)
+from penstock.trainer import Ranks, TrainerConfig, pack_rows
+from penstock.trainer.checkpoint import CheckpointStore
+from penstock.trainer.engines.fsdp import FSDPEngine, load_policy
+from penstock.trainer.engines.fsdp.tensor_parallel import CannotSplitModel
+from penstock.trainer.engines.fsdp.trial import Trial, try_copy
+from penstock.trainer.packing import RowLayout, join_rows, split_by_length
+from penstock.trainer.rank_layout import RankLayout
 from penstock.transfer_queue import DataCursor
 
 pytestmark = pytest.mark.torch

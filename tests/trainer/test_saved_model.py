@@ -15,8 +15,10 @@ from tests.tiny_model import save_tiny_model
 from trainer_support import one_pack
 from transformers import AutoModelForCausalLM
 
-from penstock.trainer import CheckpointStore, Ranks, TrainerConfig
-from penstock.trainer.engines.fsdp import FSDPEngine, save_tensors
+from penstock.trainer import Ranks, TrainerConfig
+from penstock.trainer.checkpoint import CheckpointStore
+from penstock.trainer.engines.fsdp import FSDPEngine
+from penstock.trainer.engines.fsdp.saved_model import save_tensors
 
 pytestmark = pytest.mark.torch
 CONFIG = TrainerConfig(lr=1e-2, eps=1e-4)

@@ -15,22 +15,21 @@ from penstock.trainer import (
     BadBatch,
     BadJob,
     Learner,
-    MetricAccumulator,
-    Objective,
-    Outputs,
     Ranks,
     StepBatch,
-    Targets,
     TrainerConfig,
-    best_and_worst,
     check_algorithm,
     make_step_batch,
-    outcome_loss,
     pack_rows,
 )
 from penstock.trainer.advantages import ADVANTAGES, Episodes
+from penstock.trainer.advantages.prime import outcome_loss
 from penstock.trainer.engines.fsdp import FSDPEngine
+from penstock.trainer.grouping import best_and_worst
+from penstock.trainer.logprobs import Outputs
+from penstock.trainer.loss import Objective, Targets
 from penstock.trainer.losses import LOSSES, LossInput, Sequences
+from penstock.trainer.metrics import MetricAccumulator
 from penstock.transfer_queue import Batch
 
 pytestmark = pytest.mark.torch

@@ -20,16 +20,16 @@ from trainer_support import make_segment
 from penstock.trainer import (
     BadJob,
     ConversationFile,
-    DataStream,
     SftConfig,
     SftJob,
     TrainerConfig,
     TrainingDiverged,
     fine_tune,
-    rows_of_step,
     steps_of,
     write_conversations,
 )
+from penstock.trainer.data import DataStream
+from penstock.trainer.sft.fine_tune import rows_of_step
 
 pytestmark = pytest.mark.torch
 

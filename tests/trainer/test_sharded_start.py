@@ -20,7 +20,8 @@ from tests.tiny_model import save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from penstock.trainer import BadJob, Ranks, TrainerConfig
-from penstock.trainer.engines.fsdp import FSDPEngine, NeedsWholeModel, open_shell
+from penstock.trainer.engines.fsdp import FSDPEngine
+from penstock.trainer.engines.fsdp.shell import NeedsWholeModel, open_shell
 
 pytestmark = pytest.mark.torch
 MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

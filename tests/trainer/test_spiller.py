@@ -14,7 +14,8 @@ pytest.importorskip("torch")
 
 from trainer_support import make_job, make_trajectory
 
-from penstock.trainer import Spiller, StepBatch
+from penstock.trainer import StepBatch
+from penstock.trainer.saver import Spiller
 
 
 class Out:

@@ -15,7 +15,8 @@ pytest.importorskip("torch")
 from test_ranks import metrics
 from trainer_support import Crash, ScriptedQueue, make_job, make_trajectory, write_rows
 
-from penstock.trainer import BadJob, StopConfig, Stopping, TrainJob, train
+from penstock.trainer import BadJob, Stopping, TrainJob, train
+from penstock.trainer.config import StopConfig
 from penstock.transfer_queue import Trajectory
 
 pytestmark = pytest.mark.torch

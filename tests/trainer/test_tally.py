@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from penstock.trainer import MetricAccumulator, Totals, exact_parts
+from penstock.trainer.metrics import MetricAccumulator, Totals, exact_parts
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e30, max_value=1e30)
 

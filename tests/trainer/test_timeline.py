@@ -7,7 +7,8 @@ import time
 import pytest
 
 from penstock.common import read_jsonl
-from penstock.trainer import TIMELINE_FILE, Timeline, Track
+from penstock.trainer import TIMELINE_FILE, Track
+from penstock.trainer.timeline import Timeline
 
 
 def test_intervals_are_written_in_the_order_of_their_ends(tmp_path) -> None:

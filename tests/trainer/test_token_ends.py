@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from penstock.trainer import token_ends
+from penstock.trainer.recorder import token_ends
 
 MODEL = str(Path(__file__).parents[2] / "recipes" / "calculator" / "model")
 

@@ -16,19 +16,9 @@ from test_distillation import ALONE, Step
 from torch import Tensor
 from trainer_support import VOCAB, make_job, make_segment, taught, with_tops
 
-from penstock.trainer import (
-    LEAST_REST,
-    BadJob,
-    ModelLimits,
-    Ranks,
-    TrainerConfig,
-    check_job,
-    coarse_divergence,
-    coarse_logprobs,
-    make_row,
-    pack_rows,
-    teacher_coarse,
-)
+from penstock.trainer import BadJob, ModelLimits, Ranks, TrainerConfig, check_job, make_row, pack_rows
+from penstock.trainer.distillation import LEAST_REST, coarse_divergence, teacher_coarse
+from penstock.trainer.logprobs import coarse_logprobs
 
 pytestmark = pytest.mark.torch
 KINDS = ["reverse_kl", "forward_kl", "jsd"]

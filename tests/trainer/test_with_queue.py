@@ -16,7 +16,8 @@ pytest.importorskip("torch")
 from tests.faulty_queue import Crash, FaultyQueue
 from trainer_support import assert_books_balance, make_job, make_trajectory, write_rows
 
-from penstock.trainer import PayloadsLost, RecentBatches, TrainJob, train
+from penstock.trainer import PayloadsLost, TrainJob, train
+from penstock.trainer.checkpoint import RecentBatches
 from penstock.transfer_queue import BatchLog, TrainerFenced
 from penstock.weight_sync import Manifest, read_verified
 

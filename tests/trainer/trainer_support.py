@@ -380,7 +380,8 @@ def broken_loss(batch: Any) -> Any:
 
 def one_pack(tokens: int, vocab: int) -> Any:
     """Two rows of together `tokens` tokens, of which all but a few at the rows' starts are sampled."""
-    from penstock.trainer import ModelLimits, join_rows, make_row
+    from penstock.trainer import ModelLimits, make_row
+    from penstock.trainer.packing import join_rows
 
     rng = np.random.default_rng(0)
     limits, half = ModelLimits(context=tokens, vocab=vocab), tokens // 2

@@ -17,8 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainer_support import one_pack
 from transformers import AutoModelForCausalLM
 
-from penstock.trainer import Head, RankLayout, Ranks, token_logprobs
-from penstock.trainer.engines.fsdp import ContextGroup, Exchange, Mesh, packed_attention, plan_of, split_over
+from penstock.trainer import Ranks
+from penstock.trainer.engines.fsdp.attention import packed_attention
+from penstock.trainer.engines.fsdp.context import ContextGroup, Exchange
+from penstock.trainer.engines.fsdp.sharded import Mesh
+from penstock.trainer.engines.fsdp.tensor_parallel import plan_of, split_over
+from penstock.trainer.logprobs import Head, token_logprobs
+from penstock.trainer.rank_layout import RankLayout
 
 
 class Permuted(torch.autograd.Function):

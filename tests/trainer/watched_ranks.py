@@ -21,7 +21,9 @@ from pathlib import Path
 
 import torch
 
-from penstock.trainer import Ranks, RankWatch, TorchThread
+from penstock.trainer import Ranks
+from penstock.trainer.ranks.distributed import TorchThread
+from penstock.trainer.ranks.watch import RankWatch
 
 WORLD, ODD, STEPS, AT = 4, 2, 6, 3
 PATIENCE_S = 600.0

@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 
 from trainer_support import episodes
 
-from penstock.trainer import discounted, gae_of
 from penstock.trainer.advantages import ADVANTAGES
+from penstock.trainer.grouping import discounted, gae_of
 
 pytestmark = pytest.mark.torch
 

@@ -17,7 +17,8 @@ from typing import Any
 from faults.plan import Gaps
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from penstock.trainer import CheckpointStore, Learner, Recorder
+from penstock.trainer import Learner, Recorder
+from penstock.trainer.checkpoint import CheckpointStore
 from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.transfer_queue import Batch, BatchLog, RedisTransferQueue
 from penstock.weight_sync import WeightPublisher

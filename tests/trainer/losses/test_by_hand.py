@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 
 from trainer_support import loss_by_hand
 
-from penstock.trainer import covariances
 from penstock.trainer.advantages import needs_of
+from penstock.trainer.loss import covariances
 from penstock.trainer.losses import LOSSES
 
 drawn, largest = (getattr(LOSSES.get(name), "choose") for name in ("clip_cov", "kl_cov"))  # noqa: B009

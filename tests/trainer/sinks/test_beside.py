@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from penstock.common import UnknownName
-from penstock.trainer import AsyncSink
 from penstock.trainer.sinks import SINKS, SinkJob, numbers
+from penstock.trainer.sinks.async_sink import AsyncSink
 
 
 class Noting:

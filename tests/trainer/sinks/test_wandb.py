@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from penstock.trainer import AsyncSink, TrainerConfig
+from penstock.trainer import TrainerConfig
 from penstock.trainer.sinks import SINKS, SinkJob
+from penstock.trainer.sinks.async_sink import AsyncSink
 from penstock.trainer.sinks.wandb import resume_id, without_secrets
 
 SETTINGS = {

@@ -1,11 +1,2 @@
-from .bridge import ModelBridge as ModelBridge
-from .bridge import grouped_name as grouped_name
-from .engine import MegatronEngine as MegatronEngine
-from .engine import flops_of as flops_of
-from .inputs import cut_rows as cut_rows
-from .inputs import rectangle as rectangle
-from .routing import StageRouters as StageRouters
-from .settings import SETUP_HINT as SETUP_HINT
-from .settings import check as check
 from .settings import check_model as check_model
 from .settings import find_python as find_python

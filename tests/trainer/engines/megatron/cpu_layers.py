@@ -75,7 +75,7 @@ def context_parallelism() -> Iterator[None]:
 def whole_experts() -> Iterator[None]:
     """Each rank reads its experts from the file, since mbridge cuts experts of megatron-core's own layers over tensor
     ranks."""
-    from penstock.trainer.engines.megatron import ModelBridge
+    from penstock.trainer.engines.megatron.bridge import ModelBridge
 
     original = ModelBridge.load
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from tests.tiny_model import save_tiny_model
 
-from penstock.trainer.engines.megatron import SETUP_HINT, find_python
+from penstock.trainer.engines.megatron import find_python
+from penstock.trainer.engines.megatron.settings import SETUP_HINT
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[3]

@@ -35,19 +35,12 @@ from safetensors.torch import save_file
 from trainer_support import make_job, make_trajectory
 
 from penstock.common import die_with_parent
-from penstock.trainer import (
-    BadJob,
-    CheckpointStore,
-    Learner,
-    Ranks,
-    TrainerConfig,
-    make_step_batch,
-    router_metrics,
-    share_of,
-    train,
-)
-from penstock.trainer.engines.fsdp import save_tensors
-from penstock.trainer.engines.megatron import MegatronEngine
+from penstock.trainer import BadJob, Learner, Ranks, TrainerConfig, make_step_batch, train
+from penstock.trainer.batch import share_of
+from penstock.trainer.checkpoint import CheckpointStore
+from penstock.trainer.engines.fsdp.saved_model import save_tensors
+from penstock.trainer.engines.megatron.engine import MegatronEngine
+from penstock.trainer.routing import router_metrics
 from penstock.transfer_queue import Batch, DataCursor
 
 FIRST_STEPS = 2

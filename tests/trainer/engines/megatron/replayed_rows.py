@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from penstock.trainer import ModelLimits, Pack, Row, make_row, pack_rows
+from penstock.trainer import ModelLimits, Pack, make_row, pack_rows
+from penstock.trainer.batch import Row
 from penstock.transfer_queue import Segment
 
 LENGTHS = (9, 17, 12, 20, 6, 15, 11, 14)

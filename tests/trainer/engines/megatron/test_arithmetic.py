@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 
 from tests.tiny_model import SHAPE, save_tiny_model
 
-from penstock.trainer import Flops
-from penstock.trainer.engines.megatron import flops_of
+from penstock.trainer.engine import Flops
+from penstock.trainer.engines.megatron.engine import flops_of
 
 pytestmark = pytest.mark.torch
 

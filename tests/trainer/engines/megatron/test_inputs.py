@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from penstock.trainer import Pack, Row, empty_pack, join_rows
-from penstock.trainer.engines.megatron import cut_rows, rectangle
+from penstock.trainer import Pack
+from penstock.trainer.batch import Row
+from penstock.trainer.engines.megatron.inputs import cut_rows, rectangle
+from penstock.trainer.packing import empty_pack, join_rows
 
 pytestmark = pytest.mark.torch
 

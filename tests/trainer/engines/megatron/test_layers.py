@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.trainer.engines.megatron import grouped_name
+from penstock.trainer.engines.megatron.bridge import grouped_name
 
 EXPERTS = "decoder.layers.3.mlp.experts"
 

@@ -23,7 +23,7 @@ from megatron_runs import HERE, INSTALLED, PYTHON, ROOT, Case, metrics, on_ranks
 from safetensors.torch import load_file
 
 from penstock.deploy import Rendezvous
-from penstock.trainer.engines.megatron import SETUP_HINT
+from penstock.trainer.engines.megatron.settings import SETUP_HINT
 
 pytestmark = [
     pytest.mark.deep,

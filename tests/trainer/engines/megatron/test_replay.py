@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 from tests.tiny_model import save_tiny_model
 from torch.distributed.tensor import DTensor
 
-from penstock.trainer import Ranks, TrainerConfig, router_metrics
+from penstock.trainer import Ranks, TrainerConfig
 from penstock.trainer.engines.fsdp import FSDPEngine
+from penstock.trainer.routing import router_metrics
 
 pytestmark = ON_CPU
 

@@ -11,8 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from penstock.rollout_server import MixtureLayers, Mixtures, NoRouters
-from penstock.trainer import Row, join_rows
-from penstock.trainer.engines.megatron import StageRouters, rectangle
+from penstock.trainer.batch import Row
+from penstock.trainer.engines.megatron.inputs import rectangle
+from penstock.trainer.engines.megatron.routing import StageRouters
+from penstock.trainer.packing import join_rows
 
 pytestmark = pytest.mark.torch
 
