@@ -26,14 +26,14 @@ from torch import Tensor
 
 from penstock.common import fsync_path, fsync_tree
 from penstock.trainer.batch import StepBatch
-from penstock.trainer.checkpoint import fingerprint, fingerprints
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.engine import Engine, Update
 from penstock.trainer.export import save_final_model
 from penstock.trainer.loss import Targets
 from penstock.trainer.packing import Pack
 from penstock.trainer.ranks.distributed import Ranks
-from penstock.trainer.recorder import readable_trajectory
+from penstock.trainer.state.checkpoint import fingerprint, fingerprints
+from penstock.trainer.state.recorder import readable_trajectory
 
 ABOUT = "about.json"
 ADAPTER = "adapter"

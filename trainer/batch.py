@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.rollout_server import Mixtures
-from penstock.trainer.images import UnreadableImages, encoded_images
+from penstock.trainer.data.images import UnreadableImages, encoded_images
 from penstock.transfer_queue import Batch, RoutedExperts, Segment, Trajectory
 
 NO_ID = -1

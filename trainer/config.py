@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from penstock.trainer.rank_layout import RankLayout
+from penstock.trainer.ranks.layout import RankLayout
 
 
 class KLConfig(BaseModel):
@@ -356,10 +356,3 @@ def learning_rate(config: TrainerConfig, step: int) -> float:
         return config.lr * warmup
     progress = min(1.0, step / max(1, config.steps - 1))
     return config.lr * warmup * (1.0 - (1.0 - config.lr_floor) * progress)
-
-
-RANKS_FILE_VARIABLE = "PENSTOCK_RANKS_FILE"
-"""Names the file. Without it ranks meet at torchrun's store, which listens on every address of its machine and asks
-nobody who they are: over several machines there is no other."""
-CORES_VARIABLE = "PENSTOCK_TRAIN_CORES"
-"""CPU cores that a placement reserved for the ranks of this machine together; unset: all that they may run on."""

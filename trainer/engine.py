@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 
 from penstock.rollout_server import LayerLoad
 from penstock.trainer.batch import ModelLimits
-from penstock.trainer.checkpoint import CheckpointInfo
 from penstock.trainer.logprobs import Outputs
 from penstock.trainer.packing import Pack, RowLayout
 from penstock.weight_sync import Shard
@@ -113,9 +112,9 @@ class Engine(Protocol):
         """Copy weights and moments, and write them into the folder `path` in a thread. The future is done when all
         ranks wrote."""
 
-    def load(self, found: CheckpointInfo) -> None:
-        """Restore what `begin_save` wrote, also with another number of ranks. Raises `ValueError` where the checkpoint
-        is another engine's."""
+    def load(self, checkpoint: Path, written_by: int) -> None:
+        """Restores what `begin_save` of `written_by` ranks wrote; the number of ranks may be another one now. Raises
+        `ValueError` if another engine wrote it."""
 
     def save_model(self, folder: Path, *, with_adapter: bool = True) -> None:
         """Write a Hugging Face folder without tokenizer; rank 0 does. What LoRA learned is added to the weights, unless

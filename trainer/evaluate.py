@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.trainer.data import DatasetRow
-from penstock.trainer.recorder import Recorder
+from penstock.trainer.data.rows import DatasetRow
+from penstock.trainer.state.recorder import Recorder
 from penstock.trainer.timeline import Timeline, Track
 from penstock.transfer_queue import Trajectory, TransferQueue, evaluation_split
 

@@ -10,9 +10,9 @@ import shutil
 from pathlib import Path
 
 from penstock.trainer.config import TrainerConfig
+from penstock.trainer.data.images import sees_images
 from penstock.trainer.engine import Engine
 from penstock.trainer.engines.fsdp.engine import FSDPEngine
-from penstock.trainer.images import sees_images
 from penstock.trainer.ranks.distributed import Ranks
 
 TIMEOUT_S = 60.0
@@ -43,7 +43,7 @@ def export_checkpoint(checkpoint: Path, model: str, config: TrainerConfig, folde
     """`checkpoint` of a run that started from `model` as a Hugging Face folder, in one process, whatever number of
     ranks wrote it. Returns its step. Raises `OSError`, `ValueError` where the checkpoint is not whole, or another
     engine's."""
-    from penstock.trainer.checkpoint import read_whole
+    from penstock.trainer.state.checkpoint import read_whole
 
     if config.engine != "fsdp":
         raise ValueError(f"the run's engine is {config.engine}: only checkpoints of the engine fsdp are read here")
@@ -54,7 +54,7 @@ def export_checkpoint(checkpoint: Path, model: str, config: TrainerConfig, folde
     ranks = Ranks.open(TIMEOUT_S)
     try:
         engine = FSDPEngine(model, config, ranks)
-        engine.load(found)
+        engine.load(found.path, found.ranks)
         save_final_model(engine, ranks, model, folder)
         if engine.adapter_settings is not None:
             engine.save_adapter(folder / "adapter")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.common import cores
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.curriculum import CurriculumConfig
+from penstock.trainer.data.curriculum import CurriculumConfig
+from penstock.trainer.ranks.layout import CORES_VARIABLE
 from penstock.trainer.sinks import MetricSink
 from penstock.transfer_queue import Limits, RunContext, TurnSettings
 
@@ -76,3 +79,12 @@ def needs_of_advantage(config: TrainerConfig) -> frozenset[str]:
     from penstock.trainer.advantages import ADVANTAGES, needs_of
 
     return needs_of(ADVANTAGES.get(config.advantage))
+
+
+def threads_here(config: TrainerConfig) -> int:
+    """CPU threads of this rank; torchrun says how many ranks its machine has, a placement what they reserved there."""
+    import torch
+
+    ranks, there = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), cores()
+    reserved = min(there, int(os.environ.get(CORES_VARIABLE, there)))
+    return config.threads_of_rank(reserved, ranks, on_gpu=config.offload and torch.cuda.is_available())

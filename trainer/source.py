@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from penstock.common import Backoff
 from penstock.trainer.batch import ModelLimits, StepBatch, make_step_batch, row_cost, share_of, without_greedy
-from penstock.trainer.data import Feeder
+from penstock.trainer.data.rows import Feeder
 from penstock.trainer.job import TrainJob, needs_of_advantage
 from penstock.transfer_queue import BadPayload, Batch
 

@@ -21,26 +21,26 @@ from penstock.common import pattern_of
 from penstock.trainer.bad_batch import BadBatches
 from penstock.trainer.batch import GREEDY_MEMBER, BadBatch, StepBatch
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.data import DatasetRow, DataStream, Feeder, TaskOrder, load_rows
+from penstock.trainer.data.order import CurriculumTasks, StreamedTasks
+from penstock.trainer.data.rows import DatasetRow, DataStream, Feeder, TaskOrder, load_rows
 from penstock.trainer.engine import Engine, peak_tflops
 from penstock.trainer.engines import ENGINES
 from penstock.trainer.evaluate import Evaluator
 from penstock.trainer.export import save_final_model
-from penstock.trainer.job import BadJob, TrainJob, needs_of_advantage
+from penstock.trainer.job import BadJob, TrainJob, needs_of_advantage, threads_here
 from penstock.trainer.learner import Learner, raise_together
 from penstock.trainer.metrics import means_by_episode
 from penstock.trainer.publish import Publisher
 from penstock.trainer.ranks.agreement import check_same_batch
-from penstock.trainer.ranks.distributed import Ranks, TorchThread, threads_here
+from penstock.trainer.ranks.distributed import Ranks, TorchThread
 from penstock.trainer.ranks.preemption import Preemption
 from penstock.trainer.ranks.watch import RankWatch
-from penstock.trainer.recorder import Recorder
-from penstock.trainer.saver import Saver, Spiller
 from penstock.trainer.sinks import SINKS, MetricSink, SinkJob
 from penstock.trainer.sinks.async_sink import AsyncSink
 from penstock.trainer.source import BatchSource
+from penstock.trainer.state.recorder import Recorder
+from penstock.trainer.state.saver import Saver, Spiller
 from penstock.trainer.stopping import Stopping
-from penstock.trainer.task_order import CurriculumTasks, StreamedTasks
 from penstock.trainer.timeline import Timeline, Track
 from penstock.trainer.trainer_devices import TrainerDevices
 from penstock.transfer_queue import DataCursor, QueueError, check_quotas

@@ -32,10 +32,10 @@ from trainer_support import make_trajectory, taught
 
 from penstock.trainer import BadJob, Learner, Ranks, TrainerConfig, make_step_batch
 from penstock.trainer.batch import share_of
-from penstock.trainer.checkpoint import CheckpointStore
 from penstock.trainer.engines.fsdp import FSDPEngine, local_part
 from penstock.trainer.engines.fsdp.activation_offload import HostBuffers
 from penstock.trainer.engines.fsdp.sharded import check_copies, mesh_of
+from penstock.trainer.state.checkpoint import CheckpointStore
 from penstock.transfer_queue import Batch, DataCursor
 from penstock.weight_sync import Manifest, WeightFiles, WeightSource, read_verified, spread_shards
 
@@ -67,7 +67,7 @@ def run(everyone: Ranks, folder: Path, model: str, case: Mapping[str, Any]) -> N
     if case.get("resume"):
         found = store.newest()
         assert found is not None
-        engine.load(found)
+        engine.load(found.path, found.ranks)
         first = found.step
     lines = [train_step(learner, engine, ranks, first + step) for step in range(case["steps"])]
     leave(folder, store, engine, ranks, first + case["steps"], lines)

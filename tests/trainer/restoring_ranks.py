@@ -23,8 +23,8 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 
 from penstock.trainer import Ranks
-from penstock.trainer.checkpoint import CheckpointStore
-from penstock.trainer.restore import newest_whole
+from penstock.trainer.state.checkpoint import CheckpointStore
+from penstock.trainer.state.restore import newest_whole
 
 WORLD, ODD = 4, 2
 DEADLINE_S = 3.0
@@ -69,8 +69,8 @@ def restore(folder: Path, case: str) -> dict[str, Any]:
         store.open()
     timeout_s = DEADLINE_S if case == "late" else 60.0
     with (
-        patch("penstock.trainer.checkpoint.fingerprint", reading),
-        patch("penstock.trainer.restore.read_timeout_s", lambda share_bytes: timeout_s),
+        patch("penstock.trainer.state.checkpoint.fingerprint", reading),
+        patch("penstock.trainer.state.restore.read_timeout_s", lambda share_bytes: timeout_s),
     ):
         found = newest_whole(store, ranks)
     ranks.close()

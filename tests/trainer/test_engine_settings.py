@@ -21,7 +21,8 @@ from penstock.trainer import CORES_VARIABLE, BadJob, Ranks, TrainerConfig
 from penstock.trainer.engine import Flops, Update, peak_tflops
 from penstock.trainer.engines import check_engine
 from penstock.trainer.engines.fsdp import FSDPEngine, load_policy, sharded
-from penstock.trainer.ranks.distributed import TorchThread, threads_here
+from penstock.trainer.job import threads_here
+from penstock.trainer.ranks.distributed import TorchThread
 
 pytestmark = pytest.mark.torch
 

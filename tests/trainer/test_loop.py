@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.common import UnknownName
 from penstock.trainer import BadJob, BatchTimeout, DataError, Ranks, train
-from penstock.trainer.checkpoint import save_timeout_s
+from penstock.trainer.state.checkpoint import save_timeout_s
 from penstock.transfer_queue import DataCursor
 from penstock.weight_sync import Manifest, read_verified
 
@@ -114,7 +114,7 @@ async def test_a_crash_in_any_gap_changes_nothing(
 async def test_a_crash_between_rename_and_commit_and_in_the_middle_of_a_save(
     tmp_path: Path, tiny_model: str, reference: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock.trainer.checkpoint import CheckpointStore
+    from penstock.trainer.state.checkpoint import CheckpointStore
 
     seal = CheckpointStore.seal
 

@@ -28,7 +28,7 @@ from penstock.trainer import (
     steps_of,
     write_conversations,
 )
-from penstock.trainer.data import DataStream
+from penstock.trainer.data.rows import DataStream
 from penstock.trainer.sft.fine_tune import rows_of_step
 
 pytestmark = pytest.mark.torch

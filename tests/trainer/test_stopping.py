@@ -12,8 +12,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from test_ranks import metrics
-from trainer_support import Crash, ScriptedQueue, make_job, make_trajectory, write_rows
+from trainer_support import Crash, ScriptedQueue, make_job, make_trajectory, metrics, write_rows
 
 from penstock.trainer import BadJob, Stopping, TrainJob, train
 from penstock.trainer.config import StopConfig

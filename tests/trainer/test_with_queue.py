@@ -17,7 +17,7 @@ from tests.faulty_queue import Crash, FaultyQueue
 from trainer_support import assert_books_balance, make_job, make_trajectory, write_rows
 
 from penstock.trainer import PayloadsLost, TrainJob, train
-from penstock.trainer.checkpoint import RecentBatches
+from penstock.trainer.state.checkpoint import RecentBatches
 from penstock.transfer_queue import BatchLog, TrainerFenced
 from penstock.weight_sync import Manifest, read_verified
 
@@ -206,7 +206,7 @@ async def test_after_catching_up_the_weights_are_announced_anew(
 async def test_a_queue_further_behind_than_the_checkpoint_remembers_is_refused(
     tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.trainer.saver.RecentBatches", partial(RecentBatches, keep_s=0.0))
+    monkeypatch.setattr("penstock.trainer.state.saver.RecentBatches", partial(RecentBatches, keep_s=0.0))
     job = await make(tmp_path, tiny_model, 1)
     job.run.queue.durable_until = ("lease_batch", 0)
     job.run.queue.crash_at = ("after", "commit", 4)

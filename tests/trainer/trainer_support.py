@@ -33,7 +33,13 @@ from penstock.transfer_queue import (
     get_fields,
 )
 
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+"""Of programs of ranks."""
 VOCAB = 64
+BATCHES = {0: [["train/3#0", "train/3#1"], ["train/7#0"]], 12: [["train/9#1"]]}
+"""Of a checkpoint that `save` makes."""
 ROWS = 10
 """Tasks of an epoch."""
 
@@ -387,3 +393,35 @@ def one_pack(tokens: int, vocab: int) -> Any:
     limits, half = ModelLimits(context=tokens, vocab=vocab), tokens // 2
     made = [make_segment(rng, 0, prompt=8, response=half - 8) for _ in range(2)]
     return join_rows([make_row(n, one, "", step=0, bound=0, model=limits) for n, one in enumerate(made)])
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def threads_of_gloo(folder: Path) -> list[str]:
+    """Of all ranks, at their very end."""
+    lists = [path.read_text() for path in folder.glob("threads_*")]
+    assert lists
+    return [name for names in lists for name in names.split("\n") if "gloo" in name]
+
+
+def train_one(engine: Any, ranks: Any, step: int) -> dict[str, Any]:
+    """One step on trajectories of its own; returns the weights after it."""
+    import torch
+
+    from penstock.trainer import Learner, make_step_batch
+
+    trajectories = [make_trajectory(f"train/{step}", m, step) for m in range(4)]
+    batch = make_step_batch(Batch(step, [[t.episode_id for t in trajectories]]), [0], trajectories, 0, engine.limits)
+    learner = Learner(engine.config, engine, ranks)
+    scored = learner.score(batch)
+    learner.update(batch, scored, learner.advantages(batch, scored))
+    return dict(engine.weights(torch.float32))
+
+
+def save(engine: Any, ranks: Any, store: Any, step: int, cursor: DataCursor = DataCursor()) -> Path:
+    """A whole checkpoint of the engine."""
+    engine.begin_save(store.unfinished(step)).result(timeout=60)
+    path: Path = store.seal(step, cursor, ranks.world, BATCHES).path
+    return path

@@ -23,7 +23,7 @@ from penstock.trainer.engines.fsdp.context import ContextGroup, Exchange
 from penstock.trainer.engines.fsdp.sharded import Mesh
 from penstock.trainer.engines.fsdp.tensor_parallel import plan_of, split_over
 from penstock.trainer.logprobs import Head, token_logprobs
-from penstock.trainer.rank_layout import RankLayout
+from penstock.trainer.ranks.layout import RankLayout
 
 
 class Permuted(torch.autograd.Function):

@@ -7,18 +7,11 @@ torch work of a rank, so the event loop stays free and collectives keep one orde
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING
-
-from penstock.trainer.config import RANKS_FILE_VARIABLE
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
 import asyncio
 import atexit
 import gc
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,9 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.common import cores
-from penstock.trainer.config import CORES_VARIABLE, TrainerConfig
-from penstock.trainer.rank_layout import RankLayout
+from penstock.trainer.ranks.layout import RANKS_FILE_VARIABLE, RankLayout
 
 
 class Closable(Protocol):
@@ -263,17 +254,8 @@ class TorchThread:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def threads_here(config: TrainerConfig) -> int:
-    """CPU threads of this rank; torchrun says how many ranks its machine has, a placement what they reserved there."""
-    ranks, there = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), cores()
-    reserved = min(there, int(os.environ.get(CORES_VARIABLE, there)))
-    return config.threads_of_rank(reserved, ranks, on_gpu=config.offload and torch.cuda.is_available())
-
-
 def rendezvous_store() -> dist.Store | None:
     """For ranks of one machine; a rank without torchrun is alone. None: torchrun's environment says where to go."""
-    import torch.distributed as dist
-
     if "RANK" not in os.environ:
         return dist.HashStore()
     file = os.environ.get(RANKS_FILE_VARIABLE)

@@ -26,23 +26,23 @@ from torch import Tensor
 
 from penstock.common import append_jsonl, iter_jsonl, rewrite_jsonl, write_atomically
 from penstock.trainer.batch import Row, make_row, number_tokens
-from penstock.trainer.checkpoint import CheckpointStore, save_timeout_s
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.data import DataStream
+from penstock.trainer.data.rows import DataStream
 from penstock.trainer.engine import Update, peak_tflops
 from penstock.trainer.engines import check_engine
 from penstock.trainer.engines.fsdp.engine import FSDPEngine
 from penstock.trainer.export import save_final_model
-from penstock.trainer.job import BadJob
+from penstock.trainer.job import BadJob, threads_here
 from penstock.trainer.logprobs import Outputs
 from penstock.trainer.packing import Pack, pack_rows
-from penstock.trainer.ranks.distributed import Ranks, TorchThread, threads_here
-from penstock.trainer.restore import newest_whole
+from penstock.trainer.ranks.distributed import Ranks, TorchThread
 from penstock.trainer.sft.config import SftConfig
 from penstock.trainer.sft.conversations import ConversationFile
 from penstock.trainer.sinks import SINKS, MetricSink, SinkJob
 from penstock.trainer.sinks.async_sink import AsyncSink
 from penstock.trainer.sinks.jsonl import JsonLines
+from penstock.trainer.state.checkpoint import CheckpointStore, save_timeout_s
+from penstock.trainer.state.restore import newest_whole
 from penstock.trainer.stopping import Stopping, TrainingDiverged
 from penstock.transfer_queue import DataCursor
 
@@ -313,7 +313,7 @@ class SftCheckpoints:
         found = newest_whole(self._store, self._ranks)
         if found is None:
             return 0
-        self._engine.load(found)
+        self._engine.load(found.path, found.ranks)
         self._saved = self.step_done = found.step
         logger.info("restored %s: step %d", found.path.name, found.step)
         return found.step

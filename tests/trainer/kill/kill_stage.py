@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from trainer_support import assert_books_balance, make_job, make_trajectory
 
 import penstock
-from penstock.trainer.checkpoint import CheckpointStore
+from penstock.trainer.state.checkpoint import CheckpointStore
 from penstock.transfer_queue import BatchLog, RedisServer, RedisTransferQueue, TransferQueueConfig
 from penstock.weight_sync import Manifest, read_verified
 

@@ -18,8 +18,8 @@ from faults.plan import Gaps
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from penstock.trainer import Learner, Recorder
-from penstock.trainer.checkpoint import CheckpointStore
 from penstock.trainer.engines.fsdp import FSDPEngine
+from penstock.trainer.state.checkpoint import CheckpointStore
 from penstock.transfer_queue import Batch, BatchLog, RedisTransferQueue
 from penstock.weight_sync import WeightPublisher
 
@@ -53,8 +53,8 @@ def plant(gaps: Gaps) -> None:
     _around_blocking(CheckpointStore, "seal", "seal", gaps)
     _around_blocking(importlib.import_module("penstock.trainer.trainer"), "save_final_model", "final_model", gaps)
     # `complete` is written and the folder has not its name yet; the step's episodes are recorded and its metrics not.
-    _before("penstock.trainer.checkpoint", "fsync_tree", "in_seal", gaps)
-    _before("penstock.trainer.recorder", "readable_trajectory", "in_record", gaps)
+    _before("penstock.trainer.state.checkpoint", "fsync_tree", "in_seal", gaps)
+    _before("penstock.trainer.state.recorder", "readable_trajectory", "in_record", gaps)
 
 
 def die_anywhere(chance: random.Random) -> None:

@@ -7,7 +7,7 @@ Exit 76: a later trainer has claimed the run.
 
 The miniature trainer's model: which episodes it learned from in which step, in durable files that form a chain.
 
-Tasks for the miniature trainer, by the rule of trainer/data.py, without an end.
+Tasks for the miniature trainer, by the rule of trainer/data/rows.py, without an end.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def check(config: TrainerConfig) -> None:
 
 @ENGINES.register("fsdp", check=check)
 def open_fsdp(job: TrainJob, ranks: Ranks) -> Engine:
+    from penstock.trainer.data.images import sees_images
     from penstock.trainer.engines.fsdp.engine import FSDPEngine
-    from penstock.trainer.images import sees_images
 
     if job.run.teacher_top_k and sees_images(job.run.model):
         raise BadJob(f"{job.run.model} sees images, and a teacher reads ids alone: remove agent.teachers")

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from penstock.trainer.advantages import ADVANTAGES, needs_of
 from penstock.trainer.batch import ModelLimits
-from penstock.trainer.checkpoint import CheckpointInfo
 from penstock.trainer.config import TrainerConfig, learning_rate
+from penstock.trainer.data.images import sees_images
 from penstock.trainer.engine import Flops, PackLoss, RouterLoads, Update, ValueLoss
 from penstock.trainer.engines.fsdp.flash_attention import use_flash
 from penstock.trainer.engines.fsdp.hashing_writer import HashingWriter
@@ -32,7 +32,6 @@ from penstock.trainer.engines.fsdp.publishing import local_shards
 from penstock.trainer.engines.fsdp.saved_model import save_settings, save_tensors
 from penstock.trainer.engines.fsdp.sharded import ShardedModule, TrainableModule, check_copies
 from penstock.trainer.engines.fsdp.shell import local_part
-from penstock.trainer.images import sees_images
 from penstock.trainer.job import BadJob, no_replay
 from penstock.trainer.packing import Pack, RowLayout
 from penstock.trainer.ranks.distributed import Ranks
@@ -217,13 +216,13 @@ class FSDPEngine:
         assert isinstance(future, Future)
         return future
 
-    def load(self, found: CheckpointInfo) -> None:
+    def load(self, checkpoint: Path, written_by: int) -> None:
         state, rng = _model_state(self), f"rng_{self._ranks.rank}"
-        existed = self._ranks.rank < found.ranks
+        existed = self._ranks.rank < written_by
         if existed:
             state[rng] = torch.get_rng_state()
-        # Ranks may read for as long as they may write; `found` is whole, so each reads what it needs.
-        dcp.load(state, checkpoint_id=found.path, process_group=self._ranks.background)
+        # Ranks may read for as long as they may write; the checkpoint is whole, so each reads what it needs.
+        dcp.load(state, checkpoint_id=checkpoint, process_group=self._ranks.background)
         _restore(self, state)
         if existed:
             torch.set_rng_state(state[rng])

@@ -15,8 +15,8 @@ from typing import Any
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from penstock.trainer.checkpoint import leave_fingerprints
-from penstock.trainer.hashed_files import HashingStream
+from penstock.trainer.state.checkpoint import leave_fingerprints
+from penstock.trainer.state.hashed_files import HashingStream
 
 
 class HashingWriter(FileSystemWriter):

@@ -32,13 +32,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from penstock.rollout_server import Routers
 from penstock.trainer.config import TrainerConfig
+from penstock.trainer.data.images import sees_images
 from penstock.trainer.engines.fsdp.context import ContextGroup, PackPart, whole_part
 from penstock.trainer.engines.fsdp.lora import Adapter
 from penstock.trainer.engines.fsdp.rows import first_sentence, run_rows
 from penstock.trainer.engines.fsdp.shell import ModelShell, NeedsWholeModel, names_of, open_shell
 from penstock.trainer.engines.fsdp.traits import Traits, body_of, find_traits
 from penstock.trainer.engines.fsdp.vision import Vision
-from penstock.trainer.images import sees_images
 from penstock.trainer.job import BadJob
 from penstock.trainer.logprobs import Head, Outputs, coarse_logprobs, entropies, target_logprobs, token_logprobs
 from penstock.trainer.packing import Pack

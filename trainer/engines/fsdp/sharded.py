@@ -36,8 +36,8 @@ from penstock.trainer.engines.fsdp.shell import ModelShell, local_part
 from penstock.trainer.engines.fsdp.tensor_parallel import CannotSplitModel, split_over
 from penstock.trainer.job import BadJob
 from penstock.trainer.packing import Pack, empty_pack
-from penstock.trainer.rank_layout import RankLayout
 from penstock.trainer.ranks.distributed import Ranks
+from penstock.trainer.ranks.layout import RankLayout
 from penstock.trainer.ranks.preemption import Preemption, StepGivenUp
 
 COMPARED = 1 << 24

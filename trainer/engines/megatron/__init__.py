@@ -31,8 +31,8 @@ __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 @ENGINES.register("megatron", check=check)
 def open_megatron(job: TrainJob, ranks: Ranks) -> Engine:
+    from penstock.trainer.data.images import sees_images
     from penstock.trainer.engines.megatron.engine import MegatronEngine
-    from penstock.trainer.images import sees_images
     from penstock.trainer.job import BadJob
 
     if sees_images(job.run.model):

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from penstock.rollout_server import NoRouters
 from penstock.trainer.batch import ModelLimits
-from penstock.trainer.checkpoint import CheckpointInfo
 from penstock.trainer.config import TrainerConfig, learning_rate
 from penstock.trainer.engine import Flops, PackLoss, RouterLoads, Update, ValueLoss
 from penstock.trainer.engines.fsdp.saved_model import save_tensors
@@ -139,8 +138,8 @@ class MegatronEngine:
     def begin_save(self, path: Path) -> Future[Any]:
         return self._state.begin_save(path, self.kl_coefficient)
 
-    def load(self, found: CheckpointInfo) -> None:
-        self.kl_coefficient = self._state.load(found)
+    def load(self, checkpoint: Path, written_by: int) -> None:
+        self.kl_coefficient = self._state.load(checkpoint, written_by)
 
     @property
     def adapter_settings(self) -> None:

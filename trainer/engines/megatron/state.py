@@ -26,7 +26,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from penstock.trainer.checkpoint import CheckpointInfo, Fingerprint, leave_fingerprints
 from penstock.trainer.engines.megatron.bridge import ModelBridge, standing_in
 from penstock.trainer.engines.megatron.optimizer import (
     MASTER,
@@ -36,8 +35,9 @@ from penstock.trainer.engines.megatron.optimizer import (
     set_states,
     whole_states,
 )
-from penstock.trainer.hashed_files import save_hashed
 from penstock.trainer.ranks.distributed import Ranks
+from penstock.trainer.state.checkpoint import Fingerprint, leave_fingerprints
+from penstock.trainer.state.hashed_files import save_hashed
 
 ABOUT = "megatron.json"
 FOLDERS = {MASTER: "weights", **{name: name for name in MOMENTS}}
@@ -74,16 +74,16 @@ class State:
         finally:
             pool.shutdown(wait=False)
 
-    def load(self, found: CheckpointInfo) -> float:
+    def load(self, checkpoint: Path, written_by: int) -> float:
         """The KL coefficient. Raises `ValueError` where another engine wrote the checkpoint."""
-        about = _read_about(found.path)
+        about = _read_about(checkpoint)
         self._optimizer.updates = int(about["updates"])
         if self._optimizer.updates:
             make_moments(self._optimizer.megatron, self._optimizer.updates)
         for key in self._keys():
-            self._load(key, found.path / FOLDERS[key])
-        if self._ranks.rank < found.ranks:
-            torch.set_rng_state(load_file(found.path / f"rng_{self._ranks.rank:02d}.safetensors")["cpu"])
+            self._load(key, checkpoint / FOLDERS[key])
+        if self._ranks.rank < written_by:
+            torch.set_rng_state(load_file(checkpoint / f"rng_{self._ranks.rank:02d}.safetensors")["cpu"])
         self._optimizer.clear()
         return float(about["kl_coefficient"])
 

@@ -37,10 +37,10 @@ from trainer_support import make_job, make_trajectory
 from penstock.common import die_with_parent
 from penstock.trainer import BadJob, Learner, Ranks, TrainerConfig, make_step_batch, train
 from penstock.trainer.batch import share_of
-from penstock.trainer.checkpoint import CheckpointStore
 from penstock.trainer.engines.fsdp.saved_model import save_tensors
 from penstock.trainer.engines.megatron.engine import MegatronEngine
 from penstock.trainer.routing import router_metrics
+from penstock.trainer.state.checkpoint import CheckpointStore
 from penstock.transfer_queue import Batch, DataCursor
 
 FIRST_STEPS = 2
@@ -109,7 +109,7 @@ def next_step(folder: Path, model: str, settings: dict[str, Any]) -> None:
     def step(engine: MegatronEngine, ranks: Ranks) -> None:
         found = CheckpointStore(folder.parent / "checkpoints", keep=2).newest()
         assert found is not None
-        engine.load(found)
+        engine.load(found.path, found.ranks)
         keep(folder / "saved.safetensors", engine, ranks)
         train_one(engine, ranks, FIRST_STEPS)
         keep(folder / "trained.safetensors", engine, ranks)

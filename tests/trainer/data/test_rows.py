@@ -1,0 +1,116 @@
+"""Datasets: verl's columns in Parquet and JSONL, errors with file, row and column, one order for ever."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.trainer import DataError, load_rows
+from penstock.trainer.data.rows import DataStream
+from penstock.transfer_queue import DataCursor
+
+GOOD = {
+    "prompt": [{"role": "user", "content": "1 + 1?"}],
+    "data_source": "sums",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"index": 7, "split": "own"},
+    "agent_name": "tool_agent",
+    "level": 3,
+    "split": "column",
+}
+
+
+def write(path: Path, rows: list) -> Path:
+    if path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_columns_become_a_task(tmp_path: Path, suffix: str) -> None:
+    (row,) = load_rows(write(tmp_path / f"data{suffix}", [GOOD]))
+    task = row.task("train/1", "train")
+    assert list(task.messages) == GOOD["prompt"]
+    assert (task.data_source, task.ground_truth, task.agent_name) == ("sums", "2", "tool_agent")
+    assert task.extra_info == {"level": 3, "split": "own", "index": 7}
+
+
+def test_the_first_rows_only(tmp_path: Path) -> None:
+    path = write(tmp_path / "data.jsonl", [GOOD, GOOD, "broken"])
+    assert len(load_rows(path, limit=2)) == 2
+
+
+BAD_ROWS = [
+    ({k: v for k, v in GOOD.items() if k != "reward_model"}, "column 'reward_model' is missing; found agent_name, d"),
+    ("{", "not valid JSON"),
+    ("", "the line is empty"),
+    ("[1]", "expected an object, found list"),
+    (GOOD | {"prompt": []}, r"prompt must be a list of chat messages, found \[\]"),
+    (GOOD | {"prompt": "text"}, "prompt must be a list of chat messages"),
+    (GOOD | {"prompt": [{"role": "user", "content": ""}]}, r"prompt\[0\] must be"),
+    (GOOD | {"reward_model": {"style": "rule"}}, "reward_model.ground_truth is missing"),
+    (GOOD | {"data_source": None}, "data_source must be a name, found None"),
+    (GOOD | {"agent_name": 3}, "agent_name must be text, found 3"),
+    (GOOD | {"extra_info": "x"}, "extra_info must be a mapping"),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD_ROWS)
+def test_a_bad_row_is_named(tmp_path: Path, bad: object, message: str) -> None:
+    path = write(tmp_path / "data.jsonl", [GOOD, bad])
+    with pytest.raises(DataError, match=f"data.jsonl, row 2: {message}"):
+        load_rows(path)
+
+
+def test_bad_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.jsonl: no such file"):
+        load_rows(tmp_path / "none.jsonl")
+    with pytest.raises(DataError, match="has no rows"):
+        load_rows(write(tmp_path / "empty.jsonl", []))
+    with pytest.raises(DataError, match=r"unknown kind '\.csv'"):
+        load_rows(write(tmp_path / "data.csv", [GOOD]))
+    with pytest.raises(DataError, match="column 'prompt' is missing; found data_source, reward_model"):
+        load_rows(write(tmp_path / "a.parquet", [{k: GOOD[k] for k in ("data_source", "reward_model")}]))
+    (tmp_path / "b.parquet").write_bytes(b"not parquet at all")
+    with pytest.raises(DataError, match="not readable as Parquet"):
+        load_rows(tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"row 1: extra_info\.when: date is not plain data"):
+        load_rows(write(tmp_path / "c.parquet", [GOOD | {"when": datetime.date(2026, 1, 1)}]))
+
+
+def test_the_stream_is_an_order_of_all_rows_each_epoch_and_the_same_again() -> None:
+    stream = DataStream(10, seed=3, shuffle=True)
+    places = stream.places(DataCursor(), 30)
+    assert places == [DataCursor(epoch, index) for epoch in range(3) for index in range(10)]
+    order = [stream.row_index(place) for place in places]
+    epochs = [order[:10], order[10:20], order[20:]]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert [DataStream(10, seed=3, shuffle=True).row_index(places[n]) for n in (25, 3, 14)] == [
+        order[n] for n in (25, 3, 14)
+    ]
+    plain = DataStream(4, seed=3, shuffle=False)
+    assert [plain.row_index(place) for place in plain.places(DataCursor(), 6)] == [0, 1, 2, 3, 0, 1]
+
+
+def test_a_changed_dataset_goes_on_within_the_epoch_or_with_the_next_one() -> None:
+    stopped = DataStream(10, seed=3, shuffle=True).after(DataCursor(2, 6))
+    assert stopped == DataCursor(2, 7)
+    shrunk, grown = DataStream(5, seed=3, shuffle=True), DataStream(9, seed=3, shuffle=True)
+    assert shrunk.places(stopped, 7) == [DataCursor(3, n) for n in range(5)] + [DataCursor(4, 0), DataCursor(4, 1)]
+    assert grown.places(stopped, 3) == [DataCursor(2, 7), DataCursor(2, 8), DataCursor(3, 0)]
+    assert {shrunk.row_index(place) for place in shrunk.places(stopped, 5)} == set(range(5))
+
+
+def test_the_place_after_the_last_row_is_the_next_epochs_first() -> None:
+    stream = DataStream(3, seed=0, shuffle=False)
+    assert [stream.after(DataCursor(0, n)) for n in range(3)] == [DataCursor(0, 1), DataCursor(0, 2), DataCursor(1, 0)]
+    assert stream.places(DataCursor(), 0) == []

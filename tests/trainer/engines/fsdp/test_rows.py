@@ -1,0 +1,200 @@
+"""How rows go through a model: the choice, each layout's exactness, and what is refused.
+
+That each family is exact, packed or not, is in tests/docs/test_models.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import transformers
+from scripts.model_table import FAMILIES, SAME, Family, gaps, tiny_rows
+from tests.tiny_model import SHAPE
+
+from penstock.trainer import Ranks, TrainerConfig, pack_rows
+from penstock.trainer.engines.fsdp import FSDPEngine, load_policy
+from penstock.trainer.engines.fsdp.tensor_parallel import CannotSplitModel
+from penstock.trainer.engines.fsdp.trial import Trial, try_copy
+from penstock.trainer.packing import RowLayout, join_rows, split_by_length
+from penstock.trainer.ranks.layout import RankLayout
+from penstock.trainer.state.checkpoint import CheckpointStore
+from penstock.transfer_queue import DataCursor
+
+pytestmark = pytest.mark.torch
+INSIDE = "penstock.trainer.engines.fsdp"
+
+BY_KIND: Mapping[str, Family] = {family.kind: family for family in FAMILIES}
+WITH_STATE = ("Qwen3Next", "NemotronH", "Lfm2")
+
+
+def test_rows_of_about_one_length_come_together() -> None:
+    lengths = [5, 40, 7, 38, 90, 6, 41]
+    packs = split_by_length(lengths, 128)
+    assert [[lengths[index] for index in pack] for pack in packs] == [[90], [41, 40, 38], [7, 6, 5]]
+    assert all(len(pack) * max(lengths[index] for index in pack) <= 128 for pack in packs)
+    assert [len(pack) for pack in split_by_length(lengths, 0)] == [1] * 7
+
+
+@pytest.mark.parametrize("kind", WITH_STATE)
+def test_a_state_that_leaks_is_found_and_its_rows_are_padded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """As a family that is not in the table: transformers' own loops take a pack for one row."""
+    monkeypatch.setattr(f"{INSIDE}.mixers.MIXERS", {})
+    policy = load_policy(BY_KIND[kind].save(tmp_path), 1.0)
+    assert policy.rows.layout is RowLayout.PADDED
+    assert policy.rows.unpacked_because == "its packed rows differ from the same rows alone"
+    assert max(gaps(policy, str(tmp_path))) <= SAME
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Next", "GptOss"])
+def test_rows_one_by_one_are_the_last_resort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    original = import_module(f"{INSIDE}.rows").TrialRows.by
+
+    def by(probe: Any, plan: Any) -> Any:
+        found = original(probe, plan)
+        return found if plan.layout is RowLayout.ALONE else found + 1
+
+    monkeypatch.setattr(f"{INSIDE}.rows.TrialRows.by", by)
+    policy = load_policy(BY_KIND[kind].save(tmp_path), 1.0)
+    assert policy.rows.layout is RowLayout.ALONE
+    assert "rows one by one (" in str(policy.rows)
+    assert max(gaps(policy, str(tmp_path))) <= SAME
+
+
+@pytest.mark.parametrize("kind", ["NemotronH", "GptOss"])
+def test_packs_of_any_size_give_one_gradient(tmp_path: Path, kind: str) -> None:
+    policy = load_policy(BY_KIND[kind].save(tmp_path), 1.0)
+    results = []
+    for budget in (10_000, 80):
+        policy.zero_grad()
+        packs = pack_rows(tiny_rows(), budget, layout=policy.rows.layout)
+        for pack in packs:
+            policy(pack).logprobs.sum().backward()
+        results.append((len(packs), [one.grad.clone() for one in policy.parameters()]))
+    assert results[0][0] == 1
+    assert results[1][0] > 2
+    for mine, expected in zip(results[0][1], results[1][1], strict=True):
+        torch.testing.assert_close(mine, expected, atol=SAME, rtol=SAME)
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Next", "GptOss"])
+def test_critic_and_recomputed_layers_take_the_same_rows(tmp_path: Path, ranks: Ranks, kind: str) -> None:
+    model = BY_KIND[kind].save(tmp_path)
+    engine = FSDPEngine(model, TrainerConfig(advantage="gae", recompute=True), ranks)
+    assert max(gaps(engine.policy, model)) <= SAME
+    critic = engine.critic
+    assert critic is not None
+    torch.nn.init.ones_(critic.module.head.weight)
+    given = tiny_rows()
+    (together,) = engine.values([join_rows(given)])
+    apart = torch.cat(engine.values([join_rows([row]) for row in given]))
+    torch.testing.assert_close(together, apart, atol=1e-4, rtol=SAME)
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Next", "DeepseekV32"])
+def test_a_checkpoint_restores_weights_and_moments(tmp_path: Path, ranks: Ranks, kind: str) -> None:
+    """Also where some weights never learn: an indexer chooses keys, without gradient."""
+    model, store = BY_KIND[kind].save(tmp_path / "model"), CheckpointStore(tmp_path / "checkpoints", keep=1)
+    pack = join_rows(tiny_rows())
+    first, second = (FSDPEngine(model, TrainerConfig(lr=1e-3), ranks) for _ in range(2))
+
+    def step(engine: FSDPEngine) -> None:
+        assert not engine.update([pack], lambda pack, outputs: -outputs.logprobs.sum(), 100.0, 0).skipped
+
+    step(first)
+    first.begin_save(store.unfinished(1)).result(timeout=60)
+    store.seal(1, DataCursor(), ranks.world, {})
+    found = store.newest()
+    assert found is not None
+    second.load(found.path, found.ranks)
+    step(first)
+    step(second)
+    assert torch.equal(*(engine.score([pack])[0] for engine in (first, second)))
+
+
+def test_the_choice_is_said_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    load_policy(BY_KIND["GptOss"].save(tmp_path), 1.0)
+    said = [record.message for record in caplog.records if "rows padded" in record.message]
+    assert len(said) == 1
+    assert "s_aux" in said[0]
+
+
+@pytest.mark.parametrize(("kind", "named"), [("Qwen3Next", "Qwen3NextGatedDeltaNet"), ("GptOss", "attention eager")])
+def test_context_parallelism_is_refused_by_name(tmp_path: Path, kind: str, named: str) -> None:
+    policy = load_policy(BY_KIND[kind].save(tmp_path), 1.0)
+    with pytest.raises(CannotSplitModel, match=rf"{named}.*set trainer.parallel.context to 1"):
+        import_module(f"{INSIDE}.sharded")._check_context(policy, RankLayout(context=2))
+
+
+def test_a_part_of_a_larger_model_has_the_names_of_its_files(tmp_path: Path) -> None:
+    """Qwen3.5 on the hub: its text model beside one for pictures."""
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    words = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
+    text = {**SHAPE, **BY_KIND["Qwen3_5"].changes}
+    config = transformers.Qwen3_5Config(
+        text_config=text, vision_config={**vision, "num_position_embeddings": 16}, **words
+    )
+    transformers.Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    policy = load_policy(str(tmp_path), 1.0)
+    assert policy.rows.row_by_row
+    names = policy.names.parts["model.layers.0.linear_attn.A_log"].names
+    assert names == ("model.language_model.layers.0.linear_attn.A_log",)
+
+
+SMALL_HEADS = {"vocab_size": 152_064, "hidden_size": 256, "head_dim": 32, "num_attention_heads": 8}
+DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 64}
+CHOSEN = {
+    "head_dim": 64,
+    "num_key_value_heads": 8,
+    "n_routed_experts": 16,
+    "first_k_dense_replace": 3,
+    "num_hidden_layers": 12,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "why"),
+    [
+        ("Qwen3Moe", {"num_hidden_layers": 48, "num_experts": 128}, ""),
+        ("Qwen3Next", {"num_hidden_layers": 12, **DELTA}, ""),
+        ("Bamba", {"num_hidden_layers": 12, "attn_layer_indices": [3, 9], **MAMBA}, ""),
+        ("FalconH1", {"num_hidden_layers": 2, "mamba_d_ssm": 256, "mamba_n_heads": 8}, ""),
+        ("NemotronH", {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * 3}, ""),
+        ("GptOss", {"num_hidden_layers": 12, "num_local_experts": 8}, "s_aux"),
+        ("Llama4", {"num_hidden_layers": 12}, "chunk"),
+        ("DeepseekV32", CHOSEN, "index_topk"),
+    ],
+)
+def test_of_a_large_model_a_small_copy_is_tried(tmp_path: Path, kind: str, changes: dict[str, Any], why: str) -> None:
+    """It has each kind of layer; the pad token lies beyond the copy's words."""
+    config = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
+    config(**{**SMALL_HEADS, **changes}, pad_token_id=151_643).save_pretrained(tmp_path)
+    found = try_copy(str(tmp_path))
+    assert replace(found, unpacked_because="") == Trial(copied=True)
+    assert why in found.unpacked_because
+    assert bool(found.unpacked_because) == bool(why)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU: the kernels run on one only")
+@pytest.mark.parametrize("kind", ["Qwen3Next", "NemotronH", "Lfm2"])
+def test_kernels_that_are_given_bounds_keep_rows_apart(tmp_path: Path, kind: str) -> None:
+    policy = load_policy(BY_KIND[kind].save(tmp_path), 1.0)
+    assert policy.rows.layout is RowLayout.PACKED
+    policy.cuda()
+    given = tiny_rows()
+    with torch.no_grad():
+        together = policy(join_rows(given).to("cuda")).logprobs
+        apart = torch.cat([policy(join_rows([row]).to("cuda")).logprobs for row in given])
+    torch.testing.assert_close(together, apart, atol=1e-3, rtol=1e-3)

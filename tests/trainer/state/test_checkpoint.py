@@ -1,0 +1,294 @@
+"""Checkpoints: the next step after a restore is bitwise the same; whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from safetensors import safe_open
+from safetensors.torch import load_file
+from trainer_support import BATCHES, save, train_one
+
+from penstock.trainer import Ranks, TrainerConfig
+from penstock.trainer.engines.fsdp import FSDPEngine
+from penstock.trainer.state.checkpoint import CheckpointStore, save_timeout_s
+from penstock.trainer.state.hashed_files import save_hashed
+from penstock.transfer_queue import DataCursor
+
+pytestmark = pytest.mark.torch
+CONFIG = TrainerConfig(lr=1e-3)
+WITH_CRITIC = TrainerConfig(lr=1e-3, advantage="gae", kl={"in_reward": 0.1, "target": 0.5})
+
+
+@pytest.mark.parametrize("config", [CONFIG, WITH_CRITIC], ids=["grpo", "critic"])
+def test_the_step_after_a_restore_is_bitwise_the_same(
+    config: TrainerConfig, tmp_path: Path, tiny_model: str, ranks: Ranks
+) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    store.open()
+    engine = FSDPEngine(tiny_model, config, ranks)
+    train_one(engine, ranks, 0)
+    torch.manual_seed(5)
+    save(engine, ranks, store, 1, cursor=DataCursor(2, 17))
+    random = torch.rand(3)
+    expected = train_one(engine, ranks, 1)
+    found = store.newest()
+    assert found is not None
+    assert (found.step, found.data_cursor, found.ranks, found.batches) == (1, DataCursor(2, 17), 1, BATCHES)
+    other = FSDPEngine(tiny_model, config, ranks)
+    other.load(found.path, found.ranks)
+    assert torch.equal(torch.rand(3), random)
+    again = train_one(other, ranks, 1)
+    assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
+    assert other.kl_coefficient == engine.kl_coefficient
+
+
+def test_moments_of_an_optimizer_without_kernels_go_on_with_them(tmp_path: Path, tiny_model: str, ranks: Ranks) -> None:
+    """A checkpoint says how its process computed updates; who loads it computes as it does itself, to the same."""
+    store = CheckpointStore(tmp_path, keep=2)
+    store.open()
+    plain, fused = (FSDPEngine(tiny_model, WITH_CRITIC, ranks) for _ in range(2))
+    assert fused.critic is not None
+    assert plain.critic is not None
+    for one in (plain.optimizer, plain.critic.optimizer):
+        for kind in (one.defaults, *one.param_groups):
+            kind["fused"] = None
+    before = train_one(plain, ranks, 0)
+    for name, tensor in train_one(fused, ranks, 0).items():
+        torch.testing.assert_close(tensor, before[name], atol=1e-5, rtol=0, msg=name)
+    save(plain, ranks, store, 1)
+    found = store.newest()
+    assert found is not None
+    fused.load(found.path, found.ranks)
+    for one in (fused.optimizer, fused.critic.optimizer):
+        assert [group["fused"] for group in one.param_groups] == [True]
+        assert {float(state["step"]) for state in one.state.values()} == {1.0}
+    expected = train_one(plain, ranks, 1)
+    for name, tensor in train_one(fused, ranks, 1).items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=0, msg=name)
+    assert fused.kl_coefficient == plain.kl_coefficient
+
+
+def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, tiny_model: str, ranks: Ranks) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    store.open()
+    engine = FSDPEngine(tiny_model, CONFIG, ranks)
+    before = train_one(engine, ranks, 0)
+    writing = engine.begin_save(store.unfinished(1))
+    train_one(engine, ranks, 1)
+    writing.result(timeout=60)
+    store.seal(1, DataCursor(), 1, {})
+    other = FSDPEngine(tiny_model, CONFIG, ranks)
+    other.load(store.newest())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.weights(torch.float32))
+
+
+def test_the_newest_are_kept_private_and_leftovers_go(tmp_path: Path, tiny_model: str, ranks: Ranks) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2)
+    store.open()
+    engine = FSDPEngine(tiny_model, CONFIG, ranks)
+    for step in (1, 2, 3):
+        save(engine, ranks, store, step)
+    store.unfinished(4).mkdir()
+    store.open()
+    assert sorted(p.name for p in store.folder.iterdir()) == ["step_00000002", "step_00000003"]
+    assert store.folder.stat().st_mode & 0o077 == 0
+    marker = json.loads((store.folder / "step_00000003" / "complete").read_text())
+    assert set(marker["files"]) == {".metadata", "__0_0.distcp"}
+
+
+def test_a_seal_reads_no_file_that_a_rank_has_written(
+    tmp_path: Path, tiny_model: str, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checksums were taken while the files were written; they are those of the files."""
+    store = CheckpointStore(tmp_path, keep=2)
+    store.open()
+    engine = FSDPEngine(tiny_model, WITH_CRITIC, ranks)
+    train_one(engine, ranks, 0)
+    read: list[str] = []
+
+    def taken(path: Path) -> dict[str, Any]:
+        read.append(path.name)
+        return {"bytes": path.stat().st_size, "xxh3": xxhash.xxh3_64_hexdigest(path.read_bytes())}
+
+    with monkeypatch.context() as patch:
+        patch.setattr("penstock.trainer.state.checkpoint.fingerprint", taken)
+        path = save(engine, ranks, store, 1)
+    assert read == [".metadata"]
+    files = json.loads((path / "complete").read_text())["files"]
+    assert {name: taken(path / name) for name in files} == files
+    assert files["__0_0.distcp"]["bytes"] > engine.state_bytes
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_a_file_that_is_not_as_its_writer_left_it_is_not_sealed(
+    damage: str, tmp_path: Path, tiny_model: str, ranks: Ranks
+) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    store.open()
+    engine = FSDPEngine(tiny_model, CONFIG, ranks)
+    engine.begin_save(store.unfinished(1)).result(timeout=60)
+    file = store.unfinished(1) / "__0_0.distcp"
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
+    else:
+        file.unlink()
+    with pytest.raises(OSError, match=r"__0_0\.distcp"):
+        store.seal(1, DataCursor(), 1, {})
+    assert store.newest() is None
+
+
+def test_a_save_has_time_for_its_bytes_and_for_its_version() -> None:
+    assert save_timeout_s(900.0, 0) == 1800.0
+    assert save_timeout_s(900.0, 48 * 10**9) == 1800.0 + 2400.0
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "marker", "no marker", "batches"])
+def test_every_damage_is_seen(
+    tmp_path: Path, tiny_model: str, ranks: Ranks, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    store.open()
+    engine = FSDPEngine(tiny_model, CONFIG, ranks)
+    save(engine, ranks, store, 1)
+    newest = save(engine, ranks, store, 2)
+    shard, marker = newest / "__0_0.distcp", newest / "complete"
+    data = shard.read_bytes()
+    actions = {
+        "flip": lambda: shard.write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:]),
+        "truncate": lambda: shard.write_bytes(data[:-1]),
+        "remove": shard.unlink,
+        "marker": lambda: marker.write_text("{"),
+        "no marker": marker.unlink,
+        "batches": lambda: marker.write_text(marker.read_text().replace("train/7#0", "train/8#0")),
+    }
+    actions[damage]()
+    found = store.newest()
+    assert found is not None
+    assert found.step == 1
+    assert "step_00000002 is damaged" in caplog.text
+    assert (tmp_path / "step_00000002.damaged").exists()
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
+    """A folder with the whole checkpoints of steps 1 and 2."""
+    ranks = Ranks.open(timeout_s=30)
+    try:
+        store = CheckpointStore(tmp_path_factory.mktemp("whole") / "checkpoints", keep=2)
+        store.open()
+        engine = FSDPEngine(tiny_model, CONFIG, ranks)
+        for step in (1, 2):
+            save(engine, ranks, store, step, DataCursor(step, 5))
+        return store.folder
+    finally:
+        ranks.close()
+
+
+@settings(max_examples=150)
+@given(draws=st.data())
+def test_whatever_happens_to_one_file_the_state_is_right_or_the_one_before(
+    two_checkpoints: Path, draws: st.DataObject
+) -> None:
+    """One bit, a piece, the end or the whole of any file, `complete` too: nothing wrong is ever taken for right."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = CheckpointStore(Path(folder) / "checkpoints", keep=2)
+        shutil.copytree(two_checkpoints, store.folder)
+        whole = store.newest()
+        assert whole is not None
+        files = sorted(path for path in whole.path.iterdir() if path.is_file())
+        victim = draws.draw(st.sampled_from(files), label="file")
+        data = bytearray(victim.read_bytes())
+        place = draws.draw(st.integers(0, len(data) - 1), label="place")
+        kind = draws.draw(st.sampled_from(["bit", "zeros", "cut", "longer", "empty", "gone"]), label="damage")
+        damaged = {
+            "bit": data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :],
+            "zeros": data[:place] + bytes(len(data) - place),
+            "cut": data[:place],
+            "longer": data + data[:1],
+            "empty": b"",
+        }
+        if kind == "gone":
+            victim.unlink()
+        else:
+            victim.write_bytes(damaged[kind])
+        found = store.newest()
+        assert found is not None
+        same_bytes = victim.exists() and victim.read_bytes() == data
+        assert found == whole if same_bytes else found.step == 1 or found == whole
+        if victim.name != "complete" and not same_bytes:
+            assert (found.step, found.data_cursor) == (1, DataCursor(1, 5))
+
+
+class PowerCut(BaseException):
+    """The machine stopped here."""
+
+
+@pytest.mark.parametrize("moment", range(10))
+def test_a_power_cut_at_every_moment_of_a_seal_leaves_a_whole_checkpoint(
+    two_checkpoints: Path, tmp_path: Path, moment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every write, fsync, rename and removal in turn is the last thing that happened; keep=1 deletes old ones."""
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(two_checkpoints, folder)
+    store = CheckpointStore(folder, keep=1)
+    shutil.copytree(folder / "step_00000002", store.unfinished(3))
+    (store.unfinished(3) / "complete").unlink()
+    happened = 0
+
+    def cutting(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def done(*args: Any, **kwargs: Any) -> Any:
+            nonlocal happened
+            if happened == moment:
+                raise PowerCut(name)
+            happened += 1
+            return work(*args, **kwargs)
+
+        return done
+
+    for owner, name in ((os, "fsync"), (Path, "rename"), (shutil, "rmtree"), (Path, "write_text")):
+        monkeypatch.setattr(owner, name, cutting(name, getattr(owner, name)))
+    with contextlib.suppress(PowerCut):
+        store.seal(3, DataCursor(3, 5), 1, BATCHES)
+    monkeypatch.undo()
+    store.open()
+    found = store.newest()
+    assert found is not None
+    assert found.data_cursor == DataCursor(found.step, 5)
+    assert not list(folder.glob("*.tmp"))
+    assert not list(folder.glob("*.damaged"))
+    assert found.step == (3 if moment > 5 else 2), "the rename is what makes it a checkpoint"
+
+
+def test_safetensors_are_hashed_while_they_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "rank_00.safetensors"
+    tensors = {
+        "random": torch.get_rng_state(),
+        "b": torch.randn(3, 5),
+        "a": torch.randn(2, 1, 4),
+        "counts": torch.arange(3),
+        "scalar": torch.tensor(2.5),
+        "half": torch.randn(3).bfloat16(),
+        "nothing": torch.empty(0, 4),
+    }
+    taken = save_hashed(tensors, path)
+    data = path.read_bytes()
+    assert taken == {"bytes": len(data), "xxh3": xxhash.xxh3_64_hexdigest(data)}
+    read = load_file(path)
+    assert read.keys() == tensors.keys()
+    assert all(read[name].dtype == one.dtype and torch.equal(read[name], one) for name, one in tensors.items())
+    with safe_open(path, framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt"}

@@ -1,0 +1,1 @@
+"""Dataset rows and the order in which they become tasks."""

@@ -1,0 +1,292 @@
+"""Dataset rows with verl's columns → tasks → the queue.
+
+Every row is checked when the file is opened; errors name its number (from 1). The feeder keeps the queue filled a
+little beyond what admission can take, so that rollout never waits for data.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from penstock.trainer.data.image_column import COLUMN, BadImages, with_pictures
+from penstock.transfer_queue import DataCursor, Limits, Status, StepError, Task, TransferQueue
+
+NEEDED = ("prompt", "data_source", "reward_model")
+PLAIN = (type(None), bool, int, float, str, bytes)
+
+
+class DataError(ValueError):
+    """The dataset cannot be used; the message names the file, the row and the column."""
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetRow:
+    """One checked dataset row, ready to become a task of any split."""
+
+    messages: Sequence[Mapping[str, Any]]
+    data_source: str
+    ground_truth: Any
+    agent_name: str | None
+    extra_info: Mapping[str, Any]
+    group_size: int | None = None
+    """Episodes of its task in training; None: as many as the run's tasks have."""
+
+    @property
+    def has_images(self) -> bool:
+        """Pictures stand in its prompt."""
+        contents = (message.get("content") for message in self.messages)
+        parts = [part for content in contents if not isinstance(content, str) for part in content or ()]
+        return any(str(part.get("type", "")).startswith("image") for part in parts)
+
+    def task(self, task_id: str, split: str, sampling: Mapping[str, Any] | None = None, min_version: int = 0) -> Task:
+        return Task(
+            task_id=task_id,
+            split=split,
+            messages=self.messages,
+            data_source=self.data_source,
+            ground_truth=self.ground_truth,
+            agent_name=self.agent_name,
+            extra_info=self.extra_info,
+            sampling=sampling or {},
+            min_version=min_version,
+            group_size=self.group_size,
+        )
+
+
+def load_rows(path: str | Path, limit: int = 0) -> list[DatasetRow]:
+    """The rows of a ``.parquet`` or ``.jsonl`` file (the first `limit`, where not 0). Raises `DataError`."""
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"dataset {path}: no such file")
+    rows = []
+    for number, raw in enumerate(_raw_rows(path), start=1):
+        rows.append(_check_row(raw, f"dataset {path}, row {number}", path.parent))
+        if number == limit:
+            break
+    if not rows:
+        raise DataError(f"dataset {path} has no rows")
+    return rows
+
+
+def _raw_rows(path: Path) -> Iterator[dict[str, Any]]:
+    if path.suffix == ".parquet":
+        return _parquet_rows(path)
+    if path.suffix in (".jsonl", ".ndjson"):
+        return _jsonl_rows(path)
+    raise DataError(f"dataset {path}: unknown kind {path.suffix!r}; give a .parquet or .jsonl file")
+
+
+def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        _check_columns(file.schema_arrow.names, f"dataset {path}")
+        for batch in file.iter_batches(batch_size=1024):
+            yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"dataset {path} is not readable as Parquet: {error}") from error
+
+
+def _jsonl_rows(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            yield _json_row(line, f"dataset {path}, row {number}")
+
+
+def _json_row(line: str, where: str) -> dict[str, Any]:
+    if not line.strip():
+        raise DataError(f"{where}: the line is empty")
+    try:
+        raw = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise DataError(f"{where}: expected an object, found {type(raw).__name__}")
+    _check_columns(list(raw), where)
+    return raw
+
+
+def _check_columns(found: Sequence[str], where: str) -> None:
+    for name in NEEDED:
+        if name not in found:
+            raise DataError(f"{where}: column {name!r} is missing; found {', '.join(sorted(found)) or 'none'}")
+
+
+def _check_row(raw: Mapping[str, Any], where: str, folder: Path) -> DatasetRow:
+    """`folder`: of the dataset; paths of pictures are relative to it."""
+    reward_model = raw["reward_model"]
+    if not isinstance(reward_model, Mapping) or reward_model.get("ground_truth") is None:
+        raise DataError(f"{where}: reward_model.ground_truth is missing; found {reward_model!r}")
+    if not isinstance(raw["data_source"], str) or not raw["data_source"]:
+        raise DataError(f"{where}: data_source must be a name, found {raw['data_source']!r}")
+    agent_name = raw.get("agent_name")
+    if not (agent_name is None or isinstance(agent_name, str)):
+        raise DataError(f"{where}: agent_name must be text, found {agent_name!r}")
+    return DatasetRow(
+        messages=_with_pictures(_check_messages(raw["prompt"], where), raw, where, folder),
+        data_source=raw["data_source"],
+        ground_truth=_check_plain(reward_model["ground_truth"], f"{where}: reward_model.ground_truth"),
+        agent_name=agent_name,
+        extra_info=_extra_info(raw, where),
+    )
+
+
+def _check_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(prompt, list) or not prompt:
+        raise DataError(f"{where}: prompt must be a list of chat messages, found {prompt!r}")
+    for index, message in enumerate(prompt):
+        if not _is_message(message):
+            raise DataError(f"{where}: prompt[{index}] must be {{'role', 'content'}}, found {message!r}")
+    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+
+
+def _with_pictures(
+    messages: list[dict[str, Any]], raw: Mapping[str, Any], where: str, folder: Path
+) -> list[dict[str, Any]]:
+    if raw.get("videos"):
+        raise DataError(f"{where}: column 'videos' has some, and only images are read")
+    if raw.get(COLUMN) is None:
+        return messages
+    try:
+        return with_pictures(messages, raw[COLUMN], folder)
+    except BadImages as error:
+        raise DataError(f"{where}: {error}") from error
+
+
+def _is_message(message: Any) -> bool:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    return bool(message.get("content") or message.get("tool_calls"))
+
+
+def _extra_info(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """verl's extra_info with the other columns beside it; a key that extra_info itself has is kept."""
+    own = raw.get("extra_info") or {}
+    if not isinstance(own, Mapping):
+        raise DataError(f"{where}: extra_info must be a mapping, found {own!r}")
+    others = {key: value for key, value in raw.items() if key not in (*NEEDED, "extra_info", "agent_name", COLUMN)}
+    checked: dict[str, Any] = _check_plain({**others, **own}, f"{where}: extra_info")
+    return checked
+
+
+def _check_plain(value: Any, where: str) -> Any:
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, list | tuple):
+        return [_check_plain(item, where) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _check_plain(item, f"{where}.{key}") for key, item in value.items()}
+    raise DataError(f"{where}: {type(value).__name__} is not plain data: {value!r}")
+
+
+class DataStream:
+    """An endless order over `count` rows, epoch after epoch, the same after a restart.
+
+    Where the dataset changed between restarts, the epoch continues at its index in the order of the new rows; an index
+    that the epoch no longer has is the start of the next one.
+    """
+
+    def __init__(self, count: int, seed: int, shuffle: bool) -> None:
+        self._count = count
+        self._seed = seed
+        self._shuffle = shuffle
+        self._order = lru_cache(maxsize=2)(self._make_order)
+
+    def places(self, start: DataCursor, count: int) -> list[DataCursor]:
+        """`count` places in order, the first at or after `start`."""
+        places = []
+        for _ in range(count):
+            places.append(start := self._existing(start))
+            start = self.after(start)
+        return places
+
+    def after(self, place: DataCursor) -> DataCursor:
+        """The next place."""
+        return self._existing(DataCursor(place.epoch, place.index + 1))
+
+    def row_index(self, place: DataCursor) -> int:
+        """Which row lies at a place that the stream has."""
+        return self._order(place.epoch)[place.index]
+
+    def _existing(self, place: DataCursor) -> DataCursor:
+        return place if place.index < self._count else DataCursor(place.epoch + 1, 0)
+
+    def _make_order(self, epoch: int) -> list[int]:
+        order = list(range(self._count))
+        if self._shuffle:
+            random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order
+
+
+class TaskOrder(Protocol):
+    """Which training tasks come next, see `task_order`."""
+
+    def begin(self, step: int) -> None:
+        """Before the first task of a trainer that continues with `step`."""
+
+    def next(self, start: DataCursor, count: int) -> tuple[list[Task], DataCursor]:
+        """`count` ≥ 1 tasks from the place `start` on, and the place after them."""
+
+    def observe(self, step: int, rewards: Mapping[str, Sequence[float]]) -> dict[str, float]:
+        """`step` is trained: task id → rewards of its episodes. Returns numbers for the step's metrics."""
+
+
+class Feeder:
+    """Submits training tasks in order. Only rank 0 feeds.
+
+    The cursor is the queue's own: tasks that were submitted once stay there over a restart of the trainer, and
+    `submit(tasks, cursor)` is a no-op for a place that the queue has passed.
+    """
+
+    def __init__(self, queue: TransferQueue, limits: Limits, order: TaskOrder, steps: int) -> None:
+        self._queue = queue
+        self._limits = limits
+        self._order = order
+        self._steps = steps
+        self.cursor = DataCursor()
+        """Place in the data stream after the last submitted task."""
+
+    async def start(self, step: int = 0) -> None:
+        """`step`: the first that will be trained."""
+        await asyncio.to_thread(self._order.begin, step)
+        self.cursor = await self._queue.cursor()
+        await self.fill()
+
+    async def fill(self) -> int:
+        """Submit what is missing; returns how many groups. Groups that were dropped or died are replaced here."""
+        count = missing_groups(await self._queue.status(), self._limits, self._steps)
+        if count > 0:
+            await self._submit(*self._order.next(self.cursor, count))
+        return max(count, 0)
+
+    def observe(self, step: int, rewards: Mapping[str, Sequence[float]]) -> dict[str, float]:
+        """See `TaskOrder.observe`."""
+        return self._order.observe(step, rewards)
+
+    async def _submit(self, tasks: Sequence[Task], end: DataCursor) -> None:
+        try:
+            await self._queue.submit(tasks, cursor=end, after=self.cursor)
+        except StepError:
+            # It has lost its newest tasks with its machine: they come first.
+            self.cursor = await self._queue.cursor()
+        else:
+            self.cursor = end
+
+
+def missing_groups(status: Status, limits: Limits, steps: int) -> int:
+    """Groups to submit: (max_staleness + 2) steps ahead of consumption, never more than the run can still train."""
+    # Parked groups cannot be admitted before others ship: were they counted, a backlog of a source at its quota would
+    # take all the room and a step could never be filled.
+    waiting = sum(status.groups.get(state, 0) for state in ("queued", "admitted", "ready")) - status.parked
+    ahead = (limits.max_staleness + 2) * limits.groups_per_step
+    still_needed = (steps - status.version) * limits.groups_per_step - status.groups.get("shipped", 0)
+    return min(ahead, still_needed) - waiting

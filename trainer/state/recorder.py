@@ -1,0 +1,226 @@
+"""Records of a run for people and programs: steps, evaluations, the reason of its end; numbers and texts for its sinks.
+
+A recorded trajectory has ids and text of each run of fed and of sampled tokens with versions and logprobs, and the
+characters that each token made.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.common import append_jsonl, iter_jsonl, rewrite_jsonl
+from penstock.trainer.data.images import FOLDER, UnreadableImages, keep_images
+from penstock.trainer.sinks import MetricSink
+from penstock.trainer.sinks.jsonl import JsonLines
+from penstock.trainer.stopping import Stopping
+from penstock.transfer_queue import Segment, Trajectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from penstock.trainer.batch import StepBatch
+
+logger = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Only rank 0 records, one call at a time: a line appended while the file is rewritten would be lost.
+
+    Lines are flushed as they are written; a rewritten file is replaced atomically.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        model: str,
+        save_trajectories: int,
+        stopping: Stopping,
+        further: Sequence[MetricSink] = (),
+    ) -> None:
+        """`further`: sinks besides ``metrics.jsonl``; none of their calls may raise."""
+        self._steps = run_dir / "steps.jsonl"
+        self._evaluations = run_dir / "eval.jsonl"
+        self._ended = run_dir / "ended.json"
+        self._save_trajectories = save_trajectories
+        self._stopping = stopping
+        self._one_at_a_time = threading.Lock()
+        self._lines = JsonLines(run_dir)
+        self._images = run_dir / FOLDER
+        self._sinks: Sequence[MetricSink] = (self._lines, *further)
+        self._tokenizer = _tokenizer(model)
+
+    def rewind(self, step: int) -> None:
+        """Forget `step` and later: they are trained again. A line that a crash cut short goes too."""
+        rewrite_jsonl(self._steps, (line for line in iter_jsonl(self._steps) if line["step"] < step))
+        rewrite_jsonl(self._evaluations, (line for line in iter_jsonl(self._evaluations) if line["version"] <= step))
+        for sink in self._sinks:
+            sink.rewind(step)
+        self._ended.unlink(missing_ok=True)
+        self._stopping.begin(self._lines.lines())
+
+    def step(self, batch: StepBatch, metrics: Mapping[str, Any], advantages: Tensor) -> None:
+        """Everything of one step. The step's episodes are written first: the account is never behind the metrics."""
+        episodes = [episode for group in batch.groups for episode in group]
+        records = self._readable(batch, advantages)
+        with self._one_at_a_time:
+            append_jsonl(self._steps, [{"step": batch.step, "version": batch.step + 1, "episodes": episodes}])
+            for sink in self._sinks:
+                sink.trajectories(batch.step, records)
+                sink.step(batch.step + 1, metrics)
+        self._stopping.see(batch.step + 1, metrics)
+        self._stopping.check(metrics)
+
+    def evaluation(self, version: int, result: Mapping[str, float], wall_s: float) -> None:
+        """A line of ``eval.jsonl``; its numbers also join the line of the step that made the version."""
+        named = {f"eval/{name}": value for name, value in result.items()}
+        with self._one_at_a_time:
+            append_jsonl(self._evaluations, [{"version": version, **result, "wall_s": wall_s}])
+            for sink in self._sinks:
+                sink.evaluation(version, named)
+        self._stopping.see(version, named)
+
+    def ended(self, version: int, why: str) -> None:
+        """``ended.json``: the run is over, and why. Gone where it continues after all."""
+        logger.info("the run is over at version %d: %s", version, why)
+        self._ended.write_text(json.dumps({"version": version, "why": why}) + "\n")
+
+    def why_over(self) -> str | None:
+        """See `Stopping.why`."""
+        return self._stopping.why()
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+    def _readable(self, batch: StepBatch, advantages: Tensor) -> list[dict[str, Any]]:
+        weights = advantages.tolist()
+        chosen = kept_of([t.reward for t in batch.trajectories], self._save_trajectories)
+        self._keep_images([batch.trajectories[n] for n in chosen])
+        return [readable_trajectory(batch.trajectories[n], weights[n], self._tokenizer) for n in chosen]
+
+    def _keep_images(self, trajectories: Sequence[Trajectory]) -> None:
+        """For people: a record without its images is better than no record."""
+        for trajectory in trajectories:
+            try:
+                if trajectory.images is not None:
+                    keep_images(trajectory.images, self._images)
+            except UnreadableImages as error:
+                logger.warning("images of episode %s are not recorded: %s", trajectory.episode_id, error)
+
+
+def kept_of(rewards: Sequence[float | None], count: int) -> list[int]:
+    """`count` places in order: the best, the worst, and the others evenly among those between. Ties: the first."""
+    ranked = sorted(range(len(rewards)), key=lambda place: -(rewards[place] or 0.0))
+    if count >= len(ranked) or count < 2:
+        return sorted(ranked[:count])
+    last = len(ranked) - 1
+    return sorted({ranked[round(number * last / (count - 1))] for number in range(count)})
+
+
+def _tokenizer(model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        logger.warning("trajectories are written as token ids: %s has no tokenizer (%s)", model, error)
+        return None
+
+
+def readable_trajectory(trajectory: Trajectory, advantage: float | None, tokenizer: Any) -> dict[str, Any]:
+    """Plain data; texts are lists of ids where `tokenizer` is None."""
+    return {
+        "episode_id": trajectory.episode_id,
+        "reward": trajectory.reward,
+        "advantage": advantage,
+        "outcome": {
+            "kind": str(trajectory.outcome.kind),
+            "reason": trajectory.outcome.reason,
+            "component": trajectory.outcome.component,
+        },
+        "num_turns": trajectory.num_turns,
+        "data_source": trajectory.data_source,
+        "metrics": dict(trajectory.metrics),
+        "extra": dict(trajectory.extra),
+        **({} if trajectory.images is None else {"images": [list(names) for names in trajectory.images.by_segment]}),
+        "segments": [_segment(segment, tokenizer) for segment in trajectory.segments],
+    }
+
+
+def _segment(segment: Segment, tokenizer: Any) -> dict[str, Any]:
+    return {
+        "prompt": _text(segment.prompt_ids, tokenizer),
+        "prompt_tokens": len(segment.prompt_ids),
+        "prompt_ids": segment.prompt_ids.tolist(),
+        "runs": [_run(segment, start, end, tokenizer) for start, end in mask_runs(segment.response_mask)],
+    }
+
+
+def _run(segment: Segment, start: int, end: int, tokenizer: Any) -> dict[str, Any]:
+    sampled = bool(segment.response_mask[start])
+    run: dict[str, Any] = {
+        "mask": int(sampled),
+        "tokens": end - start,
+        "ids": segment.response_ids[start:end].tolist(),
+        "text": _text(segment.response_ids[start:end], tokenizer),
+    }
+    if tokenizer is not None:
+        run["ends"] = token_ends(segment.response_ids[start:end].tolist(), run["text"], tokenizer)
+    if sampled:
+        run["versions"] = [
+            [int(version), int(min(last, end) - max(first, start))]
+            for version, first, last in segment.version_spans
+            if first < end and last > start
+        ]
+        run["logprobs"] = [round(float(value), 4) for value in segment.response_logprobs[start:end]]
+    return run
+
+
+def mask_runs(mask: np.ndarray) -> list[tuple[int, int]]:
+    """[T] → half-open ranges of equal mask, in order."""
+    edges = np.flatnonzero(np.diff(mask)) + 1
+    bounds = [0, *edges.tolist(), len(mask)]
+    return [(start, end) for start, end in pairwise(bounds) if end > start]
+
+
+def _text(ids: np.ndarray, tokenizer: Any) -> Any:
+    return ids.tolist() if tokenizer is None else tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+
+CUT = "\ufffd"
+"""What a decoder writes for bytes that are no whole character (yet)."""
+MOST_BYTES = 4
+"""Of one character: tokens that wait for longer are no character's beginning."""
+
+
+def token_ends(ids: Sequence[int], text: str, tokenizer: Any) -> list[int]:
+    """[N] how many characters of `text` are there after each token; the last is its length.
+
+    A character that several tokens make counts with the last of them.
+    """
+    pieces = {number: tokenizer.decode([number], skip_special_tokens=False) for number in set(ids)}
+    if "".join(pieces[number] for number in ids) == text:
+        return list(accumulate(len(pieces[number]) for number in ids))
+    return _in_context(ids, text, tokenizer)
+
+
+def _in_context(ids: Sequence[int], text: str, tokenizer: Any) -> list[int]:
+    """Each token decoded behind those before it: bytes join there, and blanks are kept as decoders keep them."""
+    ends: list[int] = []
+    behind, read, length = 0, 0, 0
+    for end in range(1, len(ids) + 1):
+        now = tokenizer.decode(ids[behind:end], skip_special_tokens=False)
+        if not now.endswith(CUT) or end - read >= MOST_BYTES:
+            before = tokenizer.decode(ids[behind:read], skip_special_tokens=False) if read > behind else ""
+            length = min(len(text), length + max(0, len(now) - len(before)))
+            behind, read = read, end
+        ends.append(length)
+    return [*ends[:-1], len(text)]

@@ -1,0 +1,92 @@
+"""The newest whole checkpoint, found by all ranks together: each reads and compares its share of the files.
+
+    rank 0       newest folder with a whole marker ──► its files and their checksums, to all ranks
+    each rank    reads its share of the files, as many bytes as the others; compares
+    all          what each found ──► one is damaged: rank 0 sets the checkpoint aside, and names the one before ⟲
+                                 └─► none: that checkpoint
+
+Every rank comes to the same verdict. The deadline is by the bytes of the largest share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.trainer.ranks.distributed import Ranks
+from penstock.trainer.state.checkpoint import (
+    CheckpointInfo,
+    CheckpointStore,
+    Fingerprint,
+    MarkedCheckpoint,
+    damage_in,
+    read_timeout_s,
+)
+from penstock.transfer_queue import DataCursor
+
+REPORT_S = 60.0
+"""A rank that is late says so itself, before the others give it up."""
+
+
+class CheckpointNotRead(RuntimeError):
+    """A rank has not read its share of a checkpoint in time. Raised on all ranks; the message names rank and share."""
+
+
+def newest_whole(store: CheckpointStore, ranks: Ranks) -> CheckpointInfo | None:
+    """A collective, in the thread that does the torch work. A damaged checkpoint is set aside by rank 0, with the file
+    named in its log, and the one before is taken.
+
+    Only rank 0's answer has the data cursor and the batches. Raises `CheckpointNotRead` on all ranks, `RuntimeError`
+    where a rank is gone.
+    """
+    while True:
+        marked = store.newest_marked() if ranks.is_rank0 else None
+        named = ranks.from_rank0(None if marked is None else _named(marked))
+        if named is None:
+            return None
+        problem = _verdict(store.folder / named["name"], named["files"], ranks)
+        if not problem:
+            return marked.info if marked is not None else _info(store.folder, named)
+        if marked is not None:
+            store.set_aside(marked.info.path, problem)
+
+
+def shares_of(files: Mapping[str, Fingerprint], ranks: int) -> list[dict[str, Fingerprint]]:
+    """By rank: every file once, the largest first to the rank that has the fewest bytes so far."""
+    shares: list[dict[str, Fingerprint]] = [{} for _ in range(ranks)]
+    sizes = [0] * ranks
+    for name in sorted(files, key=lambda one: (-int(files[one]["bytes"]), one)):
+        smallest = sizes.index(min(sizes))
+        shares[smallest][name] = files[name]
+        sizes[smallest] += int(files[name]["bytes"])
+    return shares
+
+
+def _verdict(path: Path, files: Mapping[str, Fingerprint], ranks: Ranks) -> str:
+    """A collective: what is wrong with the checkpoint, or nothing; the same on all ranks."""
+    shares = shares_of(files, ranks.world)
+    timeout_s = read_timeout_s(max(_bytes(share) for share in shares))
+    mine, damage, late = shares[ranks.rank], "", ""
+    try:
+        damage = damage_in(path, mine, timeout_s)
+    except TimeoutError:
+        late = f"rank {ranks.rank} has not read its {len(mine)} files, {_bytes(mine)} bytes, within {timeout_s:.0f} s"
+    ranks.meet(timeout_s + REPORT_S)
+    found = ranks.gather([damage, late])
+    if too_late := "; ".join(late for _, late in found if late):
+        raise CheckpointNotRead(f"checkpoint {path}: {too_late}. Is its disk slower than 20 MB/s, or away?")
+    return next((damage for damage, _ in found if damage), "")
+
+
+def _bytes(share: Mapping[str, Fingerprint]) -> int:
+    return sum(int(one["bytes"]) for one in share.values())
+
+
+def _named(marked: MarkedCheckpoint) -> dict[str, Any]:
+    info = marked.info
+    return {"name": info.path.name, "step": info.step, "ranks": info.ranks, "files": marked.files}
+
+
+def _info(folder: Path, named: Mapping[str, Any]) -> CheckpointInfo:
+    return CheckpointInfo(folder / named["name"], named["step"], DataCursor(), named["ranks"])

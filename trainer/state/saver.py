@@ -1,0 +1,235 @@
+"""Checkpoint, then commit: the queue forgets a step's trajectories only when a durable checkpoint holds the step.
+
+save(step) ──► the save before is done? ──► copy (torch thread) ──► task: shards ─► seal ─► version is out? ─► commit
+
+Trained trajectories wait for their commit in the batch log on the trainer's disk, not in the store's memory:
+
+    begin(s) ──► the spill before is done? ──► task: version s + 1 is out? ─► queue.spill(s, this rank's share)
+
+So the store holds the payloads of a step or two, however far apart the checkpoints are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from concurrent.futures import Future
+from typing import Any
+
+from penstock.trainer.batch import StepBatch
+from penstock.trainer.engine import Engine
+from penstock.trainer.job import TrainJob
+from penstock.trainer.publish import Publisher
+from penstock.trainer.ranks.distributed import Ranks, TorchThread
+from penstock.trainer.state.checkpoint import CheckpointInfo, CheckpointStore, Groups, RecentBatches, save_timeout_s
+from penstock.trainer.state.restore import newest_whole
+from penstock.trainer.timeline import Timeline, Track
+from penstock.transfer_queue import DataCursor, Status
+
+logger = logging.getLogger(__name__)
+
+
+class Saver:
+    """Every rank has one; rank 0's seals and commits."""
+
+    def __init__(
+        self, job: TrainJob, engine: Engine, ranks: Ranks, in_torch: TorchThread, timeline: Timeline | None = None
+    ) -> None:
+        self._queue = job.run.queue
+        self._timeline = timeline or Timeline()
+        self._engine = engine
+        self._ranks = ranks
+        self._in_torch = in_torch
+        self._store = CheckpointStore(job.run_dir / "checkpoints", job.config.keep_checkpoints)
+        self._recent = RecentBatches()
+        self._publish_timeout_s = job.config.publish_timeout_s
+        self._timeout_s = save_timeout_s(self._publish_timeout_s, engine.state_bytes)
+        self._task: asyncio.Task[None] | None = None
+        self._saved = -1
+
+    @property
+    def damaged(self) -> int:
+        """Checkpoints of this run that were found damaged and set aside, in all its lives."""
+        return self._store.damaged
+
+    def has(self, step: int) -> bool:
+        """Whether the state after `step` steps is saved, or is being saved."""
+        return step == self._saved
+
+    async def restore(self) -> int:
+        """Load the newest whole checkpoint; returns the step to continue with, 0 for a fresh run.
+
+        A queue that is behind the checkpoint is brought forward to it. Raises `RuntimeError` where the queue has
+        committed steps and no checkpoint is left at all, or is further behind than the checkpoint remembers.
+        """
+        await self._in_torch(self._begin)
+        if self._ranks.is_rank0:
+            await asyncio.to_thread(self._store.open)
+        found = await self._in_torch(newest_whole, self._store, self._ranks)
+        # No rank loads before rank 0 has found the checkpoint to be of this run.
+        committed = await self._in_torch(self._ranks.from_rank0, await self._matched(found))
+        if found is None:
+            return 0
+        await self._in_torch(self._engine.load, found.path, found.ranks)
+        self._saved = found.step
+        logger.info("restored %s: step %d", found.path, found.step)
+        return max(found.step, committed)
+
+    def remember(self, step: int, groups: Groups) -> None:
+        """`step` is trained on these groups: the next checkpoints say so."""
+        self._recent.add(step, groups)
+
+    async def save(self, step: int, data_cursor: DataCursor, publisher: Publisher) -> None:
+        """Begin to save the state after `step` steps; a no-op where that is saved already."""
+        if step == self._saved:
+            return
+        await self.settle()
+        self._saved = step
+        # Rank 0 alone waited for the version, and the commit, of the checkpoint before.
+        await self._in_torch(self._ranks.meet)
+        future = await self._in_torch(self._engine.begin_save, self._store.unfinished(step))
+        found = CheckpointInfo(
+            self._store.unfinished(step), step, data_cursor, self._ranks.world, self._recent.below(step)
+        )
+        self._task = asyncio.create_task(self._finish(found, future, publisher), name=f"save {step}")
+
+    async def settle(self) -> None:
+        """Wait for the save under way and its commit; raises what went wrong."""
+        if self._task is not None:
+            began = time.monotonic()
+            try:
+                await self._task
+            finally:
+                self._task = None
+            await self._queue.add_wait("trainer", "checkpoint", time.monotonic() - began)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _begin(self) -> None:
+        """A collective. One rank may have more to write than another: all wait as long as the largest part takes."""
+        largest = int(self._ranks.max(self._engine.state_bytes))
+        self._timeout_s = save_timeout_s(self._publish_timeout_s, largest)
+        self._ranks.await_saves(self._timeout_s)
+
+    async def _matched(self, found: CheckpointInfo | None) -> int:
+        """Steps committed; the queue knows all that the checkpoint holds. Rank 0 asks, and its answer counts."""
+        if not self._ranks.is_rank0:
+            return 0
+        status = await self._queue.status()
+        if status.committed_step > (found.step if found else 0):
+            self._report_lost_updates(found, status.committed_step)
+        if found is not None:
+            await self._catch_up(found, status)
+            self._recent.update(found.batches)
+        return status.committed_step
+
+    async def _catch_up(self, found: CheckpointInfo, status: Status) -> None:
+        """Redis may lose its last second with its machine; the checkpoint tells it what was trained meanwhile."""
+        if status.step >= found.step and status.version + 1 >= found.step:
+            return
+        unknown = [step for step in range(status.step, found.step) if step not in found.batches]
+        if unknown:
+            raise RuntimeError(
+                f"the checkpoint is of version {found.step}, the queue is at {status.version} and lacks step "
+                f"{unknown[0]}, which the checkpoint does not remember: they are not of one run. Start a run with a "
+                "new name, or bring back the queue's data"
+            )
+        logger.warning(
+            "the queue is at version %d and next step %d, behind the checkpoint: it lost its latest entries and is "
+            "brought forward to version %d",
+            status.version,
+            status.step,
+            found.step,
+        )
+        await self._queue.commit(found.step, found.batches)
+
+    def _report_lost_updates(self, found: CheckpointInfo | None, committed: int) -> None:
+        if found is None:
+            raise RuntimeError(
+                f"the queue has committed {committed} steps, and {self._store.folder} holds no whole checkpoint: what "
+                "they learned is gone. Bring the checkpoints back, or start a run with a new name"
+            )
+        # Their trajectories are deleted: training them again is impossible, and stopping would gain nothing.
+        logger.error(
+            "the updates of steps %d to %d are lost with the damaged checkpoint; continuing at step %d with the "
+            "weights after step %d",
+            found.step,
+            committed - 1,
+            committed,
+            found.step - 1,
+        )
+
+    async def _finish(self, found: CheckpointInfo, future: Future[Any], publisher: Publisher) -> None:
+        with self._timeline.during(Track.CHECKPOINT, "checkpoint", found.step):
+            await self._until_committed(found, future, publisher)
+
+    async def _until_committed(self, found: CheckpointInfo, future: Future[Any], publisher: Publisher) -> None:
+        async with asyncio.timeout(self._timeout_s):
+            await asyncio.wrap_future(future)
+            if not self._ranks.is_rank0:
+                return
+            # A checkpoint of a trainer that was replaced would stand for the steps of the one in its place.
+            await self._queue.check_training()
+            await asyncio.to_thread(self._store.seal, found.step, found.data_cursor, found.ranks, found.batches)
+            # A step counts as trained when its version is out; the queue commits trained steps only.
+            await publisher.until_published(found.step)
+            await self._queue.commit(found.step, found.batches)
+            self._recent.committed(found.step)
+
+
+SPILL_TIMEOUT_S = 600.0
+"""A share that is not in the log by then, its version's publication included, stops the run."""
+
+
+class Spiller:
+    """Every rank has one and spills its own share. Without `TrainJob.spill` every method is a no-op."""
+
+    def __init__(self, job: TrainJob, publisher: Publisher, first: bool, *, is_replica_leader: bool = True) -> None:
+        """`is_replica_leader`: of the ranks that hold the same rows, one spills them."""
+        self._queue = job.run.queue
+        self._enabled = job.spill and is_replica_leader
+        self._publisher = publisher
+        self._first = first
+        self._task: asyncio.Task[None] | None = None
+
+    async def begin(self, batch: StepBatch) -> None:
+        """Spill a trained step in the background; none whose checkpoint, and with it the commit, follows at once.
+
+        Raises what went wrong with the step before.
+        """
+        if not self._enabled:
+            return
+        await self.settle()
+        episodes = [trajectory.episode_id for trajectory in batch.trajectories]
+        self._task = asyncio.create_task(self._spill(batch.step, episodes), name=f"spill step {batch.step}")
+
+    async def settle(self) -> None:
+        """Wait for the spill under way; raises what went wrong (disk full, queue away).
+
+        Comes before every checkpoint on every rank. A checkpoint is whole only when all ranks wrote their shards, so
+        no share can reach the log after the commit that drops the log's files.
+        """
+        if self._task is None:
+            return
+        began = time.monotonic()
+        try:
+            await self._task
+        finally:
+            self._task = None
+        if self._first:
+            await self._queue.add_wait("trainer", "spill", time.monotonic() - began)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _spill(self, step: int, episodes: list[str]) -> None:
+        async with asyncio.timeout(SPILL_TIMEOUT_S):
+            await self._publisher.until_published(step + 1)
+            moved = await self._queue.spill(step, episodes)
+        logger.debug("step %d: %d of %d trajectories moved to the batch log", step, moved, len(episodes))
