@@ -1,14 +1,9 @@
 from .environment import SOLVE_OUTPUT as SOLVE_OUTPUT
-from .environment import TEST_OUTPUT as TEST_OUTPUT
 from .environment import HarborEnvironment as HarborEnvironment
 from .environment import HarborGrade as HarborGrade
 from .folders import find_task_folders as find_task_folders
 from .folders import read_task as read_task
 from .folders import tasks_of as tasks_of
-from .packing import REPOSITORY as REPOSITORY
-from .packing import BuildContext as BuildContext
 from .packing import packed as packed
 from .task import HarborTask as HarborTask
 from .task import HarborTaskError as HarborTaskError
-from .task import Healthcheck as Healthcheck
-from .task import resolved as resolved

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
 from collections.abc import AsyncIterator
 
 from fastapi import Depends, FastAPI, Request, Response
@@ -44,22 +43,25 @@ async def serve(config: SandboxConfig, host: str, port: int, token: str, metrics
     if config.backend == "remote":
         raise SandboxError("a sandbox server holds boxes itself: sandbox.backend must not be remote")
     callers = callers_of(config, token, os.environ)
-    listener = _listen(host, port)
-    app = build_app(make_sandbox(config, f"sandbox-{listener.getsockname()[1]}"), config, callers, metrics_token)
+    try:
+        listener = listen(host, port)
+    except OSError as error:
+        raise SandboxError(str(error.strerror)) from error
+    app = _app(make_sandbox(config, f"sandbox-{listener.getsockname()[1]}"), config, callers, metrics_token)
     await serve_http(
         app, listener, deadline_s=STOP_DEADLINE_S, on_ready=lambda url: logger.info("sandbox server on %s", url)
     )
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        return listen(host, port)
-    except OSError as error:
-        raise SandboxError(str(error.strerror)) from error
+def build_app(sandbox: Sandbox, config: SandboxConfig, token: str, metrics_token: str = "") -> FastAPI:
+    """The app for the run's own `token` and those of `config.server.callers`, as `serve` runs it.
+
+    Its lifespan owns `sandbox`: every box is ended with it. Raises `SandboxError` if a caller's token is missing.
+    """
+    return _app(sandbox, config, callers_of(config, token, os.environ), metrics_token)
 
 
-def build_app(sandbox: Sandbox, config: SandboxConfig, callers: tuple[Caller, ...], metrics_token: str = "") -> FastAPI:
-    """Its lifespan owns `sandbox`: every box is ended with it."""
+def _app(sandbox: Sandbox, config: SandboxConfig, callers: tuple[Caller, ...], metrics_token: str) -> FastAPI:
     state = ServerState.of(sandbox, config)
     app = FastAPI(
         title="Penstock sandbox",

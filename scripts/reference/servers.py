@@ -34,7 +34,7 @@ def _sandbox() -> FastAPI:
     from penstock.sandbox import SandboxConfig
     from penstock.sandbox.server import build_app
 
-    return build_app(NOTHING, SandboxConfig(), ())
+    return build_app(NOTHING, SandboxConfig(), "any")
 
 
 def _dashboard() -> FastAPI:

@@ -16,8 +16,10 @@ from tests.sandbox import orphans
 from tests.sandbox.backends import is_deep
 from tests.sandbox.orphans import MAKERS, Maker
 
-from penstock.sandbox import BwrapSandbox, DriverSession, SandboxConfig, SandboxError
-from penstock.sandbox.docker import DockerSandbox
+from penstock.sandbox import SandboxConfig, SandboxError
+from penstock.sandbox.bwrap import BwrapSandbox
+from penstock.sandbox.docker.sandbox import DockerSandbox
+from penstock.sandbox.session import DriverSession
 
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:

@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.sandbox.containers import engine_leftovers
 
 from penstock.sandbox import UID_BASE as BWRAP_UIDS
-from penstock.sandbox.docker import UID_BASE as DOCKER_UIDS
+from penstock.sandbox.docker.spec import UID_BASE as DOCKER_UIDS
 
 UIDS_PER_MAKER = 1024
 MARK = f"penstock-attack-{os.getpid()}"

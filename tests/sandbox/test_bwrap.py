@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from tests.sandbox.conftest import CONFIG, OWNER, box_cgroups, box_processes
 
-from penstock.sandbox import BwrapSandbox, SandboxConfig, SandboxError, SandboxLost, make_sandbox
+from penstock.sandbox import SandboxConfig, SandboxError, SandboxLost, make_sandbox
+from penstock.sandbox.bwrap import BwrapSandbox
 
 pytestmark = pytest.mark.bwrap
 BY_UID = pytest.mark.skipif(os.geteuid() != 0, reason="a box's processes are found by its uid, which root alone gives")

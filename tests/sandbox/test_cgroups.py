@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.sandbox import CgroupMaker, SandboxConfig, open_cgroups, process_start
+from penstock.sandbox import SandboxConfig
+from penstock.sandbox.cgroups import CgroupMaker, open_cgroups, process_start
 
 CONFIG = SandboxConfig(memory_mb=100, pids=10, cpus=0.5)
 

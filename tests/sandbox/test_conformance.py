@@ -15,8 +15,9 @@ import pytest
 import pytest_asyncio
 from tests.sandbox.backends import BACKENDS, CONFIG, OWN_BOXES, on_every_backend, sandbox_of
 
-from penstock.sandbox import Output, RunResult, Sandbox, SandboxError, SandboxLost, Session, make_sandbox
+from penstock.sandbox import RunResult, Sandbox, SandboxError, SandboxLost, Session, make_sandbox
 from penstock.sandbox.inside import shell
+from penstock.sandbox.protocol import Output
 
 
 @pytest_asyncio.fixture(params=BACKENDS)

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from penstock.sandbox import WINDOW_BYTES, BoxConnections, SandboxError
+from penstock.sandbox import SandboxError
+from penstock.sandbox.connections import BoxConnections
+from penstock.sandbox.inside.forward import WINDOW_BYTES
 
 PIECE = base64.b64encode(b"x" * (WINDOW_BYTES // 2)).decode()
 

@@ -16,17 +16,11 @@ from tests.sandbox.conftest import DOCKER, OWNER, opened
 from tests.sandbox.containers import IMAGE, PLAIN_IMAGE, all_boxes, containers_of, docker, inspect, make_plain_image
 from tests.sandbox.server.conftest import TOKEN, serving
 
-from penstock.sandbox import (
-    RemoteSandbox,
-    RunResult,
-    SandboxConfig,
-    SandboxError,
-    SandboxLost,
-    SandboxServerConfig,
-    Session,
-    make_sandbox,
-)
-from penstock.sandbox.docker import DockerSandbox, is_abandoned, labels_of, uid_of
+from penstock.sandbox import RemoteSandbox, RunResult, SandboxConfig, SandboxError, SandboxLost, Session, make_sandbox
+from penstock.sandbox.config import SandboxServerConfig
+from penstock.sandbox.docker.orphans import is_abandoned, labels_of
+from penstock.sandbox.docker.sandbox import DockerSandbox
+from penstock.sandbox.docker.spec import uid_of
 
 pytestmark = pytest.mark.docker
 

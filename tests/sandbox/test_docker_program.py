@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("aiodocker")
 
 from penstock.sandbox import SandboxError
-from penstock.sandbox.docker import Program
+from penstock.sandbox.docker.exec_session import Program
 
 
 class BreakingStream:

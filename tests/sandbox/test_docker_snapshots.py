@@ -25,8 +25,10 @@ from tests.sandbox.containers import (
 from typer.testing import CliRunner
 
 from penstock.deploy import app
-from penstock.sandbox import BoxNeeds, NoSnapshots, SandboxBusy, SandboxError, SandboxLost, Session, Snapshot
-from penstock.sandbox.docker import DockerSandbox, image_is_abandoned, labels_of
+from penstock.sandbox import BoxNeeds, SandboxError, SandboxLost, Session
+from penstock.sandbox.docker.orphans import image_is_abandoned, labels_of
+from penstock.sandbox.docker.sandbox import DockerSandbox
+from penstock.sandbox.protocol import NoSnapshots, SandboxBusy, Snapshot
 
 pytestmark = pytest.mark.docker
 ROOT = BoxNeeds(own_root=True)

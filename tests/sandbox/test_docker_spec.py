@@ -7,18 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.sandbox import NoSuchImage, SandboxConfig, SandboxError
-from penstock.sandbox.docker import (
-    IMAGE_NAME,
-    DockerEngine,
-    DockerImage,
-    container_spec,
-    describe,
-    find_image,
-    require_memory_limit,
-    uid_of,
-)
+from penstock.sandbox import SandboxConfig, SandboxError
+from penstock.sandbox.docker.engine import IMAGE_NAME, DockerEngine, DockerImage, find_image, require_memory_limit
+from penstock.sandbox.docker.sandbox import describe
+from penstock.sandbox.docker.spec import container_spec, uid_of
 from penstock.sandbox.inside import driver as confine
+from penstock.sandbox.protocol import NoSuchImage
 
 ENGINE = DockerEngine(
     version="28.2",

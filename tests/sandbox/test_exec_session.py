@@ -11,7 +11,8 @@ from tests.sandbox.conftest import DOCKER, OWNER
 from tests.sandbox.containers import PLAIN_IMAGE, containers_of, docker, inspect, make_plain_image
 
 from penstock.sandbox import SandboxError, SandboxLost, Session
-from penstock.sandbox.docker import Container, DockerSandbox
+from penstock.sandbox.docker.container import Container
+from penstock.sandbox.docker.sandbox import DockerSandbox
 
 pytestmark = pytest.mark.docker
 

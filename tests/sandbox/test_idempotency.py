@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from penstock.sandbox import IdempotencyCache, RunResult, SandboxError, as_call, current_call, request_key
+from penstock.sandbox import RunResult, SandboxError, as_call, current_call
+from penstock.sandbox.idempotency import IdempotencyCache, request_key
 
 
 def counting(answer, gate=None):

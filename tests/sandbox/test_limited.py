@@ -3,7 +3,10 @@ from __future__ import annotations
 import asyncio
 import os
 
-from penstock.sandbox import ProcessBox, SandboxConfig, SessionSlot, UnsafeSubprocessSandbox
+from penstock.sandbox import SandboxConfig
+from penstock.sandbox.box import ProcessBox
+from penstock.sandbox.limited import SessionSlot
+from penstock.sandbox.unsafe_subprocess import UnsafeSubprocessSandbox
 
 STARTS_AT_ONCE = max(2, os.cpu_count() or 1)
 

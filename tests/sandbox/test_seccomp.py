@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from penstock.sandbox import build_filter
+from penstock.sandbox.seccomp import build_filter
 
 ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 X86_64, AARCH64 = 0xC000003E, 0xC00000B7

@@ -10,7 +10,8 @@ import pytest
 import pytest_asyncio
 from tests.sandbox.backends import OWN_BOXES, sandbox_of
 
-from penstock.sandbox import MAX_CONNECTIONS, WINDOW_BYTES, SandboxError, SandboxLost, ServedSession
+from penstock.sandbox import SandboxError, SandboxLost, ServedSession
+from penstock.sandbox.inside.forward import MAX_CONNECTIONS, WINDOW_BYTES
 
 BEGIN = """
 import socket, sys, threading, time

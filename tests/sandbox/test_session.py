@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from penstock.sandbox import OneBoxSession, SandboxConfig, SandboxLost
+from penstock.sandbox import SandboxConfig, SandboxLost
+from penstock.sandbox.session import OneBoxSession
 
 
 class NoBox:

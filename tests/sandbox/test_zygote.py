@@ -17,7 +17,8 @@ from tests.sandbox.conftest import CONFIG, OWNER, box_cgroups
 from tests.sandbox.orphans import Maker, zygote_processes
 from tests.until import until
 
-from penstock.sandbox import BwrapSandbox, SandboxError, SandboxLost, Session
+from penstock.sandbox import SandboxError, SandboxLost, Session
+from penstock.sandbox.bwrap import BwrapSandbox
 
 pytestmark = pytest.mark.bwrap
 DEADLINE_S = 60.0

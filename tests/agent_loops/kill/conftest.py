@@ -24,7 +24,7 @@ from tests.until import until
 
 from penstock.common import HttpServer, listen
 from penstock.sandbox import SandboxConfig, make_sandbox
-from penstock.sandbox.server import ServerState, build_app, callers_of
+from penstock.sandbox.server import build_app
 from penstock.transfer_queue import (
     JournalEntry,
     JournalKind,
@@ -128,7 +128,8 @@ async def stage(tmp_path: Path, tokenizer_for: Callable[[str], Any]) -> AsyncIte
 class Boxes:
     url: str
     sandbox: GatedSandbox
-    server: ServerState
+    server: Any
+    """Its `ServerState`."""
 
 
 @pytest.fixture
@@ -139,10 +140,10 @@ def boxes_of() -> Callable[[int], contextlib.AbstractAsyncContextManager[Boxes]]
     async def make(count: int) -> AsyncIterator[Boxes]:
         config = SandboxConfig(max_boxes=count, run_timeout_s=240.0, server={"warm": {"default": count}})
         sandbox = GatedSandbox(make_sandbox(config, f"kill-tests-{os.getpid()}"))
-        app = build_app(sandbox, config, callers_of(config, TOKEN, {}))
+        app = build_app(sandbox, config, TOKEN)
         http = HttpServer(app, listen("127.0.0.1", 0), stop_s=2)
         await http.start()
-        state: ServerState = app.state.server
+        state = app.state.server
         try:
             await until(lambda: state.pool.warm == count)
             yield Boxes(http.url.rstrip("/"), sandbox, state)

@@ -16,7 +16,8 @@ from tests.sandbox.containers import IMAGE
 from tests.sandbox.orphans import MAKERS, Maker
 
 from benchmarks.support.boxes import sandbox_server
-from penstock.sandbox import BwrapSandbox, RunResult, Sandbox, SandboxConfig, Session, make_sandbox
+from penstock.sandbox import RunResult, Sandbox, SandboxConfig, Session, make_sandbox
+from penstock.sandbox.bwrap import BwrapSandbox
 
 CONFIG = SandboxConfig(
     max_boxes=5, memory_mb=128, pids=32, cpu_s=1, tmp_mb=16, image=IMAGE, output_bytes=65536, run_timeout_s=30.0

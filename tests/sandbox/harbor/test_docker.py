@@ -20,8 +20,9 @@ from tests.sandbox.harbor.conftest import (
 )
 
 from penstock.datasets.harbor import Checker
-from penstock.sandbox import NoSuchImage, Sandbox, UnmetNeeds, make_sandbox
+from penstock.sandbox import Sandbox, make_sandbox
 from penstock.sandbox.harbor import HarborEnvironment, read_task
+from penstock.sandbox.protocol import NoSuchImage, UnmetNeeds
 
 pytestmark = [pytest.mark.harbor, pytest.mark.docker, pytest.mark.deep]
 CONTAINERS = BOXES.model_copy(update={"backend": "docker", "image": LANGUAGES, "memory_mb": 1024})

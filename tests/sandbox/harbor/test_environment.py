@@ -10,8 +10,10 @@ import pytest
 from tests.sandbox.harbor.conftest import BOXES, TASKS, WriteTask
 from tests.sandbox.server.conftest import TOKEN, serving
 
-from penstock.sandbox import BoxNeeds, DriverSession, RemoteSandbox, Sandbox, UnmetNeeds, make_sandbox
+from penstock.sandbox import BoxNeeds, RemoteSandbox, Sandbox, make_sandbox
 from penstock.sandbox.harbor import HarborEnvironment, HarborGrade, HarborTaskError, read_task
+from penstock.sandbox.protocol import UnmetNeeds
+from penstock.sandbox.session import DriverSession
 
 pytestmark = pytest.mark.bwrap
 REWARDS = "/logs/verifier/reward"

@@ -9,7 +9,8 @@ import pytest
 from tests.sandbox.harbor.conftest import TASKS, TERMINAL_BENCH, WriteTask
 
 from penstock.sandbox import BoxNeeds
-from penstock.sandbox.harbor import HarborTaskError, find_task_folders, packed, read_task, resolved, tasks_of
+from penstock.sandbox.harbor import HarborTaskError, find_task_folders, packed, read_task, tasks_of
+from penstock.sandbox.harbor.task import resolved
 
 
 def test_a_task_asks_for_its_image_limits_and_variables() -> None:

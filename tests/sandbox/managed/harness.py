@@ -13,7 +13,7 @@ from unittest import mock
 from tests.sandbox.managed.replica import Replica
 
 from penstock.sandbox import SandboxConfig
-from penstock.sandbox.managed import ManagedSandbox
+from penstock.sandbox.managed.sandbox import ManagedSandbox
 
 
 @dataclass(frozen=True, slots=True)

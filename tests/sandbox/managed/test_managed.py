@@ -13,28 +13,13 @@ from tests.sandbox.managed.harness import MANAGED, Managed, managed_sandbox, rep
 from tests.sandbox.managed.replica import Replica
 from tests.sandbox.server.conftest import TOKEN, serving
 
-from penstock.sandbox import (
-    BoxNeeds,
-    NoSuchImage,
-    RemoteSandbox,
-    SandboxBusy,
-    SandboxConfig,
-    SandboxError,
-    SandboxLost,
-    SandboxServerConfig,
-    UnmetNeeds,
-    make_sandbox,
-)
-from penstock.sandbox.managed import (
-    KEYS,
-    ApiUnavailable,
-    CostLimit,
-    ManagedSandbox,
-    box_labels,
-    end_boxes_of_dead_processes,
-    is_abandoned,
-    label_value,
-)
+from penstock.sandbox import BoxNeeds, RemoteSandbox, SandboxConfig, SandboxError, SandboxLost, make_sandbox
+from penstock.sandbox.config import SandboxServerConfig
+from penstock.sandbox.managed import KEYS, end_boxes_of_dead_processes
+from penstock.sandbox.managed.api import ApiUnavailable, CostLimit
+from penstock.sandbox.managed.labels import box_labels, is_abandoned, label_value
+from penstock.sandbox.managed.sandbox import ManagedSandbox
+from penstock.sandbox.protocol import NoSuchImage, SandboxBusy, UnmetNeeds
 
 pytestmark = pytest.mark.bwrap
 CONFIG = SandboxConfig(max_boxes=4, run_timeout_s=30.0)

@@ -11,7 +11,9 @@ import pytest
 import pytest_asyncio
 from tests.sandbox.server.conftest import TOKEN
 
-from penstock.sandbox import MAX_FILE_BYTES, RemoteSandbox, RemoteSession, get_folder, put_folder
+from penstock.sandbox import RemoteSandbox, put_folder
+from penstock.sandbox.remote import RemoteSession
+from penstock.sandbox.session import MAX_FILE_BYTES, get_folder
 
 pytestmark = pytest.mark.bwrap
 

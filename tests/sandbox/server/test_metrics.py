@@ -5,14 +5,14 @@ from __future__ import annotations
 import httpx
 
 from penstock.sandbox import SandboxConfig
-from penstock.sandbox.server import SandboxMetrics, build_app, callers_of
+from penstock.sandbox.server import SandboxMetrics, build_app
 from penstock.testing import FakeSandbox
 
 CONFIG = SandboxConfig(max_boxes=4)
 
 
 async def test_metrics_token_for_metrics_opens_them_alone() -> None:
-    app = build_app(FakeSandbox(), CONFIG, callers_of(CONFIG, "the run's", {}), "for metrics")
+    app = build_app(FakeSandbox(), CONFIG, "the run's", "for metrics")
     headers = {"Authorization": "Bearer for metrics"}
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as http:

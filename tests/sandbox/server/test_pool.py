@@ -10,8 +10,10 @@ import pytest_asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.sandbox import BwrapSandbox, SandboxBusy, SandboxError
-from penstock.sandbox.server import BoxPool
+from penstock.sandbox import SandboxError
+from penstock.sandbox.bwrap import BwrapSandbox
+from penstock.sandbox.protocol import SandboxBusy
+from penstock.sandbox.server.pool import BoxPool
 from penstock.testing import FakeSandbox, FakeSession
 
 

@@ -9,7 +9,9 @@ import httpx
 import pytest
 from tests.sandbox.server.conftest import OTHER, Start, headers, remote_of
 
-from penstock.sandbox import CallerConfig, SandboxBusy, SandboxConfig, SandboxServerConfig
+from penstock.sandbox import SandboxConfig
+from penstock.sandbox.config import CallerConfig, SandboxServerConfig
+from penstock.sandbox.protocol import SandboxBusy
 
 pytestmark = pytest.mark.bwrap
 

@@ -9,8 +9,9 @@ import httpx
 import pytest
 from tests.sandbox.server.conftest import Start, headers
 
-from penstock.sandbox import SandboxConfig, SandboxServerConfig, make_sandbox
-from penstock.sandbox.server import build_app, callers_of
+from penstock.sandbox import SandboxConfig, make_sandbox
+from penstock.sandbox.config import SandboxServerConfig
+from penstock.sandbox.server import build_app
 from penstock.testing import FakeSandbox
 
 pytestmark = pytest.mark.bwrap
@@ -75,7 +76,7 @@ async def test_run_code_bounds_fetched_files(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("penstock.sandbox.server.run_code.MAX_FILE_BYTES", 5000)
     config = SandboxConfig(max_boxes=1, backend="unsafe_subprocess")
     sandbox = make_sandbox(config, "tests-run-code")
-    app = build_app(sandbox, config, callers_of(config, "t", {}))
+    app = build_app(sandbox, config, "t")
     write = "open('f', 'w').write('x' * 1000)"
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app), base_url="http://x", headers=headers("t")
@@ -109,7 +110,7 @@ async def test_run_code_reports_a_sandbox_failure_apart() -> None:
     fake = FakeSandbox()
     fake.failures = 1
     config = SandboxConfig(max_boxes=1)
-    app = build_app(fake, config, callers_of(config, "t", {}))
+    app = build_app(fake, config, "t")
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://x", headers=headers("t")) as client:
         body = await ask(client, "1")

@@ -14,18 +14,11 @@ import httpx
 import pytest
 from tests.sandbox.server.conftest import OTHER, TOKEN, Start, headers, remote_of, serving
 
-from penstock.sandbox import (
-    TTL_HEADROOM_S,
-    CallerConfig,
-    RemoteSandbox,
-    SandboxConfig,
-    SandboxError,
-    SandboxLost,
-    SandboxServerConfig,
-    as_call,
-    make_sandbox,
-)
-from penstock.sandbox.server import callers_of, serve
+from penstock.sandbox import RemoteSandbox, SandboxConfig, SandboxError, SandboxLost, as_call, make_sandbox
+from penstock.sandbox.config import CallerConfig, SandboxServerConfig
+from penstock.sandbox.remote import TTL_HEADROOM_S
+from penstock.sandbox.server import serve
+from penstock.sandbox.server.callers import callers_of
 
 pytestmark = pytest.mark.bwrap
 

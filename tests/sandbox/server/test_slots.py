@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from penstock.sandbox import SandboxBusy
-from penstock.sandbox.server import Slots
+from penstock.sandbox.protocol import SandboxBusy
+from penstock.sandbox.server.pool import Slots
 
 
 async def test_slots_go_to_those_who_wait_in_their_order() -> None:

@@ -5,17 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.sandbox.swe import (
-    PROTECTED,
-    Grade,
-    PytestCommand,
-    SweTask,
-    SweTaskError,
-    TaskCheck,
-    is_protected,
-    load_tasks,
-    read_lines,
-)
+from penstock.sandbox.swe import Grade, SweTask, SweTaskError, TaskCheck, load_tasks
+from penstock.sandbox.swe.report import read_lines
+from penstock.sandbox.swe.task import PROTECTED, PytestCommand, is_protected
 
 ROW = {"instance_id": "a__b-1", "repository": "repo", "base_commit": "abc", "FAIL_TO_PASS": '["t.py::x"]'}
 

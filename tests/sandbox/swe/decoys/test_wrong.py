@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from penstock.sandbox.swe import STRATEGIES, apply_all, changed_data, compared_parameters, open_edits, wrong_tests
+from penstock.sandbox.swe.data_files import STRATEGIES, changed_data
+from penstock.sandbox.swe.expectations import apply_all, compared_parameters, open_edits, wrong_tests
 
 TESTS = b"""\
 import pytest
