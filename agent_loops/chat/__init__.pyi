@@ -1,13 +1,7 @@
-from .calls import choose_parser as choose_parser
 from .calls import name_of as name_of
-from .chat import ChatTokens as ChatTokens
 from .chat import chat_of as chat_of
 from .chat import new_budget as new_budget
-from .chat import tool_messages as tool_messages
 from .model_files import load_tokenizer as load_tokenizer
-from .template import MARK as MARK
-from .template import ChatTemplate as ChatTemplate
 from .template import Message as Message
-from .verification import TemplateVerification as TemplateVerification
 from .verification import tools_problem as tools_problem
 from .verification import verify_template as verify_template

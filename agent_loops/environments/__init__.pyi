@@ -1,11 +1,6 @@
-from .gymnasium import EnvironmentHost as EnvironmentHost
-from .gymnasium import GymnasiumLoop as GymnasiumLoop
 from .loop import EnvironmentLoop as EnvironmentLoop
-from .openenv import OpenEnvLoop as OpenEnvLoop
 from .protocol import Environment as Environment
 from .protocol import EnvStep as EnvStep
 from .protocol import InvalidAction as InvalidAction
 from .protocol import StepFailed as StepFailed
 from .settings import EnvironmentSettings as EnvironmentSettings
-from .settings import GymnasiumSettings as GymnasiumSettings
-from .settings import OpenEnvSettings as OpenEnvSettings

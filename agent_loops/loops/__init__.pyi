@@ -1,11 +1,4 @@
-from .code_act import CodeActLoop as CodeActLoop
-from .code_act import code_blocks as code_blocks
-from .compaction import CompactionLoop as CompactionLoop
-from .multi_agent import MultiAgentLoop as MultiAgentLoop
-from .react import ReactSettings as ReactSettings
 from .react import ToolAgentLoop as ToolAgentLoop
 from .react import final_answer as final_answer
 from .react import read_settings as read_settings
 from .react import with_system as with_system
-from .single_turn import SingleTurnLoop as SingleTurnLoop
-from .stepwise import StepwiseLoop as StepwiseLoop

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from penstock.agent_loops import ChatTokens, TemplateError
-from penstock.agent_loops.chat import ChatTemplate
+from penstock.agent_loops.chat.template import ChatTemplate
 from penstock.tools.parsers import ParserName, ToolCall, get_parser
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -20,7 +20,9 @@ from typing import Any
 from tests.agent_loops.families import tokenizer_of
 
 from penstock.agent_loops import ChatTokens, TemplateError
-from penstock.agent_loops.chat import ChatTemplate, choose_parser, name_of, verify_template
+from penstock.agent_loops.chat import name_of, verify_template
+from penstock.agent_loops.chat.calls import choose_parser
+from penstock.agent_loops.chat.template import ChatTemplate
 
 PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string", "description": "What to compute."}}}
 TOOLS = [{"type": "function", "function": {"name": "calculator", "description": "Adds.", "parameters": PARAMETERS}}]

@@ -5,7 +5,8 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.agent_loops import HOLD_S, AgentConfig, Bounds, Concurrency, WatchedClient, WorkerJob
+from penstock.agent_loops import AgentConfig, WorkerJob
+from penstock.agent_loops.concurrency import HOLD_S, Bounds, Concurrency, WatchedClient
 from penstock.rollout_server import RolloutClient
 from penstock.transfer_queue import RunContext, ServerInfo
 

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from penstock.agent_loops import Episode, traced
+from penstock.agent_loops import Episode
+from penstock.agent_loops.tracing import traced
 from penstock.common import install_tracer
 from penstock.testing import FakeClient, FakeSandbox
 from penstock.tools import BaseTool, ToolResult
@@ -144,7 +145,8 @@ async def test_a_stopped_episode_ends_its_spans(run, collected, calculator) -> N
 
 
 async def test_branches_have_turns_of_their_own(collected, queue_of, tasks_of) -> None:
-    from penstock.agent_loops import begin_trace, episode_spans, span
+    from penstock.agent_loops import span
+    from penstock.agent_loops.tracing import begin_trace, episode_spans
 
     async def branch(name: str) -> None:
         for _ in range(2):

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tests.agent_loops.families import FAMILIES, FILES_FROM, GIVEN, THINKS_FIRST, Family, given_files, tokenizer_of
 
 from penstock.agent_loops import AgentConfig, Budget, ChatTokens, Reply, TemplateError
-from penstock.agent_loops.chat import MARK, chat_of, verify_template
+from penstock.agent_loops.chat import chat_of, verify_template
+from penstock.agent_loops.chat.template import MARK
 from penstock.tools import ToolResult
 from penstock.tools.parsers import ToolCall, get_parser
 

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from penstock.agent_loops import InfraFailure, TokenMismatch, check_generation
+from penstock.agent_loops import InfraFailure, TokenMismatch
+from penstock.agent_loops.llm import check_generation
 from penstock.rollout_server import Generation
 
 GOOD = {"token_ids": [5, 6], "logprobs": [-0.1, 0.0], "version_spans": [(4, 0, 1), (5, 1, 2)], "finish_reason": "stop"}

@@ -2,16 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.agent_loops import (
-    SESSIONS,
-    CallNames,
-    EpisodeJournal,
-    EpisodeRestart,
-    KeptScore,
-    Replayed,
-    ToolBox,
-    hash_of,
-)
+from penstock.agent_loops import EpisodeJournal, EpisodeRestart, KeptScore, ToolBox
+from penstock.agent_loops.journal import SESSIONS, Replayed
+from penstock.agent_loops.tool_runner import CallNames, hash_of
 from penstock.tools import ToolConfig
 from penstock.tools.parsers import ToolCall
 from penstock.transfer_queue import JournalEntry, JournalKind, JournalMismatch, QueueError, QueueUnavailable

@@ -13,9 +13,9 @@ from penstock.agent_loops import (
     EpisodeRestart,
     InfraFailure,
     SegmentBuilder,
-    first_tokens,
     from_entry,
 )
+from penstock.agent_loops.llm import first_tokens
 from penstock.rollout_server import Chunk, Generation, Sampling
 from penstock.testing import FakeClient
 from penstock.transfer_queue import JournalEntry, JournalKind

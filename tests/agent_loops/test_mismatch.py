@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 from tests.agent_loops.families import FAMILIES
 
-from penstock.agent_loops import Budget, SegmentBuilder, classify, continuity
+from penstock.agent_loops import Budget, SegmentBuilder, continuity
+from penstock.agent_loops.mismatch import classify
 
 CHAT = FAMILIES["qwen2_5"].chat()
 START = CHAT.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")

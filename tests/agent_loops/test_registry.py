@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from penstock.agent_loops import AgentLoopBase, LoadError, find_loop, register
-from penstock.agent_loops.loops import SingleTurnLoop, ToolAgentLoop
+from penstock.agent_loops.loops import ToolAgentLoop
+from penstock.agent_loops.loops.single_turn import SingleTurnLoop
 
 
 def test_loops_in_the_box_have_names(tmp_path):
@@ -12,10 +13,10 @@ def test_loops_in_the_box_have_names(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "spec", ["penstock.agent_loops.loops:SingleTurnLoop", "penstock.agent_loops.loops.SingleTurnLoop"]
+    "spec", ["penstock.agent_loops.loops:ToolAgentLoop", "penstock.agent_loops.loops.ToolAgentLoop"]
 )
 def test_a_class_is_found_by_dotted_path(spec, tmp_path):
-    assert find_loop(spec, tmp_path) is SingleTurnLoop
+    assert find_loop(spec, tmp_path) is ToolAgentLoop
 
 
 @pytest.mark.parametrize(

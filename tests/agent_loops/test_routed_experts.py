@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from penstock.agent_loops import Budget, SegmentBuilder, first_tokens, from_entry, to_entry
+from penstock.agent_loops import Budget, SegmentBuilder, from_entry, to_entry
+from penstock.agent_loops.llm import first_tokens
 from penstock.rollout_server import AnswerBuilder, Chunk, GenerateRequest, Generation, Sampling, encode_rows
 from penstock.testing import fake_experts
 

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
-from penstock.agent_loops import AgentConfig, Episode, LoadError, SourceConfig, services_of, verify_sources
+from penstock.agent_loops import AgentConfig, Episode, LoadError, verify_sources
+from penstock.agent_loops.config import SourceConfig
+from penstock.agent_loops.sources import services_of
 from penstock.testing import FakeClient
 
 CONFIG = AgentConfig(

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.agent_loops import Episode, begin_trace, span
+from penstock.agent_loops import Episode, span
+from penstock.agent_loops.tracing import begin_trace
 from penstock.testing import FakeClient
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from penstock.agent_loops import AgentConfig, Episode, SharedParts
+from penstock.agent_loops import AgentConfig, Episode
+from penstock.agent_loops.base import SharedParts
 from penstock.testing import FakeClient
 from penstock.transfer_queue import Outcome, Trajectory
 

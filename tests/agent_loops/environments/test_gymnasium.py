@@ -13,8 +13,10 @@ from tests.agent_loops.environments.conftest import Play
 from tests.agent_loops.loops.conftest import check_fed
 from tests.until import until
 
-from penstock.agent_loops import InfraFailure, SharedParts
-from penstock.agent_loops.environments import EnvironmentHost, GymnasiumSettings
+from penstock.agent_loops import InfraFailure
+from penstock.agent_loops.base import SharedParts
+from penstock.agent_loops.environments.gymnasium import EnvironmentHost
+from penstock.agent_loops.environments.settings import GymnasiumSettings
 from penstock.transfer_queue import OutcomeKind
 
 FILE = Path(__file__).with_name("envs.py")
@@ -158,7 +160,8 @@ async def test_a_host_that_was_killed_is_started_again(play: Play, shared: Share
 
 WORKER = """
 import asyncio, os, sys, uvloop
-from penstock.agent_loops.environments import EnvironmentHost, GymnasiumSettings
+from penstock.agent_loops.environments.gymnasium import EnvironmentHost
+from penstock.agent_loops.environments.settings import GymnasiumSettings
 
 async def main():
     host = EnvironmentHost(sys.argv[1], ())

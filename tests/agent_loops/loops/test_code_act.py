@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.agent_loops.loops.conftest import check_fed
 
-from penstock.agent_loops.loops import CodeActLoop, code_blocks
+from penstock.agent_loops.loops.code_act import CodeActLoop, code_blocks
 from penstock.tools import BaseTool, ToolResult
 from penstock.transfer_queue import Outcome, OutcomeKind
 

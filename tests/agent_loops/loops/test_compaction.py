@@ -5,7 +5,7 @@ import pytest
 from tests.agent_loops.conftest import call_text
 from tests.agent_loops.loops.conftest import check_fed, whole
 
-from penstock.agent_loops.loops import CompactionLoop
+from penstock.agent_loops.loops.compaction import CompactionLoop
 from penstock.tools import ToolResult
 from penstock.transfer_queue import Outcome, OutcomeKind
 

@@ -6,7 +6,10 @@ from tests.agent_loops.conftest import call_text
 from tests.agent_loops.loops.test_code_act import BLOCK, Interpreter
 from tests.agent_loops.loops.test_multi_agent import delegate
 
-from penstock.agent_loops.loops import CodeActLoop, MultiAgentLoop, StepwiseLoop, ToolAgentLoop
+from penstock.agent_loops.loops import ToolAgentLoop
+from penstock.agent_loops.loops.code_act import CodeActLoop
+from penstock.agent_loops.loops.multi_agent import MultiAgentLoop
+from penstock.agent_loops.loops.stepwise import StepwiseLoop
 from penstock.tools import ToolResult
 from penstock.transfer_queue import OutcomeKind
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from tests.agent_loops.loops.conftest import check_fed
 
-from penstock.agent_loops.loops import MultiAgentLoop
+from penstock.agent_loops.loops.multi_agent import MultiAgentLoop
 from penstock.testing import FakeClient
 from penstock.transfer_queue import OutcomeKind
 

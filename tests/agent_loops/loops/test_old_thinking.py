@@ -11,7 +11,9 @@ from tests.agent_loops.loops.test_code_act import Interpreter
 from tests.agent_loops.template_table import auto_chat
 
 from penstock.agent_loops.chat import verify_template
-from penstock.agent_loops.loops import CodeActLoop, MultiAgentLoop, ToolAgentLoop
+from penstock.agent_loops.loops import ToolAgentLoop
+from penstock.agent_loops.loops.code_act import CodeActLoop
+from penstock.agent_loops.loops.multi_agent import MultiAgentLoop
 from penstock.tools import ToolResult
 from penstock.transfer_queue import Outcome, OutcomeKind
 

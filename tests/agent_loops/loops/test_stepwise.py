@@ -3,7 +3,7 @@ from __future__ import annotations
 from tests.agent_loops.conftest import call_text
 from tests.agent_loops.loops.conftest import check_fed
 
-from penstock.agent_loops.loops import StepwiseLoop
+from penstock.agent_loops.loops.stepwise import StepwiseLoop
 from penstock.transfer_queue import Outcome, OutcomeKind
 
 

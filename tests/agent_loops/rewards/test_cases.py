@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from penstock.agent_loops.rewards import BadCases, program_of, read_cases, same_text, same_value
+from penstock.agent_loops.rewards.programs import BadCases, program_of, read_cases, same_text, same_value
 
 
 def test_stdin_cases() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.agent_loops.rewards import compute_score
+from penstock.agent_loops.rewards.gsm8k import compute_score
 
 FOLDER = os.environ.get("PENSTOCK_GSM8K", "")
 OWN_ROWS = [

@@ -13,7 +13,9 @@ from fastapi.responses import JSONResponse
 from tests.tools.conftest import serve  # noqa: F401 - the fixture
 
 from penstock.agent_loops import InfraFailure
-from penstock.agent_loops.rewards import Judge, Pace, RewardFunction
+from penstock.agent_loops.rewards import RewardFunction
+from penstock.agent_loops.rewards.judge import Judge
+from penstock.agent_loops.rewards.service import Pace
 from penstock.common import Backoff
 
 KEY = "only-for-this-test"

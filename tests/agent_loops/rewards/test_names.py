@@ -6,16 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.agent_loops import AgentConfig, InfraFailure, LoadError, RewardChoice, load_object
-from penstock.agent_loops.rewards import (
-    DATA_SOURCES,
-    REWARDS,
-    check_reward,
-    choice_for,
-    load_reward,
-    make_reward,
-    may_need_sandbox,
-)
+from penstock.agent_loops import AgentConfig, InfraFailure, LoadError, load_object
+from penstock.agent_loops.config import RewardChoice
+from penstock.agent_loops.rewards import check_reward, choice_for, load_reward, may_need_sandbox
+from penstock.agent_loops.rewards.registry import DATA_SOURCES, REWARDS, make_reward
 
 SOURCES = {"mine": "search_f1", "mine_*": {"name": "gsm8k", "settings": {"method": "flexible"}}}
 

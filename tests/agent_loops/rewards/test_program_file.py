@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from penstock.agent_loops import InfraFailure, RewardChoice
-from penstock.agent_loops.rewards import Answer, make_reward
+from penstock.agent_loops import InfraFailure
+from penstock.agent_loops.config import RewardChoice
+from penstock.agent_loops.rewards import Answer
+from penstock.agent_loops.rewards.registry import make_reward
 
 
 def told(text: str | None) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from penstock.agent_loops import AgentConfig, InfraFailure
-from penstock.agent_loops.rewards import Answer, Programs, RewardFunction, load_reward
+from penstock.agent_loops.rewards import Answer, RewardFunction, load_reward
+from penstock.agent_loops.rewards.programs import Programs
 from penstock.sandbox import Sandbox, SandboxConfig, SandboxError, Session, make_sandbox
 
 BACKENDS = [

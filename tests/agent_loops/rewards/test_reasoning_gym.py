@@ -13,7 +13,8 @@ import pytest_asyncio
 from tests.agent_loops.environments.conftest import HUBS, hub
 
 from penstock.agent_loops import InfraFailure
-from penstock.agent_loops.rewards import Answer, ReasoningGym, choice_for
+from penstock.agent_loops.rewards import Answer, choice_for
+from penstock.agent_loops.rewards.reasoning_gym import ReasoningGym
 from penstock.datasets import materialise
 from penstock.sandbox import Sandbox, SandboxConfig, make_sandbox
 from penstock.testing import FakeSandbox

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.agent_loops.rewards import exact_match, f1, normalised, word_f1
+from penstock.agent_loops.rewards import exact_match, f1, normalised
+from penstock.agent_loops.rewards.search_qa import word_f1
 
 TRUTH = {"target": ["The Beatles", "Beatles, The"]}
 
