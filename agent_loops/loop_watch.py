@@ -2,6 +2,8 @@
 
 beat (in the loop)    writes the time every BEAT_S
 watch (a thread)      the last beat is old ──► the loop's current stack ──► innermost frame of user code
+
+On a loaded machine the loop may be late before user code begins to block it: the watch looks until it sees user code.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import sys
 import sysconfig
 import threading
 import time
+import traceback
 from types import FrameType
 
 BEAT_S = 0.05
@@ -60,16 +63,26 @@ class LoopWatch:
         self._handle = self._loop.call_later(BEAT_S, self._beat)
 
     def _watch(self) -> None:
-        reported = 0.0
+        """Reports a blocked loop once by the user's line, and once without if another line is seen first."""
+        named = other = 0.0  # the beats after which the loop was reported as blocked
         while not self._stopped.wait(self._limit_s / 4):
             beat = self._beat_at
             lag_s = time.monotonic() - beat - BEAT_S
-            if lag_s > self._limit_s and beat != reported:
-                reported = beat
-                self._report(sys._current_frames().get(self._watched), lag_s)
+            if lag_s <= self._limit_s or beat == named:
+                continue
+            innermost = sys._current_frames().get(self._watched)
+            if innermost is None:
+                return  # the loop's thread has ended
+            users = next((frame for frame, _ in traceback.walk_stack(innermost) if _is_users(frame)), None)
+            if users is not None:
+                named = beat
+                self._report(users, lag_s)
+            elif beat != other:
+                other = beat
+                self._report(innermost, lag_s)
 
-    def _report(self, frame: FrameType | None, lag_s: float) -> None:
-        place = place_of(frame)
+    def _report(self, frame: FrameType, lag_s: float) -> None:
+        place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
         if place not in self.blocked:
             log.warning(
                 "the event loop, and with it every episode of this worker, has been blocked for %.2f s: %s; "
@@ -80,19 +93,8 @@ class LoopWatch:
         self.blocked[place] = self.blocked.get(place, 0) + 1
 
 
-def place_of(frame: FrameType | None) -> str:
-    """``file:line in function`` of the innermost frame of user code, else of the innermost frame."""
-    found = frame
-    while found is not None and not _is_users(found):
-        found = found.f_back
-    found = found or frame
-    if found is None:
-        return "nowhere"
-    return f"{found.f_code.co_filename}:{found.f_lineno} in {found.f_code.co_name}"
-
-
 def _is_users(frame: FrameType) -> bool:
-    """Neither ours, nor Python's, nor an installed package's."""
+    """Returns whether the frame is neither in Penstock nor in Python nor in an installed package."""
     module = str(frame.f_globals.get("__name__", ""))
     file = frame.f_code.co_filename
     return not (module.partition(".")[0] == "penstock" or file.startswith(("<frozen", *LIBRARIES)))

@@ -10,7 +10,7 @@ import time
 import pytest
 from tests.until import until
 
-from penstock.agent_loops import AgentConfig, AgentLoopBase, Worker, WorkerJob, WorkerStopped
+from penstock.agent_loops import AgentConfig, AgentLoopBase, Worker, WorkerJob, WorkerStopped, loop_watch
 from penstock.testing import FakeClient
 from penstock.tools.parsers import ToolCall
 from penstock.transfer_queue import RunContext, ServerInfo
@@ -324,11 +324,16 @@ async def test_worker_drain_tears_down_and_leaves_states(worker_of, queue_of, ta
 
 
 SLOW_LOOP = """import time
+from pathlib import Path
+
 from penstock.agent_loops import AgentLoopBase
 
 
 def parses_slowly():
-    time.sleep(0.8)
+    for _ in range(3000):
+        if Path(__file__).with_name("named").exists():
+            break
+        time.sleep(0.01)
 
 
 class Slow(AgentLoopBase):
@@ -340,9 +345,16 @@ class Slow(AgentLoopBase):
 """
 
 
-async def test_worker_names_blocking_call_of_user_loop(worker_of, queue_of, tasks_of, tmp_path, caplog):
+async def test_worker_names_blocking_call_of_user_loop(worker_of, queue_of, tasks_of, tmp_path, monkeypatch):
+    """The loop blocks until its line is named, at most for half a minute."""
     (tmp_path / "slow_loop.py").write_text(SLOW_LOOP)
+
+    def warn(message, lag_s, place):
+        if f"{tmp_path}/slow_loop.py:" in place and place.endswith(" in parses_slowly"):
+            (tmp_path / "named").touch()
+
+    monkeypatch.setattr(loop_watch.log, "warning", warn)
     queue = queue_of(tasks_of(1, agent_name="slow_loop.py:Slow"))
     async with running(worker_of(queue, FakeClient(lambda context: [5, 2]), recipe_dir=tmp_path)):
         await until(lambda: queue.done)
-    assert f"{tmp_path}/slow_loop.py:6 in parses_slowly" in caplog.text
+    assert (tmp_path / "named").exists()
