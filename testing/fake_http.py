@@ -15,10 +15,10 @@ from typing import Any
 
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.child_link import child_environment
-from penstock.rollout_server.engines.event_client import EngineAddress
-from penstock.rollout_server.engines.http_engine import HttpEngine, HttpWeights
-from penstock.rollout_server.engines.server_process import ChildServer, Installation, Product
-from penstock.rollout_server.engines.vllm import VLLMStream
+from penstock.rollout_server.engines.http.engine import HttpEngine, HttpWeights
+from penstock.rollout_server.engines.http.event_client import EngineAddress
+from penstock.rollout_server.engines.http.server_process import ChildServer, Installation, Product
+from penstock.rollout_server.engines.vllm.engine import VLLMStream
 from penstock.rollout_server.pictures import SeenImage
 from penstock.rollout_server.protocol import EngineError, GenerateRequest, Sampling, SleepLevel
 from penstock.testing.fake_http_server import GENERATE, KEY_VARIABLE

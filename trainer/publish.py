@@ -23,7 +23,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from penstock.rollout_server.engines import find_model
+from penstock.rollout_server import find_model
 from penstock.trainer.engine import Engine
 from penstock.trainer.job import TrainJob
 from penstock.trainer.ranks.distributed import Ranks, TorchThread

@@ -15,7 +15,7 @@ KINDS = (
     ("agent", "agent workers"),
     ("sandbox", "sandbox server"),
     ("rollout", "sidecar"),
-    ("hf_server", "engine"),
+    ("engines.hf.server", "engine"),
     ("api_server", "engine"),
     ("EngineCore", "engine"),
     ("sglang", "engine"),

@@ -28,8 +28,7 @@ from benchmarks.support.bare import BareEngine
 from benchmarks.support.child import own_stdout
 from benchmarks.support.load import Ask, Load, Stream, Tally, Took, run_load
 from penstock.deploy import RunConnection
-from penstock.rollout_server import Chunk, Engine, GenerateRequest, RolloutClient, RolloutConfig, Sampling
-from penstock.rollout_server.engines import make_engine
+from penstock.rollout_server import Chunk, Engine, GenerateRequest, RolloutClient, RolloutConfig, Sampling, make_engine
 from penstock.transfer_queue import RedisTransferQueue
 
 TIMEOUT_S = 600.0

@@ -20,7 +20,7 @@ SUPERVISOR = "supervisor"
 ROLES = {
     "agent": "penstock.deploy.cli agent",
     "rollout": "penstock.deploy.cli rollout",
-    "engine": "hf_server",
+    "engine": "engines.hf.server",
     "trainer": "train-rank",
     "redis": "redis-server",
 }

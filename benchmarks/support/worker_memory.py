@@ -21,8 +21,7 @@ from typing import Any
 
 from benchmarks.support.comparison import say
 from benchmarks.support.model import SIZES, make_model
-from penstock.rollout_server import RolloutConfig
-from penstock.rollout_server.engines import make_engine
+from penstock.rollout_server import RolloutConfig, make_engine
 from penstock.weight_sync import WeightPublisher
 
 RANKS = 2

@@ -27,11 +27,11 @@ def reward_server(  # noqa: PLR0917 - typer reads the options off the parameters
 ) -> None:
     """Start a reward-model server, for `agent.reward: reward_server` [PENSTOCK_REWARD_TOKEN]."""
     from penstock.deploy.run.roles import run_role
-    from penstock.rollout_server.reward_model import BadModel, Batcher, HuggingFaceClassifier, build_app, serve
+    from penstock.rollout_server import BadModel, Batcher, HuggingFaceClassifier, build_reward_app, serve_batched
 
     async def role() -> None:
         batches = Batcher(classifier.score, max_rows=batch_rows, max_tokens=batch_tokens, wait_s=batch_wait_ms / 1000)
-        await serve(build_app(classifier, token, model, batches), host, port)
+        await serve_batched(build_reward_app(classifier, token, model, batches), host, port, "reward server")
 
     try:
         token = _token()

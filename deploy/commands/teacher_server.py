@@ -27,12 +27,11 @@ def teacher_server(  # noqa: PLR0917 - typer reads the options off the parameter
 ) -> None:
     """Start a teacher, for `agent.teachers` [PENSTOCK_TEACHER_TOKEN]."""
     from penstock.deploy.run.roles import run_role
-    from penstock.rollout_server.reward_model import Batcher
-    from penstock.rollout_server.teacher import TokenScorer, UnfitTeacher, build_app, serve
+    from penstock.rollout_server import Batcher, TokenScorer, UnfitTeacher, build_teacher_app, serve_batched
 
     async def role() -> None:
         batches = Batcher(scorer.score, max_rows=batch_rows, max_tokens=batch_tokens, wait_s=batch_wait_ms / 1000)
-        await serve(build_app(scorer, token, model, batches), host, port)
+        await serve_batched(build_teacher_app(scorer, token, model, batches), host, port, "teacher server")
 
     try:
         token = os.environ.get(TOKEN_VARIABLE, "")

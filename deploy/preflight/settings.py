@@ -56,8 +56,7 @@ def check_trainable(config: RunConfig) -> Check | None:
 
 async def _check_stock_server(config: RolloutConfig) -> Check:
     """Asks the environment that the engine would use: is the server in it, and new enough?"""
-    from penstock.rollout_server import EngineError
-    from penstock.rollout_server.engines import find_installation
+    from penstock.rollout_server import EngineError, find_installation
 
     try:
         found = await find_installation(config)

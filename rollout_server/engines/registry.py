@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penstock.common import Registry
 from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines.server_process import Installation
+from penstock.rollout_server.engines.http.server_process import Installation
 from penstock.rollout_server.protocol import Engine
 
 MakeEngine = Callable[[RolloutConfig, str, Path, int], Engine]
@@ -17,17 +17,17 @@ FindInstallation = Callable[[RolloutConfig], Awaitable[Installation]]
 ENGINES: Registry[MakeEngine] = Registry(
     "engine",
     {
-        "hf": "penstock.rollout_server.engines.hf:HFEngine",
-        "vllm": "penstock.rollout_server.engines.vllm:VLLMEngine",
-        "sglang": "penstock.rollout_server.engines.sglang:SGLangEngine",
-        "served": "penstock.rollout_server.engines.served:ServedEngine",
+        "hf": "penstock.rollout_server.engines.hf.engine:HFEngine",
+        "vllm": "penstock.rollout_server.engines.vllm.engine:VLLMEngine",
+        "sglang": "penstock.rollout_server.engines.sglang.engine:SGLangEngine",
+        "served": "penstock.rollout_server.engines.http.served:ServedEngine",
     },
 )
 INSTALLATIONS: Registry[FindInstallation] = Registry(
     "engine with a Python environment",
     {
-        "vllm": "penstock.rollout_server.engines.vllm_server:find_installation",
-        "sglang": "penstock.rollout_server.engines.sglang_server:find_installation",
+        "vllm": "penstock.rollout_server.engines.vllm.server:find_installation",
+        "sglang": "penstock.rollout_server.engines.sglang.server:find_installation",
     },
 )
 

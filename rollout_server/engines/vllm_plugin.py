@@ -23,5 +23,5 @@ def register() -> None:
 
     with contextlib.suppress(ValueError):  # raised where the name is registered already
         WeightTransferEngineFactory.register_engine(
-            BACKEND, "penstock.rollout_server.engines.vllm_worker", "FileWeightEngine"
+            BACKEND, "penstock.rollout_server.engines.vllm.worker", "FileWeightEngine"
         )

@@ -23,7 +23,7 @@ class Server:
 
 def _rollout() -> FastAPI:
     from penstock.gateway import make_router
-    from penstock.rollout_server import make_routes
+    from penstock.rollout_server.server.routes import make_routes
 
     app = make_routes(NOTHING, "MODEL", lambda: None)
     app.include_router(make_router(NOTHING, "http://HOST:PORT", "TOKEN", lambda: 0))
@@ -46,16 +46,15 @@ def _dashboard() -> FastAPI:
 
 
 def _reward() -> FastAPI:
-    from penstock.rollout_server.reward_model import Batcher, build_app
+    from penstock.rollout_server import Batcher, build_reward_app
 
-    return _innermost(build_app(NOTHING, "TOKEN", "MODEL", batcher=Batcher(lambda _: [])))
+    return _innermost(build_reward_app(NOTHING, "TOKEN", "MODEL", batcher=Batcher(lambda _: [])))
 
 
 def _teacher() -> FastAPI:
-    from penstock.rollout_server.reward_model import Batcher
-    from penstock.rollout_server.teacher import build_app
+    from penstock.rollout_server import Batcher, build_teacher_app
 
-    return _innermost(build_app(NOTHING, "TOKEN", "MODEL", batcher=Batcher(lambda _: [])))
+    return _innermost(build_teacher_app(NOTHING, "TOKEN", "MODEL", batcher=Batcher(lambda _: [])))
 
 
 def _search() -> FastAPI:

@@ -186,7 +186,7 @@ def test_off_imports_nothing() -> None:
     """Nothing of ours does; FastAPI and redis-py take OpenTelemetry's API by themselves."""
     code = (
         "import sys; sys.modules.update({'opentelemetry': None});"
-        "import penstock.agent_loops.episode, penstock.rollout_server.client, penstock.deploy.telemetry.metrics"
+        "import penstock.agent_loops.episode, penstock.rollout_server.client.client, penstock.deploy.telemetry.metrics"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -17,7 +17,8 @@ FORBIDDEN = "torch safetensors vllm"
         " assert CliRunner().invoke(app, ['--help']).exit_code == 0;"
         " assert CliRunner().invoke(app, ['run', '--help']).exit_code == 0",
         "import penstock.agent_loops.worker, penstock.tools.registry, penstock.sandbox.make",
-        "import penstock.transfer_queue.redis.queue, penstock.rollout_server.client, penstock.rollout_server.server",
+        "import penstock.transfer_queue.redis.queue, penstock.rollout_server.client.client",
+        "import penstock.rollout_server.server.process",
     ],
 )
 def test_no_torch(code: str) -> None:

@@ -31,9 +31,9 @@ from penstock.rollout_server import (
     Sampling,
     ServerJob,
     Sidecar,
-    join_chunks,
     serve,
 )
+from penstock.rollout_server.protocol import join_chunks
 from penstock.testing import FakeEngine, fake_manifest, next_token
 from penstock.transfer_queue import (
     Announcement,
@@ -353,7 +353,7 @@ def _group_of(pid: int) -> int | None:
 
 async def skip_without(name: str) -> None:
     """Skip, saying how to get it, where no environment with the stock server `name` is found."""
-    from penstock.rollout_server.engines import find_installation
+    from penstock.rollout_server import find_installation
 
     try:
         if name in ("vllm", "sglang"):

@@ -20,7 +20,7 @@ from typing import Any
 import uvloop
 
 from penstock.rollout_server import Chunk, EngineInfo, GenerateRequest, RolloutConfig, ServerJob, serve
-from penstock.rollout_server.engines import HFEngine
+from penstock.rollout_server.engines.hf.engine import HFEngine
 from penstock.testing import FakeEngine
 from penstock.transfer_queue import RedisTransferQueue, RunContext, TransferQueueConfig
 

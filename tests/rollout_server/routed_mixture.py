@@ -19,7 +19,7 @@ class Mixture:
         from transformers import AutoModelForCausalLM
 
         from penstock.rollout_server import Routers
-        from penstock.rollout_server.engines import tensor_shapes
+        from penstock.rollout_server.engines.checkpoint import tensor_shapes
         from penstock.weight_sync import HubNames, WeightPublisher
 
         self.torch = torch

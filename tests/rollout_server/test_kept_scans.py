@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.rollout_server import kept
+from penstock.rollout_server.kept_scans import kept
 
 LOOK = """
 import sys

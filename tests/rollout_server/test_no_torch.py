@@ -18,7 +18,7 @@ pytestmark = pytest.mark.torch
 A_ROLE = """
 from penstock.agent_loops.chat import chat_of
 from penstock.agent_loops import AgentConfig
-from penstock.rollout_server.engines import vocab_size
+from penstock.rollout_server.engines.checkpoint import vocab_size
 
 chat = chat_of(model, AgentConfig())
 ids = list(chat.prompt_ids([{"role": "user", "content": "1+1"}]))

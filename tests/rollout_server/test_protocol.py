@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from penstock.rollout_server import AnswerBuilder, Chunk, GenerateRequest, Sampling, join_chunks, slice_spans
+from penstock.rollout_server import AnswerBuilder, Chunk, GenerateRequest, Sampling
+from penstock.rollout_server.protocol import join_chunks, slice_spans
 
 
 def chunk(ids: list[int], version: int, **more: Any) -> Chunk:

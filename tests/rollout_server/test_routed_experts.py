@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.rollout_server import decode_rows, encode_rows, mixture_layers, rows_between, without_last
+from penstock.rollout_server import encode_rows, mixture_layers, without_last
+from penstock.rollout_server.routed_experts import decode_rows, rows_between
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.integers(0, 12), st.sampled_from([np.uint8, np.uint16]))

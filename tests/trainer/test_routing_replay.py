@@ -20,8 +20,17 @@ from tests.rollout_server.conftest import small_config
 from tests.tiny_model import save_tiny_model
 from torch.distributed.tensor import DTensor
 
-from penstock.rollout_server import AnswerBuilder, GenerateRequest, Generation, Mixtures, Routers, Routing, Sampling
-from penstock.rollout_server.engines import HFEngine
+from penstock.rollout_server import (
+    AnswerBuilder,
+    Engine,
+    GenerateRequest,
+    Generation,
+    Mixtures,
+    Routers,
+    Routing,
+    Sampling,
+    make_engine,
+)
 from penstock.trainer import BadBatch, BadJob, ModelLimits, Ranks, TrainerConfig, make_row, pack_rows
 from penstock.trainer.batch import Row
 from penstock.trainer.engines.fsdp import FSDPEngine
@@ -101,7 +110,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 async def sampled(model: str, logs: Path, dtype: str) -> list[tuple[list[int], Generation]]:
     """Answers of the real engine, pairs of them on one prompt."""
-    engine = HFEngine(small_config(routing_replay=True, dtype=dtype, max_model_len=256), model, logs, 3)
+    engine = make_engine(small_config(routing_replay=True, dtype=dtype, max_model_len=256), model, logs, 3)
     await engine.start()
     try:
         prompts = [[(7 * n + 3 * (number // 2)) % 256 for n in range(20)] for number in range(8)]
@@ -110,7 +119,7 @@ async def sampled(model: str, logs: Path, dtype: str) -> list[tuple[list[int], G
         await engine.stop()
 
 
-async def _ask(engine: HFEngine, prompt: list[int]) -> Generation:
+async def _ask(engine: Engine, prompt: list[int]) -> Generation:
     request = GenerateRequest(token_ids=prompt, sampling=Sampling(max_new_tokens=40), routed_experts_from=0)
     answer = AnswerBuilder(request)
     answer.next_request(60.0)

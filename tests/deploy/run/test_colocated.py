@@ -44,7 +44,11 @@ def assert_the_budget_holds(run: LivingRun) -> None:
 
 
 SMALL = ("groups_per_step=2", "group_size=4", "data.eval_limit=8", "trainer.checkpoint_every=2", "agent.workers=1")
-VICTIMS = [("trainer", ("train-rank",)), ("engine", ("penstock.deploy.cli rollout",)), ("engine", ("hf_server",))]
+VICTIMS = [
+    ("trainer", ("train-rank",)),
+    ("engine", ("penstock.deploy.cli rollout",)),
+    ("engine", ("engines.hf.server",)),
+]
 
 
 def test_each_side_killed_in_its_turn(start_run) -> None:

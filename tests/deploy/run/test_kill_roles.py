@@ -19,7 +19,7 @@ pytestmark = [
 VICTIMS = [
     ("penstock.deploy.cli agent", "agent-0"),
     ("penstock.deploy.cli rollout", "rollout-0"),
-    ("hf_server",),
+    ("engines.hf.server",),
     ("train-rank",),
     ("redis-server",),
 ]

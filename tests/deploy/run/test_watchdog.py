@@ -93,7 +93,7 @@ async def test_a_version_that_every_server_refuses_ends_the_run() -> None:
 
 REFUSING_ENGINE = """
 from penstock.weight_sync import WeightsRefused
-from penstock.rollout_server.engines.hf import HFEngine
+from penstock.rollout_server.engines.hf.engine import HFEngine
 
 async def load_weights(self, manifest):
     raise WeightsRefused(f"version {manifest.version}: tensor 'experts.gate_up_proj' does not belong to the model")

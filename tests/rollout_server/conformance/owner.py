@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from penstock.rollout_server import GenerateRequest, RolloutConfig, Sampling
-from penstock.rollout_server.engines import make_engine
+from penstock.rollout_server import GenerateRequest, RolloutConfig, Sampling, make_engine
 
 
 async def main() -> None:

@@ -20,8 +20,16 @@ from tests.rollout_server.conftest import VOCAB, Reference, ask, members, small_
 from tests.rollout_server.precision import arithmetic, assert_close, assert_greedy, common, tolerance, with_share
 
 from penstock.common import cancel_and_wait
-from penstock.rollout_server import Chunk, EngineError, EngineInfo, GenerateRequest, Generation, RolloutConfig
-from penstock.rollout_server.engines import HttpEngine, make_engine
+from penstock.rollout_server import (
+    Chunk,
+    EngineError,
+    EngineInfo,
+    GenerateRequest,
+    Generation,
+    RolloutConfig,
+    make_engine,
+)
+from penstock.rollout_server.engines.http.engine import HttpEngine
 from penstock.weight_sync import BroadcastMember, LoadReport, StagedFetch
 
 VLLM = pytest.param("vllm", marks=pytest.mark.vllm)

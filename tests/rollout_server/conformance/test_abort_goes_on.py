@@ -19,7 +19,7 @@ from tests.rollout_server.conftest import (
 from tests.rollout_server.precision import assert_close, tolerance
 
 from penstock.rollout_server import RolloutClient
-from penstock.rollout_server.engines import HFEngine
+from penstock.rollout_server.engines.hf.engine import HFEngine
 from penstock.transfer_queue import Announcement
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]

@@ -31,14 +31,7 @@ pytest.importorskip("peft")
 
 from tests.rollout_server.peft_policy import PeftPolicy
 
-from penstock.rollout_server import (
-    EngineInfo,
-    GenerateRequest,
-    Generation,
-    RolloutClient,
-    Sampling,
-)
-from penstock.rollout_server.engines import make_engine
+from penstock.rollout_server import EngineInfo, GenerateRequest, Generation, RolloutClient, Sampling, make_engine
 from penstock.transfer_queue import Announcement
 from penstock.weight_sync import FileServer, WeightPublisher
 

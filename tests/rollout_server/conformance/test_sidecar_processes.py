@@ -16,7 +16,7 @@ from tests.rollout_server.conformance.subject import PROMPT, SGLANG, VLLM, Subje
 from tests.rollout_server.conftest import TOKEN, Mount, Reference, StubQueue, ask, rollout_server
 
 from penstock.rollout_server import AnswerBuilder, Generation, RolloutClient
-from penstock.rollout_server.engines import NoFollowers
+from penstock.rollout_server.engines.http.answer_labels import NoFollowers
 from penstock.transfer_queue import Announcement
 from penstock.weight_sync import Manifest, Offer
 

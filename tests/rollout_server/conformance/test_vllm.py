@@ -15,9 +15,8 @@ from tests.rollout_server.conformance.subject import PROMPT, VLLM, Subject, brok
 from tests.rollout_server.conftest import Reference, ask, skip_without, whole
 from tests.weight_sync.conftest import altered, other_checksum
 
-from penstock.rollout_server import Chunk, EngineError, Generation, RolloutConfig
-from penstock.rollout_server.engines import find_installation
-from penstock.rollout_server.engines.vllm_server import environment
+from penstock.rollout_server import Chunk, EngineError, Generation, RolloutConfig, find_installation
+from penstock.rollout_server.engines.vllm.server import environment
 from penstock.weight_sync import WeightsRefused
 
 pytestmark = [
@@ -140,7 +139,7 @@ def under_way(subject: Subject) -> tuple[asyncio.Task[Generation], set[int]]:
 WRONG = """
 import sys
 import torch
-from penstock.rollout_server.engines import say_what_differs
+from penstock.rollout_server.engines.vllm.worker import say_what_differs
 model = torch.nn.Module()
 model.norm = torch.nn.Linear(3, 2)
 say_what_differs(model, 7, {"norm.weight": model.norm.weight.detach().clone(), "norm.bias": torch.ones(2)}, sys.argv[1])
@@ -168,7 +167,7 @@ async def test_a_worker_that_holds_other_values_says_so(tmp_path: Path) -> None:
 async def test_half_a_load_ends_the_server_and_its_open_answers(
     subject: Subject, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.rollout_server.engines.vllm_weights.check_complete", lambda *_: None)
+    monkeypatch.setattr("penstock.rollout_server.engines.vllm.weights.check_complete", lambda *_: None)
     unknown = {**reference.first, "model.layers.0.unknown.weight": reference.first["model.norm.weight"]}
     manifest = await subject.publish(reference, unknown)
     tasks = await subject.under_load(2)

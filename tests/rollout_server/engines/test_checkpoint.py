@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.rollout_server import EngineError
-from penstock.rollout_server.engines import (
+from penstock.rollout_server.engines.checkpoint import (
     check_complete,
     fetch_model,
     start_deadline_s,

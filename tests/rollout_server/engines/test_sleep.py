@@ -15,12 +15,17 @@ from typing import Any
 import pytest
 from aiohttp import web
 from tests.rollout_server.conftest import ask, small_config, whole
-from tests.rollout_server.engines.event_server import serving
-from tests.rollout_server.engines.test_sglang_stream import event as sglang_event
-from tests.rollout_server.engines.test_vllm_stream import event as vllm_event
+from tests.rollout_server.engines.http.event_server import serving
+from tests.rollout_server.engines.sglang.test_stream import event as sglang_event
+from tests.rollout_server.engines.vllm.test_stream import event as vllm_event
 
-from penstock.rollout_server import Chunk, EngineError, EngineInfo, join_chunks
-from penstock.rollout_server.engines import EventClient, SGLangEngine, SGLangWeights, VLLMEngine, VLLMWeights
+from penstock.rollout_server import Chunk, EngineError, EngineInfo
+from penstock.rollout_server.engines.http.event_client import EventClient
+from penstock.rollout_server.engines.sglang.engine import SGLangEngine
+from penstock.rollout_server.engines.sglang.weights import SGLangWeights
+from penstock.rollout_server.engines.vllm.engine import VLLMEngine
+from penstock.rollout_server.engines.vllm.weights import VLLMWeights
+from penstock.rollout_server.protocol import join_chunks
 from penstock.weight_sync import ChainFile, Manifest, WeightsRefused, state_of
 
 pytest.importorskip("torch")

@@ -22,7 +22,7 @@ from tests.rollout_server.conftest import VOCAB, ask, skip_without, whole
 from tests.rollout_server.precision import HEAD_DIM
 from tests.tiny_model import save_tiny_model
 
-from penstock.rollout_server.engines import check_complete, tensor_shapes
+from penstock.rollout_server.engines.checkpoint import check_complete, tensor_shapes
 from penstock.trainer import ModelLimits, Pack, Ranks, TrainerConfig, join_rows, make_row
 from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.transfer_queue import Segment

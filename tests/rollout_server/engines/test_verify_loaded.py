@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from penstock.rollout_server.engines import Comparison, Excerpts, Sample, compare_excerpts, compare_held
+from penstock.rollout_server.engines.verify_loaded import Comparison, Excerpts, Sample, compare_excerpts, compare_held
 
 pytestmark = pytest.mark.torch
 

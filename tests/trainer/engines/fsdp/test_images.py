@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 from image_rows import BLUE, NIGHT, RED, mixed_rows, prompt_of, row_of, segment_of, vision_limits
 from safetensors.torch import load_file
 from tests.rollout_server.conftest import whole
-from tests.rollout_server.engines.test_hf import hf_engine
+from tests.rollout_server.engines.hf.test_engine import hf_engine
 from tests.rollout_server.seeing import ask_about, ref
 from tests.vision_model import save_qwen3_vl, save_vision_model, vision_tokenizer
 from trainer_support import ENVIRONMENT, HERE

@@ -1,0 +1,1 @@
+"""The routing client: which server is asked, and how an answer continues elsewhere."""

@@ -1,0 +1,1 @@
+"""What engines behind an HTTP server share: the process, the event stream, the weights."""

@@ -1,0 +1,264 @@
+"""An inference server with an HTTP API (vLLM, SGLang) as an engine: a child process, used over that API alone.
+
+    generate       wait while weights are swapped ──► one stream, passed on as it arrives
+    load_weights   `HttpWeights.swap` (`weights`), while requests are in flight
+
+`vllm` and `sglang` add what differs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.engines.checkpoint import layers_with_experts, vocab_size
+from penstock.rollout_server.engines.http.answer_labels import AnswerLabels, Continuing, EngineState, Followers
+from penstock.rollout_server.engines.http.server_process import ChildServer
+from penstock.rollout_server.engines.http.stream import AnswerStream, NotAdmitted
+from penstock.rollout_server.engines.http.weights import HttpWeights
+from penstock.rollout_server.pictures import SeenImage
+from penstock.rollout_server.protocol import (
+    Chunk,
+    DeviceBytes,
+    EngineError,
+    EngineInfo,
+    GenerateRequest,
+    Sampling,
+    SleepLevel,
+    fit_request,
+)
+from penstock.rollout_server.routed_experts import MixtureLayers
+from penstock.weight_sync import LoadReport, Manifest
+
+logger = logging.getLogger(__name__)
+HEALTH_S = 15.0
+"""A busy machine may keep a sound server from answering for seconds; ending it would cost far more than waiting."""
+RECOMPUTED = "rollout.pause=recompute would report the experts of other weights than sampled; set it to keep or abort"
+"""Rows are kept by position: what is computed again after a swap takes the place of the pass that sampled."""
+
+
+class HttpEngine(ABC):
+    """Implements `protocol.Engine`. One event loop owns it."""
+
+    server_class: ClassVar[type[ChildServer]]
+    weights_class: ClassVar[type[HttpWeights[Any]]]
+    weights: HttpWeights[Any]
+    """Of the owner alone."""
+    labels: AnswerLabels
+    """Of this process's answers; the owner's are its `weights`."""
+    routes: ClassVar[tuple[str, ...]]
+    """What the server must offer."""
+    sleep_routes: ClassVar[tuple[str, ...]]
+    """And what beside it, where it shares devices with the trainer."""
+    health_path: ClassVar[str]
+    """Answered at once, paused or not, as long as the server can sample."""
+
+    def __init__(self, config: RolloutConfig, model: str, log_dir: Path, seed: int, *, beside: bool = False) -> None:
+        """`beside`: another process owns the server, and this one only `adopt`s its state."""
+        self.config = config
+        self.model = model
+        self.info: EngineInfo | None = None
+        self.layers: MixtureLayers | None = None
+        """Of a mixture whose routed experts the server reports."""
+        self.server = self.server_class(config, model, log_dir, seed)
+        self.streams = self.server.streams
+        if beside:
+            self.labels = self._new_labels()
+        else:
+            self.labels = self.weights = self.weights_class(config, model, self.server, self.streams)
+
+    @abstractmethod
+    async def _try_out(self) -> list[str]:
+        """Sample one token; what this server cannot do. Raises `EngineError` where it cannot sample as we need it."""
+
+    @abstractmethod
+    def _check_sampling(self, sampling: Sampling) -> None:
+        """Raises `BadRequest` where the server would not do what is asked."""
+
+    @abstractmethod
+    def _send(self, request: GenerateRequest, seen: Sequence[SeenImage]) -> AnswerStream:
+        """The request, on its way, under `labels.cache_salt`, with its images. Raises `BadRequest` for images that do
+        not fit its ids."""
+
+    @property
+    def sees_images(self) -> bool:
+        """Requests may have images."""
+        return False
+
+    async def _see(self, request: GenerateRequest) -> Sequence[SeenImage]:
+        """The request's images as the server takes them. Raises `BadRequest`, `EngineError`."""
+        return ()
+
+    async def start(self) -> EngineInfo:
+        """Start the server, check what it offers, sample one token. Raises `EngineError`."""
+        vocabulary = await self._vocab_size()
+        if self.config.routing_replay and self.config.pause == "recompute":
+            raise EngineError(f"rollout.routing_replay: {RECOMPUTED}", retryable=False)
+        await self._read_layers()
+        installation = await self.server.start()
+        try:
+            await self._check_routes(installation.version)
+            limits = await self._try_out() + await self.weights.start()
+        except BaseException:
+            await self.server.stop()
+            raise
+        self.info = EngineInfo(
+            name=self.server.product.key,
+            engine_version=installation.version,
+            version=self.weights.version,
+            vocab_size=vocabulary,
+            max_model_len=self.config.max_model_len,
+            limits=limits,
+            images=self.sees_images,
+            routed_experts=self.layers is not None,
+        )
+        return self.info
+
+    async def _vocab_size(self) -> int:
+        return await asyncio.to_thread(vocab_size, self.model)
+
+    async def _read_layers(self) -> None:
+        """Raises `EngineError`."""
+        if self.config.routing_replay:
+            self.layers = await asyncio.to_thread(layers_with_experts, self.model)
+
+    async def stop(self) -> None:
+        """End the server and everything it started; open answers break off."""
+        try:
+            await self.server.stop()
+        finally:
+            self.weights.admission.open()  # who waits there finds the server gone
+            self.weights.followers.tell()
+        await self.weights.until_verified()
+
+    def share(self, followers: Followers) -> None:
+        """Before `start`: other processes ask the server too, and follow its state."""
+        self.weights.followers = followers
+
+    @property
+    def state(self) -> EngineState | None:
+        """What they must know; None while no request can be sent."""
+        if self.info is None or self.server.address is None or not self.server.alive:
+            return None
+        return self.labels.state(self.server.address, self.info)
+
+    async def adopt(self, state: EngineState | None) -> Continuing:
+        """In a process beside the owner: `state` holds here when this returns.
+
+        Where the version of what was received is not certain, every open answer is broken off.
+        """
+        if state is None or state.address != self.server.address:
+            await self._detach("the server is being stopped")
+        if state is None:
+            return Continuing(0, 0.0)
+        try:
+            if self.info is None:
+                await self._attach(state)
+            return await self.labels.adopt(state)
+        except EngineError as error:
+            logger.error("open answers are broken off: %s", error)
+            await self._detach(str(error))
+            return Continuing(0, 0.0)
+
+    async def _attach(self, state: EngineState) -> None:
+        await self._read_layers()
+        self.labels = self._new_labels()
+        self.server.attach(state.address)
+        self.info = state.info
+
+    async def _detach(self, why: str) -> None:
+        self.info = None
+        await self.server.detach(why)
+        self.labels.admission.open()  # who waits there finds that the server is gone
+
+    def _new_labels(self) -> AnswerLabels:
+        return AnswerLabels(self.server, self.streams, self.weights_class.version_path)
+
+    def will_sleep(self, level: SleepLevel) -> None:
+        """See `SleepingEngine`."""
+        self.server.sleep_level = level
+
+    async def device_bytes(self) -> DeviceBytes:
+        """See `SleepingEngine`: the server does not say."""
+        return DeviceBytes(0, 0)
+
+    async def sleep(self, level: SleepLevel) -> None:
+        """See `HttpWeights.sleep`."""
+        self._check_running()
+        await self.weights.sleep(level)
+
+    async def wake(self) -> None:
+        """See `HttpWeights.wake`."""
+        self._check_running()
+        await self.weights.wake()
+
+    async def healthy(self) -> bool:
+        """The process lives and what samples in it answers, within `HEALTH_S`."""
+        return await self.server.answers(self.health_path, HEALTH_S)
+
+    def stderr_tail(self) -> str:
+        """The last lines of the server's log, and how it ended."""
+        return self.server.tail()
+
+    async def load_weights(self, manifest: Manifest) -> LoadReport:
+        """See `HttpWeights.swap`."""
+        self._check_running()
+        return await self.weights.swap(manifest)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
+        """Stream the answer. Raises `BadRequest` (ids outside the vocabulary, too many; images that are none, or do not
+        fit the ids), `EngineError`."""
+        # Servers without a tokenizer die of an id outside the embedding: all requests would be lost.
+        request = fit_request(request, self._check_running())
+        self._check_sampling(request.sampling)
+        deadline = time.monotonic() + self.config.request_timeout_s
+        seen = await self._see(request)
+        while True:
+            if self.labels.asleep:
+                yield Chunk(finish_reason="abort")
+                return
+            pauses = await self.labels.admission.wait(deadline)
+            try:
+                async with self._answer(request, seen, deadline) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+                return
+            except NotAdmitted:  # some servers refuse what arrives during a pause; it waits here like the others
+                if pauses == self.labels.admission.closings:
+                    raise
+
+    @asynccontextmanager
+    async def _answer(
+        self, request: GenerateRequest, seen: Sequence[SeenImage], deadline: float
+    ) -> AsyncGenerator[AsyncGenerator[Chunk]]:
+        stream = self._send(request, seen)
+        if request.whole:
+            stream.hold_first()
+        if not self.labels.verified:
+            stream.hold()
+        self.streams.add(stream)
+        try:
+            async with aclosing(stream.chunks(deadline - time.monotonic())) as chunks:
+                yield chunks
+        finally:
+            self.streams.discard(stream)
+            await stream.close()
+
+    def _check_running(self) -> EngineInfo:
+        if self.info is None or not self.server.alive:
+            raise EngineError(f"{self.server.name} is not running: it {self.server.end_of_it or 'was not started'}")
+        return self.info
+
+    async def _check_routes(self, version: str) -> None:
+        paths = (await self.server.call("GET", "/openapi.json")).get("paths", {})
+        needed = (*self.routes, *(self.sleep_routes if self.server.sleep_level else ()))
+        if missing := [route for route in needed if route not in paths]:
+            text = f"{self.server.name} {version} does not offer {', '.join(missing)}; take one that does"
+            raise EngineError(text, retryable=False)

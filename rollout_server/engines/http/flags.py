@@ -1,0 +1,140 @@
+"""Which flags a stock server takes: read from its own ``--help``, once per installation, and kept for the next start.
+
+    rollout.vllm_args, rollout.sglang_args ──► merge with ours ──► is each name in --help? ──► command line
+                                                                     no: refused, with the nearest name
+
+A server ends at a flag that it does not know, after the half minute of its imports, and names no other. Where its help
+cannot be had, nothing is refused here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Container, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.common import nearest, private_folder, write_atomically
+from penstock.rollout_server.engines.http.server_process import Installation, Product, inherited_environment
+from penstock.rollout_server.kept_scans import cache_folder, read_own
+from penstock.rollout_server.protocol import EngineError
+
+logger = logging.getLogger(__name__)
+HELP_S = 180.0
+"""For an import of everything that the server is made of, on a busy machine."""
+SPECULATION = "speculative"
+"""Begins the flags of speculative decoding, vLLM's and SGLang's."""
+QUANTIZATION = "quantization"
+ONLINE = ("fp8",)
+"""Quantisations that engines compute from unquantised weights, at a start and at each update."""
+_FLAG = re.compile(r"(?<![\w-])--([A-Za-z][\w-]*)")
+_FEWEST = 20
+"""Flags of a help that is one: less is an error's text."""
+
+
+async def check_flags(product: Product, installation: Installation, users: Mapping[str, Any]) -> None:
+    """Raises `EngineError` that names the setting of a flag which the installed server does not have, or which no
+    policy under training can be served with."""
+    if not users:
+        return
+    if reason := unfit_flag(users):
+        raise EngineError(f"rollout.{product.key}_args.{reason}", retryable=False)
+    known = await known_flags(product, installation)
+    if known and (unknown := unknown_flag(users, known, product.own_flags)):
+        setting = f"rollout.{product.key}_args.{unknown}"
+        listed = f"; `{' '.join(product.help_command(installation))}` lists them"
+        meant = nearest(_plain(unknown), known) or listed
+        raise EngineError(
+            f"{setting}: {product.title} {installation.version} in {installation.python} has no such flag{meant}",
+            retryable=False,
+        )
+
+
+def unfit_flag(users: Mapping[str, Any]) -> str:
+    """The first setting under which weights or logprobs would be others than the trainer's, with reason and fix."""
+    for name, value in users.items():
+        flag = _plain(name)
+        if flag.startswith(SPECULATION) and value not in (None, False):
+            return (
+                f"{name}: speculative decoding is refused: a draft's weights stay as they were while the policy's "
+                "change, and logprobs of sampled tokens are not the policy's behind a draft. Remove it"
+            )
+        if flag == QUANTIZATION and value not in (None, *ONLINE):
+            return (
+                f"{name}={value}: versions have the model's own tensors, which an engine can quantise as it loads them "
+                f"under {' or '.join(ONLINE)} alone. Set one of these, or remove it"
+            )
+    return ""
+
+
+def unknown_flag(users: Mapping[str, Any], known: Iterable[str], own: Container[str] = ()) -> str:
+    """The first name that is none; empty where all are. ``compilation_config.mode`` is a part of a flag's value.
+
+    A server takes the beginning of a name, as SGLang's ``tp``, where one flag alone begins so. Those of `own`, which
+    the adapter sets, are not reached in this way.
+    """
+    names = set(known)
+    return next((name for name in users if not _is_flag(_plain(name), names, own)), "")
+
+
+def _is_flag(name: str, known: set[str], own: Container[str]) -> bool:
+    if name in known:
+        return True
+    meant = [flag for flag in known if flag.startswith(name)]
+    return len(meant) == 1 and meant[0] not in own
+
+
+async def known_flags(product: Product, installation: Installation) -> frozenset[str]:
+    """Names without dashes in front, words joined by dashes; empty where they cannot be had."""
+    command = product.help_command(installation)
+    file = _kept_file(product, installation, command)
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return frozenset(json.loads(read_own(file)))
+    found = flags_in(await _help(command))
+    if len(found) < _FEWEST:
+        logger.warning("%s does not say which flags it takes; they are not checked", " ".join(command))
+        return frozenset()
+    with contextlib.suppress(OSError):
+        if file.is_absolute():  # else this user has no home
+            private_folder(file.parent)
+            write_atomically(file, json.dumps(sorted(found)), mode=0o600)
+    return found
+
+
+def flags_in(text: str) -> frozenset[str]:
+    return frozenset(_plain(name) for name in _FLAG.findall(text))
+
+
+async def _help(command: Sequence[str]) -> str:
+    """Empty where it fails, or takes too long."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        env=inherited_environment(),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        async with asyncio.timeout(HELP_S):
+            output, _ = await process.communicate()
+    except TimeoutError:
+        return ""
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return output.decode(errors="replace")
+
+
+def _plain(name: str) -> str:
+    return name.partition(".")[0].replace("_", "-")
+
+
+def _kept_file(product: Product, installation: Installation, command: Sequence[str]) -> Path:
+    what = f"{installation.version} {' '.join(command)}".encode()
+    return cache_folder() / f"flags-{product.key}-{hashlib.sha256(what).hexdigest()[:16]}.json"

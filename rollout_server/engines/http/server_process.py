@@ -1,0 +1,386 @@
+"""An inference server as a child process: its Python environment and flags, its log and exit, its private folder.
+
+It runs under `penstock.common.guard`, in its own process group: it ends with this process, however that ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar, Literal
+
+import aiohttp
+
+from penstock.common import describe_exit, environment_without_secrets, guard_command, kill_group
+from penstock.common.guard import GRACE_S
+from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.engines.checkpoint import fetch_model, start_deadline_s
+from penstock.rollout_server.engines.http.event_client import EngineAddress, EventClient
+from penstock.rollout_server.engines.http.stream import AnswerStream, refusal
+from penstock.rollout_server.protocol import EngineError, SleepLevel
+
+TAIL_BYTES = 16384
+_EXCEPTION = re.compile(r"(?:^|\s)(\w*(?:Error|Exception|error): .+)$")
+_KILLED = re.compile(r"(?:exit ?code|terminated with):? (-\d+)", re.IGNORECASE)
+"""How servers, and `guard`, log the end of one of their processes by a signal."""
+_LOST, _RAISED = "exited unexpectedly", "encountered a fatal error"
+"""How vLLM logs the end of its engine core: the first line comes always, the second only of one that could speak."""
+_FOR_WANT = "perhaps by the kernel for want of memory"
+PROBE_S = 60.0
+
+
+class Child:
+    """One process at a time, started by `spawn`. The owner ends it."""
+
+    def __init__(self, name: str, log_path: Path) -> None:
+        self.name = name
+        """As people write it, for messages."""
+        self.log_path = log_path
+        self.process: asyncio.subprocess.Process | None = None
+        self._log_start = 0
+
+    @property
+    def alive(self) -> bool:
+        """The process was started and has not ended."""
+        return self.process is not None and self.process.returncode is None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, which is also its process group's number."""
+        return self.process.pid if self.process else None
+
+    async def spawn(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        stdin: int = asyncio.subprocess.DEVNULL,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        """Start `command` in its own session: Ctrl-C reaches the owner, who lets it finish what is in flight."""
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with open_private(self.log_path) as log:
+            self._log_start = log.tell()
+            self.process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=stdin,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                pass_fds=pass_fds,
+                start_new_session=True,
+            )
+
+    def tail(self, lines: int = 25) -> str:
+        """The last lines of the log, and how the process ended if it did so by itself."""
+        found = self._log(max(self._log_start, self._log_size() - TAIL_BYTES)).splitlines()[-lines:]
+        return "\n".join(found + ([f"{self.name} {self.end_of_it}"] if self.end_of_it else []))
+
+    def cause(self) -> str:
+        """The first exception in the log that is no mere warning, else the log's end. One is reported many times."""
+        lines = [line for line in self._log(self._log_start).splitlines() if "WARNING" not in line]
+        found = next(filter(None, map(_EXCEPTION.search, lines)), None)
+        return f"{found[1]} (see {self.log_path})" if found else f"{self.log_path} ends with:\n{self.tail()}"
+
+    @property
+    def end_of_it(self) -> str:
+        """How the process, or one behind it, was ended, in words; empty while all is well and before the start."""
+        if self.process is None:
+            return ""
+        status = self.process.returncode
+        if not status and (known := _end_in_log(self._log(self._log_start))):
+            return known  # of one of the processes behind it; the others may still be ending
+        return "" if status is None else describe_exit(status)
+
+    def _log_size(self) -> int:
+        return self.log_path.stat().st_size if self.log_path.exists() else 0
+
+    def _log(self, start: int) -> str:
+        """From byte `start` on; empty where there is none."""
+        try:
+            with self.log_path.open("rb") as file:
+                file.seek(start)
+                return file.read().decode(errors="replace")
+        except OSError:
+            return ""
+
+
+def open_private(path: Path, mode: Literal["ab", "wb"] = "ab") -> BinaryIO:
+    """A log that only this user can read, also where the file was there before: servers write their keys into it."""
+    file = open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))  # noqa: SIM115
+    os.fchmod(file.fileno(), 0o600)
+    return file
+
+
+def _end_in_log(log: str) -> str:
+    if killed := _KILLED.findall(log):
+        return describe_exit(int(killed[-1]))
+    if _LOST in log and _RAISED not in log:
+        return f"lost a process that said nothing: it was killed, {_FOR_WANT}"
+    return ""
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A Python environment that holds the server."""
+
+    python: str
+    version: str
+    cpu: bool
+    """The build for CPUs, or no GPU is seen."""
+    nccl: str = ""
+    """Version of the NCCL that its workers load; empty where it is not known or they have no GPU."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A stock server as it is found and started."""
+
+    title: str
+    """As people write it."""
+    key: str
+    """In settings, folders and scripts: ``rollout.KEY_python``, ``.venv-KEY``, ``scripts/setup-KEY``."""
+    floor: tuple[int, ...]
+    """The oldest version that will do."""
+    ceiling: tuple[int, ...]
+    """The first version beyond the tested ones: routes and flags change from one to the next."""
+    probe: str
+    """A program that prints what is installed, as JSON."""
+    own_flags: frozenset[str]
+    """Flags that the adapter depends on."""
+    help_command: Callable[[Installation], list[str]]
+    """What lists all flags of the server."""
+
+    @property
+    def fix(self) -> str:
+        return f"scripts/setup-{self.key} makes the environment; rollout.{self.key}_python may name another one"
+
+    def find_python(self, configured: str | None) -> str:
+        """`configured`, else .venv-KEY in this folder or one above it, else this interpreter."""
+        if configured is not None:
+            if not os.access(configured, os.X_OK):
+                raise EngineError(f"rollout.{self.key}_python: {configured} cannot be run; {self.fix}", retryable=False)
+            return configured
+        here = Path.cwd()
+        candidates = [folder / f".venv-{self.key}/bin/python" for folder in (here, *here.parents)]
+        return next((str(path) for path in candidates if os.access(path, os.X_OK)), sys.executable)
+
+    async def ask(self, python: str) -> dict[str, Any]:
+        """What `probe` prints there. Raises `EngineError`."""
+        process = await asyncio.create_subprocess_exec(
+            python, "-I", "-c", self.probe, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        try:
+            output, errors = await asyncio.wait_for(process.communicate(), PROBE_S)
+        except TimeoutError as error:
+            process.kill()
+            await process.wait()
+            raise EngineError(f"{python} did not answer within {PROBE_S:g} s") from error
+        if process.returncode:
+            reason = errors.decode(errors="replace").strip().rpartition("\n")[2]
+            raise EngineError(f"{python} cannot be asked for {self.title}: {reason}; {self.fix}", retryable=False)
+        found: dict[str, Any] = json.loads(output)
+        return found
+
+    def check_version(self, python: str, version: str | None) -> str:
+        """`version`, if there is one and it is of the tested range. Raises `EngineError` with the fix."""
+        if version is None:
+            raise EngineError(f"{python} has no {self.title}; {self.fix}", retryable=False)
+        floor, ceiling = (".".join(map(str, end)) for end in (self.floor, self.ceiling))
+        found, tested = _numbers(version), f"Penstock is tested with {floor} and later, below {ceiling}"
+        if not self.floor <= found < self.ceiling:
+            age = "older" if found < self.floor else "newer"
+            raise EngineError(
+                f"{self.title} {version} in {python} is {age} than what will do: {tested}; {self.fix}", retryable=False
+            )
+        return version
+
+    def merge_flags(self, ours: dict[str, Any], users: dict[str, Any]) -> dict[str, Any]:
+        """A user's flag replaces ours of that name. Raises `EngineError` where the adapter needs its own."""
+        given = {name.replace("_", "-"): value for name, value in users.items()}
+        if taken := sorted(given.keys() & self.own_flags):
+            raise EngineError(
+                f"rollout.{self.key}_args.{taken[0]} is set by Penstock itself; remove it", retryable=False
+            )
+        return {**ours, **given}
+
+
+def inherited_environment() -> dict[str, str]:
+    """Of a server in its own Python environment: without secrets, and what leads to this one's packages."""
+    found = environment_without_secrets()
+    return {name: value for name, value in found.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+
+
+def flag_words(flags: dict[str, Any], *, negative: bool) -> list[str]:
+    """A command line. `negative`: the server's switches have a ``--no-…`` form. None leaves a flag out."""
+    return [word for name, value in flags.items() for word in _words(name, value, negative)]
+
+
+def _words(name: str, value: Any, negative: bool) -> list[str]:
+    if value is None or (value is False and not negative):
+        return []
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    return [f"--{name}", json.dumps(value) if isinstance(value, dict | list) else str(value)]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(0, 5, 23) of "0.5.23", "0.5.23rc1" and "0.5.23+local"."""
+    found = []
+    for part in version.split("+", maxsplit=1)[0].split(".")[:3]:
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        found.append(int(digits or 0))
+    return tuple(found)
+
+
+class ChildServer(Child, ABC):
+    """One server process. `start` comes first, `stop` last."""
+
+    product: ClassVar[Product]
+    ready_path: ClassVar[str]
+    """Answers 200 once the server takes requests."""
+
+    def __init__(self, config: RolloutConfig, model: str, log_dir: Path, seed: int) -> None:
+        super().__init__(self.product.title, log_dir / f"{self.product.key}.log")
+        self.config, self.model, self.seed = config, model, seed
+        self.http: aiohttp.ClientSession
+        """For control calls."""
+        self.events: EventClient
+        """For answers."""
+        self.streams: set[AnswerStream] = set()
+        """Answers that are being read."""
+        self.folder = Path()
+        """Private to this user: sockets, keys, links to weights."""
+        self.installation: Installation | None = None
+        """Known from the start on."""
+        self.address: EngineAddress | None = None
+        """Where it is asked, while it is."""
+        self._attached = False
+        self._start_s = config.start_timeout_s
+        self.sleep_level: SleepLevel | None = None
+        """Under placement.colocated; None: it never sleeps."""
+
+    @abstractmethod
+    async def find_installation(self) -> Installation:
+        """Raises `EngineError` with the fix where there is none that can be used."""
+
+    @abstractmethod
+    def prepare(self, installation: Installation) -> tuple[EngineAddress, list[str], dict[str, str]]:
+        """(where the server will listen, the command that starts it, its environment)."""
+
+    async def start(self) -> Installation:
+        """Returns when the server answers; raises `EngineError` with the cause where it does not in time.
+
+        The deadline begins with the process: a model that is fetched from the hub is here by then.
+        """
+        self.installation = installation = await self.find_installation()
+        folder = await asyncio.to_thread(fetch_model, self.model)
+        self._start_s = start_deadline_s(self.config.start_timeout_s, folder)
+        self.folder = Path(tempfile.mkdtemp(prefix=f"penstock-{self.product.key}-"))
+        try:
+            address, command, environment = self.prepare(installation)
+            self._connect(address)
+            await self.spawn(guard_command(command), environment, stdin=asyncio.subprocess.PIPE)
+            await self._until_ready()
+        except BaseException:
+            await self.stop()
+            raise
+        return installation
+
+    async def stop(self) -> None:
+        """End the whole process group; a second call does nothing."""
+        folder, self.folder = self.folder, Path()
+        if folder == Path():
+            return
+        await self._disconnect("the server is being stopped")  # an orderly end waits for its connections
+        await self._end()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    @property
+    def alive(self) -> bool:
+        """The process was started and has not ended; of another's, that it is to be asked."""
+        return self._attached or super().alive
+
+    def attach(self, address: EngineAddress) -> None:
+        """Ask a server that another process of ours has started."""
+        self._connect(address)
+        self._attached = True
+
+    async def detach(self, why: str) -> None:
+        """The reverse: open answers break off. Twice does nothing."""
+        self._attached = False
+        await self._disconnect(why)
+
+    def _connect(self, address: EngineAddress) -> None:
+        self.http, self.events, self.address = address.session(), EventClient(address), address
+
+    async def _disconnect(self, why: str) -> None:
+        for stream in self.streams:
+            stream.break_off(why)
+        if self.address is not None:
+            self.address = None
+            await self.events.close()
+            await self.http.close()
+
+    async def call(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        """The answer to a control request, within `timeout_s` or `start_timeout_s`. Raises `EngineError`: refused, too
+        slow, or the server is gone."""
+        within_s = self.config.start_timeout_s if timeout_s is None else timeout_s
+        # A connection for each call: servers close the one on which a call failed, and the next must not meet that.
+        headers, timeout = {"Connection": "close"}, aiohttp.ClientTimeout(total=within_s)
+        try:
+            async with self.http.request(method, path, json=body, headers=headers, timeout=timeout) as response:
+                content = await response.read()
+        except (aiohttp.ClientError, TimeoutError, RuntimeError) as error:  # the last: the client was closed by `stop`
+            raise EngineError(f"{self.name} does not answer {path}: {error!r}; {self.cause()}") from error
+        if response.status != HTTPStatus.OK:
+            raise refusal(self.name, response.status, content)
+        answer: dict[str, Any] = json.loads(content)
+        return answer
+
+    async def answers(self, path: str, timeout_s: float) -> bool:
+        """Whether GET `path` is answered with 200 in time."""
+        if not self.alive:
+            return False
+        try:
+            async with self.http.get(path, timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
+                return response.status == HTTPStatus.OK
+        except (aiohttp.ClientError, TimeoutError, RuntimeError):  # the last: the client was closed by `stop`
+            return False
+
+    async def _until_ready(self) -> None:
+        timeout_s = self._start_s
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if not self.alive:
+                raise EngineError(f"{self.name} ended while it started: {self.cause()}")
+            if await self.answers(self.ready_path, 5):
+                return
+            await asyncio.sleep(0.2)
+        of_it = f"rollout.start_timeout_s, {self.config.start_timeout_s:g} s, and what its weights' size adds"
+        raise EngineError(f"{self.name} was not up within {timeout_s:g} s ({of_it}); its log ends with:\n{self.tail()}")
+
+    async def _end(self) -> None:
+        process = self.process
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()  # the guard sees the end of its input
+        try:
+            await asyncio.wait_for(process.wait(), 2 * GRACE_S + 2)
+        except TimeoutError:  # the guard does not run either: stopped, or the machine is that busy
+            kill_group(process.pid)
+            await process.wait()

@@ -1,0 +1,228 @@
+"""A version on its way into SGLang: a folder with one file that it loads, and the checksums that it must report then.
+
+What comes by a broadcast is received by the sidecar, into memory that is the version's file: SGLang's own way of
+receiving (`/update_weights_from_distributed`) would do so in the pause, and leave half a version where a member dies.
+
+SGLang loads a folder of safetensors files and reports the checksum of every parameter that it holds. On CPUs that is
+the start of the SHA-256 of its bytes, so it can be computed from the file, for fused parameters from their parts.
+Whether a server's checksums are of that kind is determined at its start, on its first weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import shutil
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.engines.checkpoint import Shapes, check_complete
+from penstock.rollout_server.engines.http.server_process import ChildServer
+from penstock.rollout_server.engines.http.stream import AnswerStream
+from penstock.rollout_server.engines.http.weights import HttpWeights
+from penstock.rollout_server.protocol import EngineError, SleepLevel
+from penstock.weight_sync import Manifest
+
+PAUSES = {"keep": "in_place", "recompute": "retract", "abort": "abort"}
+"""rollout.pause → SGLang's word."""
+MEMORY_TAGS = ["weights", "kv_cache", "cuda_graph"]
+Fetched = tuple[Path, dict[str, str]]
+"""(a folder that holds the version, the checksums that SGLang must report after loading it)"""
+
+
+class VersionReader:
+    """Reads versions, whole or as changes of the one before, into what SGLang can be shown."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        from penstock.weight_sync import StagedMemory, WeightReader
+
+        self.staged = StagedMemory()
+        """What comes by broadcasts."""
+        self._shapes = shapes
+        self._reader = WeightReader()
+
+    def read(self, manifest: Manifest) -> tuple[int, Mapping[str, Any]]:
+        """(descriptor of a safetensors file with the whole version, its tensors).
+
+        The descriptor is the caller's to close. A trainer that deletes the file meanwhile changes nothing. Raises
+        `WeightsRefused`; `WeightsUnreachable` where the version's broadcast is not held.
+        """
+        from penstock.weight_sync import open_published
+
+        # What a sidecar has fetched is a file, whatever it was announced as.
+        if manifest.transport == "broadcast":
+            check_complete(manifest, self._shapes)
+            memory = self.staged.take(manifest)
+            return os.dup(memory.descriptor), memory
+        if manifest.base_version is not None:
+            tensors = self._reader.read(manifest)
+            check_complete(manifest, self._shapes)
+            return file_in_memory(tensors), tensors
+        # Opened before it is checked: opened again afterwards, the name could have another file.
+        file = open_published(manifest.files[-1])
+        try:
+            tensors = self._reader.read(manifest, file)
+            check_complete(manifest, self._shapes)
+        except BaseException:
+            os.close(file)
+            raise
+        return file, tensors
+
+
+def file_in_memory(tensors: Mapping[str, Any]) -> int:
+    """Descriptor of a safetensors file that is on no disk: what a delta leads to was never written as one."""
+    from penstock.weight_sync import write_tensors
+
+    file = os.memfd_create("weights", os.MFD_CLOEXEC)
+    try:
+        with os.fdopen(file, "wb", closefd=False) as out:
+            write_tensors(out, tensors)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+@contextmanager
+def shown_as_folder(file: int, folder: Path) -> Iterator[Path]:
+    """`folder`, holding nothing but a link to this process's descriptor `file`; both go at the end."""
+    try:
+        folder.mkdir()
+        (folder / "model.safetensors").symlink_to(f"/proc/{os.getpid()}/fd/{file}")
+        yield folder
+    finally:
+        os.close(file)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def expected_checksums(tensors: Mapping[str, Any], names: list[str], dtype: str) -> dict[str, str]:
+    """What SGLang's parameters `names` must have as checksums, in hexadecimal, after loading `tensors` as `dtype`.
+
+    Names that are not of the checkpoint (buffers) are left out. The head is the embedding where the two are tied.
+    """
+    import torch
+
+    from penstock.rollout_server.engines.verify_loaded import parts_of
+
+    kind: torch.dtype = getattr(torch, dtype)
+    parts = {name: [part for part in parts_of(name) if part in tensors] for name in names}
+    return {
+        name: _checksum(torch.cat([tensors[part].to(kind) for part in found])) for name, found in parts.items() if found
+    }
+
+
+def first_difference(expected: Mapping[str, str], found: Mapping[str, str]) -> str | None:
+    """Name of the first parameter whose checksum is another one, None where all agree."""
+    return next((name for name in sorted(expected) if found.get(name) != expected[name]), None)
+
+
+def folder_tensors(model: str) -> dict[str, Any]:
+    """All tensors of the model folder's safetensors files, by name; empty where there are none."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Any] = {}
+    for path in sorted(Path(model).glob("*.safetensors")):
+        tensors.update(load_file(path))
+    return tensors
+
+
+def _checksum(tensor: Any) -> str:
+    import torch
+
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(memoryview(raw)).hexdigest()[:16]
+
+
+class SGLangWeights(HttpWeights[Fetched]):
+    """By files, of which some are in memory alone, and by the checksums that SGLang reports afterwards."""
+
+    version_path = "/model_info"
+
+    def __init__(
+        self, config: RolloutConfig, model: str, server: ChildServer, streams: Collection[AnswerStream]
+    ) -> None:
+        super().__init__(config, model, server, streams)
+        self.checked: list[str] = []
+        """SGLang's parameters whose checksums we can compute, on every rank; none where they are of another kind."""
+        self._ranks = 1
+        self._released: list[str] = []
+        self.reader = VersionReader(self.shapes)
+
+    async def _look(self) -> list[str]:
+        ranks = await self._checksums()
+        self._ranks = len(ranks)
+        tensors = await asyncio.to_thread(folder_tensors, self.model)
+        names = list(ranks[0]) if ranks else []
+        expected = await asyncio.to_thread(expected_checksums, tensors, names, self.config.dtype)
+        alike = [name for name in sorted(expected) if all(held.get(name) == expected[name] for held in ranks)]
+        # Of several ranks each holds some parameters whole, norms mostly, and its part of the others.
+        self.checked = alike if len(alike) == len(expected) or len(ranks) > 1 else []
+        if not self.checked:
+            return ["weights are verified before loading only: this SGLang's checksums cannot be computed here"]
+        if len(self.checked) == len(expected):
+            return []
+        part = f"{len(self.checked)} of {len(expected)} parameters"
+        return [f"what {part} hold is verified after loading, of the others before it only: ranks hold parts of them"]
+
+    @asynccontextmanager
+    async def _fetch(self, manifest: Manifest) -> AsyncGenerator[Fetched]:
+        file, expected = await asyncio.to_thread(self._read, manifest)
+        with shown_as_folder(file, self.server.folder / f"weights-{manifest.version}") as folder:
+            yield folder, expected
+
+    def _read(self, manifest: Manifest) -> tuple[int, dict[str, str]]:
+        file, tensors = self.reader.read(manifest)
+        return file, expected_checksums(tensors, self.checked, self.config.dtype)
+
+    async def _pause(self) -> None:
+        await self.server.call("POST", "/pause_generation", {"mode": PAUSES[self.config.pause]})
+
+    async def _load(self, version: int, fetched: Fetched) -> None:
+        body = {
+            "model_path": str(fetched[0]),
+            "weight_version": str(version),
+            "abort_all_requests": False,
+            # With requests frozen in place it would be refused, and the update with it; the salts do its work.
+            "flush_cache": self.config.pause != "keep",
+        }
+        await self.server.call("POST", "/update_weights_from_disk", body)
+
+    async def _verify(self, fetched: Fetched) -> None:
+        """Until it returns the version's file must be there: to a load SGLang answers when its first rank has read it.
+
+        Checksums are gathered from all ranks, so each has read it by then.
+        """
+        _, expected = fetched
+        if not expected and self._ranks == 1:
+            return
+        for rank, held in enumerate(await self._checksums(all_of_them=bool(expected))):
+            if name := first_difference(expected, held):
+                raise EngineError(f"rank {rank} of SGLang loaded other values than the version has in {name}")
+
+    async def _resume(self) -> None:
+        # Its default empties the cache of a GPU, and fails where there is none.
+        await self.server.call("POST", "/continue_generation", {"torch_empty_cache": False})
+
+    async def _sleep(self, level: SleepLevel) -> None:
+        """What stays of the weights at level 1 is a copy in host memory that the server was started with."""
+        # Without that copy they are lost: then they stay where they are, unless they may be dropped.
+        self._released = MEMORY_TAGS if level == self.server.sleep_level else MEMORY_TAGS[1:]
+        await self.server.call("POST", "/pause_generation", {"mode": "abort"})
+        await self.server.call("POST", "/release_memory_occupation", {"tags": self._released})
+
+    async def _wake(self) -> None:
+        await self.server.call("POST", "/resume_memory_occupation", {"tags": self._released})
+        if not self.dropped:
+            await self._resume()
+
+    async def _checksums(self, *, all_of_them: bool = True) -> list[dict[str, str]]:
+        """Of each parameter, for each rank; of no parameter unless `all_of_them`."""
+        body: dict[str, Any] = {"action": "checksum"}
+        if not all_of_them:
+            body["skip_tensor_list"] = [""]  # names that contain it
+        answer = await self.server.call("POST", "/weights_checker", body)
+        return [dict(rank["checksums"]) for rank in answer.get("ranks") or []]

@@ -1,5 +1,0 @@
-"""A sequence classifier as a service: `penstock reward-server`."""
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

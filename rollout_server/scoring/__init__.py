@@ -1,0 +1,1 @@
+"""Servers that score given tokens: a reward model and a teacher."""

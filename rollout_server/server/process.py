@@ -1,0 +1,279 @@
+"""The process of one rollout server: the engine's process first, which takes longest, and HTTP while that starts.
+
+Until the engine is ready HTTP says why it is not. Stop order: registry entry, requests in flight, engine, processes
+beside this one, HTTP. No new request is routed here before anything ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.common import HttpServer, cancel_and_wait, listen, process_identity, uncollected, url_of
+from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.engines.checkpoint import find_model
+from penstock.rollout_server.engines.http.server_process import open_private
+from penstock.rollout_server.engines.registry import MakeEngine, make_engine
+from penstock.rollout_server.protocol import EngineError
+from penstock.rollout_server.server.answer_processes import AnswerProcesses, make_specs, shares
+from penstock.rollout_server.server.engine_devices import EngineDevices
+from penstock.rollout_server.server.metrics import RolloutMetrics
+from penstock.rollout_server.server.sidecar import Sidecar
+from penstock.transfer_queue import DeviceTurn, RunContext, TurnSettings
+from penstock.weight_sync import BroadcastMember, ClosableFetch, Fetcher, MergingFetcher, StagedFetch, WeightsRefused
+
+if TYPE_CHECKING:
+    from penstock.rollout_server.server.connection_dealer import ConnectionDealer
+    from penstock.rollout_server.server.routes import Mounted
+
+logger = logging.getLogger(__name__)
+DRAIN_S = 20.0
+HTTP_STOP_S = 5.0
+LOGS_S = 30.0
+MAX_LOG_BYTES = 16 << 20
+KEPT_LOGS = 2
+
+
+@dataclass(frozen=True)
+class ServerJob:
+    """Settings of one rollout server."""
+
+    name: str
+    """Its id in the registry; a restarted server has the same one."""
+    run: RunContext
+    """Every route requires its token."""
+    config: RolloutConfig
+    log_dir: Path
+    """The engine's log is in `NAME-engine` there, kept over restarts and bounded."""
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 takes a free one."""
+    fetch_dir: Path | None = None
+    """Folder of this server alone, for weights fetched over HTTP and merged adapters; None: in `log_dir`."""
+    evaluates: bool = False
+    """It serves evaluations only, and keeps its weights during one."""
+    drain_s: float = DRAIN_S
+    """Longest time that requests in flight may take when the server stops."""
+    metrics_token: str = field(default="", repr=False)
+    """Opens ``/metrics`` and nothing else; empty: only the run's token does."""
+    mount: Callable[[Sidecar, str], Mounted] | None = None
+    """Makes further routes from the sidecar and its URL, before the first request."""
+    turn: TurnSettings | None = None
+    """Of the devices that this server shares with the trainer; None: they are its own."""
+
+    @property
+    def processes(self) -> int:
+        """That answer requests. An evaluation server has one: its version is pinned by the requests in flight there."""
+        return 1 if self.evaluates else self.config.sidecar_processes
+
+
+async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:
+    """Serves until cancelled or drained.
+
+    Raises:
+        EngineError: the engine could not be kept alive.
+        OverBudget: it needs more of the shared devices than there is.
+        OSError: the port is taken, or the address is not this machine's.
+    """
+    run = job.run
+    with _listen(job) as listener, _inner_listener(job.processes) as inner:
+        url = url_of(listener, job.host)
+        member = _member(job)
+        fetcher = _fetcher(job, member)
+        metrics = RolloutMetrics()
+        beside = _beside(job, metrics, inner)
+        sidecar = Sidecar(
+            job.name, url, partial(new_engine, job.config, run.model, _log_dir(job), run.seed), run.queue,
+            slots=shares(job.config.max_concurrent, job.processes)[0], fetch=fetcher, member=member,
+            truncated_sampling=job.config.truncated_sampling, stall_s=job.config.request_timeout_s,
+            evaluates=job.evaluates, devices=_devices(job), metrics=metrics, beside=beside,
+        )  # fmt: skip
+        running = asyncio.create_task(sidecar.run(job.config.max_restarts))
+        mounted: Mounted | None = None
+        drain = asyncio.Event()
+        try:
+            await asyncio.to_thread(_import_http)
+            mounted = job.mount(sidecar, url) if job.mount else None
+            http = _make_http(job, sidecar, mounted, drain.set, listener=listener, inner=inner)
+            await http.start()
+            logger.info("rollout server %s at %s", job.name, url)
+            await _run(job, sidecar, running, http, drain)
+        finally:
+            await cancel_and_wait([running])
+            try:
+                if mounted is not None:
+                    await mounted.close()
+            finally:
+                await fetcher.close()
+
+
+def _import_http() -> None:
+    """Called in a thread: importing FastAPI takes a tenth of a second, while the event loop starts the engine."""
+    with uncollected():
+        import penstock.rollout_server.server.connection_dealer
+        import penstock.rollout_server.server.routes  # noqa: F401
+
+
+def _make_http(
+    job: ServerJob,
+    sidecar: Sidecar,
+    mounted: Mounted | None,
+    on_drain: Callable[[], None],
+    *,
+    listener: socket.socket,
+    inner: socket.socket | None,
+) -> HttpServer | ConnectionDealer:
+    from penstock.rollout_server.server.connection_dealer import ConnectionDealer
+    from penstock.rollout_server.server.routes import make_app
+
+    run = job.run
+    app = make_app(sidecar, run.model, run.token, on_drain, mounted, metrics_token=job.metrics_token)
+    if inner is None:
+        return HttpServer(app, listener, lifespan="off", stop_s=HTTP_STOP_S, deadline_s=HTTP_STOP_S)
+    return ConnectionDealer(app, listener, inner, sidecar.beside, stop_s=HTTP_STOP_S)
+
+
+async def _run(
+    job: ServerJob,
+    sidecar: Sidecar,
+    running: asyncio.Task[None],
+    http: HttpServer | ConnectionDealer,
+    drain: asyncio.Event,
+) -> None:
+    """Runs until one of its parts ends or a drain is requested; raises the error that ended it.
+
+    Args:
+        running: the task of the sidecar.
+    """
+    serving = asyncio.create_task(http.wait())
+    beside = asyncio.create_task(sidecar.beside.run())
+    leaving = asyncio.create_task(drain.wait())
+    bounding = asyncio.create_task(_keep_logs_bounded(_log_dir(job)))
+    try:
+        await asyncio.wait({serving, running, leaving, beside}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        leaving.cancel()
+        bounding.cancel()
+        await sidecar.drain(job.drain_s)
+        running.cancel()
+        await asyncio.wait({running})
+        await sidecar.beside.end()
+        await cancel_and_wait([beside])
+        await http.stop()
+        await cancel_and_wait([serving])
+    for task in (running, serving, beside):
+        if not task.cancelled():
+            task.result()
+
+
+def _devices(job: ServerJob) -> EngineDevices | None:
+    if job.turn is None:
+        return None
+    holder = f"{job.name} ({process_identity()}-{secrets.token_hex(4)})"
+    return EngineDevices(DeviceTurn(job.run.queue, "engine", holder, job.turn), job.turn.sleep_level)
+
+
+def _listen(job: ServerJob) -> socket.socket:
+    try:
+        return listen(job.host, job.port)
+    except OSError as error:
+        setting = "rollout.port" if error.errno == errno.EADDRINUSE else "rollout.host"
+        raise OSError(error.errno, f"{setting}: {error.strerror}") from error
+
+
+@contextmanager
+def _inner_listener(processes: int) -> Iterator[socket.socket | None]:
+    """A unix socket of this user alone, for what processes beside this one pass on; None: there are none."""
+    if processes == 1:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="penstock-sidecar-") as folder, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder}/http.sock")
+        listener.listen(1024)
+        yield listener
+
+
+def _beside(job: ServerJob, metrics: RolloutMetrics, inner: socket.socket | None) -> AnswerProcesses:
+    if inner is None:
+        return AnswerProcesses((), _log_dir(job), metrics)
+    run, address = job.run, inner.getsockname()
+    specs = make_specs(
+        job.config, _log_dir(job), address, server=job.name, run=run.name, model=run.model, token=run.token
+    )
+    return AnswerProcesses(specs, _log_dir(job), metrics, job.config.max_restarts)
+
+
+def _member(job: ServerJob) -> BroadcastMember | None:
+    """None for a server that takes files: one that keeps its version for an evaluation cannot be received into."""
+    config = job.config
+    if not config.broadcasts_weights or (config.receives_in_place and job.evaluates):
+        return None
+    return BroadcastMember(job.run.token, in_place=config.receives_in_place)
+
+
+def _fetcher(job: ServerJob, member: BroadcastMember | None) -> ClosableFetch:
+    folder, config = job.fetch_dir or job.log_dir / f"weights-of-{job.name}", job.config
+    files = MergingFetcher(
+        Fetcher(folder, job.run.token, job.host),
+        folder / "merged",
+        partial(_model_folder, job.run.model),
+        config.dtype,
+        config.threads,
+    )
+    return files if member is None else StagedFetch(member, files)
+
+
+def _model_folder(model: str) -> Path:
+    """Raises `WeightsRefused` where it is not on this machine."""
+    try:
+        return find_model(model)
+    except EngineError as error:
+        raise WeightsRefused(str(error)) from error
+
+
+# engine logs -------------------------------------------------------------------------------------------------------
+def _log_dir(job: ServerJob) -> Path:
+    return job.log_dir / f"{job.name}-engine"
+
+
+async def _keep_logs_bounded(folder: Path) -> None:
+    while True:
+        try:
+            await asyncio.to_thread(bound_logs, folder)
+        except OSError as error:
+            logger.warning("engine logs in %s not bounded: %s", folder, error)
+        await asyncio.sleep(LOGS_S)
+
+
+def bound_logs(folder: Path, max_bytes: int = MAX_LOG_BYTES) -> None:
+    """Rotates every ``*.log`` of `folder` longer than `max_bytes`, and keeps the `KEPT_LOGS` last ones.
+
+        engine-hf.log ──copied, then truncated──► engine-hf.log.1 ──► .2 ──► deleted
+
+    Truncated in place, not renamed: a running engine has the file open, and appends at the end wherever the end is.
+    """
+    for log in folder.glob("*.log"):
+        if log.stat().st_size > max_bytes:
+            _rotate(log)
+
+
+def _rotate(log: Path) -> None:
+    for number in range(KEPT_LOGS, 1, -1):
+        older = log.with_name(f"{log.name}.{number - 1}")
+        if older.exists():
+            older.replace(log.with_name(f"{log.name}.{number}"))
+    with log.open("rb") as current, open_private(log.with_name(f"{log.name}.1"), "wb") as kept:
+        shutil.copyfileobj(current, kept)
+    os.truncate(log, 0)

@@ -1,0 +1,155 @@
+"""HTTP routes of a rollout server. Each needs the run's token; errors are ``{"error": {"field", "message"}}``.
+
+`answers` has POST /generate itself, which bypasses FastAPI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from pydantic import BaseModel, ConfigDict
+from starlette.types import ASGIApp
+
+from penstock.common import LimitBody, RequireToken, add_error_handlers, complete_openapi, content_of, opens
+from penstock.common.prometheus import CONTENT_TYPE, METRICS_PATH
+from penstock.common.tracing import TRACEPARENT
+from penstock.rollout_server.protocol import Chunk, Draining, GenerateRequest, Health, ModelEntry, ModelList
+from penstock.rollout_server.server.answers import GENERATE, REFUSED, GenerateResponse, QuickGenerate, refusal, respond
+from penstock.rollout_server.server.sidecar import Sidecar
+from penstock.weight_sync import WeightsStatus
+
+PULL_WAIT_S = 10.0
+REFUSALS = {
+    "400": "The body cannot be read",
+    "401": "No token of this run",
+    "413": "The body is too long",
+    "422": "The request is invalid at every server; `field` says where",
+}
+"""Of every route but those of episodes, which declare their own, in OpenAI's shape."""
+EPISODES = "/episodes"
+GENERATE_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": 'One `Chunk` per line; the last has `finish_reason`, or is `{"error": …}`.',
+        "content": content_of("application/x-ndjson", "Chunk"),
+    },
+    409: {"description": "The weights here are older than `min_version`"},
+    429: {"description": "The queue here is full: ask another server"},
+    502: {"description": "The engine failed before the first token"},
+    503: {"description": "Starting, loading the first weights, or draining"},
+    504: {"description": "`deadline_s` passed before the first token"},
+}
+
+
+class Mounted(Protocol):
+    """Further routes of a rollout server, given in `ServerJob.mount`."""
+
+    @property
+    def router(self) -> APIRouter: ...
+
+    def allows(self, path: str, token: str) -> bool:
+        """Whether `token`, which is not the run's, opens `path`; asked for every path. Compares in constant time."""
+
+    def wrap(self, app: ASGIApp) -> ASGIApp:
+        """`app`, which is the whole server with its access control, inside the layers that these routes need."""
+
+    async def close(self) -> None:
+        """The last call, after HTTP has stopped."""
+
+
+class WeightsCommand(BaseModel):
+    """Body of POST /weights."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    action: Literal["pull"]
+    """Look for newer weights now; refused ones are tried again."""
+
+
+def make_app(
+    sidecar: Sidecar,
+    model: str,
+    token: str,
+    on_drain: Callable[[], None],
+    mounted: Mounted | None = None,
+    *,
+    metrics_token: str = "",
+) -> ASGIApp:
+    """The routes with access control.
+
+    Args:
+        on_drain: called on POST /drain.
+        metrics_token: opens ``/metrics`` and nothing else; empty: there is none.
+    """
+    app = make_routes(sidecar, model, on_drain)
+    if mounted is not None:
+        app.include_router(mounted.router)
+    authorize = opens(token, {METRICS_PATH: metrics_token}, further=mounted.allows if mounted else None)
+    quick = QuickGenerate(app, sidecar)
+    guarded = RequireToken(LimitBody(quick), authorize, message="a bearer token of this run is needed")
+    return guarded if mounted is None else mounted.wrap(guarded)
+
+
+def make_routes(sidecar: Sidecar, model: str, on_drain: Callable[[], None]) -> FastAPI:
+    """The routes without access control."""
+    app = FastAPI(title="Penstock rollout server", docs_url=None, redoc_url=None)
+    add_error_handlers(app, dict.fromkeys(REFUSED, refusal))
+    complete_openapi(app, lambda path: {} if path.startswith(EPISODES) else REFUSALS, (Chunk,))
+    _add_generate(app, sidecar)
+    _add_weights(app, sidecar)
+    _add_health(app, sidecar, model)
+
+    @app.post("/drain", status_code=202)
+    async def drain() -> Draining:
+        """Take no more requests, finish those in flight, leave the registry and stop."""
+        on_drain()
+        return Draining(draining=True, in_flight=sidecar.in_flight)
+
+    return app
+
+
+def _add_generate(app: FastAPI, sidecar: Sidecar) -> None:
+    @app.post(GENERATE, status_code=200, response_class=GenerateResponse, responses=GENERATE_RESPONSES)
+    async def generate(request: GenerateRequest, http: Request) -> Response:
+        """Token ids in; sampled ids, their logprobs and their policy versions out, as they are sampled."""
+        return respond(sidecar, request, http.headers.get(TRACEPARENT))
+
+
+def _add_weights(app: FastAPI, sidecar: Sidecar) -> None:
+    @app.get("/weights")
+    async def weights() -> WeightsStatus:
+        """The loaded version, the newest announced one, the distance between them, and the last loads."""
+        return sidecar.weights.status()
+
+    @app.post("/weights", responses={202: {"model": WeightsStatus, "description": "The load has not ended yet"}})
+    async def command(_command: WeightsCommand, response: Response) -> WeightsStatus:
+        """Pull now; answers when the attempt has ended, or after 10 s."""
+        if not await sidecar.pull_now(PULL_WAIT_S):
+            response.status_code = 202
+        return sidecar.weights.status()
+
+
+def _add_health(app: FastAPI, sidecar: Sidecar, model: str) -> None:
+    unhealthy: dict[int | str, dict[str, Any]] = {503: {"model": Health, "description": "Not serving; see `cause`"}}
+
+    @app.get("/health", response_model=Health, responses=unhealthy)
+    async def health() -> Response:
+        """200 where this server accepts requests and samples; 503 with the cause otherwise."""
+        report = sidecar.health()
+        return JSONResponse(report.model_dump(mode="json"), status_code=200 if report.ok else 503)
+
+    @app.get(METRICS_PATH, response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Prometheus text."""
+        return Response(sidecar.metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.get("/v1/models")
+    async def models() -> ModelList:
+        """The model, its context length and the policy version."""
+        length = sidecar.info.max_model_len if sidecar.info else None
+        return ModelList(
+            data=[ModelEntry(id=Path(model).name or model, max_model_len=length, policy_version=sidecar.version)]
+        )

@@ -1,5 +1,0 @@
-"""A causal language model that judges given tokens: `penstock teacher-server`."""
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,409 @@
+"""The client against servers that die, drain, fall behind or never come: one whole answer, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import contextmanager
+from functools import partial, reduce
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from tests.rollout_server.conftest import (
+    TOKEN,
+    RunningServer,
+    StubQueue,
+    begun,
+    check_answer,
+    fake_answer,
+    rollout_server,
+)
+
+import penstock
+from penstock.rollout_server import BadRequest, Chunk, EngineError, GenerateRequest, Generation, RolloutClient, Sampling
+from penstock.rollout_server.protocol import VersionsDisproved, join_chunks
+from penstock.testing import FakeEngine
+from penstock.transfer_queue import ServerInfo
+
+
+@pytest.fixture
+def queue() -> StubQueue:
+    return StubQueue()
+
+
+@pytest.fixture
+async def client(queue: StubQueue) -> AsyncIterator[RolloutClient]:
+    made = RolloutClient(queue, TOKEN, timeout_s=60)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def server(queue: StubQueue, tmp_path: Path) -> AsyncIterator[RunningServer]:
+    async with rollout_server(queue, tmp_path, token_s=0.002) as running:
+        yield running
+
+
+def ask(ids: list[int], count: int, episode: str = "e", **changes: int) -> GenerateRequest:
+    return GenerateRequest(token_ids=ids, sampling=Sampling(max_new_tokens=count), episode_id=episode, **changes)
+
+
+def check(answer: Generation) -> Generation:
+    check_answer(answer.token_ids, answer.logprobs, answer.version_spans)
+    return answer
+
+
+async def test_a_whole_answer_from_one_server(client: RolloutClient, server: RunningServer) -> None:
+    answer = check(await client.generate(ask([4, 5], 60)))
+    assert answer.token_ids == fake_answer([4, 5], 60)
+    assert answer.version_spans == [(0, 0, 60)]
+    assert (answer.finish_reason, answer.resumed, answer.continued_over_update) == ("length", 0, False)
+    assert await client.best_version() == 0
+
+
+class DisprovedOnce(FakeEngine):
+    """Its first answer ends with the report that the versions of its tokens were wrong."""
+
+    contexts: ClassVar[list[list[int]]] = []
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
+        self.contexts.append(request.token_ids)
+        async for chunk in super().generate(request):
+            if chunk.finish_reason and len(self.contexts) == 1:
+                yield chunk.model_copy(update={"finish_reason": None})
+                raise VersionsDisproved("versions on receipt differ from the engine's own")
+            yield chunk
+
+
+@pytest.mark.parametrize("token_s", [0.0, 0.01])
+async def test_disproved_tokens_are_taken_back(
+    client: RolloutClient, queue: StubQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token_s: float
+) -> None:
+    monkeypatch.setattr(DisprovedOnce, "contexts", [])
+    async with rollout_server(queue, tmp_path, new_engine=partial(DisprovedOnce, token_s=token_s)):
+        answer = check(await client.generate(ask([4, 5], 60)))
+    assert DisprovedOnce.contexts == [[4, 5], [4, 5]]
+    assert (len(answer.token_ids), answer.version_spans, answer.resumed) == (60, [(0, 0, 60)], 0)
+
+
+async def test_disproved_tokens_end_a_stream(
+    client: RolloutClient, queue: StubQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DisprovedOnce, "contexts", [])
+    async with rollout_server(queue, tmp_path, new_engine=partial(DisprovedOnce, token_s=0.01)):
+        with pytest.raises(EngineError, match="differ from the engine's own"):
+            await collect(client, ask([4, 5], 60))
+
+
+async def collect(client: RolloutClient, request: GenerateRequest) -> tuple[list[Chunk], Chunk]:
+    """The chunks of a stream, and all of them in one."""
+    chunks = [chunk async for chunk in client.stream(request)]
+    assert [chunk.finish_reason is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    for chunk in chunks:
+        check_answer(chunk.token_ids, chunk.logprobs, chunk.version_spans)
+    return chunks, reduce(join_chunks, chunks)
+
+
+async def test_a_stream_brings_the_answer_piece_by_piece(client: RolloutClient, server: RunningServer) -> None:
+    chunks, total = await collect(client, ask([4, 5], 300))
+    assert len(chunks) > 2
+    assert total.token_ids == fake_answer([4, 5], 300)
+    assert total.version_spans == [(0, 0, 300)]
+    assert total.finish_reason == "length"
+    assert [chunk.version_spans for chunk in chunks] == [[(0, 0, len(chunk.token_ids))] for chunk in chunks]
+
+
+async def test_a_stream_goes_on_after_a_break_and_repeats_nothing(client: RolloutClient, server: RunningServer) -> None:
+    reading = asyncio.create_task(collect(client, ask([7], 300)))
+    await server.until(lambda: server.engine.running == 1)
+    await asyncio.sleep(0.3)
+    server.engine.crash()
+    _, total = await reading
+    assert len(server.engines) == 2
+    assert total.token_ids == fake_answer([7], 300)
+
+
+async def test_a_stream_that_nobody_reads_on_is_given_up(client: RolloutClient, server: RunningServer) -> None:
+    chunks = client.stream(ask([7], 500))
+    await anext(chunks)
+    await chunks.aclose()
+    await server.until(lambda: server.engine.running == 0)
+    assert client._router.describe() == "s0 v0 accepts"
+
+
+async def test_a_stream_refused_or_without_server_raises(client: RolloutClient, server: RunningServer) -> None:
+    with pytest.raises(EngineError, match="outside") as caught:
+        await anext(client.stream(ask([512], 5)))
+    assert not caught.value.retryable
+    nobody = RolloutClient(StubQueue(), TOKEN, timeout_s=0.2)
+    with pytest.raises(EngineError, match="no rollout server is registered"):
+        await anext(nobody.stream(ask([1], 5)))
+
+
+async def test_the_last_chunk_of_a_server_that_died_before_saying_so_ends_the_stream(
+    client: RolloutClient, queue: StubQueue, tmp_path: Path
+) -> None:
+    class NeverSaysSo(FakeEngine):
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+            async for chunk in super().generate(request):
+                yield chunk.model_copy(update={"finish_reason": None})
+
+    async with rollout_server(queue, tmp_path, new_engine=NeverSaysSo):
+        _, total = await collect(client, ask([3], 20))
+    assert (total.token_ids, total.finish_reason) == (fake_answer([3], 20), "length")
+
+
+async def test_an_update_in_the_middle_shows_in_the_spans(client: RolloutClient, server: RunningServer) -> None:
+    asking = asyncio.create_task(client.generate(ask([1], 400)))
+    await server.until(lambda: server.engine.running == 1)
+    server.queue.announce(1)
+    answer = check(await asking)
+    assert [version for version, _, _ in answer.version_spans] == [0, 1]
+    assert answer.continued_over_update
+    assert answer.resumed == 0
+    swap = answer.version_spans[1][1]
+    assert answer.token_ids[:swap] == fake_answer([1], swap)
+    assert answer.token_ids[swap:] == fake_answer([1, *answer.token_ids[:swap]], 400 - swap, version=1)
+
+
+async def test_a_crashed_engine_is_waited_for_and_the_answer_goes_on(
+    client: RolloutClient, server: RunningServer
+) -> None:
+    asking = await begun(client, [ask([1, i], 300, f"e{i}") for i in range(6)])
+    server.engine.crash()
+    for i, answer in enumerate(await asyncio.gather(*asking)):
+        assert check(answer).token_ids == fake_answer([1, i], 300)
+        assert answer.resumed == 1
+        assert not answer.continued_over_update
+
+
+async def test_a_draining_server_hands_new_requests_to_the_next(
+    client: RolloutClient, queue: StubQueue, tmp_path: Path
+) -> None:
+    async with (
+        rollout_server(queue, tmp_path, name="s0", token_s=0.002) as first,
+        rollout_server(queue, tmp_path, name="s1", token_s=0.002) as second,
+    ):
+        for _ in range(4):
+            await client.generate(ask([1], 3, "sticky"))
+        holder = first if client._router._sticky["sticky"] == first.url else second
+        other = second if holder is first else first
+        holder.task.cancel()
+        answer = await client.generate(ask([1], 30, "sticky"))
+        assert answer.token_ids == fake_answer([1], 30)
+        assert client._router._sticky["sticky"] == other.url
+
+
+@contextmanager
+def killable_server(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    root = str(Path(penstock.__file__).parent.parent)
+    command = [sys.executable, str(Path(__file__).with_name("fake_server.py")), TOKEN, str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": root})
+    try:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().decode().strip()
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.crash
+async def test_answers_of_a_killed_server_go_on_token_exact_at_the_next(
+    client: RolloutClient, queue: StubQueue, tmp_path: Path
+) -> None:
+    with killable_server(tmp_path) as (process, url):
+        queue.registered["killed"] = ServerInfo("killed", url, 0)
+        asking = await begun(client, [ask([9, i], 400, f"e{i}") for i in range(8)])
+        process.kill()
+        # Still registered: the client must find out by itself, and come back once another one is up.
+        async with rollout_server(queue, tmp_path, name="s1", token_s=0.001):
+            for i, answer in enumerate(await asyncio.gather(*asking)):
+                assert check(answer).token_ids == fake_answer([9, i], 400)
+                assert answer.resumed == 1
+
+
+@pytest.mark.crash
+async def test_a_server_that_hangs_is_left_after_silence(
+    client: RolloutClient, queue: StubQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGSTOP of a whole sidecar: its socket stays open, its keep-alives stop."""
+    monkeypatch.setattr("penstock.rollout_server.client.client.SILENCE_S", 2.0)
+    with killable_server(tmp_path) as (process, url):
+        queue.registered["killed"] = ServerInfo("killed", url, 0)
+        asking = await begun(client, [ask([9, i], 400, f"e{i}") for i in range(4)])
+        process.send_signal(signal.SIGSTOP)
+        async with rollout_server(queue, tmp_path, name="s1", token_s=0.001) as other:
+            for i, answer in enumerate(await asyncio.gather(*asking)):
+                assert check(answer).token_ids == fake_answer([9, i], 400)
+            assert other.engine.asked >= 4
+        process.send_signal(signal.SIGCONT)
+
+
+async def test_a_server_that_falls_short_of_the_version_is_not_asked(
+    client: RolloutClient, queue: StubQueue, tmp_path: Path
+) -> None:
+    queue.announce(2)
+    async with rollout_server(queue, tmp_path, name="new"):
+        queue.registered["old"] = ServerInfo("old", "http://127.0.0.1:9", 1)
+        answer = await client.generate(ask([1], 5, min_version=2))
+        assert answer.version_spans == [(2, 0, 5)]
+        assert await client.best_version() == 2
+
+
+@pytest.mark.parametrize(
+    ("registered", "cause"),
+    [
+        (None, "no rollout server is registered"),
+        (ServerInfo("gone", "http://127.0.0.1:9", 0), "gone at http://127"),
+        (ServerInfo("gone", "http://127.0.0.1:9", 0, accepting=False), "gone v0 does not accept"),
+    ],
+    ids=["none", "gone", "not accepting"],
+)
+async def test_waiting_for_a_server_ends_with_the_cause(
+    queue: StubQueue, registered: ServerInfo | None, cause: str
+) -> None:
+    if registered is not None:
+        queue.registered["gone"] = registered
+    client = RolloutClient(queue, TOKEN, timeout_s=2.0)
+    with pytest.raises(EngineError, match=cause) as caught:
+        async with asyncio.timeout(30):  # and not the default of minutes
+            await client.generate(ask([1], 5))
+    assert caught.value.retryable
+    await client.close()
+
+
+async def test_a_server_that_comes_late_is_found(client: RolloutClient, queue: StubQueue, tmp_path: Path) -> None:
+    asking = asyncio.create_task(client.generate(ask([1], 5)))
+    await asyncio.sleep(0.3)
+    async with rollout_server(queue, tmp_path):
+        assert (await asking).token_ids == fake_answer([1], 5)
+
+
+async def test_the_queue_away_does_not_stop_answers(client: RolloutClient, server: RunningServer) -> None:
+    await client.generate(ask([1], 3))
+    server.queue.down = True
+    await asyncio.sleep(0.4)
+    assert (await client.generate(ask([1], 3))).token_ids == fake_answer([1], 3)
+
+
+@pytest.fixture
+async def two(queue: StubQueue, tmp_path: Path) -> AsyncIterator[tuple[RunningServer, RunningServer]]:
+    """One server that is silent for long before each token, and one that is not."""
+    async with (
+        rollout_server(queue, tmp_path, name="slow", token_s=20.0) as slow,
+        rollout_server(queue, tmp_path, name="quick", token_s=0.002) as quick,
+    ):
+        yield slow, quick
+
+
+async def test_after_silence_a_second_server_is_asked_and_the_loser_closed(
+    queue: StubQueue, two: tuple[RunningServer, RunningServer]
+) -> None:
+    slow, quick = two
+    client = RolloutClient(queue, TOKEN, timeout_s=30, home=slow.url, hedge_after_s=0.2)
+    _, total = await collect(client, ask([5], 40))
+    assert total.token_ids == fake_answer([5], 40)
+    assert client._router._sticky["e"] == quick.url
+    await slow.until(lambda: slow.engine.running == 0)
+    assert client._router.describe() in ("quick v0 accepts, slow v0 accepts", "slow v0 accepts, quick v0 accepts")
+    assert not any(state.pending for state in client._router._states.values())
+    await client.close()
+
+
+async def test_hedging_is_off_by_default(queue: StubQueue, two: tuple[RunningServer, RunningServer]) -> None:
+    slow, quick = two
+    client = RolloutClient(queue, TOKEN, timeout_s=1.5, home=slow.url)
+    with pytest.raises(EngineError, match="too slow"):
+        await client.generate(ask([5], 40))
+    assert quick.engine.asked == 0
+    await client.close()
+
+
+async def test_a_bad_request_is_not_tried_again(client: RolloutClient, server: RunningServer) -> None:
+    with pytest.raises(BadRequest, match=r"^token_ids.0: 512 is outside") as refused:
+        await client.generate(ask([512], 5))
+    assert not refused.value.retryable
+
+
+async def test_a_server_that_refuses_the_token_for_longer_than_a_stranger_could_is_believed(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.rollout_server.client.client.STRANGER_S", 0.5)
+    wrong = RolloutClient(server.queue, "another token")
+    with pytest.raises(EngineError, match=r"refused for 0.5 s: .*401: a bearer token of this run") as caught:
+        await wrong.generate(ask([1], 5))
+    assert not caught.value.retryable
+    await wrong.close()
+
+
+@pytest.mark.parametrize("status", [401, 404, 405])
+async def test_a_stranger_at_the_address_of_a_server_that_is_gone_costs_one_try(
+    client: RolloutClient, server: RunningServer, status: int
+) -> None:
+    """A port is free once its server is killed, and the registry knows of that server for some seconds yet."""
+    asked = []
+
+    async def refuse(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return web.Response(status=status, text="not here")
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", refuse)
+    async with TestServer(app) as stranger:
+        url = str(stranger.make_url("")).rstrip("/")
+        server.queue.registered["gone"] = ServerInfo("gone", url, 0)
+        client._router._home = url
+        check(await client.generate(ask([1], 20)))
+        check(await client.generate(ask([2], 20)))
+    assert asked == ["/generate"]
+    assert "gone v0 rests after" in client._router.describe()
+
+
+class AbortsOnce(FakeEngine):
+    """Ends its first answer after 5 tokens as an engine does that aborts for its own reasons."""
+
+    aborted = False
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        count = 0
+        async for chunk in super().generate(request):
+            count += 1
+            if count == 5 and not self.aborted:
+                self.aborted = True
+                yield chunk.model_copy(update={"finish_reason": "abort"})
+                return
+            yield chunk
+
+
+async def test_an_aborted_answer_goes_on_where_its_kv_is(
+    client: RolloutClient, queue: StubQueue, tmp_path: Path
+) -> None:
+    async with (
+        rollout_server(queue, tmp_path, name="s0", new_engine=AbortsOnce) as home,
+        rollout_server(queue, tmp_path, name="s1") as other,
+    ):
+        client._router._home = home.url
+        answer = check(await client.generate(ask([1], 20)))
+        assert other.engine.asked == 0
+        assert "rests" not in client._router.describe()
+    assert answer.token_ids == fake_answer([1], 20)
+    assert (answer.finish_reason, answer.resumed) == ("length", 1)
+
+
+def test_the_client_needs_no_torch() -> None:
+    code = (
+        "import sys, penstock.rollout_server.client.client, penstock.rollout_server.server.process;"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+    )
+    root = str(Path(penstock.__file__).parent.parent)
+    assert (
+        subprocess.run([sys.executable, "-c", code], check=False, env={**os.environ, "PYTHONPATH": root}).returncode
+        == 0
+    )
