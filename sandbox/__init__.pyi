@@ -1,4 +1,4 @@
-from .bwrap import UID_BASE as UID_BASE
+from .bwrap.sandbox import UID_BASE as UID_BASE
 from .config import SandboxConfig as SandboxConfig
 from .idempotency import as_call as as_call
 from .idempotency import current_call as current_call

@@ -27,7 +27,7 @@ def make_sandbox(
         SandboxError: it cannot work here; the message names the fix.
     """
     if config.backend == "bwrap":
-        from penstock.sandbox.bwrap import BwrapSandbox
+        from penstock.sandbox.bwrap.sandbox import BwrapSandbox
 
         return BwrapSandbox(config, owner)
     if config.backend == "remote":

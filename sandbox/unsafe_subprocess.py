@@ -12,8 +12,8 @@ import shutil
 import sys
 import tempfile
 
-from penstock.sandbox.box import BoxCommand, ProcessBox
 from penstock.sandbox.bundle import compile_driver, driver_command
+from penstock.sandbox.bwrap.process_box import BoxCommand, ProcessBox
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.limited import QUEUE_TIMEOUT_S, DriverSandbox, SessionSlot
 from penstock.sandbox.protocol import BoxNeeds, SandboxError, UnmetNeeds

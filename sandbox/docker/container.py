@@ -18,7 +18,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Any
 
-from penstock.sandbox.box import START_DEADLINE_S, Box, BoxEnded
+from penstock.sandbox.box import Box, BoxEnded
 from penstock.sandbox.docker.engine import (
     CALL_DEADLINE_S,
     NoSuchProgram,
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 OWN_END_S = 2.0
 """How long a first process whose stdin closed may take to end; past it the engine is report to kill."""
+START_DEADLINE_S = 20.0
+"""Until the driver answers in a container that runs."""
 END_DEADLINE_S = 30.0
 """The engine itself may wait 10 s for the end of a process that it killed."""
 OOM_DEADLINE_S = 1.0

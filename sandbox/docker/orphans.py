@@ -7,16 +7,14 @@ was copied into, since no process holds those.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.sandbox.cgroups import process_start
 from penstock.sandbox.docker.container import remove
 from penstock.sandbox.docker.engine import calling, connect
+from penstock.sandbox.owner import is_gone, machine, this_process
 
 if TYPE_CHECKING:
     from aiodocker import Docker
@@ -45,8 +43,8 @@ def labels_of(owner: str, label: str, session_id: str) -> dict[str, str]:
         "owner": owner,
         "label": label[:256],
         "session": session_id,
-        "machine": _machine(),
-        "process": f"{os.getpid()}-{process_start(os.getpid())}",
+        "machine": machine(),
+        "process": this_process(),
     }
     return {PREFIX + name: value for name, value in facts.items()}
 
@@ -126,13 +124,6 @@ def image_is_abandoned(listed: dict[str, Any], now: float) -> bool:
 def _process_is_gone(listed: dict[str, Any]) -> bool | None:
     """None where it is another machine's."""
     labels = listed.get("Labels") or {}
-    if labels.get(PREFIX + "machine") != _machine():
+    if labels.get(PREFIX + "machine") != machine():
         return None
-    pid, _, start = labels.get(PREFIX + "process", "").partition("-")
-    return not pid.isdigit() or process_start(int(pid)) != start
-
-
-def _machine() -> str:
-    """Same boot and same process namespace: where a pid means the same process."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    return is_gone(labels.get(PREFIX + "process", ""))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
-from penstock.sandbox.cgroups import process_start
+from penstock.sandbox.owner import is_gone, machine, this_process
 
 BOX = {"penstock": "box"}
 """On every box of ours."""
@@ -27,7 +25,7 @@ def owner_labels(owner: str) -> dict[str, str]:
 
 def process_labels(owner: str) -> dict[str, str]:
     """Those of every box of this process."""
-    return {**owner_labels(owner), PROCESS: f"{os.getpid()}-{process_start(os.getpid())}"}
+    return {**owner_labels(owner), PROCESS: this_process()}
 
 
 def box_labels(owner: str, session_id: str, request: str, ttl_s: float) -> dict[str, str]:
@@ -42,8 +40,7 @@ def box_labels(owner: str, session_id: str, request: str, ttl_s: float) -> dict[
 def is_abandoned(labels: Mapping[str, str]) -> bool:
     """Whether no living process holds the box: of this machine, by its process; of another, by the time of its end."""
     if labels.get(MACHINE) == machine():
-        pid, _, start = labels.get(PROCESS, "").partition("-")
-        return not pid.isdigit() or process_start(int(pid)) != start
+        return is_gone(labels.get(PROCESS, ""))
     ends = labels.get(ENDS, "")
     return ends.isdigit() and int(ends) < time.time()
 
@@ -54,9 +51,3 @@ def label_value(text: str) -> str:
         return text
     digest = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
     return f"{re.sub('[^A-Za-z0-9]+', '-', text).strip('-')[:40] or 'x'}-{digest}"
-
-
-def machine() -> str:
-    """Same boot and same process namespace: where a pid means the same process."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return hashlib.blake2b(f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}".encode(), digest_size=8).hexdigest()

@@ -70,7 +70,7 @@ def test_a_command_ends_with_its_reaper() -> None:
 
 BOXES = """
 import asyncio, os
-from penstock.sandbox import BwrapSandbox, SandboxConfig
+from penstock.sandbox import SandboxConfig, make_sandbox
 
 BURN = "import time\\nwhile time.process_time() < 0.5: pass"
 
@@ -85,7 +85,7 @@ def wait_for_the_test():
     input()
 
 async def main():
-    sandbox = BwrapSandbox(SandboxConfig(run_timeout_s=120, memory_unbounded=True), "account-%d" % os.getpid())
+    sandbox = make_sandbox(SandboxConfig(run_timeout_s=120, memory_unbounded=True), "account-%d" % os.getpid())
     await use(sandbox, ["true"])
     wait_for_the_test()
     for command in (None, ["python3", "-I", "-S", "-c", BURN]) * 3:

@@ -17,7 +17,7 @@ from tests.sandbox.backends import is_deep
 from tests.sandbox.orphans import MAKERS, Maker
 
 from penstock.sandbox import SandboxConfig, SandboxError
-from penstock.sandbox.bwrap import BwrapSandbox
+from penstock.sandbox.bwrap.sandbox import BwrapSandbox
 from penstock.sandbox.docker.sandbox import DockerSandbox
 from penstock.sandbox.session import DriverSession
 

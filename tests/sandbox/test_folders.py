@@ -50,7 +50,7 @@ async def test_every_box_sees_them_and_none_writes_them(backend: str, shared: Pa
 
 @pytest.mark.bwrap
 async def test_boxes_without_a_zygote_see_them_too(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.sandbox.bwrap.why_no_zygote", lambda *_: "a test says so")
+    monkeypatch.setattr("penstock.sandbox.bwrap.sandbox.why_no_zygote", lambda *_: "a test says so")
     folders = {"/agents": str(shared), "/data/deep": str(shared)}
     sandbox = make_sandbox(CONFIG.model_copy(update={"folders": folders}), f"tests-{os.getpid()}")
     try:

@@ -4,7 +4,7 @@ import asyncio
 import os
 
 from penstock.sandbox import SandboxConfig
-from penstock.sandbox.box import ProcessBox
+from penstock.sandbox.bwrap.process_box import ProcessBox
 from penstock.sandbox.limited import SessionSlot
 from penstock.sandbox.unsafe_subprocess import UnsafeSubprocessSandbox
 

@@ -9,7 +9,7 @@ import pytest_asyncio
 from tests.sandbox.backends import CONFIG, OWN_BOXES, on_every_backend, on_every_provider, sandbox_of
 
 from penstock.sandbox import BoxNeeds, SandboxError, SandboxLost, make_sandbox
-from penstock.sandbox.bwrap import BwrapSandbox
+from penstock.sandbox.bwrap.sandbox import BwrapSandbox
 from penstock.sandbox.protocol import ForkableSandbox, NoSnapshots, SandboxBusy, Snapshot
 from penstock.sandbox.unsafe_subprocess import UnsafeSubprocessSandbox
 

@@ -17,7 +17,7 @@ from tests.sandbox.orphans import MAKERS, Maker
 
 from benchmarks.support.boxes import sandbox_server
 from penstock.sandbox import RunResult, Sandbox, SandboxConfig, Session, make_sandbox
-from penstock.sandbox.bwrap import BwrapSandbox
+from penstock.sandbox.bwrap.sandbox import BwrapSandbox
 
 CONFIG = SandboxConfig(
     max_boxes=5, memory_mb=128, pids=32, cpu_s=1, tmp_mb=16, image=IMAGE, output_bytes=65536, run_timeout_s=30.0
@@ -78,7 +78,7 @@ async def _target(backend: str) -> AsyncIterator[Target]:
 @contextlib.contextmanager
 def _zygotes_refused() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.sandbox.bwrap.why_no_zygote", lambda *_: "a test says so")
+        patch.setattr("penstock.sandbox.bwrap.sandbox.why_no_zygote", lambda *_: "a test says so")
         yield
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.sandbox import SandboxError
-from penstock.sandbox.bwrap import BwrapSandbox
+from penstock.sandbox.bwrap.sandbox import BwrapSandbox
 from penstock.sandbox.protocol import SandboxBusy
 from penstock.sandbox.server.pool import BoxPool
 from penstock.testing import FakeSandbox, FakeSession

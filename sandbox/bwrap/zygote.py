@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO
 
-from penstock.sandbox.box import END_DEADLINE_S, EXIT_POLL, START_DEADLINE_S, ProcessBox
 from penstock.sandbox.bundle import open_blob
-from penstock.sandbox.cgroups import Cgroup
+from penstock.sandbox.bwrap.cgroups import Cgroup
+from penstock.sandbox.bwrap.process_box import END_DEADLINE_S, EXIT_POLL, START_DEADLINE_S, ProcessBox
 from penstock.sandbox.protocol import SandboxError
 
 _ANSWER_BYTES = 4096

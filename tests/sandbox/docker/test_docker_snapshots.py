@@ -186,7 +186,7 @@ async def test_lost_box_and_image_have_a_type(boxes: DockerSandbox) -> None:
 WORKER = """
 import asyncio, sys
 from penstock.sandbox import BoxNeeds, SandboxConfig
-from penstock.sandbox.docker import DockerSandbox
+from penstock.sandbox.docker.sandbox import DockerSandbox
 async def main():
     sandbox = DockerSandbox(SandboxConfig(backend="docker", image=sys.argv[2], own_root=True), sys.argv[1])
     session = await sandbox.start("doomed", needs=BoxNeeds(own_root=True))
@@ -201,7 +201,7 @@ asyncio.run(main())
 @pytest.mark.crash
 async def test_kill_9_of_a_worker_leaves_its_images_to_the_next() -> None:
     owner = f"{OWNER}-killed"
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3] / "src")}
     worker = await asyncio.create_subprocess_exec(
         sys.executable, "-c", WORKER, owner, IMAGE, stdout=asyncio.subprocess.PIPE, env=env
     )

@@ -13,7 +13,7 @@ import pytest
 from tests.sandbox.conftest import CONFIG, OWNER, box_cgroups, box_processes
 
 from penstock.sandbox import SandboxConfig, SandboxError, SandboxLost, make_sandbox
-from penstock.sandbox.bwrap import BwrapSandbox
+from penstock.sandbox.bwrap.sandbox import BwrapSandbox
 
 pytestmark = pytest.mark.bwrap
 BY_UID = pytest.mark.skipif(os.geteuid() != 0, reason="a box's processes are found by its uid, which root alone gives")
@@ -65,10 +65,9 @@ async def test_bwrap_box_ended_from_outside_is_lost(sandbox: BwrapSandbox) -> No
 
 WORKER = """
 import asyncio, sys
-from penstock.sandbox import BwrapSandbox
-from penstock.sandbox import SandboxConfig
+from penstock.sandbox import SandboxConfig, make_sandbox
 async def main():
-    sandbox = BwrapSandbox(SandboxConfig(), sys.argv[1])
+    sandbox = make_sandbox(SandboxConfig(), sys.argv[1])
     session = await sandbox.start("doomed")
     await session.run(["sh", "-c", "setsid sleep 1000 &"])
     print("running", flush=True)
@@ -81,7 +80,7 @@ asyncio.run(main())
 @pytest.mark.crash
 async def test_bwrap_boxes_end_with_a_killed_worker() -> None:
     owner = f"{OWNER}-killed"
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3] / "src")}
     worker = await asyncio.create_subprocess_exec(
         sys.executable, "-c", WORKER, owner, stdout=asyncio.subprocess.PIPE, env=env
     )
@@ -100,7 +99,7 @@ async def test_bwrap_boxes_end_with_a_killed_worker() -> None:
 
 
 def without_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.sandbox.bwrap.open_cgroups", lambda *_: (None, "a test says so"))
+    monkeypatch.setattr("penstock.sandbox.bwrap.sandbox.open_cgroups", lambda *_: (None, "a test says so"))
 
 
 async def test_bwrap_without_cgroups_counts_memory_and_says_so(
@@ -172,7 +171,7 @@ async def test_bwrap_a_large_program_may_start_others(monkeypatch: pytest.Monkey
 
 def test_bwrap_unbounded_memory_is_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     without_cgroups(monkeypatch)
-    monkeypatch.setattr("penstock.sandbox.bwrap.build_filter", lambda **_: None)
+    monkeypatch.setattr("penstock.sandbox.bwrap.sandbox.build_filter", lambda **_: None)
     with pytest.raises(SandboxError, match=r"a test says so.*sandbox\.memory_unbounded"):
         make_sandbox(SandboxConfig(), OWNER)
     allowed = make_sandbox(SandboxConfig(memory_unbounded=True), OWNER)
@@ -191,7 +190,7 @@ def test_bwrap_refused_namespaces_name_the_mend(monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "bwrap").chmod(0o755)
     tmp_path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr("penstock.sandbox.bwrap._as_uid", lambda _: [])
+    monkeypatch.setattr("penstock.sandbox.bwrap.sandbox._as_uid", lambda _: [])
     with pytest.raises(SandboxError, match=r"No permissions.*user\.max_user_namespaces"):
         make_sandbox(SandboxConfig(), "tests")
 

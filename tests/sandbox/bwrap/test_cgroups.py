@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from penstock.sandbox import SandboxConfig
-from penstock.sandbox.cgroups import CgroupMaker, open_cgroups, process_start
+from penstock.sandbox.bwrap.cgroups import CgroupMaker, open_cgroups
+from penstock.sandbox.owner import process_start
 
 CONFIG = SandboxConfig(memory_mb=100, pids=10, cpus=0.5)
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.owner import is_gone, this_process
 
 ROOT = Path("/sys/fs/cgroup")
 _PERIOD_US = 100_000
@@ -80,7 +81,7 @@ class CgroupMaker:
         self.version = version
         self.parents = parents
         self.config = config
-        self.prefix = f"{os.getpid()}-{process_start(os.getpid())}-{next(_SERIAL)}"
+        self.prefix = f"{this_process()}-{next(_SERIAL)}"
 
     def make(self, slot: int) -> Cgroup:
         """Raises `OSError` where the hierarchy cannot be written or is full."""
@@ -129,7 +130,8 @@ class CgroupMaker:
 
     def reap(self) -> int:
         """Clear away groups of this owner whose maker is gone; returns how many boxes that were."""
-        left = {path.name for parent in self.parents for path in _subdirectories(parent) if not _maker_lives(path.name)}
+        names = {path.name for parent in self.parents for path in _subdirectories(parent)}
+        left = {name for name in names if name[0].isdigit() and is_gone(name)}
         for name in left:
             groups = tuple(parent / name for parent in self.parents)
             _end(Cgroup(groups, groups[0] / "memory.events", self.version))
@@ -222,21 +224,6 @@ def _move_members(group: Path) -> None:
     for pid in _read_pids(group):
         with contextlib.suppress(ProcessLookupError):
             _write(members / "cgroup.procs", str(pid))
-
-
-def process_start(pid: int) -> str:
-    """Start time of a live process in clock ticks after boot; '' where it is gone or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in ("Z", "X") else fields[19]
-
-
-def _maker_lives(name: str) -> bool:
-    pid, _, rest = name.partition("-")
-    start = rest.partition("-")[0]
-    return not pid.isdigit() or process_start(int(pid)) == start
 
 
 def _end(leftover: Cgroup, deadline_s: float = 5.0) -> None:

@@ -167,7 +167,7 @@ async def test_docker_box_removed_from_outside_is_lost(box: Session) -> None:
 WORKER = """
 import asyncio, sys
 from penstock.sandbox import SandboxConfig
-from penstock.sandbox.docker import DockerSandbox
+from penstock.sandbox.docker.sandbox import DockerSandbox
 async def main():
     sandbox = DockerSandbox(SandboxConfig(backend="docker", image=sys.argv[2]), sys.argv[1])
     session = await sandbox.start("doomed")
@@ -181,7 +181,7 @@ asyncio.run(main())
 @pytest.mark.crash
 async def test_docker_kill_9_of_the_worker_ends_and_removes_its_boxes() -> None:
     owner = f"{OWNER}-killed"
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3] / "src")}
     worker = await asyncio.create_subprocess_exec(
         sys.executable, "-c", WORKER, owner, IMAGE, stdout=asyncio.subprocess.PIPE, env=env
     )

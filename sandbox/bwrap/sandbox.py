@@ -20,16 +20,16 @@ import shutil
 import subprocess
 from pathlib import Path, PurePosixPath
 
-from penstock.sandbox.box import BoxCommand, ProcessBox
 from penstock.sandbox.bundle import ZYGOTE_MODULES, compile_driver, driver_command, open_blob, zygote_command
-from penstock.sandbox.cgroups import CgroupMaker, open_cgroups
+from penstock.sandbox.bwrap.cgroups import CgroupMaker, open_cgroups
+from penstock.sandbox.bwrap.process_box import BoxCommand, ProcessBox
+from penstock.sandbox.bwrap.zygote import ForkedBox, Zygote, ZygoteCommand, why_no_zygote
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.inside import memory
 from penstock.sandbox.limited import QUEUE_TIMEOUT_S, DriverSandbox, SessionSlot, shared_folders
 from penstock.sandbox.protocol import OWN_FOLDERS, BoxNeeds, SandboxError, Session, UnmetNeeds
 from penstock.sandbox.seccomp import build_filter
 from penstock.sandbox.snapshots import TMP, BoxCopy, copy_folders
-from penstock.sandbox.zygote import ForkedBox, Zygote, ZygoteCommand, why_no_zygote
 
 logger = logging.getLogger(__name__)
 

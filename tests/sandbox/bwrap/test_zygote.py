@@ -18,7 +18,7 @@ from tests.sandbox.orphans import Maker, zygote_processes
 from tests.until import until
 
 from penstock.sandbox import SandboxError, SandboxLost, Session
-from penstock.sandbox.bwrap import BwrapSandbox
+from penstock.sandbox.bwrap.sandbox import BwrapSandbox
 
 pytestmark = pytest.mark.bwrap
 DEADLINE_S = 60.0
@@ -173,7 +173,7 @@ async def test_zygote_that_does_not_answer_leaves_no_box(
     await (await sandbox.start("first")).close()
     groups = len(box_cgroups(OWNER))
     stopped = zygote()
-    monkeypatch.setattr("penstock.sandbox.zygote.START_DEADLINE_S", 1.0)
+    monkeypatch.setattr("penstock.sandbox.bwrap.zygote.START_DEADLINE_S", 1.0)
     os.kill(stopped, signal.SIGSTOP)
     try:
         with pytest.raises(SandboxError, match="does not answer"):
@@ -195,9 +195,9 @@ async def test_zygote_that_does_not_answer_leaves_no_box(
 
 WORKER = """
 import asyncio, sys
-from penstock.sandbox import BwrapSandbox, SandboxConfig
+from penstock.sandbox import SandboxConfig, make_sandbox
 async def main():
-    sandbox = BwrapSandbox(SandboxConfig(memory_unbounded=True), sys.argv[1])
+    sandbox = make_sandbox(SandboxConfig(memory_unbounded=True), sys.argv[1])
     session = await sandbox.start("doomed")
     await session.run(["sh", "-c", "setsid sleep 1000 &"])
     print("running", flush=True)
@@ -235,7 +235,7 @@ async def test_zygote_ends_with_its_sandbox(sandbox: BwrapSandbox) -> None:
 async def test_zygote_that_cannot_be_had_leaves_bwrap_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("penstock.sandbox.bwrap.why_no_zygote", lambda *_: "a test says so")
+    monkeypatch.setattr("penstock.sandbox.bwrap.sandbox.why_no_zygote", lambda *_: "a test says so")
     with caplog.at_level(logging.INFO):
         sandbox = BwrapSandbox(CONFIG, OWNER)
     assert "a test says so" in caplog.text

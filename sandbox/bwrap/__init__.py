@@ -1,0 +1,1 @@
+"""Boxes made by bubblewrap: namespaces, cgroups, and a zygote that forks the first process of each box."""
