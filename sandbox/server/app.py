@@ -19,7 +19,6 @@ from penstock.sandbox.make import make_sandbox
 from penstock.sandbox.protocol import Sandbox, SandboxError
 from penstock.sandbox.server import run_code
 from penstock.sandbox.server.callers import Caller, callers_of, find_caller
-from penstock.sandbox.server.quick_sessions import QuickSessions
 from penstock.sandbox.server.routes import ServerState, ThisServer, router, work_router
 from penstock.sandbox.server.views import ServerHealth, complete_schema, handle_errors
 from penstock.sandbox.session import MAX_FILE_BYTES
@@ -71,7 +70,6 @@ def _app(sandbox: Sandbox, config: SandboxConfig, callers: tuple[Caller, ...], m
         redoc_url=None,
     )
     app.state.server = state
-    app.add_middleware(QuickSessions, server=state)
     app.add_middleware(LimitBody, max_bytes=MAX_BODY_BYTES, no_field=None)
     app.add_middleware(RequireToken, authorize=Access(callers, metrics_token), field=None)
     handle_errors(app)
