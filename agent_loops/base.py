@@ -46,7 +46,7 @@ LOOPS: Registry[type[AgentLoopBase]] = Registry(
         "stepwise": f"{PACKAGE}.stepwise:StepwiseLoop",
         "compaction": f"{PACKAGE}.compaction:CompactionLoop",
         "multi_agent": f"{PACKAGE}.multi_agent:MultiAgentLoop",
-        "command": "penstock.gateway.command:CommandLoop",
+        "command": "penstock.gateway.command.loop:CommandLoop",
         "gymnasium": "penstock.agent_loops.environments.gymnasium:GymnasiumLoop",
         "openenv": "penstock.agent_loops.environments.openenv:OpenEnvLoop",
     },

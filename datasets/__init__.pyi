@@ -2,12 +2,10 @@ from .arithmetic import RESULT_DECIMALS as RESULT_DECIMALS
 from .arithmetic import BadExpression as BadExpression
 from .arithmetic import canonical as canonical
 from .arithmetic import evaluate as evaluate
-from .arithmetic import in_range as in_range
 from .arithmetic import operands as operands
 from .arithmetic import printed as printed
 from .calculator import EVERYDAY as EVERYDAY
 from .calculator import LARGE as LARGE
-from .calculator import Profile as Profile
 from .calculator import problems as problems
 from .calculator import random_expression as random_expression
 from .calculator import write_calculator as write_calculator

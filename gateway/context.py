@@ -10,7 +10,7 @@ from typing import Any
 from penstock.agent_loops import AgentConfig, ChatTokens, GenerateClient, Mismatches, Teachers
 from penstock.agent_loops.rewards import RewardFunction
 from penstock.gateway.errors import UnknownModel
-from penstock.gateway.wire import CallSyntax, Detokenizer, token_bytes_of
+from penstock.gateway.wire.reader import CallSyntax, Detokenizer, token_bytes_of
 from penstock.transfer_queue import TransferQueue
 
 MAX_TOKENIZING = 2

@@ -25,8 +25,8 @@ from pydantic import ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.common import header
-from penstock.gateway.wire import ANTHROPIC_ERRORS, OPENAI_ERRORS, WIRES, ErrorFormat, InvalidRequest, wire_at
-from penstock.gateway.wire.types import Api
+from penstock.gateway.wire.types import Api, InvalidRequest
+from penstock.gateway.wire.wires import ANTHROPIC_ERRORS, OPENAI_ERRORS, WIRES, ErrorFormat, wire_at
 from penstock.rollout_server import BadRequest, EngineError
 from penstock.transfer_queue import QueueError
 

@@ -21,7 +21,7 @@ from penstock.gateway.errors import Conflict, Gone, NotNow
 from penstock.gateway.journal import api_of, own_limit
 from penstock.gateway.prefix_tree import Turn
 from penstock.gateway.session import GatewaySession
-from penstock.gateway.wire import WIRES
+from penstock.gateway.wire.wires import WIRES
 from penstock.transfer_queue import (
     COMPLETED,
     BadPayload,

@@ -26,8 +26,8 @@ from penstock.agent_loops.chat import new_budget
 from penstock.gateway.context import GatewayContext
 from penstock.gateway.prefix_tree import NotRenderable, PrefixMatch, PrefixTree, Turn, as_json, digest, hash_of
 from penstock.gateway.requests import PendingAnswer, ResolvedRequest
-from penstock.gateway.wire import AnswerHead, Choice, CompletionRequest, Detokenizer, read_answer
-from penstock.gateway.wire.types import Api, EngineFinish
+from penstock.gateway.wire.reader import Detokenizer, read_answer
+from penstock.gateway.wire.types import AnswerHead, Api, Choice, CompletionRequest, EngineFinish
 from penstock.rollout_server import Generation
 from penstock.transfer_queue import JournalEntry, JournalKind, Lease, QueueError
 

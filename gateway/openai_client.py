@@ -21,7 +21,9 @@ from penstock.gateway.recorded_loop import infra_failure_of
 from penstock.gateway.requests import PendingAnswer
 from penstock.gateway.session import GatewaySession
 from penstock.gateway.streaming import stream
-from penstock.gateway.wire import OPENAI_ERRORS, WIRES, InvalidRequest, model_body, model_list_body
+from penstock.gateway.wire.answers import model_body, model_list_body
+from penstock.gateway.wire.types import InvalidRequest
+from penstock.gateway.wire.wires import OPENAI_ERRORS, WIRES
 
 BASE_URL = "http://penstock.invalid/v1"
 """Never resolved: the transport answers. `.invalid` cannot exist (RFC 2606), so nothing can leak to a host."""

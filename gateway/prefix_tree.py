@@ -27,7 +27,8 @@ from typing import Any
 import xxhash
 
 from penstock.agent_loops import AgentError, ChatTokens, SegmentBuilder, TemplateError, little_endian
-from penstock.gateway.wire import Choice, message_of
+from penstock.gateway.wire.chat import message_of
+from penstock.gateway.wire.types import Choice
 from penstock.rollout_server import Generation
 
 Tools = tuple[Mapping[str, Any], ...]

@@ -29,7 +29,7 @@ from penstock.gateway.errors import GatewayError
 from penstock.gateway.finish import last_turn, tool_calls_of
 from penstock.gateway.journal import ANSWER, NOTED
 from penstock.gateway.session import GatewaySession
-from penstock.gateway.wire import Detokenizer
+from penstock.gateway.wire.reader import Detokenizer
 from penstock.transfer_queue import Lease, Outcome
 
 MODEL = "policy"

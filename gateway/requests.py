@@ -15,7 +15,8 @@ from typing import Any
 
 from penstock.gateway.errors import TooLong
 from penstock.gateway.prefix_tree import Message, PrefixMatch, PrefixTree, Tools, Turn
-from penstock.gateway.wire import AnswerHead, Choice, CompletionRequest, InvalidRequest, TextDelta
+from penstock.gateway.wire.reader import TextDelta
+from penstock.gateway.wire.types import AnswerHead, Choice, CompletionRequest, InvalidRequest
 
 Update = tuple[int, TextDelta | Choice]
 """(index of the choice, text that can be shown now, or the whole choice once it is in the journal)"""

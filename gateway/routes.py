@@ -18,23 +18,11 @@ from penstock.gateway.errors import GatewayError, errors_for, refusal_of
 from penstock.gateway.session import GatewaySession
 from penstock.gateway.sessions import SessionManager, episode_key
 from penstock.gateway.streaming import respond
-from penstock.gateway.wire import (
-    ANTHROPIC_ERRORS,
-    OPENAI_ERRORS,
-    WIRES,
-    CompletionRequest,
-    CountAnswer,
-    CountBody,
-    ErrorFormat,
-    InvalidRequest,
-    Wire,
-    anthropic_model_body,
-    anthropic_models_body,
-    count_body,
-    model_body,
-    model_list_body,
-    parse_count_tokens,
-)
+from penstock.gateway.wire.answers import model_body, model_list_body
+from penstock.gateway.wire.messages import CountBody, parse_count_tokens
+from penstock.gateway.wire.messages_answers import CountAnswer, anthropic_model_body, anthropic_models_body, count_body
+from penstock.gateway.wire.types import CompletionRequest, InvalidRequest
+from penstock.gateway.wire.wires import ANTHROPIC_ERRORS, OPENAI_ERRORS, WIRES, ErrorFormat, Wire
 from penstock.transfer_queue import Outcome, OutcomeKind
 
 MAX_WAIT_S = 600.0

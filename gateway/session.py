@@ -35,8 +35,8 @@ from penstock.gateway.errors import Gone, TooLong, to_client_error, unexpected_e
 from penstock.gateway.journal import SessionJournal, head_of, recorded_choice, sampling_key
 from penstock.gateway.prefix_tree import NotRenderable, PrefixMatch, Turn, as_json
 from penstock.gateway.requests import InFlightAnswers, PendingAnswer, Replay, resolve_request
-from penstock.gateway.wire import AnswerHead, AnswerReader, Choice, CompletionRequest, InvalidRequest, answer_id
-from penstock.gateway.wire.types import Api
+from penstock.gateway.wire.reader import AnswerReader
+from penstock.gateway.wire.types import AnswerHead, Api, Choice, CompletionRequest, InvalidRequest, answer_id
 from penstock.rollout_server import Chunk
 from penstock.transfer_queue import Lease, LeaseLost, Outcome, OutcomeKind, QueueError
 

@@ -12,7 +12,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from penstock.common import cancel_and_wait
 from penstock.gateway.errors import GatewayError
 from penstock.gateway.requests import PendingAnswer, Update
-from penstock.gateway.wire import WIRES, Choice, CompletionRequest, EventStream, InvalidRequest
+from penstock.gateway.wire.types import Choice, CompletionRequest, InvalidRequest
+from penstock.gateway.wire.wires import WIRES, EventStream
 
 QUIET_S = 5.0
 """A stream silent for this long sends `Wire.keep_alive`; before the first one, errors are still HTTP statuses."""

@@ -7,13 +7,11 @@ from .config import ToolConfig as ToolConfig
 from .episode_box import BoxTool as BoxTool
 from .episode_box import EpisodeBox as EpisodeBox
 from .episode_state import sharing as sharing
-from .functions import FunctionTool as FunctionTool
 from .functions import function_tool as function_tool
 from .guard import ToolGuard as ToolGuard
 from .guard import guard_of as guard_of
 from .http import MAX_ANSWER_BYTES as MAX_ANSWER_BYTES
 from .http import JsonClient as JsonClient
-from .python import STATE_LOST as STATE_LOST
 from .python import PythonTool as PythonTool
 from .registry import ToolConfigError as ToolConfigError
 from .registry import close_tools as close_tools
@@ -23,13 +21,10 @@ from .registry import register_tool as register_tool
 from .search import TOKEN_VARIABLE as TOKEN_VARIABLE
 from .search import SearchTool as SearchTool
 from .swe import SweSettings as SweSettings
-from .threads import TooManyLeftBehind as TooManyLeftBehind
 from .threads import UserThreads as UserThreads
 from .threads import call_users as call_users
 from .truncation import CountTokens as CountTokens
-from .truncation import Part as Part
 from .truncation import truncate as truncate
 from .truncation import truncate_tokens as truncate_tokens
 from .validation import check_arguments as check_arguments
-from .validation import check_schema as check_schema
 from .verl import read_tools as read_tools

@@ -33,7 +33,7 @@ TOOLS: Registry[type[BaseTool] | type[ToolGroup] | BaseTool] = Registry(
         "editor": "penstock.tools.editor:EditorTool",
         "final_answer": "penstock.tools.final_answer:FinalAnswerTool",
         "harbor": "penstock.tools.harbor:HarborTools",
-        "mcp": "penstock.tools.mcp:McpTools",
+        "mcp": "penstock.tools.mcp.tools:McpTools",
         "search": "penstock.tools.search:SearchTool",
         "swe": "penstock.tools.swe:SweTools",
         "web_search": "penstock.tools.web_search:WebSearchTool",

@@ -1,13 +1,6 @@
-from .check import AGENTS as AGENTS
 from .check import CheckedTask as CheckedTask
 from .check import Checker as Checker
-from .check import TaskTrial as TaskTrial
 from .check import check_config as check_config
-from .check import digest_of as digest_of
-from .check import run_agent as run_agent
 from .check import select as select
 from .rows import HARBOR as HARBOR
-from .rows import BadFolder as BadFolder
-from .rows import harbor_rows as harbor_rows
 from .rows import task_row as task_row
-from .rows import write_harbor as write_harbor

@@ -1,5 +1,1 @@
 """The loop `command`: any program, run in a box per episode, whose requests to its model are recorded."""
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

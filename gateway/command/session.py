@@ -29,7 +29,7 @@ from penstock.gateway.requests import PendingAnswer
 from penstock.gateway.routes import MAX_BODY_BYTES, make_client_router
 from penstock.gateway.session import GatewaySession, Reservation
 from penstock.gateway.sessions import ApiKeyHeader
-from penstock.gateway.wire import CompletionRequest, InvalidRequest
+from penstock.gateway.wire.types import CompletionRequest, InvalidRequest
 
 KEPT_REFUSALS = 20
 MAX_CAUSE = 4000

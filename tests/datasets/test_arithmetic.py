@@ -1,6 +1,7 @@
 import pytest
 
-from penstock.datasets import BadExpression, canonical, evaluate, in_range, printed
+from penstock.datasets import BadExpression, canonical, evaluate, printed
+from penstock.datasets.arithmetic import in_range
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@ from random import Random
 
 import pytest
 
-from penstock.datasets import EVERYDAY, LARGE, Profile, in_range, operands, random_expression
+from penstock.datasets import EVERYDAY, LARGE, operands, random_expression
+from penstock.datasets.arithmetic import in_range
+from penstock.datasets.calculator import Profile
 
 
 @pytest.mark.parametrize("profile", [LARGE, EVERYDAY])

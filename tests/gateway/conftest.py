@@ -12,8 +12,12 @@ import pytest
 from tests.agent_loops.conftest import calling_policy, chat_for, parts_of, queue_of, tasks_of, tokenizer_for  # noqa: F401
 
 from penstock.agent_loops import AgentConfig, ChatTokens
-from penstock.gateway import GatewayContext, GatewaySession, SessionManager, detokenizer
-from penstock.gateway.wire import WIRES, AnswerHead, Choice, CompletionRequest, message_body
+from penstock.gateway.context import GatewayContext, detokenizer
+from penstock.gateway.session import GatewaySession
+from penstock.gateway.sessions import SessionManager
+from penstock.gateway.wire.messages_answers import message_body
+from penstock.gateway.wire.types import AnswerHead, Choice, CompletionRequest
+from penstock.gateway.wire.wires import WIRES
 from penstock.testing import FakeClient, MemoryTransferQueue
 from penstock.transfer_queue import DataCursor, Limits, Task, Trajectory
 

@@ -13,8 +13,12 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from penstock.agent_loops import ChatTokens
-from penstock.gateway import SessionManager, TooLong, longest_token, parse_body
-from penstock.gateway.wire import WIRES, InvalidRequest
+from penstock.gateway.context import longest_token
+from penstock.gateway.errors import TooLong
+from penstock.gateway.routes import parse_body
+from penstock.gateway.sessions import SessionManager
+from penstock.gateway.wire.types import InvalidRequest
+from penstock.gateway.wire.wires import WIRES
 from penstock.tools.parsers import get_parser
 
 SPACE = b" " * 200_000

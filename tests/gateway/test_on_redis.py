@@ -10,7 +10,7 @@ import pytest
 from tests.gateway.conftest import USER, Bench, back, say
 
 from penstock.agent_loops import AgentConfig, ChatTokens
-from penstock.gateway import Gone, NotNow
+from penstock.gateway.errors import Gone, NotNow
 from penstock.transfer_queue import (
     DataCursor,
     Outcome,

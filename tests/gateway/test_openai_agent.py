@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from penstock.agent_loops import AgentConfig, Episode, LoadError, find_loop
-from penstock.gateway import loop_of
+from penstock.gateway.openai_agent import loop_of
 from penstock.testing import FakeClient
 from penstock.transfer_queue import Outcome, OutcomeKind
 

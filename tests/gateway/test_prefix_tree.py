@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.gateway.conftest import CUSTOM_TOOLS, TOOLS, USER, Bench, asked, back, blocks_back, call_text, sampled, whole
 
 from penstock.agent_loops import AgentConfig, ChatTokens
-from penstock.gateway import first_key, next_key
+from penstock.gateway.prefix_tree import first_key, next_key
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": 1, "b": [2.5, "ü"]}}}
 SAID = {"role": "assistant", "content": "", "tool_calls": [CALL]}

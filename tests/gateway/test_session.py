@@ -11,8 +11,8 @@ from tests.agent_loops.families import THINKS_FIRST
 from tests.gateway.conftest import TOOLS, USER, MakeBench, asked, back, call_text, sampled, say, whole
 
 from penstock.agent_loops import InfraFailure
-from penstock.gateway import Gone, NotNow, TooLong, refusal_of
-from penstock.gateway.wire import InvalidRequest
+from penstock.gateway.errors import Gone, NotNow, TooLong, refusal_of
+from penstock.gateway.wire.types import InvalidRequest
 from penstock.rollout_server import BadRequest, EngineError
 from penstock.transfer_queue import COMPLETED, OutcomeKind
 

@@ -16,19 +16,9 @@ from hypothesis import strategies as st
 from tests.gateway.conftest import TOOLS, USER, asked, back, call_text, sampled, say
 
 from penstock.agent_loops.rewards import RewardFunction
-from penstock.gateway import (
-    BadHandle,
-    Conflict,
-    Gone,
-    NoEpisode,
-    NotNow,
-    SessionManager,
-    episode_key,
-    handle_of,
-    hash_of,
-    lease_of,
-    opens,
-)
+from penstock.gateway.errors import Conflict, Gone, NoEpisode, NotNow
+from penstock.gateway.prefix_tree import hash_of
+from penstock.gateway.sessions import BadHandle, SessionManager, episode_key, handle_of, lease_of, opens
 from penstock.transfer_queue import COMPLETED, Outcome, OutcomeKind, QueueUnavailable
 
 MORE = {"role": "user", "content": "And 1+1?"}

@@ -6,7 +6,8 @@ from typing import Literal
 
 import pytest
 
-from penstock.tools import FunctionTool, ToolInfraError, ToolResult, function_tool
+from penstock.tools import ToolInfraError, ToolResult, function_tool
+from penstock.tools.functions import FunctionTool
 
 
 @function_tool

@@ -6,7 +6,8 @@ import pytest
 import pytest_asyncio
 
 from penstock.sandbox import Sandbox, SandboxConfig, SandboxError, make_sandbox
-from penstock.tools import STATE_LOST, PythonTool, ToolConfig, ToolInfraError, make_tools
+from penstock.tools import PythonTool, ToolConfig, ToolInfraError, make_tools
+from penstock.tools.python import STATE_LOST
 from penstock.transfer_queue import Task
 
 pytestmark = pytest.mark.bwrap

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.tools import TooManyLeftBehind, UserThreads, call_users
+from penstock.tools import UserThreads, call_users
+from penstock.tools.threads import TooManyLeftBehind
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.tools import Part, truncate, truncate_tokens
+from penstock.tools import truncate, truncate_tokens
+from penstock.tools.truncation import Part
 
 PARTS: tuple[Part, ...] = ("head", "tail", "middle")
 

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from penstock.tools import check_arguments, check_schema, truncate
+from penstock.tools import check_arguments, truncate
+from penstock.tools.validation import check_schema
 
 SCHEMA = {
     "type": "object",

@@ -1,5 +1,1 @@
 """Tools of MCP servers (Model Context Protocol), by the official SDK."""
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

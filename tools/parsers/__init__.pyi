@@ -3,4 +3,3 @@ from .base import ParserName as ParserName
 from .base import ToolCall as ToolCall
 from .base import ToolCallParser as ToolCallParser
 from .base import get_parser as get_parser
-from .plain_text import typed as typed

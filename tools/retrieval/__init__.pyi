@@ -1,12 +1,8 @@
 from .corpus import BadCorpus as BadCorpus
 from .corpus import Index as Index
-from .corpus import Passage as Passage
 from .corpus import read_passages as read_passages
-from .dense import DenseIndex as DenseIndex
 from .dense import open_or_build_dense as open_or_build_dense
 from .folder import IndexFailed as IndexFailed
-from .folder import ensure_built as ensure_built
-from .index import RetrievalIndex as RetrievalIndex
 from .index import open_or_build as open_or_build
 from .server import build_app as build_app
 from .server import serve as serve

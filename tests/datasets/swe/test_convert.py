@@ -12,7 +12,9 @@ import pytest
 from tests.sandbox.swe.conftest import LIMITS, rows, sandbox
 from tests.sandbox.swe.wordkit import git
 
-from penstock.datasets.swe import SWE_BENCH, SWE_GYM, BadFile, BadRow, Places, convert, swe_bench_task
+from penstock.datasets.swe import BadFile, Places, convert
+from penstock.datasets.swe.rows import BadRow
+from penstock.datasets.swe.swe_bench import SWE_BENCH, SWE_GYM, swe_bench_task
 from penstock.sandbox.swe import check_task, load_tasks
 from penstock.trainer import load_rows
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.datasets.swe import without_tests
+from penstock.datasets.swe.factory import without_tests
 
 FILE = b"""\
 import pytest

@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from penstock.datasets.swe import MUTATORS, Mutation, mutations
+from penstock.datasets.swe.mutators import MUTATORS, Mutation, mutations
 
 CASES = [
     ("comparison", "return a < b", {"return a <= b"}),

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.datasets.swe import PackageError, read_package
+from penstock.datasets.swe import PackageError
+from penstock.datasets.swe.package import read_package
 
 TESTS = Path(__file__).parents[3] / "recipes/swe/package_tests/mdurl"
 

@@ -6,7 +6,8 @@ import subprocess
 
 import pytest
 
-from penstock.datasets.swe import GitFailed, TreeStore
+from penstock.datasets.swe import GitFailed
+from penstock.datasets.swe.store import TreeStore
 
 FILES = {"a.py": b"one\n", 'odd "name"\\.txt': b"\x00\xff", "folder/ünd.py": "ü\n".encode()}
 

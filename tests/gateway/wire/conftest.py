@@ -13,20 +13,22 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from penstock.agent_loops import ChatTokens
-from penstock.gateway import wire
+from penstock.gateway.wire.reader import AnswerReader, Detokenizer, call_syntax, token_bytes_of
+from penstock.gateway.wire.types import AnswerHead, Choice, CompletionRequest, InvalidRequest, answer_id
+from penstock.gateway.wire.wires import Wire, wire_at
 
 
-def text_of_chat(chat: ChatTokens) -> wire.Detokenizer:
-    return wire.Detokenizer(
+def text_of_chat(chat: ChatTokens) -> Detokenizer:
+    return Detokenizer(
         decode=chat.decode,
-        token_bytes=wire.token_bytes_of(chat.tokenizer),
+        token_bytes=token_bytes_of(chat.tokenizer),
         end_ids=frozenset(chat.stop_token_ids),
-        syntax=wire.call_syntax("hermes"),
+        syntax=call_syntax("hermes"),
     )
 
 
 @pytest.fixture(scope="session")
-def detokenizer(chat_for: Callable[..., ChatTokens]) -> wire.Detokenizer:
+def detokenizer(chat_for: Callable[..., ChatTokens]) -> Detokenizer:
     return text_of_chat(chat_for())
 
 
@@ -39,33 +41,33 @@ class Scripted:
     chunk_ids: int = 1
     limit_ids: int = 10_000
     inside_thinking: bool = False
-    asks: list[wire.CompletionRequest] = field(default_factory=list)
+    asks: list[CompletionRequest] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
-    choices: list[list[wire.Choice]] = field(default_factory=list)
+    choices: list[list[Choice]] = field(default_factory=list)
 
     def __call__(self, request: httpx2.Request) -> httpx2.Response:
         self.bodies.append(json.loads(request.content))
-        found = wire.wire_at(request.url.path.removeprefix("/v1/"))
+        found = wire_at(request.url.path.removeprefix("/v1/"))
         assert found
         try:
             return self.answered(found, self.bodies[-1])
-        except wire.InvalidRequest as error:
+        except InvalidRequest as error:
             return httpx2.Response(400, json=found.errors.body(400, str(error), error.field or None, error.code))
 
-    def answered(self, api: wire.Wire, body: dict[str, Any]) -> httpx2.Response:
+    def answered(self, api: Wire, body: dict[str, Any]) -> httpx2.Response:
         ask = api.parse(body)
         self.asks.append(ask)
-        answer_id = wire.answer_id(ask.api, str(len(self.asks)))
-        head = wire.AnswerHead(answer_id, 1_700_000_000, "tiny", 11, inside_thinking=self.inside_thinking)
+        identifier = answer_id(ask.api, str(len(self.asks)))
+        head = AnswerHead(identifier, 1_700_000_000, "tiny", 11, inside_thinking=self.inside_thinking)
         content = b"".join(self.events(ask, head, api.stream(ask, head)))
         if ask.stream:
             return httpx2.Response(200, content=content, headers={"content-type": "text/event-stream"})
         return httpx2.Response(200, json=api.answer(ask, head, self.choices[-1]))
 
-    def events(self, ask: wire.CompletionRequest, head: wire.AnswerHead, stream: Any) -> Iterator[bytes]:
+    def events(self, ask: CompletionRequest, head: AnswerHead, stream: Any) -> Iterator[bytes]:
         """The choices take turns, a few ids each."""
         detokenizer = text_of_chat(self.chat)
-        readers = [wire.AnswerReader(ask, head, index, detokenizer) for index in range(ask.n)]
+        readers = [AnswerReader(ask, head, index, detokenizer) for index in range(ask.n)]
         left = [self.chat.encode(next(self.answers)) for _ in readers]
         reasons = ["length" if len(ids) > self.limit_ids else "stop" for ids in left]
         left = [ids[: self.limit_ids] for ids in left]

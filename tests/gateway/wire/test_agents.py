@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool
 
-from penstock.gateway.wire import message_of
+from penstock.gateway.wire.chat import message_of
 
 CALL = '<tool_call>\n{{"name": "add", "arguments": {{"a": {}, "b": 2}}}}\n</tool_call>'
 ANSWERS = [

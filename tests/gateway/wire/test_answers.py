@@ -15,30 +15,36 @@ import pytest
 from openai import AsyncOpenAI
 from openai.types import Model
 
-from penstock.gateway import wire
-from penstock.gateway.wire import (
+from penstock.gateway.wire.answers import (
     KEEP_ALIVE,
     SSE_DONE,
-    InvalidRequest,
+    ChatAnswer,
+    CompletionAnswer,
     OpenAIErrorBody,
+    ResponseAnswer,
     error_body,
     invalid_request_body,
     model_body,
     model_list_body,
     sse_data,
 )
+from penstock.gateway.wire.chat import ChatBody, chat_body, parse_chat
+from penstock.gateway.wire.completions import completion_body, parse_completion
+from penstock.gateway.wire.reader import Detokenizer, read_answer
+from penstock.gateway.wire.responses import parse_response, response_body
+from penstock.gateway.wire.types import AnswerHead, InvalidRequest
 
-HEAD = wire.AnswerHead("id_1", 1_700_000_000, "tiny", 5)
+HEAD = AnswerHead("id_1", 1_700_000_000, "tiny", 5)
 CALL = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
 TOOL = {"name": "add", "parameters": {"type": "object", "properties": {}}}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
 ROUTES = [
-    (wire.parse_chat, wire.chat_body, wire.ChatAnswer, {**CHAT, "tools": [{"type": "function", "function": TOOL}]}),
-    (wire.parse_completion, wire.completion_body, wire.CompletionAnswer, {"model": "m", "prompt": "x"}),
+    (parse_chat, chat_body, ChatAnswer, {**CHAT, "tools": [{"type": "function", "function": TOOL}]}),
+    (parse_completion, completion_body, CompletionAnswer, {"model": "m", "prompt": "x"}),
     (
-        wire.parse_response,
-        wire.response_body,
-        wire.ResponseAnswer,
+        parse_response,
+        response_body,
+        ResponseAnswer,
         {"model": "m", "input": "x", "tools": [{"type": "function", **TOOL}]},
     ),
 ]
@@ -50,22 +56,22 @@ LOGPROBS = [{"logprobs": True}, {"logprobs": 0}, {"include": ["message.output_te
 @pytest.mark.parametrize("reason", ["stop", "length"])
 @pytest.mark.parametrize("told", [False, True])
 def test_answers_fit_what_is_declared(
-    detokenizer: wire.Detokenizer, chat_for: Callable[..., Any], route: int, text: str, reason: Any, told: bool
+    detokenizer: Detokenizer, chat_for: Callable[..., Any], route: int, text: str, reason: Any, told: bool
 ) -> None:
     parse, build, answer, body = ROUTES[route]
     ask = parse({**body, **(LOGPROBS[route] if told else {})})
     ids = chat_for().encode(text)
-    built = build(ask, HEAD, [wire.read_answer(ask, HEAD, 0, detokenizer, (ids, [-1.0] * len(ids), reason))])
+    built = build(ask, HEAD, [read_answer(ask, HEAD, 0, detokenizer, (ids, [-1.0] * len(ids), reason))])
     assert answer.model_validate(built).model_dump(exclude_unset=True) == built
 
 
 def test_harmless_fields_are_declared() -> None:
-    schema = wire.ChatBody.model_json_schema()
+    schema = ChatBody.model_json_schema()
     validator = jsonschema.Draft202012Validator(schema)
     assert validator.is_valid({**CHAT, "store": True, "user": "u", "tool_choice": "none"})
     assert not validator.is_valid({**CHAT, "logit_bias": {}})
     assert not validator.is_valid({**CHAT, "tool_choice": "required"})
-    assert wire.parse_chat({**CHAT, "store": True, "user": "u", "tool_choice": "none"})
+    assert parse_chat({**CHAT, "store": True, "user": "u", "tool_choice": "none"})
 
 
 def client_for(answer: httpx2.Response) -> AsyncOpenAI:

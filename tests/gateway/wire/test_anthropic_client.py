@@ -11,7 +11,9 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from penstock.gateway.wire import MessageAnswer, message_of, parse_messages
+from penstock.gateway.wire.chat import message_of
+from penstock.gateway.wire.messages import parse_messages
+from penstock.gateway.wire.messages_answers import MessageAnswer
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
 TOOLS: Any = [{"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {}}}]
@@ -139,6 +141,8 @@ async def test_what_is_refused_is_an_error_of_the_package(scripted: Callable[...
 
 async def test_a_stream_that_breaks_off_raises(scripted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     server = scripted("one two<|im_end|>", repeat=1)
-    monkeypatch.setattr("penstock.gateway.wire.MessageStream.end", lambda self: self.fail(503, "no server left"))
+    monkeypatch.setattr(
+        "penstock.gateway.wire.messages_answers.MessageStream.end", lambda self: self.fail(503, "no server left")
+    )
     with pytest.raises(anthropic.APIStatusError, match="no server left"):
         [one async for one in await server.anthropic().messages.create(**ASKED, stream=True)]

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.wire import CompletionRequest, InvalidRequest, parse_chat, parse_completion, parse_response
+from penstock.gateway.wire.chat import parse_chat
+from penstock.gateway.wire.completions import parse_completion
+from penstock.gateway.wire.responses import parse_response
+from penstock.gateway.wire.types import CompletionRequest, InvalidRequest
 
 USER = {"role": "user", "content": "What is 1+2?"}
 ADD = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {"a": {"default": None}}}}

@@ -14,7 +14,10 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from penstock.gateway.wire import ResponseStream, message_of, parse_chat, parse_response
+from penstock.gateway.wire.chat import ChatStream, message_of, parse_chat
+from penstock.gateway.wire.completions import CompletionStream
+from penstock.gateway.wire.responses import parse_response
+from penstock.gateway.wire.responses_stream import ResponseStream
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
 ADD = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
@@ -222,8 +225,8 @@ async def test_what_is_refused_is_an_error_of_the_package(scripted: Callable[...
 
 async def test_a_stream_that_breaks_off_raises(scripted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     server = scripted("one two<|im_end|>", repeat=4)
-    for stream in ("ChatStream", "CompletionStream", "ResponseStream"):
-        monkeypatch.setattr(f"penstock.gateway.wire.{stream}.end", lambda self: self.fail(503, "no server left"))
+    for stream in (ChatStream, CompletionStream, ResponseStream):
+        monkeypatch.setattr(stream, "end", lambda self: self.fail(503, "no server left"))
     client = server.client()
     with pytest.raises(openai.APIError, match="no server left"):
         [

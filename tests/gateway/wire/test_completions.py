@@ -7,14 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.wire import (
-    AnswerHead,
-    Choice,
-    CompletionStream,
-    InvalidRequest,
-    completion_body,
-    parse_completion,
-)
+from penstock.gateway.wire.completions import CompletionStream, completion_body, parse_completion
+from penstock.gateway.wire.types import AnswerHead, Choice, InvalidRequest
 
 
 @pytest.mark.parametrize(

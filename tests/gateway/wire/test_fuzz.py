@@ -10,22 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.gateway.wire import (
-    ChatBody,
-    CompletionBody,
-    CompletionRequest,
-    CountBody,
-    InvalidRequest,
-    MessagesBody,
-    ResponseBody,
-    anthropic_error_body,
-    invalid_request_body,
-    parse_chat,
-    parse_completion,
-    parse_count_tokens,
-    parse_messages,
-    parse_response,
-)
+from penstock.gateway.wire.answers import invalid_request_body
+from penstock.gateway.wire.chat import ChatBody, parse_chat
+from penstock.gateway.wire.completions import CompletionBody, parse_completion
+from penstock.gateway.wire.messages import CountBody, MessagesBody, parse_count_tokens, parse_messages
+from penstock.gateway.wire.messages_answers import anthropic_error_body
+from penstock.gateway.wire.responses import ResponseBody, parse_response
+from penstock.gateway.wire.types import CompletionRequest, InvalidRequest
 
 Parse = Callable[[Any], CompletionRequest]
 MESSAGES = [

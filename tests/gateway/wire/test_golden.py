@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 from penstock.agent_loops import ChatTokens
-from penstock.gateway import wire
+from penstock.gateway.wire.messages import parse_messages
+from penstock.gateway.wire.messages_answers import MessageStream
+from penstock.gateway.wire.reader import AnswerReader, Detokenizer
+from penstock.gateway.wire.types import AnswerHead, answer_id
+from penstock.gateway.wire.wires import WIRES
 
 GOLDEN = Path(__file__).parent / "golden"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1.0, "b": "é"}}\n</tool_call>'
@@ -23,14 +27,14 @@ CASES = {
 }
 
 
-def recorded(chat: ChatTokens, detokenizer: wire.Detokenizer, text: str, inside: bool) -> tuple[bytes, bytes]:
+def recorded(chat: ChatTokens, detokenizer: Detokenizer, text: str, inside: bool) -> tuple[bytes, bytes]:
     """(events, whole body) of an answer that comes in chunks of five ids."""
     body = {"model": "tiny", "max_tokens": 99, "messages": [{"role": "user", "content": "x"}], "tools": TOOLS}
-    request = wire.parse_messages({**body, "stop_sequences": ["STOP"], "stream": True})
-    answer_id = wire.answer_id("messages", "golden")
-    head = wire.AnswerHead(answer_id, 1_700_000_000, "tiny", 11, cached_tokens=4, inside_thinking=inside)
-    api = wire.WIRES["messages"]
-    reader, stream = wire.AnswerReader(request, head, 0, detokenizer), api.stream(request, head)
+    request = parse_messages({**body, "stop_sequences": ["STOP"], "stream": True})
+    identifier = answer_id("messages", "golden")
+    head = AnswerHead(identifier, 1_700_000_000, "tiny", 11, cached_tokens=4, inside_thinking=inside)
+    api = WIRES["messages"]
+    reader, stream = AnswerReader(request, head, 0, detokenizer), api.stream(request, head)
     ids = chat.encode(text)
     events = [stream.start(), api.keep_alive]
     for at in range(0, len(ids), 5):
@@ -44,7 +48,7 @@ def recorded(chat: ChatTokens, detokenizer: wire.Detokenizer, text: str, inside:
 
 @pytest.mark.parametrize("name", CASES)
 def test_messages_are_the_golden_files(
-    chat_for: Callable[..., ChatTokens], detokenizer: wire.Detokenizer, name: str
+    chat_for: Callable[..., ChatTokens], detokenizer: Detokenizer, name: str
 ) -> None:
     events, whole = recorded(chat_for(), detokenizer, *CASES[name])
     assert events.decode() == (GOLDEN / f"{name}.sse").read_text()
@@ -52,8 +56,8 @@ def test_messages_are_the_golden_files(
 
 
 def test_a_stream_that_broke_off_ends_with_an_error() -> None:
-    request = wire.parse_messages({"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]})
-    stream = wire.MessageStream(request, wire.AnswerHead("msg_1", 0, "m", 1))
+    request = parse_messages({"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]})
+    stream = MessageStream(request, AnswerHead("msg_1", 0, "m", 1))
     expected = {"type": "error", "error": {"type": "overloaded_error", "message": "no server left"}}
     assert stream.fail(503, "no server left") == b"event: error\ndata: " + compact(expected) + b"\n\n"
 

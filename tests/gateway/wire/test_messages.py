@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.wire import CompletionRequest, InvalidRequest, divide, parse_count_tokens, parse_messages
+from penstock.gateway.wire.messages import parse_count_tokens, parse_messages
+from penstock.gateway.wire.thinking_blocks import divide
+from penstock.gateway.wire.types import CompletionRequest, InvalidRequest
 
 ADD = {"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {}}}
 USER = {"role": "user", "content": "What is 1+2?"}

@@ -19,13 +19,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from penstock.agent_loops import ChatTokens
-from penstock.gateway.wire import (
+from penstock.gateway.wire.reader import (
     UNSETTLED,
     WINDOW_IDS,
-    AnswerHead,
     AnswerReader,
-    Choice,
-    CompletionRequest,
     Decode,
     Detokenizer,
     TextStream,
@@ -34,6 +31,7 @@ from penstock.gateway.wire import (
     token_bytes_of,
     token_of,
 )
+from penstock.gateway.wire.types import AnswerHead, Choice, CompletionRequest
 
 HEAD = AnswerHead("chatcmpl-1", 1_700_000_000, "tiny", 5)
 TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {}}},)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.wire import CompletionRequest, InvalidRequest, parse_response
+from penstock.gateway.wire.responses import parse_response
+from penstock.gateway.wire.types import CompletionRequest, InvalidRequest
 
 ADD = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
 

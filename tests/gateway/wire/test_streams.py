@@ -11,9 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.agent_loops import ChatTokens
-from penstock.gateway import next_key, wire
+from penstock.gateway.prefix_tree import next_key
+from penstock.gateway.wire.chat import ChatStream, chat_body, message_of
+from penstock.gateway.wire.completions import CompletionStream, completion_body
+from penstock.gateway.wire.messages import parse_messages
+from penstock.gateway.wire.messages_answers import MessageAnswer, MessageStream, message_body
+from penstock.gateway.wire.reader import AnswerReader, Detokenizer
+from penstock.gateway.wire.responses import response_body
+from penstock.gateway.wire.responses_stream import ResponseStream
+from penstock.gateway.wire.types import AnswerHead, Choice, CompletionRequest
 
-HEAD = wire.AnswerHead("id_1", 1_700_000_000, "tiny", 5, cached_tokens=3)
+HEAD = AnswerHead("id_1", 1_700_000_000, "tiny", 5, cached_tokens=3)
 TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {}}},)
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": "日"}}\n</tool_call>'
 TEXT = st.lists(
@@ -24,8 +32,8 @@ any_answers = given(answers=ANSWERS, size=st.integers(1, 7), told=st.booleans(),
 
 
 def events_of(
-    stream: Any, readers: list[wire.AnswerReader], left: list[list[int]], size: int, cut: int
-) -> tuple[list[Any], list[wire.Choice]]:
+    stream: Any, readers: list[AnswerReader], left: list[list[int]], size: int, cut: int
+) -> tuple[list[Any], list[Choice]]:
     """All events of a stream whose choices take turns; answers of `cut` ids and more end by length."""
     sent, total = [stream.start()], list(map(len, left))
     left = [ids[:cut] for ids in left]
@@ -47,23 +55,23 @@ def parsed(sent: bytes) -> Iterator[Any]:
 
 
 def made(
-    detokenizer: wire.Detokenizer, chat: ChatTokens, api: Any, answers: list[str], **fields: Any
-) -> tuple[wire.CompletionRequest, list[wire.AnswerReader], list[list[int]]]:
-    ask = wire.CompletionRequest(
+    detokenizer: Detokenizer, chat: ChatTokens, api: Any, answers: list[str], **fields: Any
+) -> tuple[CompletionRequest, list[AnswerReader], list[list[int]]]:
+    ask = CompletionRequest(
         api=api, model="tiny", n=len(answers), stream=True, stop=("STOP",), include_usage=True, **fields
     )
-    readers = [wire.AnswerReader(ask, HEAD, index, detokenizer) for index in range(ask.n)]
+    readers = [AnswerReader(ask, HEAD, index, detokenizer) for index in range(ask.n)]
     return ask, readers, [chat.encode(text + "<|im_end|>") for text in answers]
 
 
 @settings(max_examples=60)
 @any_answers
 def test_chat(
-    detokenizer: wire.Detokenizer, chat_for: Callable[..., Any], answers: list[str], size: int, told: bool, cut: int
+    detokenizer: Detokenizer, chat_for: Callable[..., Any], answers: list[str], size: int, told: bool, cut: int
 ) -> None:
     ask, readers, ids = made(detokenizer, chat_for(), "chat", answers, tools=TOOLS, logprobs=told)
-    events, choices = events_of(wire.ChatStream(ask, HEAD), readers, ids, size, cut)
-    whole = wire.chat_body(ask, HEAD, choices)
+    events, choices = events_of(ChatStream(ask, HEAD), readers, ids, size, cut)
+    whole = chat_body(ask, HEAD, choices)
     assert events[-1]["usage"] == whole["usage"]
     for expected in whole["choices"]:
         parts = [choice for event in events for choice in event["choices"] if choice["index"] == expected["index"]]
@@ -81,12 +89,12 @@ def test_chat(
 @settings(max_examples=60)
 @any_answers
 def test_responses(
-    detokenizer: wire.Detokenizer, chat_for: Callable[..., Any], answers: list[str], size: int, told: bool, cut: int
+    detokenizer: Detokenizer, chat_for: Callable[..., Any], answers: list[str], size: int, told: bool, cut: int
 ) -> None:
     """Items are opened, filled and closed one after the other, and are then those of the whole answer."""
     ask, readers, ids = made(detokenizer, chat_for(), "responses", answers[:1], tools=TOOLS, logprobs=told)
-    events, choices = events_of(wire.ResponseStream(ask, HEAD), readers, ids, size, cut)
-    whole = wire.response_body(ask, HEAD, choices)
+    events, choices = events_of(ResponseStream(ask, HEAD), readers, ids, size, cut)
+    whole = response_body(ask, HEAD, choices)
     assert events[-1]["response"] == whole
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == whole["output"]
@@ -109,19 +117,19 @@ THOUGHTS = st.lists(
 @settings(max_examples=150)
 @given(answer=THOUGHTS.map("".join), size=st.integers(1, 7), inside=st.booleans(), cut=st.integers(1, 60))
 def test_messages(
-    detokenizer: wire.Detokenizer, chat_for: Callable[..., Any], answer: str, size: int, inside: bool, cut: int
+    detokenizer: Detokenizer, chat_for: Callable[..., Any], answer: str, size: int, inside: bool, cut: int
 ) -> None:
     """Blocks are opened, filled and closed one after the other, and are then those of the whole answer."""
     ask, readers, ids = made(detokenizer, chat_for(), "messages", [answer], tools=TOOLS)
     head = replace(HEAD, inside_thinking=inside)
-    events, choices = events_of(wire.MessageStream(ask, head), readers, ids, size, cut)
-    whole = wire.message_body(ask, head, choices)
-    wire.MessageAnswer.model_validate(whole)
+    events, choices = events_of(MessageStream(ask, head), readers, ids, size, cut)
+    whole = message_body(ask, head, choices)
+    MessageAnswer.model_validate(whole)
     assert summed(events) == whole
     sent_back = {"role": "assistant", "content": whole["content"]}
     body = {"model": "tiny", "max_tokens": 1, "messages": [sent_back, {"role": "user", "content": "x"}]}
-    (message, _) = wire.parse_messages(body).messages
-    assert next_key("", message) == next_key("", wire.message_of(choices[0]))
+    (message, _) = parse_messages(body).messages
+    assert next_key("", message) == next_key("", message_of(choices[0]))
 
 
 def summed(events: list[Any]) -> Any:
@@ -150,11 +158,11 @@ def summed(events: list[Any]) -> Any:
 @settings(max_examples=60)
 @any_answers
 def test_completions(
-    detokenizer: wire.Detokenizer, chat_for: Callable[..., Any], answers: list[str], size: int, told: bool, cut: int
+    detokenizer: Detokenizer, chat_for: Callable[..., Any], answers: list[str], size: int, told: bool, cut: int
 ) -> None:
     ask, readers, ids = made(detokenizer, chat_for(), "completions", answers, logprobs=told)
-    events, choices = events_of(wire.CompletionStream(ask, HEAD), readers, ids, size, cut)
-    whole = wire.completion_body(ask, HEAD, choices)
+    events, choices = events_of(CompletionStream(ask, HEAD), readers, ids, size, cut)
+    whole = completion_body(ask, HEAD, choices)
     for expected in whole["choices"]:
         parts = [choice for event in events for choice in event["choices"] if choice["index"] == expected["index"]]
         assert "".join(part["text"] for part in parts) == expected["text"]

@@ -8,7 +8,8 @@ import pytest
 from tests.tools.parsers.families import CODE_FAMILY, FAMILIES, render
 
 from penstock.agent_loops import AgentConfig
-from penstock.tools.parsers import ParserName, ToolCall, get_parser, typed
+from penstock.tools.parsers import ParserName, ToolCall, get_parser
+from penstock.tools.parsers.plain_text import typed
 
 HERMES_CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "print(1)"}}\n</tool_call>'
 OPTIONAL_MODEL = {"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.tools.retrieval import DenseIndex, IndexFailed, Passage, open_or_build_dense
+from penstock.tools.retrieval import IndexFailed, open_or_build_dense
+from penstock.tools.retrieval.corpus import Passage
+from penstock.tools.retrieval.dense import DenseIndex
 
 DENSE = Path(__file__).parents[3] / ".venv-dense"
 pytestmark = [pytest.mark.deep, pytest.mark.torch, pytest.mark.usefixtures("libraries")]

@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from penstock.tools.retrieval import ensure_built
+from penstock.tools.retrieval.folder import ensure_built
 
 
 def test_index_folder_is_built_once_by_two_processes(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("tantivy")
 
-from penstock.tools.retrieval import BadCorpus, IndexFailed, RetrievalIndex, open_or_build
+from penstock.tools.retrieval import BadCorpus, IndexFailed, open_or_build
+from penstock.tools.retrieval.index import RetrievalIndex
 
 ROWS = [
     {"id": "fr", "title": "Paris", "text": "Paris is the capital of France."},

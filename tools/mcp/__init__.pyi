@@ -1,1 +1,0 @@
-from .tools import McpTools as McpTools
