@@ -2,10 +2,14 @@
 
     penstock bench http --json
 
+httpx           with its own transport, httpcore
+httpx_aiohttp   with aiohttp's transport, by `httpx-aiohttp`
+aiohttp         aiohttp's own session
+
 stream     POST with 1,000 token ids; the answer is lines of JSON, each its own chunk, read as they arrive
 call       POST of a small JSON object, answered by one
 
-Both clients ask the same server, which is another process, from one event loop with the same number of requests in
+All clients ask the same server, which is another process, from one event loop with the same number of requests in
 flight; they take turns, so that what disturbs the machine disturbs both. Only the client's CPU time counts.
 
 Environment: PENSTOCK_BENCH_ROUNDS (5), PENSTOCK_BENCH_ANSWERS (60, per round), PENSTOCK_BENCH_LINES (100, per answer),
@@ -28,6 +32,7 @@ from typing import Any, Protocol
 import aiohttp
 import httpx
 import uvloop
+from httpx_aiohttp import AiohttpTransport
 
 from benchmarks.support.comparison import in_turn, say
 from benchmarks.support.measure import microseconds, processor
@@ -35,6 +40,7 @@ from benchmarks.support.measure import microseconds, processor
 START_S = 60.0
 ROUND_S = 300.0
 KINDS = ("stream", "call")
+SIDES = ("httpx", "httpx_aiohttp", "aiohttp")
 PROMPT = {"token_ids": list(range(1000))}
 CALL = {"name": "run", "arguments": {"code": "print(1 + 1)"}}
 
@@ -93,9 +99,18 @@ def measure() -> dict[str, Any]:
 
 
 async def _measure(extent: HttpExtent) -> dict[str, Any]:
-    seconds: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in KINDS} for name in ("httpx", "aiohttp")}
-    async with _server() as url, aiohttp.ClientSession(url) as session, httpx.AsyncClient(base_url=url) as client:
-        sides: dict[str, Client] = {"httpx": Httpx(client), "aiohttp": Aiohttp(session)}
+    seconds: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in KINDS} for name in SIDES}
+    async with (
+        _server() as url,
+        aiohttp.ClientSession(url) as session,
+        httpx.AsyncClient(base_url=url) as client,
+        httpx.AsyncClient(base_url=url, transport=AiohttpTransport()) as bridged,
+    ):
+        sides: dict[str, Client] = {
+            "httpx": Httpx(client),
+            "httpx_aiohttp": Httpx(bridged),
+            "aiohttp": Aiohttp(session),
+        }
         for number in range(-1, extent.rounds):  # the first is not measured: connections are made in it
             for name in in_turn(list(sides), number):
                 taken = await _round(sides[name], extent)
@@ -107,7 +122,9 @@ async def _measure(extent: HttpExtent) -> dict[str, Any]:
     return {
         "bench": "http",
         "ratio": {
-            f"{kind}_httpx_over_aiohttp": round(cost["httpx"][kind] / cost["aiohttp"][kind], 3) for kind in KINDS
+            f"{kind}_{name}_over_aiohttp": round(cost[name][kind] / cost["aiohttp"][kind], 3)
+            for name in SIDES[:-1]
+            for kind in KINDS
         },
         "figures": {
             name: {"cpu_us_per_line": microseconds(of["stream"]), "cpu_us_per_call": microseconds(of["call"])}
