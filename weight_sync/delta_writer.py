@@ -24,8 +24,8 @@ from penstock.weight_sync.broadcast.offer import ITEM_BYTES, StreamDigests
 from penstock.weight_sync.broadcast.share_changes import marked_places
 from penstock.weight_sync.broadcast.source import WeightSource
 from penstock.weight_sync.broadcast.stream_places import MarkedBucket, MarkedPart
-from penstock.weight_sync.delta import IndexCoder, PlannedChange, delta_metadata
-from penstock.weight_sync.file_format import (
+from penstock.weight_sync.files.delta import IndexCoder, PlannedChange, delta_metadata
+from penstock.weight_sync.files.file_format import (
     PIECE_BYTES,
     Section,
     Written,

@@ -15,9 +15,10 @@ from penstock.common import NotPrivate, private_folder
 from penstock.weight_sync.manifest import SERVED, Manifest, WeightsUnreachable
 
 if TYPE_CHECKING:
-    from penstock.weight_sync.http_client import Downloader
-    from penstock.weight_sync.http_server import PeerServer
-    from penstock.weight_sync.lora import Merger
+    from penstock.weight_sync.broadcast.member import BroadcastMember
+    from penstock.weight_sync.http.client import Downloader
+    from penstock.weight_sync.http.server import PeerServer
+    from penstock.weight_sync.lora.merger import Merger
 
 
 class Fetch(Protocol):
@@ -60,8 +61,8 @@ class Fetcher:
         return await asyncio.to_thread(self._downloader.localise, manifest)
 
     def _make(self) -> Downloader:
-        from penstock.weight_sync.http_client import Downloader
-        from penstock.weight_sync.http_server import PeerServer
+        from penstock.weight_sync.http.client import Downloader
+        from penstock.weight_sync.http.server import PeerServer
 
         try:
             private_folder(self._folder)
@@ -91,6 +92,21 @@ def _check_present(manifest: Manifest) -> None:
         raise WeightsUnreachable(f"{own} is not there yet")
 
 
+class StagedFetch:
+    """See `Fetch`: what the workers hold needs no fetch."""
+
+    def __init__(self, member: BroadcastMember, fetch: ClosableFetch) -> None:
+        self._member, self._fetch = member, fetch
+
+    async def __call__(self, manifest: Manifest, /) -> Manifest:
+        if manifest.broadcast and await self._member.holds(manifest):
+            return manifest
+        return await self._fetch(manifest)
+
+    async def close(self) -> None:
+        await self._fetch.close()
+
+
 class MergingFetcher:
     """Merges adapters, in a thread, into full versions of `dtype`. Imports torch at the first adapter.
 
@@ -116,7 +132,7 @@ class MergingFetcher:
     def _make(self) -> Merger:
         import torch
 
-        from penstock.weight_sync.lora import Merger
+        from penstock.weight_sync.lora.merger import Merger
 
         model = self._find_model()
         torch.set_num_threads(self._threads)

@@ -20,8 +20,9 @@ from penstock.weight_sync.broadcast.offer import BUCKET_BYTES
 from penstock.weight_sync.broadcast.sender import stream_version
 from penstock.weight_sync.broadcast.source import Shard, WeightSource
 from penstock.weight_sync.delta_writer import DeltaPlan, plan_delta, write_delta
-from penstock.weight_sync.file_format import ADAPTER, FULL, NamedTensors, Section, Written, describe, write_file
-from penstock.weight_sync.lora import AdapterConfig, ModelFolder, changes_of, check_base
+from penstock.weight_sync.files.file_format import ADAPTER, FULL, NamedTensors, Section, Written, describe, write_file
+from penstock.weight_sync.lora.adapter import AdapterConfig, changes_of, check_base
+from penstock.weight_sync.lora.merger import ModelFolder
 from penstock.weight_sync.manifest import (
     FILE_NAME,
     SERVED,

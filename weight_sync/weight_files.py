@@ -16,12 +16,12 @@ from penstock.weight_sync.broadcast.offer import GLOO, NCCL, StreamTensor
 from penstock.weight_sync.broadcast.seats import Broadcaster, Sending
 from penstock.weight_sync.broadcast.sender import stream_version
 from penstock.weight_sync.broadcast.source import Superseded, WeightSource
-from penstock.weight_sync.file_format import NamedTensors
+from penstock.weight_sync.files.file_format import NamedTensors
 from penstock.weight_sync.manifest import SERVED, ChainFile, Manifest, Transport, WeightsRefused
 from penstock.weight_sync.publisher import WeightPublisher
 
 if TYPE_CHECKING:
-    from penstock.weight_sync.http_server import FileServer
+    from penstock.weight_sync.http.server import FileServer
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class WeightFiles:
         self._writing: threading.Thread | None = None
         self._server: FileServer | None = None
         if transport in SERVED:
-            from penstock.weight_sync.http_server import FileServer  # and with it a web framework
+            from penstock.weight_sync.http.server import FileServer  # and with it a web framework
 
             self._server = FileServer(
                 directory, token, host, port, broadcaster=self.broadcaster, will_be_there=self._write_on_demand

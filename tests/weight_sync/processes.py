@@ -82,7 +82,7 @@ def state(tensors: dict[str, Any]) -> dict[str, float]:
 
 def _serve() -> None:
     if library := os.environ.get("PENSTOCK_FAKE_NCCL_LIBRARY"):
-        from penstock.weight_sync import Nccl
+        from penstock.weight_sync.broadcast.nccl import Nccl
 
         Nccl.path = library
     from penstock.weight_sync import (
@@ -119,7 +119,7 @@ def _say(answer: Any) -> None:
 
 def _stop_after(count: int, piece_s: float) -> None:
     """Whatever the worker computes from the stream, it computes from here."""
-    from penstock.weight_sync import StreamDigests
+    from penstock.weight_sync.broadcast.offer import StreamDigests
 
     came = 0
     update = StreamDigests.update

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.weight_sync.conftest import TOKEN, OpenRoute, small_tensors
-from tests.weight_sync.http_parts import cutting_proxy
+from tests.weight_sync.http.http_parts import cutting_proxy
 
 torch = pytest.importorskip("torch")
 
@@ -78,7 +78,7 @@ async def test_fetch_brings_served_files_and_serves_them_until_close(open_route:
 async def test_fetch_ends_with_its_server(
     open_route: OpenRoute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.weight_sync.http_client.RECONNECT", Backoff(20.0))  # shorter than a stall
+    monkeypatch.setattr("penstock.weight_sync.http.client.RECONNECT", Backoff(20.0))  # shorter than a stall
     route = await open_route("http")
     manifest = route.publish(1, small_tensors())
     async with cutting_proxy(route.server.url, 1000) as proxy, asyncio.timeout(15):

@@ -30,20 +30,20 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.weight_sync import delta_ranks
-from tests.weight_sync.test_source import Ranks
+from tests.weight_sync.broadcast.test_source import Ranks
 
 from penstock.weight_sync import (
     Manifest,
     NoSpace,
     Shard,
-    Superseded,
     WeightFiles,
     WeightReader,
     WeightSource,
     checksum,
     read_verified,
-    words_of,
 )
+from penstock.weight_sync.broadcast.source import Superseded
+from penstock.weight_sync.files.delta import words_of
 
 pytestmark = pytest.mark.torch
 Tensors = dict[str, Any]

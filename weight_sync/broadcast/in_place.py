@@ -21,8 +21,8 @@ import xxhash
 from penstock.weight_sync.broadcast.memory import two_buckets
 from penstock.weight_sync.broadcast.offer import ITEM_BYTES, Offer, StreamDigests, StreamTensor
 from penstock.weight_sync.broadcast.receiver import join_offer
-from penstock.weight_sync.file_format import raw_bytes, verify_checksum, verify_form, verify_names
-from penstock.weight_sync.file_reader import FileReader
+from penstock.weight_sync.files.file_format import raw_bytes, verify_checksum, verify_form, verify_names
+from penstock.weight_sync.files.file_reader import FileReader
 from penstock.weight_sync.manifest import Manifest, TensorEntry, WeightsBroken, WeightsUnreachable
 
 ENDED_EARLY = (RuntimeError, OSError, ValueError, MemoryError)

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from penstock.common import huge_area
-from penstock.weight_sync.file_format import CODES, FULL, Section, file_header
+from penstock.weight_sync.files.file_format import CODES, FULL, Section, file_header
 
 META = {"penstock": FULL}
 """Checksums are not in it: they are known at the stream's end. The manifest has them."""

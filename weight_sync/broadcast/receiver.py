@@ -23,7 +23,7 @@ import torch.distributed as dist
 from penstock.weight_sync.broadcast.group import BroadcastGroup, find_store, join_group
 from penstock.weight_sync.broadcast.memory import SpareMemory
 from penstock.weight_sync.broadcast.offer import Member, Offer, StreamDigests
-from penstock.weight_sync.file_format import raw_bytes
+from penstock.weight_sync.files.file_format import raw_bytes
 from penstock.weight_sync.manifest import Manifest, TensorEntry, WeightsRefused, WeightsUnreachable, state_of
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from penstock.weight_sync.broadcast.memory import stream_header
 from penstock.weight_sync.broadcast.offer import StreamDigests
 from penstock.weight_sync.broadcast.seats import Sending
 from penstock.weight_sync.broadcast.source import WeightSource
-from penstock.weight_sync.file_format import Written, check_space, raw_bytes, refuse_no_space
+from penstock.weight_sync.files.file_format import Written, check_space, raw_bytes, refuse_no_space
 from penstock.weight_sync.manifest import TensorEntry
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock.weight_sync.delta import Gaps, Positions, words_of
+from penstock.weight_sync.files.delta import Gaps, Positions, words_of
 
 MOVED_VALUES = 1 << 24
 """Brought to the host at once."""

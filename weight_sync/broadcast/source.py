@@ -38,8 +38,8 @@ from penstock.weight_sync.broadcast.share_changes import (
     mark_bytes,
 )
 from penstock.weight_sync.broadcast.stream_places import Bucket, MarkedBucket, Part, Places, scatter
-from penstock.weight_sync.delta import Gaps
-from penstock.weight_sync.file_format import dtype_name
+from penstock.weight_sync.files.delta import Gaps
+from penstock.weight_sync.files.file_format import dtype_name
 
 logger = logging.getLogger(__name__)
 PING_S = 5.0

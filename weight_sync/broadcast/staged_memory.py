@@ -21,8 +21,8 @@ import torch
 from penstock.weight_sync.broadcast.memory import stream_header, two_buckets
 from penstock.weight_sync.broadcast.offer import Offer, stream_order
 from penstock.weight_sync.broadcast.receiver import check_staged, receive_stream
+from penstock.weight_sync.files.version_memory import MemoryLayout, SealableMemory, VersionMemory
 from penstock.weight_sync.manifest import Manifest, TensorEntry, WeightsRefused, WeightsUnreachable, state_of
-from penstock.weight_sync.version_memory import MemoryLayout, SealableMemory, VersionMemory
 
 
 @dataclass(frozen=True)

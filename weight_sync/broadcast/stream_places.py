@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.weight_sync.broadcast.share_changes import mark_bytes
-from penstock.weight_sync.delta import WORD_TYPES, Words
+from penstock.weight_sync.files.delta import WORD_TYPES, Words
 
 
 @dataclass(frozen=True, slots=True)

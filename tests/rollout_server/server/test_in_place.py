@@ -166,7 +166,7 @@ async def test_half_a_version_answers_nothing_until_a_whole_file(setting: Settin
 
 async def test_version_that_is_not_announced_is_loaded_over(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """It came whole, and its trainer is gone: the version that is announced is served, and under its own label."""
-    monkeypatch.setattr("penstock.weight_sync.broadcast_member.ANNOUNCE_S", 0.2)
+    monkeypatch.setattr("penstock.weight_sync.broadcast.member.ANNOUNCE_S", 0.2)
     engine = setting.server.engine
     manifest = await setting.trainer.publish(2, weights(2), members=1)
     await setting.server.until(lambda: engine.loaded == [1, 1])

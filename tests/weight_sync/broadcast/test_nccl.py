@@ -1,0 +1,198 @@
+"""Broadcasts over the wire between GPUs, between memories of hosts here: NCCL's calls are those of `fake_nccl.c`.
+
+What NCCL itself does with them needs GPUs; `scripts/gpu-check` runs that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.broadcasting import BroadcastingTrainer, StagedServer, broadcasting
+from tests.until import until
+from tests.weight_sync.broadcast.test_broadcast import Killable, Members, same
+from tests.weight_sync.conftest import next_version, small_tensors
+from tests.weight_sync.processes import BUCKET_BYTES, big, receiving, state
+
+torch = pytest.importorskip("torch")
+
+from penstock.common import cancel_and_wait
+from penstock.weight_sync import Broadcaster, StagedMemory, WeightFiles
+from penstock.weight_sync.broadcast.nccl import Nccl, NcclError
+
+pytestmark = pytest.mark.torch
+WIRE = "nccl/2.27.3"
+BOTH = (WIRE, "gloo/1")
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    if not (compiler := shutil.which("cc")):
+        pytest.skip("no C compiler (cc) for the stand-in of NCCL: apt-get install gcc")
+    made = tmp_path_factory.mktemp("nccl") / "libnccl.so.2"
+    source = Path(__file__).with_name("fake_nccl.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-pthread", "-Wall", "-Werror", "-o", made, source], check=True)
+    return str(made)
+
+
+@pytest.fixture(autouse=True)
+def loaded(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """For this process and those that it starts."""
+    folder = tmp_path / "ids"
+    folder.mkdir()
+    monkeypatch.setenv("PENSTOCK_FAKE_NCCL", str(folder))
+    monkeypatch.setenv("PENSTOCK_FAKE_NCCL_LIBRARY", library)
+    monkeypatch.setattr(Nccl, "path", library)
+    Nccl.load.cache_clear()  # type: ignore[attr-defined]
+    yield
+    Nccl.load.cache_clear()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+async def trainer(tmp_path: Path) -> AsyncIterator[BroadcastingTrainer]:
+    async with broadcasting(tmp_path / "published", full_every=9, silence_s=5.0) as opened:
+        opened.files.broadcaster._wires = frozenset(BOTH)
+        yield opened
+
+
+class GpuServer(StagedServer):
+    weight_wires = BOTH
+
+
+def test_version_is_the_librarys() -> None:
+    assert Nccl.load().version == "2.27.3"
+
+
+async def test_members_have_every_version_and_take_no_file(trainer: BroadcastingTrainer, tmp_path: Path) -> None:
+    members = Members(trainer, tmp_path)
+    servers = [members.join(name, GpuServer(tmp_path / name, StagedMemory())) for name in ("a", "b")]
+    tensors = small_tensors()
+    for version in range(1, 4):
+        manifest = await trainer.publish(version, tensors, members=2)
+        for server in servers:
+            assert same(await server.receive(manifest), tensors)
+        tensors = next_version(tensors, version)
+    assert [(server.member.received, server.by_file) for server in servers] == [(3, 0), (3, 0)]
+    await cancel_and_wait(list(members.tasks.values()))
+
+
+async def test_wire_is_the_first_that_both_have(trainer: BroadcastingTrainer) -> None:
+    broadcaster = trainer.files.broadcaster
+    for asked, given in ((",".join(BOTH), WIRE), ("nccl/2.28.9,gloo/1", "gloo/1"), ("gloo/1", "gloo/1")):
+        waiting = asyncio.create_task(broadcaster.park(1, asked))
+        await asyncio.sleep(0)
+        sending = broadcaster.open(1, ())
+        sending.listener.close()
+        offer = await waiting
+        assert (offer.wire, offer.member(0).wire, sending.member.wire) == (given, given, given)
+
+
+async def test_group_is_of_the_wire_of_most_servers() -> None:
+    broadcaster = Broadcaster(wires=BOTH)
+    wires = ["gloo/1", ",".join(BOTH), "gloo/1"]
+    waiting = [asyncio.create_task(broadcaster.park(2, wire)) for wire in wires]
+    await asyncio.sleep(0)
+    sending = broadcaster.open(1, ())
+    sending.listener.close()
+    first, other, second = await asyncio.gather(*waiting)
+    assert other is None, "it takes the file"
+    assert (sending.servers, sending.member.size, sending.member.wire) == (2, 5, "gloo/1")
+    assert [(offer.first_rank, offer.wire) for offer in (first, second)] == [(1, "gloo/1"), (3, "gloo/1")]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.slow
+async def test_member_lost_in_the_middle_costs_the_others_no_version(tmp_path: Path, how: signal.Signals) -> None:
+    """torch's own NCCL groups would end the trainer."""
+    async with (
+        broadcasting(tmp_path / "published", full_every=9, bucket_bytes=BUCKET_BYTES, silence_s=3.0) as trainer,
+        receiving() as process,
+    ):
+        trainer.files.broadcaster._wires = frozenset(BOTH)
+        members, stays = Members(trainer, tmp_path), GpuServer(tmp_path / "a", StagedMemory())
+        lost = Killable(tmp_path / "b", process)
+        lost.weight_wires, lost.stop_after = BOTH, 2 * BUCKET_BYTES
+        for server in (stays, lost):
+            members.join("", server)
+        publishing = asyncio.create_task(trainer.publish(1, big(1), members=2))
+        await process.in_the_middle()
+        process.process.send_signal(how)
+        manifest = await publishing
+        assert state(await stays.receive(manifest)) == state(big(1))
+        assert (stays.member.missed, stays.by_file) == (1, 1)
+        await process.kill()
+        await cancel_and_wait(list(members.tasks.values()))
+
+
+def test_member_that_never_comes_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    library = Nccl.load()
+    with pytest.raises(NcclError, match=r"silent for 0\.2 s"):
+        library.join(2, library.unique_id(), 0, 0.2)
+    assert list((tmp_path / "ids").iterdir()) == [], "its place is given up"
+
+
+def test_call_that_is_refused_is_an_error() -> None:
+    library = Nccl.load()
+    name, memory = library.unique_id(), torch.zeros(8, dtype=torch.uint8)
+    alone = library.join(1, name, 0, 20.0)
+    with pytest.raises(NcclError, match="NCCL: other"):
+        library.join(1, name, 0, 20.0)
+    with pytest.raises(NcclError, match="NCCL: other"):
+        alone.broadcast(memory.data_ptr(), 8, 1)  # a stream, without a GPU
+    for _ in range(2):
+        alone.abort()
+
+
+async def test_member_whose_group_broke_says_why() -> None:
+    library = Nccl.load()
+    name, memory = library.unique_id(), torch.zeros(8, dtype=torch.uint8)
+    first, second = await asyncio.gather(*(asyncio.to_thread(library.join, 2, name, rank, 20.0) for rank in range(2)))
+    first.abort()
+    second.broadcast(memory.data_ptr(), 8, None)
+    with pytest.raises(NcclError, match="NCCL: remote process exited"):
+        await until(lambda: not second.busy)
+    second.abort()
+
+
+async def test_member_without_the_library_takes_files(
+    trainer: BroadcastingTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    members = Members(trainer, tmp_path)
+    server = members.join("a", GpuServer(tmp_path / "a", StagedMemory()))
+    monkeypatch.setattr(Nccl, "path", str(tmp_path / "libnccl.so.2"))
+    manifest = await trainer.publish(1, small_tensors(), members=1)
+    assert same(await server.receive(manifest), small_tensors())
+    assert (server.member.missed, server.by_file) == (1, 1)
+    assert "version 1: the broadcast ended early" in caplog.text
+    # Trainer and member are of one process here: whichever comes second finds the other gone.
+    assert "NCCL cannot be loaded: " in caplog.text
+    await cancel_and_wait(list(members.tasks.values()))
+
+
+async def test_trainer_sends_over_gloo_unless_it_is_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    files = WeightFiles(tmp_path / "published", "broadcast", token="secret")
+    assert files.broadcaster is not None
+    with pytest.raises(Exception, match=f"this trainer broadcasts over gloo/1, the server over '{WIRE}'"):
+        await files.broadcaster.park(1, WIRE)
+
+
+@pytest.mark.parametrize(("found", "wires"), [(True, set(BOTH)), (False, {"gloo/1"})])
+def test_trainer_without_the_library_sends_over_gloo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, found: bool, wires: set[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    if not found:
+        monkeypatch.setattr(Nccl, "path", str(tmp_path / "libnccl.so.2"))
+    files = WeightFiles(tmp_path / "published", "broadcast", token="secret", from_gpus=True)
+    assert files.broadcaster is not None
+    assert files.broadcaster._wires == wires
+    assert ("NCCL cannot be used" in caplog.text) is not found

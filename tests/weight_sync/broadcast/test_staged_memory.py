@@ -1,0 +1,157 @@
+"""Broadcasts that are received once for all processes of a server: sealed, complete, and mapped by the others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.broadcasting import BroadcastingTrainer, StagedServer, broadcasting
+from tests.until import until
+from tests.weight_sync.conftest import altered, other_checksum, small_tensors
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file
+
+from penstock.common import cancel_and_wait
+from penstock.weight_sync import Manifest, NodeReader, StagedMemory, WeightsRefused, WeightsUnreachable, stream_layout
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+async def trainer(tmp_path: Path) -> AsyncIterator[BroadcastingTrainer]:
+    async with broadcasting(tmp_path / "published", full_every=9, silence_s=2.0) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def server(trainer: BroadcastingTrainer, tmp_path: Path) -> AsyncIterator[StagedServer]:
+    joined = StagedServer(tmp_path / "server", StagedMemory())
+    task = asyncio.create_task(joined.member.run(joined, lambda: trainer.meeting))
+    yield joined
+    await cancel_and_wait([task])
+
+
+def same(left: Any, right: Any) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+async def received(trainer: BroadcastingTrainer, server: StagedServer, seed: int) -> tuple[Manifest, Any]:
+    manifest = await trainer.publish(seed, small_tensors(seed), members=1)
+    assert await server.member.holds(manifest)
+    return manifest, server.staged.take(manifest)
+
+
+async def test_memory_is_the_file_that_the_trainer_writes(trainer: BroadcastingTrainer, server: StagedServer) -> None:
+    manifest, memory = await received(trainer, server, 1)
+    assert same(dict(memory), small_tensors(1))
+    shown = f"/proc/{os.getpid()}/fd/{memory.descriptor}"
+    assert same(load_file(shown), small_tensors(1))
+    assert Path(shown).read_bytes() == trainer.place_of_file(manifest).read_bytes()
+
+
+async def test_nobody_can_change_what_was_checked(trainer: BroadcastingTrainer, server: StagedServer) -> None:
+    _, memory = await received(trainer, server, 1)
+    with pytest.raises(PermissionError):
+        os.pwrite(memory.descriptor, b"x", 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory.descriptor, 8)
+    memory["last"].add_(1)  # in a copy of its pages: those of this process
+    assert same(load_file(f"/proc/{os.getpid()}/fd/{memory.descriptor}"), small_tensors(1))
+
+
+async def test_another_worker_maps_what_one_has_received(trainer: BroadcastingTrainer, server: StagedServer) -> None:
+    manifest, memory = await received(trainer, server, 1)
+    holder, other = NodeReader(), NodeReader()
+    layout = stream_layout(manifest)
+    name = f"server-{manifest.state}"
+    asking = asyncio.create_task(asyncio.to_thread(other.shared, manifest, name, layout))
+    await asyncio.sleep(0)
+    holder.share(memory, name)
+    mapped = await asking
+    assert same(dict(mapped), small_tensors(1))
+    assert os.fstat(mapped.descriptor).st_ino == os.fstat(memory.descriptor).st_ino, "one memory"
+    assert (holder.verified, other.verified) == (0, 0), "checked as it came, and not again"
+    holder.close()
+
+
+async def test_worker_whose_receiver_is_gone_says_so(
+    trainer: BroadcastingTrainer, server: StagedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.weight_sync.files.node_copy.SHARE_S", 0.2)
+    manifest, _ = await received(trainer, server, 1)
+    with pytest.raises(WeightsUnreachable, match="no worker hands out what it received"):
+        await asyncio.to_thread(NodeReader().shared, manifest, "server", stream_layout(manifest))
+
+
+async def test_memory_of_another_layout_is_not_mapped(trainer: BroadcastingTrainer, server: StagedServer) -> None:
+    manifest, memory = await received(trainer, server, 1)
+    other = replace(manifest, tensors=manifest.tensors[:-1])
+    holder = NodeReader()
+    holder.share(memory, "server-layout")
+    try:
+        with pytest.raises(WeightsUnreachable, match="bytes, the version has"):
+            await asyncio.to_thread(NodeReader().shared, other, "server-layout", stream_layout(other))
+    finally:
+        holder.close()
+
+
+async def test_what_differs_from_the_announcement_is_refused_by_name(
+    trainer: BroadcastingTrainer, server: StagedServer
+) -> None:
+    manifest = await trainer.publish(1, small_tensors(), members=1)
+    assert await server.member.holds(manifest)
+    with pytest.raises(WeightsRefused, match="'last'"):
+        server.staged.take(altered(manifest, other_checksum))
+    with pytest.raises(WeightsUnreachable, match="does not hold"):
+        server.staged.take(manifest)
+
+
+async def test_an_announcement_in_another_order_is_refused(trainer: BroadcastingTrainer, server: StagedServer) -> None:
+    """Other workers find the tensors in the memory by the announcement alone."""
+    tensors = {"a": torch.arange(6.0), "b": torch.arange(6.0) + 1}
+    manifest = await trainer.publish(1, tensors, members=1)
+    assert await server.member.holds(manifest)
+    swapped = replace(manifest, tensors=manifest.tensors[::-1])
+    assert swapped.state == manifest.state
+    with pytest.raises(WeightsRefused, match="order"):
+        server.staged.take(swapped)
+
+
+def is_open(name: str) -> bool:
+    """By this process."""
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if name in os.readlink(link):
+                return True
+    return False
+
+
+async def test_version_that_nobody_takes_is_freed_by_the_next(
+    trainer: BroadcastingTrainer, server: StagedServer
+) -> None:
+    for version in (101, 102):
+        manifest = await trainer.publish(version, small_tensors(version), members=1)
+        assert await server.member.holds(manifest)
+    assert (is_open("memfd:broadcast-101"), is_open("memfd:broadcast-102")) == (False, True)
+    assert same(dict(server.staged.take(manifest)), small_tensors(102))
+    await until(lambda: not is_open("memfd:broadcast-102"))
+
+
+async def test_broadcast_that_breaks_off_drops_what_came_before_it(
+    trainer: BroadcastingTrainer, server: StagedServer
+) -> None:
+    before = await trainer.publish(1, small_tensors(), members=1)
+    assert await server.member.holds(before)
+    await until(lambda: trainer.files.broadcaster.parked == 1)
+    trainer.files.begin_broadcast(2, trainer.source.tensors).listener.close()
+    await until(lambda: server.member.missed == 1)
+    with pytest.raises(WeightsUnreachable, match="does not hold"):
+        server.staged.take(before)

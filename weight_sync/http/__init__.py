@@ -1,0 +1,1 @@
+"""Version files over HTTP: the trainer and servers serve, servers fetch."""
