@@ -10,7 +10,7 @@ import pytest
 
 from penstock.agent_loops import Episode
 from penstock.agent_loops.tracing import traced
-from penstock.common import install_tracer
+from penstock.common.tracing import install_tracer
 from penstock.testing import FakeClient, FakeSandbox
 from penstock.tools import BaseTool, ToolResult
 

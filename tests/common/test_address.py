@@ -7,16 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.common import (
-    interface_of,
-    interfaces_for,
-    is_loopback,
-    listening_host,
-    own_host,
-    reachable_host,
-    url_host,
-)
-from penstock.common.address import _found
+from penstock.common import interfaces_for, is_loopback, listening_host, own_host, reachable_host, url_host
+from penstock.common.address import _found, interface_of
 
 NAME = socket.gethostname()
 

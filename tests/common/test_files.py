@@ -15,7 +15,6 @@ import pytest
 
 from penstock.common import (
     FileLock,
-    FileLocked,
     JsonlTail,
     NotPrivate,
     append_jsonl,
@@ -31,6 +30,7 @@ from penstock.common import (
     write_atomically,
     write_synced,
 )
+from penstock.common.files import FileLocked
 
 HOLDER = """
 import sys, time

@@ -22,7 +22,6 @@ from penstock.common import (
     HttpServer,
     LimitBody,
     RequireToken,
-    ServerFailed,
     add_error_handlers,
     bearer_headers,
     bearer_token,
@@ -35,6 +34,7 @@ from penstock.common import (
     same_token,
     url_host,
 )
+from penstock.common.http_server import ServerFailed
 
 TOKEN = "t0ken-ü"
 

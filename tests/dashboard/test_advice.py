@@ -9,7 +9,8 @@ import httpx
 import pytest
 from tests.dashboard.recorded import write_config, write_rows
 
-from penstock.dashboard import Devices, advise, flat_rewards
+from penstock.dashboard import advise, flat_rewards
+from penstock.dashboard.metrics import Devices
 
 
 def rows(wait_s: float, steps: int = 5) -> list[dict[str, float]]:

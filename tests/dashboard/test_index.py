@@ -10,7 +10,7 @@ import httpx
 import pytest
 from tests.dashboard.recorded import ANSWER, CALL, record, said, told, write_config, write_step
 
-from penstock.dashboard import Query, TrajectoryIndex
+from penstock.dashboard.trajectories import Query, TrajectoryIndex
 
 
 def episodes(index: TrajectoryIndex, **wanted: object) -> list[str]:

@@ -10,7 +10,8 @@ import pytest
 from tests.dashboard.recorded import write_config, write_rows
 
 from penstock.common import append_jsonl
-from penstock.dashboard import MetricsFile, columns, newest_row, staleness
+from penstock.dashboard import newest_row
+from penstock.dashboard.metrics import MetricsFile, columns, staleness
 
 
 def row(step: int, **values: object) -> dict[str, object]:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from penstock.dashboard import STATIC
+from penstock.dashboard.app import STATIC
 
 SCRIPTS = sorted(STATIC.glob("*.js"))
 SINKS = re.compile(

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from penstock.simulator import LogNormal, Rollout, Simulation, Trainer, Work
+from penstock.simulator import Simulation
+from penstock.simulator.config import LogNormal, Rollout, Trainer, Work
 
 
 def cluster(**changes: Any) -> Simulation:

@@ -10,22 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.deploy import app
-from penstock.simulator import (
-    HOST_BYTES_PER_S,
-    HOST_RATE_CASE,
-    WITHIN_LOCAL,
-    WITHIN_PUBLISHED,
-    Calibration,
-    Case,
-    calibrate,
-    cases,
-    checked_tables,
-    host_bytes_per_s,
-    local_case,
-    predicted,
-    simulate,
-    tables_in,
-)
+from penstock.simulator import simulate
+from penstock.simulator.hardware import HOST_BYTES_PER_S
+from penstock.simulator.local import calibrate, local_case, predicted
+from penstock.simulator.page import WITHIN_LOCAL, WITHIN_PUBLISHED, checked_tables, tables_in
+from penstock.simulator.published import HOST_RATE_CASE, Calibration, host_bytes_per_s
+from penstock.simulator.stated import Case, cases
 
 
 @pytest.fixture(scope="module")

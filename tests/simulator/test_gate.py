@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.simulator.conftest import cluster
 
-from penstock.simulator import may_admit
+from penstock.simulator.episodes import may_admit
 from penstock.transfer_queue import may_admit as queue_may_admit
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from tests.simulator.conftest import cluster
 
-from penstock.simulator import LogNormal, reaching, slowest_ranks, train_s
+from penstock.simulator.config import LogNormal, reaching
+from penstock.simulator.pipeline import slowest_ranks, train_s
 
 
 @pytest.mark.parametrize("longest", [None, 500.0, 2000.0])

@@ -10,7 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.simulator.conftest import cluster
 
-from penstock.simulator import Group, LogNormal, Pipeline, Rollout, Simulation, Trainer, Weights, Work, simulate
+from penstock.simulator import Simulation, simulate
+from penstock.simulator.config import LogNormal, Rollout, Trainer, Weights, Work
+from penstock.simulator.episodes import Group
+from penstock.simulator.pipeline import Pipeline
 
 
 def changed(config: Simulation, **parts: dict[str, Any]) -> Simulation:

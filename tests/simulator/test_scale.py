@@ -7,25 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from penstock.simulator import (
+from penstock.simulator.hardware import MODELS, Machine, Model, gradient_exchange_s, token_s, token_s_per_sequence
+from penstock.simulator.page import tables_in
+from penstock.simulator.rates import MEASURED, PLAN_INPUTS
+from penstock.simulator.scale import (
     MAX_STALENESS,
-    MEASURED,
-    MODELS,
-    PLAN_INPUTS,
     PLANS,
     TABLES,
-    Machine,
-    Model,
     from_trainer_s,
-    gradient_exchange_s,
     http_s,
     queue_bytes_held,
     queue_bytes_per_s,
     queue_operations_per_s,
     setup,
-    tables_in,
-    token_s,
-    token_s_per_sequence,
 )
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.simulator import Clock, Host, Stage, StuckSimulation
+from penstock.simulator import StuckSimulation
+from penstock.simulator.stage import Clock, Host, Stage
 
 
 def ends(clock: Clock, stage: Stage, works: list[float]) -> dict[float, float]:

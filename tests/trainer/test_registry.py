@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from penstock.common import BadOptions, Registry, UnknownName, options_of
+from penstock.common import Registry, UnknownName, options_of
+from penstock.common.registry import BadOptions
 from penstock.trainer.advantages import ADVANTAGES
 from penstock.trainer.corrections import CORRECTIONS
 from penstock.trainer.filters import FILTERS

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 from tests.rollout_server.conftest import TOKEN, StubQueue, rollout_server
 
-from penstock.common import current_context, install_tracer, start_span, trace_headers, use_span
+from penstock.common import current_context, start_span, trace_headers, use_span
+from penstock.common.tracing import install_tracer
 from penstock.rollout_server import GenerateRequest, RolloutClient, Sampling
 
 

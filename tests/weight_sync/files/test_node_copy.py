@@ -137,7 +137,7 @@ def test_a_holder_killed_while_it_reads_leaves_the_work_to_the_next(tmp_path: Pa
 READER = """
 import json, sys, time
 from penstock.weight_sync import Manifest, NodeReader, checksum
-from penstock.weight_sync import version_memory
+from penstock.weight_sync.files import version_memory
 if sys.argv[2] == "slow":
     put = version_memory.MemoryDraft.put
     def put_slowly(self, piece, at):
