@@ -43,10 +43,12 @@ class Bounds:
 
 
 class Concurrency:
-    """`limit` is between 1 and `bounds.most`, its initial value. Pure: time and load are arguments."""
+    """`limit` is between 1 and `bounds.most`. Pure: time and load are arguments."""
 
-    def __init__(self, bounds: Bounds) -> None:
-        self.limit = bounds.most
+    def __init__(self, bounds: Bounds, restarts: int = 0) -> None:
+        """Begins with `bounds.most`, after each restart with a quarter of it: an episode that ends its workers is soon
+        alone, and only its own lost leases go on to be counted."""
+        self.limit = max(1, bounds.most >> 2 * restarts)
         self._bounds = bounds
         self._refused = 0
         self._held_until_s = 0.0

@@ -108,10 +108,10 @@ class AgentConfig(BaseModel):
     settings: dict[str, Any] = Field(default_factory=dict, description="The loop's own settings, as self.config.")
     workers: int = Field(2, ge=0, description="Agent workers that `penstock run` starts.")
     max_restarts: int = Field(
-        10,
+        20,
         ge=0,
-        description="Restarts of one worker in restart_window_s before the run stops. Those by an episode that ends its"
-        " workers are forgiven once it is a dead letter.",
+        description="Restarts of one worker within an hour before the run stops. They are"
+        " forgiven once the episode that caused them is a dead letter.",
     )
     concurrency: int = Field(32, gt=0, description="Most episodes one worker runs at once; fewer under load.")
     server_requests: int | None = Field(

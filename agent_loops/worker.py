@@ -70,6 +70,8 @@ class WorkerJob:
     max_failures_in_a_row: int = 20
     server_slots: int = 0
     """Requests that a rollout server decodes together; 0: unknown."""
+    restarts: int = 0
+    """Earlier processes of this worker that died."""
     metrics: WorkerMetrics = field(default_factory=WorkerMetrics)
     """The worker's metrics; served by the caller."""
 
@@ -163,7 +165,7 @@ class Worker:
 
     def __init__(self, job: WorkerJob, services: WorkerServices) -> None:
         self.stats = WorkerStats(job.metrics)
-        self.concurrency = Concurrency(job.bounds)
+        self.concurrency = Concurrency(job.bounds, job.restarts)
         self._job = job
         self._services = replace(services, worker=job.name, on_span=job.metrics.span)
         self._room = asyncio.Event()
@@ -232,6 +234,8 @@ class Worker:
         client = self._job.client
         while isinstance(client, WatchedClient):
             await asyncio.sleep(ADAPT_S)
+            if self._job.restarts and not self.stats.outcomes:
+                continue  # one of its episodes may have ended the worker before: no more beside it until one has ended
             try:
                 servers = await client.servers()
             except QueueError as error:

@@ -74,9 +74,6 @@ class PlacementConfig(BaseModel):
         description="What an engine gives up besides its KV cache: 1 moves its weights to host memory, 2 drops them and"
         " loads the newest version when it wakes.",
     )
-    hand_over_timeout_s: float = Field(
-        900.0, gt=0, description="Longest wait of the trainer for the engines to hand the devices over; then it ends."
-    )
 
     @property
     def in_turns(self) -> bool:
@@ -140,13 +137,8 @@ class RunConfig(BaseModel):
     stall_timeout_s: float = Field(
         300.0,
         gt=0,
-        description="Time without progress after which a run is stalled; the stalled component is reported.",
-    )
-    restart_window_s: float = Field(
-        3600.0, gt=0, description="Time in which a role's max_restarts are counted; earlier restarts are forgotten."
-    )
-    stall_action: Literal["warn", "stop"] = Field(
-        "stop", description="Action on stall, after dumping the stacks of every local role into its log."
+        description="Time without progress after which a stalled run ends; the stalled component is reported, and every"
+        " local role's stacks are in its log.",
     )
     data: DataConfig
     agent: AgentConfig = AgentConfig()

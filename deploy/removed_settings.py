@@ -3,7 +3,11 @@ since when it is gone and what to do; `penstock.deploy.config` reads the table."
 
 from __future__ import annotations
 
-SINCE_0_2: dict[str, str] = {}
+SINCE_0_2: dict[str, str] = {
+    "placement.hand_over_timeout_s": "the trainer waits 900 s for the engines' devices; delete the line",
+    "restart_window_s": "a role's max_restarts count within an hour; delete the line",
+    "stall_action": "a stalled run ends, and --resume continues it; a larger stall_timeout_s waits longer",
+}
 """Dotted key of a setting that 0.2.0 removed, to what a user does instead: a sentence without a full stop."""
 
 

@@ -90,7 +90,7 @@ class RolloutConfig(BaseModel):
     max_restarts: int = Field(
         5,
         ge=0,
-        description="Engine failures in a row, and restarts of a server in restart_window_s.",
+        description="Engine failures in a row, and restarts of a server within an hour.",
     )
     vllm_python: str | None = Field(
         None, description="Python of the environment with vLLM; None: .venv-vllm, else this one."

@@ -317,7 +317,7 @@ class TrainerConfig(BaseModel):
     bad_batch_dumps: int = Field(
         1, ge=0, description="Batches with NaN or infinite gradients that are kept for a replay, each with all weights."
     )
-    max_restarts: int = Field(3, ge=0, description="Restarts of the trainer after a crash, within restart_window_s.")
+    max_restarts: int = Field(3, ge=0, description="Restarts of the trainer after a crash, within an hour.")
     save_trajectories: int = Field(
         8, ge=0, description="Trajectories kept per step to read: the best, the worst, a sample."
     )

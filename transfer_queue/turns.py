@@ -321,7 +321,7 @@ class DeviceTurn:
     def _late(self) -> str:
         names = ", ".join(f"{one.holder} ({one.side})" for one in self._others if one.holds) or "none"
         return (
-            f"the devices were not handed over within {self.settings.hand_over_s:g} s (placement.hand_over_timeout_s): "
+            f"the devices were not handed over within {self.settings.hand_over_s:g} s: "
             f"on them: {names}. Its log says what it does; a larger model needs a longer time"
         )
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.run.connection import RunConnection
-from penstock.deploy.run.processes import RESTART_WINDOW_S, RoleSpec
+from penstock.deploy.run.processes import RoleSpec
 from penstock.deploy.run_dir import RunDir
 from penstock.rollout_server import RolloutConfig
 from penstock.sandbox.managed import KEYS
@@ -58,7 +58,6 @@ class Role:
     """Added to the environment of the machine where it runs; this role's secrets are here."""
     max_restarts: int
     stop_grace_s: float = 15.0
-    restart_window_s: float = RESTART_WINDOW_S
     number: int | None = None
     """Its place among those of its kind that may be added and removed; None: it may not."""
     lent: int | None = None
@@ -68,8 +67,7 @@ class Role:
         """How this machine starts it: this Python, this environment, and what is the role's own."""
         argv = [sys.executable, "-m", "penstock.deploy.cli", *self.words]
         env = {**_environment_of(self.kind), **self.env}
-        limits = (self.max_restarts, self.stop_grace_s, cwd, self.restart_window_s)
-        return RoleSpec(self.name, argv, env, logs / f"{self.name}.log", *limits)
+        return RoleSpec(self.name, argv, env, logs / f"{self.name}.log", self.max_restarts, self.stop_grace_s, cwd)
 
 
 def _environment_of(kind: Kind) -> dict[str, str]:
@@ -155,7 +153,7 @@ def _role(
 ) -> Role:
     own = link.of_role(rights or kind)
     env = {**own.environment(), **_SETTINGS}
-    return Role(name, kind, words, env, max_restarts, stop_grace_s, config.restart_window_s, number)
+    return Role(name, kind, words, env, max_restarts, stop_grace_s, number)
 
 
 ADDED = {"rollout": rollout_role, "agent": agent_role}

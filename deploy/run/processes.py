@@ -2,7 +2,7 @@
 
 starting ──► running ──exit 0──► finished
    ▲            │ exit ≠ 0
-   └─ back-off ─┘ (at most max_restarts times in any restart_window_s, then failed)
+   └─ back-off ─┘ (at most max_restarts times in any RESTART_WINDOW_S, then failed)
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from penstock.common import Backoff, kill_group
 _RESTART_BACKOFF = Backoff(0.5, 10.0)
 _HEALTHY_AFTER_S = 60.0
 RESTART_WINDOW_S = 3600.0
+"""Earlier restarts of a role are forgotten."""
+RESTARTS_VARIABLE = "PENSTOCK_RESTARTS"
+"""How often the role was started again; an agent worker then begins with fewer episodes."""
 STOP_FILE_VARIABLE = "PENSTOCK_STOP_FILE"
 """File in which a role writes why it must not be restarted, before it exits."""
 
@@ -38,7 +41,6 @@ class RoleSpec:
     stop_grace_s: float = 15.0
     cwd: Path | None = None
     """None: the directory of the parent."""
-    restart_window_s: float = RESTART_WINDOW_S
 
     @property
     def stop_file(self) -> Path:
@@ -91,7 +93,7 @@ class RoleProcess:
         self._ended = asyncio.Event()
         self._pauses = _RESTART_BACKOFF.pauses()
         self._clock = clock
-        self._budget = RestartBudget(spec.max_restarts, spec.restart_window_s, clock)
+        self._budget = RestartBudget(spec.max_restarts, RESTART_WINDOW_S, clock)
 
     @property
     def state(self) -> str:
@@ -142,7 +144,11 @@ class RoleProcess:
         with self.spec.log.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *self.spec.argv,
-                env={**self.spec.env, STOP_FILE_VARIABLE: str(self.spec.stop_file)},
+                env={
+                    **self.spec.env,
+                    RESTARTS_VARIABLE: str(self.restarts),
+                    STOP_FILE_VARIABLE: str(self.spec.stop_file),
+                },
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -24,7 +24,7 @@ from penstock.common import JsonlTail, last_by, read_jsonl, rewrite_jsonl
 from penstock.dashboard import flat_rewards
 from penstock.deploy.config import RunConfig
 from penstock.deploy.run.plan import lent_servers
-from penstock.deploy.run.supervisor import KillerCheck, SupervisedRole, Watchdog
+from penstock.deploy.run.supervisor import SupervisedRole, Watchdog
 from penstock.deploy.run_dir import LivesFile, LivesTotal, RunDir
 from penstock.transfer_queue import QueueError, ServerInfo, Status, TransferQueue, TurnReport, WeightUpdate
 
@@ -43,15 +43,14 @@ class Reporter:
         found: str = "",
         forgive_workers: Callable[[], None] = lambda: None,
     ) -> None:
-        """`found`: what the run continues from; empty for a new one. `forgive_workers`: see `KillerCheck`."""
+        """`found`: what the run continues from; empty for a new one. `forgive_workers`: see `Watchdog`."""
         self._console = Console(stderr=True, highlight=False)
         self._config = config
         self._run = run
         self._queue = queue
         self._roles = RolesFile(run.roles, members)
         self._members, self._lives = members, lives
-        self._watchdog = Watchdog(config, members, self._say)
-        self._killers = KillerCheck(forgive_workers)
+        self._watchdog = Watchdog(config, members, self._say, forgive_workers)
         self._metrics = JsonlTail(run.metrics)
         self._recent: deque[dict[str, Any]] = deque(maxlen=10)
         self._said_flat = False
@@ -76,8 +75,6 @@ class Reporter:
             await asyncio.sleep(1.0)
             status, servers = await self._ask()
             self._report(status)
-            if status is not None:
-                self._killers.look(status)
             await self._watchdog.look(self.steps_done, status, servers)
 
     def _report(self, status: Status | None) -> None:

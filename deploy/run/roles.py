@@ -29,7 +29,7 @@ from penstock.common import (
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.run.connection import TOKEN_VARIABLE, RunConnection, limits_of
 from penstock.deploy.run.plan import TORCHRUN_TELLS, TRAINER_STOP_S, trainer_stop_s
-from penstock.deploy.run.processes import STOP_FILE_VARIABLE
+from penstock.deploy.run.processes import RESTARTS_VARIABLE, STOP_FILE_VARIABLE
 from penstock.deploy.run.stacks import answer_with_stacks
 from penstock.deploy.run.weights_folder import local_weights_dir, weights_dir, weights_entered
 from penstock.deploy.run_dir import RunDir
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.run")
 HEARTBEAT_VARIABLE = "PENSTOCK_HEARTBEAT"
 HEARTBEAT_S = 5.0
+HAND_OVER_S = 900.0
+"""Longest wait of the trainer for the engines to hand shared devices over; then it ends."""
 TRAINER_LOCK_S = 90.0
 """An earlier trainer saves a checkpoint and ends (`TRAINER_STOP_S`, or as much longer as its grace is); a shared disk
 releases the lock of a dead machine later still."""
@@ -140,7 +142,7 @@ def turn_of(config: RunConfig) -> TurnSettings | None:
     return TurnSettings(
         placement.memory_budget_bytes,
         config.transfer_queue.lease_ttl_s,
-        placement.hand_over_timeout_s,
+        HAND_OVER_S,
         placement.sleep_level,
     )
 
@@ -220,6 +222,7 @@ async def agent(link: RunConnection, name: str, *, wait_s: float = 0.0) -> None:
         tools=config.tools,
         sandbox=config.sandbox,
         server_slots=config.rollout.max_concurrent,
+        restarts=int(os.environ.get(RESTARTS_VARIABLE) or 0),
     )
     spans = with_spans("agent", run.name, name, run_worker(job))
     work = _watched(config, link, MetricsTarget("", run.name, "agent", name), job.metrics.registry, spans)

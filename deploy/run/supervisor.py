@@ -4,7 +4,7 @@
         ▲                         │ one task each; the first permanent failure ends the run
     Supervisor ◄──────────────────┘ done when the trainer has finished
 
-    Watchdog, every second: progress? ──no, for stall_timeout_s──► diagnose_stall ─► stacks into logs/ ─► warn | stop
+    Watchdog, every second: progress? ──no, for stall_timeout_s──► diagnose_stall ─► stacks into logs/ ─► stop
 
 Progress is any of: a step in metrics.jsonl, a version, a commit, a finished episode, a submitted task, a change in the
 counts of a split, a new server or worker.
@@ -211,39 +211,28 @@ class RefusalCheck:
         self._suspect = version
 
 
-MOST_KILLERS = 16
-"""Episodes in a row, with none completed between them: more of them, and workers die whatever they run."""
-
-
-class KillerCheck:
-    """Forgives agent workers their restarts where the queue has given up an episode that caused them.
-
-    A row of eight episodes that each end their worker costs some twenty workers, more than restarts are allowed.
-    """
-
-    def __init__(self, forgive: Callable[[], None]) -> None:
-        self._forgive = forgive
-        self._seen: tuple[int, int] | None = None
-        """Killers and completed episodes at the last look."""
-        self._in_a_row = 0
-
-    def look(self, status: Status) -> None:
-        killers, completed = status.episodes.get("killed_workers", 0), status.episodes.get("completed", 0)
-        before, completed_before = self._seen or (killers, completed)
-        self._seen = killers, completed
-        new = max(0, killers - before)
-        self._in_a_row = (0 if completed > completed_before else self._in_a_row) + new
-        if new and self._in_a_row <= MOST_KILLERS:
-            self._forgive()
+MOST_GIVEN_UP = 16
+"""Episodes given up in a row, with none completed between them, whose restarts are forgiven. After more, workers
+die of anything."""
 
 
 class Watchdog:
     """`look` is called once a second by the reporter."""
 
-    def __init__(self, config: RunConfig, processes: Sequence[SupervisedRole], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        processes: Sequence[SupervisedRole],
+        say: Callable[[str], None],
+        forgive_workers: Callable[[], None] = lambda: None,
+    ) -> None:
         self._config = config
         self._processes = processes
         self._say = say
+        self._forgive_workers = forgive_workers
+        self._ended: tuple[int, int] | None = None
+        """Episodes given up and completed at the last look."""
+        self._given_up_in_a_row = 0
         self._refusals = RefusalCheck()
         self._fingerprint: tuple[int, ...] = ()
         self._quiet_since = time.monotonic()
@@ -253,10 +242,12 @@ class Watchdog:
         """CPU time of each role's tree when it became quiet, by pid; None while things move."""
 
     async def look(self, steps_done: int, status: Status | None, servers: Sequence[ServerInfo]) -> None:
-        """Raises `VersionRefused`; `StalledRun` where nothing has moved for too long and `stall_action` is to stop."""
+        """Raises `VersionRefused`; `StalledRun` where nothing has moved for too long."""
         self._refusals.look(status, servers)
+        if status is not None:
+            self._forgive(status)
         if status is not None and self._moved(steps_done, status, servers):
-            self._begin_again()
+            self._quiet_since, self._used_s = time.monotonic(), None
             return
         if self._used_s is None:
             self._used_s = await asyncio.to_thread(self._measure)
@@ -267,9 +258,22 @@ class Watchdog:
         stalled = StalledRun(quiet_s, diagnose_stall(snapshot), self._who_waits(snapshot))
         self._say(str(stalled))
         await self._have_stacks_written()
-        if self._config.stall_action == "stop":
-            raise stalled
-        self._begin_again()
+        raise stalled
+
+    def _forgive(self, status: Status) -> None:
+        """An episode that ends its workers is a dead letter after some of them: their restarts do not count any more.
+
+        A row of eight such episodes costs some twenty restarts, more than one worker may have.
+        """
+        given_up, completed = status.episodes.get("failed", 0), status.episodes.get("completed", 0)
+        given_up_before, completed_before = self._ended or (given_up, completed)
+        self._ended = given_up, completed
+        if completed > completed_before:
+            self._given_up_in_a_row = 0
+        if given_up > given_up_before:
+            self._given_up_in_a_row += given_up - given_up_before
+            if self._given_up_in_a_row <= MOST_GIVEN_UP:
+                self._forgive_workers()
 
     def _moved(self, steps_done: int, status: Status, servers: Sequence[ServerInfo]) -> bool:
         self._seen.update(status.workers, (server.server_id for server in servers))
@@ -278,9 +282,6 @@ class Watchdog:
         counts = (*done, status.groups.get("submitted", 0), len(self._seen), *splits)
         before, self._fingerprint = self._fingerprint, counts
         return counts != before
-
-    def _begin_again(self) -> None:
-        self._quiet_since, self._used_s = time.monotonic(), None
 
     def _measure(self) -> dict[int, float]:
         now = ProcessTable.now()

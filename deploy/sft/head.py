@@ -155,7 +155,6 @@ def _trainer(config: RunConfig, run: RunDir) -> RoleSpec:
         run.logs / "trainer.log",
         trainer.max_restarts,
         stop_grace_s=trainer_stop_s(trainer) + SUPERVISOR_S,
-        restart_window_s=config.restart_window_s,
     )
 
 

@@ -25,6 +25,10 @@ def test_concurrency_decreases_once_per_hold():
     assert limit.saw([server()], 12, 64, 1.0 + HOLD_S) == 36
 
 
+def test_concurrency_after_restarts_begins_with_few_episodes():
+    assert [Concurrency(BOUNDS, restarts).limit for restarts in range(5)] == [64, 16, 4, 1, 1]
+
+
 def test_concurrency_grows_by_equal_steps_at_limit():
     limit = Concurrency(BOUNDS)
     limit.saw([server()], 1, 40, 0.0)

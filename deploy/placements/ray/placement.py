@@ -35,7 +35,7 @@ from penstock.deploy.placements.ray.cluster import (
     machines_of,
 )
 from penstock.deploy.run.plan import Role
-from penstock.deploy.run.processes import RestartBudget, RoleFailed, RoleSpec
+from penstock.deploy.run.processes import RESTART_WINDOW_S, RestartBudget, RoleFailed, RoleSpec
 from penstock.deploy.run.supervisor import Supervisor
 from penstock.deploy.run.weights_folder import remove_weights
 from penstock.deploy.run_dir import RunDir
@@ -63,7 +63,7 @@ class RayMember:
         self._last_id: str | None = None
         self._earlier_restarts = 0
         """Of the actor, and of processes in its earlier lives."""
-        self._budget = RestartBudget(spec.max_restarts, spec.restart_window_s)
+        self._budget = RestartBudget(spec.max_restarts, RESTART_WINDOW_S)
         """Of both together; the actor has one of its own for the process."""
         self._stopping = False
         self._group = placement_group([bundle], strategy="STRICT_PACK", name=spec.name)

@@ -97,7 +97,7 @@ async def test_restarts_are_counted_per_window(tmp_path: Path) -> None:
     code += "p.write_text(str(n + 1)); raise SystemExit(n < 3)"
     hours = itertools.count(0.0, 3600.0)
     argv, log = [sys.executable, "-c", code], tmp_path / "worker.log"
-    spec = RoleSpec("worker", argv, dict(os.environ), log, 1, restart_window_s=3600.0, cwd=tmp_path)
+    spec = RoleSpec("worker", argv, dict(os.environ), log, 1, cwd=tmp_path)
     process = RoleProcess(spec, clock=lambda: next(hours))
     await process.run()
     assert process.restarts == 3

@@ -13,9 +13,7 @@ pytest.importorskip("ray")
 from penstock.deploy import RoleFailed, RoleSpec
 from penstock.deploy.placements.ray.actor import ActorLife, ProcessState
 from penstock.deploy.placements.ray.placement import RayMember
-from penstock.deploy.run.processes import RestartBudget
-
-WINDOW_S = 3600.0
+from penstock.deploy.run.processes import RESTART_WINDOW_S, RestartBudget
 
 
 class StubActor:
@@ -40,10 +38,10 @@ class MemberWithClock:
         module = "penstock.deploy.placements.ray.placement"
         monkeypatch.setattr(f"{module}.placement_group", lambda *_, **__: None)
         monkeypatch.setattr(f"{module}._make_actor", lambda *_: self.actor)
-        spec = RoleSpec("agent-0", [], {}, tmp_path / "log", 2, restart_window_s=WINDOW_S)
+        spec = RoleSpec("agent-0", [], {}, tmp_path / "log", 2)
         order: Any = None
         self.member = RayMember(spec, order, {"CPU": 1})
-        self.member._budget = RestartBudget(2, WINDOW_S, clock=lambda: self.now)
+        self.member._budget = RestartBudget(2, RESTART_WINDOW_S, clock=lambda: self.now)
 
     async def new_life(self) -> None:
         assert await self.member._meet()
@@ -61,7 +59,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MemberWithClock:
 async def test_restarts_weeks_apart_do_not_add_up(made: MemberWithClock) -> None:
     await made.new_life()
     for _ in range(6):
-        made.now += 24 * WINDOW_S
+        made.now += 24 * RESTART_WINDOW_S
         await made.new_life()
         await made.process_restarts()
     assert made.member.restarts == 12

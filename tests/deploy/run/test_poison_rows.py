@@ -1,4 +1,4 @@
-"""A row that ends its workers does not end the run by their restarts; workers that can do nothing do."""
+"""A row that ends its workers becomes dead letters and the run goes on; workers that die of everything end it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from tests.deploy.conftest import RECIPE
 
 from penstock.agent_loops import AgentConfig
+from penstock.deploy import load_config
 from penstock.deploy.run.processes import RestartBudget
-from penstock.deploy.run.supervisor import KillerCheck
+from penstock.deploy.run.supervisor import Watchdog
 from penstock.testing import MemoryTransferQueue
 from penstock.transfer_queue import COMPLETED, Lease, Limits, Segment, Task, Trajectory
 
@@ -36,7 +38,7 @@ class Run:
         limit = DEFAULTS.max_restarts
         self._budgets = {f"agent-{n}": RestartBudget(limit, 3600.0, clock=lambda: self.now) for n in range(workers)}
         self._held: dict[str, list[Lease]] = {name: [] for name in self._budgets}
-        self._check = KillerCheck(self._forgive)
+        self._watchdog = Watchdog(load_config(RECIPE), [], print, self._forgive)
         self.deaths: Counter[str] = Counter()
 
     def _forgive(self) -> None:
@@ -54,13 +56,14 @@ class Run:
                     return False
             self.now += ROUND_S
             status = await self.queue.status()
-            self._check.look(status)
+            await self._watchdog.look(0, status, [])
         return True
 
     async def _work(self, worker: str) -> bool:
         held = self._held[worker]
         await self.queue.renew(held)
-        held += await self.queue.lease_episodes(worker, DEFAULTS.concurrency - len(held), 0)
+        limit = max(1, DEFAULTS.concurrency >> 2 * self.deaths[worker])  # as a restarted worker begins
+        held += await self.queue.lease_episodes(worker, limit - len(held), 0)
         if any(lease.task.task_id in self._poison for lease in held):
             held.clear()
             self.deaths[worker] += 1
@@ -72,26 +75,25 @@ class Run:
 
 
 @pytest.mark.parametrize(("rows", "workers"), [(1, 1), (1, 2), (3, 1), (3, 2)])
-async def test_poison_rows_do_not_end_the_run(rows: int, workers: int) -> None:
+async def test_poison_rows_become_dead_letters_and_the_run_goes_on(rows: int, workers: int) -> None:
     run = Run(rows, workers)
     assert await run.play()
-    assert sum(run.deaths.values()) > DEFAULTS.max_restarts, "restarts alone would have ended the run"
-    assert len(await run.queue.dead_letters(limit=1000)) == rows * GROUP
+    assert rows == 1 or sum(run.deaths.values()) > workers * DEFAULTS.max_restarts, (
+        "restarts alone would have ended the run"
+    )
+    assert len(await run.queue.dead_letters(limit=1000)) == rows * GROUP, "no other episode is given up"
 
 
 async def test_workers_that_die_of_everything_end_the_run() -> None:
     assert not await Run(ROWS, 2).play()
 
 
-async def test_a_resumed_run_forgives_nothing_that_was_before_it() -> None:
+async def test_restarts_before_a_resumed_run_are_not_forgiven() -> None:
     queue = MemoryTransferQueue()
     await queue.create_run(LIMITS, "")
     forgiven: list[int] = []
-    check = KillerCheck(lambda: forgiven.append(1))
-    queue._state.counts["killed_workers"] = 3
-    check.look(await queue.status())
-    assert not forgiven
-    queue._state.counts["killed_workers"] = 4
-    check.look(await queue.status())
-    check.look(await queue.status())
-    assert forgiven == [1]
+    watchdog = Watchdog(load_config(RECIPE), [], print, lambda: forgiven.append(1))
+    for given_up, times in ((3, 0), (4, 1), (4, 1)):
+        queue._state.counts["failed"] = given_up
+        await watchdog.look(0, await queue.status(), [])
+        assert len(forgiven) == times
