@@ -29,6 +29,7 @@ RUN_BY = {
     "docs/tutorials/my_first_loop.md": "tests/docs/test_tutorials.py",
     "docs/tutorials/my_first_tool.md": "tests/tools/test_tutorial.py",
     "docs/tutorials/my_own_sandbox_image.md": "tests/docs/test_tutorials.py",
+    "docs/tutorials/my_own_tests.md": "tests/docs/test_tutorials.py",
     "docs/tutorials/openai_agent.md": "tests/docs/test_tutorials.py",
 }
 """Pages whose programs have a test of their own, which runs all of them in order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
 import shlex
@@ -57,6 +58,18 @@ def test_every_command_names_what_there_is(written, monkeypatch):
     for _, _, recipe, *overrides in commands:
         config = load_config(ROOT / recipe, overrides)
         assert find_loop(config.agent.loop, folder).__module__
+
+
+def test_my_own_tests_pass(tmp_path, tokenizer_for):
+    tokenizer_for("qwen2_5").save_pretrained(tmp_path / "model")
+    for text in blocks(ROOT / "docs" / "tutorials" / "my_own_tests.md", "python"):
+        (tmp_path / text.splitlines()[0].removeprefix("# ")).write_text(text)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{tmp_path}", "MODEL": "model"}
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    ended = subprocess.run(
+        argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert (ended.returncode, "3 passed" in ended.stdout) == (0, True), ended.stdout + ended.stderr
 
 
 @pytest.mark.docker
