@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from penstock.testing import MemoryTransferQueue
 from penstock.transfer_queue import BatchLog, Limits, RedisServer, RedisTransferQueue, TransferQueue
-from penstock.transfer_queue.redis import RedisCluster
+from penstock.transfer_queue.redis.server import RedisCluster
 
 sys.path.insert(0, str(Path(__file__).parent))  # test files share queue_samples and redis_parts
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from penstock.transfer_queue import TransferQueueConfig
-from penstock.transfer_queue.redis import Connection, Script, make_library
+from penstock.transfer_queue.redis import Connection
+from penstock.transfer_queue.redis.scripts import Script, make_library
 
 PASSWORD = "a-test-password"
 CONFIG = TransferQueueConfig(deadline_s=20.0, registry_ttl_s=3.0)

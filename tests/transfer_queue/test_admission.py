@@ -16,14 +16,12 @@ from penstock.transfer_queue import (
     check_limits,
     check_quotas,
     check_step_bytes,
-    enough_members,
     evaluation_split,
     may_admit,
     may_ship,
-    places,
-    room_allows,
     under_evaluation,
 )
+from penstock.transfer_queue.admission import enough_members, places, room_allows
 
 
 def test_places_are_those_of_open_steps() -> None:

@@ -28,25 +28,19 @@ from penstock.transfer_queue import (
     encode_trajectory,
     get_fields,
 )
-from penstock.transfer_queue.codec import (
-    FORMAT,
-    HEAD_GUESS,
+from penstock.transfer_queue.codec.columns import Column
+from penstock.transfer_queue.codec.packing import FORMAT, HEAD_GUESS, MAGIC, PREAMBLE, head_length, pack, parse_head
+from penstock.transfer_queue.codec.trajectories import (
     KIND_TRAJECTORY,
-    MAGIC,
     OPTIONAL_FIELDS,
     PLAIN_FIELDS,
-    PREAMBLE,
     SEGMENT_FIELDS,
     TOKEN_FIELDS,
-    Column,
     decode_journal,
     decode_task,
     encode_journal,
     encode_task,
-    head_length,
     outcome_from_plain,
-    pack,
-    parse_head,
     values_of,
     wanted_fields,
 )

@@ -34,7 +34,7 @@ from penstock.transfer_queue import (
     encode_trajectory,
     exposition,
 )
-from penstock.transfer_queue.codec import encode_journal, encode_task
+from penstock.transfer_queue.codec.trajectories import encode_journal, encode_task
 
 SERVERS = [ServerInfo("s1", "http://b", 1), ServerInfo("s0", "http://a", 0)]
 

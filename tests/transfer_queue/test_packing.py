@@ -17,15 +17,12 @@ from queue_samples import plain, same
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 from penstock.transfer_queue import BadPayload, QueueError
-from penstock.transfer_queue.codec import (
-    BLOCK,
-    DTYPES,
+from penstock.transfer_queue.codec.columns import BLOCK, DTYPES, MAX_RAW_BYTES, Column
+from penstock.transfer_queue.codec.packing import (
     FORMAT,
     HEAD_GUESS,
     MAGIC,
-    MAX_RAW_BYTES,
     PREAMBLE,
-    Column,
     blob_length,
     head_length,
     pack,

@@ -40,8 +40,8 @@ async def test_updates_are_kept_in_order(make_queue) -> None:
 
 async def test_only_the_newest_updates_are_kept(make_queue, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = 20
-    for module in ("memory_run", "redis.queue"):
-        monkeypatch.setattr(f"penstock.transfer_queue.{module}.KEPT_UPDATES", kept)
+    for module in ("testing.memory_run", "transfer_queue.redis.queue"):
+        monkeypatch.setattr(f"penstock.{module}.KEPT_UPDATES", kept)
     queue = await make_queue(LIMITS)
     for version in range(kept + 3):
         await queue.report_update(WeightUpdate("one", version, 0.02, 0.1, 0.01, 0))

@@ -18,7 +18,6 @@ from penstock.transfer_queue import (
     OverBudget,
     QueueError,
     QueueUnavailable,
-    Side,
     TransferQueue,
     TurnCall,
     TurnLost,
@@ -26,6 +25,7 @@ from penstock.transfer_queue import (
     TurnSettings,
     TurnTimeout,
 )
+from penstock.transfer_queue.turns import Side
 
 LONG_S, SHORT_S = 60.0, 0.3
 BUDGET = 1000

@@ -45,7 +45,7 @@ from penstock.transfer_queue import (
     TransferQueueConfig,
     check_limits,
 )
-from penstock.transfer_queue.redis import RedisCluster
+from penstock.transfer_queue.redis.server import RedisCluster
 
 WORKERS = ["a", "b", "c"]
 LEASE_TTL_S = 1000.0

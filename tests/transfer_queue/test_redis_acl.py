@@ -11,7 +11,9 @@ import pytest_asyncio
 from redis_parts import PASSWORD, small_scripts  # noqa: F401 - a fixture
 
 from penstock.transfer_queue import QueueError, QueueUnavailable, RedisServer
-from penstock.transfer_queue.redis import RIGHTS, ROLES, Connection, Keys, library, role_users, setuser_commands
+from penstock.transfer_queue.redis import RIGHTS, ROLES, Connection, role_users, setuser_commands
+from penstock.transfer_queue.redis.keys import Keys
+from penstock.transfer_queue.redis.scripts import library
 
 pytestmark = [pytest.mark.redis, pytest.mark.asyncio(loop_scope="module")]
 RUN, OTHER = Keys("mine"), Keys("other")

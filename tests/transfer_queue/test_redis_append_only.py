@@ -16,12 +16,8 @@ import redis.asyncio as aioredis
 from redis.exceptions import RedisError
 
 from penstock.transfer_queue import QueueError, RedisServer
-from penstock.transfer_queue.redis import (
-    Connection,
-    find_redis_server,
-    newest_append_only_file,
-    repair_append_only_file,
-)
+from penstock.transfer_queue.redis import Connection, find_redis_server
+from penstock.transfer_queue.redis.server_config import newest_append_only_file, repair_append_only_file
 
 pytestmark = pytest.mark.redis
 PASSWORD = "a-test-password"

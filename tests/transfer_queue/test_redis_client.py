@@ -25,8 +25,9 @@ from redis_parts import (
 )
 
 from penstock.transfer_queue import BadPayload, LeaseLost, QueueError, QueueUnavailable, RedisServer, StepError
-from penstock.transfer_queue.codec import Packed
-from penstock.transfer_queue.redis import Connection, RedisCall
+from penstock.transfer_queue.codec.packing import Packed
+from penstock.transfer_queue.redis import Connection
+from penstock.transfer_queue.redis.cluster import RedisCall
 
 pytestmark = pytest.mark.redis
 

@@ -15,7 +15,8 @@ from redis.crc import key_slot
 from redis_parts import PASSWORD, make_certificates, nothing_left_open, open_to, small_scripts  # noqa: F401 - a fixture
 
 from penstock.transfer_queue import QueueError, QueueUnavailable, RedisServer
-from penstock.transfer_queue.redis import Connection, RedisCluster
+from penstock.transfer_queue.redis import Connection
+from penstock.transfer_queue.redis.server import RedisCluster
 
 pytestmark = [pytest.mark.redis, pytest.mark.asyncio(loop_scope="module")]
 

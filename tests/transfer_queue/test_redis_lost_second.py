@@ -20,7 +20,7 @@ from penstock.transfer_queue import (
     RedisTransferQueue,
     TransferQueueConfig,
 )
-from penstock.transfer_queue.redis import newest_append_only_file
+from penstock.transfer_queue.redis.server_config import newest_append_only_file
 
 pytestmark = pytest.mark.redis
 PASSWORD = "a-test-password"

@@ -18,14 +18,9 @@ import pytest
 from redis_parts import open_to
 
 from penstock.transfer_queue import QueueError, RedisServer
-from penstock.transfer_queue.redis import (
-    RedisBinary,
-    RedisCluster,
-    ServerOptions,
-    check_free,
-    find_redis_server,
-    free_port,
-)
+from penstock.transfer_queue.redis import RedisBinary, find_redis_server, free_port
+from penstock.transfer_queue.redis.server import RedisCluster
+from penstock.transfer_queue.redis.server_config import ServerOptions, check_free
 
 pytestmark = pytest.mark.redis
 PASSWORD = "a-test-password"

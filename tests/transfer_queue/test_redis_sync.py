@@ -19,7 +19,7 @@ import pytest
 import redis.asyncio as aioredis
 
 from penstock.transfer_queue import RedisServer
-from penstock.transfer_queue.redis import newest_append_only_file
+from penstock.transfer_queue.redis.server_config import newest_append_only_file
 
 pytestmark = [pytest.mark.redis, pytest.mark.crash]
 PASSWORD = "a-test-password"

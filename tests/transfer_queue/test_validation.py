@@ -21,11 +21,10 @@ from penstock.transfer_queue import (
     Task,
     Trajectory,
     check_segment,
-    check_tasks,
     decode_trajectory,
     encode_trajectory,
-    finish,
 )
+from penstock.transfer_queue.validation import check_tasks, finish
 
 GOOD = segment([0, 0, 1])  # four positions, three sampled
 

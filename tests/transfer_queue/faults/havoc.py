@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import redis.asyncio as aioredis
 
 from penstock.transfer_queue import RedisServer
-from penstock.transfer_queue.redis import newest_append_only_file
+from penstock.transfer_queue.redis.server_config import newest_append_only_file
 
 
 async def kill_redis(server: RedisServer, chance: random.Random) -> None:

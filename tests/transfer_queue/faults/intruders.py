@@ -25,7 +25,7 @@ from penstock.transfer_queue import (
     RunIdentity,
     RunTaken,
 )
-from penstock.transfer_queue.redis import newest_append_only_file
+from penstock.transfer_queue.redis.server_config import newest_append_only_file
 
 HEAD, HEAD_TTL_S, HEAD_RENEW_S = "the head", 60.0, 2.0
 FILLER, FILLERS_PER_S = "filler", 2000

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
-from penstock.transfer_queue.redis import library
+from penstock.transfer_queue.redis.scripts import library
 
 READS_TIME = "local time = call('TIME')"
 STEP_KEY = "test_step_s"
