@@ -27,7 +27,6 @@ with uncollected():
     from penstock.deploy.commands.recipes import recipes
     from penstock.deploy.commands.redis_server import redis_server
     from penstock.deploy.commands.rehearse import rehearse
-    from penstock.deploy.commands.replay import replay
     from penstock.deploy.commands.reward_server import reward_server
     from penstock.deploy.commands.search_server import search_server
     from penstock.deploy.commands.sft import sft
@@ -181,7 +180,6 @@ def train(
         _guarded(work)
 
 
-train_app.command()(replay)
 train_app.command()(export)
 
 

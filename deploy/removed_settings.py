@@ -4,9 +4,14 @@ since when it is gone and what to do; `penstock.deploy.config` reads the table."
 from __future__ import annotations
 
 SINCE_0_2: dict[str, str] = {
+    "data.curriculum.easy_above": "a row is easy from a pass rate of 0.9 on; delete the line",
+    "data.curriculum.hard_below": "a row is hard up to a pass rate of 0.1; delete the line",
     "placement.hand_over_timeout_s": "the trainer waits 900 s for the engines' devices; delete the line",
     "restart_window_s": "a role's max_restarts count within an hour; delete the line",
+    "sft.warmup_share": "the rate warms up over the first twentieth of the steps; delete the line",
     "stall_action": "a stalled run ends, and --resume continues it; a larger stall_timeout_s waits longer",
+    "trainer.bad_batch_dumps": "the first three bad batches of each rank are kept; delete the line",
+    "trainer.eval_timeout_s": "an evaluation of which no episode ends for half an hour is given up; delete the line",
 }
 """Dotted key of a setting that 0.2.0 removed, to what a user does instead: a sentence without a full stop."""
 

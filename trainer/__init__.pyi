@@ -1,4 +1,3 @@
-from .bad_batch import BadDump as BadDump
 from .batch import BadBatch as BadBatch
 from .batch import ModelLimits as ModelLimits
 from .batch import StepBatch as StepBatch
@@ -29,8 +28,6 @@ from .packing import pack_rows as pack_rows
 from .ranks.distributed import Ranks as Ranks
 from .ranks.layout import CORES_VARIABLE as CORES_VARIABLE
 from .ranks.layout import RANKS_FILE_VARIABLE as RANKS_FILE_VARIABLE
-from .replay import Replayed as Replayed
-from .replay import replay_dump as replay_dump
 from .sft.config import SftConfig as SftConfig
 from .sft.config import steps_of as steps_of
 from .sft.conversations import ConversationFile as ConversationFile

@@ -279,11 +279,6 @@ class TrainerConfig(BaseModel):
     keep_checkpoints: int = Field(2, gt=0, description="Newest checkpoints kept.")
     stop: StopConfig = StopConfig()
     eval_every: int = Field(0, ge=0, description="Steps between evaluations; 0: only at the end.")
-    eval_timeout_s: float = Field(
-        1800.0,
-        gt=0,
-        description="An evaluation of which no episode ends for so long is given up, so that later ones can start.",
-    )
     batch_timeout_s: float = Field(
         300.0, gt=0, description="A batch not ready by then stops the run, and the cause is named."
     )
@@ -293,8 +288,8 @@ class TrainerConfig(BaseModel):
     rank_timeout_s: float = Field(
         30.0,
         ge=0,
-        description="With several ranks: one that is stopped, silent or (on CPUs) stuck for so long is named, and all "
-        "ranks end. On GPUs a stuck rank counts as slow: collective_timeout_s decides. 0: nothing watches them.",
+        description="With several ranks: one that is silent for so long is named. All ranks end if its process is "
+        "stopped, else after collective_timeout_s. 0: no heartbeats.",
     )
     collective_timeout_s: float = Field(
         600.0,
@@ -313,9 +308,6 @@ class TrainerConfig(BaseModel):
         description="From SIGTERM until the trainer is killed: the last checkpoint is written and committed meanwhile. "
         "None: by the bytes of a checkpoint at 20 MB/s per rank, at least 25 s. torchrun, the supervisor, Slurm's "
         "--signal and Compose wait a little longer.",
-    )
-    bad_batch_dumps: int = Field(
-        1, ge=0, description="Batches with NaN or infinite gradients that are kept for a replay, each with all weights."
     )
     max_restarts: int = Field(3, ge=0, description="Restarts of the trainer after a crash, within an hour.")
     save_trajectories: int = Field(

@@ -22,6 +22,8 @@ from penstock.trainer.timeline import Timeline, Track
 from penstock.transfer_queue import Trajectory, TransferQueue, evaluation_split
 
 POLL_S = 0.25
+IDLE_TIMEOUT_S = 1800.0
+"""An evaluation of which no episode ends for so long is given up, so that later ones can start."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +37,8 @@ class Evaluator:
         rows: Sequence[DatasetRow],
         recorder: Recorder,
         timeline: Timeline | None = None,
-        idle_timeout_s: float = 1800.0,
+        idle_timeout_s: float = IDLE_TIMEOUT_S,
     ) -> None:
-        """`idle_timeout_s`: an evaluation of which no episode ends for so long is given up."""
         self._queue = queue
         self._timeline = timeline or Timeline()
         self._rows = rows
@@ -109,8 +110,8 @@ class Evaluator:
                 before, changed = out, time.monotonic()
             if time.monotonic() - changed > self._idle_timeout_s:
                 logger.error(
-                    "the evaluation of version %d is given up: none of its last %d episodes ended within %.0f s "
-                    "(trainer.eval_timeout_s); they count as failed",
+                    "the evaluation of version %d is given up: none of its last %d episodes ended within %.0f s; "
+                    "they count as failed",
                     version,
                     out,
                     self._idle_timeout_s,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +14,6 @@ from torch import Tensor
 from penstock.common import options_of
 from penstock.trainer.advantages import ADVANTAGES, Advantages, needs_of
 from penstock.trainer.advantages.prime import outcome_loss
-from penstock.trainer.bad_batch import BadBatches, MinibatchPlace, RankShare
 from penstock.trainer.batch import BadBatch, Row, StepBatch, minibatch_bounds
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.credit import Estimators, TokenScores, episodes_of
@@ -37,6 +38,7 @@ from penstock.trainer.metrics import MetricAccumulator, exact_sum, step_metrics,
 from penstock.trainer.packing import Pack, pack_rows
 from penstock.trainer.ranks.distributed import Ranks
 from penstock.trainer.routing import router_metrics
+from penstock.trainer.state.bad_batch import keep_bad_batch
 from penstock.trainer.stopping import BadSteps
 
 
@@ -53,9 +55,8 @@ class Scored:
 class Learner:
     """Everything between a batch and new weights. Every method is a collective."""
 
-    def __init__(
-        self, config: TrainerConfig, engine: Engine, ranks: Ranks, bad_batches: BadBatches | None = None
-    ) -> None:
+    def __init__(self, config: TrainerConfig, engine: Engine, ranks: Ranks, bad_batches: Path | None = None) -> None:
+        """`bad_batches`: the folder for minibatches whose loss or gradient is not finite."""
         self._config = config
         self._engine = engine
         self._ranks = ranks
@@ -142,8 +143,8 @@ class Learner:
         by = divisor(config.aggregation, total, episodes, config.aggregation_length)
         update = self._engine.update(packs, Objective(config, targets, tally), by, batch.step)
         if update.skipped:
-            share = RankShare(packs, targets, [one.episode_id for one in batch.trajectories])
-            self._keep(batch, share, MinibatchPlace(number, by), update)
+            about = {"loss": f"{update.loss}", "grad_norm": f"{update.grad_norm}", "divisor": f"{by}"}
+            self._keep(batch, number, packs, targets, about)
         return update
 
     def _sequences(self, batch: StepBatch, packs: Sequence[Pack], tokens: Tensor) -> Tensor | None:
@@ -159,13 +160,17 @@ class Learner:
         rival = torch.where(side != 0, ratio[partner], 0.0)
         return torch.stack([ratio, tokens.clamp(min=1).double(), rival, side.double()], dim=1).float()
 
-    def _keep(self, batch: StepBatch, share: RankShare, place: MinibatchPlace, update: Update) -> None:
-        """The weights are still those that the batch was trained on: the update was skipped."""
-        if self._bad_batches is None:
+    def _keep(
+        self, batch: StepBatch, minibatch: int, packs: Sequence[Pack], targets: Targets, about: dict[str, str]
+    ) -> None:
+        """Ranks that share a copy of the model hold the same rows: one of them writes."""
+        if self._bad_batches is None or not self._ranks.is_replica_leader:
             return
-        kept = self._bad_batches.write(self._config, batch, share, place, update)
-        if kept is not None:
-            self._watch.kept = str(kept)
+        name = f"step_{batch.step:06d}_{minibatch}_rank_{self._ranks.rank:02d}.safetensors"
+        about["episodes"] = json.dumps([one.episode_id for one in batch.trajectories])
+        about["config"] = self._config.model_dump_json()
+        if keep_bad_batch(self._bad_batches / name, packs, targets, about):
+            self._watch.kept = str(self._bad_batches / name)
 
     def _filter_weights(self, batch: StepBatch) -> Tensor:
         """[E]"""

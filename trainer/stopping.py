@@ -100,7 +100,7 @@ class BadSteps:
         self._skipped = 0
         self._empty = 0
         self.kept = ""
-        """The newest dump."""
+        """Path of the newest bad batch that this rank kept."""
 
     def check(self, batch: StepBatch, updates: Sequence[Update | None], ranks: Ranks) -> None:
         """A collective. Raises `TrainingDiverged`, `NothingToTrain`."""
@@ -115,11 +115,11 @@ class BadSteps:
     def _say(self, step: int, updates: Sequence[Update]) -> None:
         said = ", ".join(f"loss {update.loss}, gradient norm {update.grad_norm}" for update in updates)
         if self._skipped <= self._most:
-            logger.error("step %d is skipped: %s%s", step, said, self._how_to_replay())
+            logger.error("step %d is skipped: %s%s", step, said, self._where())
             return
         raise TrainingDiverged(
             f"step {step}: {said}; {self._skipped} steps in a row were not finite (trainer.max_bad_steps is "
-            f"{self._most}). Lower trainer.lr, or start from a checkpoint{self._how_to_replay()}"
+            f"{self._most}). Lower trainer.lr, or start from a checkpoint{self._where()}"
         )
 
     def _say_empty(self, batch: StepBatch, ranks: Ranks) -> None:
@@ -137,8 +137,8 @@ class BadSteps:
             "logprobs?"
         )
 
-    def _how_to_replay(self) -> str:
-        return f"; look into it: penstock train replay {self.kept}" if self.kept else ""
+    def _where(self) -> str:
+        return f"; the batch is in {self.kept}" if self.kept else ""
 
 
 def tokens_without_logprob(batch: StepBatch) -> int:

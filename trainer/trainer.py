@@ -18,7 +18,6 @@ from typing import Any, ParamSpec, TypeVar
 from torch import Tensor
 
 from penstock.common import pattern_of
-from penstock.trainer.bad_batch import BadBatches
 from penstock.trainer.batch import GREEDY_MEMBER, BadBatch, StepBatch
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.data.order import CurriculumTasks, StreamedTasks
@@ -33,8 +32,8 @@ from penstock.trainer.metrics import means_by_episode
 from penstock.trainer.publish import Publisher
 from penstock.trainer.ranks.agreement import check_same_batch
 from penstock.trainer.ranks.distributed import Ranks, TorchThread
+from penstock.trainer.ranks.heartbeat import Heartbeat
 from penstock.trainer.ranks.preemption import Preemption
-from penstock.trainer.ranks.watch import RankWatch
 from penstock.trainer.sinks import SINKS, MetricSink, SinkJob
 from penstock.trainer.sinks.async_sink import AsyncSink
 from penstock.trainer.source import BatchSource
@@ -84,10 +83,11 @@ class Trainer:
             stack.callback(in_torch.close)
             ranks = await in_torch(_open_ranks, job)
             stack.push_async_callback(_close_ranks, in_torch, ranks)
-            watch = await RankWatch.start(ranks, in_torch, job.config.rank_timeout_s)
-            if watch is not None:
-                stack.push_async_callback(watch.close)
-                stack.push(watch.leave)
+            limits = job.config.rank_timeout_s, job.config.collective_timeout_s
+            heartbeat = await in_torch(Heartbeat.start, ranks, *limits)
+            if heartbeat is not None:
+                stack.push_async_callback(asyncio.to_thread, heartbeat.close)
+                stack.push(heartbeat.leave)
             timeline = Timeline(job.run_dir if ranks.is_rank0 else None)
             stack.callback(timeline.write)
             feeder, recorder, evaluator = (
@@ -113,16 +113,14 @@ class Trainer:
                     stack.push_async_callback(part.close)
             if recorder is not None:
                 stack.push_async_callback(asyncio.to_thread, recorder.close)
-            folder = job.run_dir / "bad_batches"
-            bad_batches = BadBatches(folder, job.config.bad_batch_dumps, job.run.model, engine, ranks)
-            learner = Learner(job.config, engine, ranks.data, bad_batches)
+            learner = Learner(job.config, engine, ranks.data, job.run_dir / "bad_batches")
             leaving = (publisher, saver, spiller)
             places = (job, in_torch, ranks, devices)
             parts = cls(*places, engine, learner, *leaving, source, recorder, evaluator, feeder, timeline, 0, 0.0)
             await parts._resume()
             await devices.leave(publisher)
-            if watch is not None:
-                stack.push(watch.leave)  # once more: the first of all to hear of an error
+            if heartbeat is not None:
+                stack.push(heartbeat.leave)  # once more: the first of all to hear of an error
             yield parts
 
     async def take(self, step: int, stop: asyncio.Event) -> StepBatch | None:
@@ -312,7 +310,7 @@ def first_rank_parts(job: TrainJob, timeline: Timeline) -> tuple[Feeder, Recorde
     feeder = Feeder(job.run.queue, job.limits, _order_of(job, rows), job.config.steps)
     stopping, sinks = Stopping(job.config.stop), [*job.watchers, *_sinks(job)]
     recorder = Recorder(job.run_dir, job.run.model, job.config.save_trajectories, stopping, sinks)
-    return feeder, recorder, Evaluator(job.run.queue, eval_rows, recorder, timeline, job.config.eval_timeout_s)
+    return feeder, recorder, Evaluator(job.run.queue, eval_rows, recorder, timeline)
 
 
 def _sized(row: DatasetRow, config: TrainerConfig) -> DatasetRow:

@@ -20,11 +20,13 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.common import pattern_of
 
 K = TypeVar("K", bound=str)
+EASY_FROM, HARD_UP_TO = 0.9, 0.1
+"""Pass rates of easy and of hard rows; learnable ones lie between."""
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -76,17 +78,6 @@ class CurriculumConfig(CurriculumWeights):
     """Which tasks come how often (docs/curriculum.md)."""
 
     pass_reward: float = Field(1.0, description="An episode with this reward or more has passed.")
-    easy_above: float = Field(0.9, gt=0, le=1, description="From this pass rate on a row is easy.")
-    hard_below: float = Field(0.1, ge=0, lt=1, description="Up to this pass rate a row is hard.")
-
-    @model_validator(mode="after")
-    def _check_bounds(self) -> CurriculumConfig:
-        if self.hard_below >= self.easy_above:
-            raise ValueError(
-                f"hard_below is {self.hard_below}, easy_above {self.easy_above}: no row would be learnable; "
-                "hard_below must be the lower one"
-            )
-        return self
 
     @property
     def weights(self) -> CurriculumWeights:
@@ -188,6 +179,6 @@ class Curriculum:
         return found
 
     def _pool_of(self, rate: float) -> RowPool:
-        if rate >= self._config.easy_above:
+        if rate >= EASY_FROM:
             return RowPool.EASY
-        return RowPool.HARD if rate <= self._config.hard_below else RowPool.LEARNABLE
+        return RowPool.HARD if rate <= HARD_UP_TO else RowPool.LEARNABLE

@@ -12,11 +12,10 @@ import atexit
 import gc
 import json
 import os
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -227,27 +226,11 @@ class TorchThread:
     """`await in_torch(function, *args)` runs it in the thread; calls run one after the other, in order."""
 
     def __init__(self, threads: int) -> None:
-        self.ident: int | None = None
-        """Of the thread; None before its first call."""
-        self.work: tuple[str, float] = ("", 0.0)
-        """Name of the function that runs, or ran last, and its start by the monotonic clock; 0: none runs."""
         # The number of OpenMP threads belongs to the thread that sets it, hence in the initializer.
-        self._pool = ThreadPoolExecutor(1, "torch", initializer=self._begin, initargs=(threads,))
+        self._pool = ThreadPoolExecutor(1, "torch", initializer=torch.set_num_threads, initargs=(threads,))
 
     async def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: self._run(function, args, kwargs))
-
-    def _begin(self, threads: int) -> None:
-        self.ident = threading.get_ident()
-        torch.set_num_threads(threads)
-
-    def _run(self, function: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
-        name = getattr(function, "__qualname__", type(function).__name__)
-        self.work = name, time.monotonic()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self.work = name, 0.0
+        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(function, *args, **kwargs))
 
     def close(self) -> None:
         """Calls not yet begun are dropped; one under way is not waited for."""

@@ -55,7 +55,6 @@ class SftConfig(BaseModel):
     lr_schedule: Literal["constant", "linear"] = Field(
         "linear", description="After the warm-up; linear decays to trainer.lr_floor."
     )
-    warmup_share: float = Field(0.05, ge=0, le=1, description="Share of the steps in which the rate warms up.")
     eps: float = Field(1e-8, gt=0, description="AdamW epsilon.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
     out: str | None = Field(None, description="Folder of the new model; None: final_model in the run's folder.")

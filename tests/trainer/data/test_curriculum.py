@@ -82,7 +82,6 @@ def test_a_source_without_weighted_rows_does_not_run_dry() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"easy_above": 0.2, "hard_below": 0.3}, "hard_below is 0.3, easy_above 0.2"),
         ({"sources": {"a": -1.0}}, r"sources\.a"),
         ({"easy": float("inf")}, "easy"),
     ],

@@ -18,7 +18,7 @@ from tests.tiny_model import save_poisoned_model as poisoned
 from trainer_support import ENVIRONMENT, HERE, make_job, metrics, threads_of_gloo
 from two_ranks import OTHER, job_of
 
-from penstock.trainer import BadJob, Ranks, TrainerConfig, replay_dump, train
+from penstock.trainer import BadJob, Ranks, TrainerConfig, train
 from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.trainer.state.checkpoint import CheckpointStore
 from penstock.weight_sync import Manifest, read_verified
@@ -137,18 +137,13 @@ def endings(folder: Path) -> list[str]:
 
 
 def test_a_nan_on_one_rank_is_skipped_on_both_kept_and_stops_both(runs: Path) -> None:
-    """Only rank 1 has the token whose embedding is NaN. No rank waits for the other; the dump has the rows of both."""
+    """Only rank 1 has the token whose embedding is NaN. No rank waits for the other; both keep their rows."""
     folder = runs / "nan"
     first, second = endings(folder)
     assert first == second
     assert first.startswith("TrainingDiverged: step 1: loss nan, gradient norm nan; 2 steps in a row")
-    (dump,) = (folder / "run" / "bad_batches").iterdir()
-    assert {"rank_00.safetensors", "rank_01.safetensors"} <= {path.name for path in dump.iterdir()}
-    result = replay_dump(dump)
-    assert result.reproduced
-    assert "embed_tokens.weight, element [7, 0] is nan" in result.causes[0]
-    logprobs = next(cause for cause in result.causes if cause.startswith("logprob"))
-    assert "episode train/0000/00000001#" in logprobs, "rank 1's task"
+    kept = {path.name for path in (folder / "run" / "bad_batches").iterdir()}
+    assert kept == {f"step_{step:06d}_0_rank_{rank:02d}.safetensors" for step in (0, 1) for rank in (0, 1)}
     assert [line["updates_skipped"] for line in metrics(folder)] == [1]
 
 

@@ -234,7 +234,6 @@ def test_slurm_trainer_over_two_nodes_survives_half_of_it(start, tmp_path: Path)
     hold.touch()
     far = [pid for pid in run.processes() if _environment(pid).get("GROUP_RANK") == "1"]
     assert far, "no rank on the second node"
-    # Its monitor has the same environment, and is younger.
     os.kill(min(far, key=lambda pid: psutil.Process(pid).create_time()), signal.SIGKILL)
     hold.unlink()
     summary = run.finish()

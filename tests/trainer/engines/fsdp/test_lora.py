@@ -11,9 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-import test_bad_batch
 from safetensors.torch import load_file
-from test_bad_batch import Run, again
 from tests.tiny_model import save_tiny_model
 from trainer_support import make_job, one_pack, save, train_one
 from transformers import AutoModelForCausalLM
@@ -144,41 +142,3 @@ def test_a_checkpoint_holds_the_adapter_alone_and_the_next_step_is_bitwise_the_s
     assert found is not None
     other.load(found.path, found.ranks)
     assert not changed(expected, train_one(other, ranks, 1))
-
-
-broken = test_bad_batch.broken
-
-
-def test_a_bad_batch_is_replayed_with_its_adapter(tmp_path: Path, tiny_model: str, ranks: Ranks, broken: Any) -> None:
-    """A good step first: with a new adapter the importance weights, and with them the finite loss, would be others."""
-    bad: list[bool] = []
-
-    def spoil(batch: Any, per_token: torch.Tensor) -> torch.Tensor:
-        return per_token + (batch.logprobs - batch.logprobs.detach()).abs().sqrt() if bad else per_token
-
-    run = Run(tmp_path, tiny_model, ranks, lora=LORA, loss=broken(spoil))
-    assert run.step(run.batch(step=0))["updates"] == 1
-    bad.append(True)
-    assert run.step(run.batch(step=1))["updates_skipped"] == 1
-    (dump,) = run.dumps()
-    result = again(run.folder / dump, ranks)
-    assert result.reproduced
-    assert result.loss == pytest.approx(result.dump.loss, rel=1e-6)
-    assert ".lora_" in result.causes[0]
-
-
-def test_a_disk_that_refuses_the_model_lets_no_rank_wait_for_the_adapter(
-    tmp_path: Path, tiny_model: str, ranks: Ranks, broken: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both are gathered by all ranks: where the first cannot be written, the second is gathered all the same."""
-    gathered: list[Path] = []
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    run = Run(tmp_path, tiny_model, ranks, lora=LORA, loss=broken(lambda batch, per_token: per_token * float("nan")))
-    monkeypatch.setattr("penstock.trainer.bad_batch.save_final_model", full)
-    monkeypatch.setattr(run.engine, "save_adapter", gathered.append)
-    assert run.step(run.batch())["updates_skipped"] == 1
-    assert len(gathered) == 1
-    assert run.dumps() == []

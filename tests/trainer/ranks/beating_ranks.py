@@ -1,20 +1,19 @@
-"""Four ranks on gloo for each case, one of which goes wrong: watched_ranks.py FOLDER TIMEOUT_S CASE…
+"""Four ranks on gloo for each case, one of which goes wrong: beating_ranks.py FOLDER TIMEOUT_S CASE…
 
-Each rank goes through the same collectives. In step `AT` rank `ODD` does what the case says. FOLDER/CASE then holds the
-log of all ranks, the process number and the moment of the odd one's fault, and `ended.json`: how each rank ended, and
+Each rank goes through the same collectives. In step `AT` the rank of the case does what the case says. FOLDER/CASE then
+holds the log of all ranks, the process number and the moment of the fault, and `ended.json`: how each rank ended, and
 how long after the fault. All cases run at once: most of them wait.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import ctypes
 import json
 import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,40 +22,30 @@ import torch
 
 from penstock.trainer import Ranks
 from penstock.trainer.ranks.distributed import TorchThread
-from penstock.trainer.ranks.watch import RankWatch
+from penstock.trainer.ranks.heartbeat import Heartbeat
 
-WORLD, ODD, STEPS, AT = 4, 2, 6, 3
+WORLD, STEPS, AT = 4, 6, 3
 PATIENCE_S = 600.0
 """Of the collectives: no case may end by them."""
-
-
-def hang_in_torch_thread() -> None:
-    threading.Event().wait()
-
-
-def hash_for(seconds: float) -> None:
-    """Work on the CPU in one call of Python after the other, as a compiler does."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        hashlib.sha256(b"x" * 100_000).digest()
 
 
 def fail() -> None:
     raise ValueError("an error of one rank")
 
 
-FAULTS: dict[str, Callable[[float], None]] = {
-    "stopped": lambda timeout_s: os.kill(os.getpid(), signal.SIGSTOP),
-    "killed": lambda timeout_s: os.kill(os.getpid(), signal.SIGKILL),
-    "stuck": lambda timeout_s: hang_in_torch_thread(),
-    "slow": lambda timeout_s: hash_for(2.5 * timeout_s),
-    "failed": lambda timeout_s: fail(),
-    "loop": lambda timeout_s: None,
+FAULTS: dict[str, tuple[int, Callable[[float], object]]] = {
+    "stopped": (2, lambda timeout_s: os.kill(os.getpid(), signal.SIGSTOP)),
+    "first_stopped": (0, lambda timeout_s: os.kill(os.getpid(), signal.SIGSTOP)),
+    "killed": (2, lambda timeout_s: os.kill(os.getpid(), signal.SIGKILL)),
+    "first_killed": (0, lambda timeout_s: os.kill(os.getpid(), signal.SIGKILL)),
+    "failed": (2, lambda timeout_s: fail()),
+    "locked": (2, lambda timeout_s: ctypes.PyDLL(None).sleep(int(2 * timeout_s))),  # keeps Python's lock
 }
+"""Which rank does what."""
 
 
 def step(ranks: Ranks, number: int, fault: Callable[[], None]) -> float:
-    if number == AT and ranks.rank == ODD:
+    if number == AT:
         fault()
     return ranks.sum(float(number))
 
@@ -64,24 +53,23 @@ def step(ranks: Ranks, number: int, fault: Callable[[], None]) -> float:
 async def live(folder: Path, case: str, timeout_s: float) -> None:
     in_torch = TorchThread(1)
     ranks = await in_torch(Ranks.open, PATIENCE_S)
-    watch = await RankWatch.start(ranks, in_torch, timeout_s)
+    heartbeat = await in_torch(Heartbeat.start, ranks, timeout_s, PATIENCE_S)
+    assert heartbeat is not None
+    odd, go_wrong = FAULTS[case]
 
     def fault() -> None:
-        (folder / "fault.json").write_text(json.dumps({"pid": os.getpid(), "at": time.time()}))
-        FAULTS[case](timeout_s)
+        if ranks.rank == odd:
+            (folder / "fault.json").write_text(json.dumps({"pid": os.getpid(), "at": time.time()}))
+            go_wrong(timeout_s)
 
     try:
         for number in range(STEPS):
             assert await in_torch(step, ranks, number, fault) == WORLD * number
-            if case == "loop" and number == AT and ranks.rank == ODD:
-                hang_in_torch_thread()  # in the event loop's thread: no step follows, and no rank hears of it
     except BaseException as error:
-        if watch is not None:
-            watch.leave(type(error), error, None)
+        heartbeat.leave(type(error), error, None)
         raise
     finally:
-        if watch is not None:
-            await watch.close()
+        await asyncio.to_thread(heartbeat.close)
         ranks.close()
         in_torch.close()
 

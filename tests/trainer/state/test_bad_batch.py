@@ -1,0 +1,209 @@
+"""Losses and gradients that are not finite: skipped and kept."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tests.tiny_model import save_poisoned_model
+from trainer_support import make_trajectory
+
+from penstock.trainer import (
+    Learner,
+    Ranks,
+    StepBatch,
+    TrainerConfig,
+    TrainingDiverged,
+    make_step_batch,
+)
+from penstock.trainer.engines.fsdp import FSDPEngine
+from penstock.trainer.losses import LOSSES, LossInput, TokenLoss
+from penstock.trainer.stopping import NothingToTrain
+from penstock.transfer_queue import Batch
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+def broken() -> Iterator[Callable[..., str]]:
+    """Registers a loss that `spoil` changes, per trained token of a pack."""
+
+    def register(spoil: Callable[[LossInput, torch.Tensor], torch.Tensor]) -> str:
+        @LOSSES.register("broken")
+        def loss(batch: LossInput) -> TokenLoss:
+            result = LOSSES.get("decoupled_ppo")(batch)
+            return replace(result, per_token=spoil(batch, result.per_token))
+
+        return "broken"
+
+    yield register
+    LOSSES._entries.pop("broken", None)
+
+
+class Run:
+    """A learner that keeps bad batches."""
+
+    def __init__(self, folder: Path, model: str, ranks: Ranks, **settings: Any) -> None:
+        self.config = TrainerConfig(**{"lr": 1e-2, "eps": 1e-4, "max_bad_steps": 2, **settings})
+        self.engine = FSDPEngine(model, self.config, ranks)
+        self.folder = folder / "bad_batches"
+        self.learner = Learner(self.config, self.engine, ranks, self.folder)
+
+    def batch(self, groups: int = 4, step: int = 1, spoil: Callable[[Any], Any] = lambda t: t) -> StepBatch:
+        made = [[spoil(make_trajectory(f"train/{g}", m, 0)) for m in range(4)] for g in range(groups)]
+        ids = Batch(step, [[t.episode_id for t in group] for group in made])
+        flat = [t for group in made for t in group]
+        return make_step_batch(ids, list(range(groups)), flat, 9, self.engine.limits)
+
+    def step(self, batch: StepBatch) -> dict[str, Any]:
+        scored = self.learner.score(batch)
+        return self.learner.update(batch, scored, self.learner.advantages(batch, scored))
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([tensor.flatten() for _, tensor in self.engine.weights(torch.float32)])
+
+    def dumps(self) -> list[str]:
+        return sorted(path.name for path in self.folder.iterdir()) if self.folder.exists() else []
+
+
+def test_a_nan_weight_changes_nothing_and_the_batch_is_kept(tmp_path: Path, ranks: Ranks) -> None:
+    run = Run(tmp_path, save_poisoned_model(tmp_path / "model"), ranks)
+    before, batch = run.weights(), run.batch()
+    metrics = run.step(batch)
+    assert (metrics["updates"], metrics["updates_skipped"]) == (0, 1)
+    torch.testing.assert_close(run.weights(), before, rtol=0, atol=0, equal_nan=True)
+    assert run.dumps() == ["step_000001_0_rank_00.safetensors"]
+    with safe_open(run.folder / run.dumps()[0], "pt") as file:
+        about = file.metadata()
+        packs = {name.partition(".")[0] for name in file.keys()} - {"targets"}  # noqa: SIM118 - not a dictionary
+        ids = torch.cat([file.get_tensor(f"{number}.ids").flatten() for number in sorted(packs, key=int)])
+        assert "targets.advantages" in file.keys()  # noqa: SIM118
+    assert about["loss"] == "nan"
+    assert TrainerConfig.model_validate_json(about["config"]) == run.config
+    assert json.loads(about["episodes"]) == [t.episode_id for t in batch.trajectories]
+    assert 7 in ids
+
+
+def test_a_later_minibatch_alone_is_skipped_and_kept(
+    tmp_path: Path, tiny_model: str, ranks: Ranks, broken: Any
+) -> None:
+    """Its loss is finite, its gradient is not."""
+    wanted: list[int] = []
+
+    def spoil(batch: LossInput, per_token: torch.Tensor) -> torch.Tensor:
+        if len(per_token) != wanted[0]:
+            return per_token
+        return per_token + (batch.logprobs - batch.logprobs.detach()).sqrt()  # 0, with an infinite slope
+
+    run = Run(tmp_path, tiny_model, ranks, loss=broken(spoil), minibatches=2, lr=0.1, micro_batch_tokens=100_000)
+    batch = run.batch()
+    wanted.append(int(run.learner.score(batch).minibatches[1][0].mask.sum()))
+    before = run.weights()
+    metrics = run.step(batch)
+    assert (metrics["updates"], metrics["updates_skipped"]) == (1, 1)
+    assert not torch.equal(run.weights(), before), "the first minibatch was trained"
+    assert run.dumps() == ["step_000001_1_rank_00.safetensors"]
+
+
+def test_a_loss_alone_that_is_not_finite_is_skipped_too(
+    tmp_path: Path, tiny_model: str, ranks: Ranks, broken: Any
+) -> None:
+    """An infinite constant has no gradient: the norm says nothing of it."""
+    run = Run(tmp_path, tiny_model, ranks, loss=broken(lambda batch, per_token: per_token + math.inf))
+    before = run.weights()
+    metrics = run.step(run.batch())
+    assert math.isfinite(metrics["grad_norm"])
+    assert (metrics["updates"], metrics["updates_skipped"]) == (0, 1)
+    assert torch.equal(run.weights(), before)
+
+
+def test_the_message_names_the_file_and_there_are_no_more_than_three(
+    tmp_path: Path, tiny_model: str, ranks: Ranks, broken: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    loss = broken(lambda batch, per_token: per_token * math.nan)
+    run = Run(tmp_path, tiny_model, ranks, max_bad_steps=4, loss=loss)
+    for step in range(4):
+        run.step(run.batch(step=step))
+    assert "step 1 is skipped: loss nan" in caplog.text
+    with pytest.raises(TrainingDiverged, match=r"5 steps in a row.*step_000002_0_rank_00.safetensors"):
+        run.step(run.batch(step=4))
+    assert run.dumps() == [f"step_00000{step}_0_rank_00.safetensors" for step in range(3)]
+
+
+def full(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def gone(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """As safetensors itself says it: its error is no `OSError`."""
+    save_file(tensors, path.parent / "not-there" / path.name)
+
+
+@pytest.mark.parametrize(
+    ("refusing", "said"), [(full, r"OSError: \[Errno 28\] No space left"), (gone, "SafetensorError: .*No such file")]
+)
+def test_a_disk_that_refuses_ends_no_run(
+    tmp_path: Path,
+    tiny_model: str,
+    ranks: Ranks,
+    broken: Any,
+    monkeypatch: Any,
+    caplog: pytest.LogCaptureFixture,
+    refusing: Any,
+    said: str,
+) -> None:
+    run = Run(tmp_path, tiny_model, ranks, loss=broken(lambda batch, per_token: per_token * math.nan))
+    monkeypatch.setattr("penstock.trainer.state.bad_batch.save_file", refusing)
+    assert run.step(run.batch())["updates_skipped"] == 1
+    assert re.search(f"is not kept in .*: {said}", caplog.text)
+    assert run.dumps() == []
+
+
+def test_steps_without_a_token_to_train_are_counted_and_then_stop_the_run(
+    tmp_path: Path, tiny_model: str, ranks: Ranks
+) -> None:
+    def without_logprobs(trajectory: Any) -> Any:
+        segments = [replace(s, response_logprobs=s.response_logprobs * math.nan) for s in trajectory.segments]
+        return replace(trajectory, segments=segments)
+
+    run = Run(tmp_path, tiny_model, ranks)
+    before = run.weights()
+    for _ in range(2):
+        metrics = run.step(run.batch(spoil=without_logprobs))
+        assert metrics["tokens_without_logprob"] == metrics["tokens_masked"] == metrics["tokens_sampled"] > 0
+        assert (metrics["updates"], metrics["updates_skipped"], metrics["loss"]) == (0, 1, 0.0)
+        assert torch.equal(run.weights(), before)
+    run.step(run.batch())
+    for _ in range(2):
+        run.step(run.batch(spoil=without_logprobs))
+    with pytest.raises(NothingToTrain, match=r"have no finite logprob.*3 steps in a row.*return logprobs"):
+        run.step(run.batch(spoil=without_logprobs))
+    assert run.dumps() == []
+
+
+def test_episodes_without_tokens_and_groups_of_one_are_counted_and_the_rest_is_trained(
+    tmp_path: Path, tiny_model: str, ranks: Ranks
+) -> None:
+    run = Run(tmp_path, tiny_model, ranks)
+    groups = [[make_trajectory("train/0", m, 0) for m in range(4)], [make_trajectory("train/1", 0, 0)]]
+    groups[0][1] = replace(groups[0][1], segments=[])
+    ids = Batch(1, [[t.episode_id for t in group] for group in groups])
+    flat = [t for group in groups for t in group]
+    batch = make_step_batch(ids, [0, 1], flat, 9, run.engine.limits)
+    metrics = run.step(batch)
+    assert (metrics["empty_episodes"], metrics["single_member_groups"], metrics["updates"]) == (1, 1, 1)
+    scored = run.learner.score(batch)
+    advantages = run.learner.advantages(batch, scored).tokens
+    alone = [row for row in batch.rows if row.episode == 4]
+    assert all(not advantages[row.first_token : row.first_token + len(row.targets)].any() for row in alone)
