@@ -169,8 +169,7 @@ class Learner:
         name = f"step_{batch.step:06d}_{minibatch}_rank_{self._ranks.rank:02d}.safetensors"
         about["episodes"] = json.dumps([one.episode_id for one in batch.trajectories])
         about["config"] = self._config.model_dump_json()
-        if keep_bad_batch(self._bad_batches / name, packs, targets, about):
-            self._watch.kept = str(self._bad_batches / name)
+        keep_bad_batch(self._bad_batches / name, packs, targets, about)
 
     def _filter_weights(self, batch: StepBatch) -> Tensor:
         """[E]"""

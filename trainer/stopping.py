@@ -99,8 +99,6 @@ class BadSteps:
         self._most = most
         self._skipped = 0
         self._empty = 0
-        self.kept = ""
-        """Path of the newest bad batch that this rank kept."""
 
     def check(self, batch: StepBatch, updates: Sequence[Update | None], ranks: Ranks) -> None:
         """A collective. Raises `TrainingDiverged`, `NothingToTrain`."""
@@ -115,11 +113,11 @@ class BadSteps:
     def _say(self, step: int, updates: Sequence[Update]) -> None:
         said = ", ".join(f"loss {update.loss}, gradient norm {update.grad_norm}" for update in updates)
         if self._skipped <= self._most:
-            logger.error("step %d is skipped: %s%s", step, said, self._where())
+            logger.error("step %d is skipped: %s", step, said)
             return
         raise TrainingDiverged(
             f"step {step}: {said}; {self._skipped} steps in a row were not finite (trainer.max_bad_steps is "
-            f"{self._most}). Lower trainer.lr, or start from a checkpoint{self._where()}"
+            f"{self._most}). Lower trainer.lr, or start from a checkpoint"
         )
 
     def _say_empty(self, batch: StepBatch, ranks: Ranks) -> None:
@@ -136,9 +134,6 @@ class BadSteps:
             f"{said}; {self._empty} steps in a row (trainer.max_bad_steps is {self._most}). Does the engine return "
             "logprobs?"
         )
-
-    def _where(self) -> str:
-        return f"; the batch is in {self.kept}" if self.kept else ""
 
 
 def tokens_without_logprob(batch: StepBatch) -> int:

@@ -24,9 +24,9 @@ MOST_FILES = 3
 logger = logging.getLogger(__name__)
 
 
-def keep_bad_batch(path: Path, packs: Sequence[Pack], targets: Targets, about: Mapping[str, str]) -> bool:
-    """Writes `path`. Returns False if its folder has `MOST_FILES` of this rank, or if the write fails (logged): the run
-    goes on without the file."""
+def keep_bad_batch(path: Path, packs: Sequence[Pack], targets: Targets, about: Mapping[str, str]) -> None:
+    """Writes `path`, unless its folder has `MOST_FILES` of this rank; a write that fails is logged, and the run goes
+    on."""
     parts = {f"{number}.": pack for number, pack in enumerate(packs)} | {"targets.": targets}
     tensors = {f"{prefix}{one.name}": getattr(part, one.name) for prefix, part in parts.items() for one in fields(part)}
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if tensor is not None}
@@ -34,9 +34,8 @@ def keep_bad_batch(path: Path, packs: Sequence[Pack], targets: Targets, about: M
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if len(list(path.parent.glob(f"*_rank_{rank}.safetensors"))) >= MOST_FILES:
-            return False
+            return
         save_file(on_host, path, dict(about))
+        logger.error("the bad batch is kept in %s", path)
     except (OSError, SafetensorError) as error:
         logger.error("the bad batch is not kept in %s: %s: %s", path, type(error).__name__, error)
-        return False
-    return True

@@ -128,7 +128,7 @@ def test_a_loss_alone_that_is_not_finite_is_skipped_too(
     assert torch.equal(run.weights(), before)
 
 
-def test_the_message_names_the_file_and_there_are_no_more_than_three(
+def test_the_log_names_the_file_and_there_are_no_more_than_three(
     tmp_path: Path, tiny_model: str, ranks: Ranks, broken: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     loss = broken(lambda batch, per_token: per_token * math.nan)
@@ -136,7 +136,8 @@ def test_the_message_names_the_file_and_there_are_no_more_than_three(
     for step in range(4):
         run.step(run.batch(step=step))
     assert "step 1 is skipped: loss nan" in caplog.text
-    with pytest.raises(TrainingDiverged, match=r"5 steps in a row.*step_000002_0_rank_00.safetensors"):
+    assert str(run.folder / "step_000001_0_rank_00.safetensors") in caplog.text
+    with pytest.raises(TrainingDiverged, match="5 steps in a row"):
         run.step(run.batch(step=4))
     assert run.dumps() == [f"step_00000{step}_0_rank_00.safetensors" for step in range(3)]
 
