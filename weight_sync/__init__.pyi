@@ -13,7 +13,6 @@ from .broadcast.offer import GLOO as GLOO
 from .broadcast.offer import NCCL as NCCL
 from .broadcast.offer import Offer as Offer
 from .broadcast.offer import StreamTensor as StreamTensor
-from .broadcast.receiver import StagedTensors as StagedTensors
 from .broadcast.receiver import StagedWeights as StagedWeights
 from .broadcast.seats import Broadcaster as Broadcaster
 from .broadcast.sender import Streamed as Streamed
@@ -22,7 +21,6 @@ from .broadcast.source import Shard as Shard
 from .broadcast.source import WeightSource as WeightSource
 from .broadcast.spread import spread_shards as spread_shards
 from .broadcast.staged_memory import StagedMemory as StagedMemory
-from .broadcast.staged_memory import stream_layout as stream_layout
 from .fetch import ClosableFetch as ClosableFetch
 from .fetch import Fetch as Fetch
 from .fetch import Fetcher as Fetcher
@@ -32,14 +30,12 @@ from .fetch import no_fetch as no_fetch
 from .files.file_format import NoSpace as NoSpace
 from .files.file_format import checksum as checksum
 from .files.file_format import dtype_name as dtype_name
-from .files.file_format import write_tensors as write_tensors
 from .files.file_reader import open_published as open_published
 from .files.hub_names import HubNames as HubNames
 from .files.hub_names import UnmappedTensors as UnmappedTensors
-from .files.node_copy import NodeReader as NodeReader
+from .files.mapped_version import MappedVersion as MappedVersion
 from .files.reader import WeightReader as WeightReader
 from .files.reader import read_verified as read_verified
-from .files.version_memory import VersionMemory as VersionMemory
 from .http.client import Downloader as Downloader
 from .http.server import FileServer as FileServer
 from .lora.merger import Merger as Merger

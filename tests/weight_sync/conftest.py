@@ -20,6 +20,14 @@ from penstock.common import cancel_and_wait
 OpenRoute = Callable[..., Awaitable[Any]]
 
 
+@pytest.fixture(autouse=True)
+def own_records(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Records of verified versions are of one test: those of the machine know the same weights from other tests."""
+    folder = tmp_path_factory.mktemp("records")
+    monkeypatch.setattr("penstock.weight_sync.files.reader.SHARED_MEMORY", folder)
+    return folder
+
+
 class Route:
     """A publisher and any number of servers that read what it publishes, over one transport."""
 

@@ -1,4 +1,4 @@
-"""Where streams lie: memory of one process, or the sealed memory that a machine's processes share."""
+"""Where streams lie: memory of one process, or memory that a machine's processes share."""
 
 from __future__ import annotations
 

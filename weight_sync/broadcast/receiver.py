@@ -35,19 +35,8 @@ class _Staged:
     entries: tuple[TensorEntry, ...]
     memory: SpareMemory
     """The stream's."""
-    tensors: StagedTensors
+    tensors: dict[str, torch.Tensor]
     """Views into it."""
-
-
-class StagedTensors(dict[str, torch.Tensor]):
-    """A version in this process's own memory, by name; used as a `VersionMemory` is."""
-
-    def map_all(self) -> None:
-        """Its pages are there: the broadcast came into them."""
-
-    def unmap(self) -> None:
-        """Tensors that are still used keep their memory."""
-        self.clear()
 
 
 class StagedWeights:
@@ -91,7 +80,7 @@ class StagedWeights:
             self._released = None
         return found if found is not None and found.nbytes == nbytes else None
 
-    def take(self, manifest: Manifest) -> StagedTensors:
+    def take(self, manifest: Manifest) -> dict[str, torch.Tensor]:
         """The version's tensors, which are the caller's until `give_back` or `release`.
 
         Raises `WeightsUnreachable` where this broadcast is not held, `WeightsRefused` naming a tensor that differs.
@@ -123,7 +112,7 @@ def _receive(offer: Offer, worker: int, memory: SpareMemory, device: torch.devic
     stream = memory.tensor()
     buckets = stream.split(offer.bucket_bytes) if offer.nbytes else ()
     entries = receive_stream(offer, worker, buckets, device=device)
-    return _Staged(offer.name, entries, memory, StagedTensors(_tensors(stream, offer)))
+    return _Staged(offer.name, entries, memory, dict(_tensors(stream, offer)))
 
 
 def receive_stream(

@@ -1,8 +1,7 @@
-"""A broadcast received once for all processes of a server on one machine: sealed memory, a safetensors file on no disk.
+"""A broadcast received once for all processes of a server on one machine: memory that is a safetensors file.
 
     receive(offer)   in a thread, while the engine decodes: bucket k from the group ── bucket k − 1: checksums, memory
-                     the last one is in: sealed, so that no process can change what was checked
-    take(manifest)   the version's tensors, if all of them are what the manifest says
+    take(manifest)   the version, if all of its tensors are what the manifest says
 
 A server's workers map the memory, or load its descriptor as a file: the wire brings each byte once, it is checked once,
 and lies in the machine's memory once. One version is held at most: a broadcast that begins drops one that was received
@@ -19,10 +18,10 @@ from dataclasses import dataclass, field
 import torch
 
 from penstock.weight_sync.broadcast.memory import stream_header, two_buckets
-from penstock.weight_sync.broadcast.offer import Offer, stream_order
+from penstock.weight_sync.broadcast.offer import Offer
 from penstock.weight_sync.broadcast.receiver import check_staged, receive_stream
-from penstock.weight_sync.files.version_memory import MemoryLayout, SealableMemory, VersionMemory
-from penstock.weight_sync.manifest import Manifest, TensorEntry, WeightsRefused, WeightsUnreachable, state_of
+from penstock.weight_sync.files.mapped_version import MappedVersion
+from penstock.weight_sync.manifest import Manifest, TensorEntry, WeightsUnreachable, state_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,6 @@ class _Received:
     name: str
     """Of the broadcast."""
     entries: tuple[TensorEntry, ...]
-    """In the stream's order."""
     descriptor: int = field(repr=False)
 
     def __post_init__(self) -> None:
@@ -61,7 +59,7 @@ class StagedMemory:
             self._received = received
         return state_of(received.entries)
 
-    def take(self, manifest: Manifest) -> VersionMemory:
+    def take(self, manifest: Manifest) -> MappedVersion:
         """The version, whose memory goes with its last reader.
 
         Raises `WeightsUnreachable` where this broadcast is not held, `WeightsRefused` naming a tensor that differs.
@@ -73,21 +71,21 @@ class StagedMemory:
         if received is None or received.name != manifest.broadcast_name:
             raise WeightsUnreachable(f"version {manifest.version}: this server does not hold its broadcast")
         check_staged(manifest, received.entries)
-        if tuple(stream_order(manifest.tensors)) != received.entries:  # others find the tensors by the manifest alone
-            raise WeightsRefused(f"version {manifest.version}: its tensors came in another order than it names them")
-        return VersionMemory(manifest, os.dup(received.descriptor), stream_layout(manifest))
-
-
-def stream_layout(manifest: Manifest) -> MemoryLayout:
-    """Of the memory that `StagedMemory` receives the version into. Raises `WeightsRefused`."""
-    ordered = stream_order(manifest.tensors)
-    return MemoryLayout.packed(manifest.version, ordered, len(stream_header(ordered)))
+        return MappedVersion(manifest, os.dup(received.descriptor))
 
 
 def _received(offer: Offer, device: torch.device | None) -> _Received:
-    header = stream_header(offer.tensors)
-    with SealableMemory(f"broadcast-{offer.version}") as memory:
-        memory.append(memoryview(header))
-        buckets = two_buckets(offer.nbytes, offer.bucket_bytes)
-        entries = receive_stream(offer, 0, buckets, memory.append, device)
-        return _Received(offer.name, entries, memory.seal())
+    memory = os.memfd_create(f"broadcast-{offer.version}", os.MFD_CLOEXEC)
+    try:
+        with os.fdopen(memory, "wb", buffering=0, closefd=False) as file:
+
+            def keep(piece: memoryview) -> None:
+                while piece:
+                    piece = piece[file.write(piece) :]
+
+            keep(memoryview(stream_header(offer.tensors)))
+            entries = receive_stream(offer, 0, two_buckets(offer.nbytes, offer.bucket_bytes), keep, device)
+        return _Received(offer.name, entries, memory)
+    except BaseException:
+        os.close(memory)
+        raise

@@ -101,12 +101,6 @@ def write_file(path: Path, sections: list[Section], metadata: Mapping[str, str],
     return Written(path, size, digest)
 
 
-def write_tensors(file: IO[bytes], tensors: Mapping[str, torch.Tensor]) -> None:
-    """A whole version into an open file that has no reader yet; returns no checksums."""
-    sections = [Section.of_tensor(name, tensor) for name, tensor in tensors.items()]
-    _write_all(file, file_header(sections, {}), sections)
-
-
 def _made(make: Callable[[], torch.Tensor]) -> Iterator[memoryview]:
     yield raw_bytes(make())
 

@@ -1,9 +1,8 @@
-"""Reads one published file: opened once, read whole into memory of its own, every byte counted in the checksum.
+"""Reads one published file: opened once, read whole, every byte counted in the checksum.
 
-    open, check kind and length ─► header ─► each tensor into new memory ─► checksum of the whole file
+    open, check kind and length ─► header ─► each tensor, in pieces or in new memory ─► checksum of the whole file
 
-The name of a file proves nothing. What was checked is the memory that is used, never a file that is opened again; and
-the file is not mapped, so one that is cut meanwhile is an error here and not a SIGBUS in the engine.
+The name of a file proves nothing: what was checked is the open file, never one that is opened again by its name.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ class FileReader:
         try:
             described: dict[str, Any] = json.loads(self._read(length))
             metadata = described.pop("__metadata__", {})
-            return dict(metadata), _stored(described, self._file.bytes - 8 - length)
+            return dict(metadata), stored_tensors(described, self._file.bytes - 8 - length)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise self._refused(f"has a damaged header: {error!r}") from error
 
@@ -146,7 +145,7 @@ class FileReader:
         return WeightsRefused(f"version {self._file.version}: {self._file.place} {why}")
 
 
-def _stored(described: Mapping[str, Any], size: int) -> list[StoredTensor]:
+def stored_tensors(described: Mapping[str, Any], size: int) -> list[StoredTensor]:
     """The entries in the order of their bytes. Raises `ValueError` unless these are all of the file's, without gaps."""
     at = 0
     stored = []

@@ -1,117 +1,242 @@
-"""A server's side: a version's tensors in host memory, every byte checked.
+"""A server's side: a version verified once per machine, then mapped by all processes that load it.
 
-full    read the file, check every tensor
-delta   from the state that is held: apply the files after it; from any other: the newest full file and those after it
+    reader a   takes the version's lock ── reads the file, checks every byte ── records which file that was ──► maps it
+    reader b   waits for the lock ── the record names the file that it has opened ────────────────────────────► maps it
+    reader c   the holder was killed: the kernel releases its lock ── reads, checks, records ─────────────────► maps it
+
+A delta has no whole file. The lock's holder copies the version that it holds, or the full file, into memory (memfd),
+applies the deltas, checks every tensor, and records where others open that memory: ``/proc/PID/fd/N``. It goes with its
+last reader; a place that leads nowhere, or to something else, is passed over, and the next reader does the work.
+
+A record proves that a file of one identity (device, inode, size, time of its last write) holds one version. A file that
+is exchanged or written to has another identity and is verified again. Records and locks are in a folder of this user
+and machine. Where there is none, or a holder takes too long, a reader verifies for itself and logs why.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
+import xxhash
 
+from penstock.common import FileLock, append_jsonl, private_folder, read_jsonl
 from penstock.weight_sync.files.delta import read_delta
-from penstock.weight_sync.files.file_format import verify_names, verify_tensor, verify_tensors
-from penstock.weight_sync.files.file_reader import FileReader
-from penstock.weight_sync.manifest import ChainFile, Manifest, WeightsRefused
+from penstock.weight_sync.files.file_format import verify_checksum, verify_form, verify_names, verify_tensors
+from penstock.weight_sync.files.file_reader import FileReader, open_published
+from penstock.weight_sync.files.mapped_version import MappedTensors, MappedVersion, identity_of
+from penstock.weight_sync.manifest import ChainFile, Manifest, WeightsRefused, WeightsUnreachable
 
 logger = logging.getLogger(__name__)
-Tensors = dict[str, torch.Tensor]
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of this user's alone is made there
+WAIT_S = 30.0
+WAIT_BYTES_PER_S = 50e6
+"""The lock's holder is waited for `WAIT_S` and what the version takes at this rate."""
+SHARE_S = 10.0
+"""For a worker that has received a version to share it, which it does as soon as it is asked to load it."""
+POLL_S = 0.02
+TIMESTAMP_S = 0.02
+"""More than the steps in which a kernel counts the times of files: a write that comes later has another time."""
+RECORD_S = 3600.0
+"""Older records are removed. If one is still in use, its version is verified once more."""
 
 
 class WeightReader:
-    """Holds the version read last, where the trainer says that deltas follow. One thread at a time calls it."""
-
-    _held: Tensors
-    _state: str | None
-    """What `_held` is; None while it is nothing whole."""
+    """Reads versions; holds the one read last if deltas follow, which it shares with other readers. For one thread."""
 
     def __init__(self) -> None:
-        self.forget()
+        self._base: MappedVersion | None = None
+        self.verified = 0
+        """Versions that this process read and checked; the others were verified by another one."""
         self.bytes_read = 0
-        """Of all files so far."""
+        """Of the files of those."""
 
-    def read(self, manifest: Manifest, own: int | None = None) -> Tensors:
-        """The version's tensors. The next `read` may change them in place; no other code may.
-
-        `own`: descriptor of the version's own file, where the caller has opened it (`open_published`).
-        Raises `WeightsRefused` naming the tensor (or the file) that is missing, truncated or different.
-        """
-        files = manifest.files
-        behind = self._links_behind_held(files)
+    def read(self, manifest: Manifest) -> MappedVersion:
+        """Returns the verified version. Raises `WeightsRefused` naming the tensor or the file that is wrong."""
+        # Also if another process has verified it: this reader's own path leads to a file of the announced length.
+        own = open_published(manifest.files[-1])
         try:
-            tensors = self._read(manifest, files[-behind:] if behind else [], own) if behind < len(files) else None
-        except WeightsRefused as error:
-            # A file in between is gone or damaged: what is held is of no use, the full version may be.
-            logger.warning("version %d is read from its full version on: %s", manifest.version, error)
-            tensors = None
-        if tensors is None:
-            self.forget()
-            tensors = self._read(manifest, files, own)
-        if manifest.deltas_follow:
-            self._held, self._state = tensors, manifest.state
-        else:
-            self.forget()
-        return tensors
+            version = self._read(manifest, own)
+        finally:
+            os.close(own)
+        self._base = version if manifest.deltas_follow else None
+        return version
+
+    def share(self, manifest: Manifest, version: MappedVersion) -> None:
+        """Lets `shared` of other processes map `version`, which this one received, for as long as it is held here."""
+        with _locked_record(manifest) as record:
+            if record is not None:
+                _add(record, version.descriptor, place=True)
+
+    def shared(self, manifest: Manifest) -> MappedVersion:
+        """Maps what another process received. Raises `WeightsUnreachable` if none shares it within `SHARE_S`."""
+        deadline = time.monotonic() + SHARE_S
+        while time.monotonic() < deadline:
+            with _locked_record(manifest) as record:
+                descriptor = _open_recorded(record)
+            if descriptor is not None:
+                return MappedVersion(manifest, descriptor)
+            time.sleep(POLL_S)  # a thread or a worker process, never an event loop
+        raise WeightsUnreachable(f"version {manifest.version}: no worker shares what it received")
 
     def forget(self) -> None:
-        """Free the host copy; the next version is read from its full one on."""
-        self._held, self._state = {}, None
+        """Drops the version that is held; the next one is read from its full file on."""
+        self._base = None
 
-    def _links_behind_held(self, files: Sequence[ChainFile]) -> int:
-        """How many files lead from what is held to the version; all of them where none of it can be used."""
-        for behind, file in enumerate(reversed(files)):
-            if file.state == self._state:
-                return behind
-        return len(files)
+    def _read(self, manifest: Manifest, own: int) -> MappedVersion:
+        if self._base is not None and self._base.state == manifest.state:
+            return MappedVersion(manifest, os.dup(self._base.descriptor))
+        with _locked_record(manifest) as record:
+            if manifest.base_version is None:
+                if not _is_recorded(record, own):
+                    self._verify(manifest, own)
+                    _add(record, own)
+                return MappedVersion(manifest, os.dup(own))
+            descriptor = _open_recorded(record)
+            if descriptor is None:
+                descriptor = self._merge(manifest, own)
+                _add(record, descriptor, place=True)
+            return MappedVersion(manifest, descriptor)
 
-    def _read(self, manifest: Manifest, files: Sequence[ChainFile], own: int | None) -> Tensors:
-        tensors, self._held = self._held, {}
-        # Until the end is verified this is no version: half an update must never be the base of the next.
-        state, self._state = self._state, None
-        for file in files:
-            descriptor = own if file is manifest.files[-1] else None
-            if file.base_version is not None:
-                _apply(file, descriptor, state, tensors)
-            elif file is manifest.files[-1]:
-                tensors = _read_full_verified(manifest, file, descriptor)
-            else:
-                tensors = _read_full(file)
-            self.bytes_read += file.bytes
-            state = file.state
-        if not files or files[-1].base_version is not None:
+    def _verify(self, manifest: Manifest, own: int) -> None:
+        """Compares every byte of a full version's file with the manifest."""
+        file = manifest.files[-1]
+        self.verified += 1
+        self.bytes_read += file.bytes
+        identity = identity_of(own)
+        time.sleep(min(max(identity[-1] / 1e9 + TIMESTAMP_S - time.time(), 0.0), TIMESTAMP_S))
+        with FileReader(file, own) as opened:
+            verify_names(manifest, opened.names)
+            for stored, pieces in opened.streamed():
+                entry = manifest.entries[stored.name]
+                verify_form(manifest.version, entry, stored.shape, stored.dtype)
+                digest = xxhash.xxh3_64()
+                for piece in pieces:
+                    digest.update(piece)
+                verify_checksum(manifest.version, entry, digest.hexdigest())
+            opened.verify_whole()
+        if identity_of(own) != identity:
+            raise WeightsRefused(f"version {manifest.version}: {file.place} was changed while it was verified")
+
+    def _merge(self, manifest: Manifest, own: int) -> int:
+        """The descriptor of memory that holds the version, from the version held here if that is in the chain."""
+        files, base = manifest.files, self._base
+        behind = next((n for n, file in enumerate(reversed(files)) if base and file.state == base.state), len(files))
+        self.verified += 1
+        if base is not None and behind < len(files):
+            try:
+                return self._applied(manifest, base.descriptor, base.state, files[-behind:], own)
+            except WeightsRefused as error:
+                # A file in between is gone or damaged: what is held is of no use, the full version may be.
+                logger.warning("version %d is read from its full version on: %s", manifest.version, error)
+        self._base = None
+        full = open_published(files[0])
+        try:
+            self.bytes_read += files[0].bytes
+            with FileReader(files[0], full) as opened:
+                for _, pieces in opened.streamed():
+                    for _ in pieces:
+                        pass
+                opened.verify_whole()
+            return self._applied(manifest, full, files[0].state, files[1:], own)
+        finally:
+            os.close(full)
+
+    def _applied(self, manifest: Manifest, base: int, state: str, deltas: Sequence[ChainFile], own: int) -> int:
+        """A copy of `base`, changed by `deltas` and compared with the manifest."""
+        memory = os.memfd_create(f"weights-{manifest.version}", os.MFD_CLOEXEC)
+        try:
+            size = os.fstat(base).st_size
+            while copied := os.sendfile(memory, base, os.lseek(memory, 0, os.SEEK_CUR), size):
+                size -= copied
+            tensors = MappedTensors(memory, writable=True)
+            for file in deltas:
+                delta = read_delta(file, own if file is manifest.files[-1] else None)
+                self.bytes_read += file.bytes
+                if delta.base_state != state:
+                    raise WeightsRefused(
+                        f"{file.place} changes other weights than those of version {file.base_version}"
+                    )
+                delta.apply(tensors)
+                state = file.state
             verify_tensors(manifest, tensors)
-        return tensors
+        except BaseException as error:
+            os.close(memory)
+            if isinstance(error, OSError | ValueError):  # no memory, or the copy is no safetensors file
+                raise WeightsRefused(f"version {manifest.version}: {manifest.files[0].place}: {error}") from error
+            raise
+        return memory
 
 
-def read_verified(manifest: Manifest) -> Tensors:
-    """A host copy of a version, from its full file on. Raises `WeightsRefused` as `WeightReader.read` does."""
-    return WeightReader().read(manifest)
+def read_verified(manifest: Manifest) -> dict[str, torch.Tensor]:
+    """The tensors of a version. Raises `WeightsRefused` as `WeightReader.read` does."""
+    return dict(WeightReader().read(manifest))
 
 
-def _apply(file: ChainFile, descriptor: int | None, state: str | None, tensors: Tensors) -> None:
-    """Changes `tensors` in place."""
-    delta = read_delta(file, descriptor)
-    if delta.base_state != state:
-        raise WeightsRefused(f"{file.place} changes other weights than those of version {file.base_version}")
-    delta.apply(tensors)
+# records -----------------------------------------------------------------------------------------------------------
+def record_folder() -> Path:
+    """Where this user's records on this machine are; in memory if the system has such a folder."""
+    parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    return parent / f"penstock-verified-{os.geteuid()}"
 
 
-def _read_full(file: ChainFile) -> Tensors:
-    with FileReader(file) as opened:
-        tensors = dict(opened.tensors())
-        opened.verify_whole()
-        return tensors
+@contextlib.contextmanager
+def _locked_record(manifest: Manifest) -> Iterator[Path | None]:
+    """The version's record, under its lock. None, with the cause logged, if it cannot be had."""
+    file = manifest.files[-1]
+    total_bytes = sum(part.bytes for part in manifest.files)
+    deadline = time.monotonic() + WAIT_S + total_bytes / WAIT_BYTES_PER_S
+    # Hashed: a manifest says what a file's checksum is, and must not choose a path by it.
+    name = xxhash.xxh3_64_hexdigest(f"{manifest.state} {file.xxh3}".encode())
+    try:
+        lock = FileLock(private_folder(record_folder()) / name, "another process verifies this version", mode=0o600)
+        while not lock.try_acquire():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{lock.path} is held by a process that has not verified the version")
+            time.sleep(POLL_S)  # a thread or a worker process, never an event loop
+    except OSError as error:
+        logger.warning("version %d is verified by this process too: %s", manifest.version, error)
+        yield None
+        return
+    try:
+        yield lock.path
+    finally:
+        lock.release()
 
 
-def _read_full_verified(manifest: Manifest, file: ChainFile, descriptor: int | None) -> Tensors:
-    """Tensor by tensor: the check finds each one still in the processor's cache."""
-    with FileReader(file, descriptor) as opened:
-        verify_names(manifest, opened.names)
-        tensors = {}
-        for name, tensor in opened.tensors():
-            verify_tensor(manifest.version, manifest.entries[name], tensor)
-            tensors[name] = tensor
-        opened.verify_whole()
-        return tensors
+def _add(record: Path | None, descriptor: int, *, place: bool = False) -> None:
+    """Records a verified file, with a `place` if others are to open it through this process."""
+    if record is None:
+        return
+    entry = {"identity": identity_of(descriptor), "place": f"/proc/{os.getpid()}/fd/{descriptor}" if place else ""}
+    append_jsonl(record, [entry])
+    for other in record.parent.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - other.stat().st_mtime > RECORD_S:
+                other.unlink()
+
+
+def _is_recorded(record: Path | None, descriptor: int) -> bool:
+    identity = identity_of(descriptor)
+    return record is not None and any(e["identity"] == identity for e in read_jsonl(record, broken="skip"))
+
+
+def _open_recorded(record: Path | None) -> int | None:
+    """A descriptor of memory that another process, or another reader of this one, recorded and still holds."""
+    for entry in read_jsonl(record, broken="skip") if record is not None else []:
+        if not entry["place"]:
+            continue
+        try:
+            descriptor = os.open(entry["place"], os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:  # its process has dropped it, or is gone
+            continue
+        if identity_of(descriptor) == entry["identity"]:
+            return descriptor
+        os.close(descriptor)
+    return None

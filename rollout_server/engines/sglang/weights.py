@@ -51,40 +51,11 @@ class VersionReader:
         The descriptor is the caller's to close. A trainer that deletes the file meanwhile changes nothing. Raises
         `WeightsRefused`; `WeightsUnreachable` where the version's broadcast is not held.
         """
-        from penstock.weight_sync import open_published
-
+        check_complete(manifest, self._shapes)
         # What a sidecar has fetched is a file, whatever it was announced as.
-        if manifest.transport == "broadcast":
-            check_complete(manifest, self._shapes)
-            memory = self.staged.take(manifest)
-            return os.dup(memory.descriptor), memory
-        if manifest.base_version is not None:
-            tensors = self._reader.read(manifest)
-            check_complete(manifest, self._shapes)
-            return file_in_memory(tensors), tensors
-        # Opened before it is checked: opened again afterwards, the name could have another file.
-        file = open_published(manifest.files[-1])
-        try:
-            tensors = self._reader.read(manifest, file)
-            check_complete(manifest, self._shapes)
-        except BaseException:
-            os.close(file)
-            raise
-        return file, tensors
-
-
-def file_in_memory(tensors: Mapping[str, Any]) -> int:
-    """Descriptor of a safetensors file that is on no disk: what a delta leads to was never written as one."""
-    from penstock.weight_sync import write_tensors
-
-    file = os.memfd_create("weights", os.MFD_CLOEXEC)
-    try:
-        with os.fdopen(file, "wb", closefd=False) as out:
-            write_tensors(out, tensors)
-    except BaseException:
-        os.close(file)
-        raise
-    return file
+        source = self.staged.take if manifest.transport == "broadcast" else self._reader.read
+        version = source(manifest)
+        return os.dup(version.descriptor), version
 
 
 @contextmanager

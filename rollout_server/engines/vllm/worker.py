@@ -3,8 +3,8 @@
 One update is one session of vLLM's weight-transfer routes, driven by `VLLMWeights`:
 
     /start_weight_update                             nothing is touched
-    /update_weights {manifest…, "phase": "fetch"}    a thread maps the machine's verified copy of the version, which the
-                                                     first worker that asks for it reads and verifies (`node_copy`);
+    /update_weights {manifest…, "phase": "fetch"}    a thread maps the version's file, which the first process of the
+                                                     machine that asks for it reads and verifies (`WeightReader`);
                                                      the call returns, decoding continues
                                                      how it ended is a file in the folder `report`
     /pause
@@ -14,8 +14,8 @@ One update is one session of vLLM's weight-transfer routes, driven by `VLLMWeigh
                                                      verdict is a file in the folder `report` of that call
 
 A broadcast is received before its version is announced, in a session that loads nothing or in that of another version's
-load, which it leaves as it is. The server's first worker receives it, into sealed memory that the fetch above maps in
-all workers; where it is the only one, into memory of its own, whose large pages cost a tenth of what sealed ones do:
+load, which it leaves as it is. The server's first worker receives it, into shared memory that the fetch above maps in
+all workers; where it is the only one, into memory of its own, whose large pages cost a tenth of what shared ones do:
 
     /update_weights {"phase": "stage", offer…}       a thread receives; the call returns, decoding continues
                                                      the state that came is a file in the folder `report`
@@ -61,21 +61,17 @@ from penstock.rollout_server.engines.vllm.in_place import InPlaceWorker, NamedSt
 from penstock.rollout_server.engines.vllm_plugin import BROKEN, LOST, REFUSED
 from penstock.weight_sync import (
     Manifest,
-    NodeReader,
+    MappedVersion,
     Offer,
     StagedMemory,
-    StagedTensors,
     StagedWeights,
-    VersionMemory,
+    WeightReader,
     WeightsBroken,
     WeightsRefused,
     WeightsUnreachable,
-    stream_layout,
 )
 
 Tensors = Mapping[str, torch.Tensor]
-Verified = VersionMemory | StagedTensors
-"""A version whose every byte was checked."""
 _OUTPUT_HEAD = "lm_head.weight"
 logger = init_logger(f"vllm.{__name__}")
 """vLLM shows its own loggers only."""
@@ -112,10 +108,10 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         super().__init__(*arguments)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._receiver = ThreadPoolExecutor(1, thread_name_prefix="broadcast")
-        self._weights = NodeReader()
+        self._weights = WeightReader()
         self._staged: StagedMemory | StagedWeights = StagedWeights() if self._alone else StagedMemory()
         self._in_place = InPlaceWorker()
-        self._fetched: tuple[Manifest, Future[Verified]] | None = None
+        self._fetched: tuple[Manifest, Future[Tensors]] | None = None
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         """Files need no rendezvous."""
@@ -158,7 +154,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     def shutdown(self) -> None:
         """vLLM ends the worker."""
         self._reader.shutdown(wait=False, cancel_futures=True)
-        self._weights.close()
+        self._weights.forget()
         self._receiver.shutdown(wait=False, cancel_futures=True)
         self._in_place.shutdown()
 
@@ -206,19 +202,17 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         counts = found.equal, found.incomparable, found.reasons_text
         logger.info("received in place: %d parameters begin as it, %d cannot be compared%s", *counts)
 
-    def _fetch(self, manifest: Manifest, report: str = "") -> Future[Verified]:
+    def _fetch(self, manifest: Manifest, report: str = "") -> Future[Tensors]:
         future = self._reader.submit(self._read, manifest, report)
         self._fetched = (manifest, future)
         return future
 
-    def _read(self, manifest: Manifest, report: str) -> Verified:
+    def _read(self, manifest: Manifest, report: str) -> Tensors:
         refused = ""
         try:
             # What a sidecar has fetched is a file, whatever it was announced as.
             by_file = manifest.transport != "broadcast"
-            found = self._weights.read(manifest) if by_file else self._received(manifest, Path(report).parent.name)
-            found.map_all()
-            return found
+            return self._weights.read(manifest) if by_file else self._received(manifest)
         except WeightsRefused as error:
             refused = str(error)
             raise
@@ -229,20 +223,19 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
             if report:
                 _say(Path(report), refused)
 
-    def _received(self, manifest: Manifest, server: str) -> Verified:
-        """What this machine's receiving worker has. `server`: a name that its workers have in common."""
+    def _received(self, manifest: Manifest) -> Tensors:
+        """What this machine's receiving worker has."""
         if isinstance(self._staged, StagedWeights):
             tensors = self._staged.take(manifest)
             self._staged.release()  # a layer may keep a view: the next version comes into other memory
             return tensors
-        name = f"{server}-{manifest.state}"
         if not self._receives:
-            return self._weights.shared(manifest, name, stream_layout(manifest))
-        memory = self._staged.take(manifest)
-        self._weights.share(memory, name)
-        return memory
+            return self._weights.shared(manifest)
+        version = self._staged.take(manifest)
+        self._weights.share(manifest, version)
+        return version
 
-    def _take_fetched(self, manifest: Manifest) -> Verified:
+    def _take_fetched(self, manifest: Manifest) -> Tensors:
         fetched, future = self._fetched or (None, None)
         if future is None or fetched != manifest:
             future = self._fetch(manifest)
@@ -252,7 +245,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         except WeightsRefused as error:
             raise WeightsRefused(REFUSED + str(error)) from error
 
-    def _load(self, version: int, tensors: Verified, report: str) -> None:
+    def _load(self, version: int, tensors: Tensors, report: str) -> None:
         self._reload(tensors.items())
         # After the fetch, before the next one: nobody changes `tensors` or the parameters meanwhile.
         self._reader.submit(self._compare, version, tensors, report)
@@ -268,12 +261,14 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
             repack_tied_heads(self.model)
             repack_experts(self.model)
 
-    def _compare(self, version: int, tensors: Verified, report: str) -> None:
-        try:
-            say_what_differs(self.model, version, tensors, report)
-        finally:
-            tensors.unmap()
-            self._weights.done()
+    def _compare(self, version: int, tensors: Tensors, report: str) -> None:
+        if isinstance(tensors, MappedVersion):
+            try:
+                tensors.check_unchanged()
+            except WeightsRefused as error:
+                _say(Path(report), f"cannot say what it holds: {error}")
+                return
+        say_what_differs(self.model, version, tensors, report)
 
     def _without_tied_head(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> NamedStream:
         # One parameter under two names: loaded twice it would count twice, and its layer would be complete too early.

@@ -89,8 +89,11 @@ async def test_versions_are_pulled_and_the_files_go_with_the_server(tmp_path: Pa
     assert not (tmp_path / "weights-of-s0").exists()
 
 
-async def test_a_server_that_missed_links_of_a_chain_takes_what_it_needs(tmp_path: Path) -> None:
+async def test_a_server_that_missed_links_of_a_chain_takes_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The announcements that it did not see, a link that is gone, and the full version that mends it."""
+    monkeypatch.setattr("penstock.weight_sync.files.reader.SHARED_MEMORY", tmp_path)
     queue, publisher = StubQueue(), WeightPublisher(tmp_path / "published", "shm", keep=1, full_every=6)
     weights = torch.arange(1000.0)
     async with rollout_server(queue, tmp_path, new_engine=ReadingEngine) as server:

@@ -1,4 +1,4 @@
-"""Broadcasts that are received once for all processes of a server: sealed, complete, and mapped by the others."""
+"""Broadcasts that are received once for all processes of a server: complete, and mapped by the others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file
 
 from penstock.common import cancel_and_wait
-from penstock.weight_sync import Manifest, NodeReader, StagedMemory, WeightsRefused, WeightsUnreachable, stream_layout
+from penstock.weight_sync import Manifest, StagedMemory, WeightReader, WeightsRefused, WeightsUnreachable
 
 pytestmark = pytest.mark.torch
 
@@ -57,50 +56,16 @@ async def test_memory_is_the_file_that_the_trainer_writes(trainer: BroadcastingT
     assert Path(shown).read_bytes() == trainer.place_of_file(manifest).read_bytes()
 
 
-async def test_nobody_can_change_what_was_checked(trainer: BroadcastingTrainer, server: StagedServer) -> None:
-    _, memory = await received(trainer, server, 1)
-    with pytest.raises(PermissionError):
-        os.pwrite(memory.descriptor, b"x", 0)
-    with pytest.raises(PermissionError):
-        os.ftruncate(memory.descriptor, 8)
-    memory["last"].add_(1)  # in a copy of its pages: those of this process
-    assert same(load_file(f"/proc/{os.getpid()}/fd/{memory.descriptor}"), small_tensors(1))
-
-
 async def test_another_worker_maps_what_one_has_received(trainer: BroadcastingTrainer, server: StagedServer) -> None:
-    manifest, memory = await received(trainer, server, 1)
-    holder, other = NodeReader(), NodeReader()
-    layout = stream_layout(manifest)
-    name = f"server-{manifest.state}"
-    asking = asyncio.create_task(asyncio.to_thread(other.shared, manifest, name, layout))
+    manifest, version = await received(trainer, server, 1)
+    holder, other = WeightReader(), WeightReader()
+    asking = asyncio.create_task(asyncio.to_thread(other.shared, manifest))
     await asyncio.sleep(0)
-    holder.share(memory, name)
+    holder.share(manifest, version)
     mapped = await asking
     assert same(dict(mapped), small_tensors(1))
-    assert os.fstat(mapped.descriptor).st_ino == os.fstat(memory.descriptor).st_ino, "one memory"
+    assert os.fstat(mapped.descriptor).st_ino == os.fstat(version.descriptor).st_ino, "one memory"
     assert (holder.verified, other.verified) == (0, 0), "checked as it came, and not again"
-    holder.close()
-
-
-async def test_worker_whose_receiver_is_gone_says_so(
-    trainer: BroadcastingTrainer, server: StagedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("penstock.weight_sync.files.node_copy.SHARE_S", 0.2)
-    manifest, _ = await received(trainer, server, 1)
-    with pytest.raises(WeightsUnreachable, match="no worker hands out what it received"):
-        await asyncio.to_thread(NodeReader().shared, manifest, "server", stream_layout(manifest))
-
-
-async def test_memory_of_another_layout_is_not_mapped(trainer: BroadcastingTrainer, server: StagedServer) -> None:
-    manifest, memory = await received(trainer, server, 1)
-    other = replace(manifest, tensors=manifest.tensors[:-1])
-    holder = NodeReader()
-    holder.share(memory, "server-layout")
-    try:
-        with pytest.raises(WeightsUnreachable, match="bytes, the version has"):
-            await asyncio.to_thread(NodeReader().shared, other, "server-layout", stream_layout(other))
-    finally:
-        holder.close()
 
 
 async def test_what_differs_from_the_announcement_is_refused_by_name(
@@ -112,17 +77,6 @@ async def test_what_differs_from_the_announcement_is_refused_by_name(
         server.staged.take(altered(manifest, other_checksum))
     with pytest.raises(WeightsUnreachable, match="does not hold"):
         server.staged.take(manifest)
-
-
-async def test_an_announcement_in_another_order_is_refused(trainer: BroadcastingTrainer, server: StagedServer) -> None:
-    """Other workers find the tensors in the memory by the announcement alone."""
-    tensors = {"a": torch.arange(6.0), "b": torch.arange(6.0) + 1}
-    manifest = await trainer.publish(1, tensors, members=1)
-    assert await server.member.holds(manifest)
-    swapped = replace(manifest, tensors=manifest.tensors[::-1])
-    assert swapped.state == manifest.state
-    with pytest.raises(WeightsRefused, match="order"):
-        server.staged.take(swapped)
 
 
 def is_open(name: str) -> bool:
