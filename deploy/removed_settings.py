@@ -12,6 +12,9 @@ SINCE_0_2: dict[str, str] = {
     "stall_action": "a stalled run ends, and --resume continues it; a larger stall_timeout_s waits longer",
     "trainer.bad_batch_dumps": "the first three bad batches of each rank are kept; delete the line",
     "trainer.eval_timeout_s": "an evaluation of which no episode ends for half an hour is given up; delete the line",
+    "sandbox.managed.call_timeout_s": "one request to a provider has 60 s; delete the line",
+    "sandbox.managed.starts_at_once": "a process makes eight boxes of a provider at once; delete the line",
+    "sandbox.server.max_calls": "calls with the run's own token are not limited; delete the line",
 }
 """Dotted key of a setting that 0.2.0 removed, to what a user does instead: a sentence without a full stop."""
 

@@ -11,11 +11,6 @@ from penstock.sandbox.protocol import OWN_FOLDERS
 
 DEFAULT_IMAGE = "default"
 """In `warm`: the backend's own default image."""
-SYSTEM_FOLDERS = frozenset({"bin", "dev", "etc", "lib", "lib64", "proc", "root", "run", "sbin", "sys", "tmp", "usr"})
-"""First parts of paths in a box that are its system's, or its own to write."""
-
-
-OWN_FOLDER_NAMES = frozenset(folder[1:] for folder in OWN_FOLDERS)
 
 
 class CallerConfig(BaseModel):
@@ -38,7 +33,6 @@ class SandboxServerConfig(BaseModel):
     queue_timeout_s: float = Field(
         60.0, gt=0, le=120, description="How long a session waits for a free box (then 503)."
     )
-    max_calls: int = Field(256, gt=0, description="Calls of the run's own token (PENSTOCK_TOKEN) running at once.")
     callers: dict[str, CallerConfig] = Field(
         default_factory=dict, description="Further tokens, by the name of their holder."
     )
@@ -69,8 +63,6 @@ class ManagedConfig(BaseModel):
     start_timeout_s: float = Field(
         300.0, gt=0, description="From the request for a box until it runs; an image may have to be fetched."
     )
-    starts_at_once: int = Field(8, gt=0, description="Boxes of one process that are being made at once.")
-    call_timeout_s: float = Field(60.0, gt=0, description="Of one request to the provider's API.")
     retry_for_s: float = Field(
         120.0, ge=0, description="How long a request is tried again that the provider answers with 429, 5xx or nothing."
     )
@@ -144,13 +136,14 @@ class SandboxConfig(BaseModel):
         for inside in folders:
             if posixpath.normpath(inside) != inside or not inside.startswith("/") or inside.startswith("//"):
                 raise ValueError(f"{inside!r} is no absolute, normal path: choose one such as /agents")
-            if inside.split("/")[1] in {"", *SYSTEM_FOLDERS}:
+            system = {"", "bin", "dev", "etc", "lib", "lib64", "proc", "root", "run", "sbin", "sys", "tmp", "usr"}
+            if inside.split("/")[1] in system:
                 raise ValueError(f"{inside!r} is a box's own: choose another path, such as /agents")
         return folders
 
     @model_validator(mode="after")
     def _own_folders_are_free(self) -> SandboxConfig:
-        taken = [inside for inside in self.folders if self.own_root and inside.split("/")[1] in OWN_FOLDER_NAMES]
+        taken = [inside for inside in self.folders if self.own_root and f"/{inside.split('/')[1]}" in OWN_FOLDERS]
         if taken:
             raise ValueError(f"folders: {taken[0]} is a box's own to write where own_root is set: choose another path")
         return self

@@ -17,7 +17,8 @@ from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.protocol import BoxNeeds, SandboxBusy, SandboxError
 
 logger = logging.getLogger(__name__)
-STDERR_CHARS = 2000
+CALL_TIMEOUT_S = 60.0
+"""Of one request to a provider's API."""
 
 
 class ApiBusy(SandboxBusy):
@@ -84,7 +85,7 @@ class ReceivedOutput:
         self._received.put_nowait(text.encode())
 
     def on_stderr(self, text: str) -> None:
-        self.stderr_tail = (self.stderr_tail + text)[-STDERR_CHARS:].strip()
+        self.stderr_tail = (self.stderr_tail + text)[-2000:].strip()
 
     async def read(self) -> bytes:
         """See `Channel`."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.managed.api import (
+    CALL_TIMEOUT_S,
     ApiBusy,
     ApiUnavailable,
     BoxRequest,
@@ -55,7 +56,6 @@ class DaytonaApi:
         self._config = config
         self._connected: AsyncDaytona | None = None
         self._boxes: dict[str, AsyncSandbox] = {}
-        self._timeout_s = config.managed.call_timeout_s
         network = "the internet" if config.managed.network else "no network"
         self.containment = f"a sandbox of its own per session, {network}"
 
@@ -84,7 +84,7 @@ class DaytonaApi:
         try:
             return await self._client.create(parameters, timeout=0)
         except self._sdk.DaytonaConflictError:  # this request, asked for a second time
-            box = await self._client.get(name, request_timeout=self._timeout_s)
+            box = await self._client.get(name, request_timeout=CALL_TIMEOUT_S)
             await box.wait_for_sandbox_start(timeout=0)
             return box
 
@@ -110,12 +110,12 @@ class DaytonaApi:
     async def find(self, labels: Mapping[str, str]) -> list[FoundBox]:
         with self._translating("listing boxes"):
             query = self._sdk.ListSandboxesQuery(labels=dict(labels))
-            found = self._client.list(query, request_timeout=self._timeout_s)
+            found = self._client.list(query, request_timeout=CALL_TIMEOUT_S)
             return [FoundBox(box.id, box.labels) async for box in found]
 
     async def end(self, box_id: str) -> None:
         with contextlib.suppress(SandboxLost), self._translating("ending a box"):
-            await self._client.delete(await self._box(box_id), timeout=self._timeout_s)
+            await self._client.delete(await self._box(box_id), timeout=CALL_TIMEOUT_S)
         self._boxes.pop(box_id, None)
 
     async def open(self, box_id: str, argv: Sequence[str], *, root: bool) -> Channel:
@@ -123,12 +123,12 @@ class DaytonaApi:
         session_id = f"penstock-{secrets.token_hex(6)}"
         with self._translating("starting a program in a box"):
             process = (await self._box(box_id)).process
-            await process.create_session(session_id, request_timeout=self._timeout_s)
+            await process.create_session(session_id, request_timeout=CALL_TIMEOUT_S)
             command = self._sdk.SessionExecuteRequest(
                 command=shlex.join(argv), run_async=True, suppress_input_echo=True
             )
-            started = await process.execute_session_command(session_id, command, timeout=int(self._timeout_s))
-        return DaytonaChannel(process, session_id, started.cmd_id, self._timeout_s)
+            started = await process.execute_session_command(session_id, command, timeout=int(CALL_TIMEOUT_S))
+        return DaytonaChannel(process, session_id, started.cmd_id)
 
     async def close(self) -> None:
         if self._connected is not None:
@@ -144,7 +144,7 @@ class DaytonaApi:
 
     async def _box(self, box_id: str) -> AsyncSandbox:
         if box_id not in self._boxes:
-            self._boxes[box_id] = await self._client.get(box_id, request_timeout=self._timeout_s)
+            self._boxes[box_id] = await self._client.get(box_id, request_timeout=CALL_TIMEOUT_S)
         return self._boxes[box_id]
 
     @contextlib.contextmanager
@@ -175,11 +175,10 @@ def _failure(doing: str, error: Any, image: str | None) -> SandboxError:
 class DaytonaChannel(ReceivedOutput):
     """Input and output of a session's only command."""
 
-    def __init__(self, process: Any, session_id: str, command_id: str, timeout_s: float) -> None:
+    def __init__(self, process: Any, session_id: str, command_id: str) -> None:
         super().__init__()
         self._process = process
         self._ids = (session_id, command_id)
-        self._timeout_s = timeout_s
         output = process.get_session_command_logs_async(*self._ids, self.on_stdout, self.on_stderr)
         self._follow(output, f"output of Daytona command {command_id}")
 
@@ -187,7 +186,7 @@ class DaytonaChannel(ReceivedOutput):
         """Whole lines: the daemon ends each piece of input with a line's end where it has none."""
         try:
             await self._process.send_session_command_input(
-                *self._ids, data.decode("ascii"), request_timeout=self._timeout_s
+                *self._ids, data.decode("ascii"), request_timeout=CALL_TIMEOUT_S
             )
         except Exception as error:
             raise ChannelBroken(f"daytona: writing to a box: {error}") from error

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.managed.api import (
+    CALL_TIMEOUT_S,
     ApiBusy,
     ApiUnavailable,
     BoxRequest,
@@ -84,7 +85,7 @@ class E2BApi:
         self._boxes.pop(box_id, None)
 
     async def open(self, box_id: str, argv: Sequence[str], *, root: bool) -> Channel:
-        channel = E2BChannel(self._config.managed.call_timeout_s)
+        channel = E2BChannel()
         with self._translating("starting a program in a box"):
             if box_id not in self._boxes:
                 self._boxes[box_id] = await self._sdk.AsyncSandbox.connect(box_id, **self._options())
@@ -97,7 +98,7 @@ class E2BApi:
                     timeout=0,
                     on_stdout=channel.on_stdout,
                     on_stderr=channel.on_stderr,
-                    request_timeout=self._config.managed.call_timeout_s,
+                    request_timeout=CALL_TIMEOUT_S,
                     retain_output=False,
                 )
             )
@@ -108,7 +109,7 @@ class E2BApi:
         self._boxes.clear()
 
     def _options(self) -> dict[str, Any]:
-        return {"request_timeout": self._config.managed.call_timeout_s, "retries": SDK_RETRIES}
+        return {"request_timeout": CALL_TIMEOUT_S, "retries": SDK_RETRIES}
 
     @contextlib.contextmanager
     def _translating(self, doing: str, image: str | None = None) -> Iterator[None]:
@@ -143,9 +144,8 @@ def _failure(doing: str, error: Any, image: str | None) -> SandboxError:
 class E2BChannel(ReceivedOutput):
     """Stdin and stdout of a command."""
 
-    def __init__(self, write_timeout_s: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._write_timeout_s = write_timeout_s
         self._handle: AsyncCommandHandle[None] | None = None
 
     def follow(self, handle: AsyncCommandHandle[None]) -> None:
@@ -156,7 +156,7 @@ class E2BChannel(ReceivedOutput):
         assert self._handle is not None
         for start in range(0, len(data), WRITE_BYTES):
             try:
-                await self._handle.send_stdin(data[start : start + WRITE_BYTES], self._write_timeout_s)
+                await self._handle.send_stdin(data[start : start + WRITE_BYTES], CALL_TIMEOUT_S)
             except Exception as error:
                 raise ChannelBroken(f"e2b: writing to a box: {error}") from error
 

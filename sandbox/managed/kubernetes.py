@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.managed.api import (
+    CALL_TIMEOUT_S,
     ApiBusy,
     ApiUnavailable,
     BoxRequest,
@@ -58,7 +59,6 @@ class KubernetesApi:
             raise SandboxError(PACKAGE) from error
         self._config = config
         self._file = _kubeconfig()
-        self._timeout_s = config.managed.call_timeout_s
         self._client: ApiClient | None = None
         self._exec_client: ApiClient | None = None
         self._namespace = config.managed.namespace or "default"
@@ -77,7 +77,7 @@ class KubernetesApi:
         pods = await self._pods()
         manifest = pod_manifest(name, self._config, request)
         with contextlib.suppress(AlreadyThere), self._translating("making a pod"):
-            await pods.create_namespaced_pod(self._namespace, manifest, _request_timeout=self._timeout_s)
+            await pods.create_namespaced_pod(self._namespace, manifest, _request_timeout=CALL_TIMEOUT_S)
         try:
             await self._running(pods, name)
         except BaseException:
@@ -90,7 +90,7 @@ class KubernetesApi:
         """Until its container runs; the caller has the deadline. Raises `NoSuchImage`, `SandboxError`."""
         while True:
             with self._translating("waiting for a pod"):
-                pod = await pods.read_namespaced_pod(name, self._namespace, _request_timeout=self._timeout_s)
+                pod = await pods.read_namespaced_pod(name, self._namespace, _request_timeout=CALL_TIMEOUT_S)
             if _is_running(pod):
                 return
             await asyncio.sleep(POLL_S)
@@ -107,7 +107,7 @@ class KubernetesApi:
                     label_selector=selector,
                     limit=500,
                     _continue=rest,
-                    _request_timeout=self._timeout_s,
+                    _request_timeout=CALL_TIMEOUT_S,
                 )
             found += [FoundBox(pod.metadata.name, pod.metadata.labels) for pod in page.items]
             rest = page.metadata.var_continue or ""
@@ -117,7 +117,7 @@ class KubernetesApi:
         pods = await self._pods()
         with contextlib.suppress(SandboxLost), self._translating("deleting a pod"):
             await pods.delete_namespaced_pod(
-                box_id, self._namespace, grace_period_seconds=0, _request_timeout=self._timeout_s
+                box_id, self._namespace, grace_period_seconds=0, _request_timeout=CALL_TIMEOUT_S
             )
 
     async def open(self, box_id: str, argv: Sequence[str], *, root: bool) -> Channel:

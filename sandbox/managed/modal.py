@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.managed.api import (
+    CALL_TIMEOUT_S,
     ApiBusy,
     ApiUnavailable,
     BoxRequest,
@@ -59,7 +60,6 @@ class ModalApi:
         os.environ.setdefault(SDK_WAITS, "0")
         self._sdk = modal
         self._config = config
-        self._timeout_s = config.managed.call_timeout_s
         self._connecting = asyncio.Lock()
         self._client: Client | None = None
         self._app: App | None = None
@@ -143,7 +143,7 @@ class ModalApi:
         """As root, whatever `root` says: Modal knows no other user."""
         with self._translating("starting a program in a box"):
             box = await self._box(box_id)
-            return ModalChannel(await box.exec.aio(*argv, text=False), self._timeout_s)
+            return ModalChannel(await box.exec.aio(*argv, text=False))
 
     async def close(self) -> None:
         self._boxes.clear()
@@ -223,10 +223,9 @@ def _retry_after_s(error: Exception) -> float | None:
 class ModalChannel(ReceivedOutput):
     """Stdin and stdout of a program that `exec` started."""
 
-    def __init__(self, process: ContainerProcess[bytes], timeout_s: float) -> None:
+    def __init__(self, process: ContainerProcess[bytes]) -> None:
         super().__init__()
         self._process = process
-        self._timeout_s = timeout_s
         self._follow(self._output(), "output of a Modal process")
 
     async def _output(self) -> None:
@@ -241,7 +240,7 @@ class ModalChannel(ReceivedOutput):
     async def write(self, data: bytes) -> None:
         for start in range(0, len(data), WRITE_BYTES):
             try:
-                async with asyncio.timeout(self._timeout_s):
+                async with asyncio.timeout(CALL_TIMEOUT_S):
                     self._process.stdin.write(data[start : start + WRITE_BYTES])
                     await self._process.stdin.drain.aio()
             except Exception as error:

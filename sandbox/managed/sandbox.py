@@ -3,7 +3,7 @@
     ManagedSandbox ──► ManagedApi (one adapter per provider) ──► the provider's SDK ──► its API
          └─► ManagedBox per session ──► the driver in it, as in every other box
 
-Who waits for the provider waits alone: a start that is refused holds its own place among `starts_at_once` only while it
+Who waits for the provider waits alone: a start that is refused holds its own place among `STARTS_AT_ONCE` only while it
 asks, not between two attempts. A start whose answer never came is looked for by its label before another is asked for.
 """
 
@@ -20,7 +20,15 @@ from typing import TypeVar
 from penstock.common import Backoff, cancel_and_wait
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.limited import QUEUE_TIMEOUT_S, LimitedSandbox, SessionSlot
-from penstock.sandbox.managed.api import PROVIDERS, ApiBusy, ApiUnavailable, BoxRequest, CopyingApi, ManagedApi
+from penstock.sandbox.managed.api import (
+    CALL_TIMEOUT_S,
+    PROVIDERS,
+    ApiBusy,
+    ApiUnavailable,
+    BoxRequest,
+    CopyingApi,
+    ManagedApi,
+)
 from penstock.sandbox.managed.box import ManagedBox
 from penstock.sandbox.managed.costs import CostGauges, CostMeter
 from penstock.sandbox.managed.labels import (
@@ -48,6 +56,8 @@ logger = logging.getLogger(__name__)
 TTL_HEADROOM_S = 300.0
 USUAL_DEADLINE_S = 600.0
 TIDY_DEADLINE_S = 120.0
+STARTS_AT_ONCE = 8
+"""Boxes of one process that are being made at once."""
 LATE_S = 600.0
 """A box whose request was never answered does not appear later than this."""
 CLOSE_DEADLINE_S = 60.0
@@ -82,7 +92,7 @@ class ManagedSandbox(LimitedSandbox):
         self.ttl_s = config.managed.ttl_s or int((episode_deadline_s or USUAL_DEADLINE_S) + TTL_HEADROOM_S)
         self._owner = owner
         self._api: ManagedApi = PROVIDERS.get(config.backend)(config)
-        self._starting = asyncio.Semaphore(config.managed.starts_at_once)
+        self._starting = asyncio.Semaphore(STARTS_AT_ONCE)
         self._maker = secrets.token_hex(6)
         self._living: set[str] = set()
         self._boxes: dict[str, str] = {}
@@ -206,9 +216,8 @@ class ManagedSandbox(LimitedSandbox):
                 logger.warning("sandbox: %s; asked again in %.1f s", error, pause_s)
                 await asyncio.sleep(pause_s)
 
-    async def _bounded(self, call: Callable[[], Awaitable[T]], doing: str, limit_s: float | None = None) -> T:
-        """`ApiUnavailable` past `limit_s`; None: `call_timeout_s`, that of one request."""
-        limit_s = limit_s or self.config.managed.call_timeout_s
+    async def _bounded(self, call: Callable[[], Awaitable[T]], doing: str, limit_s: float = CALL_TIMEOUT_S) -> T:
+        """The result of `call`. Raises `ApiUnavailable` past `limit_s`."""
         try:
             async with asyncio.timeout(limit_s):
                 return await call()

@@ -6,6 +6,7 @@ Refusals for quota are immediate and say when to try again; nothing was done the
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from penstock.sandbox.server.views import OverQuota
 
 RUN = "run"
 """The caller with the run's own token: it waits for boxes as long as the queue allows, and is never refused."""
-ANY_NUMBER = 1 << 30
 RETRY_AFTER_S = 1.0
 
 
@@ -33,7 +33,7 @@ def callers_of(config: SandboxConfig, token: str, environment: Mapping[str, str]
     """Raises `SandboxError` where a token is missing, or two callers have the same."""
     if not token:
         raise SandboxError("the sandbox server needs a token")
-    callers = [Caller(RUN, token, ANY_NUMBER, config.server.max_calls)]
+    callers = [Caller(RUN, token, max_boxes=sys.maxsize, max_calls=sys.maxsize)]
     for name, one in config.server.callers.items():
         given = environment.get(one.token_env, "")
         if not given:

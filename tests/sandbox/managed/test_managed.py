@@ -33,7 +33,7 @@ def config_with(**managed: object) -> SandboxConfig:
 
 @pytest_asyncio.fixture(params=sorted(MANAGED))
 async def managed(request: pytest.FixtureRequest) -> AsyncIterator[Managed]:
-    async with managed_sandbox(request.param, config_with(call_timeout_s=60.0, start_timeout_s=60.0)) as made:
+    async with managed_sandbox(request.param, config_with(start_timeout_s=60.0)) as made:
         yield made
 
 
@@ -83,7 +83,7 @@ async def test_refused_start_is_asked_again(managed: Managed, fault: str) -> Non
 @on_every_provider
 @pytest.mark.parametrize("backend", sorted(MANAGED))
 async def test_refusals_have_a_type_and_an_end(backend: str) -> None:
-    async with managed_sandbox(backend, config_with(retry_for_s=0.0, call_timeout_s=20.0)) as managed:
+    async with managed_sandbox(backend, config_with(retry_for_s=0.0)) as managed:
         for faults, expected in (["429"] * 3, SandboxBusy), (["500"] * managed.replica.asks_again, ApiUnavailable):
             managed.replica.create_faults.queue = list(faults)
             with pytest.raises(expected):
