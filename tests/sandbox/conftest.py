@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -74,6 +75,31 @@ def _nothing_is_left_behind() -> Iterator[None]:
     before = orphans.left_behind(MAKERS)
     yield
     assert not orphans.wait_until_nothing_new(MAKERS, before)
+
+
+DOOMED = """
+import asyncio, sys
+from penstock.sandbox import BoxNeeds, SandboxConfig, make_sandbox
+async def main():
+    config = SandboxConfig.model_validate_json(sys.argv[2])
+    sandbox = make_sandbox(config, sys.argv[1])
+    session = await sandbox.start("doomed", needs=BoxNeeds(own_root=config.own_root))
+    await session.run(["sh", "-c", "setsid sleep 1000 &"])
+    if config.own_root:
+        await sandbox.snapshot(session)
+    print("running", flush=True)
+    await session.run_python("while True: pass", timeout_s=600)
+asyncio.run(main())
+"""
+
+
+async def doomed_worker(owner: str, config: SandboxConfig) -> asyncio.subprocess.Process:
+    """A process whose box runs until it is killed; with `own_root` the box was copied before."""
+    command = [sys.executable, "-c", DOOMED, owner, config.model_dump_json()]
+    worker = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert worker.stdout is not None
+    assert await asyncio.wait_for(worker.stdout.readline(), 60) == b"running\n"
+    return worker
 
 
 @pytest_asyncio.fixture

@@ -7,6 +7,7 @@ inside, those marked `on_every_backend`. The deep run asks all of all.
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -153,6 +154,31 @@ async def test_session_is_lost_once_closed(session: Session) -> None:
     await session.close()
     with pytest.raises(SandboxLost):
         await session.run_python("1")
+
+
+WALLED = [pytest.param("bwrap", marks=pytest.mark.bwrap), pytest.param("docker", marks=pytest.mark.docker)]
+"""Backends whose boxes are of this machine and apart from each other."""
+
+
+@on_every_backend
+@pytest.mark.parametrize("backend", WALLED)
+async def test_boxes_do_not_see_each_other(backend: str) -> None:
+    async with sandbox_of(backend) as sandbox:
+        one, other = await asyncio.gather(sandbox.start("one"), sandbox.start("other"))
+        await one.write_file("secret", b"x")
+        await one.run(["sh", "-c", "sleep 50 &"])
+        look = "print(os.path.exists('/tmp/secret'), os.getuid(), sum(p.isdigit() for p in os.listdir('/proc')))"
+        secret, uid, processes = (await other.run_python(f"import os\n{look}")).stdout.split()
+        assert (secret, processes) == ("False", "2")  # the driver and the interpreter
+        assert uid != (await one.run_python("import os\nos.getuid()")).stdout.strip() or os.geteuid() != 0
+
+
+@pytest.mark.parametrize("backend", WALLED)
+async def test_cpu_seconds_of_a_run_are_limited(backend: str) -> None:
+    async with sandbox_of(backend, cpu_s=1) as sandbox:
+        session = await sandbox.start("busy")
+        result = await session.run_python("while True: pass", timeout_s=30.0)
+    assert (result.exit_code, result.limit, result.state_lost) == (None, "cpu", True)
 
 
 @pytest.mark.bwrap

@@ -5,12 +5,12 @@ import contextlib
 import logging
 import os
 import signal
-import sys
-import time
 from pathlib import Path
 
 import pytest
-from tests.sandbox.conftest import CONFIG, OWNER, box_cgroups, box_processes
+from tests.sandbox.conftest import CONFIG, OWNER, box_cgroups, box_processes, doomed_worker
+from tests.sandbox.orphans import Maker, zygote_processes
+from tests.until import until
 
 from penstock.sandbox import SandboxConfig, SandboxError, SandboxLost, make_sandbox
 from penstock.sandbox.bwrap.sandbox import BwrapSandbox
@@ -19,33 +19,15 @@ pytestmark = pytest.mark.bwrap
 BY_UID = pytest.mark.skipif(os.geteuid() != 0, reason="a box's processes are found by its uid, which root alone gives")
 
 
-async def test_bwrap_boxes_do_not_see_each_other(sandbox: BwrapSandbox) -> None:
-    one, other = await sandbox.start("one"), await sandbox.start("other")
-    await one.write_file("secret", b"x")
-    await one.run(["sh", "-c", "sleep 50 &"])
-    seen = await other.run_python(
-        "import os\nprint(os.path.exists('/tmp/secret'), os.getuid())\nos.system('ps -e | wc -l')"
-    )
-    uid = (await one.run_python("import os\nos.getuid()")).stdout.strip()
-    assert seen.stdout.split()[0] == "False"
-    assert seen.stdout.split()[1] != uid or os.geteuid() != 0
-
-
-async def test_bwrap_cpu_seconds_are_limited() -> None:
-    sandbox = BwrapSandbox(CONFIG.model_copy(update={"cpu_s": 1}), OWNER)
-    session = await sandbox.start("busy")
-    result = await session.run_python("while True: pass", timeout_s=20.0)
-    assert (result.exit_code, result.limit, result.state_lost) == (None, "cpu", True)
-    await sandbox.close()
-
-
 @BY_UID
 async def test_bwrap_closing_leaves_no_process_and_no_cgroup(sandbox: BwrapSandbox) -> None:
     sessions = [await sandbox.start(str(n)) for n in range(3)]
     await asyncio.gather(*(s.run(["sh", "-c", "setsid sleep 100 & sleep 0.01"]) for s in sessions))
     assert len(box_processes(os.getpid())) >= 3
+    assert zygote_processes([Maker(os.getpid(), OWNER)])
     await sandbox.close()
     assert not box_processes(os.getpid())
+    assert not zygote_processes([Maker(os.getpid(), OWNER)])
     assert not box_cgroups(OWNER)
 
 
@@ -63,37 +45,17 @@ async def test_bwrap_box_ended_from_outside_is_lost(sandbox: BwrapSandbox) -> No
         await session.run_python("1")
 
 
-WORKER = """
-import asyncio, sys
-from penstock.sandbox import SandboxConfig, make_sandbox
-async def main():
-    sandbox = make_sandbox(SandboxConfig(), sys.argv[1])
-    session = await sandbox.start("doomed")
-    await session.run(["sh", "-c", "setsid sleep 1000 &"])
-    print("running", flush=True)
-    await session.run_python("while True: pass", timeout_s=600)
-asyncio.run(main())
-"""
-
-
-@BY_UID
 @pytest.mark.crash
-async def test_bwrap_boxes_end_with_a_killed_worker() -> None:
+async def test_bwrap_boxes_and_zygote_end_with_a_killed_worker() -> None:
     owner = f"{OWNER}-killed"
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3] / "src")}
-    worker = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", WORKER, owner, stdout=asyncio.subprocess.PIPE, env=env
-    )
-    assert worker.stdout is not None
-    assert await asyncio.wait_for(worker.stdout.readline(), 60) == b"running\n"
-    assert box_processes(worker.pid)
+    worker = await doomed_worker(owner, SandboxConfig(memory_unbounded=True))
+    maker = Maker(worker.pid, owner)
+    assert len(zygote_processes([maker])) >= 3
+    assert box_processes(worker.pid) or os.geteuid() != 0
     worker.kill()
     await worker.wait()
-    deadline = time.monotonic() + 60
-    while box_processes(worker.pid) and time.monotonic() < deadline:
-        await asyncio.sleep(0.02)
-    assert not box_processes(worker.pid)
-    assert box_cgroups(owner)
+    await until(lambda: not zygote_processes([maker]) and not box_processes(worker.pid))
+    assert box_cgroups(owner) or os.geteuid() != 0
     await BwrapSandbox(CONFIG, owner).close()
     assert not box_cgroups(owner)
 

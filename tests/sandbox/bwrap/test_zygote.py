@@ -7,8 +7,6 @@ import errno
 import logging
 import os
 import signal
-import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -191,45 +189,6 @@ async def test_zygote_that_does_not_answer_leaves_no_box(
     await session.close()
     await until(lambda: len(processes()) == 2)  # the zygote and its bubblewrap
     assert len(box_cgroups(OWNER)) == groups
-
-
-WORKER = """
-import asyncio, sys
-from penstock.sandbox import SandboxConfig, make_sandbox
-async def main():
-    sandbox = make_sandbox(SandboxConfig(memory_unbounded=True), sys.argv[1])
-    session = await sandbox.start("doomed")
-    await session.run(["sh", "-c", "setsid sleep 1000 &"])
-    print("running", flush=True)
-    await session.run_python("while True: pass", timeout_s=600)
-asyncio.run(main())
-"""
-
-
-@pytest.mark.crash
-async def test_zygote_ends_with_a_killed_worker() -> None:
-    owner = f"{OWNER}-zygote"
-    worker = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", WORKER, owner, stdout=asyncio.subprocess.PIPE, env=os.environ
-    )
-    assert worker.stdout is not None
-    assert await asyncio.wait_for(worker.stdout.readline(), DEADLINE_S) == b"running\n"
-    assert len(zygote_processes([Maker(worker.pid, owner)])) >= 3
-    worker.kill()
-    await worker.wait()
-    deadline = time.monotonic() + DEADLINE_S
-    while zygote_processes([Maker(worker.pid, owner)]) and time.monotonic() < deadline:
-        await asyncio.sleep(0.02)
-    assert not zygote_processes([Maker(worker.pid, owner)])
-    await BwrapSandbox(CONFIG, owner).close()
-    assert not box_cgroups(owner)
-
-
-async def test_zygote_ends_with_its_sandbox(sandbox: BwrapSandbox) -> None:
-    await sandbox.start("open")
-    assert processes()
-    await sandbox.close()
-    assert not processes()
 
 
 async def test_zygote_that_cannot_be_had_leaves_bwrap_alone(

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from tests.sandbox.conftest import DOCKER, OWNER, opened
+from tests.sandbox.conftest import DOCKER, OWNER, doomed_worker, opened
 from tests.sandbox.containers import IMAGE, PLAIN_IMAGE, all_boxes, containers_of, docker, inspect, make_plain_image
 from tests.sandbox.server.conftest import TOKEN, serving
+from tests.until import until
 
 from penstock.sandbox import RemoteSandbox, RunResult, SandboxConfig, SandboxError, SandboxLost, Session, make_sandbox
 from penstock.sandbox.config import SandboxServerConfig
@@ -67,25 +66,6 @@ async def test_docker_two_filters_and_no_rights_hold_each_process(box: Session) 
     facts = dict(line.split(":\t", 1) for line in status.splitlines())
     assert {facts[f"Cap{kind}"] for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb")} == {"0" * 16}
     assert (facts["NoNewPrivs"], facts["Seccomp"], facts["Seccomp_filters"]) == ("1", "2", "2")
-
-
-async def test_docker_boxes_do_not_see_each_other(boxes: DockerSandbox) -> None:
-    one, other = await asyncio.gather(boxes.start("one"), boxes.start("other"))
-    await one.write_file("secret", b"x")
-    await one.run(["sh", "-c", "sleep 50 &"])
-    look = "import os\nprint(os.path.exists('/tmp/secret'), os.getuid(), sum(p.isdigit() for p in os.listdir('/proc')))"
-    seen = (await other.run_python(look)).stdout.split()
-    assert seen[0] == "False"
-    assert seen[1] != (await one.run_python("import os\nprint(os.getuid())")).stdout.strip()
-    assert seen[2] == "2"  # the driver and the interpreter
-
-
-@pytest.mark.deep
-async def test_docker_cpu_seconds_are_limited() -> None:
-    async with opened(cpu_s=1) as sandbox:
-        session = await sandbox.start("busy")
-        result = await session.run_python("while True: pass", timeout_s=30.0)
-    assert (result.exit_code, result.limit, result.state_lost) == (None, "cpu", True)
 
 
 async def test_docker_memory_held_by_files_ends_the_box() -> None:
@@ -164,36 +144,14 @@ async def test_docker_box_removed_from_outside_is_lost(box: Session) -> None:
         await box.run_python("1")
 
 
-WORKER = """
-import asyncio, sys
-from penstock.sandbox import SandboxConfig
-from penstock.sandbox.docker.sandbox import DockerSandbox
-async def main():
-    sandbox = DockerSandbox(SandboxConfig(backend="docker", image=sys.argv[2]), sys.argv[1])
-    session = await sandbox.start("doomed")
-    await session.run(["sh", "-c", "setsid sleep 1000 &"])
-    print("running", flush=True)
-    await session.run_python("import signal\\nwhile True: pass", timeout_s=600)
-asyncio.run(main())
-"""
-
-
 @pytest.mark.crash
 async def test_docker_kill_9_of_the_worker_ends_and_removes_its_boxes() -> None:
     owner = f"{OWNER}-killed"
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3] / "src")}
-    worker = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", WORKER, owner, IMAGE, stdout=asyncio.subprocess.PIPE, env=env
-    )
-    assert worker.stdout is not None
-    assert await asyncio.wait_for(worker.stdout.readline(), 60) == b"running\n"
+    worker = await doomed_worker(owner, DOCKER)
     assert len(containers_of(owner)) == 1
     worker.kill()
     await worker.wait()
-    deadline = time.monotonic() + 60
-    while containers_of(owner) and time.monotonic() < deadline:
-        await asyncio.sleep(0.05)
-    assert not containers_of(owner)
+    await until(lambda: not containers_of(owner))
 
 
 @pytest.mark.crash

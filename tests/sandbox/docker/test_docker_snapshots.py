@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from tests.sandbox.conftest import DOCKER, OWNER, opened
+from tests.sandbox.conftest import DOCKER, OWNER, doomed_worker, opened
 from tests.sandbox.containers import (
     IMAGE,
     LAYERED_IMAGE,
@@ -22,6 +20,7 @@ from tests.sandbox.containers import (
     make_layered_image,
     make_volume_image,
 )
+from tests.until import until
 from typer.testing import CliRunner
 
 from penstock.deploy import app
@@ -183,37 +182,16 @@ async def test_lost_box_and_image_have_a_type(boxes: DockerSandbox) -> None:
         await boxes.fork(Snapshot("unknown"), "branch")
 
 
-WORKER = """
-import asyncio, sys
-from penstock.sandbox import BoxNeeds, SandboxConfig
-from penstock.sandbox.docker.sandbox import DockerSandbox
-async def main():
-    sandbox = DockerSandbox(SandboxConfig(backend="docker", image=sys.argv[2], own_root=True), sys.argv[1])
-    session = await sandbox.start("doomed", needs=BoxNeeds(own_root=True))
-    await sandbox.snapshot(session)
-    print("copied", flush=True)
-    await session.run_python("while True: pass", timeout_s=600)
-asyncio.run(main())
-"""
-
-
 @pytest.mark.deep
 @pytest.mark.crash
 async def test_kill_9_of_a_worker_leaves_its_images_to_the_next() -> None:
     owner = f"{OWNER}-killed"
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3] / "src")}
-    worker = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", WORKER, owner, IMAGE, stdout=asyncio.subprocess.PIPE, env=env
-    )
-    assert worker.stdout is not None
-    assert await asyncio.wait_for(worker.stdout.readline(), 60) == b"copied\n"
+    worker = await doomed_worker(owner, DOCKER.model_copy(update={"own_root": True}))
     await DockerSandbox(DOCKER, owner).close()
     assert len(images_of(owner)) == 1  # its process lives
     worker.kill()
     await worker.wait()
-    async with asyncio.timeout(60):
-        while containers_of(owner):
-            await asyncio.sleep(0.05)
+    await until(lambda: not containers_of(owner))
     await DockerSandbox(DOCKER, owner).close()
     assert not images_of(owner)
 

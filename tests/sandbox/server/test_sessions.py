@@ -215,3 +215,14 @@ async def test_sessions_repeat_the_result_of_a_repeated_call(url: str) -> None:
     assert (await one_call(second))[0] != told[0]  # that session is over: a fresh one
     await first.close()
     await second.close()
+
+
+async def test_sessions_start_with_the_key_of_a_living_session_gives_that_one(client: httpx.AsyncClient) -> None:
+    key = {"Idempotency-Key": "episode-1-start"}
+    first, second = [(await client.post("/sessions", json={}, headers=key)).json()["session_id"] for _ in range(2)]
+    assert first == second
+    await client.delete(f"/sessions/{first}")
+    third = (await client.post("/sessions", json={}, headers=key)).json()["session_id"]
+    assert third != first
+    refused = await client.post("/sessions", json={}, headers={"Idempotency-Key": "short"})
+    assert refused.status_code == 422
