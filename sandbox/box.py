@@ -27,7 +27,7 @@ class BoxEnded(SandboxError):
 
 
 class Writer(Protocol):
-    """What of asyncio's StreamWriter is needed."""
+    """The part of asyncio's StreamWriter that a box needs."""
 
     def write(self, data: bytes) -> None: ...
 
@@ -44,7 +44,7 @@ class Box(ABC):
     def __init__(self) -> None:
         self._requests = 0
         self.port: int | None = None
-        """Of its loopback, where one was opened for served runs."""
+        """Port of the box's loopback; set once a port was opened for served runs."""
 
     @property
     @abstractmethod
@@ -53,7 +53,7 @@ class Box(ABC):
     @property
     @abstractmethod
     def stderr_tail(self) -> str:
-        """What the driver wrote to its stderr."""
+        """The end of the driver's stderr."""
 
     @property
     def broken_limit(self) -> str | None:

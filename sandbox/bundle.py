@@ -15,7 +15,6 @@ from penstock.sandbox.protocol import SandboxError
 MODULES = ("capture", "children", "interpreter", "shell", "persistent", "memory", "forward", "calls", "driver")
 """In import order: each finds those before it in `sys.modules`."""
 ZYGOTE_MODULES = (*MODULES, "zygote")
-KEEPER_MODULES = (*MODULES, "relay", "keeper")
 PACKAGE = "penstock.sandbox.inside"
 
 _COMPILE = """
@@ -113,7 +112,7 @@ def keeper_command(python: str, settings: dict[str, object]) -> list[str]:
 
 def keeper_sources() -> bytes:
     """Keeper, relay and driver as one line of ASCII text."""
-    return _sources(KEEPER_MODULES) + b"\n"
+    return _sources((*MODULES, "relay", "keeper")) + b"\n"
 
 
 def _sources(modules: tuple[str, ...]) -> bytes:

@@ -19,7 +19,7 @@ from penstock.sandbox.inside.forward import CHUNK_BYTES, WINDOW_BYTES
 from penstock.sandbox.protocol import Accept, SandboxError
 
 MAX_OPEN = 1024
-"""Of one run. The driver keeps far fewer open."""
+"""Limit of one run's connections. The driver holds far fewer open."""
 SendFrame = Callable[[dict[str, Any]], Awaitable[None]]
 
 
@@ -82,13 +82,13 @@ class BoxConnection:
 
 
 class BoxConnections:
-    """Those of one run; `close` ends them with it."""
+    """The connections of one run; `close` ends them with it."""
 
     def __init__(self, send: SendFrame, accept: Accept) -> None:
         self._send, self._accept = send, accept
         self._open: dict[int, tuple[BoxConnection, asyncio.Task[None]]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
-        """Of those that the program has closed."""
+        """Tasks of connections that the program has closed."""
         self._newest = 0
 
     def take(self, frame: Mapping[str, Any]) -> None:

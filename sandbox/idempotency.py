@@ -73,7 +73,7 @@ def request_key(*asked: bytes) -> str | None:
 
 
 KEPT_BYTES = 4 << 20
-"""Of the answers of one session; the newest one is kept whatever its size."""
+"""Limit of the stored answers of one session; the newest one is stored whatever its size."""
 T = TypeVar("T")
 
 
@@ -82,7 +82,7 @@ class IdempotencyCache(Generic[T]):
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept_bytes = kept_bytes
-        self._tasks: dict[str, asyncio.Task[T] | None] = {}
+        self._tasks: dict[str, asyncio.Future[T] | None] = {}
         """None: done, its answer is kept no longer. In the order of asking."""
         self._sizes: dict[str, int] = {}
 
@@ -95,7 +95,7 @@ class IdempotencyCache(Generic[T]):
         if key is None:
             return await work()
         if key not in self._tasks:
-            self._tasks[key] = task = asyncio.ensure_future(_awaited(work))
+            self._tasks[key] = task = asyncio.ensure_future(work())
             task.add_done_callback(partial(self._ended, key))
         running = self._tasks[key]
         if running is None:
@@ -107,7 +107,7 @@ class IdempotencyCache(Generic[T]):
         self._tasks.pop(key, None)
         self._sizes.pop(key, None)
 
-    def _ended(self, key: str, task: asyncio.Task[T]) -> None:
+    def _ended(self, key: str, task: asyncio.Future[T]) -> None:
         if task.cancelled() or not isinstance(task.exception(), OSError | None):
             self.forget(key)
             return
@@ -116,10 +116,6 @@ class IdempotencyCache(Generic[T]):
             oldest = next(iter(self._sizes))
             del self._sizes[oldest]
             self._tasks[oldest] = None
-
-
-async def _awaited(work: Callable[[], Awaitable[T]]) -> T:
-    return await work()
 
 
 def size_of(answer: object) -> int:

@@ -41,7 +41,7 @@ HOST = "host"
 
 @dataclass(frozen=True, slots=True)
 class SessionSlot:
-    """What all boxes of one session have in common."""
+    """The properties that all boxes of one session share."""
 
     session_id: str
     label: str

@@ -31,7 +31,13 @@ def make_sandbox(
 
         return BwrapSandbox(config, owner)
     if config.backend == "remote":
-        return _remote(config, token, episode_deadline_s)
+        from penstock.sandbox.remote import RemoteSandbox, ttl_of
+
+        if config.url is None:
+            raise SandboxError("sandbox.backend is remote: set sandbox.url to a `penstock sandbox` server")
+        if not token:
+            raise SandboxError("sandbox.backend is remote: its server's token is needed (the run's: PENSTOCK_TOKEN)")
+        return RemoteSandbox(config, config.url, token, ttl_of(episode_deadline_s))
     if config.backend == "docker":
         from penstock.sandbox.docker.sandbox import DockerSandbox
 
@@ -43,13 +49,3 @@ def make_sandbox(
     from penstock.sandbox.unsafe_subprocess import UnsafeSubprocessSandbox
 
     return UnsafeSubprocessSandbox(config)
-
-
-def _remote(config: SandboxConfig, token: str | None, episode_deadline_s: float | None) -> ForkableSandbox:
-    from penstock.sandbox.remote import USUAL_DEADLINE_S, RemoteSandbox, ttl_of
-
-    if config.url is None:
-        raise SandboxError("sandbox.backend is remote: set sandbox.url to a `penstock sandbox` server")
-    if not token:
-        raise SandboxError("sandbox.backend is remote: its server's token is needed (the run's: set PENSTOCK_TOKEN)")
-    return RemoteSandbox(config, config.url, token, ttl_of(episode_deadline_s or USUAL_DEADLINE_S))

@@ -14,7 +14,7 @@ def this_process() -> str:
 
 
 def is_gone(process: str) -> bool:
-    """Whether the process of this machine that `this_process` named has ended. Text behind the name is ignored."""
+    """True if the process of this machine that `this_process` named has ended. Text behind the name is ignored."""
     pid, _, rest = process.partition("-")
     return not pid.isdigit() or process_start(int(pid)) != rest.partition("-")[0]
 

@@ -40,7 +40,7 @@ class SandboxBusy(SandboxError):
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What code did. Code that failed is an observation, not an error of the sandbox."""
+    """The result of code. Code that failed is an observation, not an error of the sandbox."""
 
     stdout: str
     stderr: str
@@ -69,7 +69,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class BoxNeeds:
-    """What one session asks for instead of its maker's settings; None: those settings."""
+    """Needs of one session in place of its maker's settings; None keeps the setting."""
 
     own_root: bool = False
     """A file system of its own to write, under its usual paths: of an image all of it, as the image's root user, with
@@ -77,7 +77,7 @@ class BoxNeeds:
     memory_mb: int | None = None
     cpus: float | None = None
     storage_mb: int | None = None
-    """Of all that is written to the file system of an image; None: the most that a session may have."""
+    """Limit of everything written to the file system of an image; None: the most that a session may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +90,9 @@ class Snapshot:
 WORKDIR_VARIABLE = "PENSTOCK_WORKDIR"
 """The folder that the image of an `own_root` box names as its working directory."""
 ENTRYPOINT_VARIABLE = "PENSTOCK_ENTRYPOINT"
-"""That image's entry point, which was not run, quoted for a shell; empty where it has none."""
+"""The image's entry point, which was not run, quoted for a shell; empty if it has none."""
 OWN_FOLDERS = ("/app", "/logs", "/solution", "/tests")
-"""What an `own_root` box of bubblewrap can write beside /tmp."""
+"""Folders that an `own_root` box of bubblewrap can write, in addition to /tmp."""
 
 
 class Session(Protocol):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -42,14 +43,11 @@ RUN_SLACK_S = GRACE_S + 10.0
 """The server waits `GRACE_S` for a driver before it ends the box: its report must not be cut off."""
 TTL_HEADROOM_S = 300.0
 """An unused session outlives its episode's deadline by this: a lost worker's lease must run out, another be free."""
-USUAL_DEADLINE_S = 600.0
-MOST_TTL_S = 86400.0
-"""The server's own limit."""
 
 
-def ttl_of(episode_deadline_s: float) -> float:
-    """For how long without use the server keeps a session of an episode."""
-    return min(episode_deadline_s + TTL_HEADROOM_S, MOST_TTL_S)
+def ttl_of(episode_deadline_s: float | None) -> float:
+    """For how long without use the server keeps a session of an episode: 86,400 s at most, the server's own limit."""
+    return min((episode_deadline_s or 600.0) + TTL_HEADROOM_S, 86400.0)
 
 
 class RemoteSession:
@@ -155,9 +153,7 @@ class RemoteSandbox:
 
 CONNECT_TIMEOUT_S = 5.0
 BUSY_TIMEOUT_S = 120.0
-"""How long a refusal for want of room is asked again: nothing was done, so nothing can be done twice."""
-PATH_MAX_BYTES = 4096
-"""Linux's PATH_MAX, its closing NUL included."""
+"""How long a refusal for lack of room is retried: nothing was done, so nothing can be done twice."""
 JSON = {"Content-Type": "application/json"}
 RETRY_AFTER_S = (0.1, 1.0)
 """Requests with a key are sent again where the server did not answer: it does none of them twice."""
@@ -203,7 +199,11 @@ class RemoteClient:
     async def request(self, method: str, path: str, timeout_s: float, **content: Any) -> HttpReply:
         """Raises `SandboxLost` (404), `SandboxBusy` (no room), `OSError` (a file's), `SandboxError` (all else)."""
         deadline = time.monotonic() + self.busy_timeout_s
-        key = _key_of(method, path, content) if content else None
+        key = None
+        if content:  # its session is not a part of the key: the server keeps answers by session
+            verb = path.rpartition("/")[2]
+            plain = json.dumps([content.get("json"), content.get("params")], sort_keys=True)
+            key = request_key(method.encode(), verb.encode(), plain.encode(), content.get("content", b""))
         while True:
             answer = await self._send(method, path, timeout_s, key, content)
             if answer.status < 400:
@@ -268,7 +268,8 @@ def sendable(path: str) -> str:
         size = len(path.encode("utf-8"))
     except UnicodeEncodeError as error:
         raise OSError(errno.EINVAL, f"no file has this name: {error.reason}") from error
-    if not 0 < size < PATH_MAX_BYTES:
+    # Linux's PATH_MAX, its closing NUL included
+    if not 0 < size < 4096:
         number = errno.ENAMETOOLONG if size else errno.ENOENT
         raise OSError(number, os.strerror(number))
     return path
@@ -276,13 +277,6 @@ def sendable(path: str) -> str:
 
 def _timeout(timeout_s: float) -> aiohttp.ClientTimeout:
     return aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
-
-
-def _key_of(method: str, path: str, content: dict[str, Any]) -> str | None:
-    """Of a request that does something; its session is no part of it, since the server keeps answers by session."""
-    verb = path.rpartition("/")[2]
-    plain = json.dumps([content.get("json"), content.get("params")], sort_keys=True)
-    return request_key(method.encode(), verb.encode(), plain.encode(), content.get("content", b""))
 
 
 def _checked(url: str, line: dict[str, Any]) -> dict[str, Any]:
@@ -297,7 +291,9 @@ _REFUSED: dict[str, type[SandboxError]] = {"body.image": NoSuchImage, "body.need
 
 
 def _failure(url: str, answer: HttpReply) -> Exception:
-    body = _error_of(answer)
+    body: dict[str, Any] = {}
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        body = dict(answer.json()["error"])
     field = f"{body['field']}: " if "field" in body else ""
     detail = f"{field}{body.get('message', answer.body[:200].decode('utf-8', 'replace'))}"
     if answer.status == 404:
@@ -310,11 +306,3 @@ def _failure(url: str, answer: HttpReply) -> Exception:
         return SandboxBusy(f"sandbox server {url}: {detail}", float(answer.retry_after))
     kind = _REFUSED.get(str(body.get("field")), SandboxError) if answer.status == 422 else SandboxError
     return kind(f"sandbox server {url} answered {answer.status}: {detail}")
-
-
-def _error_of(answer: HttpReply) -> dict[str, Any]:
-    try:
-        error = answer.json()["error"]
-    except (ValueError, KeyError, TypeError):
-        return {}
-    return error if isinstance(error, dict) else {}

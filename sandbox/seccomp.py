@@ -128,7 +128,7 @@ def _on_call(number: int, steps: list[bytes]) -> list[bytes]:
 
 
 def _shared_memory(deny: bytes) -> list[bytes]:
-    """Of mmap(): huge pages, and maps that are shared without a file; their pages may be in no process at all."""
+    """Denies mmap() of huge pages and of shared maps without a file; their pages may be in no process at all."""
     return [
         *(_step(_LOAD, _argument(3)), _step(_JUMP_SET, _MAP_HUGETLB, 0, 1), deny),
         *(_step(_JUMP_SET, _MAP_ANONYMOUS, 0, 2), _step(_JUMP_SET, _MAP_SHARED, 0, 1), deny),
@@ -136,7 +136,7 @@ def _shared_memory(deny: bytes) -> list[bytes]:
 
 
 def _open_file_locks(deny: bytes) -> list[bytes]:
-    """Of fcntl()."""
+    """Denies fcntl() locks that belong to no process."""
     steps = [_step(_LOAD, _argument(1))]
     for command in _OPEN_FILE_LOCKS:
         steps += [_step(_JUMP_EQ, command, 0, 1), deny]
@@ -144,7 +144,7 @@ def _open_file_locks(deny: bytes) -> list[bytes]:
 
 
 def _shared_descriptors(deny: bytes) -> list[bytes]:
-    """Of clone(): another process with the same table of files, which would keep the locks of one that is gone."""
+    """Denies clone() of another process with the same table of files, which would keep locks of one that has ended."""
     return [
         *(_step(_LOAD, _OFFSET_ARG0), _step(_JUMP_SET, _CLONE_FILES, 0, 2)),
         *(_step(_JUMP_SET, _CLONE_THREAD, 1, 0), deny),
@@ -168,7 +168,7 @@ def _uncounted_sockets(deny: bytes) -> list[bytes]:
 
 
 def _argument(index: int) -> int:
-    """Where its lower half lies (both architectures are little-endian)."""
+    """Offset of the lower half of an argument (both architectures are little-endian)."""
     return _OFFSET_ARG0 + 8 * index
 
 

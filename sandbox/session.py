@@ -22,8 +22,6 @@ from penstock.sandbox.box import Box, BoxEnded, OnOutput
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.protocol import Accept, Output, RunResult, SandboxError, SandboxLost, Session
 
-STATEFUL = frozenset({"python", "shell"})
-
 
 class StateLoss:
     """One session's account. The driver reports what is lost inside a living box; this, what was lost with a box."""
@@ -35,7 +33,7 @@ class StateLoss:
         self._files = False
 
     def record_start(self, kind: str) -> None:
-        self._in_use |= STATEFUL & {kind}
+        self._in_use |= {"python", "shell"} & {kind}
 
     def record_end(self) -> None:
         self._unreported |= self._in_use
@@ -159,11 +157,11 @@ class OneBoxSession(Generic[B]):
 
 
 GRACE_S = 30.0
-"""How much longer than a run's limit the driver may take; then the box is ended from outside."""
+"""Time that the driver may take beyond a run's limit; then the box is ended from outside."""
 FILE_DEADLINE_S = 20.0
 MAX_FILE_BYTES = 32 << 20
 Served = tuple[Accept, asyncio.Event | None]
-"""What takes the connections of a served run, and what stops it."""
+"""The taker of a served run's connections, and the event that stops the run."""
 
 
 class DriverSession(OneBoxSession[Box]):
@@ -300,8 +298,6 @@ def _to_result(answer: dict[str, Any], out_of_memory: bool) -> RunResult:
 
 
 TIMEOUT_S = 60.0
-_UNPACK = 'mkdir -p -- "$2" && tar -x -f "$1" -C "$2"'
-_PACK = 'tar -c -f "$1" -C "$2" --exclude="./$1" .'
 
 
 async def put_folder(session: Session, path: str, tar: bytes) -> None:
@@ -310,7 +306,7 @@ async def put_folder(session: Session, path: str, tar: bytes) -> None:
     Unpacked inside the box: a name with ``..`` leads only where the box's own code could go. Raises `OSError` where it
     does not unpack or is too large, and `SandboxError`.
     """
-    await _with_archive(session, path, _UNPACK, tar)
+    await _with_archive(session, path, 'mkdir -p -- "$2" && tar -x -f "$1" -C "$2"', tar)
 
 
 async def get_folder(session: Session, path: str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
@@ -319,7 +315,7 @@ async def get_folder(session: Session, path: str, max_bytes: int = MAX_FILE_BYTE
     Untrusted code wrote it: unpack it with ``tarfile``'s ``filter="data"``.
     Raises `OSError` where there is no such folder or its tar is longer than `max_bytes`, and `SandboxError`.
     """
-    return await _with_archive(session, path, _PACK, None, max_bytes)
+    return await _with_archive(session, path, 'tar -c -f "$1" -C "$2" --exclude="./$1" .', None, max_bytes)
 
 
 async def _with_archive(

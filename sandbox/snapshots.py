@@ -20,8 +20,6 @@ from penstock.sandbox.session import get_folder, put_folder
 
 TMP = "."
 """A box's /tmp: paths of sessions are relative to it."""
-_OWN_FOLDER = b"./\0"
-_HEADER_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +32,13 @@ class FolderCopy:
 
 @dataclass(frozen=True, slots=True)
 class BoxCopy:
-    """What a fork is made of: a box of `image` and `needs`, with these folders put into it."""
+    """The parts of a fork: a box of `image` and `needs`, with these folders put into it."""
 
     folders: tuple[FolderCopy, ...]
     image: str | None
     needs: BoxNeeds
     image_bytes: int = 0
-    """What `image` holds beyond the image that the box was started from, where that is known here."""
+    """Bytes of `image` beyond the image that the box was started from, if known here."""
 
     @property
     def size_bytes(self) -> int:
@@ -112,8 +110,8 @@ def _close(copies: list[FolderCopy]) -> None:
 
 
 def _kept(path: str, tar: bytes, itself: bool) -> FolderCopy:
-    if not itself and tar.startswith(_OWN_FOLDER):
-        tar = tar[_HEADER_BYTES:]
+    if not itself and tar.startswith(b"./\0"):
+        tar = tar[512:]  # without the first header
     file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with its copy
     file.write(tar)
     return FolderCopy(path, file, len(tar))

@@ -29,9 +29,6 @@ from penstock.sandbox.owner import is_gone, this_process
 ROOT = Path("/sys/fs/cgroup")
 _PERIOD_US = 100_000
 _CONTROLLERS = ("memory", "pids", "cpu")
-_NEEDED = frozenset({"memory", "pids"})
-_MEMBERS = "penstock-members"
-"""Beside ``penstock/``: takes the processes of a delegated group, which may have processes or subgroups, not both."""
 _ATTEMPTS = 5
 _SERIAL = itertools.count()
 
@@ -67,7 +64,8 @@ class Cgroup:
     def kill(self) -> None:
         for directory in self.directories:
             for pid in _read_pids(directory):
-                _kill(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def remove(self) -> bool:
         """True once nothing is left; False while members still exit (call again a little later)."""
@@ -88,8 +86,11 @@ class CgroupMaker:
         directories = tuple(parent / f"{self.prefix}-{slot}" for parent in self.parents)
         for attempt in range(_ATTEMPTS):
             try:
-                if self.version == 2 or attempt > 0:  # version 1 has nothing to hand down: parents that exist are ready
-                    self._prepare()
+                for parent in self.parents:
+                    if self.version == 2:
+                        _delegate(parent)
+                    elif attempt > 0:  # version 1 has nothing to hand down: parents that exist are ready
+                        parent.mkdir(parents=True, exist_ok=True)
                 for directory in directories:
                     directory.mkdir(exist_ok=True)
                 break
@@ -99,13 +100,6 @@ class CgroupMaker:
         oom_file = directories[0] / ("memory.events" if self.version == 2 else "memory.oom_control")
         self._limit(directories)
         return Cgroup(directories, oom_file, self.version)
-
-    def _prepare(self) -> None:
-        for parent in self.parents:
-            if self.version == 2:
-                _delegate(parent)
-            else:
-                parent.mkdir(parents=True, exist_ok=True)
 
     @property
     def limits_cpu(self) -> bool:
@@ -131,11 +125,15 @@ class CgroupMaker:
     def reap(self) -> int:
         """Clear away groups of this owner whose maker is gone; returns how many boxes that were."""
         names = {path.name for parent in self.parents for path in _subdirectories(parent)}
-        left = {name for name in names if name[0].isdigit() and is_gone(name)}
-        for name in left:
+        leftovers = {name for name in names if name[0].isdigit() and is_gone(name)}
+        for name in leftovers:
             groups = tuple(parent / name for parent in self.parents)
-            _end(Cgroup(groups, groups[0] / "memory.events", self.version))
-        return len(left)
+            leftover = Cgroup(groups, groups[0] / "memory.events", self.version)
+            deadline = time.monotonic() + 5.0
+            while not leftover.remove() and time.monotonic() < deadline:
+                leftover.kill()
+                time.sleep(0.01)  # its processes need a moment to end; at a backend's start, when no session waits
+        return len(leftovers)
 
     def close(self) -> None:
         """Remove the owner's own directories where no other process has boxes in them."""
@@ -186,7 +184,7 @@ def _usable(root: Path, membership: str | None) -> Iterator[Path]:
         group = root
     above = [group, *(parent for parent in group.parents if parent.is_relative_to(root))]
     for candidate in [root, *above[:-1]] if os.geteuid() == 0 else above:
-        if os.access(candidate / "cgroup.procs", os.W_OK) and _controllers(candidate) >= _NEEDED:
+        if os.access(candidate / "cgroup.procs", os.W_OK) and _controllers(candidate) >= {"memory", "pids"}:
             yield candidate
 
 
@@ -207,30 +205,22 @@ def _delegate(owner: Path) -> None:
 
 
 def _hand_down(level: Path, controllers: str) -> None:
-    """Raises `OSError`, EBUSY where processes are born in the group faster than they can be moved."""
+    """Moves the processes of `level` beside ``penstock/`` first: a group has processes or limited subgroups, not both.
+
+    Raises `OSError`, EBUSY if processes are born in the group faster than they can be moved.
+    """
     for attempt in range(_ATTEMPTS):
         try:
             return _write(level / "cgroup.subtree_control", controllers)
         except OSError as error:
             if error.errno != errno.EBUSY or attempt == _ATTEMPTS - 1:
                 raise
-        _move_members(level)
+        members = level / "penstock-members"
+        members.mkdir(exist_ok=True)
+        for pid in _read_pids(level):
+            with contextlib.suppress(ProcessLookupError):
+                _write(members / "cgroup.procs", str(pid))
     return None
-
-
-def _move_members(group: Path) -> None:
-    members = group / _MEMBERS
-    members.mkdir(exist_ok=True)
-    for pid in _read_pids(group):
-        with contextlib.suppress(ProcessLookupError):
-            _write(members / "cgroup.procs", str(pid))
-
-
-def _end(leftover: Cgroup, deadline_s: float = 5.0) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not leftover.remove() and time.monotonic() < deadline:
-        leftover.kill()
-        time.sleep(0.01)  # its processes need a moment to end; at a backend's start, when no session waits
 
 
 def _subdirectories(parent: Path) -> Iterator[Path]:
@@ -246,13 +236,6 @@ def _read_pids(directory: Path) -> list[int]:
         return [int(line) for line in (directory / "cgroup.procs").read_text(encoding="ascii").split()]
     except OSError:
         return []
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def _remove_directory(directory: Path) -> bool:

@@ -23,7 +23,7 @@ EXIT_POLL = Backoff(0.001, 0.05)
 
 @dataclass(frozen=True, slots=True)
 class BoxCommand:
-    """How to start one box. An argument ``{0}``, ``{1}`` ... stands for the descriptor of that blob."""
+    """The command line of one box. An argument ``{0}``, ``{1}`` ... stands for the descriptor of that blob."""
 
     argv: tuple[str, ...]
     blobs: tuple[bytes, ...]

@@ -21,7 +21,7 @@ import subprocess
 from pathlib import Path, PurePosixPath
 
 from penstock.sandbox.bundle import ZYGOTE_MODULES, compile_driver, driver_command, open_blob, zygote_command
-from penstock.sandbox.bwrap.cgroups import CgroupMaker, open_cgroups
+from penstock.sandbox.bwrap.cgroups import open_cgroups
 from penstock.sandbox.bwrap.process_box import BoxCommand, ProcessBox
 from penstock.sandbox.bwrap.zygote import ForkedBox, Zygote, ZygoteCommand, why_no_zygote
 from penstock.sandbox.config import SandboxConfig
@@ -38,31 +38,13 @@ PYTHON = "/usr/bin/python3"
 UID_BASE = 1_879_048_192
 """Above every range that distributions and container engines hand out; 16 Mi uids from here."""
 _UIDS_PER_WORKER = 1024
-_ENTER_CGROUPS = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 125; shift; done; shift; exec "$@"'
 _SHM_BYTES = 16 << 20
 
 _UNMAPPED_ZERO = " --dev-bind /dev/full /dev/zero"
 """Reads the same; a shared map of the real one would be memory that no process and no file shows."""
-_WMEM_MAX = Path("/proc/sys/net/core/wmem_max")
 
 DELEGATE = "delegate a cgroup v2 (`systemd-run --user --scope -p Delegate=yes penstock …`)"
-INSTALL = "bubblewrap is missing: `apt-get install bubblewrap` (or `dnf install bubblewrap`)"
-ALLOW_NAMESPACES = (
-    "allow user namespaces: `sysctl -w user.max_user_namespaces=10000`, on Debian also "
-    "`kernel.unprivileged_userns_clone=1`, on Ubuntu 24.04 `kernel.apparmor_restrict_unprivileged_userns=0`; in Docker "
-    "start the container with `--security-opt seccomp=unconfined --security-opt systempaths=unconfined`"
-)
-_WALLS = "--unshare-all --unshare-user --die-with-parent --new-session --as-pid-1 --cap-drop ALL --hostname sandbox"
 _ENVIRONMENT = "--clearenv --setenv PATH /usr/bin:/bin --setenv HOME /tmp --setenv LANG C.UTF-8"
-_FILES = (
-    "--proc /proc --dev /dev --size {shm_bytes} --tmpfs /dev/shm --size {tmp_bytes} --tmpfs /tmp "
-    "--remount-ro /dev --remount-ro / --chdir /tmp"
-)
-"""Without the two remounts /dev and the root itself would be writable, unlimited memory file systems."""
-_ZYGOTE_WALLS = "--die-with-parent --new-session --cap-add ALL"
-_ZYGOTE_FILES = "--bind /proc /proc --dev /dev --dir /tmp --remount-ro /dev --remount-ro / --chdir /"
-"""The machine's /proc: the zygote shares the worker's pids, and the kernel allows a box a /proc only
-beside a whole one. Each box mounts its own /proc, /dev/shm, /dev/pts and /tmp over these."""
 
 
 class BwrapSandbox(DriverSandbox):
@@ -77,7 +59,9 @@ class BwrapSandbox(DriverSandbox):
         super().__init__(config, queue_timeout_s)
         self._features = probe()
         self._folders = _shared_folders(config)
-        self._cgroups, self._why_no_cgroups = _cgroups(owner, config)
+        self._cgroups, self._why_no_cgroups = open_cgroups(owner, config)
+        if self._cgroups is not None and (count := self._cgroups.reap()):
+            logger.warning("sandbox: cleared away %d boxes that an earlier process of %s left", count, owner)
         self._filter = build_filter(countable=self._cgroups is None)
         self._why_uncounted = "" if self._cgroups else self._prove_countable()
         if self._why_uncounted and not config.memory_unbounded:
@@ -131,7 +115,8 @@ class BwrapSandbox(DriverSandbox):
         if os.geteuid() == 0:
             argv = [*_as_uid(slot.slot), *argv]
         if cgroup is not None:
-            argv = ["/bin/sh", "-c", _ENTER_CGROUPS, "box", *cgroup.join_files, "--", *argv]
+            enter = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 125; shift; done; shift; exec "$@"'
+            argv = ["/bin/sh", "-c", enter, "box", *cgroup.join_files, "--", *argv]
         return await ProcessBox.start(BoxCommand(tuple(argv), tuple(blobs), cgroup=cgroup))
 
     def _prove_countable(self) -> str:
@@ -149,20 +134,29 @@ class BwrapSandbox(DriverSandbox):
             os.close(program)
 
     def _bwrap(self) -> list[str]:
-        files = _FILES.format(shm_bytes=_SHM_BYTES, tmp_bytes=self.config.tmp_mb << 20)
+        walls = "--unshare-all --unshare-user --die-with-parent --new-session --as-pid-1 --cap-drop ALL"
+        # without the two remounts /dev and the root itself would be writable, unlimited memory file systems
+        files = (
+            f"--proc /proc --dev /dev --size {_SHM_BYTES} --tmpfs /dev/shm"
+            f" --size {self.config.tmp_mb << 20} --tmpfs /tmp --remount-ro /dev --remount-ro / --chdir /tmp"
+        )
         if self._cgroups is None:
             files += _UNMAPPED_ZERO
+        options = [*walls.split(), "--hostname", "sandbox", *self._features, *_ENVIRONMENT.split()]
         seccomp = ["--seccomp", "{1}"] if self._filter is not None else []
-        options = [*_WALLS.split(), *self._features, *_ENVIRONMENT.split()]
         return ["bwrap", *options, *_system_folders(), *self._folders, *files.split(), *seccomp]
 
     def _zygote_command(self) -> ZygoteCommand:
-        options = [*_ZYGOTE_WALLS.split(), *([] if os.geteuid() == 0 else ["--unshare-user"]), *_ENVIRONMENT.split()]
+        walls = ["--die-with-parent", "--new-session", "--cap-add", "ALL"]
+        options = [*walls, *([] if os.geteuid() == 0 else ["--unshare-user"]), *_ENVIRONMENT.split()]
         own = OWN_FOLDERS if self.config.own_root else ()
         made = [part for folder in ("/etc", *own) for part in ("--perms", "0755", "--dir", folder)]
-        files = [*made, *_system_folders(), *self._folders, *_ZYGOTE_FILES.split()]
-        settings = {**self._settings(), "shm_bytes": _SHM_BYTES, "tmp_bytes": self.config.tmp_mb << 20}
-        settings["own_folders"] = own
+        # The machine's /proc: the zygote shares the worker's pids, and the kernel allows a box a /proc only beside a
+        # whole one. Each box mounts its own /proc, /dev/shm, /dev/pts and /tmp over these.
+        mounts = "--bind /proc /proc --dev /dev --dir /tmp --remount-ro /dev --remount-ro / --chdir /"
+        files = [*made, *_system_folders(), *self._folders, *mounts.split()]
+        sizes = {"shm_bytes": _SHM_BYTES, "tmp_bytes": self.config.tmp_mb << 20}
+        settings = {**self._settings(), **sizes, "own_folders": own}
         settings["worker"] = os.getpid()  # names whose it is in a list of processes
         if self._cgroups is None:
             files += _UNMAPPED_ZERO.split()
@@ -181,7 +175,9 @@ class BwrapSandbox(DriverSandbox):
         if self._cgroups is None:
             settings |= {"processes": self.config.pids, "address_space": self.config.memory_mb << 20}
             if not self._why_uncounted:
-                settings |= {"memory_bytes": self.config.memory_mb << 20, "send_bytes": _most_send_bytes()}
+                # of one socket: the kernel takes what is asked for twice, for its own book-keeping
+                send_bytes = 2 * int(Path("/proc/sys/net/core/wmem_max").read_text(encoding="ascii"))
+                settings |= {"memory_bytes": self.config.memory_mb << 20, "send_bytes": send_bytes}
         return settings
 
     def _describe(self) -> str:
@@ -200,13 +196,6 @@ class BwrapSandbox(DriverSandbox):
             weaker = "rlimits only: memory is limited per process, not per box, and CPU share not at all"
             walls.append(f"{weaker} ({self._why_no_cgroups}; {self._why_uncounted})")
         return "; ".join(walls)
-
-
-def _cgroups(owner: str, config: SandboxConfig) -> tuple[CgroupMaker | None, str]:
-    cgroups, reason = open_cgroups(owner, config)
-    if cgroups is not None and (count := cgroups.reap()):
-        logger.warning("sandbox: cleared away %d boxes that an earlier process of %s left", count, owner)
-    return cgroups, reason
 
 
 def _uid(slot: int) -> int | None:
@@ -246,7 +235,7 @@ def _shared_folders(config: SandboxConfig) -> list[str]:
 def probe() -> tuple[str, ...]:
     """Makes one empty box; returns options of newer versions. Raises `SandboxError`, which names the fix."""
     if shutil.which("bwrap") is None:
-        raise SandboxError(INSTALL)
+        raise SandboxError("bubblewrap is missing: `apt-get install bubblewrap` (or `dnf install bubblewrap`)")
     if os.geteuid() == 0 and shutil.which("setpriv") is None:
         raise SandboxError("setpriv is missing: `apt-get install util-linux`")
     first = _try_box("--disable-userns")
@@ -255,12 +244,12 @@ def probe() -> tuple[str, ...]:
     second = _try_box()
     if second is None:
         return ()
-    raise SandboxError(f"bwrap cannot make a box here ({second}); {ALLOW_NAMESPACES}")
-
-
-def _most_send_bytes() -> int:
-    """Of one socket: the kernel takes what is asked for twice, for its own book-keeping."""
-    return 2 * int(_WMEM_MAX.read_text(encoding="ascii"))
+    raise SandboxError(
+        f"bwrap cannot make a box here ({second}); allow user namespaces: `sysctl -w user.max_user_namespaces=10000`,"
+        " on Debian also `kernel.unprivileged_userns_clone=1`, on Ubuntu 24.04"
+        " `kernel.apparmor_restrict_unprivileged_userns=0`; in Docker start the container with"
+        " `--security-opt seccomp=unconfined --security-opt systempaths=unconfined`"
+    )
 
 
 def _try_box(*options: str) -> str | None:

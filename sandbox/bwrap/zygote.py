@@ -26,19 +26,18 @@ from penstock.sandbox.bwrap.process_box import END_DEADLINE_S, EXIT_POLL, START_
 from penstock.sandbox.protocol import SandboxError
 
 _ANSWER_BYTES = 4096
-_READY_FRAME_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ZygoteCommand:
-    """How to start the zygote: ``{0}`` stands for the descriptor of `driver`, ``{1}`` for the socket of requests."""
+    """The zygote's command line: ``{0}`` stands for the descriptor of `driver`, ``{1}`` for the socket of requests."""
 
     argv: tuple[str, ...]
     driver: bytes
     """Byte code of the modules inside (`bundle.compile_driver`)."""
 
     def spawn(self, requests: socket.socket, stderr: IO[bytes]) -> subprocess.Popen[bytes]:
-        """Of the thread that must live as long as the zygote. Raises `OSError`."""
+        """Starts it from the thread that must live as long as the zygote. Raises `OSError`."""
         blob = open_blob(self.driver)
         numbers = {"{0}": str(blob), "{1}": str(requests.fileno())}
         try:
@@ -73,7 +72,7 @@ class ForkedProcess:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def wait(self, deadline_s: float) -> bool:
-        """Whether it ended in time; with it everything in its pid namespace."""
+        """Returns True if it ended in time; with it everything in its pid namespace."""
         if self.poll() is not None:
             return True
         loop = asyncio.get_running_loop()
@@ -220,27 +219,25 @@ def why_no_zygote(command: ZygoteCommand, uid: int | None) -> str:
         except OSError as error:
             return str(error)
         try:
-            return _first_box(channel, control, theirs, stderr, uid)
+            channel.settimeout(START_DEADLINE_S)
+            control.settimeout(START_DEADLINE_S)
+            socket.send_fds(channel, [json.dumps({"uid": uid}).encode()], [theirs.fileno(), stderr.fileno()])
+            theirs.close()
+            data, descriptors, _, _ = socket.recv_fds(channel, _ANSWER_BYTES, 1)
+            for fd in descriptors:
+                os.close(fd)
+            if descriptors and control.recv(64):
+                return ""
+            return _tail(stderr) or data.decode("utf-8", "replace").strip() or "the zygote ended"
         except OSError as error:
             return f"{_tail(stderr) or error}"
         finally:
             channel.close()
-            _end(process)
-
-
-def _first_box(
-    channel: socket.socket, control: socket.socket, theirs: socket.socket, stderr: IO[bytes], uid: int | None
-) -> str:
-    channel.settimeout(START_DEADLINE_S)
-    control.settimeout(START_DEADLINE_S)
-    socket.send_fds(channel, [json.dumps({"uid": uid}).encode()], [theirs.fileno(), stderr.fileno()])
-    theirs.close()
-    data, descriptors, _, _ = socket.recv_fds(channel, _ANSWER_BYTES, 1)
-    for fd in descriptors:
-        os.close(fd)
-    if descriptors and control.recv(_READY_FRAME_BYTES):
-        return ""
-    return _tail(stderr) or data.decode("utf-8", "replace").strip() or "the zygote ended"
+            try:
+                process.wait(END_DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(END_DEADLINE_S)
 
 
 def _spawn(command: ZygoteCommand, stderr: IO[bytes] | None = None) -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -255,14 +252,6 @@ def _spawn(command: ZygoteCommand, stderr: IO[bytes] | None = None) -> tuple[sub
         theirs.close()
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(END_DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait(END_DEADLINE_S)
-
-
 def _tail(stderr: IO[bytes]) -> str:
     stderr.seek(0)
     return stderr.read(2000).decode("utf-8", "replace").strip()
@@ -270,7 +259,7 @@ def _tail(stderr: IO[bytes]) -> str:
 
 @contextlib.contextmanager
 def _opened(cgroup: Cgroup | None) -> Iterator[list[int]]:
-    """What a process enters each of the groups by. Raises `OSError`."""
+    """Descriptors by which a process enters each of the groups. Raises `OSError`."""
     opened: list[int] = []
     try:
         for file in cgroup.join_files if cgroup is not None else ():

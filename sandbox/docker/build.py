@@ -14,12 +14,11 @@ from penstock.sandbox.protocol import NoSuchImage, SandboxError
 BUILD_NETWORKS = ("default", "none", "host")
 _KEPT_CHARACTERS = 1500
 _CHUNK_BYTES = 1 << 16
-_INSPECT_S = 60.0
 
 
 async def has_image(name: str) -> bool:
     """Raises `SandboxError` where there is no `docker` program."""
-    status, _ = await _docker(["image", "inspect", name], b"", _INSPECT_S)
+    status, _ = await _docker(["image", "inspect", name], b"", timeout_s=60.0)
     return status == 0
 
 

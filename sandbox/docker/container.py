@@ -31,27 +31,23 @@ from penstock.sandbox.protocol import SandboxError
 
 if TYPE_CHECKING:
     from aiodocker import Docker
-    from aiodocker.containers import DockerContainer
     from aiodocker.execs import Exec
     from aiodocker.stream import Stream
 
 
 logger = logging.getLogger(__name__)
 OWN_END_S = 2.0
-"""How long a first process whose stdin closed may take to end; past it the engine is report to kill."""
+"""Time for a first process whose stdin closed to end; then the engine is told to kill it."""
 START_DEADLINE_S = 20.0
 """Until the driver answers in a container that runs."""
 END_DEADLINE_S = 30.0
 """The engine itself may wait 10 s for the end of a process that it killed."""
 OOM_DEADLINE_S = 1.0
-"""How long the engine may take to report why a container ended."""
+"""Time for the engine to report why a container ended."""
 STORAGE_LOOK_S = 2.0
 """Between two looks at what a box has written to its image's file system; longer where a look takes long."""
-_LOOK_SHARE = 20
-_FAILED_LOOKS = 3
-_STDERR_BYTES = 2000
 _GONE, _BEING_REMOVED = 404, 409
-_OUT, _ERR = 1, 2
+_OUT = 1
 """Which stream a piece of output belongs to, in the engine's framing."""
 
 
@@ -64,7 +60,7 @@ class Container:
         self._watch: asyncio.Task[None] | None = None
         self.name = f"penstock-{secrets.token_hex(8)}"
         self.stdout = asyncio.StreamReader()
-        """What its first process writes."""
+        """Stdout of the first process."""
         self.control = control
         self.user = user
         """Whom further programs run as."""
@@ -89,6 +85,7 @@ class Container:
         try:
             await asyncio.shield(starting)
         except BaseException:
+            # in its own task: a caller that is cancelled again must not leave a container behind
             await asyncio.shield(asyncio.create_task(container._end_after(starting)))
             raise
         if storage_bytes is not None:
@@ -96,8 +93,7 @@ class Container:
         return container
 
     async def _end_after(self, starting: asyncio.Task[None]) -> None:
-        """Runs in its own task: a caller that is cancelled again must not leave a container behind."""
-        # cut off in the middle, a create could make the container after its removal was tried
+        """Waits for the start: cut off in the middle, a create could make the container after its removal."""
         await asyncio.wait([starting])
         starting.exception()  # retrieved, also where the caller was cancelled
         await self.end()
@@ -120,7 +116,7 @@ class Container:
                 if message.stream == _OUT:
                     self.stdout.feed_data(message.data)
                 else:
-                    self._last_words += message.data[: _STDERR_BYTES - len(self._last_words)]
+                    self._last_words += message.data[: 2000 - len(self._last_words)]
         except Exception as error:  # noqa: BLE001 - a broken connection in any of its forms: the reader sees the end
             logger.debug("docker: %s: %s", self.name, error)
         finally:
@@ -140,12 +136,12 @@ class Container:
             except SandboxError as error:
                 logger.debug("docker: %s: its size is not known: %s", self.name, error)
                 written, failed = 0, failed + 1
-            if written > most_bytes or failed >= _FAILED_LOOKS:
+            if written > most_bytes or failed >= 3:
                 self.broken_limit = "storage" if written > most_bytes else None
                 with contextlib.suppress(SandboxError):
                     await remove(self.control, self.name)
                 return
-            await asyncio.sleep(max(STORAGE_LOOK_S, _LOOK_SHARE * (time.monotonic() - started)))
+            await asyncio.sleep(max(STORAGE_LOOK_S, 20 * (time.monotonic() - started)))
 
     async def written_bytes(self) -> int:
         """To its image's file system, as the engine counts it. Raises `SandboxError`."""
@@ -221,50 +217,39 @@ class Container:
         if self._attached is not None:
             await self._attached.close()
         try:
-            if self._pump is None or not await _removed_by_itself(self.control, self.name):
+            if self._pump is None or not await self._removed_by_itself():
                 await remove(self.control, self.name)
         except SandboxError as error:
             logger.error("%s", error)
 
+    async def _removed_by_itself(self) -> bool:
+        """The usual end: its stdin closed, so it ended, so the engine removed it. A second removal would disturb."""
+        import aiodocker
 
-async def _removed_by_itself(client: Docker, name: str) -> bool:
-    """The usual end: its stdin closed, so it ended, so the engine removed it. A second removal would only disturb."""
-    import aiodocker
-
-    try:
-        async with asyncio.timeout(OWN_END_S), calling("waiting for a box to end"):
-            await client.containers.container(name).wait(condition="removed")
-    except TimeoutError:
-        return False
-    except SandboxError as error:
-        return isinstance(error.__cause__, aiodocker.DockerError) and error.__cause__.status == _GONE
-    return True
+        try:
+            async with asyncio.timeout(OWN_END_S), calling("waiting for a box to end"):
+                await self.control.containers.container(self.name).wait(condition="removed")
+        except TimeoutError:
+            return False
+        except SandboxError as error:
+            return isinstance(error.__cause__, aiodocker.DockerError) and error.__cause__.status == _GONE
+        return True
 
 
 async def remove(client: Docker, name: str) -> None:
     """Kills and removes; returns once the engine does not know it any more. Raises `SandboxError`."""
-    async with calling(f"removing container {name}", END_DEADLINE_S):
-        container = client.containers.container(name)
-        while await _still_there(container):  # noqa: ASYNC110 - nothing in this process knows when
-            await asyncio.sleep(0.02)
-
-
-async def _still_there(container: DockerContainer) -> bool:
     import aiodocker
 
-    try:
-        await container.delete(force=True, v=True)
-    except aiodocker.DockerError as error:
-        if error.status == _GONE:
-            return False
-        if error.status == _BEING_REMOVED:
-            return True
-        raise
-    return False
-
-
-UNFIT_PYTHON = ("Python 3.9 or newer is needed", "ModuleNotFoundError")
-"""What an image's python3 says where it cannot run the driver: too old, or without half of its library."""
+    async with calling(f"removing container {name}", END_DEADLINE_S):
+        while True:
+            try:
+                return await client.containers.container(name).delete(force=True, v=True)
+            except aiodocker.DockerError as error:
+                if error.status == _GONE:
+                    return
+                if error.status != _BEING_REMOVED:
+                    raise
+            await asyncio.sleep(0.02)
 
 
 class ContainerBox(Box):
@@ -295,7 +280,9 @@ class ContainerBox(Box):
         except (BoxEnded, ConnectionError, TimeoutError) as error:
             reason = box.stderr_tail or f"no answer in {START_DEADLINE_S:.0f} s"
             await box.end()
-            kind = NoSuchProgram if any(sign in reason for sign in UNFIT_PYTHON) else SandboxError
+            # a python3 that is too old, or has half of its library
+            is_unfit = "Python 3.9 or newer is needed" in reason or "ModuleNotFoundError" in reason
+            kind = NoSuchProgram if is_unfit else SandboxError
             raise kind(f"the box did not start: {reason}") from error
         except BaseException:
             await box.end()

@@ -25,17 +25,11 @@ if TYPE_CHECKING:
 
 
 CALL_DEADLINE_S = 20.0
-"""Of one call to the engine; a loaded machine starts a container in a few seconds."""
+"""Deadline of one call to the engine; a loaded machine starts a container in a few seconds."""
 IMAGE_NAME = re.compile(r"\w[\w.-]*(:\d+)?(/\w[\w.-]*)*(:\w[\w.-]*)?(@\w+:[0-9a-f]+)?", re.ASCII)
-_NO_CONNECTION = 900
-"""aiodocker's own status."""
-PACKAGE = "the `aiodocker` package is missing: `pip install 'penstock[docker]'`"
 UNREACHABLE = (
     "no Docker engine answers: install one (`apt-get install docker.io`, or `scripts/setup-docker` on Debian), "
     "start it (`systemctl start docker`), or set DOCKER_HOST to where it listens"
-)
-NO_PERMISSION = (
-    "this user may not speak to the Docker engine: `usermod -aG docker $USER` and log in again, or use rootless Docker"
 )
 
 
@@ -45,12 +39,12 @@ class NoSuchProgram(SandboxError):
 
 @dataclass(frozen=True, slots=True)
 class DockerEngine:
-    """What one engine can do, as it said when it was asked."""
+    """The abilities of one engine, as it reported them."""
 
     version: str
     api_version: str
     machine: str
-    """As `platform.machine()` would say where it runs."""
+    """Architecture in the words of `platform.machine()`."""
     cgroup_version: str
     runtimes: tuple[str, ...]
     default_runtime: str
@@ -72,7 +66,7 @@ class DockerImage:
     workdir: str = "/"
     entrypoint: tuple[str, ...] = ()
     written_bytes: int = 0
-    """Of a snapshot's image: what its boxes have written, from the first of them on."""
+    """Bytes that the boxes of a snapshot's image have written, from the first of them on."""
 
 
 def connect(api_version: str = "auto") -> Docker:
@@ -80,7 +74,7 @@ def connect(api_version: str = "auto") -> Docker:
     try:
         import aiodocker
     except ImportError as error:
-        raise SandboxError(PACKAGE) from error
+        raise SandboxError("the `aiodocker` package is missing: `pip install 'penstock[docker]'`") from error
     try:
         return aiodocker.Docker(api_version=api_version)
     except (ValueError, AssertionError) as error:  # no socket where one is looked for
@@ -117,7 +111,7 @@ def translating(doing: str) -> Iterator[None]:
 
 def _failure(doing: str, error: Any) -> SandboxError:
     text = str(error.message)
-    if error.status == _NO_CONNECTION:
+    if error.status == 900:  # aiodocker's own: no connection
         return SandboxError(f"docker: {doing}: {_unreachable(error)}")
     if "executable file not found" in text or "finding executable" in text:
         return NoSuchProgram(f"docker: {doing}: {text}")
@@ -133,7 +127,10 @@ def _unreachable(error: BaseException | None) -> str:
     first = error
     while error is not None:
         if isinstance(error, PermissionError):
-            return NO_PERMISSION
+            return (
+                "this user may not speak to the Docker engine: `usermod -aG docker $USER` and log in again, or use"
+                " rootless Docker"
+            )
         error = error.__cause__ or error.__context__
     return f"{UNREACHABLE} ({first})"
 
@@ -195,13 +192,11 @@ def require_memory_limit(engine: DockerEngine, allowed: bool) -> None:
 
 
 ROOT = Path("/sys/fs/cgroup")
-_GROUPS = ("docker/{}", "system.slice/docker-{}.scope")
-"""Where the engine's two cgroup drivers put a container."""
 _SOCKETS = "memory.kmem.tcp.limit_in_bytes"
 
 
 def limits_socket_memory(cgroup_version: str) -> bool:
-    """Whether buffers of sockets count: always in version 2, in version 1 where this process may say so."""
+    """True if buffers of sockets count: always in version 2; in version 1 if this process may set the limit."""
     return cgroup_version != "1" or os.access(ROOT / "memory" / _SOCKETS, os.W_OK)
 
 
@@ -217,7 +212,7 @@ def limit_socket_memory(container_id: str, memory_bytes: int) -> bool:
 
 
 def oom_kills(container_id: str) -> int | None:
-    """ChildTable of the container that ended for want of memory, so far; None where this process cannot see it."""
+    """Processes of the container that the kernel ended for want of memory; None if the count cannot be read here."""
     for file in _files(container_id, "memory/{}/memory.oom_control", "{}/memory.events"):
         try:
             lines = file.read_text(encoding="ascii").splitlines()
@@ -228,5 +223,6 @@ def oom_kills(container_id: str) -> int | None:
 
 
 def _files(container_id: str, *patterns: str) -> Iterator[Path]:
-    for pattern in patterns:
-        yield from (ROOT / pattern.format(group.format(container_id)) for group in _GROUPS)
+    """Paths in both groups that the engine's cgroup drivers may put a container into."""
+    groups = (f"docker/{container_id}", f"system.slice/docker-{container_id}.scope")
+    yield from (ROOT / pattern.format(group) for pattern in patterns for group in groups)

@@ -3,7 +3,7 @@
 Sessions of images without a fit python3: every call is a program execution of the engine's, nothing lives on.
 
 What is lost against a driver: `run_python`, a shell that keeps its state, and some 60 ms per call. What is kept: the
-walls, limits report by the same names, files. A limit that ends a run ends all that runs in the box with it.
+walls, limits under the same names, files. A limit that ends a run ends all that runs in the box with it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
@@ -25,14 +26,9 @@ from penstock.sandbox.protocol import Output, RunResult, SandboxError, SandboxLo
 from penstock.sandbox.session import OneBoxSession, stream_of
 
 if TYPE_CHECKING:
-    from aiodocker.execs import Exec
     from aiodocker.stream import Stream
 
 
-_LIMITED = 'ulimit -S -t "$1"; ulimit -H -t "$(($1 + 1))"; n=$2; shift 2; '
-_RUN = _LIMITED + 'exec "$@"'
-_RUN_FED = _LIMITED + 'head -c "$n" | "$@"'
-"""The engine's client cannot close a program's stdin alone: the count says where it ends."""
 _OUT = 1
 _WRITE_BYTES = 1 << 16
 
@@ -45,10 +41,13 @@ class Program:
     ) -> None:
         self.output_bytes = output_bytes
         self.exit_code: int | None = None
-        """As a shell reports it; None while it runs, and where a limit ended it or its container is gone."""
+        """Exit code as a shell reports it; None while the program runs, after a limit, or if the container is gone."""
         self.limit: str | None = None
         self.duration_s = 0.0
-        self._argv = ["sh", "-c", _RUN_FED if stdin else _RUN, "sh", str(cpu_s), str(len(stdin)), *argv]
+        limits = 'ulimit -S -t "$1"; ulimit -H -t "$(($1 + 1))"; n=$2; shift 2; '
+        # the engine's client cannot close a program's stdin alone: the count says where it ends
+        start = 'head -c "$n" | "$@"' if stdin else 'exec "$@"'
+        self._argv = ["sh", "-c", limits + start, "sh", str(cpu_s), str(len(stdin)), *argv]
         self._stdin = stdin
         self._cwd = cwd
 
@@ -79,7 +78,10 @@ class Program:
             self.capture.finish()
             self.duration_s = time.monotonic() - started
         if self.limit is None and container.alive:
-            await self._ask_exit_code(execution)
+            async with calling("asking how a program ended"):  # the engine notes it a moment after the last output
+                while (report := await execution.inspect())["Running"]:  # noqa: ASYNC110 - only the engine knows when
+                    await asyncio.sleep(0.01)
+            self.exit_code = report["ExitCode"]
             self.limit = "output" if self.capture.cut else None
 
     async def _feed(self, stream: Stream) -> None:
@@ -96,38 +98,18 @@ class Program:
                 return "output"
         return None
 
-    async def _ask_exit_code(self, execution: Exec) -> None:
-        """The engine notes it a moment after the last output."""
-        async with calling("asking how a program ended"):
-            while (report := await execution.inspect())["Running"]:  # noqa: ASYNC110 - only the engine knows when
-                await asyncio.sleep(0.01)
-        self.exit_code = report["ExitCode"]
-
 
 KEEPER_COMMAND = ["sh", "-c", "while read -r line; do jobs; done"]
 """First process of such a box. It ends when its stdin does and cannot be ended from inside; `jobs` reaps orphans."""
-NO_PYTHON = "this image has no python3 of 3.9 or newer: use one that has (`python:3.12-slim`), or commands alone"
-NO_SHELL = "a shell that keeps its directory and variables needs a python3 of 3.9 or newer in the image; use `run`"
 HOUSEKEEPING_S = 20.0
 MAX_FILE_BYTES = 32 << 20
-_SIGXCPU = 128 + 24
-_SIGKILL = 128 + 9
-_KILL_ALL = ["sh", "-c", "kill -9 -1; set -- /proc/[0-9]*; [ $# -le 2 ]"]
-"""Exits with 0 where only the first process and this one are left; killed ones are listed until they are reaped."""
-_KILL_PAUSES_S = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-_COUNT_OOM = ["sh", "-c", f"cat {' '.join(OOM_COUNTERS)} 2>/dev/null"]
-_REGULAR = '[ ! -e "$1" ] || [ -f "$1" ] || { echo "not a regular file" >&2; exit 1; }; '
-_WRITE = ["sh", "-c", _REGULAR + 'cat >"$1"', "sh"]
-_READ = ["sh", "-c", _REGULAR + 'head -c "$2" <"$1"', "sh"]
-_SHELL_WORDS = {"no such file": errno.ENOENT, "nonexistent": errno.ENOENT}
-_ERRORS = (errno.ENOENT, errno.EACCES, errno.EROFS, errno.EISDIR, errno.ENOSPC, errno.ENAMETOOLONG, errno.ENOTDIR)
 
 
 class ExecSession(OneBoxSession[Container]):
-    """As `DriverSession` in what it promises, but for `run_python` and `run_shell`, which are errors."""
+    """Keeps the promises of `DriverSession`, except that `run_python` and `run_shell` raise `SandboxError`."""
 
     _counted: Container | None = None
-    """Whose deaths for want of memory `_oom_kills` counts."""
+    """The container whose out-of-memory kills `_oom_kills` counts."""
     _oom_kills = 0
 
     async def run(
@@ -141,18 +123,22 @@ class ExecSession(OneBoxSession[Container]):
         return stream_of(lambda on_output: self._run(argv, stdin, timeout_s, cwd, on_output))
 
     async def run_python(self, code: str, *, timeout_s: float | None = None) -> RunResult:
-        raise SandboxError(NO_PYTHON)
+        raise SandboxError(
+            "this image has no python3 of 3.9 or newer: use one that has (`python:3.12-slim`), or commands alone"
+        )
 
     async def run_shell(self, command: str, *, timeout_s: float | None = None) -> RunResult:
-        raise SandboxError(NO_SHELL)
+        raise SandboxError(
+            "a shell that keeps its directory and variables needs a python3 of 3.9 or newer in the image; use `run`"
+        )
 
     async def write_file(self, path: str, data: bytes) -> None:
         if len(data) > MAX_FILE_BYTES:
             raise OSError(errno.EFBIG, f"more than {MAX_FILE_BYTES} bytes in one file", path)
-        await self._file([*_WRITE, _absolute(path)], data, path)
+        await self._file('cat >"$1"', path, data)
 
     async def read_file(self, path: str, max_bytes: int = 1 << 20) -> bytes:
-        return await self._file([*_READ, _absolute(path), str(min(max_bytes, MAX_FILE_BYTES))], b"", path)
+        return await self._file(f'head -c {min(max_bytes, MAX_FILE_BYTES)} <"$1"', path)
 
     # ---- runs
 
@@ -189,12 +175,17 @@ class ExecSession(OneBoxSession[Container]):
             return None, await self._why_gone(container, program)
         code = program.exit_code
         if code is None:
-            await self._kill_all(container)
+            gone = False
+            try:
+                gone = await _all_killed(container)
+            finally:  # a cancelled caller leaves nothing running either; nor does a box that is too full to kill
+                if not gone:
+                    await self._end_box()
         if container is self._box and await self._ran_out_of_memory(container, ask=code != 0):
-            return (None if code == _SIGKILL else code), "memory"
+            return (None if code == 128 + signal.SIGKILL else code), "memory"
         if code is None:
             return None, program.limit
-        if code == _SIGXCPU:
+        if code == 128 + signal.SIGXCPU:
             return None, "cpu"
         return (128 - code if code > 128 else code), program.limit
 
@@ -208,35 +199,28 @@ class ExecSession(OneBoxSession[Container]):
         await self._end_box()
         return "memory"
 
-    async def _kill_all(self, container: Container) -> None:
-        """All processes but the first are gone afterwards; or the box is: where they do not go, or it is too full."""
-        gone = False
-        try:
-            gone = await _all_killed(container)
-        finally:  # a cancelled caller leaves nothing running either
-            if not gone:
-                await self._end_box()
-
     async def _ran_out_of_memory(self, container: Container, ask: bool) -> bool:
         """Since the last time; where only the box itself knows it is asked, if at all, which takes another program."""
         if container is not self._counted:
             self._counted, self._oom_kills = container, 0
         total = container.oom_kills()
         if total is None:
-            total = await self._count_oom_kills(container) if ask else self._oom_kills
+            total = self._oom_kills
+            if ask:
+                counter = Program(["sh", "-c", f"cat {' '.join(OOM_COUNTERS)} 2>/dev/null"])
+                await self._do(counter, container, HOUSEKEEPING_S)
+                lines = counter.capture.texts()[0].splitlines()
+                total = sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
         before, self._oom_kills = self._oom_kills, total
         return total > before
 
-    async def _count_oom_kills(self, container: Container) -> int:
-        counter = Program(_COUNT_OOM)
-        await self._do(counter, container, HOUSEKEEPING_S)
-        lines = counter.capture.texts()[0].splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
-
-    async def _file(self, argv: list[str], data: bytes, path: str) -> bytes:
+    async def _file(self, script: str, path: str, data: bytes = b"") -> bytes:
+        """Returns the output of `script` on a regular file, ``$1``. Raises `SandboxError`, `OSError`."""
         if "\0" in path:
             raise FileNotFoundError(errno.ENOENT, "path holds a NUL", path.replace("\0", "\\0"))
-        program = Program(argv, data, output_bytes=2 * MAX_FILE_BYTES)
+        regular = '[ ! -e "$1" ] || [ -f "$1" ] || { echo "not a regular file" >&2; exit 1; }; '
+        absolute = os.path.join("/tmp", path)  # noqa: S108 - the box's own
+        program = Program(["sh", "-c", regular + script, "sh", absolute], data, output_bytes=2 * MAX_FILE_BYTES)
         async with self._turn:
             await self._do(program, await self._living_box(), HOUSEKEEPING_S)
             if program.exit_code is None:
@@ -249,9 +233,10 @@ class ExecSession(OneBoxSession[Container]):
 
 async def _all_killed(container: Container) -> bool:
     """A signal is sent before it is acted on: what was killed could still write a file while the next call runs."""
-    for pause_s in _KILL_PAUSES_S:
+    for pause_s in (0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0):
         await asyncio.sleep(pause_s)
-        killer = Program(_KILL_ALL)
+        # ends with 0 if only the first process and this one are left; killed ones are listed until they are reaped
+        killer = Program(["sh", "-c", "kill -9 -1; set -- /proc/[0-9]*; [ $# -le 2 ]"])
         try:
             await killer.run(container, HOUSEKEEPING_S)
         except SandboxError:
@@ -269,14 +254,11 @@ async def _reap(container: Container) -> None:
         await container.drain()
 
 
-def _absolute(path: str) -> str:
-    return os.path.join("/tmp", path)  # noqa: S108 - the box's own
-
-
 def _file_error(text: str, path: str) -> OSError:
-    """What the shell said, as the error that open() would have been."""
-    words = {os.strerror(number).lower(): number for number in _ERRORS} | _SHELL_WORDS
-    for word, number in words.items():
+    """Maps a shell's message to the error that open() would raise."""
+    numbers = (errno.EACCES, errno.EROFS, errno.EISDIR, errno.ENOSPC, errno.ENAMETOOLONG, errno.ENOTDIR)
+    words = {"no such file": errno.ENOENT, "nonexistent": errno.ENOENT}
+    for word, number in (words | {os.strerror(number).lower(): number for number in numbers}).items():
         if word in text.lower():
             return OSError(number, os.strerror(number), path)
     return PermissionError(errno.EPERM, text.strip() or "cannot be opened", path)

@@ -32,7 +32,7 @@ _GONE, _IN_USE = 404, 409
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """How many were removed."""
+    """The numbers of removed containers and images."""
 
     containers: int
     images: int

@@ -2,8 +2,8 @@
 
     worker ──HTTP──► engine ──► container: driver (pid 1) ─► interpreter, shell, commands
 
-The driver is the one that bubblewrap boxes have, run by the image's own python3; an image without one is served by a
-program execution of the engine's per call (`plain`).
+The driver is the one that bubblewrap boxes have, run by the image's own python3. An image without one is served by an
+`ExecSession`: one program execution of the engine's per call.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 PYTHON = "python3"
 NO_CPU_LIMIT_S = 1_000_000
-"""Of one process of a box with a root of its own: builds and services; its share and the time of its runs hold."""
+"""CPU limit of a process in a box with a root of its own (builds, services); share and run limits still hold."""
 T = TypeVar("T")
 
 
@@ -95,16 +95,27 @@ class DockerSandbox(LimitedSandbox):
         """Any that the engine has, which is asked when a box is started."""
 
     async def _open(self, slot: SessionSlot, release: Callable[[], None]) -> Session:
-        image = await self._image(slot.image or self.config.image)
+        """With a driver if the image's python3 can run it, else with a program execution per call."""
+        image, needs = await self._image(slot.image or self.config.image), slot.needs
         if is_snapshot(image.name):
             release = self._sweeping_after(release)
+        own = {"memory_mb": needs.memory_mb, "cpus": needs.cpus, "cpu_s": NO_CPU_LIMIT_S if needs.own_root else None}
+        config = self.config.model_copy(update={name: value for name, value in own.items() if value is not None})
+
+        async def launch_driver() -> ContainerBox:
+            command = self._driver_command(config)
+            return await ContainerBox.open(await self._container(image, command, slot, config), self._driver)
+
+        def launch_keeper() -> Awaitable[Container]:
+            return self._container(image, KEEPER_COMMAND, slot, config, kept=True)
+
         if image.image_id not in self._without_python:
             try:
-                return await self._driver_session(image, slot, release)
+                return DriverSession(slot.session_id, config, await launch_driver(), launch_driver, release)
             except NoSuchProgram:
                 self._without_python.add(image.image_id)
         try:
-            return await self._exec_session(image, slot, release)
+            return ExecSession(slot.session_id, config, await launch_keeper(), launch_keeper, release)
         except NoSuchProgram as error:
             raise SandboxError(f"image {image.name} has neither python3 (3.9 or newer) nor sh: {error}") from error
 
@@ -116,38 +127,17 @@ class DockerSandbox(LimitedSandbox):
             self._images[name] = await find_image(self._connected(), name)
         return self._images[name]
 
-    async def _driver_session(
-        self, image: DockerImage, slot: SessionSlot, release: Callable[[], None]
-    ) -> DriverSession:
-        config = self._config_of(slot)
-
-        async def launch() -> ContainerBox:
-            command = self._driver_command(config)
-            return await ContainerBox.open(await self._container(image, command, slot, config), self._driver)
-
-        return DriverSession(slot.session_id, config, await launch(), launch, release)
-
-    async def _exec_session(self, image: DockerImage, slot: SessionSlot, release: Callable[[], None]) -> ExecSession:
-        config = self._config_of(slot)
-
-        def launch() -> Awaitable[Container]:
-            return self._container(image, KEEPER_COMMAND, slot, config, kept=True)
-
-        return ExecSession(slot.session_id, config, await launch(), launch, release)
-
-    def _config_of(self, slot: SessionSlot) -> SandboxConfig:
-        """The settings, with what the session asks for instead."""
-        needs = slot.needs
-        asked = {"memory_mb": needs.memory_mb, "cpus": needs.cpus, "cpu_s": NO_CPU_LIMIT_S if needs.own_root else None}
-        return self.config.model_copy(update={name: value for name, value in asked.items() if value is not None})
-
     async def _container(
         self, image: DockerImage, command: list[str], slot: SessionSlot, config: SandboxConfig, kept: bool = False
     ) -> Container:
         """`kept`: the first process gets its own uid: it cannot hide from programs that share its uid."""
         own_root, storage_bytes = slot.needs.own_root, None
         if own_root:
-            _require_root(image)
+            if image.user.partition(":")[0] not in ("", "0", "root"):
+                raise UnmetNeeds(
+                    f"image {image.name} runs as user {image.user}: a box with a root of its own runs as root; give the"
+                    " image USER root"
+                )
             storage_bytes = (slot.needs.storage_mb or self.config.own_limits.storage_mb) << 20
             storage_bytes = max(0, storage_bytes - image.written_bytes)
         labels = labels_of(self._owner, slot.label, slot.session_id)
@@ -237,15 +227,6 @@ class DockerSandbox(LimitedSandbox):
         if not self._engine.limits_pids:
             settings["processes"] = config.pids
         return driver_command_from_stdin(PYTHON, settings)
-
-
-def _require_root(image: DockerImage) -> None:
-    """Raises `UnmetNeeds`: with an own root everything in a box runs as one user, and files are put in by it."""
-    if image.user.partition(":")[0] not in ("", "0", "root"):
-        raise UnmetNeeds(
-            f"image {image.name} runs as user {image.user}: a box with a root of its own runs as root; give the image"
-            " USER root"
-        )
 
 
 def describe(engine: DockerEngine, config: SandboxConfig, filtered: bool) -> tuple[str, bool]:

@@ -33,11 +33,10 @@ REPOSITORY = "penstock-snapshot"
 """A name keeps an image from being pruned as one that has none."""
 COMMIT_DEADLINE_S = 120.0
 """The engine copies and compares what the box wrote, which is gigabytes at most."""
-TOO_DEEP = "max depth exceeded"
 
 
 class SnapshotImages:
-    """Those of one maker of boxes, by their names."""
+    """The snapshot images of one maker of boxes, by name."""
 
     def __init__(self, connected: Callable[[], Docker]) -> None:
         self._connected = connected
@@ -57,19 +56,15 @@ class SnapshotImages:
         self._wanted.add(snapshot_id)
         commit = asyncio.create_task(self._commit(container, snapshot_id), name=f"commit of {container.name}")
         self._commits.add(commit)
-        commit.add_done_callback(self._end_commit)
+        commit.add_done_callback(self._commits.discard)
         try:
             image_id = await asyncio.shield(commit)
         except BaseException:
+            commit.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # the caller has gone
             self._wanted.discard(snapshot_id)
             raise
         written_bytes += image.written_bytes
         return replace(image, name=_name(snapshot_id), image_id=image_id, written_bytes=written_bytes)
-
-    def _end_commit(self, commit: asyncio.Task[str]) -> None:
-        self._commits.discard(commit)
-        if not commit.cancelled():
-            commit.exception()  # retrieved, also where the caller was cancelled
 
     async def _commit(self, container: Container, snapshot_id: str) -> str:
         """The image's id. In a task of its own: the engine finishes what it was asked for, cancelled or not."""
@@ -79,7 +74,7 @@ class SnapshotImages:
                 asked = self._connected().containers.container(container.name)
                 made = await asked.commit(repository=REPOSITORY, tag=snapshot_id, changes=labels)
         except SandboxError as error:
-            if TOO_DEEP in str(error):
+            if "max depth exceeded" in str(error):
                 raise NoSnapshots(f"a copy of a copy, too many times over, cannot be copied again: {error}") from error
             raise
         return str(made["Id"])

@@ -15,14 +15,13 @@ UID_BASE = 1_895_825_408
 """Right above the range of bubblewrap's boxes."""
 _UIDS_PER_WORKER = 1024
 _FIRST_REMAPPED_UID = 20_000
-SHM_BYTES = 16 << 20
 OPEN_FILES = 256
 NO_CORE = 1
 """Bytes: too few for a core file, and the one value that also keeps a core from the host's handler behind a pipe."""
 
 
 OWN_ROOT_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
-"""What root needs to install and own files and to become other users; all of it acts on the container's own alone."""
+"""Capabilities that root needs to install and own files and to become other users; all act on the container alone."""
 
 
 def container_spec(
@@ -37,13 +36,17 @@ def container_spec(
 ) -> dict[str, Any]:
     """Body of the engine's create call for a box whose first process is `command`."""
     uid = 0 if own_root else uid_of(slot, engine.remaps_uids)
+    environment = ["HOME=/tmp", "LANG=C.UTF-8"]
+    if own_root:  # the rest is the image's
+        entrypoint = shlex.join(image.entrypoint)
+        environment = [f"{WORKDIR_VARIABLE}={image.workdir}", f"{ENTRYPOINT_VARIABLE}={entrypoint}"]
     return {
         "Image": image.image_id,
         "Entrypoint": command[:1],
         "Cmd": command[1:],
         "User": f"{uid}:{uid}",
         "WorkingDir": "/tmp",  # noqa: S108 - the box's own
-        "Env": _own_environment(image) if own_root else ["HOME=/tmp", "LANG=C.UTF-8"],
+        "Env": environment,
         "Hostname": "sandbox",
         "Labels": labels,
         "Healthcheck": {"Test": ["NONE"]},  # an image's own would run its code in the box
@@ -52,11 +55,6 @@ def container_spec(
         **{"AttachStdin": True, "AttachStdout": True, "AttachStderr": True, "OpenStdin": True, "StdinOnce": True},
         "HostConfig": _host_config(config, image, uid) | (_own_root(config, image) if own_root else {}),
     }
-
-
-def _own_environment(image: DockerImage) -> list[str]:
-    """The rest is the image's."""
-    return [f"{WORKDIR_VARIABLE}={image.workdir}", f"{ENTRYPOINT_VARIABLE}={shlex.join(image.entrypoint)}"]
 
 
 def _own_root(config: SandboxConfig, image: DockerImage) -> dict[str, Any]:
@@ -81,22 +79,18 @@ def _host_config(config: SandboxConfig, image: DockerImage, uid: int) -> dict[st
         "MemorySwap": memory_bytes,
         "PidsLimit": config.pids,
         "NanoCpus": int(config.cpus * 1e9),
-        "ShmSize": SHM_BYTES,
+        "ShmSize": 16 << 20,
         "Tmpfs": dict.fromkeys(("/tmp", *image.volumes), _tmpfs(config, uid)),  # noqa: S108 - the box's own
         "Ulimits": [_limit("core", NO_CORE), _limit("nofile", OPEN_FILES), _limit("memlock", 64 << 10)],
         "LogConfig": {"Type": "none", "Config": {}},
     }
     if config.folders:
-        host["Mounts"] = [_mount(here, inside) for inside, here in shared_folders(config).items()]
+        # without what is mounted below a folder, which would be writable
+        mount = {"Type": "bind", "ReadOnly": True, "BindOptions": {"NonRecursive": True}}
+        host["Mounts"] = [{**mount, "Source": here, "Target": path} for path, here in shared_folders(config).items()]
     if config.runtime is not None:
         host["Runtime"] = config.runtime
     return host
-
-
-def _mount(here: str, inside: str) -> dict[str, Any]:
-    """Without what is mounted below `here`, which would be writable."""
-    options = {"NonRecursive": True}
-    return {"Type": "bind", "Source": here, "Target": inside, "ReadOnly": True, "BindOptions": options}
 
 
 def _tmpfs(config: SandboxConfig, uid: int) -> str:

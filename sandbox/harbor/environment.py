@@ -35,37 +35,19 @@ WHILE_FULL, WAITS_WHILE_FULL = Backoff(0.5, 4.0), 10
 ROOM = 8
 """Processes that tests may start at once, at least: where one of them cannot start, a box is full."""
 LONGEST_S = 3600.0
-"""Of a solution, where the task gives its agent no time limit."""
+"""Time limit of a solution whose task sets none for its agent."""
 MAX_REWARD_BYTES = 1 << 20
 REWARD_JSON, REWARD_TEXT = "/logs/verifier/reward.json", "/logs/verifier/reward.txt"
 TEST_OUTPUT = "/logs/verifier/test-stdout.txt"
 PATCH_FILE = "/tmp/.penstock_harbor.patch"  # noqa: S108 - the box's own
 MAX_PATCH_BYTES = 16 << 20
 SOLVE_OUTPUT = "/logs/agent/oracle.txt"
-NO_REWARD_KEY = "it has several rewards and none is called 'reward'"
-_FOLDERS = "mkdir -p /logs/agent /logs/verifier /logs/artifacts && chmod 777 /logs/agent /logs/verifier /logs/artifacts"
-_LIFE = "cut -d ' ' -f 22 /proc/1/stat"
-"""When the box's first process started: a box that takes the place of one that is gone has another."""
-_WORKDIR = f'w="${{1:-${{{WORKDIR_VARIABLE}:-/app}}}}"; mkdir -p -- "$w" && cd -- "$w" && pwd -P && {_LIFE}'
-_ENTRYPOINT = (
-    f'[ -z "${ENTRYPOINT_VARIABLE}" ] || {{ cd -- "$1"; eval "set -- ${ENTRYPOINT_VARIABLE}"; exec "$@" true; }}'
-)
-_SCRIPT = 'cd -- "$1" && chmod +x "$2" && exec "$2" >"$3" 2>&1'
-_EMPTY_TESTS = "[ ! -L /tests ] && [ ! -f /tests ] || rm -f /tests; rm -rf /tests/* /tests/.[!.]* /tests/..?*; "
-_HAS_TESTS = '[ -n "$(ls -A /tests 2>/dev/null)" ] || echo none; '
 _GIT = "git -c safe.directory='*' -c core.hooksPath=/dev/null"
-_HEAD = f'cd -- "$1" && {_GIT} rev-parse --verify HEAD 2>/dev/null'
-_DIFF = (
-    'cd -- "$1" && export GIT_INDEX_FILE="$3.index" && rm -f "$GIT_INDEX_FILE" && '
-    f'{_GIT} read-tree "$2" && {_GIT} add -A && {_GIT} diff --cached --binary "$2" >"$3"'
-)
-_HAS_ROOM = f"for n in {' '.join(map(str, range(ROOM)))}; do sleep 0.2 & done; wait"
-_FORGET = f"rm -rf {REWARD_JSON} {REWARD_TEXT} {TEST_OUTPUT} && mkdir -p /logs/verifier"
 
 
 @dataclass(frozen=True, slots=True)
 class HarborGrade:
-    """What the tests of a task said of a box."""
+    """The result of a task's tests in a box."""
 
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Empty where there is none."""
@@ -84,7 +66,9 @@ class HarborGrade:
         """Empty where there is a reward."""
         if self.reward is not None:
             return ""
-        return self.cause or (f"{NO_REWARD_KEY}: {', '.join(self.rewards)}" if self.rewards else "")
+        if self.cause or not self.rewards:
+            return self.cause
+        return f"it has several rewards and none is called 'reward': {', '.join(self.rewards)}"
 
 
 class HarborEnvironment:
@@ -98,13 +82,13 @@ class HarborEnvironment:
         """The working directory in the box, absolute."""
         where = f"task {task.name}"
         self.variables = resolved(task.variables, passed, f"{where}: environment.env")
-        """What everything in it sees beside the image's own."""
+        """Variables of everything in it, in addition to the image's own."""
         self._verifier_variables = resolved(task.verifier_variables, passed, f"{where}: verifier.env")
         self._solution_variables = resolved(task.solution_variables, passed, f"{where}: solution.env")
         self._base_commit = ""
-        """Of the repository in the working directory, before the agent."""
+        """HEAD of the repository in the working directory, before the agent."""
         self._image_has_tests = True
-        """Whether /tests may be the image's own: what an agent puts there is taken away before its tests come."""
+        """True if /tests may be the image's own: what an agent puts there is removed before the task's tests come."""
 
     @classmethod
     async def open(
@@ -156,9 +140,12 @@ class HarborEnvironment:
         """
         if not self._base_commit:
             return None
-        made = await self.session.run(
-            ["sh", "-c", _DIFF, "harbor", self.folder, self._base_commit, PATCH_FILE], timeout_s=HOUSEKEEPING_S
+        diff = (
+            'cd -- "$1" && export GIT_INDEX_FILE="$3.index" && rm -f "$GIT_INDEX_FILE" && '
+            f'{_GIT} read-tree "$2" && {_GIT} add -A && {_GIT} diff --cached --binary "$2" >"$3"'
         )
+        argv = _shell(diff, self.folder, self._base_commit, PATCH_FILE)
+        made = await self.session.run(argv, timeout_s=HOUSEKEEPING_S)
         if made.exit_code != 0:
             return None
         try:
@@ -180,8 +167,11 @@ class HarborEnvironment:
         if life != self._life:
             self._life = life
             await self._set_up()
-        forget = _FORGET if self._image_has_tests else _EMPTY_TESTS + _FORGET
-        result = await self.session.run(["sh", "-c", forget], timeout_s=HOUSEKEEPING_S)
+        forget = f"rm -rf {REWARD_JSON} {REWARD_TEXT} {TEST_OUTPUT} && mkdir -p /logs/verifier"
+        if not self._image_has_tests:
+            empty = "[ ! -L /tests ] && [ ! -f /tests ] || rm -f /tests; rm -rf /tests/* /tests/.[!.]* /tests/..?*; "
+            forget = empty + forget
+        result = await self.session.run(_shell(forget), timeout_s=HOUSEKEEPING_S)
         if result.exit_code != 0:
             return HarborGrade(cause=f"old reward files cannot be removed: {_end_of(result)}")
         script = {"test.sh": self.task.test_script} if self.task.test_script is not None else {}
@@ -204,17 +194,22 @@ class HarborEnvironment:
     # ---- set up
 
     async def _set_up(self) -> None:
-        found = await self.session.run(["sh", "-c", _HAS_TESTS + _FOLDERS], timeout_s=SET_UP_S)
+        logs = "/logs/agent /logs/verifier /logs/artifacts"
+        has_tests = '[ -n "$(ls -A /tests 2>/dev/null)" ] || echo none; '
+        found = await self.session.run(_shell(f"{has_tests}mkdir -p {logs} && chmod 777 {logs}"), timeout_s=SET_UP_S)
         _require(found, self.task, "its folders of logs cannot be made")
         self._image_has_tests = not found.stdout.startswith("none")
-        argv = self._with_variables(["sh", "-c", _ENTRYPOINT, "harbor", self.folder])
-        _require(await self.session.run(argv, timeout_s=SET_UP_S), self.task, "the image's entry point failed")
+        name = ENTRYPOINT_VARIABLE
+        enter = f'[ -z "${name}" ] || {{ cd -- "$1"; eval "set -- ${name}"; exec "$@" true; }}'
+        entered = await self.session.run(self._with_variables(_shell(enter, self.folder)), timeout_s=SET_UP_S)
+        _require(entered, self.task, "the image's entry point failed")
         if self.task.uploads is not None:
             files = await asyncio.to_thread(packed, self.task.uploads)
             await self._put(self.folder, files, "environment")
         await self._wait_until_healthy()
-        head = await self.session.run(["sh", "-c", _HEAD, "harbor", self.folder], timeout_s=HOUSEKEEPING_S)
-        self._base_commit = head.stdout.strip() if head.exit_code == 0 else ""
+        head = _shell(f'cd -- "$1" && {_GIT} rev-parse --verify HEAD 2>/dev/null', self.folder)
+        commit = await self.session.run(head, timeout_s=HOUSEKEEPING_S)
+        self._base_commit = commit.stdout.strip() if commit.exit_code == 0 else ""
 
     async def _wait_until_healthy(self) -> None:
         """Failures within the start period do not count. Raises `HarborTaskError`."""
@@ -237,7 +232,8 @@ class HarborEnvironment:
     async def _life_with_room(self) -> str:
         """The box's life. Raises `HarborTaskError` where it has no room for what tests start."""
         _, life = await _located(self.session, self.task)
-        tried = await self.session.run(["sh", "-c", _HAS_ROOM], timeout_s=HOUSEKEEPING_S)
+        start_some = f"for n in {' '.join(map(str, range(ROOM)))}; do sleep 0.2 & done; wait"
+        tried = await self.session.run(_shell(start_some), timeout_s=HOUSEKEEPING_S)
         _require(tried, self.task, f"what runs in its box leaves no room for {ROOM} processes")
         return life
 
@@ -247,8 +243,8 @@ class HarborEnvironment:
 
     async def _script(self, path: str, output: str, timeout_s: float, variables: Mapping[str, str]) -> RunResult:
         """Its output goes to a file: it may be long."""
-        argv = self._with_variables(["sh", "-c", _SCRIPT, "harbor", self.folder, path, output], variables)
-        return await self.session.run(argv, timeout_s=timeout_s)
+        argv = _shell('cd -- "$1" && chmod +x "$2" && exec "$2" >"$3" 2>&1', self.folder, path, output)
+        return await self.session.run(self._with_variables(argv, variables), timeout_s=timeout_s)
 
     async def _put(self, path: str, tar: bytes, what: str) -> None:
         try:
@@ -262,43 +258,41 @@ class HarborEnvironment:
         """(rewards, why there are none)"""
         if ran.limit == "wall":
             return {}, f"its tests ran longer than {self.task.verifier_timeout_s:g} s"
-        for path, read in ((REWARD_JSON, _of_json), (REWARD_TEXT, _of_text)):
+        for path in (REWARD_JSON, REWARD_TEXT):
             try:
                 text = (await self.session.read_file(path, MAX_REWARD_BYTES)).decode("utf-8", "replace")
             except OSError:
                 continue
             try:
-                return read(text), ""
+                if not text:
+                    raise ValueError("it is empty")
+                return (_of_json(text) if path == REWARD_JSON else {"reward": _finite(float(text))}), ""
             except (ValueError, OverflowError, RecursionError) as error:  # an agent may have written anything there
                 return {}, f"{path}: {error}"
-        return {}, f"its tests wrote no reward ({_end_of(ran)}): {await self._last_words()}"
-
-    async def _last_words(self) -> str:
         try:
-            return await self.output_of(TEST_OUTPUT) or "they wrote nothing"
+            last_words = await self.output_of(TEST_OUTPUT) or "they wrote nothing"
         except SandboxError as error:
-            return str(error)
+            last_words = str(error)
+        return {}, f"its tests wrote no reward ({_end_of(ran)}): {last_words}"
 
 
 async def _located(session: Session, task: HarborTask) -> tuple[str, str]:
     """(the working directory, which is made; the box's life). Raises `SandboxError`, `HarborTaskError`."""
-    result = await session.run(["sh", "-c", _WORKDIR, "harbor", task.workdir or ""], timeout_s=HOUSEKEEPING_S)
+    # When the box's first process started: a box that takes the place of one that is gone has another.
+    life = "cut -d ' ' -f 22 /proc/1/stat"
+    enter = f'w="${{1:-${{{WORKDIR_VARIABLE}:-/app}}}}"; mkdir -p -- "$w" && cd -- "$w" && pwd -P && {life}'
+    result = await session.run(_shell(enter, task.workdir or ""), timeout_s=HOUSEKEEPING_S)
     _require(result, task, f"its working directory {task.workdir or ''} cannot be made")
-    folder, life = result.stdout.rstrip("\n").rsplit("\n", 1)
-    return folder, life
+    folder, started = result.stdout.rstrip("\n").rsplit("\n", 1)
+    return folder, started
 
 
-def _of_text(text: str) -> dict[str, float]:
-    """Raises `ValueError`."""
-    if not text:
-        raise ValueError("it is empty")
-    return {"reward": _finite(float(text))}
+def _shell(script: str, *arguments: str) -> list[str]:
+    return ["sh", "-c", script, "harbor", *arguments]
 
 
 def _of_json(text: str) -> dict[str, float]:
     """Raises `ValueError`."""
-    if not text:
-        raise ValueError("it is empty")
     found = json.loads(text)
     rewards = found if isinstance(found, dict) else {"reward": found}
     if not rewards:

@@ -36,7 +36,7 @@ def read_task(folder: Path) -> HarborTask:
 
 
 def tasks_of(folder: Path) -> Sequence[HarborTask]:
-    """Of a task's folder or a folder of tasks. Raises `HarborTaskError` with every task that cannot be read."""
+    """Reads a task's folder or a folder of tasks. Raises `HarborTaskError` that lists every unreadable task."""
     tasks, problems = [], []
     for one in find_task_folders(folder):
         try:

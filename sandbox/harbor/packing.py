@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = "penstock-harbor"
-"""Of the images that are built from Dockerfiles of tasks."""
-_DIGEST_CHARS = 16
+"""Repository of the images that are built from Dockerfiles of tasks."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """What an image is built from."""
+    """The input of an image's build."""
 
     folder: Path
     dockerfile: str
@@ -35,7 +34,7 @@ class BuildContext:
         for name, mode, content in _entries(self.folder, {"Dockerfile": self.dockerfile.encode()}, self.left_out):
             digest.update(f"{len(name)} {name} {mode:o} {len(content)} ".encode() + content)
         plain = re.sub(r"[^a-z0-9]+", "-", task.lower()).strip("-") or "task"
-        return f"{REPOSITORY}/{plain[:80]}:{digest.hexdigest()[:_DIGEST_CHARS]}"
+        return f"{REPOSITORY}/{plain[:80]}:{digest.hexdigest()[:16]}"
 
 
 def packed(folder: Path | None, more: Mapping[str, bytes] | None = None, left_out: Iterable[str] = ()) -> bytes:
@@ -59,7 +58,7 @@ def packed(folder: Path | None, more: Mapping[str, bytes] | None = None, left_ou
 
 _LINK = 0o120000
 MAX_PACKED_BYTES = 256 << 20
-"""Of one folder's files, which are held in memory."""
+"""Limit of one folder's files, which are held in memory."""
 
 
 def _entries(

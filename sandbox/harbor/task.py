@@ -1,4 +1,4 @@
-"""What a task folder asks for, whichever format it is written in, and its errors."""
+"""A task folder as data, whichever format it is written in, and its errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from penstock.sandbox.protocol import BoxNeeds
 
 DEFAULT_VERIFIER_S = 600.0
 DEFAULT_BUILD_S = 600.0
-_TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
 
 
 class HarborTaskError(Exception):
@@ -35,10 +34,10 @@ class Healthcheck:
 
 @dataclass(frozen=True, slots=True)
 class HarborTask:
-    """What one folder asks for."""
+    """The requirements of one task folder."""
 
     name: str
-    """Of the folder."""
+    """Name of the folder."""
     folder: Path
     instruction: str
     image: str | None
@@ -53,7 +52,7 @@ class HarborTask:
     agent_timeout_s: float | None = None
     verifier_timeout_s: float = DEFAULT_VERIFIER_S
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Of everything in the box; values as written, see `resolved`."""
+    """Variables of everything in the box; values as written, see `resolved`."""
     verifier_variables: Mapping[str, str] = field(default_factory=dict)
     solution_variables: Mapping[str, str] = field(default_factory=dict)
     uploads: Path | None = None
@@ -79,7 +78,7 @@ def resolved(variables: Mapping[str, str], passed: Mapping[str, str], where: str
 
 
 def _filled(name: str, value: str, passed: Mapping[str, str], where: str) -> str:
-    match = _TEMPLATE.fullmatch(value)
+    match = re.fullmatch(r"\$\{([^}:]+)(?::-(.*))?\}", value)
     if match is None:
         return value
     source, default = match.groups()

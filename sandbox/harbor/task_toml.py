@@ -24,9 +24,6 @@ from penstock.sandbox.protocol import BoxNeeds
 
 CONFIG = "task.toml"
 TEST_SCRIPT, SOLVE_SCRIPT = "test.sh", "solve.sh"
-COMPOSE_FILES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml")
-_SIZE = re.compile(r"([\d.]+)([GMK])", re.IGNORECASE)
-_MB = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
 
 
 def read_harbor(folder: Path) -> HarborTask:
@@ -35,15 +32,24 @@ def read_harbor(folder: Path) -> HarborTask:
 
 
 class _Reader:
-    """Of one folder."""
+    """Reads one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config = _toml(folder)
+        try:
+            self.config: dict[str, Any] = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise self.error(f"{CONFIG} cannot be read: {error}") from error
         self.environment = self._table("environment")
 
     def task(self) -> HarborTask:
         self._refuse_unsupported()
+        try:
+            instruction = (self.folder / "instruction.md").read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise self.error(f"instruction.md cannot be read: {error}") from error
+        if not instruction:
+            raise self.error("instruction.md is empty: it must say what to do")
         tests, solution = self.folder / "tests", self.folder / "solution"
         if not (tests / TEST_SCRIPT).is_file():
             raise self.error(f"tests/{TEST_SCRIPT} is missing: nothing would grade it")
@@ -54,7 +60,7 @@ class _Reader:
         return HarborTask(
             name=self.folder.name,
             folder=self.folder,
-            instruction=self._instruction(),
+            instruction=instruction,
             image=image,
             build=build,
             uploads=uploads,
@@ -73,16 +79,6 @@ class _Reader:
 
     def error(self, text: str) -> HarborTaskError:
         return HarborTaskError(f"task {self.folder.name}: {text}")
-
-    def _instruction(self) -> str:
-        path = self.folder / "instruction.md"
-        try:
-            text = path.read_text(encoding="utf-8").strip()
-        except (OSError, ValueError) as error:
-            raise self.error(f"instruction.md cannot be read: {error}") from error
-        if not text:
-            raise self.error("instruction.md is empty: it must say what to do")
-        return text
 
     def _image(self) -> tuple[str | None, BuildContext | None, Path | None]:
         """(its name, what makes it, files for its working directory)"""
@@ -107,10 +103,11 @@ class _Reader:
         written = self.environment.get(name)
         if number is not None or written is None:
             return int(number) if number is not None else None
-        match = _SIZE.fullmatch(str(written).strip())
+        match = re.fullmatch(r"([\d.]+)([GMK])", str(written).strip(), re.IGNORECASE)
         if match is None:
             raise self.error(f"environment.{name} must be a size as 2G or 512M, found {written!r}")
-        return max(1, int(float(match[1]) * _MB[match[2].upper()]))
+        megabytes = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}[match[2].upper()]
+        return max(1, int(float(match[1]) * megabytes))
 
     def _healthcheck(self) -> Healthcheck | None:
         given = self.environment.get("healthcheck")
@@ -129,7 +126,8 @@ class _Reader:
     def _refuse_unsupported(self) -> None:
         """Raises `HarborTaskError`. Each is something that would change what the task is."""
         environment, agent, verifier = self.environment, self._table("agent"), self._table("verifier")
-        compose = [name for name in COMPOSE_FILES if (self.folder / "environment" / name).is_file()]
+        files = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml")
+        compose = [name for name in files if (self.folder / "environment" / name).is_file()]
         mode = verifier.get("environment_mode", "separate" if "environment" in verifier else "shared")
         found = {
             f"environment/{compose[0] if compose else ''}: several containers": bool(compose),
@@ -173,13 +171,6 @@ class _Reader:
         if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
             raise self.error(f"{where}.env must map names to texts")
         return dict(found)
-
-
-def _toml(folder: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise HarborTaskError(f"task {folder.name}: {CONFIG} cannot be read: {error}") from error
 
 
 def _is_root(user: Any) -> bool:

@@ -22,15 +22,6 @@ from penstock.sandbox.harbor.task import DEFAULT_BUILD_S, HarborTask, HarborTask
 OLD_CONFIG = "task.yaml"
 DEFAULT_AGENT_S, DEFAULT_TESTS_S = 360.0, 60.0
 COMPOSE = "docker-compose.yaml"
-_HANDLED = (OLD_CONFIG, COMPOSE, "solution.sh", "run-tests.sh", "tests")
-_VOLUMES = {
-    "${T_BENCH_TASK_LOGS_PATH}:${T_BENCH_CONTAINER_LOGS_PATH}",
-    "${T_BENCH_TASK_AGENT_LOGS_PATH}:${T_BENCH_CONTAINER_AGENT_LOGS_PATH}",
-}
-_TEST_DIR = "TEST_DIR=${T_BENCH_TEST_DIR}"
-_SERVICE_KEYS = frozenset(
-    ("build", "image", "container_name", "command", "volumes", "environment", "working_dir", "expose", "entrypoint")
-)
 _REWARD = """
 _EXIT_CODE=$?
 if [ $_EXIT_CODE -eq 0 ]; then
@@ -118,7 +109,8 @@ class _Reader:
                 f"{path.relative_to(self.folder.resolve())} is missing: there is no image to make a box of"
             )
         text = path.read_text(encoding="utf-8")
-        left_out = {name for name in _HANDLED if not _copies(text, name)} if context == "." else set()
+        ours = (OLD_CONFIG, COMPOSE, "solution.sh", "run-tests.sh", "tests") if context == "." else ()
+        left_out = [name for name in ours if not _copies(text, name)]
         lines = "\n".join(["", "ENV TEST_DIR=/tests", *self._dockerfile_lines(service), ""])
         return BuildContext(folder, text.rstrip("\n") + "\n" + lines, frozenset(left_out))
 
@@ -134,11 +126,15 @@ class _Reader:
         if len(services) != 1:
             raise self.error(f"{COMPOSE}: {len(services)} services ({', '.join(services)}); one container is supported")
         (service,) = services.values()
-        for key, value in service.items():
-            if key not in _SERVICE_KEYS:
-                raise self.error(f"{COMPOSE}: {key} cannot be mapped to a Dockerfile")
-            if key == "volumes" and not set(map(str, value)) <= _VOLUMES:
-                raise self.error(f"{COMPOSE}: volumes of its own cannot be mapped to one container")
+        known = {"build", "image", "container_name", "command", "environment", "working_dir", "expose", "entrypoint"}
+        if strange := [key for key in service if key not in known | {"volumes"}]:
+            raise self.error(f"{COMPOSE}: {strange[0]} cannot be mapped to a Dockerfile")
+        logs = {
+            "${T_BENCH_TASK_LOGS_PATH}:${T_BENCH_CONTAINER_LOGS_PATH}",
+            "${T_BENCH_TASK_AGENT_LOGS_PATH}:${T_BENCH_CONTAINER_AGENT_LOGS_PATH}",
+        }
+        if not set(map(str, service.get("volumes", ()))) <= logs:
+            raise self.error(f"{COMPOSE}: volumes of its own cannot be mapped to one container")
         found: Mapping[str, Any] = service
         return found
 
@@ -157,7 +153,7 @@ class _Reader:
         given = service.get("environment") or []
         pairs = [f"{name}={value}" for name, value in given.items()] if isinstance(given, dict) else list(given)
         for pair in pairs:
-            if pair == _TEST_DIR:
+            if pair == "TEST_DIR=${T_BENCH_TEST_DIR}":
                 continue
             name, is_set, value = str(pair).partition("=")
             if not is_set or "${" in value:
@@ -172,5 +168,5 @@ class _Reader:
 
 
 def _copies(dockerfile: str, name: str) -> bool:
-    """Whether the image is to have it, although it is the task's own."""
+    """True if the Dockerfile copies `name` into the image, although it is one of the task's own files."""
     return any(f"{verb} {place}{name}" in dockerfile for verb in ("COPY", "ADD") for place in ("", "./"))

@@ -40,18 +40,29 @@ class WatchedRun:
         self.number = 0
         """Which call of a resident; 0 for a command."""
         self.outcomes = -1
-        """Where the resident says that a call ended."""
+        """Descriptor on which the resident reports that a call ended."""
         self.exit_code: int | None = None
         """Set once the resident said so; for all else the kernel's word counts."""
         self.stop_asked: Callable[[], bool] = lambda: False
-        """Whether the worker wants the run to end now."""
+        """True if the worker wants the run to end now."""
 
     def expect_outcome(self, number: int, outcomes: int) -> None:
-        """Of a resident's call `number`; drops what earlier calls left in the pipe."""
+        """Prepares for the outcome of a resident's call `number`; drops what earlier calls left in the pipe."""
         self.number, self.outcomes = number, outcomes
         with contextlib.suppress(BlockingIOError):
             while os.read(outcomes, 65536):
                 continue
+
+    def handlers(self) -> Handlers:
+        os.set_blocking(self.feed_fd, False)
+        handlers = {
+            self.child.stdout: lambda: self.capture.read_stdout(self.child.stdout),
+            self.child.stderr: lambda: self.capture.read_stderr(self.child.stderr),
+            self.feed_fd: self.feed_more,
+        }
+        if self.number:
+            handlers[self.outcomes] = self.note_outcome
+        return handlers
 
     def feed_more(self) -> bool:
         """False once all is written (or the reader is gone)."""
@@ -89,7 +100,7 @@ def pump(
     run: WatchedRun, deadline: float, processes: ChildTable, interrupts: Handlers, memory: MemoryWatch | None = None
 ) -> str | None:
     """Move bytes until the run ends; returns the limit that it broke, if any. Raises what `interrupts` raise."""
-    poller, handlers = select.poll(), _handlers(run, interrupts)
+    poller, handlers = select.poll(), {**run.handlers(), **interrupts}
     next_look = 0.0
     for fd in handlers:
         poller.register(fd, select.POLLOUT if fd == run.feed_fd else select.POLLIN)
@@ -111,19 +122,6 @@ def pump(
     return None
 
 
-def _handlers(run: WatchedRun, interrupts: Handlers) -> Handlers:
-    os.set_blocking(run.feed_fd, False)
-    handlers = {
-        run.child.stdout: lambda: run.capture.read_stdout(run.child.stdout),
-        run.child.stderr: lambda: run.capture.read_stderr(run.child.stderr),
-        run.feed_fd: run.feed_more,
-        **interrupts,
-    }
-    if run.number:
-        handlers[run.outcomes] = run.note_outcome
-    return handlers
-
-
 def verdict(run: WatchedRun, processes: ChildTable, broken: str | None) -> dict[str, Any]:
     """``exit_code`` (None where a limit killed it) and ``limit`` (that ended or cut it)."""
     if broken is not None:
@@ -138,7 +136,6 @@ def verdict(run: WatchedRun, processes: ChildTable, broken: str | None) -> dict[
     return {"exit_code": code, "limit": cut}
 
 
-IPC_RMID = 0
 TABLE = "/proc/sysvipc/shm"
 """Of the reader's own namespace. After a line of headings: key, shmid, perms, size, cpid, lpid, nattch, ..."""
 
@@ -156,7 +153,7 @@ def remove_orphan_segments() -> None:
         fields = line.split()
         segment, maker, attached = int(fields[1]), int(fields[4]), int(fields[6])
         if attached == 0 and not os.path.exists(f"/proc/{maker}"):
-            ctypes.CDLL(None).shmctl(segment, IPC_RMID, None)
+            ctypes.CDLL(None).shmctl(segment, 0, None)  # IPC_RMID
 
 
 def _read_all(path: str) -> bytes:
@@ -229,7 +226,7 @@ class Calls:
         return {**answer, "state_lost": bool(self.persistent.unreported - lost_before)}
 
     def _serve(self) -> Handlers:
-        """What a served run watches beside its own pipes. The worker's frames are then no hang-up."""
+        """Handlers of a served run in addition to its own pipes. The worker's frames are then no hang-up."""
         return {
             self._control: lambda: self.port.take(self._read_frame()),
             self.port.begin(): self.port.ready,

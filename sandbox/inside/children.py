@@ -1,4 +1,4 @@
-"""ChildTable that the driver forks: untrusted from their first own instruction on.
+"""Children that the driver forks: untrusted from their first own instruction on.
 
 `ChildTable` is the driver's table of them: fork, reap, end. As pid 1 of the box it also reaps every orphan.
 """
@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 PR_SET_DUMPABLE = 4
 PR_SET_CHILD_SUBREAPER = 36
 OPEN_FILES = 256
-NICENESS = 5
 LOCKED_BYTES = 64 << 10
 """Pages that sockets send without a copy count against it, and against nothing else."""
 NO_CORE = 1
@@ -31,10 +30,9 @@ _PRCTL = ctypes.CDLL(None).prctl
 set_handler: Callable[[int, Any], Any] = getattr(sys.modules.get("_signal"), "signal", signal.signal)
 """`signal.signal` without its search for the names of numbers, which copies pages too. Takes plain numbers alone."""
 FOLDERS = [f"{folder}/" for folder in os.environ.get("PATH", os.defpath).split(":")]
-"""Where programs are: looked up once, for the same reason."""
+"""Folders of programs: looked up once, for the same reason."""
 DEFAULT, IGNORE = int(signal.SIG_DFL), int(signal.SIG_IGN)
 CHILD_ENDED, INTERRUPT = int(signal.SIGCHLD), int(signal.SIGINT)
-IGNORED_BY_PYTHON = (int(signal.SIGPIPE), int(signal.SIGXFSZ))
 
 
 class ForkedChild:
@@ -112,7 +110,7 @@ def _reset_signals() -> None:
 
 def restore_signals() -> None:
     """Restores the signals that Python ignores, before another program is executed."""
-    for number in IGNORED_BY_PYTHON:
+    for number in (13, 25):  # SIGPIPE, SIGXFSZ
         set_handler(number, DEFAULT)
 
 
@@ -127,7 +125,7 @@ def _apply_limits(limits: dict[str, Any]) -> None:
     if limits.get("address_space"):
         resource.setrlimit(resource.RLIMIT_AS, (limits["address_space"], limits["address_space"]))
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (LOCKED_BYTES, LOCKED_BYTES))
-    os.nice(NICENESS)  # below the driver, which must get its turn to end them
+    os.nice(5)  # below the driver, which must get its turn to end them
     set_dumpable(True)
     if limits.get("boxed"):
         _prefer_for_oom_kill()
@@ -156,7 +154,7 @@ def become_command(argv: list[str], cwd: str | None = None) -> int:
 
 
 def _execute(argv: list[str]) -> NoReturn:
-    """As `os.execvp`, which imports and warns on its way: that would copy the driver's pages. Raises OSError."""
+    """Acts as `os.execvp`, without its imports and warnings: these would copy the driver's pages. Raises OSError."""
     folders = [""] if "/" in argv[0] else FOLDERS
     missing: OSError | None = None
     refused: OSError | None = None
@@ -170,14 +168,9 @@ def _execute(argv: list[str]) -> NoReturn:
     raise refused or missing or FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
 
-KILL_ROUNDS = 500
-FORK_ROUNDS = 20
-"""Rounds of killing in which new processes may appear; more means a fork bomb."""
 END_S = 10.0
-"""How long killed processes may take to end. Less than the time that the worker waits for an answer after a limit."""
+"""Time for killed processes to end: less than the time that the worker waits for an answer after a limit."""
 PAUSE_S = 0.002
-THREADS = 17
-"""In /proc/PID/stat, counted from the state on."""
 
 
 class ChildTable:
@@ -203,7 +196,7 @@ class ChildTable:
 
     @property
     def _sees_descendants(self) -> bool:
-        """Whether whatever code started is a descendant of this process, as long as it lives."""
+        """True if everything that code started descends from this process, as long as it lives."""
         return self.boxed or bool(self.settings.get("reaper"))
 
     def spawn(
@@ -250,7 +243,7 @@ class ChildTable:
         """Every process but the driver, atomically against forks; without a box only the children's sessions."""
         for child in self.tracked - set(self.exits):
             kill_session(child)
-        for _ in range(KILL_ROUNDS if self.boxed else 0):
+        for _ in range(500 if self.boxed else 0):
             try:
                 os.kill(-1, signal.SIGKILL)
             except ProcessLookupError:
@@ -287,7 +280,8 @@ class ChildTable:
         while strangers := set(strangers_to({child.pid for child in spared})):
             if strangers - killed:
                 rounds_with_new += 1
-            if rounds_with_new > FORK_ROUNDS or time.monotonic() > give_up_at:
+            # rounds of killing in which new processes may appear; more means a fork bomb
+            if rounds_with_new > 20 or time.monotonic() > give_up_at:
                 return False
             for pid in strangers:
                 with contextlib.suppress(ProcessLookupError):
@@ -324,7 +318,7 @@ def _parent_of(pid: int) -> int:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return 0
-    return 0 if fields[0] in (b"Z", b"X") and int(fields[THREADS]) <= 1 else int(fields[1])
+    return 0 if fields[0] in (b"Z", b"X") and int(fields[17]) <= 1 else int(fields[1])  # 17: the number of threads
 
 
 def kill_session(pid: int) -> None:

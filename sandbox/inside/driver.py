@@ -81,7 +81,7 @@ PR_SET_SECCOMP = 22
 PR_SET_NO_NEW_PRIVS = 38
 SECCOMP_MODE_FILTER = 2
 OOM_COUNTERS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
-"""Of the container's own cgroup, version 2 and 1, as container engines show it inside."""
+"""Counters of the container's own cgroup, version 2 and 1, as container engines show them inside."""
 
 
 _PRCTL = ctypes.CDLL(None, use_errno=True).prctl
@@ -108,7 +108,7 @@ def install_filter(program: _Program) -> None:
 
 
 def oom_kills() -> int:
-    """ChildTable of this container that the kernel ended for want of memory; 0 where no counter is to be seen."""
+    """Processes of this container that the kernel ended for want of memory; 0 if no counter can be read."""
     for path in OOM_COUNTERS:
         try:
             with open(path, encoding="ascii") as file:
@@ -154,7 +154,7 @@ def _require_regular(fd: int, path: str) -> None:
 
 
 def _checked(path: str, root: str | None) -> str:
-    """Where nothing but this check keeps paths in (no box around), refuse what resolves outside `root`."""
+    """Refuses paths that resolve outside `root`, if nothing but this check confines them (no box around)."""
     if "\0" in path:
         raise FileNotFoundError(2, "path holds a NUL", path.replace("\0", "\\0"))
     if root is not None and not os.path.realpath(path).startswith(os.path.realpath(root) + os.sep):

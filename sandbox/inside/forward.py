@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 
 WINDOW_BYTES = 128 << 10
 CHUNK_BYTES = 32 << 10
-LINGER_BYTES = 1 << 20
 SHUT_WR = 1
 MAX_CONNECTIONS = 64
-LOOPBACK = "127.0.0.1"
 Frame = dict[str, Any]
 
 
@@ -54,7 +52,7 @@ class ForwardedStream:
 
     @property
     def wanted(self) -> int:
-        """What epoll is asked for; 0: nothing may happen now."""
+        """Events that epoll is asked for; 0: nothing may happen now."""
         room = self.unacknowledged < WINDOW_BYTES and (self.full or not self.unacknowledged)
         reads = not self.program_ended and (self.closing or room)
         return (select.EPOLLIN if reads else 0) | (select.EPOLLOUT if self.pending else 0)
@@ -63,7 +61,7 @@ class ForwardedStream:
     def over(self) -> bool:
         if self.pending:
             return False
-        return (self.program_ended and (self.closing or self.worker_ended)) or self.discarded > LINGER_BYTES
+        return (self.program_ended and (self.closing or self.worker_ended)) or self.discarded > (1 << 20)
 
 
 class ForwardedPort:
@@ -88,7 +86,7 @@ class ForwardedPort:
             import socket  # only boxes that are served pay for it
 
             self._epoll = select.epoll()
-            self._listener = socket.create_server((LOOPBACK, 0), backlog=MAX_CONNECTIONS)
+            self._listener = socket.create_server(("127.0.0.1", 0), backlog=MAX_CONNECTIONS)
             self._listener.setblocking(False)
         return int(self._listener.getsockname()[1])
 

@@ -36,8 +36,8 @@ def serve(requests: int, outcomes: int) -> int:
         sources[name] = _read_exactly(requests, size).decode("utf-8")
         exit_code = execute(sources[name], name, namespace, sources)
         _flush()
-        # The code may have closed the pipe, or made reading it fail while it is empty. Found out only when the outcome
-        # is report already, that would end this process under the next call; here it ends the code's own.
+        # The code may have closed the pipe, or made reading it fail while it is empty. After the outcome was reported,
+        # that would end this process during the next call; here it ends this call.
         os.set_blocking(requests, True)
         os.write(outcomes, OUTCOME % (number, exit_code))
     return 0

@@ -19,7 +19,7 @@ from typing import Any
 from penstock.sandbox.inside import children, driver, relay
 
 KEPT_BYTES = 8 << 20
-"""Of answers; the newest is kept whatever its size."""
+"""Limit of the stored answers; the newest is stored whatever its size."""
 CHUNK_BYTES = 1 << 16
 
 
@@ -68,7 +68,7 @@ class Keeper:
         self._answers: dict[int, list[bytes]] = {}
         """Request → the lines that answer it, in the order of asking."""
         self._greeting = b""
-        """That the driver is ready, until there is somebody to tell."""
+        """The driver's ready frame, until a client connects."""
         self._running: int | None = None
         self._heard: int | None = None
         """The request that the connection of now has asked for: it gets those answers as they come. Who has not asked

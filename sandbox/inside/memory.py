@@ -24,14 +24,11 @@ import time
 from collections.abc import Iterator
 
 FILL_BYTES_PER_S = 4 << 30
-"""How fast a box may fill what is left: the next look comes no later than that."""
+"""Rate at which a box may fill the rest of its memory: the next look comes no later than that."""
 LOOK_S = (0.01, 0.1)
 """Shortest and longest pause between two looks while code runs."""
 IDLE_LOOK_S = 0.25
 """Pause between two looks while no call runs: a daemon may still fill the box."""
-INODE_BYTES = 1024
-"""An empty file of a tmpfs: inode, directory entry, name."""
-TERMINAL_BYTES = 128 << 10
 MOST_LOCKS = 1 << 14
 """File locks of a box, some 4 MB of the kernel's memory. No program needs as many; a longer list is slow to read."""
 LOCKS_LOOK_S = 2.0
@@ -43,11 +40,11 @@ TERMINALS = "/dev/pts"
 
 
 class UncountableMemory(Exception):
-    """What a box holds cannot be counted here; the message names what is missing and how to have it."""
+    """The memory of a box cannot be counted here; the message names what is missing and how to have it."""
 
 
 class MemoryWatch:
-    """Of the box whose first process this is."""
+    """Watches the memory of the box whose first process this is."""
 
     def __init__(self, limit_bytes: int, send_bytes: int) -> None:
         """`send_bytes`: the most that one socket may have on its way."""
@@ -58,7 +55,7 @@ class MemoryWatch:
         self._locks_due_s = time.monotonic() + LOCKS_LOOK_S
 
     def exceeded(self) -> bool:
-        """Whether the box holds more than its limit. Cheap while it does not."""
+        """True if the box holds more than its limit. Cheap while it does not."""
         rest = self._without_processes()
         rough = rest + sum(process.anonymous for process in processes())
         if rough > self.limit_bytes:
@@ -76,7 +73,7 @@ class MemoryWatch:
         return stays > self.limit_bytes - min(PROGRAM_BYTES, self.limit_bytes // 8)
 
     def _without_processes(self) -> int:
-        files = sum(map(_folder_bytes, FOLDERS)) + len(os.listdir(TERMINALS)) * TERMINAL_BYTES
+        files = sum(map(_folder_bytes, FOLDERS)) + len(os.listdir(TERMINALS)) * (128 << 10)
         return files + sum(socket_bytes(self.send_bytes))
 
     def _too_many_locks(self) -> bool:
@@ -88,7 +85,7 @@ class MemoryWatch:
 
 
 def has_many_locks() -> bool:
-    """Whether processes of this pid namespace hold more than `MOST_LOCKS`; those of open files are the machine's."""
+    """True if processes of this pid namespace hold more than `MOST_LOCKS`; locks of open files are the machine's."""
     try:
         with open("/proc/locks", "rb") as file:
             ours = (line for line in file if b"OFDLCK" not in line)
@@ -120,14 +117,15 @@ def _read_int(path: str) -> int:
 
 def _folder_bytes(folder: str) -> int:
     found = os.statvfs(folder)
-    return (found.f_blocks - found.f_bfree) * found.f_frsize + (found.f_files - found.f_ffree) * INODE_BYTES
+    inode_bytes = 1024  # an empty file of a tmpfs: inode, directory entry, name
+    return (found.f_blocks - found.f_bfree) * found.f_frsize + (found.f_files - found.f_ffree) * inode_bytes
 
 
 # ---- processes
 
 
 class ProcessMemory:
-    """What /proc/PID/status says of one."""
+    """The memory of one process, from /proc/PID/status."""
 
     def __init__(self, pid: int, thread: int, parent: int, anonymous: int) -> None:
         self.pid = pid
@@ -139,7 +137,7 @@ class ProcessMemory:
 
 
 def processes() -> Iterator[ProcessMemory]:
-    """Those of this pid namespace that have memory of their own."""
+    """Yields the processes of this pid namespace that have memory of their own."""
     for name in os.listdir("/proc"):
         if name.isdigit() and (found := _read_process(int(name))) is not None:
             yield found
@@ -231,16 +229,7 @@ _BY_FAMILY, _DUMP_REQUEST = 20, 0x301
 _DONE, _ERROR = 3, 2
 _HEADER = struct.Struct("=IHHII")
 _ATTRIBUTE = struct.Struct("=HH")
-_PEER = struct.Struct("=I")
 _MEMINFO = struct.Struct("=9I")
-_HELD = (0, 2, 4, 7)
-"""Of a socket's memory figures: bytes to read, to send, reserved ahead, in the backlog."""
-_PROTOCOLS = {
-    "TCP:": socket.IPPROTO_TCP,
-    "TCP6:": socket.IPPROTO_TCP,
-    "UDP:": socket.IPPROTO_UDP,
-    "UDP6:": socket.IPPROTO_UDP,
-}
 _UNIX_PEER, _UNIX_MEMINFO, _INET_MEMINFO = 2, 5, 7
 _SHOW_PEER, _SHOW_MEMINFO = 0x04, 0x20
 _UNIX_MESSAGE, _INET_MESSAGE = 16, 72
@@ -258,7 +247,7 @@ def socket_bytes(send_bytes: int) -> Iterator[int]:
         unix = struct.pack("=BBHIIIII", socket.AF_UNIX, 0, 0, _ALL_STATES, 0, show, 0, 0)
         for attributes in _ask(diagnosis, unix, _UNIX_MESSAGE):
             yield _held(attributes.get(_UNIX_MEMINFO))
-            if _UNIX_PEER in attributes and _PEER.unpack(attributes[_UNIX_PEER]) == (0,):
+            if _UNIX_PEER in attributes and attributes[_UNIX_PEER] == bytes(4):
                 yield send_bytes
         for family, protocol in _in_use():
             inet = struct.pack("=BBBBI48x", family, protocol, 1 << (_INET_MEMINFO - 1), 0, _ALL_STATES)
@@ -270,9 +259,10 @@ def socket_bytes(send_bytes: int) -> Iterator[int]:
 def _in_use() -> Iterator[tuple[int, int]]:
     """Family and protocol of the internet sockets that there are: asking for each takes milliseconds, the kernel looks
     through the tables of the whole machine."""
+    protocols = {"TCP": socket.IPPROTO_TCP, "UDP": socket.IPPROTO_UDP}
     for file, family in (("sockstat", socket.AF_INET), ("sockstat6", socket.AF_INET6)):
         for name, _, count, *_ in map(str.split, _lines(f"/proc/net/{file}")):
-            protocol = _PROTOCOLS.get(name)
+            protocol = protocols.get(name.rstrip("6:"))
             if protocol is not None and count != "0":
                 yield family, protocol
 
@@ -304,7 +294,8 @@ def _attributes(data: bytes) -> dict[int, bytes]:
 
 def _held(meminfo: bytes | None) -> int:
     figures = _MEMINFO.unpack_from(meminfo) if meminfo else (0,) * 9
-    return sum(figures[index] for index in _HELD)
+    # of a socket's memory figures: bytes to read, to send, reserved ahead, in the backlog
+    return sum(figures[index] for index in (0, 2, 4, 7))
 
 
 def _netlink_bytes() -> Iterator[int]:

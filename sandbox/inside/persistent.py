@@ -25,7 +25,7 @@ class PersistentChild:
         self.outcomes = outcomes
         self.last_exit_code = 0
         self.doomed = False
-        """It was report to go; `settle` forgets it."""
+        """It was told to end; `settle` forgets it."""
 
     def close(self) -> None:
         os.close(self.requests)
@@ -39,7 +39,7 @@ class PersistentChildren:
         self.processes = processes
         self.living: dict[str, PersistentChild] = {}
         self.unreported: set[str] = set()
-        """Kinds whose state went, which no answer to a call of that kind has report yet."""
+        """Kinds whose state was lost, which no answer to a call of that kind has reported yet."""
         self._nothing = os.open(os.devnull, os.O_RDONLY)
 
     def children(self, but: str | None = None) -> list[ForkedChild]:
@@ -90,7 +90,7 @@ class PersistentChildren:
                 resident.doomed = True
 
     def settle(self) -> None:
-        """Forget those that ended, or were report to, with all that they started."""
+        """Forgets those that ended, or were told to, with all that they started."""
         gone = [kind for kind, it in self.living.items() if it.doomed or self.processes.ended(it.child)]
         for kind in gone:
             resident = self.living.pop(kind)
@@ -101,7 +101,7 @@ class PersistentChildren:
             self.kill_strangers()
 
     def report_loss(self, kind: str) -> bool:
-        """Whether this kind's state went since a call of it last said so."""
+        """Returns True once after state of this kind was lost."""
         lost = kind in self.unreported
         self.unreported.discard(kind)
         return lost

@@ -12,12 +12,11 @@ from penstock.sandbox.inside import children
 
 OUTCOMES = 9
 """Descriptor in the shell to which it writes outcomes."""
-SHELLS = ("bash", "--noprofile", "--norc"), ("sh",)
 PRELUDE = b"__status() { return $1; }\n"
 
 
 def request(number: int, command: str, last_exit_code: int) -> bytes:
-    """What to write into the shell's pipe; ``$?`` is what the last call left."""
+    """Text for the shell's pipe; ``$?`` is what the last call left."""
     quoted = "'" + command.replace("'", "'\\''") + "'"
     before = f"__status {last_exit_code} || " if last_exit_code else ""
     call = f"{before}command eval {quoted} </dev/null {OUTCOMES}>&-\n"
@@ -33,7 +32,7 @@ def become(requests: int, outcomes: int) -> int:
         os.dup2(outcomes, OUTCOMES)
     else:
         os.set_inheritable(outcomes, True)
-    for argv in SHELLS:
+    for argv in ("bash", "--noprofile", "--norc"), ("sh",):
         try:
             os.execvp(argv[0], argv)  # noqa: S606 - a shell is the point
         except FileNotFoundError:

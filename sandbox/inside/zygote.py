@@ -32,17 +32,12 @@ from typing import Any, NoReturn
 
 from penstock.sandbox.inside import children, driver
 
-MAX_REQUEST_BYTES = 4096
-MAX_DESCRIPTORS = 8
-CLONE_NUMBERS = {"x86_64": 56, "aarch64": 220}
 NEW_NAMESPACES = 0x7C020000
 """CLONE_NEW*: mount, uts, ipc, user, pid, network."""
 CLONE_NEWCGROUP = 0x02000000
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND = 2, 4, 8, 4096
 PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 1, 24, 47, 4
 CAPABILITY_VERSION_3 = 0x20080522
-LAST_CAPABILITY = "/proc/sys/kernel/cap_last_cap"
-MAX_USER_NAMESPACES = "/proc/sys/user/max_user_namespaces"
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 libc = ctypes.CDLL(None, use_errno=True)
 prctl, capset, unshare, mount_one = libc.prctl, libc.capset, libc.unshare, libc.mount
@@ -63,9 +58,9 @@ class Zygote:
         self.settings = settings
         self.filter = driver.filter_of(settings)
         self.requests = requests
-        self.clone_number = CLONE_NUMBERS[os.uname().machine]
-        self.capabilities = read_int(LAST_CAPABILITY) + 1
-        """How many the kernel knows."""
+        self.clone_number = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
+        self.capabilities = read_int("/proc/sys/kernel/cap_last_cap") + 1
+        """Number of capabilities that the kernel knows."""
         self.wakeup = readable_when_a_child_ends()
 
     def serve(self) -> None:
@@ -176,12 +171,12 @@ def reap(wakeup: int) -> None:
 
 def receive(requests: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """None where the worker is gone."""
-    data, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
+    data, descriptors, _, _ = socket.recv_fds(requests, 4096, 8)
     return (json.loads(data), descriptors) if data else None
 
 
 def clone(number: int, namespaces: int) -> int:
-    """As `os.fork`, into new namespaces: 0 in the child, which is pid 1 there. Raises `OSError`."""
+    """Forks as `os.fork`, into new namespaces: 0 in the child, which is pid 1 there. Raises `OSError`."""
     flags = ctypes.c_ulong(namespaces | children.CHILD_ENDED)
     before_fork()
     pid: int = system_call(number, flags, 0, 0, 0, 0)
@@ -214,7 +209,7 @@ def die_with_parent() -> None:
 
 
 def furnish(settings: dict[str, Any]) -> None:
-    """What no two boxes may share: file systems that can be written, the loopback, host name and session."""
+    """Mounts and sets what boxes must not share: writable file systems, the loopback, host name and session."""
     os.setsid()
     quiet = MS_NOSUID | MS_NODEV
     mount("proc", "/proc", quiet | MS_NOEXEC, "")
@@ -227,7 +222,8 @@ def furnish(settings: dict[str, Any]) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
     socket.sethostname("sandbox")
-    write_text(MAX_USER_NAMESPACES, "0")  # none below this one; to raise it again takes a capability in it
+    # none below this one; to raise it again takes a capability in it
+    write_text("/proc/sys/user/max_user_namespaces", "0")
     os.chdir("/tmp")  # noqa: S108 - the box's own
 
 

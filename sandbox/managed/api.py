@@ -1,4 +1,4 @@
-"""What `ManagedSandbox` needs of a provider, and the failures that it understands.
+"""The protocol of a provider, as `ManagedSandbox` uses it, and the failures that it understands.
 
 An adapter is one file: it makes, lists and ends boxes, and opens a program's stdin and stdout in one. It maps what its
 SDK raises to the errors below, and retries nothing itself: the base decides what is tried again, and how long.
@@ -18,7 +18,7 @@ from penstock.sandbox.protocol import BoxNeeds, SandboxBusy, SandboxError
 
 logger = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 60.0
-"""Of one request to a provider's API."""
+"""Deadline of one request to a provider's API."""
 
 
 class ApiBusy(SandboxBusy):
@@ -42,7 +42,7 @@ class BoxRequest:
     """One box to be made."""
 
     key: str
-    """Of this request alone: lower-case letters and digits. A provider that knows idempotency keys gets it as one."""
+    """Names this request alone: lower-case letters and digits. Providers that know idempotency keys get it as one."""
     labels: Mapping[str, str]
     image: str | None
     """Image, template or snapshot by the provider's name; None: the configured one."""

@@ -27,8 +27,6 @@ START_DEADLINE_S = 60.0
 RECONNECT_S = 30.0
 """For how long a broken connection is made anew before the box counts as lost."""
 PAUSE = Backoff(0.1, 5.0, jitter=(0.5, 1.0))
-DRIVER_ENDED = "the box's driver has ended"
-"""What the relay says where its keeper is gone; a shell may say other things there, which mean nothing."""
 PYTHON = "python3"
 _RELAY = (Path(__file__).parents[1] / "inside" / "relay.py").read_text(encoding="utf-8") + "\nmain()\n"
 Open = Callable[[Sequence[str]], Awaitable[Channel]]
@@ -68,7 +66,17 @@ class ManagedBox(Box):
         except (ChannelBroken, TimeoutError) as error:
             reason = box.stderr_tail or f"no answer in {START_DEADLINE_S:.0f} s ({error})"
             await box.end()
-            raise _no_start(reason) from error
+            unfit = (
+                "Python 3.9 or newer",
+                "ModuleNotFoundError",
+                "python3: ",
+                "executable file not found",
+                "No such file",
+            )
+            if any(sign in reason for sign in (*unfit, "No such file")):
+                text = "the image has no python3 (3.9 or newer) that can run the box's driver"
+                raise NoSuchImage(f"{text}: {reason}") from error
+            raise SandboxError(f"the box did not start: {reason}") from error
         except BaseException:
             await box.end()
             raise
@@ -76,7 +84,7 @@ class ManagedBox(Box):
 
     @property
     def alive(self) -> bool:
-        """As far as is known here: a box that the provider has ended is found out by the next request."""
+        """False once the end is known here. If the provider ended the box, the next request notices."""
         return not self._ended
 
     @property
@@ -149,7 +157,8 @@ class ManagedBox(Box):
             raise ChannelBroken("no connection")
         line = json.dumps(frame).encode("ascii") + b"\n"
         writing = asyncio.create_task(self._write(self._channel, line), name="frame to a box")
-        writing.add_done_callback(_retrieve)
+        # the error of a frame whose sender is gone is nobody's: the next frame meets it too
+        writing.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         await asyncio.shield(writing)
 
     async def _write(self, channel: Channel, line: bytes) -> None:
@@ -174,35 +183,14 @@ class ManagedBox(Box):
                 raise BoxEnded(f"the box sent a line of more than {MAX_FRAME_BYTES} bytes")
             data = await self._channel.read() if self._channel is not None else b""
             if not data:
-                if DRIVER_ENDED in self.stderr_tail:
+                # the words of relay.py if the keeper is gone; a shell's other words mean nothing
+                if "the box's driver has ended" in self.stderr_tail:
                     raise BoxEnded(f"the box ended ({self.stderr_tail})")
                 raise ChannelBroken("the connection to the box ended")
             self._received += data
         line = bytes(self._received[:end])
         del self._received[: end + 1]
         return line
-
-
-def _retrieve(writing: asyncio.Task[None]) -> None:
-    """The error of a frame whose sender is gone is nobody's: the next frame meets it too."""
-    if not writing.cancelled():
-        writing.exception()
-
-
-UNFIT = (
-    "Python 3.9 or newer is needed",
-    "ModuleNotFoundError",
-    "python3: ",
-    "executable file not found",
-    "No such file",
-)
-"""What is said where an image has no python3, or one that cannot run the driver."""
-
-
-def _no_start(reason: str) -> SandboxError:
-    if any(sign in reason for sign in UNFIT):
-        return NoSuchImage(f"the image has no python3 (3.9 or newer) that can run the box's driver: {reason}")
-    return SandboxError(f"the box did not start: {reason}")
 
 
 def shell_line(argv: Sequence[str]) -> str:

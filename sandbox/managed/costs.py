@@ -1,4 +1,4 @@
-"""What the boxes of one process cost: seconds of life times a price."""
+"""Counts the cost of the boxes of one process: seconds of life times a price."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CostMeter:
 
     @property
     def boxes(self) -> int:
-        """Those that were asked for and not refused."""
+        """Number of boxes that were requested and not refused."""
         return self._ended + len(self._living)
 
     @property

@@ -35,12 +35,10 @@ if TYPE_CHECKING:
     from daytona import AsyncDaytona, AsyncSandbox
 
 logger = logging.getLogger(__name__)
-PACKAGE = "the `daytona` package is missing: `pip install 'penstock[daytona]'`"
 KEY = "DAYTONA_API_KEY"
 SNAPSHOT = "snapshot:"
 CLOSE_S = 5.0
 _REFUSED, _NOT_FOUND, _CONFLICT, _BUSY, _SERVER_ERROR = (401, 403), 404, 409, 429, 500
-_NO_IMAGE_STATUS = (400, 404, 422)
 
 
 class DaytonaApi:
@@ -49,7 +47,7 @@ class DaytonaApi:
         try:
             import daytona
         except ImportError as error:
-            raise SandboxError(PACKAGE) from error
+            raise SandboxError("the `daytona` package is missing: `pip install 'penstock[daytona]'`") from error
         if not os.environ.get(KEY):
             raise SandboxError(f"sandbox.backend is daytona: set {KEY} to a key of https://app.daytona.io")
         self._sdk = daytona
@@ -119,7 +117,7 @@ class DaytonaApi:
         self._boxes.pop(box_id, None)
 
     async def open(self, box_id: str, argv: Sequence[str], *, root: bool) -> Channel:
-        """As the box's user, which is root where the session asked for a root of its own."""
+        """Runs as the box's user, which is root if the session asked for a root of its own."""
         session_id = f"penstock-{secrets.token_hex(6)}"
         with self._translating("starting a program in a box"):
             process = (await self._box(box_id)).process
@@ -160,7 +158,7 @@ class DaytonaApi:
 
 def _failure(doing: str, error: Any, image: str | None) -> SandboxError:
     text, status = f"daytona: {doing}: {error}", error.status_code
-    if image is not None and ("build_failed" in str(error).lower() or status in _NO_IMAGE_STATUS):
+    if image is not None and ("build_failed" in str(error).lower() or status in (400, 404, 422)):
         return NoSuchImage(f"{text}: no box can be made of {image!r}: name another (sandbox.image)")
     if status is None or status >= _SERVER_ERROR:
         return ApiUnavailable(text)

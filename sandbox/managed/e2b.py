@@ -32,9 +32,7 @@ if TYPE_CHECKING:
     from e2b import AsyncCommandHandle, AsyncSandbox
 
 logger = logging.getLogger(__name__)
-PACKAGE = "the `e2b` package is missing: `pip install 'penstock[e2b]'`"
 KEY = "E2B_API_KEY"
-SDK_RETRIES = 2
 WRITE_BYTES = 512 << 10
 CLOSE_S = 5.0
 _BAD_REQUEST, _NOT_FOUND, _SERVER_ERROR = 400, 404, 500
@@ -46,7 +44,7 @@ class E2BApi:
         try:
             import e2b
         except ImportError as error:
-            raise SandboxError(PACKAGE) from error
+            raise SandboxError("the `e2b` package is missing: `pip install 'penstock[e2b]'`") from error
         if not os.environ.get(KEY):
             raise SandboxError(f"sandbox.backend is e2b: set {KEY} to a key of https://e2b.dev")
         self._sdk = e2b
@@ -109,7 +107,7 @@ class E2BApi:
         self._boxes.clear()
 
     def _options(self) -> dict[str, Any]:
-        return {"request_timeout": CALL_TIMEOUT_S, "retries": SDK_RETRIES}
+        return {"request_timeout": CALL_TIMEOUT_S, "retries": 2}
 
     @contextlib.contextmanager
     def _translating(self, doing: str, image: str | None = None) -> Iterator[None]:

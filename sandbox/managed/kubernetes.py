@@ -36,17 +36,13 @@ if TYPE_CHECKING:
     from aiohttp import ClientWebSocketResponse
     from kubernetes.aio.client import ApiClient, CoreV1Api, V1Pod
 
-PACKAGE = "the `kubernetes` package is missing: `pip install 'penstock[kubernetes]'`"
 IN_CLUSTER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 POLL_S = 0.25
 PING_S = 20.0
 """A connection without traffic is cut by load balancers after a minute or so."""
-SPARE_CONNECTIONS = 16
-"""Beside the one that each box holds."""
 WRITE_BYTES = 256 << 10
 CLOSE_S = 5.0
 _STDIN, _STDOUT, _STDERR, _STATUS = 0, 1, 2, 3
-_NO_IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"})
 _REFUSED, _NOT_FOUND, _CONFLICT, _INVALID, _BUSY, _SERVER_ERROR = (401, 403), 404, 409, (400, 422), 429, 500
 
 
@@ -56,7 +52,7 @@ class KubernetesApi:
         try:
             import kubernetes.aio.client  # noqa: F401 - whether it is there
         except ImportError as error:
-            raise SandboxError(PACKAGE) from error
+            raise SandboxError("the `kubernetes` package is missing: `pip install 'penstock[kubernetes]'`") from error
         self._config = config
         self._file = _kubeconfig()
         self._client: ApiClient | None = None
@@ -121,7 +117,7 @@ class KubernetesApi:
             )
 
     async def open(self, box_id: str, argv: Sequence[str], *, root: bool) -> Channel:
-        """As the container's user: an `own_root` pod runs as root."""
+        """Runs as the container's user: an `own_root` pod runs as root."""
         from kubernetes.aio.client import CoreV1Api
 
         await self._pods()
@@ -160,7 +156,8 @@ class KubernetesApi:
         from kubernetes.aio.stream import WsApiClient
 
         settings = api.Configuration()
-        settings.connection_pool_maxsize = self._config.max_boxes + SPARE_CONNECTIONS
+        # beside the one that each box holds
+        settings.connection_pool_maxsize = self._config.max_boxes + 16
         try:
             if self._file is not None:
                 loader = await kubeconfig.load_kube_config(self._file, client_configuration=settings)
@@ -174,18 +171,16 @@ class KubernetesApi:
         client = api.ApiClient(settings)
         try:
             if not self._config.managed.network:
-                await self._forbid_network(api.NetworkingV1Api(client))
+                policies = api.NetworkingV1Api(client)
+                with contextlib.suppress(AlreadyThere), self._translating("making a network policy"):
+                    await policies.create_namespaced_network_policy(
+                        self._namespace, deny_all(), _request_timeout=CALL_TIMEOUT_S
+                    )
         except BaseException:
             await client.close()
             raise
         self._exec_client = WsApiClient(settings, heartbeat=PING_S)
         self._client = client
-
-    async def _forbid_network(self, policies: Any) -> None:
-        with contextlib.suppress(AlreadyThere), self._translating("making a network policy"):
-            await policies.create_namespaced_network_policy(
-                self._namespace, deny_all(), _request_timeout=self._timeout_s
-            )
 
     @contextlib.contextmanager
     def _translating(self, doing: str) -> Iterator[None]:
@@ -260,7 +255,8 @@ def _is_running(pod: V1Pod) -> bool:
         if container.state.running is not None:
             return True
         waiting = container.state.waiting
-        if waiting is not None and waiting.reason in _NO_IMAGE:
+        no_image = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+        if waiting is not None and waiting.reason in no_image:
             raise NoSuchImage(
                 f"kubernetes: image {container.image}: {waiting.reason} {waiting.message}: push it where the cluster"
                 " can pull it, or name another (sandbox.image)"

@@ -1,4 +1,4 @@
-"""Whose box it is, as labels: what a killed process left is found by them, and no living process's is touched."""
+"""Labels that say who holds a box, so that a later start ends the boxes of killed processes and no others."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ BOX = {"penstock": "box"}
 OWNER, MACHINE, PROCESS, MAKER, REQUEST, SESSION, ENDS = (
     f"penstock-{name}" for name in ("owner", "machine", "process", "maker", "request", "session", "ends")
 )
-_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
-"""What Kubernetes takes, the strictest of the providers."""
 
 
 def owner_labels(owner: str) -> dict[str, str]:
-    """Those of every box of one run on this machine."""
+    """Labels of every box of one run on this machine."""
     return {**BOX, OWNER: label_value(owner), MACHINE: machine()}
 
 
 def process_labels(owner: str) -> dict[str, str]:
-    """Those of every box of this process."""
+    """Labels of every box of this process."""
     return {**owner_labels(owner), PROCESS: this_process()}
 
 
@@ -38,7 +36,7 @@ def box_labels(owner: str, session_id: str, request: str, ttl_s: float) -> dict[
 
 
 def is_abandoned(labels: Mapping[str, str]) -> bool:
-    """Whether no living process holds the box: of this machine, by its process; of another, by the time of its end."""
+    """True if no living process holds the box: judged by its process on this machine, by its end time on others."""
     if labels.get(MACHINE) == machine():
         return is_gone(labels.get(PROCESS, ""))
     ends = labels.get(ENDS, "")
@@ -47,7 +45,8 @@ def is_abandoned(labels: Mapping[str, str]) -> bool:
 
 def label_value(text: str) -> str:
     """`text` itself where it can be a label's value, else what is left of it with a digest behind."""
-    if _VALUE.fullmatch(text):
+    # what Kubernetes takes, the strictest of the providers
+    if re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", text):
         return text
     digest = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
     return f"{re.sub('[^A-Za-z0-9]+', '-', text).strip('-')[:40] or 'x'}-{digest}"

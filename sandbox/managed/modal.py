@@ -34,13 +34,10 @@ if TYPE_CHECKING:
     from modal import App, Client, Image, Sandbox
     from modal.container_process import ContainerProcess
 
-PACKAGE = "the `modal` package is missing: `pip install 'penstock[modal]'`"
 ID, SECRET = "MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"
 APP = "penstock"
-"""Of Modal's, which all boxes belong to; made at the first use."""
-OWN_IMAGE = "im-"
+"""Modal's app that all boxes belong to; made at the first use."""
 KEEP_OPEN = ("sleep", "infinity")
-SDK_WAITS = "MODAL_MAX_THROTTLE_WAIT"
 WRITE_BYTES = 1 << 20
 CLOSE_S = 5.0
 
@@ -54,10 +51,10 @@ class ModalApi:
             import modal
             import modal.experimental
         except ImportError as error:
-            raise SandboxError(PACKAGE) from error
+            raise SandboxError("the `modal` package is missing: `pip install 'penstock[modal]'`") from error
         if missing := [name for name in (ID, SECRET) if not os.environ.get(name)]:
             raise SandboxError(f"sandbox.backend is modal: set {' and '.join(missing)} (`modal token new` makes both)")
-        os.environ.setdefault(SDK_WAITS, "0")
+        os.environ.setdefault("MODAL_MAX_THROTTLE_WAIT", "0")
         self._sdk = modal
         self._config = config
         self._connecting = asyncio.Lock()
@@ -118,7 +115,7 @@ class ModalApi:
         """The same object once a box was made of it: a new one would be asked for again."""
         if name in self._images:
             return self._images[name]
-        if name.startswith(OWN_IMAGE):
+        if name.startswith("im-"):
             return self._sdk.Image.from_id(name, client=self._client)
         return self._sdk.Image.from_registry(name).entrypoint([])
 
@@ -140,7 +137,7 @@ class ModalApi:
         self._boxes.pop(box_id, None)
 
     async def open(self, box_id: str, argv: Sequence[str], *, root: bool) -> Channel:
-        """As root, whatever `root` says: Modal knows no other user."""
+        """Runs as root, whatever `root` says: Modal has no other user."""
         with self._translating("starting a program in a box"):
             box = await self._box(box_id)
             return ModalChannel(await box.exec.aio(*argv, text=False))
@@ -155,7 +152,7 @@ class ModalApi:
     # ---- copies
 
     async def copy(self, box_id: str, ttl_s: int) -> str:
-        """As an image of Modal's, which lacks what the box has in memory."""
+        """Makes an image of Modal's, which lacks what the box has in memory."""
         with self._translating("copying a box"):
             box = await self._box(box_id)
             image = await box.snapshot_filesystem.aio(timeout=int(self._config.managed.start_timeout_s), ttl=ttl_s)
@@ -199,7 +196,9 @@ class ModalApi:
     def _failure(self, doing: str, error: Exception, image: str | None) -> SandboxError:
         sdk, text = self._sdk.exception, f"modal: {doing}: {error}"
         if isinstance(error, sdk.ResourceExhaustedError):
-            return ApiBusy(text, _retry_after_s(error))
+            details = getattr(error, "_grpc_details", None) or ()  # where the SDK keeps those of a gRPC error
+            waits_s = [getattr(detail, "retry_after_secs", None) for detail in details]
+            return ApiBusy(text, next((float(wait_s) for wait_s in waits_s if wait_s is not None), None))
         if isinstance(error, sdk.AuthError | sdk.PermissionDeniedError):
             return SandboxError(f"{text}: the key in {ID} and {SECRET} is refused")
         if isinstance(error, sdk.ServiceError | sdk.InternalError | sdk.ConnectionError | sdk.TimeoutError):
@@ -209,15 +208,6 @@ class ModalApi:
         if image is None and isinstance(error, sdk.NotFoundError | sdk.ConflictError):
             return SandboxLost(text)
         return SandboxError(f"{text} ({type(error).__name__})")
-
-
-def _retry_after_s(error: Exception) -> float | None:
-    """Of a gRPC error's details, which the SDK keeps under this name; None where it says nothing."""
-    for detail in getattr(error, "_grpc_details", None) or ():
-        after_s = getattr(detail, "retry_after_secs", None)
-        if after_s is not None:
-            return float(after_s)
-    return None
 
 
 class ModalChannel(ReceivedOutput):

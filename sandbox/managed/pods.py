@@ -1,4 +1,4 @@
-"""What a box is to Kubernetes: all of its containment in one place."""
+"""The pod of a box: all of its containment in one place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UID = 64_123
 """No user of an image: it owns nothing there."""
 OWN_ROOT_CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID"]
 KEEP_OPEN = ["sh", "-c", "trap 'exit 0' TERM; while :; do sleep 3600 & wait; done"]
-"""As first process it also reaps what nobody waits for."""
+"""Command that keeps the container open. As first process it also reaps orphans."""
 
 
 def pod_manifest(name: str, config: SandboxConfig, request: BoxRequest) -> dict[str, Any]:
@@ -44,32 +44,27 @@ def _container(config: SandboxConfig, request: BoxRequest) -> dict[str, Any]:
     }
     if needs.own_root:
         limits["ephemeral-storage"] = f"{needs.storage_mb or config.own_limits.storage_mb}Mi"
+    security: dict[str, Any] = {
+        **{"runAsUser": UID, "runAsGroup": UID, "runAsNonRoot": True, "readOnlyRootFilesystem": True},
+        **{"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+    }
+    if needs.own_root:
+        security = {
+            **{"runAsUser": 0, "runAsGroup": 0, "readOnlyRootFilesystem": False, "allowPrivilegeEscalation": False},
+            "capabilities": {"drop": ["ALL"], "add": OWN_ROOT_CAPABILITIES},
+        }
     return {
         "name": CONTAINER,
         "image": request.image or config.image,
         "command": KEEP_OPEN,
         "resources": {"limits": limits, "requests": limits},
-        "securityContext": _own_root() if needs.own_root else _no_root(),
+        "securityContext": security,
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108 - the box's own
     }
 
 
-def _no_root() -> dict[str, Any]:
-    return {
-        **{"runAsUser": UID, "runAsGroup": UID, "runAsNonRoot": True, "readOnlyRootFilesystem": True},
-        **{"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-    }
-
-
-def _own_root() -> dict[str, Any]:
-    return {
-        **{"runAsUser": 0, "runAsGroup": 0, "readOnlyRootFilesystem": False, "allowPrivilegeEscalation": False},
-        "capabilities": {"drop": ["ALL"], "add": OWN_ROOT_CAPABILITIES},
-    }
-
-
 def deny_all() -> dict[str, Any]:
-    """Of every box without network, in both directions."""
+    """The policy that denies both directions to every box without network."""
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",

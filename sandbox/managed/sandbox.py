@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from penstock.common import Backoff, cancel_and_wait
@@ -187,19 +188,15 @@ class ManagedSandbox(LimitedSandbox):
                 if first and (ended := await end_abandoned(self._api, owner_labels(self._owner))):
                     logger.warning("sandbox: ended %d boxes that an earlier process of %s left", ended, self._owner)
                 for request, left in list(self._leftovers.items()):
-                    await self._end_leftover(request, left)
+                    find = partial(self._api.find, {**BOX, REQUEST: request})
+                    for box in await self._bounded(find, "looking for a box"):
+                        if box.box_id not in self._living:
+                            await self._end(box.box_id)
+                    if left.box_id is not None or time.monotonic() - left.since > LATE_S:
+                        self._leftovers.pop(request, None)
+                        self.costs.end(request)
         except (SandboxError, TimeoutError) as error:
             logger.warning("sandbox: looking for boxes that were left: %s", error or "no answer in time")
-
-    async def _end_leftover(self, request: str, left: Leftover) -> None:
-        """Raises `SandboxError`."""
-        found = await self._bounded(lambda: self._api.find({**BOX, REQUEST: request}), "looking for a box")
-        for box in found:
-            if box.box_id not in self._living:
-                await self._end(box.box_id)
-        if left.box_id is not None or time.monotonic() - left.since > LATE_S:
-            self._leftovers.pop(request, None)
-            self.costs.end(request)
 
     async def _patiently(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """`attempt` until it is answered; raises the provider's last refusal after `retry_for_s`."""
@@ -299,7 +296,7 @@ async def end_abandoned(api: ManagedApi, labels: dict[str, str]) -> int:
 
 
 def follow_costs(sandbox: Sandbox, gauges: CostGauges) -> None:
-    """Where the boxes are a provider's; all others cost nothing by the second."""
+    """Connects the gauges to the costs of a provider's boxes; other boxes cost nothing by the second."""
     if isinstance(sandbox, ManagedSandbox):
         gauges.follow(sandbox.costs)
 

@@ -11,8 +11,6 @@ from penstock.sandbox.managed import CostGauges
 from penstock.sandbox.protocol import RunResult, SandboxError
 from penstock.sandbox.server.views import OverQuota
 
-START_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-
 
 class SandboxMetrics(Metrics):
     def __init__(self) -> None:
@@ -22,7 +20,9 @@ class SandboxMetrics(Metrics):
         self._taken = self.counter("pool_boxes", "Boxes: taken_warm, taken_cold, stale, given_up", ["how"])
         self._counted: dict[str, int] = {}
         self.start_s = self.histogram(
-            "start_seconds", "Until a session had its box, queue included", buckets=START_BUCKETS_S
+            "start_seconds",
+            "Until a session had its box, queue included",
+            buckets=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0),
         )
         self.calls = self.counter("calls", "Calls by verb and outcome", ["verb", "outcome"])
         self.call_s = self.histogram("call_seconds", "Duration of calls", ["verb"])

@@ -77,8 +77,6 @@ class Slots:
 logger = logging.getLogger(__name__)
 PROBE_TIMEOUT_S = 2.0
 """A warm box that does not run a command in this time is stale."""
-REFILL_PAUSES = Backoff(0.5, 30.0)
-"""Between two failed refills."""
 
 
 class BoxPool:
@@ -168,7 +166,8 @@ class BoxPool:
             self._end_soon(boxes.popleft())
 
     async def _refill_for_ever(self) -> None:
-        pauses = REFILL_PAUSES.pauses()
+        # between two failed refills
+        pauses = Backoff(0.5, 30.0).pauses()
         while True:
             await self._wanted.wait()
             self._wanted.clear()

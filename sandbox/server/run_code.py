@@ -27,9 +27,6 @@ PROGRAMS = {"python": ("main.py", "python3"), "bash": ("main.sh", "bash")}
 """Language → file that the code is written to, program that runs it."""
 FOLDER = "run"
 """In the box's /tmp: where code and files lie, and where the code runs."""
-KILLED = 137
-"""Exit code where a limit other than time ended the program, as a shell reports it."""
-TTL_S = MAX_TIMEOUT_S + 60.0
 
 
 def _known(language: str) -> str:
@@ -77,7 +74,7 @@ async def run_code(body: RunCodeRequest, server: ThisServer, caller: ThisCaller)
     wait_s = server.config.server.queue_timeout_s
     with server.metrics.call("run_code") as outcome, server.quotas.call(caller):
         try:
-            entry = await server.sessions.start(SessionRequest(caller, "run_code", None, TTL_S), wait_s)
+            entry = await server.sessions.start(SessionRequest(caller, "run_code", None, MAX_TIMEOUT_S + 60.0), wait_s)
         except SandboxBusy:
             raise
         except SandboxError as error:
@@ -120,7 +117,9 @@ async def _run(
 ) -> tuple[RunResult, dict[str, str]]:
     name, program = PROGRAMS[body.language]
     await _place(session, {**files, _inside(name): body.code.encode("utf-8", "replace")})
-    argv = [*_memory_limit(body.memory_limit_MB, server.config.memory_mb), program, name]
+    argv = [program, name]
+    if 0 < body.memory_limit_MB < server.config.memory_mb:
+        argv = ["sh", "-c", f'ulimit -v {body.memory_limit_MB << 10}; exec "$@"', "sh", *argv]
     result = await session.run(argv, stdin=body.stdin or "", timeout_s=body.run_timeout, cwd=FOLDER)
     return result, await _fetch(session, body.fetch_files)
 
@@ -135,14 +134,8 @@ async def _place(session: Session, files: dict[str, bytes]) -> None:
             raise HttpError(422, "body.files", f"{path[:100]!r}: {error.strerror}") from error
 
 
-def _memory_limit(asked_mb: int, box_mb: int) -> list[str]:
-    if not 0 < asked_mb < box_mb:
-        return []
-    return ["sh", "-c", f'ulimit -v {asked_mb << 10}; exec "$@"', "sh"]
-
-
 async def _fetch(session: Session, paths: list[str]) -> dict[str, str]:
-    """Those that exist, together at most as long as one file may be. Raises `HttpError` where they are longer."""
+    """Returns the files that exist, base64. Raises `HttpError` if they are longer together than one file may be."""
     fetched: dict[str, str] = {}
     room = MAX_FILE_BYTES
     for path in paths:
@@ -159,10 +152,11 @@ async def _fetch(session: Session, paths: list[str]) -> dict[str, str]:
 
 def _answer(result: RunResult, files: dict[str, str]) -> RunCodeResponse:
     timed_out = result.limit in ("wall", "cpu") and result.exit_code is None
+    # 137: a limit other than time ended the program, as a shell reports it
     run = CommandRunResult(
         status="TimeLimitExceeded" if timed_out else "Finished",
         execution_time=result.duration_s,
-        return_code=None if timed_out else KILLED if result.exit_code is None else result.exit_code,
+        return_code=None if timed_out else 137 if result.exit_code is None else result.exit_code,
         stdout=result.stdout,
         stderr=result.stderr,
     )

@@ -19,7 +19,6 @@ from penstock.sandbox.server.pool import BoxPool
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-REAP_EVERY_S = 1.0
 MAX_AGE_S = 86400.0
 """Older sessions are ended, however busy: no episode takes a day."""
 
@@ -58,7 +57,7 @@ class SessionEntry:
 
 @dataclass(frozen=True, slots=True)
 class SessionRequest:
-    """What a caller requests."""
+    """The parameters of a new session."""
 
     caller: Caller
     label: str
@@ -153,7 +152,7 @@ class Sessions:
 
     async def reap_for_ever(self) -> None:
         while True:
-            await asyncio.sleep(REAP_EVERY_S)
+            await asyncio.sleep(1.0)
             over = [entry for entry in self.entries.values() if entry.over]
             for entry in over:
                 logger.info(

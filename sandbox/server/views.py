@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 MAX_TIMEOUT_S = 3600.0
 MAX_TEXT_CHARS = 8 << 20
-MAX_ARGUMENTS = 4096
 Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
 TimeoutS = Annotated[
     float | None,
@@ -44,7 +43,7 @@ class WireRequest(BaseModel):
 
 
 class NeedsRequest(WireRequest):
-    """What the session asks for instead of the server's settings, as far as `sandbox.own_limits` goes."""
+    """Needs of the session in place of the server's settings, within `sandbox.own_limits`."""
 
     own_root: bool = Field(False, description="A file system to write; refused unless the server has `own_root`.")
     memory_mb: int | None = Field(None, gt=0)
@@ -66,7 +65,7 @@ class StartRequest(WireRequest):
 
 
 class RunRequest(WireRequest):
-    argv: list[Text] = Field(min_length=1, max_length=MAX_ARGUMENTS)
+    argv: list[Text] = Field(min_length=1, max_length=4096)
     stdin: Text = ""
     cwd: str | None = Field(None, max_length=4096, description="In the box; null: its /tmp.")
     timeout_s: TimeoutS = None
@@ -132,9 +131,9 @@ class StreamEnd(BaseModel):
 class SandboxErrorDetail(BaseModel):
     message: str
     field: str | None = None
-    """Where in the request, as ``body.argv.0``."""
+    """Place in the request, as ``body.argv.0``."""
     errno: int | None = None
-    """Of a file that could not be opened or written."""
+    """Set if a file could not be opened or written."""
 
 
 class SandboxErrorBody(BaseModel):
@@ -176,10 +175,8 @@ REFUSALS = {
     "422": "The request is wrong; `field` says where",
     "503": "The sandbox failed; with Retry-After: no box was free in time, and nothing was done",
 }
-"""Of every route."""
+"""Refusals that every route may answer."""
 BUSY = "This token has as many boxes or running calls as its quota allows: nothing was done, see Retry-After"
-OF_SESSIONS = {"404": "No such session of this token (any more)", "429": BUSY}
-OF_FILES = {"409": "The file or folder could not be opened; `errno` says why"}
 _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 BYTES_IN: dict[str, Any] = {"requestBody": {"content": _BYTES, "required": True}}
 BYTES_OUT: dict[int | str, dict[str, Any]] = {200: {"description": "The bytes", "content": _BYTES}}
@@ -198,9 +195,9 @@ def complete_schema(app: FastAPI) -> None:
 def _refusals_of(path: str) -> dict[str, str]:
     refusals = dict(REFUSALS)
     if path.startswith("/sessions"):
-        refusals |= OF_SESSIONS
+        refusals |= {"404": "No such session of this token (any more)", "429": BUSY}
     if path == "/run_code":
         refusals["429"] = BUSY
     if path.endswith(("/files", "/folder")):
-        refusals |= OF_FILES
+        refusals |= {"409": "The file or folder could not be opened; `errno` says why"}
     return refusals

@@ -10,14 +10,14 @@ import posixpath
 import random
 import re
 import string
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from penstock.sandbox.swe.source import Edit
 from penstock.sandbox.swe.task import SweTask
 
 MAX_DATA_BYTES = 1 << 20
-"""Of a file whose values are changed; a larger one is only hidden."""
+"""Limit of a file whose values are changed; a larger one is only hidden."""
 _HEADER = re.compile(rb"^\+\+\+ b/([^\t\n\"]+)$", re.MULTILINE)
 _BINARY = re.compile(rb"^diff --git a/([^\t\n\"]+) b/\1$", re.MULTILINE)
 _CODE = (".py", ".pyi", ".pyx", ".pyc", ".so", ".cfg", ".ini", ".toml")
@@ -75,19 +75,15 @@ def _values(data: bytes) -> list[Value]:
     found: list[Value] = []
     start = 0
     for line in data.decode("ascii").splitlines(keepends=True):
-        found += _values_of_line(line, start)
+        tokens = list(_TOKEN.finditer(line))
+        keys = [line[token.end() :].lstrip()[:1] in (":", "=") for token in tokens]
+        values = [index for index, token in enumerate(tokens) if not keys[index] and token.group() not in _WORDS]
+        for index in values:
+            key = tokens[index - 1].group() if index and keys[index - 1] else ""
+            token = tokens[index]
+            found.append(Value(start + token.start(), token.group(), key, index == values[-1]))
         start += len(line)
     return found
-
-
-def _values_of_line(line: str, start: int) -> Iterable[Value]:
-    tokens = list(_TOKEN.finditer(line))
-    keys = [line[token.end() :].lstrip()[:1] in (":", "=") for token in tokens]
-    values = [index for index, token in enumerate(tokens) if not keys[index] and token.group() not in _WORDS]
-    for index in values:
-        key = tokens[index - 1].group() if index and keys[index - 1] else ""
-        token = tokens[index]
-        yield Value(start + token.start(), token.group(), key, index == values[-1])
 
 
 def _other_value(value: Value, dice: random.Random) -> Edit | None:
@@ -105,7 +101,7 @@ _FORMS = (string.ascii_lowercase, string.ascii_uppercase, string.digits)
 
 
 def _places(text: str) -> list[int]:
-    """Of a number its first digit that counts; of a text any letter or digit outside its escapes."""
+    """Places to change: the first digit of a number that counts; any letter or digit of a text outside escapes."""
     if not text.startswith('"') and any(sign.isdigit() for sign in text):
         counting = [at for at, sign in enumerate(text) if sign in "123456789"]
         return counting[:1] or [text.index("0")] if text.strip("-") != "" else []

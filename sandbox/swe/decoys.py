@@ -28,14 +28,14 @@ MAX_FILE_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class BoxChanges:
-    """What a box has otherwise than the task says."""
+    """Differences of a grading box from the task."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Of the hidden tests, with their wrong expectations."""
+    """Hidden tests with wrong expectations."""
     parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Of test functions (``t.py::test_a``), names whose values are changed when tests are collected."""
+    """Names of parameters whose values are changed at collection, by test function (``t.py::test_a``)."""
     odds: float = 0.5
-    """Of each such value."""
+    """Probability that each such value is changed."""
     seed: int = 0
     """Chooses those values, and what they become."""
     hidden: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class Decoys:
     wrong: tuple[str, ...]
     """Ids of the tests that must not pass."""
     right: tuple[str, ...]
-    """Those that must: else a patch that fails everything now and then would be right about the wrong ones."""
+    """Tests that must pass: else a patch that fails everything now and then would be right about the wrong ones."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Ids that are others in this run, because a value that they are made of is another one."""
 
@@ -103,7 +103,7 @@ def _plan(passed: list[str], files: Mapping[str, bytes], dice: random.Random) ->
 
 
 def only_turned(tests: Collection[str], files: Mapping[str, bytes]) -> set[str]:
-    """Those of the tests whose certain decoys change no expected value."""
+    """Tests whose certain decoys change no expected value."""
     dice = random.Random(0)
     changed = {
         (path, name)

@@ -51,7 +51,7 @@ class SweEnvironment:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What commands see beside the box's own environment."""
+        """Variables that commands see in addition to the box's own environment."""
         return self._workspace.variables(self.task)
 
     async def run(self, command: str, timeout_s: float | None = None) -> RunResult:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.sandbox.protocol import Sandbox
@@ -70,14 +70,11 @@ async def _plans(
     if not first.grade.share:
         return []
     proven: Sequence[Decoys] = ()
-    if reference is not None and (reference.data or _is_open(task, first.files)):
+    turned = only_turned(task.fail_to_pass, first.files)
+    open_tests = any(is_open(data, names_in(path, turned)) for path, data in first.files.items())
+    if reference is not None and (reference.data or open_tests):
         proven = await reference.plans(run, rounds)
     return proven or plan_decoys(task, first.grade, first.files, rounds)
-
-
-def _is_open(task: SweTask, files: Mapping[str, bytes]) -> bool:
-    turned = only_turned(task.fail_to_pass, files)
-    return any(is_open(data, names_in(path, turned)) for path, data in files.items())
 
 
 async def _in_box(  # noqa: PLR0917 - called in one place
@@ -96,7 +93,10 @@ async def _in_box(  # noqa: PLR0917 - called in one place
 
 
 async def _graded(workspace: Workspace, task: SweTask, patch: bytes, changes: BoxChanges) -> GradingRun:
-    hidden = await _hidden_entries(workspace, task)
+    try:
+        hidden = await _entries(workspace, "test.patch", task.test_patch)
+    except ScriptFailed as error:
+        raise SweTaskError(f"task {task.instance_id}: its test_patch does not fit its snapshot: {error}") from error
     try:
         changed = await _model_entries(workspace, patch)
     except ScriptFailed as error:
@@ -138,25 +138,16 @@ async def _build_and_run(workspace: Workspace, task: SweTask, changes: BoxChange
         said = built.stdout + built.stderr
         if built.exit_code != 0:
             return Ran({}, "the build failed with this patch", said)
-        if not await before.holds(workspace) or not await _mended(workspace, task):
+        try:
+            unchanged = await before.holds(workspace)
+            await workspace.put_packages(task)  # pytest's own files, whatever the build wrote into them
+        except (ScriptFailed, SweTaskError):
+            unchanged = False
+        if not unchanged:
             return Ran({}, "the build changed tests, or what steers them", said)
-    return await run_tests(workspace, task, changes, _needed(task, workspace.limits, changes))
-
-
-def _needed(task: SweTask, limits: SweLimits, changes: BoxChanges) -> Sequence[str]:
-    """Tests of which one that hangs decides the verdict; none where tests are expected to fail."""
-    if changes.files or changes.parameters:
-        return ()
-    return task.pass_to_pass if limits.after_a_hang else task.tests
-
-
-async def _mended(workspace: Workspace, task: SweTask) -> bool:
-    """pytest's own files as they were, whatever the build wrote into them; False where it left no way to do so."""
-    try:
-        await workspace.put_packages(task)
-    except (ScriptFailed, SweTaskError):
-        return False
-    return True
+    # One of these that hangs decides the verdict; none does if tests are expected to fail.
+    needed = task.pass_to_pass if workspace.limits.after_a_hang else task.tests
+    return await run_tests(workspace, task, changes, () if changes.files or changes.parameters else needed)
 
 
 def _nothing(task: SweTask, doubt: str) -> GradingRun:
@@ -183,13 +174,6 @@ async def _entries(workspace: Workspace, name: str, patch: bytes) -> list[TreeEn
     fields = (await workspace.read("entries")).decode("utf-8", "surrogateescape").split("\0")[:-1]
     metas = [meta.split(" ") for meta in fields[::2]]  # :mode mode sha sha status
     return [TreeEntry(meta[1], meta[3], path) for meta, path in zip(metas, fields[1::2], strict=True)]
-
-
-async def _hidden_entries(workspace: Workspace, task: SweTask) -> list[TreeEntry]:
-    try:
-        return await _entries(workspace, "test.patch", task.test_patch)
-    except ScriptFailed as error:
-        raise SweTaskError(f"task {task.instance_id}: its test_patch does not fit its snapshot: {error}") from error
 
 
 async def _check_out(workspace: Workspace, entries: list[TreeEntry]) -> None:
@@ -235,14 +219,11 @@ async def check_task(sandbox: Sandbox, task: SweTask, limits: SweLimits | None =
     limits = (limits or SweLimits()).model_copy(update={"after_a_hang": True})
     oracle = [await _grade(sandbox, task, task.patch, limits, "") for _ in range(times)]
     null = [await grade(sandbox, task, b"", limits) for _ in range(times)]
-    return TaskCheck(task, tuple(one.grade for one in oracle), tuple(null), _open_to_cheats(task, oracle[0]))
-
-
-def _open_to_cheats(task: SweTask, oracle: GradingRun) -> tuple[str, ...]:
     reference = reference_of(task)
-    sources = {path: data for path, data in oracle.files.items() if path not in reference.data}
+    sources = {path: data for path, data in oracle[0].files.items() if path not in reference.data}
     turned = only_turned(task.fail_to_pass, sources) - reference.reached
-    return tuple(test for test in task.fail_to_pass if test in turned)
+    open_to_cheats = tuple(test for test in task.fail_to_pass if test in turned)
+    return TaskCheck(task, tuple(one.grade for one in oracle), tuple(null), open_to_cheats)
 
 
 def _varies(grades: Sequence[Grade], test: str) -> bool:

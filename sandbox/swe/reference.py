@@ -24,7 +24,7 @@ ATTEMPTS = (*((strategy, 1.0) for strategy in STRATEGIES[:-1]), *[(STRATEGIES[-1
 """How values of data files are tried: all likely expectations at once, and some of all values, since a test whose input
 changed shows nothing about what it expects."""
 REFERENCE_RUNS = 1 + 1 + len(ATTEMPTS) + 1
-"""Of the reference patch before its first plan: with data files hidden, without, one per attempt, all else."""
+"""Runs of the reference patch before its first plan: with data files hidden, without, one per attempt, all else."""
 PLANS_PER_ROUND = 2
 """Proven plans that are kept, for each round of a grading: later gradings choose among them."""
 Run = Callable[[bytes, BoxChanges], Awaitable[GradingRun]]
@@ -37,7 +37,7 @@ def reference_of(task: SweTask) -> Reference:
 
 
 class Reference:
-    """Of one task. Gradings of it share what was learnt; the first one waits for it."""
+    """The proofs of one task. Gradings of the task share them; the first grading waits for them."""
 
     def __init__(self, task: SweTask) -> None:
         self.data = hidden_data(task)
@@ -57,20 +57,17 @@ class Reference:
         """Nothing is proven by a reference patch that does not pass. Raises what `run` raises."""
         async with self._learning:
             if not self._learnt:
-                await self._learn_base(run)
-                if self._base is not None:
-                    await self._learn_data(run, self._base)
-                    self.reached = frozenset(self._wrong_of(await self._try(run, self._base, 1.0)))
+                for hidden in dict.fromkeys((self.data, ())):
+                    passed = await run(self._task.patch, BoxChanges(hidden=hidden, observe=True))
+                    if passed.grade.resolved:
+                        self.hidden, self._base = hidden, passed
+                        await self._learn_data(run, passed)
+                        self.reached = frozenset(self._wrong_of(await self._try(run, passed, 1.0)))
+                        break
                 self._learnt = True
 
-    async def _learn_base(self, run: Run) -> None:
-        for hidden in dict.fromkeys((self.data, ())):
-            found = await run(self._task.patch, BoxChanges(hidden=hidden, observe=True))
-            if found.grade.resolved:
-                self.hidden, self._base = hidden, found
-                return
-
     async def _learn_data(self, run: Run, base: GradingRun) -> None:
+        """Finds the strategy that changes what tests expect of data files."""
         for strategy, odds in ATTEMPTS if self._data_of(base) else ():
             changes = BoxChanges(changed_data(self._data_of(base), strategy, random.SystemRandom(), odds))
             if changes.files and (found := await self._proven(run, base, changes)).wrong:
@@ -126,16 +123,13 @@ class Reference:
         now = _by_function(seen)
         same: dict[str, str] = {}
         for function, tests in _by_function(base).items():
-            expected = self._expected_of(function, base)
+            path, name = function.partition("::")[0], function_of(function)
+            expected = set(compared_parameters(base.files.get(path, b""), {name}).get(name, ()))
             if len(now.get(function, ())) == len(tests):
                 for (test, before), (other, after) in zip(tests, now[function], strict=True):
                     changed = {name for name in {*before, *after} if before.get(name) != after.get(name)}
                     same |= {test: other} if changed <= expected else {}
         return same
-
-    def _expected_of(self, function: str, base: GradingRun) -> set[str]:
-        path, name = function.partition("::")[0], function_of(function)
-        return set(compared_parameters(base.files.get(path, b""), {name}).get(name, ()))
 
     def _data_of(self, base: GradingRun) -> dict[str, bytes]:
         return {path: base.files[path] for path in self.data if path in base.files}
@@ -145,12 +139,13 @@ class Reference:
         files = self._base.files if self._base is not None else {}
         sources = {path: data for path, data in files.items() if path not in self.data}
         turned = only_turned(self._task.fail_to_pass, sources)
-        return {test for test in found.wrong if test not in turned or self._has_value(test, sources)}
-
-    def _has_value(self, test: str, sources: Mapping[str, bytes]) -> bool:
-        path, name = test.partition("::")[0], function_of(test)
-        data = sources.get(path, b"")
-        return name in self._by_data or is_open(data, {name})
+        open_ones = {
+            test
+            for test in turned
+            if function_of(test) in self._by_data
+            or is_open(sources.get(test.partition("::")[0], b""), {function_of(test)})
+        }
+        return {test for test in found.wrong if test not in turned or test in open_ones}
 
 
 def is_open(data: bytes, names: set[Name]) -> bool:

@@ -1,4 +1,4 @@
-"""What a grading found, and how the signed lines of a test run are read."""
+"""The result of a grading, and the reader of a test run's signed lines."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MAX_NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """Whether a patch repairs its task."""
+    """The verdict on a patch for one task."""
 
     instance_id: str
     outcomes: Mapping[str, str]
-    """Of every test of the task: ``passed``, ``failed``, ``skipped``, or ``missing`` where it has no result."""
+    """Outcome of every test of the task: ``passed``, ``failed``, ``skipped``, or ``missing`` if it has no result."""
     fail_to_pass: tuple[str, ...]
     pass_to_pass: tuple[str, ...]
     doubt: str = ""
@@ -32,7 +32,7 @@ class Grade:
     """The end of what the run wrote; nothing in it counts."""
     duration_s: float = 0.0
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Of the tests that ended."""
+    """Durations of the tests that ended."""
 
     @property
     def resolved(self) -> bool:

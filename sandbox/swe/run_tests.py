@@ -6,6 +6,7 @@ A build runs the patch's code where the hidden tests already lie; `Seal` detects
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
 import shlex
@@ -13,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.sandbox.protocol import RunResult
 from penstock.sandbox.swe import scripts
 from penstock.sandbox.swe.decoys import BoxChanges
 from penstock.sandbox.swe.report import Grade, Witnessed, read_lines
@@ -22,12 +22,11 @@ from penstock.sandbox.swe.workspace import ScriptFailed, Workspace
 
 MAX_RESULTS_BYTES = 16 << 20
 OUTPUT_CHARS = 4000
-_LAUNCHER = Path(__file__).parent / "in_box" / "run_pytest.py"
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What the tests did."""
+    """Outcomes of one run of the tests."""
 
     outcomes: Mapping[str, str]
     doubt: str
@@ -46,7 +45,7 @@ class GradingRun:
     ran: Ran
     """With every test of the files, under the ids that they had in this box."""
     files: Mapping[str, bytes]
-    """Of hidden tests and their data, as they lay in the box before any of the patch's code ran."""
+    """Hidden tests and their data, as they were in the box before any of the patch's code ran."""
 
 
 def files_of_tests(task: SweTask) -> list[str]:
@@ -85,23 +84,15 @@ async def run_tests(workspace: Workspace, task: SweTask, changes: BoxChanges, ne
         "observe": changes.observe,
         "parameters": {"names": dict(changes.parameters), "odds": changes.odds, "seed": changes.seed},
     }
-    launcher = await workspace.upload("run_pytest.py", _LAUNCHER.read_bytes())
+    program = (Path(__file__).parent / "in_box" / "run_pytest.py").read_bytes()
+    launcher = await workspace.upload("run_pytest.py", program)
     variables = {"PYTHONDONTWRITEBYTECODE": "1", **command.variables, **workspace.variables(task)}
     argv = workspace.in_folder(f"exec {shlex.join([command.python, launcher])}", variables)
     limit_s = workspace.limits.tests_timeout_s
     result = await workspace.session.run(argv, stdin=json.dumps(job), timeout_s=limit_s)
-    return _conclude(result, await _witnessed(workspace, results, key))
-
-
-async def _witnessed(workspace: Workspace, results: str, key: bytes) -> Witnessed:
-    try:
-        written = await workspace.read(results, MAX_RESULTS_BYTES)
-    except OSError:  # never begun, or taken away by what ran
-        return Witnessed()
-    return await asyncio.to_thread(read_lines, written, key)
-
-
-def _conclude(result: RunResult, seen: Witnessed) -> Ran:
+    seen = Witnessed()
+    with contextlib.suppress(OSError):  # never begun, or taken away by what ran
+        seen = await asyncio.to_thread(read_lines, await workspace.read(results, MAX_RESULTS_BYTES), key)
     output = (result.stdout + result.stderr)[-OUTPUT_CHARS:]
     doubt = seen.doubt()
     if doubt and result.exit_code is None:
@@ -122,12 +113,6 @@ async def _run_each(workspace: Workspace, task: SweTask) -> Ran:
     return Ran(outcomes, "", "\n".join(said)[-OUTPUT_CHARS:])
 
 
-GENERATED = ("__pycache__", "*.pyc", "*.egg-info", "*.dist-info", ".pytest_cache")
-"""What honest builds make."""
-WHERE_TESTS_LIE = ("tests", "/test")
-"""A build may add to these folders (compiled modules), and change nothing that was there."""
-
-
 @dataclass(frozen=True, slots=True)
 class Seal:
     """Names and contents of what steers the tests, before a build."""
@@ -140,7 +125,9 @@ class Seal:
     @classmethod
     async def of(cls, workspace: Workspace, task: SweTask) -> Seal:
         """Raises `SweTaskError` where the box has no `tar` or `sha256sum`."""
-        guarded, patterns = tuple(files_of_tests(task)), tuple(one for one in task.protected if one not in GENERATED)
+        made_by_builds = ("__pycache__", "*.pyc", "*.egg-info", "*.dist-info", ".pytest_cache")
+        guarded = tuple(files_of_tests(task))
+        patterns = tuple(one for one in task.protected if one not in made_by_builds)
         try:
             paths = _chosen(await _names(workspace), guarded, patterns)
             return cls(guarded, patterns, paths, await _digest(workspace, paths))
@@ -148,10 +135,11 @@ class Seal:
             raise SweTaskError(f"task {task.instance_id}: what steers its tests cannot be sealed: {error}") from error
 
     async def holds(self, workspace: Workspace) -> bool:
-        """Whether all of it is there unchanged, and nothing was added that steers tests."""
+        """True if all of it is unchanged and nothing was added that steers tests."""
         try:
             names = await _names(workspace)
-            adding = [one for one in self.patterns if one not in WHERE_TESTS_LIE]
+            # a build may add compiled modules to folders of tests, and change nothing that was there
+            adding = [one for one in self.patterns if one not in ("tests", "/test")]
             added = set(_chosen(names, self.guarded, adding)) - set(self.paths)
             return not added and await _digest(workspace, self.paths) == self.digest
         except (ScriptFailed, OSError):  # a file that was sealed is gone

@@ -31,7 +31,7 @@ if [ ! -d "$1" ]; then echo "the image has no folder $1" >&2; exit 1; fi
 if [ -e "$1/.git" ]; then echo "$1/.git is in the image: its history may hold the solution" >&2; exit 1; fi
 cp -RPp "$1/." "$folder"
 """
-"""Of a repository that an image has. Images are read-only: history that is in one cannot be taken away here."""
+"""Copies a repository that an image has. Images are read-only: history in one cannot be removed here."""
 
 BASE = """\
 rm -rf .git
@@ -81,7 +81,7 @@ g read-tree refs/heads/main
 if [ -s "$1" ]; then g apply --cached --binary --whitespace=nowarn "$1"; fi
 g diff --cached --raw -z --no-renames --no-abbrev --ignore-submodules=none refs/heads/main > "$state/entries"
 """
-"""What a patch makes of the snapshot, path by path. In an index: no symlink of a patch leads anywhere."""
+"""Lists the changes that a patch makes to the snapshot. In an index: no symlink of a patch leads anywhere."""
 
 CHECK_OUT = """\
 export GIT_INDEX_FILE="$state/final.index"
@@ -97,7 +97,7 @@ SCRUB = 'find "$state" -mindepth 1 -maxdepth 1 ! -name packages -exec rm -rf -- 
 """Nothing in a grading box but the test files themselves reveals the hidden tests."""
 
 NAMES = 'find . -path ./.git -prune -o \\( -type f -o -type l \\) -print0 > "$state/names"'
-"""Of the files and links of the repository."""
+"""Names of the files and links of the repository."""
 
 SEAL = 'tar -cf - --no-recursion -T "$1" | sha256sum > "$state/seal"'
 """One number for the names, contents, kinds and times of the listed files."""

@@ -43,7 +43,7 @@ class Source:
         return self.data[start:end].decode()
 
     def between(self, left: ast.AST, right: ast.AST) -> tuple[int, str]:
-        """Where the text between two nodes begins, and the text."""
+        """Returns the start of the text between two nodes, and the text."""
         start, end = self.span(left)[1], self.span(right)[0]
         return start, self.data[start:end].decode()
 

@@ -19,7 +19,7 @@ PROTECTED = (
     *("pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg", "pyproject.toml"),
     *("__pycache__", "*.pyc", ".pytest_cache", "tests", "/test", "/pytest.py", "/_pytest"),
 )
-"""What steers a test run. A pattern is held against each part of a path, one that begins with / against the first."""
+"""Files that steer a test run. A pattern matches any part of a path; one with a leading / the first part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class SweTask:
     repository: Path | None = None
     """Folder of this machine, a git repository or plain files; None: the image has it at `image_folder`."""
     base_commit: str | None = None
-    """Of `repository`; None: its files as they lie there (plain files), or its HEAD."""
+    """Commit of `repository`; None: its HEAD, or the files as they are if it is a plain folder."""
     folder: str = "repo"
-    """Where the repository lies in the box; relative to the directory that its sessions begin in."""
+    """Folder of the repository in the box; relative to the directory that its sessions begin in."""
     sandbox_image: str | None = None
     """None: the backend's default one."""
     image_folder: str = "/testbed"
-    """Where the image has the repository, without its .git; it is copied to `folder`."""
+    """Folder of the image that has the repository without its .git; it is copied to `folder`."""
     packages: Path | None = None
     """Folder of this machine that is put on the Python path of every command; for boxes whose Python lacks pytest."""
     test_command: str = "python3 -m pytest"

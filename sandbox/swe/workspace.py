@@ -22,8 +22,6 @@ from penstock.sandbox.swe import scripts
 from penstock.sandbox.swe.task import SweLimits, SweTask, SweTaskError
 
 GIT_DEADLINE_S = 120
-MTIME_S = 946_684_800
-"""Of every file of a commit: its archive is the same bytes each time."""
 _KINDS = {"100644": 0o644, "100755": 0o755, "120000": 0o120777}
 ArchiveMember = tuple[str, int, int, bytes]
 """path, mode, time of change, content (of a symlink: its target)"""
@@ -62,7 +60,7 @@ def _files_of_commit(repository: Path, commit: str) -> Iterator[ArchiveMember]:
     blobs = io.BytesIO(_git(repository, ["cat-file", "--batch"], "".join(f"{sha}\n" for _, _, sha in found)))
     for path, mode, _ in found:
         size = int(blobs.readline().split()[2])
-        yield path, mode, MTIME_S, blobs.read(size)
+        yield path, mode, 946_684_800, blobs.read(size)  # one time for all: the archive is the same bytes each time
         blobs.read(1)
 
 
@@ -111,10 +109,7 @@ def _git(repository: Path, arguments: list[str], stdin: str = "") -> bytes:
     return done.stdout
 
 
-STATE = ".penstock_swe"
 PART_BYTES = 4 << 20
-MAX_LISTING_BYTES = 16 << 20
-_HOME = 'mkdir -p "$1" "$2" && cd -- "$2" && pwd -P && cd - >/dev/null && cd -- "$1" && pwd -P'
 
 
 class ScriptFailed(Exception):
@@ -133,7 +128,9 @@ class Workspace:
     @classmethod
     async def find(cls, session: Session, task: SweTask, limits: SweLimits) -> Workspace:
         """Where things lie in this box; makes the folders. Raises `SweTaskError` where they cannot be made."""
-        result = await session.run(["sh", "-c", _HOME, "swe", STATE, task.folder], timeout_s=limits.command_timeout_s)
+        make = 'mkdir -p "$1" "$2" && cd -- "$2" && pwd -P && cd - >/dev/null && cd -- "$1" && pwd -P'
+        argv = ["sh", "-c", make, "swe", ".penstock_swe", task.folder]
+        result = await session.run(argv, timeout_s=limits.command_timeout_s)
         if result.exit_code != 0:
             raise SweTaskError(f"folder {task.folder!r} cannot be made in the box: {_end_of(result)}")
         folder, state = result.stdout.splitlines()
@@ -154,18 +151,15 @@ class Workspace:
             if len(data) <= PART_BYTES:
                 await self.session.write_file(target, data)
             else:
-                await self._upload_parts(name, data)
+                for number, start in enumerate(range(0, len(data), PART_BYTES)):
+                    path = posixpath.join(self.state, f"part.{number:05}")
+                    await self.session.write_file(path, data[start : start + PART_BYTES])
+                await self.script(scripts.JOIN, name)
         except (OSError, ScriptFailed) as error:
             raise SweTaskError(f"{name}: {len(data)} bytes cannot be written into the box: {error}") from error
         return target
 
-    async def _upload_parts(self, name: str, data: bytes) -> None:
-        for number, start in enumerate(range(0, len(data), PART_BYTES)):
-            path = posixpath.join(self.state, f"part.{number:05}")
-            await self.session.write_file(path, data[start : start + PART_BYTES])
-        await self.script(scripts.JOIN, name)
-
-    async def read(self, name: str, max_bytes: int = MAX_LISTING_BYTES) -> bytes:
+    async def read(self, name: str, max_bytes: int = 16 << 20) -> bytes:
         """Raises `OSError`."""
         return await self.session.read_file(posixpath.join(self.state, name), max_bytes)
 
@@ -176,25 +170,24 @@ class Workspace:
             SweTaskError: the repository cannot be read, or this box cannot hold it.
         """
         try:
-            await self._put_files(task)
+            await self.put_packages(task)
+            if task.repository is None:
+                await self.script(scripts.COPY, task.image_folder)
+            else:
+                packed = await asyncio.to_thread(snapshot_of, task.repository, task.base_commit)
+                await self.script(scripts.UNPACK, await self.upload("snapshot.tgz", packed))
             await self.script(f"{scripts.BASE}\n(\n{scripts.DIFF}\n)")
         except (ScriptFailed, OSError) as error:
-            raise SweTaskError(
-                f"task {task.instance_id}: the repository cannot be placed: {error}{_mend(task)}"
-            ) from error
+            fix = "the box needs git and tar, and room: sandbox.tmp_mb, sandbox.memory_mb"
+            if task.repository is None:
+                fix = "the image needs git; take history out of it where it is built: `RUN rm -rf /testbed/.git`"
+            text = f"task {task.instance_id}: the repository cannot be placed: {error} ({fix})"
+            raise SweTaskError(text) from error
         if await self.read("diff.patch", 1):
             raise SweTaskError(f"task {task.instance_id}: the snapshot differs from its own files")
 
-    async def _put_files(self, task: SweTask) -> None:
-        await self.put_packages(task)
-        if task.repository is None:
-            await self.script(scripts.COPY, task.image_folder)
-            return
-        packed = await asyncio.to_thread(snapshot_of, task.repository, task.base_commit)
-        await self.script(scripts.UNPACK, await self.upload("snapshot.tgz", packed))
-
     async def put_packages(self, task: SweTask) -> None:
-        """As they are on this machine, whatever a build made of them. Raises `ScriptFailed`, `SweTaskError`."""
+        """Restores the packages of this machine, whatever a build changed. Raises `ScriptFailed`, `SweTaskError`."""
         if task.packages is not None:
             packed = await asyncio.to_thread(packages_of, task.packages)
             await self.script(scripts.PACKAGES, await self.upload("packages.tgz", packed))
@@ -211,16 +204,10 @@ class Workspace:
         return ["env", *settings, "sh", "-c", shell, start, self.folder, command]
 
     def variables(self, task: SweTask) -> dict[str, str]:
-        """What every command of the task sees beside the box's own environment."""
+        """Variables that every command of the task sees in addition to the box's own environment."""
         return {"PYTHONPATH": self.packages} if task.packages is not None else {}
 
 
 def _end_of(result: RunResult) -> str:
     said = (result.stderr or result.stdout).strip()[-1000:]
     return said or (f"limit {result.limit}" if result.limit else f"exit status {result.exit_code}")
-
-
-def _mend(task: SweTask) -> str:
-    if task.repository is None:
-        return " (the image needs git; take history out of it where it is built: `RUN rm -rf /testbed/.git`)"
-    return " (the box needs git and tar, and room: sandbox.tmp_mb, sandbox.memory_mb)"

@@ -1,1 +1,1 @@
-"""What runs in a grading box. Sent there as text: it imports nothing of ours, and runs on any Python since 3.7."""
+"""Programs of a grading box. Sent there as text: they import nothing of Penstock and run on Python 3.7 or newer."""

@@ -185,7 +185,7 @@ def changed_row(row: Any, columns: list[int], count: int, dice: random.Random) -
 
 
 def other_value(value: Any, dice: random.Random) -> Any:
-    """Of the same type and unequal; the value itself where there is no such one that is sure to be."""
+    """Returns a value of the same type that is unequal; the value itself if no such value is certain."""
     if type(value) in (str, bytes):
         return other_text(value, dice)
     if type(value) in (bool, int, float):
@@ -212,7 +212,7 @@ def other_text(value: Any, dice: random.Random) -> Any:
 
 
 def digests(item: Any) -> dict[str, str]:
-    """Of a test's parameters, so that two runs can be compared: addresses of objects are left out."""
+    """Digests a test's parameters, so that two runs can be compared. Addresses of objects are left out."""
     given = getattr(getattr(item, "callspec", None), "params", {})
     texts = {name: re.sub(" at 0x[0-9a-f]+", "", repr(value)) for name, value in given.items()}
     return {name: hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16] for name, text in texts.items()}
