@@ -54,7 +54,7 @@ def segments_of(
         segment.append_sampled(ids, [0.0] * len(ids), [(0, 0, len(ids))], "stop")
         if new:
             conversation.go_on(Reply(ids, text, [0.0] * len(ids), "stop"), new)
-    return [output.tokens for output in conversation.outputs()]
+    return [*conversation.outputs()]
 
 
 def _replies(messages: Sequence[Message]) -> list[int]:

@@ -245,7 +245,7 @@ class FinishedAttempt:
         texts = [self.services.chat.decode(one.response_ids.tolist(), special=False) for one in self.outputs]
         with span("reward") as reward_span:
             score = await self.services.reward.score_once(
-                self.lease.task, texts[-1], self._for_reward(texts), [one.tokens for one in self.outputs], self.journal
+                self.lease.task, texts[-1], self._for_reward(texts), self.outputs, self.journal
             )
             reward_span.note(reward=score.reward)
         return score.reward, score.metrics

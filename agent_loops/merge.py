@@ -72,7 +72,7 @@ def to_trajectory(
     return Trajectory(
         episode_id=lease.episode_id,
         task_id=lease.task.task_id,
-        segments=tuple(output.tokens for output in outputs),
+        segments=tuple(outputs),
         reward=reward,
         outcome=outputs[-1].outcome,
         turn_rewards=tuple(float(value) for output in outputs for value in output.turn_rewards),

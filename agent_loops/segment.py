@@ -19,7 +19,7 @@ import xxhash
 from penstock.agent_loops.errors import AgentError
 from penstock.agent_loops.token_row import SHARED, TokenRow
 from penstock.rollout_server import ImageRef
-from penstock.transfer_queue import COMPLETED, Ids, Logprobs, Mask, Outcome, OutcomeKind, RoutedExperts, Segment, Spans
+from penstock.transfer_queue import COMPLETED, Outcome, OutcomeKind, RoutedExperts, Segment
 
 TRUNCATED_LENGTH = Outcome(OutcomeKind.TRUNCATED, "length")
 SPOILED = Outcome(OutcomeKind.POLICY_ERROR, "the model sampled the place of an image that is not there")
@@ -28,13 +28,12 @@ TRUNCATED_DEADLINE = Outcome(OutcomeKind.TRUNCATED, "deadline")
 
 
 @dataclass(frozen=True, slots=True)
-class AgentLoopOutput:
-    """One segment of an episode as its loop returns it. Made by `SegmentBuilder.output()`.
+class AgentLoopOutput(Segment):
+    """A finished segment as its loop returns it: the arrays, and what the loop says of them.
 
-    The arrays of `tokens` are never edited by hand (invariant 1).
+    Made by `SegmentBuilder.output()`. The arrays are never edited by hand (invariant 1).
     """
 
-    tokens: Segment
     reward: float | None = None
     """None: the run's reward function is asked."""
     turn_rewards: Sequence[float] = ()
@@ -43,40 +42,6 @@ class AgentLoopOutput:
     extra: Mapping[str, Any] = field(default_factory=dict)
     images: Sequence[ImageRef] = ()
     """In the order of their placeholders among the ids."""
-
-    @property
-    def prompt_ids(self) -> Ids:
-        """[P]"""
-        return self.tokens.prompt_ids
-
-    @property
-    def response_ids(self) -> Ids:
-        """[T]"""
-        return self.tokens.response_ids
-
-    @property
-    def response_mask(self) -> Mask:
-        """[T] 1 = sampled"""
-        return self.tokens.response_mask
-
-    @property
-    def response_logprobs(self) -> Logprobs:
-        """[T] 0.0 where the mask is 0"""
-        return self.tokens.response_logprobs
-
-    @property
-    def version_spans(self) -> Spans:
-        """[S, 3] (policy version, start, end)"""
-        return self.tokens.version_spans
-
-    @property
-    def turn_starts(self) -> Ids:
-        """[num_turns]"""
-        return self.tokens.turn_starts
-
-    @property
-    def num_turns(self) -> int:
-        return self.tokens.num_turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +257,7 @@ class SegmentBuilder:
     ) -> AgentLoopOutput:
         """The segment as arrays. `outcome` None is derived from its end: cut by length, out of turns, or completed."""
         return AgentLoopOutput(
-            tokens=self._row.segment(),
+            **self._row.arrays(),
             reward=reward,
             turn_rewards=tuple(turn_rewards),
             outcome=SPOILED if self._spoiled else outcome or self._ending(),

@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from penstock.transfer_queue import Ids, RoutedExperts, Segment
+from penstock.transfer_queue import Ids, RoutedExperts
 
 MOST = 1 << 20
 """Ids from here on (no vocabulary has them) get objects of their own."""
@@ -81,18 +81,18 @@ class TokenRow:
         self._extend(ids, b"\x00")
         self._logprobs.frombytes(bytes(self._logprobs.itemsize * len(ids)))
 
-    def segment(self) -> Segment:
-        """Copies of the arrays so far."""
+    def arrays(self) -> dict[str, Any]:
+        """Copies of the arrays so far, by the names of `Segment`."""
         ids: Ids = np.array(self.ids, dtype=np.int32)
-        return Segment(
-            prompt_ids=ids[: self._prompt_len],
-            response_ids=ids[self._prompt_len :],
-            response_mask=np.array(self.mask, dtype=np.uint8),
-            response_logprobs=np.array(self._logprobs, dtype=np.float32),
-            version_spans=np.array(self._spans, dtype=np.int32).reshape(-1, 3),
-            turn_starts=np.array(self.turn_starts, dtype=np.int32),
-            routed_experts=self._routed_experts(),
-        )
+        return {
+            "prompt_ids": ids[: self._prompt_len],
+            "response_ids": ids[self._prompt_len :],
+            "response_mask": np.array(self.mask, dtype=np.uint8),
+            "response_logprobs": np.array(self._logprobs, dtype=np.float32),
+            "version_spans": np.array(self._spans, dtype=np.int32).reshape(-1, 3),
+            "turn_starts": np.array(self.turn_starts, dtype=np.int32),
+            "routed_experts": self._routed_experts(),
+        }
 
     def _extend(self, ids: Sequence[int], mark: bytes) -> None:
         new = array("i", ids)

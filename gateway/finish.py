@@ -197,8 +197,8 @@ async def _reward(episode: GatewaySession, outputs: Sequence[AgentLoopOutput]) -
         "tool_calls": tool_calls_of(episode),
         "tool_rewards": {},
     }
-    solution, tokens = texts[episode.history.segments.index(last.segment)], [one.tokens for one in outputs]
-    score = await episode.context.reward.score_once(task, solution, further, tokens, episode.record)
+    solution = texts[episode.history.segments.index(last.segment)]
+    score = await episode.context.reward.score_once(task, solution, further, outputs, episode.record)
     return score.reward, score.metrics
 
 

@@ -69,4 +69,4 @@ def test_merge_refuses_an_edited_output(
 ) -> None:
     output, seen = finished()
     with pytest.raises(kind, match=problem):
-        check_output(replace(output, tokens=replace(output.tokens, **edit(output.tokens))), seen)
+        check_output(replace(output, **edit(output)), seen)

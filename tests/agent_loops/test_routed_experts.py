@@ -89,7 +89,7 @@ def test_each_token_keeps_the_experts_of_the_pass_that_read_it(prompt, played, c
             generation.token_ids, generation.logprobs, generation.version_spans, "stop", generation.routed_experts
         )
         segment.append_fed(turn.observed)
-    tokens = segment.output().tokens
+    tokens = segment.output()
     if not expected:
         assert tokens.routed_experts is None
         return
