@@ -9,7 +9,6 @@ Running episodes are never stopped: the limit holds back new ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from penstock.transfer_queue import ServerInfo
@@ -32,44 +31,32 @@ class WatchedClient(Protocol):
         """Newest heartbeats. Raises `QueueError`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    most: int
-    """Maximum of episodes: ``agent.concurrency``."""
-    server_requests: int
-    """Requests in flight above which a server counts as loaded; 0: ignored."""
-    server_tokens: int
-    """The same in tokens, which stand for its KV cache."""
-
-
 class Concurrency:
-    """`limit` is between 1 and `bounds.most`. Pure: time and load are arguments."""
+    """`limit` is between 1 and `most`. Pure: time and load are arguments."""
 
-    def __init__(self, bounds: Bounds, restarts: int = 0) -> None:
-        """Begins with `bounds.most`, after each restart with a quarter of it: an episode that ends its workers is soon
-        alone, and only its own lost leases go on to be counted."""
-        self.limit = max(1, bounds.most >> 2 * restarts)
-        self._bounds = bounds
+    def __init__(self, most: int, server_requests: int, restarts: int = 0) -> None:
+        """Begins with `most`, after each restart with a quarter of it: an episode that ends its workers is soon alone,
+        and only its own lost leases go on to be counted.
+
+        `server_requests`: requests in flight above which a server counts as loaded; 0: load is ignored.
+        """
+        self.limit = max(1, most >> 2 * restarts)
+        self._most = most
+        self._server_requests = server_requests
         self._refused = 0
         self._held_until_s = 0.0
 
     def saw(self, servers: Sequence[ServerInfo], refused: int, running: int, now_s: float) -> int:
         """The new limit. `refused`: refusals since the start; `running`: this worker's episodes."""
-        pressed = refused > self._refused or self._all_loaded(servers)
+        # One free server is enough: requests are routed to it.
+        loads = [server.in_flight for server in servers if server.accepting and not server.evaluates]
+        all_loaded = bool(loads) and 0 < self._server_requests < min(loads)
+        pressed = refused > self._refused or all_loaded
         self._refused = refused
         if pressed and now_s >= self._held_until_s:
             # From what runs, not from the limit: a limit that is not reached would have to fall for long to be felt.
             self.limit = max(1, int(min(self.limit, max(running, 1)) * DECREASE))
             self._held_until_s = now_s + HOLD_S
         elif not pressed and running >= self.limit:
-            self.limit = min(self._bounds.most, self.limit + max(1, self._bounds.most // STEPS))
+            self.limit = min(self._most, self.limit + max(1, self._most // STEPS))
         return self.limit
-
-    def _all_loaded(self, servers: Sequence[ServerInfo]) -> bool:
-        """One free server is enough: requests are routed to it."""
-        accepting = [server for server in servers if server.accepting and not server.evaluates]
-        return bool(accepting) and all(self._loaded(server) for server in accepting)
-
-    def _loaded(self, server: ServerInfo) -> bool:
-        requests, tokens = self._bounds.server_requests, self._bounds.server_tokens
-        return 0 < requests < server.in_flight or 0 < tokens < server.in_flight_tokens

@@ -120,9 +120,6 @@ class AgentConfig(BaseModel):
         description="Requests in flight per rollout server above which workers run fewer episodes;"
         " 0: unlimited. Unset: twice `rollout.max_concurrent`.",
     )
-    server_tokens: int = Field(
-        0, ge=0, description="The same bound in tokens of prompts and answers (KV cache). 0: unlimited."
-    )
     max_turns: int = Field(4, gt=0, description="Model calls per episode.")
     max_new_tokens: int = Field(256, gt=0, description="Tokens sampled per model call.")
     max_response_tokens: int = Field(512, gt=0, description="Response tokens per episode, observations included.")

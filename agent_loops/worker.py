@@ -26,7 +26,7 @@ from functools import lru_cache, partial
 
 from penstock.agent_loops.base import WorkerServices, find_loop
 from penstock.agent_loops.chat.chat import chat_of
-from penstock.agent_loops.concurrency import ADAPT_S, Bounds, Concurrency, WatchedClient
+from penstock.agent_loops.concurrency import ADAPT_S, Concurrency, WatchedClient
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.episode import Episode
 from penstock.agent_loops.errors import WorkerStopped
@@ -76,11 +76,10 @@ class WorkerJob:
     """The worker's metrics; served by the caller."""
 
     @property
-    def bounds(self) -> Bounds:
-        """By default a server counts as loaded at twice the requests it decodes at once: as many wait there."""
-        given = self.config.server_requests
-        requests = 2 * self.server_slots if given is None else given
-        return Bounds(self.config.concurrency, requests, self.config.server_tokens)
+    def server_requests(self) -> int:
+        """Requests above which a server counts as loaded: by default twice what it decodes at once. 0: unlimited."""
+        configured = self.config.server_requests
+        return 2 * self.server_slots if configured is None else configured
 
 
 def build_services(job: WorkerJob, sandbox: Sandbox | None) -> WorkerServices:
@@ -165,7 +164,7 @@ class Worker:
 
     def __init__(self, job: WorkerJob, services: WorkerServices) -> None:
         self.stats = WorkerStats(job.metrics)
-        self.concurrency = Concurrency(job.bounds, job.restarts)
+        self.concurrency = Concurrency(job.config.concurrency, job.server_requests, job.restarts)
         self._job = job
         self._services = replace(services, worker=job.name, on_span=job.metrics.span)
         self._room = asyncio.Event()

@@ -4,6 +4,7 @@ since when it is gone and what to do; `penstock.deploy.config` reads the table."
 from __future__ import annotations
 
 SINCE_0_2: dict[str, str] = {
+    "agent.server_tokens": "agent.server_requests bounds the load of a rollout server; delete the line",
     "data.curriculum.easy_above": "a row is easy from a pass rate of 0.9 on; delete the line",
     "data.curriculum.hard_below": "a row is hard up to a pass rate of 0.1; delete the line",
     "placement.hand_over_timeout_s": "the trainer waits 900 s for the engines' devices; delete the line",

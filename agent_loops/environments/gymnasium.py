@@ -283,17 +283,17 @@ class ProcessEnvironment:
         """A call was late, cancelled or unanswered: another one would get its answer."""
 
     async def reset(self, seed: int) -> EnvStep:
-        kept = ("actions", "observe", "rewards", "show", "state", "max_observation_chars")
+        kept = ("actions", "observe", "rewards", "show", "state")
         settings = self._settings.model_dump(include=set(kept))
         asked = {"op": "reset", "options": self._options, "seed": seed, "settings": settings}
-        answer = await self._ask(asked, "reset", self._settings.reset_timeout_s)
+        answer = await self._ask(asked, "reset", "start_timeout_s")
         if "error" in answer:
             raise InfraFailure(COMPONENT, f"reset of {self._settings.env} with seed {seed} raised {answer['error']}")
         return _step_of(answer)
 
     async def step(self, action: str) -> EnvStep:
         self._steps += 1
-        answer = await self._ask({"op": "step", "action": action}, "step", self._settings.step_timeout_s)
+        answer = await self._ask({"op": "step", "action": action}, "step", "step_timeout_s")
         if "error" in answer:
             raise StepFailed(answer["error"])
         if "invalid" in answer:
@@ -319,12 +319,12 @@ class ProcessEnvironment:
             self._connection.writer.close()
             self._host.forget(self._number)
 
-    async def _ask(self, message: dict[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
-        """One call. Raises `InfraFailure`."""
+    async def _ask(self, message: dict[str, Any], what: str, limit: str) -> dict[str, Any]:
+        """One call within the setting `limit`. Raises `InfraFailure`."""
         title = f"{what} {self._steps} of {self._settings.env}" if what == "step" else f"reset of {self._settings.env}"
         self._broken = True
         self._connection.send(message)
-        answer = await within(timeout_s, title, f"{what}_timeout_s", self._connection.receive())
+        answer = await within(getattr(self._settings, limit), title, limit, self._connection.receive())
         self._broken = False
         if answer is None:
             self._broken = True

@@ -153,8 +153,7 @@ class EnvironmentLoop(AgentLoopBase):
                     )
                 talk.observe(reply, text, str(error))
             except StepFailed as error:
-                self._turns.rewards.append(0.0)
-                return self._of_failed_step(error)
+                raise InfraFailure(COMPONENT, f"step {self._turns.steps + 1} raised {error}") from error
             else:
                 self._turns.add_step(now)
                 if not math.isfinite(now.reward):
@@ -185,14 +184,7 @@ class EnvironmentLoop(AgentLoopBase):
     def _end_of(self, step: EnvStep) -> Outcome | None:
         if step.terminated:
             return COMPLETED
-        if step.truncated or self._turns.steps == self.settings.max_steps:
-            return TRUNCATED_TURNS
-        return None
-
-    def _of_failed_step(self, error: StepFailed) -> Outcome:
-        if self.settings.on_step_error == "infra_error":
-            raise InfraFailure(COMPONENT, f"step {self._turns.steps + 1} raised {error}") from error
-        return Outcome(OutcomeKind.POLICY_ERROR, f"step {self._turns.steps + 1} raised {error}")
+        return TRUNCATED_TURNS if step.truncated else None
 
     def _told(self, step: EnvStep) -> str:
         """Templates refuse messages of nothing."""

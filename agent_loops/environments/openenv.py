@@ -23,6 +23,7 @@ from penstock.agent_loops.base import WorkerServices
 from penstock.agent_loops.environments.loop import EnvironmentLoop, within
 from penstock.agent_loops.environments.protocol import COMPONENT, Environment, EnvStep, InvalidAction, StepFailed
 from penstock.agent_loops.environments.settings import EnvironmentSettings, OpenEnvSettings
+from penstock.agent_loops.environments.shapes import MAX_OBSERVATION_CHARS
 from penstock.agent_loops.errors import InfraFailure
 from penstock.agent_loops.journal import EpisodeJournal
 from penstock.common import Backoff
@@ -113,7 +114,7 @@ class ServedEnvironment:
         return self._step_of(answer)
 
     async def step(self, action: str) -> EnvStep:
-        answer = await self._ask({"type": "step", "data": {self._field: action}}, "step", self._settings.step_timeout_s)
+        answer = await self._ask({"type": "step", "data": {self._field: action}}, "step", "step_timeout_s")
         if answer["type"] == "error" and answer["data"].get("code") == INVALID:
             raise InvalidAction(f"That is no action here: {_words(answer)}")
         if answer["type"] == "error":
@@ -136,7 +137,7 @@ class ServedEnvironment:
             try:
                 self._field = await self._server.action_field(self._settings.action_field)
                 self._socket = await self._server.connect()
-                answer = await self._ask({"type": "reset", "data": asked}, "reset", self._settings.reset_timeout_s)
+                answer = await self._ask({"type": "reset", "data": asked}, "reset", "start_timeout_s")
                 if answer["type"] != "error" or answer["data"].get("code") != FULL:
                     return answer
             except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError):
@@ -146,14 +147,14 @@ class ServedEnvironment:
             await self.close()
             await asyncio.sleep(pauses.next_s())
 
-    async def _ask(self, message: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
-        """Raises `InfraFailure`."""
+    async def _ask(self, message: Mapping[str, Any], what: str, limit: str) -> dict[str, Any]:
+        """One call within the setting `limit`. Raises `InfraFailure`."""
         title = f"{what} at {self._server.url}"
         assert self._socket is not None
         try:
             with contextlib.suppress(ConnectionError, aiohttp.ClientError):  # it may have said why before it closed
                 await self._socket.send_json(message)
-            received = await within(timeout_s, title, f"{what}_timeout_s", self._socket.receive())
+            received = await within(getattr(self._settings, limit), title, limit, self._socket.receive())
         except (aiohttp.ClientError, ConnectionError) as error:
             raise InfraFailure(COMPONENT, f"{title}: {type(error).__name__}: {error}") from error
         if received.type is not aiohttp.WSMsgType.TEXT:
@@ -173,7 +174,7 @@ class ServedEnvironment:
         observation = data.get("observation") or {}
         reward = data.get("reward")
         if isinstance(reward, bool | int | float) or reward is None:
-            text = self._text(observation)[: settings.max_observation_chars]
+            text = self._text(observation)[:MAX_OBSERVATION_CHARS]
             return EnvStep(
                 text=text,
                 reward=float(reward or 0.0),

@@ -44,17 +44,13 @@ class EnvironmentSettings(BaseModel):
     reward: Literal["sum", "last", "none"] = Field(
         "sum", description="The episode's, of its steps' rewards; none: agent.reward is asked."
     )
-    on_step_error: Literal["infra_error", "policy_error"] = Field(
-        "infra_error", description="`step` raised: tried again without a reward, or graded with what was earned."
-    )
-    max_steps: int | None = Field(None, gt=0, description="Of the environment; then truncated(turns).")
     max_seconds: float | None = Field(
         None, gt=0, description="Of an episode; then truncated(deadline). Unset: nine tenths of its deadline."
     )
-    start_timeout_s: float = Field(300.0, gt=0, description="For its import, or the connection to its server.")
-    reset_timeout_s: float = Field(120.0, gt=0, description="A reset that takes longer is an infra_error.")
+    start_timeout_s: float = Field(
+        300.0, gt=0, description="For its import, or the connection to its server, and for a reset."
+    )
     step_timeout_s: float = Field(60.0, gt=0, description="A step that takes longer is an infra_error.")
-    max_observation_chars: int = Field(20_000, gt=0, description="Of one observation; the rest is cut.")
 
 
 class GymnasiumSettings(EnvironmentSettings):

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 MAX_NUMBERS = 32
+MAX_OBSERVATION_CHARS = 20_000
 Json = dict[str, Any]
 
 
@@ -88,7 +89,7 @@ class Stepped:
     ) -> Json:
         text = self._text(observation)
         return {
-            "text": text[: self._settings["max_observation_chars"]],
+            "text": text[:MAX_OBSERVATION_CHARS],
             "reward": reward,
             "terminated": terminated,
             "truncated": truncated,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,7 +13,7 @@ from penstock.agent_loops.loops.react import TurnRewards, final_answer, read_set
 from penstock.agent_loops.segment import TRUNCATED_TURNS, AgentLoopOutput
 from penstock.tools import ToolResult
 from penstock.tools.parsers import ToolCall
-from penstock.transfer_queue import Outcome, Task
+from penstock.transfer_queue import Task
 
 FENCE = "```"
 INSTRUCTION = (
@@ -31,7 +30,6 @@ class CodeActSettings(BaseModel):
     tool: str = Field("python", description="The tool that runs a block.")
     argument: str = Field("code", description="Its argument that takes the block's text.")
     languages: tuple[str, ...] = Field(("python", "py"), description="Blocks of other languages are text.")
-    observe_as: Literal["user", "tool"] = Field("user", description="Role of the message that holds the output.")
     instruction: str = Field(INSTRUCTION, description="Goes before the row's system prompt; empty: nothing does.")
 
 
@@ -51,28 +49,23 @@ class CodeActLoop(AgentLoopBase):
 
     async def run(self, task: Task) -> list[AgentLoopOutput]:
         talk = Conversation(self.chat, with_system(task.messages, self.settings.instruction))
-        rewards = TurnRewards()
-        outcome = await self._turns(talk, rewards)
-        return talk.outputs(outcome, rewards.of(talk.num_turns))
-
-    async def _turns(self, talk: Conversation, rewards: TurnRewards) -> Outcome | None:
-        """None: set by how the last segment ended."""
+        rewards, outcome = TurnRewards(), None
         while not talk.done:
             reply = await self.llm.generate(talk.segment)
             blocks = code_blocks(self.chat.decode(reply.ids, special=False), self.settings.languages)
             if not blocks or reply.finish_reason == "length":
                 break
             if talk.done:
-                return TRUNCATED_TURNS
-            results = await self.tools.call_all([self._call(code, at) for at, code in enumerate(blocks)])
+                outcome = TRUNCATED_TURNS
+                break
+            tool, argument = self.settings.tool, self.settings.argument
+            calls = [ToolCall(tool, {argument: code}, f"call_{position}") for position, code in enumerate(blocks)]
+            results = await self.tools.call_all(calls)
             rewards.add(results)
             if final_answer(results) is not None:
                 break
-            talk.go_on(reply, [{"role": self.settings.observe_as, "content": _observed(results)}])
-        return None
-
-    def _call(self, code: str, position: int) -> ToolCall:
-        return ToolCall(self.settings.tool, {self.settings.argument: code}, f"call_{position}")
+            talk.go_on(reply, [{"role": "user", "content": _observed(results)}])
+        return talk.outputs(outcome, rewards.of(talk.num_turns))
 
 
 def code_blocks(text: str, languages: Collection[str]) -> list[str]:

@@ -35,8 +35,6 @@ REQUEST = (
 )
 THOUGHT = re.compile(r"^.*</think>", re.DOTALL)
 """What a model thinks before its summary is not part of it."""
-TURNS_TO_COMPACT = 2
-"""The summary, and one to use it."""
 
 
 class CompactionSettings(ReactSettings):
@@ -72,26 +70,19 @@ class CompactionLoop(AgentLoopBase):
         talk = Conversation(self.chat, task.messages, self.tools.schemas)
 
         async def go_on(reply: Reply, messages: Sequence[Message]) -> None:
-            if self._fits(talk):
+            # Two turns: the summary, and one to use it.
+            compacts = self.chat.budget.turns_left >= 2 and talk.segment.context_len >= self.settings.compact_at
+            if not compacts:
                 talk.go_on(reply, messages)
-            else:
-                await self._compact(task, talk, reply, messages)
+                return
+            talk.go_on(reply, [*messages, {"role": "user", "content": self.settings.request}])
+            if talk.done:
+                return  # the budget has no room for a summary
+            answer = await self.llm.generate(talk.segment, max_new_tokens=self.settings.max_summary_tokens)
+            summary = THOUGHT.sub("", self.chat.decode(answer.ids, special=False)).strip()
+            talk.restart(with_summary(task.messages, f"{self.settings.heading}\n{summary}"))
 
         return (await react(self, talk, self.settings, go_on)).outputs
-
-    def _fits(self, talk: Conversation) -> bool:
-        """A summary that no turn could use is not asked for."""
-        few_turns = self.chat.budget.turns_left < TURNS_TO_COMPACT
-        return few_turns or talk.segment.context_len < self.settings.compact_at
-
-    async def _compact(self, task: Task, talk: Conversation, reply: Reply, messages: Sequence[Message]) -> None:
-        """Where the budget has no room for a summary, the conversation is done."""
-        talk.go_on(reply, [*messages, {"role": "user", "content": self.settings.request}])
-        if talk.done:
-            return
-        answer = await self.llm.generate(talk.segment, max_new_tokens=self.settings.max_summary_tokens)
-        summary = THOUGHT.sub("", self.chat.decode(answer.ids, special=False)).strip()
-        talk.restart(with_summary(task.messages, f"{self.settings.heading}\n{summary}"))
 
 
 def with_summary(messages: Sequence[Message], text: str) -> list[Mapping[str, Any]]:

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pydantic import Field
-
 from penstock.agent_loops.base import AgentLoopBase
 from penstock.agent_loops.chat.chat import tool_messages
 from penstock.agent_loops.conversation import Conversation
@@ -21,6 +19,12 @@ from penstock.tools import ToolResult, check_arguments
 from penstock.tools.parsers import ToolCall
 from penstock.transfer_queue import Task
 
+PLANNER_PROMPT = "Divide the task into questions, delegate them, and answer from what the helpers say."
+HELPER_PROMPT = "Answer the question, in few words."
+HELPER_TURNS = 4
+"""Model calls of one helper."""
+MAX_HELPERS = 8
+"""Helpers of one turn of the planner."""
 PARAMETERS = {
     "type": "object",
     "properties": {"question": {"type": "string"}},
@@ -39,33 +43,24 @@ DELEGATE = {
 
 @dataclass(frozen=True, slots=True)
 class HelperResult:
-    """The outcome of one call; no `outputs` where no helper was asked."""
+    """The result of one call; no `outputs` if no helper was asked."""
 
     result: ToolResult
     outputs: Sequence[AgentLoopOutput] = ()
 
 
-class MultiAgentSettings(ReactSettings):
-    """`agent.settings` of `multi_agent`; those of `tool_agent` hold for each helper."""
-
-    planner_prompt: str = Field(
-        "Divide the task into questions, delegate them, and answer from what the helpers say.",
-        description="System prompt of the planner.",
-    )
-    helper_prompt: str = Field("HelperResult the question, in few words.", description="System prompt of each helper.")
-    helper_turns: int = Field(4, gt=0, description="Model calls of one helper.")
-    max_helpers: int = Field(8, gt=0, description="Helpers of one turn of the planner.")
-
-
 class MultiAgentLoop(AgentLoopBase):
-    """An example to change: the planner's segment is the last output, so its end is the episode's."""
+    """An example to change: the planner's segment is the last output, so its end is the episode's.
+
+    `agent.settings` are `ReactSettings`, which hold for each helper.
+    """
 
     async def setup(self, task: Task) -> None:
-        self.settings = read_settings(MultiAgentSettings, self)
+        self.settings = read_settings(ReactSettings, self)
         self.helped: list[AgentLoopOutput] = []
 
     async def run(self, task: Task) -> list[AgentLoopOutput]:
-        talk = Conversation(self.chat, with_system(task.messages, self.settings.planner_prompt), [DELEGATE])
+        talk = Conversation(self.chat, with_system(task.messages, PLANNER_PROMPT), [DELEGATE])
         outcome = None
         while not talk.done:
             reply = await self.llm.generate(talk.segment)
@@ -99,7 +94,7 @@ class MultiAgentLoop(AgentLoopBase):
             return await _refused("no helper is free any more; answer yourself")
         question = [{"role": "user", "content": str(call.arguments["question"])}]
         chat = self.chat.for_episode(share)
-        talk = Conversation(chat, with_system(question, self.settings.helper_prompt), self.tools.schemas)
+        talk = Conversation(chat, with_system(question, HELPER_PROMPT), self.tools.schemas)
         ended = await react(self, talk, self.settings)
         said = self.chat.decode(last_answer(ended.outputs[-1]), special=False).strip()
         return HelperResult(ToolResult(said if ended.answer is None else ended.answer), ended.outputs)
@@ -110,8 +105,8 @@ class MultiAgentLoop(AgentLoopBase):
         The planner keeps one turn and half of the tokens.
         """
         left = self.chat.budget
-        count = min(wanted, self.settings.max_helpers, max(0, left.turns_left - 1), left.tokens_left // 2)
-        turns = min(self.settings.helper_turns, (left.turns_left - 1) // max(count, 1))
+        count = min(wanted, MAX_HELPERS, max(0, left.turns_left - 1), left.tokens_left // 2)
+        turns = min(HELPER_TURNS, (left.turns_left - 1) // max(count, 1))
         return [Budget(turns, left.tokens_left // 2 // count, left.window) for _ in range(count)]
 
     def _spend(self, shares: Sequence[Budget]) -> None:

@@ -20,8 +20,7 @@ from penstock.agent_loops.errors import InfraFailure
 from penstock.agent_loops.llm import Reply
 from penstock.agent_loops.segment import TRUNCATED_DEADLINE, TRUNCATED_TURNS, AgentLoopOutput
 from penstock.tools import ToolResult
-from penstock.tools.parsers import ToolCall
-from penstock.transfer_queue import Outcome, OutcomeKind, Task
+from penstock.transfer_queue import Outcome, Task
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
@@ -33,9 +32,6 @@ class ReactSettings(BaseModel):
 
     max_seconds: float | None = Field(None, gt=0, description="After so long the segment ends as truncated(deadline).")
     max_calls_per_turn: int = Field(32, gt=0, description="Further calls of one answer are answered with an error.")
-    max_malformed_turns: int | None = Field(
-        None, gt=0, description="Consecutive turns without a readable call that end the episode as policy_error."
-    )
 
 
 @dataclass(slots=True)
@@ -60,85 +56,66 @@ class TurnRewards:
 
 
 @dataclass(frozen=True, slots=True)
-class Reacted:
+class ReactResult:
     """How the loop ended."""
 
     outputs: list[AgentLoopOutput]
     answer: str | None = None
-    """Text of the tool result that was `final`; None where the model ended by itself, or was ended."""
+    """Text of the tool result that was `final`; None if the model ended by itself, or was ended."""
 
 
 GoOn = Callable[[Reply, Sequence[Message]], Awaitable[None]]
 """How the conversation takes the messages after a reply; may ask the model for more."""
 
 
-async def react(loop: AgentLoopBase, talk: Conversation, settings: ReactSettings, go_on: GoOn | None = None) -> Reacted:
-    """Talk to the end. Calls of one turn run in parallel. `go_on` None: `talk.go_on`.
+async def react(
+    loop: AgentLoopBase, talk: Conversation, settings: ReactSettings, go_on: GoOn | None = None
+) -> ReactResult:
+    """Talks to the end. Calls of one turn run in parallel. `go_on` None: `talk.go_on`.
 
-    Tools are not run for an answer that could not be read any more. Raises `InfraFailure`.
+    Tools are not run for an answer whose results the model could not read any more. Raises `InfraFailure`.
     """
     rewards = TurnRewards()
-    ending = _Ending()
     try:
         async with asyncio.timeout(settings.max_seconds) as deadline:
-            ending = await _turns(loop, talk, settings, rewards, go_on)
+            outcome, answer = await _turns(loop, talk, settings, rewards, go_on)
     except TimeoutError:
         if not deadline.expired():
             raise
-        ending = _Ending(_too_late(talk, settings))
-    return Reacted(talk.outputs(ending.outcome, rewards.of(talk.num_turns)), ending.answer)
-
-
-@dataclass(frozen=True, slots=True)
-class _Ending:
-    outcome: Outcome | None = None
-    """None: set by how the last segment ended."""
-    answer: str | None = None
+        if not talk.num_turns:
+            raise InfraFailure("rollout", f"nothing was sampled within {settings.max_seconds:g} s") from None
+        outcome, answer = TRUNCATED_DEADLINE, None
+    return ReactResult(talk.outputs(outcome, rewards.of(talk.num_turns)), answer)
 
 
 async def _turns(
     loop: AgentLoopBase, talk: Conversation, settings: ReactSettings, rewards: TurnRewards, go_on: GoOn | None
-) -> _Ending:
-    malformed = 0
+) -> tuple[Outcome | None, str | None]:
+    """Returns the outcome (None: set by how the last segment ended) and the final answer of a tool."""
+    most = settings.max_calls_per_turn
+    refusal = f"at most {most} calls in one turn are run; this one was not"
     while not talk.done:
         reply = await loop.llm.generate(talk.segment)
         calls = loop.chat.tool_calls(reply)
         if not calls:
             break
-        malformed = malformed + 1 if all(call.error for call in calls) else 0
-        if malformed == settings.max_malformed_turns:
-            return _Ending(
-                Outcome(OutcomeKind.POLICY_ERROR, f"{malformed} turns in a row without a readable tool call")
-            )
         if talk.done:
-            return _Ending(TRUNCATED_TURNS)
-        results = await loop.tools.call_all(_few(calls, settings.max_calls_per_turn))
+            return TRUNCATED_TURNS, None
+        results = await loop.tools.call_all([*calls[:most], *(replace(call, error=refusal) for call in calls[most:])])
         rewards.add(results)
         if (answer := final_answer(results)) is not None:
-            return _Ending(answer=answer)
+            return None, answer
         if go_on is None:
             talk.go_on(reply, tool_messages(results))
         else:
             await go_on(reply, tool_messages(results))
             rewards.fill(talk.num_turns)
-    return _Ending()
+    return None, None
 
 
 def final_answer(results: Sequence[ToolResult]) -> str | None:
     """Text of the last result that ends the episode; None where none does."""
     return next((result.text for result in reversed(results) if result.final), None)
-
-
-def _few(calls: Sequence[ToolCall], most: int) -> list[ToolCall]:
-    """Calls beyond `most` are refused, not run: each gets a result, in order."""
-    refused = f"at most {most} calls in one turn are run; this one was not"
-    return [*calls[:most], *(replace(call, error=refused) for call in calls[most:])]
-
-
-def _too_late(talk: Conversation, settings: ReactSettings) -> Outcome:
-    if not talk.num_turns:
-        raise InfraFailure("rollout", f"nothing was sampled within {settings.max_seconds:g} s")
-    return TRUNCATED_DEADLINE
 
 
 def read_settings(kind: type[Settings], loop: AgentLoopBase) -> Settings:

@@ -19,7 +19,10 @@ from penstock.agent_loops.loops.react import final_answer, read_settings
 from penstock.agent_loops.segment import TRUNCATED_LENGTH, TRUNCATED_TURNS, AgentLoopOutput
 from penstock.tools import ToolResult
 from penstock.tools.parsers import ToolCall
-from penstock.transfer_queue import Outcome, Task
+from penstock.transfer_queue import Task
+
+MAX_CHARS_PER_TURN = 400
+"""Of what the model said and of each result, in the memory."""
 
 
 class StepwiseSettings(BaseModel):
@@ -28,7 +31,6 @@ class StepwiseSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     remembered_turns: int = Field(5, ge=0, description="Newest turns that the memory in the box tells.")
-    max_chars_per_turn: int = Field(400, gt=0, description="Of what was said and what came back, each.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,11 @@ class StepwiseLoop(AgentLoopBase):
         """The memory of earlier turns that the next prompt holds; must be a function of `history` alone."""
         newest = history[len(history) - min(len(history), self.settings.remembered_turns) :]
         first = len(history) - len(newest) + 1
-        return "\n".join(self._told(number, step) for number, step in enumerate(newest, start=first))
+        lines = []
+        for number, step in enumerate(newest, start=first):
+            lines.append(f"{number}. you: {step.text[:MAX_CHARS_PER_TURN]}")
+            lines += [f"   result: {result.text[:MAX_CHARS_PER_TURN]}" for result in step.results]
+        return "\n".join(lines)
 
     def prompt(self, task: Task, history: Sequence[Step]) -> list[Mapping[str, Any]]:
         """The messages of the next turn: the task's, with the memory at the end of the last one."""
@@ -74,7 +80,8 @@ class StepwiseLoop(AgentLoopBase):
                 return outputs
         if not outputs:
             raise InfraFailure("loop", "the budget leaves no room for a single turn")
-        return [*outputs[:-1], replace(outputs[-1], outcome=self._out_of_budget())]
+        outcome = TRUNCATED_TURNS if self.chat.budget.turns_left == 0 else TRUNCATED_LENGTH
+        return [*outputs[:-1], replace(outputs[-1], outcome=outcome)]
 
     async def _step(self, task: Task, history: list[Step]) -> AgentLoopOutput | None:
         """One turn; a turn that called tools joins the history, unless a result of them is final.
@@ -90,11 +97,3 @@ class StepwiseLoop(AgentLoopBase):
         if calls and final_answer(results) is None:
             history.append(Step(self.chat.decode(reply.ids, special=False).strip(), calls, results))
         return segment.output(turn_rewards=[sum(result.reward or 0.0 for result in results)])
-
-    def _out_of_budget(self) -> Outcome:
-        return TRUNCATED_TURNS if self.chat.budget.turns_left == 0 else TRUNCATED_LENGTH
-
-    def _told(self, number: int, step: Step) -> str:
-        most = self.settings.max_chars_per_turn
-        said = [f"{number}. you: {step.text[:most]}"]
-        return "\n".join([*said, *(f"   result: {result.text[:most]}" for result in step.results)])

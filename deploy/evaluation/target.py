@@ -26,9 +26,7 @@ from penstock.deploy.run_dir import RunDir
 from penstock.trainer import DatasetRow
 
 EXPORT_S = 3600.0
-NOT_RESULTS = frozenset(
-    {"workers", "max_restarts", "concurrency", "server_requests", "server_tokens", "capture", "temperature"}
-)
+NOT_RESULTS = frozenset({"workers", "max_restarts", "concurrency", "server_requests", "capture", "temperature"})
 """Settings of `agent` that say how fast episodes run, or are asked for apart."""
 
 

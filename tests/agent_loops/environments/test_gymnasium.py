@@ -101,10 +101,15 @@ async def test_an_environment_that_never_answers_is_ended_with_all_it_started(
 ) -> None:
     file = tmp_path / "pids"
     options = {"where": where, "how": how, "pid_file": "" if how == "spins" else str(file)}
-    given = settings("Broken", options=options, **{f"{where}_timeout_s": 0.5 if how == "spins" else 5.0})
+    limit, seconds = {
+        ("reset", "hangs"): ("start_timeout_s", 10.0),
+        ("step", "hangs"): ("step_timeout_s", 5.0),
+        ("step", "spins"): ("step_timeout_s", 0.5),
+    }[where, how]
+    given = settings("Broken", options=options, **{limit: seconds})
     played = await play("gymnasium", ["right"], given)
     assert (played.outcome.kind, played.outcome.component) == (OutcomeKind.INFRA_ERROR, "environment")
-    assert f"{where}_timeout_s" in played.outcome.reason
+    assert limit in played.outcome.reason
     if how == "hangs":
         await until(lambda: all(_gone(int(pid)) for pid in file.read_text().split()))
 
@@ -125,7 +130,7 @@ def _gone(pid: int) -> bool:
 
 
 async def test_an_observation_that_floods_is_cut(play: Play) -> None:
-    played = await play("gymnasium", ["right"], settings("Floods", max_observation_chars=100), max_turns=2)
+    played = await play("gymnasium", ["right"], settings("Floods"), max_turns=2, max_response_tokens=100_000)
     assert played.done.num_turns == 2
 
 

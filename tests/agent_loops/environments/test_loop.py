@@ -103,7 +103,6 @@ async def test_answers_without_an_action_end_the_episode_where_they_are_bounded(
 @pytest.mark.parametrize(
     ("settings", "config", "expected", "turns"),
     [
-        ({"max_steps": 2}, {}, Outcome(TRUNCATED, "turns"), 2),
         ({}, {"max_turns": 3}, Outcome(TRUNCATED, "turns"), 3),
         ({}, {"max_new_tokens": 2}, Outcome(TRUNCATED, "length"), 1),
         ({"remembered_turns": 1}, {"max_turns": 3}, Outcome(TRUNCATED, "turns"), 3),
@@ -203,11 +202,6 @@ async def test_a_step_that_raises_is_a_failure_of_the_environment(play: Play) ->
     assert (played.outcome.kind, played.outcome.component) == (OutcomeKind.INFRA_ERROR, "environment")
     assert "step 2 raised ValueError: no such door" in played.outcome.reason
     assert (played.trajectory, environment.closed) == (None, True)
-
-
-async def test_a_step_that_raises_is_graded_where_the_recipe_says_so(play: Play) -> None:
-    played = await play(loop_on(Breaks()), ["good"], {"on_step_error": "policy_error"})
-    assert (played.outcome.kind, played.done.reward, played.done.num_turns) == (OutcomeKind.POLICY_ERROR, 1.0, 2)
 
 
 async def test_an_action_that_an_environment_refuses_is_answered(play: Play, chat_for) -> None:

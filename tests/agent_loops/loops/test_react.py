@@ -46,14 +46,6 @@ async def test_calls_beyond_the_limit_are_told_so_and_not_run(run_loop, saying, 
     assert "at most 2 calls in one turn are run" in chat_for().decode(trajectory.segments[0].response_ids)
 
 
-async def test_react_malformed_calls_are_policy_error(run_loop, saying, calculator):
-    client = saying(lambda text: "<tool_call>\n{broken\n</tool_call>")
-    settings = {"max_malformed_turns": 3}
-    outcome, trajectory = await run_loop(ToolAgentLoop, client, calculator, settings=settings)
-    assert outcome.kind is OutcomeKind.POLICY_ERROR
-    assert (trajectory.num_turns, trajectory.reward) == (3, 0.0)
-
-
 def test_with_system_prepends_to_text_and_parts():
     image = {"type": "image", "image": "x.png"}
     assert with_system([{"role": "user", "content": "hi"}], "Be short.")[0] == {
