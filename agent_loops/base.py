@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 PACKAGE = "penstock.agent_loops.loops"
-FUNCTION_LOOP = "penstock.gateway.openai_agent:loop_of"
-"""Makes a loop of an `async def agent(client, task)`. A path, not an import: the gateway imports this folder."""
 LOOPS: Registry[type[AgentLoopBase]] = Registry(
     "agent loop",
     {
@@ -188,13 +186,14 @@ def find_loop(name: str, recipe_dir: Path) -> type[AgentLoopBase]:
 
 
 def _find(name: str, recipe_dir: Path) -> type[AgentLoopBase]:
-    found: Any = LOOPS.get(name, partial(load_object, recipe_dir=recipe_dir))
-    if inspect.iscoroutinefunction(found):
-        loop: type[AgentLoopBase] = load_object(FUNCTION_LOOP, recipe_dir)(found, name)
+    registered: Any = LOOPS.get(name, partial(load_object, recipe_dir=recipe_dir))
+    if inspect.iscoroutinefunction(registered):
+        # A path, not an import: the gateway imports this folder.
+        loop: type[AgentLoopBase] = load_object("penstock.gateway.openai_agent:loop_of", recipe_dir)(registered, name)
         return loop
-    if not (isinstance(found, type) and issubclass(found, AgentLoopBase)):
+    if not (isinstance(registered, type) and issubclass(registered, AgentLoopBase)):
         raise LoadError(f"{name} is not a subclass of AgentLoopBase, nor an `async def agent(client, task)`")
-    if inspect.isabstract(found):
-        missing = ", ".join(sorted(found.__abstractmethods__))
+    if inspect.isabstract(registered):
+        missing = ", ".join(sorted(registered.__abstractmethods__))
         raise LoadError(f"{name} has no `async def {missing}`: it must be written")
-    return found
+    return registered

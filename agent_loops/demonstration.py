@@ -21,12 +21,10 @@ from penstock.agent_loops.chat.template import Message
 from penstock.agent_loops.conversation import Conversation
 from penstock.agent_loops.errors import AgentError, TemplateError
 from penstock.agent_loops.llm import Reply
-from penstock.agent_loops.segment import Budget, SegmentBuilder
+from penstock.agent_loops.segment import Budget
 from penstock.transfer_queue import Segment
 
 UNBOUNDED = 1 << 30
-SEAM = 8
-"""Ids before a reply that are decoded with it: what a tokenizer writes may depend on what stands before."""
 SHOWN = 40
 
 
@@ -50,7 +48,13 @@ def segments_of(
         new = messages[number + 1 : following]
         text, ids = _reply(chat, messages[: number + 1], tools, new)
         segment = conversation.segment
-        _check_seam(chat, segment, text, ids)
+        before = segment.context()[-8:]  # what a tokenizer writes may depend on what stands before
+        joined, written = chat.decode([*before, *ids]), chat.decode(before) + text
+        if joined != written:
+            raise TemplateError(
+                f"the tokenizer cannot split prompt and reply: joined they read {joined[-SHOWN:]!r}, and the chat "
+                f"template writes {written[-SHOWN:]!r}"
+            )
         segment.append_sampled(ids, [0.0] * len(ids), [(0, 0, len(ids))], "stop")
         if new:
             conversation.go_on(Reply(ids, text, [0.0] * len(ids), "stop"), new)
@@ -75,15 +79,28 @@ def _reply(
 ) -> tuple[str, list[int]]:
     """What the model has to sample for the last message of `said`, as text and as ids, its end included.
 
-    `new` comes after it.
+    `new` comes after it. Raises `BadDemonstration`, and `TemplateError` where a written reply does not lie between the
+    opening that a prompt ends with and the end of a reply.
     """
     opening = chat.rendering.prompt_text(said[:-1], tools)
     closed = chat.template.render(chat.template.fitted(said), tools, prompt=False)
     if not closed.startswith(opening):
-        raise TemplateError(_opened_otherwise(opening, closed))
-    text, end = _split_end(chat, closed[len(opening) :])
-    if end is None:
+        pairs = enumerate(zip(opening, closed, strict=False))
+        at = next((place for place, (one, other) in pairs if one != other), min(len(opening), len(closed)))
+        raise TemplateError(
+            "the chat template opens a written reply otherwise than one that is to be sampled: it writes "
+            f"{closed[at : at + SHOWN]!r} where a prompt has {opening[at : at + SHOWN]!r}. A template_settings entry "
+            "may change that (enable_thinking), or thinking that the conversations have to show"
+        )
+    written = closed[len(opening) :]
+    at, word, end = max((written.rfind(word := chat.decode([one])), word, one) for one in chat.ends.stops)
+    if at >= 0:
+        text = written[:at]
+        if behind := written[at + len(word) :].strip():
+            raise TemplateError(f"the chat template writes {behind[:SHOWN]!r} behind the end of a reply, {word!r}")
+    else:
         # The template closes nothing, as GLM's: what comes next ends the reply.
+        text = written
         head = chat.render(new, tools).ids[0] if new else chat.turn_end_id
         end = head if head in chat.ends.stops else chat.turn_end_id
     ids = chat.encode(text)
@@ -92,37 +109,3 @@ def _reply(
     if not ids:
         raise BadDemonstration("a reply is empty")
     return text + chat.decode([end]), [*ids, end]
-
-
-def _split_end(chat: ChatTokens, written: str) -> tuple[str, int | None]:
-    """A written reply without its end, and the id of that; None where the template writes none.
-
-    Raises `TemplateError` where it writes more than white space behind the end.
-    """
-    at, word, end = max((written.rfind(word := chat.decode([one])), word, one) for one in chat.ends.stops)
-    if at < 0:
-        return written, None
-    if behind := written[at + len(word) :].strip():
-        raise TemplateError(f"the chat template writes {behind[:SHOWN]!r} behind the end of a reply, {word!r}")
-    return written[:at], end
-
-
-def _check_seam(chat: ChatTokens, segment: SegmentBuilder, text: str, ids: Sequence[int]) -> None:
-    """Raises `TemplateError` where prompt and reply, encoded apart, do not read as the template wrote them."""
-    before = segment.context()[-SEAM:]
-    joined, wanted = chat.decode([*before, *ids]), chat.decode(before) + text
-    if joined != wanted:
-        raise TemplateError(
-            f"the tokenizer cannot split prompt and reply: joined they read {joined[-SHOWN:]!r}, and the chat template "
-            f"writes {wanted[-SHOWN:]!r}"
-        )
-
-
-def _opened_otherwise(opening: str, closed: str) -> str:
-    pairs = enumerate(zip(opening, closed, strict=False))
-    at = next((place for place, (one, other) in pairs if one != other), min(len(opening), len(closed)))
-    return (
-        "the chat template opens a written reply otherwise than one that is to be sampled: it writes "
-        f"{closed[at : at + SHOWN]!r} where a prompt has {opening[at : at + SHOWN]!r}. A template_settings entry may "
-        "change that (enable_thinking), or thinking that the conversations have to show"
-    )

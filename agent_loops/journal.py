@@ -26,7 +26,6 @@ REWARDS = "tool_rewards"
 """Key in an entry's data: the results of the tools' `calc_reward`. Their states may be gone afterwards."""
 SCORE = "score"
 """Key in an entry's data: a `KeptScore`."""
-NOTES = frozenset({LIFE, REWARDS, SCORE})
 MISMATCHES_ALLOWED = 100
 """In one append: each is an entry of another process with this lease, or a machine of the queue that died."""
 
@@ -64,10 +63,13 @@ class EpisodeJournal:
         """An append got no answer: the queue may hold one entry more."""
         self._appending = asyncio.Lock()
         entries = since_last_restart(lease.journal)
-        self._left = [entry for entry in entries if not entry.data or not entry.data.keys() <= NOTES]
+        notes = {LIFE, REWARDS, SCORE}
+        self._left = [entry for entry in entries if not entry.data or not entry.data.keys() <= notes]
         self.replayed = Replayed()
-        self.sessions: dict[str, str] = _sessions_of(entries)
+        self.sessions: dict[str, str] = {}
         """Tool → session, as recorded last by earlier owners of this run."""
+        for entry in entries:
+            self.sessions |= entry.data.get(SESSIONS, {})
         self.tool_rewards: Mapping[str, float] | None = _last(entries, REWARDS)
         """Results of `calc_reward` recorded by an earlier owner; None: none yet."""
         score = _last(entries, SCORE)
@@ -89,7 +91,8 @@ class EpisodeJournal:
         for entry in same_kind:
             if entry.context_hash == context_hash:
                 self._left.remove(entry)
-                self._count(kind)
+                self.replayed.sampled += kind is JournalKind.SAMPLED
+                self.replayed.tools += kind is JournalKind.TOOLS
                 return entry
         if same_kind and self._branches:
             self._strayed = True
@@ -140,9 +143,9 @@ class EpisodeJournal:
                     await self._queue.journal(self._lease, self._all[self._durable], self._durable)
                     self._durable += 1
                 await self._queue.journal(self._lease, entry, self._durable)
-            except JournalMismatch as found:
-                if found.kept < self._durable:
-                    self._durable = found.kept
+            except JournalMismatch as mismatch:
+                if mismatch.kept < self._durable:
+                    self._durable = mismatch.kept
                 else:
                     await self._look()
             else:
@@ -187,21 +190,11 @@ class EpisodeJournal:
         self._life, self._life_is_durable = secrets.token_hex(8), False
         await self.append_naming(JournalEntry(kind=JournalKind.TOOLS, data={RESTART: cause}))
 
-    def _count(self, kind: JournalKind) -> None:
-        if kind is JournalKind.SAMPLED:
-            self.replayed.sampled += 1
-        else:
-            self.replayed.tools += 1
-
 
 def since_last_restart(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
     """Entries of the current run of the episode."""
     marks = [index for index, entry in enumerate(entries) if RESTART in entry.data]
     return list(entries[marks[-1] + 1 :] if marks else entries)
-
-
-def _sessions_of(entries: Sequence[JournalEntry]) -> dict[str, str]:
-    return {tool: session for entry in entries for tool, session in entry.data.get(SESSIONS, {}).items()}
 
 
 def _last(entries: Sequence[JournalEntry], key: str) -> Any:

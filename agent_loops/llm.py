@@ -180,21 +180,29 @@ class EpisodeLLM:
         asked = (segment.context_len, segment.context_hash)
         try:
             entry = self._journal.take(JournalKind.SAMPLED, segment.fed_hash)
-            generation = from_entry(entry) if entry else await self._sample(segment, asked, overrides)
+            if entry is not None:
+                generation = from_entry(entry)
+            else:
+                routed, images = segment.routed_up_to, segment.images
+                context, room = segment.context(), segment.budget.tokens_left
+                generation = await self.draw(context, room, overrides, images=images, routed_up_to=routed)
+                await self._journal.append_naming(to_entry(generation, (asked[0], segment.fed_hash), {}))
         except (InfraFailure, EpisodeRestart) as error:
             self.failure = error
             raise
-        self._append(segment, asked, generation, overrides.get("max_new_tokens"))
-        text = self._decode(generation.token_ids)
-        return Reply(generation.token_ids, text, generation.logprobs, generation.finish_reason)
-
-    async def _sample(
-        self, segment: SegmentBuilder, asked: tuple[int, int], overrides: Mapping[str, Any]
-    ) -> Generation:
-        context, room = segment.context(), segment.budget.tokens_left
-        generation = await self.draw(context, room, overrides, images=segment.images, routed_up_to=segment.routed_up_to)
-        await self._journal.append_naming(to_entry(generation, (asked[0], segment.fed_hash), {}))
-        return generation
+        if not any(known is segment for known in self.segments):
+            self.segments.append(segment)
+        ids, reason = generation.token_ids, generation.finish_reason
+        whole = len(ids) == overrides.get("max_new_tokens")
+        segment.append_sampled(
+            ids,
+            generation.logprobs,
+            generation.version_spans,
+            "stop" if whole else reason,
+            generation.routed_experts,
+        )
+        self.remember(asked, (segment.context_len, segment.context_hash), generation)
+        return Reply(ids, self._decode(ids), generation.logprobs, reason)
 
     async def draw(
         self,
@@ -220,7 +228,11 @@ class EpisodeLLM:
             with span("model") as model_span:
                 generation = await (self._watched(request, watch) if watch else self._client.generate(request))
                 if isinstance(model_span, OpenSpan):
-                    self._annotate(model_span, context, generation)
+                    versions = versions_of({version for version, _, _ in generation.version_spans})
+                    facts = {"finish_reason": generation.finish_reason, "resumed": generation.resumed, **versions}
+                    model_span.note(input_tokens=len(context), output_tokens=len(generation.token_ids), **facts)
+                    if model_span.with_text:
+                        model_span.text(prompt=self._decode(context), answer=self._decode(generation.token_ids))
         except InfraFailure:
             raise
         except Exception as error:
@@ -228,13 +240,6 @@ class EpisodeLLM:
         self.counts.latency_s += time.monotonic() - started
         check_generation(generation, self._lease.min_version)
         return generation
-
-    def _annotate(self, model_span: OpenSpan, context: Sequence[int], generation: Generation) -> None:
-        versions = versions_of({version for version, _, _ in generation.version_spans})
-        facts = {"finish_reason": generation.finish_reason, "resumed": generation.resumed, **versions}
-        model_span.note(input_tokens=len(context), output_tokens=len(generation.token_ids), **facts)
-        if model_span.with_text:
-            model_span.text(prompt=self._decode(context), answer=self._decode(generation.token_ids))
 
     async def _watched(self, request: GenerateRequest, watch: Watch) -> Generation:
         answer = AnswerBuilder(request)
@@ -257,17 +262,6 @@ class EpisodeLLM:
             wanted = {**sampling.model_dump(), **overrides}
             changed["sampling"] = Sampling(**{**wanted, "max_new_tokens": min(wanted["max_new_tokens"], tokens_left)})
         return self._usual.model_copy(update=changed)
-
-    def _append(
-        self, segment: SegmentBuilder, asked: tuple[int, int], generation: Generation, own_limit: int | None
-    ) -> None:
-        if not any(known is segment for known in self.segments):
-            self.segments.append(segment)
-        reason = "stop" if len(generation.token_ids) == own_limit else generation.finish_reason
-        segment.append_sampled(
-            generation.token_ids, generation.logprobs, generation.version_spans, reason, generation.routed_experts
-        )
-        self.remember(asked, (segment.context_len, segment.context_hash), generation)
 
     def remember(self, asked: tuple[int, int], after: tuple[int, int], generation: Generation) -> None:
         """Counts an answer and records (length, hash) of its context, before and after the answer."""

@@ -113,7 +113,9 @@ def _modules_hidden_by(folder: Path) -> Mapping[str, ModuleType]:
     tops = {
         name
         for name, module in sys.modules.items()
-        if "." not in name and _has(folder, name) and _home(module) in _folders - {folder}
+        if "." not in name
+        and ((folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file())
+        and _home(module) in _folders - {folder}
     }
     return {name: module for name, module in sys.modules.items() if _top(name) in tops}
 
@@ -125,10 +127,6 @@ def _home(module: ModuleType) -> Path | None:
         return None
     folder = Path(file).resolve().parent
     return folder.parent if hasattr(module, "__path__") else folder
-
-
-def _has(folder: Path, name: str) -> bool:
-    return (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()
 
 
 def _top(name: str) -> str:

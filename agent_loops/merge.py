@@ -31,9 +31,16 @@ def check_output(output: AgentLoopOutput, seen: SeenContexts) -> None:
     """Invariant 1 on the finished segment: each turn's context was fed as it stands here, and its answer follows it.
 
     Holds by construction for `SegmentBuilder`; refuses outputs that were edited by hand.
-    Raises `TokenMismatch`.
+    Raises `TokenMismatch`, and `InfraFailure` where nothing was sampled.
     """
-    bounds = _checked_bounds(output)
+    lengths = {len(output.response_ids), len(output.response_mask), len(output.response_logprobs)}
+    if len(lengths) != 1:
+        raise TokenMismatch("loop", f"response ids, mask and logprobs have different lengths {sorted(lengths)}")
+    if not output.num_turns:
+        raise InfraFailure("loop", "run() returned a segment in which nothing was sampled")
+    bounds = turn_bounds(output)
+    if sum(end - start for start, end in bounds) != int(output.response_mask.sum()):
+        raise TokenMismatch("loop", "the mask marks ids as sampled that belong to no turn")
     ids = np.concatenate([output.prompt_ids, output.response_ids]).astype(np.int32)
     digest, position = xxhash.xxh3_64(), 0
     for start, end in bounds:
@@ -98,21 +105,8 @@ async def images_of(lease: Lease, outputs: Sequence[AgentLoopOutput]) -> Episode
     urls = {name: ref.url for name, ref in refs.items() if ref.url in of_task}
     carried = [ref for name, ref in refs.items() if name not in urls]
     try:
-        found = await asyncio.to_thread(read_images, carried)
+        data = await asyncio.to_thread(read_images, carried)
     except BadRequest as error:
         problem = f"{error}: an image that a tool or loop gave must stay until its episode ends; or give a data: URL"
         raise InfraFailure("loop", problem) from error
-    return EpisodeImages(by_segment, dict(zip((ref.sha256 for ref in carried), found, strict=True)), urls)
-
-
-def _checked_bounds(output: AgentLoopOutput) -> list[tuple[int, int]]:
-    """`turn_bounds` of arrays of one length, to which all sampled ids belong."""
-    lengths = {len(output.response_ids), len(output.response_mask), len(output.response_logprobs)}
-    if len(lengths) != 1:
-        raise TokenMismatch("loop", f"response ids, mask and logprobs have different lengths {sorted(lengths)}")
-    if not output.num_turns:
-        raise InfraFailure("loop", "run() returned a segment in which nothing was sampled")
-    bounds = turn_bounds(output)
-    if sum(end - start for start, end in bounds) != int(output.response_mask.sum()):
-        raise TokenMismatch("loop", "the mask marks ids as sampled that belong to no turn")
-    return bounds
+    return EpisodeImages(by_segment, dict(zip((ref.sha256 for ref in carried), data, strict=True)), urls)

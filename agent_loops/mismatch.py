@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -37,13 +36,34 @@ def continuity(outputs: Sequence[AgentLoopOutput], decode: Decode, opening_token
     """
     turns = sum(output.num_turns for output in outputs)
     merged = (turns - len(outputs)) / (turns - 1) if turns > 1 else 1.0
-    found = _breaks(outputs, decode, opening_tokens) if len(outputs) > 1 else []
-    kinds = Counter(one.kind for one in found)
+    kinds = Counter[Mismatch]()
+    repeated = refilled = 0
+    # (prompt without its opening, prompt, segment); a comparison of bytes ends at the first difference
+    earlier: list[tuple[bytes, bytes, AgentLoopOutput]] = []
+    for output in outputs if len(outputs) > 1 else ():
+        prompt = output.prompt_ids.astype("<i4").tobytes()
+        # The newest segment whose messages are a proper prefix of this one's.
+        begun = (
+            one for start, whole, one in reversed(earlier) if len(prompt) > len(whole) and prompt.startswith(start)
+        )
+        origin = next(begun, None)
+        earlier.append((prompt[: len(prompt) - 4 * opening_tokens], prompt, output))
+        if origin is None:
+            continue
+        before = np.concatenate([origin.prompt_ids, origin.response_ids])
+        kind = classify(before.tolist(), output.prompt_ids.tolist(), decode)
+        if kind is None:
+            continue
+        size = min(len(before), len(output.prompt_ids))  # within which they differ: else there is no kind
+        shared = int(np.argmax(before[:size] != output.prompt_ids[:size]))
+        kinds[kind] += 1
+        repeated += len(output.prompt_ids)
+        refilled += len(output.prompt_ids) - shared
     return {
         "merged_turns": merged,
         **{f"mismatch/{kind}": float(kinds[kind]) for kind in KINDS},
-        "repeated_tokens": float(sum(one.prompt_tokens for one in found)),
-        "refilled_tokens": float(sum(one.prompt_tokens - one.shared_tokens for one in found)),
+        "repeated_tokens": float(repeated),
+        "refilled_tokens": float(refilled),
     }
 
 
@@ -57,51 +77,3 @@ def classify(before: Sequence[int], prompt: Sequence[int], decode: Decode) -> Mi
         return "retokenised"
     words, other = WORD.findall(old), WORD.findall(new)
     return "retemplated" if sorted(words) == sorted(other[: len(words)]) else "rewritten"
-
-
-@dataclass(frozen=True, slots=True)
-class _Break:
-    """A segment that was meant to continue an earlier one."""
-
-    kind: Mismatch
-    prompt_tokens: int
-    shared_tokens: int
-    """Leading ids that are the earlier segment's."""
-
-
-def _breaks(outputs: Sequence[AgentLoopOutput], decode: Decode, opening_tokens: int) -> list[_Break]:
-    found, earlier = [], _Begun(opening_tokens)
-    for output in outputs:
-        origin = earlier.origin_of(output)
-        if origin is not None and (one := _break(origin, output, decode)):
-            found.append(one)
-        earlier.add(output)
-    return found
-
-
-class _Begun:
-    """Segments so far, by what their prompts begin with. A byte comparison ends at the first difference."""
-
-    def __init__(self, opening_tokens: int) -> None:
-        self._opening_bytes = 4 * opening_tokens
-        self._all: list[tuple[bytes, int, AgentLoopOutput]] = []
-
-    def add(self, output: AgentLoopOutput) -> None:
-        whole = output.prompt_ids.astype("<i4").tobytes()
-        self._all.append((whole[: len(whole) - self._opening_bytes], len(whole), output))
-
-    def origin_of(self, output: AgentLoopOutput) -> AgentLoopOutput | None:
-        """The newest segment whose messages are a proper prefix of those of `output`."""
-        prompt = output.prompt_ids.astype("<i4").tobytes()
-        begun = (one for start, size, one in reversed(self._all) if len(prompt) > size and prompt.startswith(start))
-        return next(begun, None)
-
-
-def _break(origin: AgentLoopOutput, output: AgentLoopOutput, decode: Decode) -> _Break | None:
-    before = np.concatenate([origin.prompt_ids, origin.response_ids])
-    prompt = output.prompt_ids
-    kind = classify(before.tolist(), prompt.tolist(), decode)
-    if kind is None:
-        return None
-    size = min(len(before), len(prompt))  # within which they differ: else there is no kind
-    return _Break(kind, len(prompt), int(np.argmax(before[:size] != prompt[:size])))

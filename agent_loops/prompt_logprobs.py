@@ -16,19 +16,16 @@ All logprobs are those at temperature 1: none of these servers scales a prompt's
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.transfer_queue import Ids, Logprobs
 
 LOWEST = -100.0
 """Servers write −inf in their own ways (vLLM: −9999); all of them become this."""
-ENTRY_BYTES = 128
-"""Of an answer, for one id at one place; vLLM writes rank and text beside the logprob."""
 MOST_ANSWER_BYTES = 256 << 20
 """An agent worker holds several at once."""
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
@@ -49,37 +46,40 @@ class PromptLogprobs:
     """[S, k]"""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptForm:
+class PromptForm(Protocol):
     """One way to ask."""
 
     name: str
     path: str
-    body: Callable[[str, Sequence[int], int], dict[str, Any]]
-    """(model, ids, k) → the request"""
-    given: Callable[[Any, Sequence[int]], list[float]]
-    """(answer, ids [L]) → [L − 1] logprobs. Raises one of `MALFORMED`."""
-    likeliest: Callable[[Any, int], Pairs] | None
-    """(answer, place) → of that place, in any order. None: the form has no ids of a top k."""
+
+    def body(self, model: str, ids: Sequence[int], top_k: int) -> dict[str, Any]:
+        """The request."""
+
+    def logprobs(self, answer: Any, ids: Sequence[int]) -> list[float]:
+        """[L - 1] of ids [L]. Raises one of `MALFORMED`."""
+
+    def likeliest(self, answer: Any, place: int) -> Pairs:
+        """The likeliest ids of that place, in any order. Raises one of `MALFORMED`."""
 
 
 def read_prompt(form: PromptForm, answer: Any, ids: Sequence[int], wanted: Sequence[int], top_k: int) -> PromptLogprobs:
     """`wanted`: places in `ids` [L], from 1. Raises one of `MALFORMED` for an answer that is of other ids, lacks some,
     or has a logprob that is not a finite number."""
-    given = form.given(answer, ids)
-    if not all(math.isfinite(value) for value in given):
+    values = form.logprobs(answer, ids)
+    if not all(math.isfinite(value) for value in values):
         raise ValueError("a logprob is not a finite number")
-    logprobs = np.maximum(np.array([0.0, *given], dtype=np.float32), LOWEST)
+    logprobs = np.maximum(np.array([0.0, *values], dtype=np.float32), LOWEST)
     if not top_k:
         return PromptLogprobs(logprobs)
-    assert form.likeliest is not None
-    top_ids, top_logprobs = _arrays([_first(form.likeliest(answer, place), top_k) for place in wanted], top_k)
+    rows = [_first(form.likeliest(answer, place), top_k) for place in wanted]
+    top_ids = np.array([[token for _, token in row] for row in rows], dtype=np.int32).reshape(-1, top_k)
+    top_logprobs = np.array([[value for value, _ in row] for row in rows], dtype=np.float32).reshape(-1, top_k)
     return PromptLogprobs(logprobs, top_ids, np.maximum(top_logprobs, LOWEST))
 
 
 def answer_bytes(tokens: int, top_k: int) -> int:
-    """About what an answer takes at most."""
-    return tokens * (top_k + 1) * ENTRY_BYTES
+    """About what an answer takes at most: 128 bytes for one id at one place, with vLLM's rank and text."""
+    return tokens * (top_k + 1) * 128
 
 
 def _first(pairs: Pairs, top_k: int) -> Pairs:
@@ -92,75 +92,69 @@ def _first(pairs: Pairs, top_k: int) -> Pairs:
     return found
 
 
-def _arrays(rows: Sequence[Pairs], top_k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """[S, k] each"""
-    ids = np.array([[token for _, token in row] for row in rows], dtype=np.int32).reshape(-1, top_k)
-    logprobs = np.array([[value for value, _ in row] for row in rows], dtype=np.float32).reshape(-1, top_k)
-    return ids, logprobs
+class KeyedForm:
+    """vLLM and `penstock teacher-server`."""
+
+    name, path = "prompt_logprobs", "v1/completions"
+
+    def body(self, model: str, ids: Sequence[int], top_k: int) -> dict[str, Any]:
+        return {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k}
+
+    def logprobs(self, answer: Any, ids: Sequence[int]) -> list[float]:
+        entries = answer["choices"][0]["prompt_logprobs"]
+        if len(entries) != len(ids):
+            raise ValueError(f"{len(entries)} prompt_logprobs for {len(ids)} ids")
+        return [float(entry[str(token)]["logprob"]) for entry, token in zip(entries[1:], ids[1:], strict=True)]
+
+    def likeliest(self, answer: Any, place: int) -> Pairs:
+        entries: Mapping[str, Any] = answer["choices"][0]["prompt_logprobs"][place]
+        return [(float(entry["logprob"]), int(token)) for token, entry in entries.items()]
 
 
-# prompt_logprobs -----------------------------------------------------------------------------------------------------
-def _keyed_body(model: str, ids: Sequence[int], top_k: int) -> dict[str, Any]:
-    return {**_completion(model, ids), "prompt_logprobs": top_k}
+class EchoForm:
+    """SGLang and other servers; used without a top k."""
+
+    name, path = "echo", "v1/completions"
+
+    def body(self, model: str, ids: Sequence[int], top_k: int) -> dict[str, Any]:
+        sampling = {"max_tokens": 1, "temperature": 0.0, "echo": True, "logprobs": 1}
+        return {"model": model, "prompt": list(ids), **sampling}
+
+    def logprobs(self, answer: Any, ids: Sequence[int]) -> list[float]:
+        """Those of the prompt; behind them is that of the token that was sampled, if one was."""
+        values = answer["choices"][0]["logprobs"]["token_logprobs"]
+        if not len(ids) <= len(values) <= len(ids) + 1:
+            raise ValueError(f"{len(values)} echoed logprobs for {len(ids)} ids")
+        return [float(value) for value in values[1 : len(ids)]]
+
+    def likeliest(self, answer: Any, place: int) -> Pairs:
+        raise ValueError("the likeliest tokens are texts, not ids")
 
 
-def _completion(model: str, ids: Sequence[int]) -> dict[str, Any]:
-    return {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0}
+class GenerateForm:
+    """SGLang with a top k. The server has one model."""
 
+    name, path = "generate", "generate"
 
-def _keyed(answer: Any, ids: Sequence[int]) -> list[float]:
-    found = answer["choices"][0]["prompt_logprobs"]
-    if len(found) != len(ids):
-        raise ValueError(f"{len(found)} prompt_logprobs for {len(ids)} ids")
-    return [float(one[str(token)]["logprob"]) for one, token in zip(found[1:], ids[1:], strict=True)]
+    def body(self, model: str, ids: Sequence[int], top_k: int) -> dict[str, Any]:
+        return {
+            "input_ids": list(ids),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,  # whatever is cached: a prompt's logprobs are then computed anew
+            "top_logprobs_num": top_k,
+        }
 
+    def logprobs(self, answer: Any, ids: Sequence[int]) -> list[float]:
+        entries = answer["meta_info"]["input_token_logprobs"]
+        if [entry[1] for entry in entries] != list(ids):
+            raise ValueError(f"{len(entries)} input_token_logprobs, of other ids than the {len(ids)} that were sent")
+        return [float(entry[0]) for entry in entries[1:]]
 
-def _keyed_likeliest(answer: Any, place: int) -> Pairs:
-    entries: Mapping[str, Any] = answer["choices"][0]["prompt_logprobs"][place]
-    return [(float(entry["logprob"]), int(token)) for token, entry in entries.items()]
-
-
-# echo ----------------------------------------------------------------------------------------------------------------
-def _echo_body(model: str, ids: Sequence[int], top_k: int) -> dict[str, Any]:
-    return {**_completion(model, ids), "echo": True, "logprobs": 1}
-
-
-def _echoed(answer: Any, ids: Sequence[int]) -> list[float]:
-    """Those of the prompt, then of the token that was sampled, if one was."""
-    found = answer["choices"][0]["logprobs"]["token_logprobs"]
-    if not len(ids) <= len(found) <= len(ids) + 1:
-        raise ValueError(f"{len(found)} echoed logprobs for {len(ids)} ids")
-    return [float(value) for value in found[1 : len(ids)]]
-
-
-# generate ------------------------------------------------------------------------------------------------------------
-def _generate_body(model: str, ids: Sequence[int], top_k: int) -> dict[str, Any]:
-    """From place 0 on, whatever is cached: a prompt's logprobs are computed anew then. The server has one model."""
-    return {
-        "input_ids": list(ids),
-        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
-        "return_logprob": True,
-        "logprob_start_len": 0,
-        "top_logprobs_num": top_k,
-    }
-
-
-def _generated(answer: Any, ids: Sequence[int]) -> list[float]:
-    found = answer["meta_info"]["input_token_logprobs"]
-    if [one[1] for one in found] != list(ids):
-        raise ValueError(f"{len(found)} input_token_logprobs, of other ids than the {len(ids)} that were sent")
-    return [float(one[0]) for one in found[1:]]
-
-
-def _generated_likeliest(answer: Any, place: int) -> Pairs:
-    return [(float(one[0]), int(one[1])) for one in answer["meta_info"]["input_top_logprobs"][place]]
-
-
-KEYED = PromptForm("prompt_logprobs", "v1/completions", _keyed_body, _keyed, _keyed_likeliest)
-ECHO = PromptForm("echo", "v1/completions", _echo_body, _echoed, None)
-GENERATE = PromptForm("generate", "generate", _generate_body, _generated, _generated_likeliest)
+    def likeliest(self, answer: Any, place: int) -> Pairs:
+        return [(float(entry[0]), int(entry[1])) for entry in answer["meta_info"]["input_top_logprobs"][place]]
 
 
 def forms_for(top_k: int) -> Sequence[PromptForm]:
     """In the order in which they are tried."""
-    return (KEYED, GENERATE) if top_k else (KEYED, ECHO)
+    return (KeyedForm(), GenerateForm()) if top_k else (KeyedForm(), EchoForm())

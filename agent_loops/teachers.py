@@ -44,8 +44,6 @@ log = logging.getLogger(__name__)
 TURN_S = 1800.0
 BACKOFF = Backoff(0.5, 30.0, jitter=(0.5, 1.0))
 PROBE = "The teacher reads 12+34=46, naïve façade, 東京, x**2 != y\n\treturn None"
-TOP_BYTES = 8
-"""Of one of a teacher's likeliest ids in a segment: id and logprob."""
 
 
 class BadTeacher(AgentError):
@@ -135,9 +133,9 @@ class Teacher:
                 f"{self._url} reads {room} tokens, rollout.max_model_len is {longest}",
                 f"serve the teacher with a context of {longest + 1} or more, or lower rollout.max_model_len",
             )
-        found = f"{self._model} at {self._url}, {'same ids' if compared else 'ids not compared: no /tokenize'}"
-        top_k = self._config.top_k
-        return f"{found}, top_k {top_k}: {TOP_BYTES * top_k} bytes more per sampled token" if top_k else found
+        summary = f"{self._model} at {self._url}, {'same ids' if compared else 'ids not compared: no /tokenize'}"
+        top_k = self._config.top_k  # a likeliest id takes 8 bytes in a segment: id and logprob
+        return f"{summary}, top_k {top_k}: {8 * top_k} bytes more per sampled token" if top_k else summary
 
     def _check_top_k(self, highest: int, longest: int) -> None:
         """Arguments as of `check`. Raises `BadTeacher`."""

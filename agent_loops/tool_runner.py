@@ -68,8 +68,6 @@ def hash_of(calls: Sequence[ToolCall]) -> int:
 
 MALFORMED = "malformed"
 KEPT_ERRORS, MAX_ERROR = 3, 400
-MAX_NAME = 40
-"""Characters of a name that a model made up."""
 
 
 @dataclass(slots=True)
@@ -149,7 +147,13 @@ class ToolBox:
             named = self._names.of_turn(await self._journal.life(), asked, calls)
             problems = [self._problem_with(call) for call in calls]
             entry = self._journal.take(JournalKind.TOOLS, asked)
-            results = _results_of(entry) if entry else await self._run_now(named, problems, asked)
+            if entry is not None:
+                results = [ToolResult(**{**one, "images": tuple(one["images"])}) for one in entry.data["results"]]
+            else:
+                runs = [self._run_one(one, problem) for one, problem in zip(named, problems, strict=True)]
+                results = await gather_or_cancel(runs)
+                data = {"results": [_plain(result) for result in results], SESSIONS: self._states.sessions()}
+                await self._journal.append(JournalEntry(kind=JournalKind.TOOLS, context_hash=asked, data=data))
         except (InfraFailure, EpisodeRestart) as error:
             self.failure = error
             raise
@@ -193,15 +197,6 @@ class ToolBox:
         await self._states.give_back(leave=leave)
 
     # a turn --------------------------------------------------------------------------------------------------------
-    async def _run_now(
-        self, calls: Sequence[NamedCall], problems: Sequence[str | None], asked: int
-    ) -> list[ToolResult]:
-        runs = [self._run_one(one, problem) for one, problem in zip(calls, problems, strict=True)]
-        results = await gather_or_cancel(runs)
-        data = {"results": [_plain(result) for result in results], SESSIONS: self._states.sessions()}
-        await self._journal.append(JournalEntry(kind=JournalKind.TOOLS, context_hash=asked, data=data))
-        return results
-
     async def _run_one(self, named: NamedCall, problem: str | None) -> ToolResult:
         if problem:
             return ToolResult(f"Error: {problem}", is_error=True)
@@ -222,7 +217,7 @@ class ToolBox:
         if call.error:
             return MALFORMED
         if call.name not in self._tools:
-            return f"no tool named {call.name[:MAX_NAME]}"
+            return f"no tool named {call.name[:40]}"  # a model may make up any name
         if problem:
             return f"wrong arguments for {call.name}"
         return f"{call.name} answered with an error" if result.is_error else ""
@@ -256,10 +251,6 @@ async def _execute(
 def _plain(result: ToolResult) -> dict[str, Any]:
     """As `asdict`, which copies every element of every field."""
     return {name: getattr(result, name) for name in RESULT_FIELDS} | {"metrics": dict(result.metrics)}
-
-
-def _results_of(entry: JournalEntry) -> list[ToolResult]:
-    return [ToolResult(**{**result, "images": tuple(result["images"])}) for result in entry.data["results"]]
 
 
 def _cut(result: ToolResult, config: ToolConfig, count_tokens: CountTokens | None) -> ToolResult:

@@ -71,7 +71,10 @@ class ToolStates:
 
         Raises `InfraFailure`, and `EpisodeRestart` if the state is lost and may not be recreated.
         """
-        held = self._hold(name)
+        if name not in self.held:
+            group = self.tools[name].turn_group
+            self.held[name] = HeldState(self._groups.setdefault(group, asyncio.Lock()) if group else asyncio.Lock())
+        held = self.held[name]
         async with held.lock:
             if not held.ready:
                 await self._make_ready(name, held)
@@ -115,15 +118,13 @@ class ToolStates:
         self.held = {}
         await asyncio.gather(*(self._give_back_one(name, state, leave) for name, state in ready.items()))
         if not leave:
-            await self._end_unclaimed({*known.values()})
+            # Sessions that an earlier worker left and that this attempt did not use.
+            unclaimed = {session: name for name, session in self.journal.sessions.items()}
+            for session, name in unclaimed.items():
+                if session not in known.values() and name in self.tools:
+                    await self._end_session(name, session)
 
     # making ready --------------------------------------------------------------------------------------------------
-    def _hold(self, name: str) -> HeldState:
-        if name not in self.held:
-            group = self.tools[name].turn_group
-            self.held[name] = HeldState(self._groups.setdefault(group, asyncio.Lock()) if group else asyncio.Lock())
-        return self.held[name]
-
     async def _make_ready(self, name: str, held: HeldState) -> None:
         """Creates the state; on a resumed episode attaches to the old session, or replays past calls on a fresh one."""
         shared = any(self.held[one].ready for one in self._partners(name) if one in self.held)
@@ -131,8 +132,14 @@ class ToolStates:
             attached = await self._attach(name)
             held.state = await self._create(name) if attached is None else attached
         held.ready = True
-        if attached is None and held.state is not None and not shared:
-            await self._repeat_past_calls(name, held.state)
+        if attached is not None or held.state is None or shared:
+            return
+        past = [named for named in self.past if named.call.name in self._partners(name)]
+        replayable = all(self.tools[named.call.name].replayable for named in past)
+        if past and (self.on_lost == "restart" or not replayable):
+            raise EpisodeRestart(f"the state of tool {name} was lost with its worker")
+        for named in past:
+            await self.execute(named, held.state)
 
     async def _create(self, name: str) -> Any:
         with as_call(f"{await self.journal.life()}/state of {name}"):
@@ -153,15 +160,6 @@ class ToolStates:
         except SandboxLost:
             return None
 
-    async def _repeat_past_calls(self, name: str, state: Any) -> None:
-        partners = self._partners(name)
-        past = [named for named in self.past if named.call.name in partners]
-        replayable = all(self.tools[named.call.name].replayable for named in past)
-        if past and (self.on_lost == "restart" or not replayable):
-            raise EpisodeRestart(f"the state of tool {name} was lost with its worker")
-        for named in past:
-            await self.execute(named, state)
-
     # giving back ---------------------------------------------------------------------------------------------------
     async def _give_back_one(self, name: str, state: Any, leave: bool) -> None:
         tool = self.tools[name]
@@ -170,13 +168,6 @@ class ToolStates:
                 await (tool.leave(state) if leave else tool.release(state))
         except Exception:
             log.exception("tool %s could not be released in episode of %s", name, self.task.task_id)
-
-    async def _end_unclaimed(self, known: set[str]) -> None:
-        """Ends sessions that an earlier worker left and that this attempt did not use."""
-        unclaimed = {session: name for name, session in self.journal.sessions.items() if session not in known}
-        for session, name in unclaimed.items():
-            if name in self.tools:
-                await self._end_session(name, session)
 
     async def _end_session(self, name: str, session: str) -> None:
         tool = self.tools[name]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -32,7 +32,6 @@ OnSpan = Callable[[str, str, float], None]
 """(kind, name, seconds) of a span that ended"""
 _CURRENT: ContextVar[Trace | None] = ContextVar("trace of the episode", default=None)
 NAMES = {"model": "generate", "tool": "tool", "reward": "reward", "sandbox": "sandbox"}
-OPERATIONS = {"model": "text_completion", "tool": "execute_tool"}
 _TURN: ContextVar[_Turn | None] = ContextVar("turn of the episode", default=None)
 WORK = frozenset(
     {"run", "run_python", "run_shell", "run_served", "open_port", "write_file", "read_file", "close", "leave"}
@@ -146,15 +145,22 @@ class EpisodeSpans:
     def span(self, kind: str, name: str) -> Iterator[OpenSpan]:
         """A block of the episode. A model call begins a turn; the reward belongs to none."""
         if kind == "model":
-            self._begin_turn()
+            before = _TURN.get()
+            # What another task began continues there: a tool of it may be what started this branch.
+            if before is not None and before.branch is asyncio.current_task():
+                before.end()
+            begun = _Turn(start_span("turn", self.root.context, {**self._facts, "turn": len(self._turns)}))
+            self._turns.append(begun)
+            _TURN.set(begun)
         turn = _TURN.get() if kind != "reward" else None
         around = current_context() if kind == "sandbox" else None
         parent = around or (turn.span.context if turn is not None else self.root.context)
-        facts = {**self._facts, "operation": OPERATIONS.get(kind), "tool": name if kind == "tool" else None}
-        made = start_span(f"{NAMES.get(kind, kind)} {name}".strip(), parent, facts)
+        operation = {"model": "text_completion", "tool": "execute_tool"}.get(kind)
+        facts = {**self._facts, "operation": operation, "tool": name if kind == "tool" else None}
+        opened = start_span(f"{NAMES.get(kind, kind)} {name}".strip(), parent, facts)
         try:
-            with use_span(made):
-                yield made
+            with use_span(opened):
+                yield opened
         finally:
             if turn is not None:
                 turn.last_ns = time.time_ns()
@@ -172,15 +178,6 @@ class EpisodeSpans:
         if cause:
             self.root.fail(cause)
         self.root.end()
-
-    def _begin_turn(self) -> None:
-        before = _TURN.get()
-        # What another task began continues there: a tool of it may be what started this branch.
-        if before is not None and before.branch is asyncio.current_task():
-            before.end()
-        turn = _Turn(start_span("turn", self.root.context, {**self._facts, "turn": len(self._turns)}))
-        self._turns.append(turn)
-        _TURN.set(turn)
 
 
 def episode_spans(lease: Lease, worker: str) -> EpisodeSpans | None:
@@ -227,14 +224,13 @@ class TracedSandbox(_Proxy):
 
 class TracedSession(_Proxy):
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
-        return _timed(name, found) if name in WORK else found
+        work = getattr(self._inner, name)
+        if name not in WORK:
+            return work
 
+        @wraps(work)
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            with exported_span("sandbox", name):
+                return await work(*args, **kwargs)
 
-def _timed(verb: str, work: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    @wraps(work)
-    async def call(*args: Any, **kwargs: Any) -> Any:
-        with exported_span("sandbox", verb):
-            return await work(*args, **kwargs)
-
-    return call
+        return call

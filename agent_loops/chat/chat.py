@@ -37,7 +37,7 @@ class ChatTokens:
         stop_ids: Sequence[int] = (),
         processor: Any = None,
     ) -> None:
-        """`stop_ids`: `loading.generation_stops`; `processor`: `loading.load_processor`, None for text alone."""
+        """`stop_ids`: of `generation_stops`; `processor`: of `load_processor`, None for text alone."""
         self.tokenizer = tokenizer
         self.rendering = Rendering(tokenizer, template_settings, stop_ids, processor)
         self.encode, self.decode = self.rendering.encode, self.rendering.decode
@@ -103,7 +103,7 @@ class ChatTokens:
             raise AgentError("go_on() needs every message of the conversation: use it, not observe(), in each turn")
         new = self._said(segment, reply, calls, messages)
         renews = any(message.get("role") in self.renewing_roles for message in messages)
-        if renews or self._drops_thought(segment, messages):
+        if renews or (self._drops(messages) and thinks(self.decode(segment.take_unsearched()))):
             said = [*segment.said, *new]
             prompt = self.rendering.prompt_anew(key_of(said, segment.tools))
             if segment.make_room(self._cost(messages, segment.tools, calls, renews=renews), len(prompt)):
@@ -115,9 +115,7 @@ class ChatTokens:
 
     def begins_anew(self, context: Sequence[int], messages: Sequence[Message]) -> bool:
         """``thinking_history: strip`` asks for a new segment: before `messages` thinking in `context` is dropped."""
-        if not self._drops(messages):
-            return False
-        return thinks(self.decode(context))
+        return self._drops(messages) and thinks(self.decode(context))
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
         """Ids of a conversation up to the model's answer. Raises `TemplateError`."""
@@ -191,10 +189,6 @@ class ChatTokens:
     def _drops(self, messages: Sequence[Message]) -> bool:
         """``thinking_history: strip``, and the template drops thinking before `messages`."""
         return self.thinking_history == "strip" and self.old_thinking.is_dropped_before(messages)
-
-    def _drops_thought(self, segment: SegmentBuilder, messages: Sequence[Message]) -> bool:
-        """Whether the segment holds thinking that is dropped before `messages`; each id is searched once."""
-        return self._drops(messages) and thinks(self.decode(segment.take_unsearched()))
 
     def _said(
         self, segment: SegmentBuilder, reply: Reply, calls: Sequence[ToolCall], messages: Sequence[Message]

@@ -26,7 +26,7 @@ Part = Mapping[str, Any]
 
 
 class ImagePlaces:
-    """What a model's processor makes of an image's place in a text. `processor`: see `loading.load_processor`."""
+    """What a model's processor makes of an image's place in a text. `processor`: of `model_files.load_processor`."""
 
     def __init__(self, processor: Any) -> None:
         self.token: str = processor.image_token
@@ -66,7 +66,14 @@ class ImagePlaces:
 
 def take(messages: Sequence[Message], known: dict[str, ImageRef]) -> list[Message]:
     """Messages whose images are named by content; what the names stand for joins `known`. Raises `TemplateError`."""
-    return [_taken(message, known) if _has_images(message) else message for message in messages]
+    taken: list[Message] = []
+    for message in messages:
+        if any(map(_is_image, _parts(message))):
+            parts = [_taken(part, known) if _is_image(part) else part for part in _parts(message)]
+            taken.append({**message, "content": parts})
+        else:
+            taken.append(message)
+    return taken
 
 
 def parts_of(messages: Sequence[Message]) -> list[Part]:
@@ -96,16 +103,7 @@ def _is_image(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
 
 
-def _has_images(message: Message) -> bool:
-    return any(_is_image(part) for part in _parts(message))
-
-
-def _taken(message: Message, known: dict[str, ImageRef]) -> Message:
-    parts = [_taken_part(part, known) if _is_image(part) else part for part in _parts(message)]
-    return {**message, "content": parts}
-
-
-def _taken_part(part: Part, known: dict[str, ImageRef]) -> Part:
+def _taken(part: Part, known: dict[str, ImageRef]) -> Part:
     where = _place_of(part)
     if not isinstance(where, str):
         raise TemplateError(f"an image is given by a path or a data: URL, not by {where!r}")

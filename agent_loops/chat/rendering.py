@@ -20,13 +20,11 @@ CACHED_PROMPTS = 512
 CACHED_DELTAS = 512
 CACHED_CHARS = 1000
 """Of the messages of a delta that is remembered."""
-WRAPPER = "transformers.tokenization_utils"
-"""Prefix of the modules in which transformers' own tokenizers encode and decode."""
 Tools = Sequence[Mapping[str, Any]]
 
 
 class Rendering:
-    """`stop_ids` end a reply beside those that the template shows; `processor`: see `loading.load_processor`."""
+    """`stop_ids` end a reply in addition to those that the template shows; `processor`: of `load_processor`."""
 
     def __init__(
         self, tokenizer: Any, template_settings: Mapping[str, Any] | None, stop_ids: Sequence[int], processor: Any
@@ -139,7 +137,8 @@ def backend_of(tokenizer: Any) -> Any:
     several times the cost: a batch of one, masks beside the ids, a look at each id."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     own = [getattr(type(tokenizer), name, None) for name in ("encode", "_encode_plus", "decode", "_decode")]
-    if backend is None or not all(getattr(one, "__module__", "").startswith(WRAPPER) for one in own):
+    modules = [getattr(method, "__module__", "") for method in own]
+    if backend is None or not all(module.startswith("transformers.tokenization_utils") for module in modules):
         return None
     # The wrapper sets the Rust tokenizer up at each call, here as it is left behind.
     probe = "A word, <|im_end|>\n<s> and </s>  two\u00e4."

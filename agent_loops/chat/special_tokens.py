@@ -14,11 +14,6 @@ from penstock.agent_loops.chat.template import Message
 from penstock.agent_loops.errors import TemplateError
 from penstock.agent_loops.segment import ReplyEnds
 
-FOLLOWERS: tuple[tuple[Message, ...], ...] = (
-    ({"role": "user", "content": "x"},),
-    ({"role": "tool", "content": "x"},),
-)
-
 
 class AddedTokens:
     """`special` by the tokenizer's own mark: its named ones (end of text …) are not all of them, as in gpt-oss."""
@@ -48,22 +43,20 @@ def any_of(words: Sequence[str]) -> re.Pattern[str]:
 
 def defused(message: Message, words: re.Pattern[str]) -> Message:
     """``<|im_end|>`` → ``< |im_end|>`` in its text: reads the same, encodes to ordinary tokens."""
+
+    def defused_text(text: str) -> str:
+        return words.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
+
     content = message.get("content")
-    if isinstance(content, list | tuple):
-        return {**message, "content": [_defused_part(part, words) for part in content]}
-    if not isinstance(content, str) or not words.search(content):
+    if isinstance(content, str):
+        return {**message, "content": defused_text(content)} if words.search(content) else message
+    if not isinstance(content, list | tuple):
         return message
-    return {**message, "content": _defused_text(content, words)}
-
-
-def _defused_part(part: Any, words: re.Pattern[str]) -> Any:
-    if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-        return part
-    return {**part, "text": _defused_text(part["text"], words)}
-
-
-def _defused_text(text: str, words: re.Pattern[str]) -> str:
-    return words.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
+    parts = []
+    for part in content:
+        has_text = isinstance(part, Mapping) and isinstance(part.get("text"), str)
+        parts.append({**part, "text": defused_text(part["text"])} if has_text else part)
+    return {**message, "content": parts}
 
 
 def find_reply_ends(
@@ -73,7 +66,11 @@ def find_reply_ends(
     texts, deltas = continuation.closings(), _deltas(continuation)
     stop_words = [words.texts[number] for number in further if number in words.texts]
     closings = _unique(_closing(text, deltas, continuation.special, stop_words) for text in texts)
-    leads = _unique(_lead(delta, closings, continuation.special) for delta in deltas)
+    leads = _unique(
+        max((closing for closing in closings if delta.startswith(closing)), key=len, default="")
+        or _first_special(delta, continuation.special)
+        for delta in deltas
+    )
     if not leads and any(word in text for text in texts for word in stop_words):
         return ReplyEnds(tuple(dict.fromkeys(further)), frozenset(), ())
     if not leads:
@@ -104,17 +101,13 @@ def _closing(text: str, deltas: Sequence[str], special: re.Pattern[str], stop_wo
     cuts = sorted(text.find(word) + len(word) for word in stop_words if word in text)
     if cuts and any(delta.startswith(text[: cuts[0]]) for delta in deltas):
         return text[: cuts[0]]
-    found = re.match(rf"\s*(?:{special.pattern})", text)
-    return found[0] if found and not special.sub("", text).strip() else ""
+    return "" if special.sub("", text).strip() else _first_special(text, special)
 
 
-def _lead(delta: str, closings: Sequence[str], special: re.Pattern[str]) -> str:
-    """What `delta` begins with: a closing, else a special token, white space before it included."""
-    found = max((closing for closing in closings if delta.startswith(closing)), key=len, default="")
-    if found:
-        return found
-    other = re.match(rf"\s*(?:{special.pattern})", delta)
-    return other[0] if other else ""
+def _first_special(text: str, special: re.Pattern[str]) -> str:
+    """The special token that `text` begins with, white space before it included; empty if it begins with none."""
+    match = re.match(rf"\s*(?:{special.pattern})", text)
+    return match[0] if match else ""
 
 
 def _unique(texts: Iterable[str]) -> list[str]:
@@ -125,9 +118,9 @@ def _unique(texts: Iterable[str]) -> list[str]:
 def _deltas(continuation: Continuation) -> list[str]:
     """Deltas after a reply, for each kind of message that the template accepts there."""
     deltas, refusal = [], TemplateError("nothing was tried")
-    for messages in FOLLOWERS:
+    for role in ("user", "tool"):
         try:
-            deltas.append(continuation.delta(messages))
+            deltas.append(continuation.delta([{"role": role, "content": "x"}]))
         except TemplateError as error:
             refusal = error
     if not deltas:

@@ -18,15 +18,7 @@ from penstock.agent_loops.errors import TemplateError
 from penstock.tools.parsers import ToolCall
 
 Message = Mapping[str, Any]
-JINJA_FILE = "<template>"
-"""What jinja calls a template that was compiled from text."""
 MARK = "REPLYMARKERQX"
-MARK_NAME = "tool_name_marker_qx"
-SOME_TOOL = {
-    "type": "function",
-    "function": {"name": "some_tool", "description": "Looks.", "parameters": {"type": "object", "properties": {}}},
-}
-NAMED_ID = re.compile(r"functions\.[^\s:]+:\d+")
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
@@ -108,7 +100,7 @@ class ChatTemplate:
         form = form or self.call_form or CALL_FORMS[0]
         if form.ids == "short" and not SHORT_ID.fullmatch(call_id):
             return f"call{index:05d}"
-        if form.ids == "named" and not NAMED_ID.fullmatch(call_id):
+        if form.ids == "named" and not re.fullmatch(r"functions\.[^\s:]+:\d+", call_id):
             return f"functions.{name or 'tool'}:{index}"
         return call_id or f"call_{index}"
 
@@ -116,30 +108,30 @@ class ChatTemplate:
         """Messages of a client whose calls are in OpenAI's form, in the form that this template takes."""
         if self.call_form is None:
             return list(messages)
-        ids = self._fitted_ids([call for message in messages for call in message.get("tool_calls") or ()])
-        return [self._fitted(message, ids) for message in messages]
+        form, ids = self.call_form, self._fitted_ids(messages)
+        fitted = []
+        for message in messages:
+            changed: dict[str, Any] = {}
+            if answered := str(message.get("tool_call_id") or ""):
+                changed["tool_call_id"] = ids.get(answered) or self._fitted_id(answered)
+            if message.get("tool_calls"):
+                changed["tool_calls"] = []
+                for call in message["tool_calls"]:
+                    function = dict(call.get("function") or {})
+                    if form.arguments_as_text and isinstance(function.get("arguments"), Mapping):
+                        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+                    changed["tool_calls"].append({**call, "id": ids[str(call.get("id") or "")], "function": function})
+            fitted.append({**message, **changed} if changed else message)
+        return fitted
 
-    def _fitted(self, message: Message, ids: Mapping[str, str]) -> Message:
-        changed: dict[str, Any] = {}
-        if answered := str(message.get("tool_call_id") or ""):
-            changed["tool_call_id"] = ids.get(answered) or self._fitted_id(answered)
-        if message.get("tool_calls"):
-            changed["tool_calls"] = [self._fitted_call(call, ids) for call in message["tool_calls"]]
-        return {**message, **changed} if changed else message
-
-    def _fitted_ids(self, calls: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    def _fitted_ids(self, messages: Sequence[Message]) -> dict[str, str]:
         """Id of a client → id that the template takes. Ids with names count the calls of the conversation."""
+        calls = [call for message in messages for call in message.get("tool_calls") or ()]
         ids = [str(call.get("id") or "") for call in calls]
         if self.call_form is None or self.call_form.ids != "named":
             return {call_id: self._fitted_id(call_id) for call_id in ids}
         names = [str((call.get("function") or {}).get("name") or "") for call in calls]
         return {one: self.call_id(one, at, name) for at, (one, name) in enumerate(zip(ids, names, strict=True))}
-
-    def _fitted_call(self, call: Mapping[str, Any], ids: Mapping[str, str]) -> Mapping[str, Any]:
-        function = dict(call.get("function") or {})
-        if self.call_form and self.call_form.arguments_as_text and isinstance(function.get("arguments"), Mapping):
-            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-        return {**call, "id": ids[str(call.get("id") or "")], "function": function}
 
     def _fitted_id(self, call_id: str) -> str:
         """A call and its result keep the same id, also where the template takes nine characters only."""
@@ -193,29 +185,30 @@ class ChatTemplate:
         templates that print arguments as they are want JSON text (Phi-4-mini). Some write calls only where tools are
         shown (Hunyuan A13B)."""
         arguments = {"probe": MARK}
-        call = ToolCall(MARK_NAME, arguments)
-        written = self._forms_written(call, ()) or self._forms_written(call, [SOME_TOOL])
+        call = ToolCall("tool_name_marker_qx", arguments)
+        function = {"name": "some_tool", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}
+        tool = {"type": "function", "function": function}
+        written = self._forms_written(call, ()) or self._forms_written(call, [tool])
         as_json = [form for form, text in written if repr(arguments) not in text]
         return next(iter([*as_json, *(form for form, _ in written)]), None)
 
     def _forms_written(self, call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> list[tuple[CallForm, str]]:
-        found = []
+        written = []
         for form in CALL_FORMS:
+            messages = [{"role": "user", "content": "x"}, self.call_message([call], form=form)]
             try:
-                text = self.render(
-                    [{"role": "user", "content": "x"}, self.call_message([call], form=form)], tools, prompt=False
-                )
+                text = self.render(messages, tools, prompt=False)
             except TemplateError:
                 continue
             if MARK in text and call.name in text:
-                found.append((form, text))
-        return found
+                written.append((form, text))
+        return written
 
 
 def _line_of(error: UndefinedError) -> int:
-    """Of the template, where it arose; jinja puts the template's own lines into the traceback. 0 where it did not."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return next((frame.lineno or 0 for frame in reversed(frames) if frame.filename == JINJA_FILE), 0)
+    """Line of the template in which it arose; 0 if it arose elsewhere."""
+    frames = traceback.extract_tb(error.__traceback__)  # jinja puts the lines of templates made of text into it
+    return next((frame.lineno or 0 for frame in reversed(frames) if frame.filename == "<template>"), 0)
 
 
 def shared_length(opening: str, closed: str) -> int:
