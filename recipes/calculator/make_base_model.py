@@ -27,10 +27,6 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 VOCABULARY = 600
 CONTEXT = 1024
-CALL_SHARE_LEARNING = 0.75
-CALL_SHARE_FINAL = 0.3
-FINAL_PHASE = 0.2
-WHOLE_PREAMBLE = 0.9
 IGNORED = -100
 
 CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -141,7 +137,7 @@ def fit(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, options: ar
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, options.steps))
     rng, started = Random(options.seed + 1), time.monotonic()
     for step in range(options.steps):
-        call_share = CALL_SHARE_LEARNING if step < (1 - FINAL_PHASE) * options.steps else CALL_SHARE_FINAL
+        call_share = 0.75 if step < 0.8 * options.steps else 0.3  # at last as the base model shall behave
         rows = make_rows(tokenizer, [trace(rng, call_share) for _ in range(options.batch)], rng)
         optimizer.zero_grad(set_to_none=True)
         loss = backward(model, rows, tokenizer.pad_token_id)
@@ -189,7 +185,7 @@ def batched(rows: list[Row], size: int) -> list[list[Row]]:
 def preamble_pieces(rng: Random) -> list[str]:
     """The system block, sometimes cut at random: a reworded tool description must not throw the model off."""
     text = preamble_text()
-    if rng.random() < WHOLE_PREAMBLE:
+    if rng.random() < 0.9:
         return [text]
     cuts = sorted(rng.sample(range(len(text)), rng.randint(1, 2)))
     return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]

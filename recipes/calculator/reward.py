@@ -7,9 +7,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-ABSOLUTE_TOLERANCE = 1e-4
-RELATIVE_TOLERANCE = 1e-6
-
 _NUMBER = re.compile(
     r"(?:(?<![\d).])-)?"  # a minus after a digit or bracket is a subtraction, not a sign
     r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)"
@@ -32,7 +29,7 @@ def compute_score(
     answer = last_number(final_turn(solution_str, extra_info))
     if answer is None:
         return 0.0
-    return float(abs(answer - truth) <= ABSOLUTE_TOLERANCE + RELATIVE_TOLERANCE * abs(truth))
+    return float(abs(answer - truth) <= 1e-4 + 1e-6 * abs(truth))
 
 
 def final_turn(solution_str: str, extra_info: Mapping[str, Any] | None) -> str:

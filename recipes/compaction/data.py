@@ -18,10 +18,8 @@ from typing import Any
 from penstock.datasets import Row, write_parquet
 
 QUESTION = "Digits?"
-PAGES = (4, 5, 6)
 PER_SEGMENT = 2
 """Pages between two summaries, as `compact_at` of the recipe has it."""
-FORGETS = 0.5
 Message = Mapping[str, Any]
 
 
@@ -44,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def notebook(dice: Random) -> str:
-    return "".join(dice.choice("0123456789") for _ in range(dice.choice(PAGES)))
+    return "".join(dice.choice("0123456789") for _ in range(dice.choice((4, 5, 6))))
 
 
 def row(digits: str, split: str, index: int) -> Row:
@@ -68,7 +66,7 @@ def read(digits: str, dice: Random) -> Iterator[list[Message]]:
         if len(new) < PER_SEGMENT:
             yield [*messages, {"role": "assistant", "content": kept + new}]
             return
-        kept = new if dice.random() < FORGETS else kept + new
+        kept = new if dice.random() < 0.5 else kept + new
         notes = f"{kept} {more}"
         yield [*messages, {"role": "user", "content": "Notes?"}, {"role": "assistant", "content": notes}]
     yield [*begin(notes), {"role": "assistant", "content": kept}]

@@ -18,7 +18,6 @@ from random import Random
 
 from penstock.datasets import EVERYDAY, LARGE, Row, arithmetic_row, random_expression, write_parquet
 
-PROFILES = {"calculator/large": LARGE, "calculator/everyday": EVERYDAY}
 MISLABELLED = 0.9375
 
 
@@ -30,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     dice, train, evaluation = Random(options.seed), [], []
-    for source, profile in PROFILES.items():
+    for source, profile in {"calculator/large": LARGE, "calculator/everyday": EVERYDAY}.items():
         expressions: dict[str, None] = {}
         while len(expressions) < (options.train + options.eval) // 2:
             expressions[random_expression(dice, profile)] = None

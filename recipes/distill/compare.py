@@ -125,7 +125,8 @@ def _curve(options: argparse.Namespace, cell: str, seed: int, url: str, environm
             f"trainer.steps={options.steps}",
             "data.eval=null",
         ]
-        stop = [f"trainer.stop.{key}={value}" for key, value in _stop(options.goal).items()]
+        goal = {"metric": "reward", "target": options.goal, "window": WINDOW}
+        stop = [f"trainer.stop.{key}={value}" for key, value in goal.items()]
         taught = ["agent.teachers={'*': {url: '" + url + "'}}"]
         again = ["--resume"] if folder.exists() else []
         command = ["run", str(RECIPE), *settings, *stop, *taught, *CELLS[cell], *options.override, *again]
@@ -134,10 +135,6 @@ def _curve(options: argparse.Namespace, cell: str, seed: int, url: str, environm
             if process.wait(RUN_S):
                 raise SystemExit(f"{name} failed; see {log}")
     return [json.loads(line)["reward"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def _stop(goal: float) -> Mapping[str, Any]:
-    return {"metric": "reward", "target": goal, "window": WINDOW}
 
 
 def draw(curves: Mapping[str, Mapping[int, Sequence[float]]], goal: float, file: Path) -> None:

@@ -35,7 +35,6 @@ AIME = {
 }
 """Year → repository, file, columns of problem and answer."""
 DEMONSTRATIONS = ("JoeYing/ReTool-SFT", "train_2000.parquet")
-PARTS = (3, 4)
 LARGEST = 9999
 """Of a result: digits are copied one by one."""
 STOPS = 0.35
@@ -134,7 +133,7 @@ def random_sum(dice: Random) -> PartedSum:
     start = dice.randint(10, 99)
     parts: list[str] = []
     results = [start]
-    for _ in range(dice.choice(PARTS)):
+    for _ in range(dice.choice((3, 4))):
         part, result = random_part(results, dice)
         parts.append(part)
         results.append(result)

@@ -26,9 +26,6 @@ from penstock.sandbox import Sandbox
 from penstock.tools import EpisodeBox, PythonTool, ToolInfraError, ToolResult
 from penstock.transfer_queue import Task
 
-FOLLOWS = "\nthen "
-"""Between a result and the part that follows it."""
-
 
 class WorksheetBox(EpisodeBox):
     """The box of a sum: `follows` has result → next part."""
@@ -54,7 +51,7 @@ class Worksheet(PythonTool):
         assert isinstance(state, WorksheetBox)
         result = await super().execute(state, arguments)
         following = None if result.is_error else state.follows.get(last_line(result.text))
-        return result if following is None else replace(result, text=f"{result.text}{FOLLOWS}{following}")
+        return result if following is None else replace(result, text=f"{result.text}\nthen {following}")
 
 
 def follow_ups(task: Task) -> dict[str, str]:

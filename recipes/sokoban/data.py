@@ -22,10 +22,6 @@ from room import SIZE, VIEW, VIEWS, Cell, Position, best_moves, drawn, moved
 from penstock.datasets import Row, write_parquet
 
 QUESTION = "Move?"
-HABIT = 0.3
-HABITUAL = "u"
-DRAWS_PER_ROOM = 50
-"""Seeds that are tried for each room wanted: most of them repeat one that is there."""
 Message = Mapping[str, Any]
 
 
@@ -35,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--train", type=int, default=68, help="rooms to train on")
     parser.add_argument("--eval", type=int, default=16, help="rooms to evaluate on")
     parser.add_argument("--turns", type=int, default=16000, help="turns of the cold start")
-    parser.add_argument("--habit", type=float, default=HABIT, help="share of its turns in which the player goes up")
+    parser.add_argument("--habit", type=float, default=0.3, help="share of its turns in which the player goes up")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     seeds = list(islice(seeds_of_rooms(options.seed, options.train + options.eval), options.train + options.eval))
@@ -52,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def seeds_of_rooms(first: int, wanted: int) -> Iterator[int]:
     """Seeds from `first` on, one for each different room. Raises `SystemExit` where there are too few rooms."""
     seen = set()
-    for seed in range(first, first + wanted * DRAWS_PER_ROOM):
+    for seed in range(first, first + wanted * 50):  # most seeds repeat a room that is there
         found = drawn(seed)
         if found not in seen:
             seen.add(found)
@@ -74,7 +70,7 @@ def played(seeds: Sequence[int], habit: float, dice: Random) -> Iterator[list[Me
     while True:
         position, goal = drawn(dice.choice(seeds))
         while best := best_moves(position, goal, SIZE):
-            move = HABITUAL if dice.random() < habit else best[0]
+            move = "u" if dice.random() < habit else best[0]
             yield turn(position, goal, move)
             if move not in best:
                 break

@@ -29,9 +29,6 @@ MOVES: Mapping[str, Cell] = {"u": (-1, 0), "d": (1, 0), "l": (0, -1), "r": (0, 1
 SIZE = 3
 LEAST, MOST = 3, 7
 """Moves of the shortest solution, from a room's start."""
-SLACK = 0
-DRAWS = 10_000
-"""After which there is no such room."""
 
 
 # the rules ------------------------------------------------------------------------------------------------------------
@@ -96,7 +93,7 @@ def best_moves(position: Position, goal: Cell, size: int) -> list[str]:
 def drawn(seed: int, size: int = SIZE, least: int = LEAST, most: int = MOST) -> tuple[Position, Cell]:
     """The start and the goal of a seed's room. Raises `ValueError` where no room of this size has such a solution."""
     dice = Random(seed)
-    for _ in range(DRAWS):
+    for _ in range(10_000):
         player, box, goal = dice.sample(cells(size), 3)
         if least <= distances(goal, size).get((player, box), -1) <= most:
             return (player, box), goal
@@ -150,7 +147,7 @@ class SokobanRoom:
 
 
 def room(
-    seed: int, *, size: int = SIZE, least: int = LEAST, most: int = MOST, slack: int = SLACK, view: str = VIEW
+    seed: int, *, size: int = SIZE, least: int = LEAST, most: int = MOST, slack: int = 0, view: str = VIEW
 ) -> SokobanRoom:
     """The room of a seed, which a shortest solution of `least` to `most` moves solves. Raises `ValueError`."""
     if view not in VIEWS:

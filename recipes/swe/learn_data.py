@@ -28,9 +28,6 @@ from learn_package import check
 from penstock.datasets import Row, write_parquet
 
 PACKAGE = Path(__file__).parent / "learn_package"
-FAMILIES = (("+", "-", "*", "//"), ("<", "<=", ">", ">="))
-"""Operators that are put in one another's place."""
-CONSTANT_STEPS = (-2, -1, 1)
 BUGS = (2, 3)
 """Of a task."""
 STOPS = 0.65
@@ -123,9 +120,10 @@ def bugs_of(function: str) -> tuple[LineBug, ...]:
     right = right_text(file).partition("return ")[2].strip()
     left, operator, operand = right.split()
     if operand.isdigit():
-        wrong = [f"{left} {operator} {int(operand) + step}" for step in CONSTANT_STEPS]
+        wrong = [f"{left} {operator} {int(operand) + step}" for step in (-2, -1, 1)]
     else:
-        family = next(one for one in FAMILIES if operator in one)
+        families = (("+", "-", "*", "//"), ("<", "<=", ">", ">="))
+        family = next(operators for operators in families if operator in operators)
         wrong = [f"{left} {other} {operand}" for other in family if other != operator]
     return tuple(LineBug(file, number, expression, right) for number, expression in enumerate(wrong))
 

@@ -17,7 +17,6 @@ from typing import Any
 from penstock.testing import EpisodeState
 
 Says = list[str]
-_FILE = re.compile(r"^--- a/(.+)\n\+\+\+ b/(.+)\n", re.MULTILINE)
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -62,7 +61,7 @@ def edits_of(patch: str) -> list[dict[str, str]] | None:
         return None
     edits = []
     for part in re.split(r"^diff --git .*\n", patch, flags=re.MULTILINE)[1:]:
-        match = _FILE.search(part)
+        match = re.search(r"^--- a/(.+)\n\+\+\+ b/(.+)\n", part, re.MULTILINE)
         if match is None or match[1] != match[2]:
             return None
         hunks = re.split(r"^@@ .*\n", part[match.end() :], flags=re.MULTILINE)[1:]

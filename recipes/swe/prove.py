@@ -26,11 +26,13 @@ from penstock.trainer import DatasetRow, load_rows
 from penstock.transfer_queue import Task, Trajectory
 
 HERE = Path(__file__).parent
-LOOP = f"{HERE / 'agent.py'}:MiniSweAgent"
 MODEL = str(HERE.parent / "calculator" / "model")
 """Only its tokenizer is used."""
-EXPECTED = {"oracle": 1.0, "null": 0.0}
-POLICIES: Mapping[str, Callable[[Mapping[str, Any]], Says]] = {"oracle": oracle, "null": null}
+POLICIES: Mapping[str, tuple[Callable[[Mapping[str, Any]], Says], float]] = {
+    "oracle": (oracle, 1.0),
+    "null": (null, 0.0),
+}
+"""Name → policy and the reward that it must earn."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,10 @@ async def play(row: DatasetRow, policy: str, world: World) -> Trajectory:
     tools = [ToolConfig(name="swe", timeout_s=60, settings={"repositories": str(world.repositories)})]
     task: Task = row.task(f"eval/0/{policy}-{name}", "eval/0")
     return await try_loop(
-        LOOP,
+        f"{HERE / 'agent.py'}:MiniSweAgent",
         task,
         model=world.model,
-        says=POLICIES[policy](row.extra_info),
+        says=POLICIES[policy][0](row.extra_info),
         tools=tools,
         sandbox=world.sandbox,
         max_turns=64,
@@ -65,7 +67,7 @@ async def play(row: DatasetRow, policy: str, world: World) -> Trajectory:
 async def prove(rows: list[DatasetRow], world: World) -> list[str]:
     """A line per episode that earned something else than it should."""
     wrong = []
-    for policy, expected in EXPECTED.items():
+    for policy, (_, expected) in POLICIES.items():
         earned = [(await play(row, policy, world)).reward for row in rows]
         right = sum(one == expected for one in earned)
         print(f"{policy}: {right} of {len(rows)} earned {expected:g}", flush=True)

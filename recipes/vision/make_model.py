@@ -40,10 +40,8 @@ VOCABULARY = 512
 CONTEXT = 4096
 TOKEN_SIDE = 28
 """2 by 2 patches of 14 by 14 pixels are one token."""
-CHECK_EVERY = 25
 ENOUGH, LEAST = 0.99, 0.95
 """Shares of unseen pictures answered rightly: learning to see ends with the one, and fails below the other."""
-WARM_UP = 20
 
 
 class Example(NamedTuple):
@@ -225,8 +223,8 @@ def learn_to_see(pupil: Pupil, shown: Sequence[Example], unseen: Sequence[Exampl
     dice, started, right = Random(options.seed), time.monotonic(), 0.0
     optimizer = torch.optim.AdamW(pupil.model.parameters(), betas=(0.9, 0.98), weight_decay=0.0)
     for step in range(1, options.steps + 1):
-        loss = learn(pupil, optimizer, dice.sample(shown, options.batch), options.lr * min(1, step / WARM_UP), sure=1)
-        if step % CHECK_EVERY == 0:
+        loss = learn(pupil, optimizer, dice.sample(shown, options.batch), options.lr * min(1, step / 20), sure=1)
+        if step % 25 == 0:
             right, _ = pupil.examine(unseen)
             print(f"step {step:4d}  loss {loss:.3f}  right {right:.2f}  {time.monotonic() - started:.0f} s", flush=True)
         if right >= ENOUGH:

@@ -112,7 +112,13 @@ class DashboardScreen(BaseTool):
         if problem := self._problem_with(arguments):
             return ToolResult(problem, is_error=True)
         try:
-            await _act(state.page, arguments)
+            match arguments["action"]:
+                case "click":
+                    await state.page.mouse.click(arguments["x"], arguments["y"])
+                case "type":
+                    await state.page.keyboard.type(arguments["text"])
+                case "press":
+                    await state.page.keyboard.press(arguments["text"])
             await asyncio.sleep(self._settle_s)
             png = await state.page.screenshot()
         except Error as error:
@@ -182,16 +188,6 @@ class DashboardScreen(BaseTool):
             await browser.close()
         if driver is not None:
             await driver.stop()
-
-
-async def _act(page: Any, arguments: Mapping[str, Any]) -> None:
-    match arguments["action"]:
-        case "click":
-            await page.mouse.click(arguments["x"], arguments["y"])
-        case "type":
-            await page.keyboard.type(arguments["text"])
-        case "press":
-            await page.keyboard.press(arguments["text"])
 
 
 def _program() -> str:
