@@ -21,7 +21,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,8 +39,6 @@ HOST = Path(__file__).with_name("host.py")
 MAX_LINE_BYTES = 16 << 20
 END_DEADLINE_S = 10.0
 STATUS_DEADLINE_S = 5.0
-ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
-"""A fork has none of its parent's threads: libraries that start some at import must not."""
 log = logging.getLogger(__name__)
 
 
@@ -58,14 +56,10 @@ class GymnasiumLoop(EnvironmentLoop):
         """On the worker's host of this kind; the first episode starts it."""
         settings = self.settings
         name = _absolute(settings.env, self._services.recipe_dir)
-        path = _folders(settings.path)
+        path = tuple(map(os.path.abspath, settings.path))
         key = ("environment", name, path)
         host: EnvironmentHost = self._services.shared.get(key, lambda: EnvironmentHost(name, path))
         return await host.open(options, settings)
-
-
-def _folders(path: Sequence[str]) -> tuple[str, ...]:
-    return tuple(os.path.abspath(folder) for folder in path)
 
 
 def _absolute(env: str, recipe_dir: Path) -> str:
@@ -74,10 +68,10 @@ def _absolute(env: str, recipe_dir: Path) -> str:
     if not file.endswith(".py"):
         return env
     candidates = [(folder / file).resolve() for folder in (recipe_dir, Path.cwd())]
-    found = next((one for one in candidates if one.is_file()), None)
-    if found is None:
+    path = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if path is None:
         raise InfraFailure("loop", f"agent.settings.env: no file {file!r}; looked at {', '.join(map(str, candidates))}")
-    return f"{found}:{name}"
+    return f"{path}:{name}"
 
 
 @dataclass(slots=True)
@@ -215,9 +209,11 @@ class EnvironmentHost:
 
     def _variables(self) -> dict[str, str]:
         """Without our secrets. One seed of string hashes: sets have one order in all workers."""
+        # A fork has none of its parent's threads: libraries that start some at import must not.
+        one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         usual = environment_without_secrets()
         path = os.pathsep.join([*self._path, *filter(None, [usual.get("PYTHONPATH", "")])])
-        return {**ONE_THREAD, **usual, "PYTHONHASHSEED": "0", "PYTHONPATH": path}
+        return {**one_thread, **usual, "PYTHONHASHSEED": "0", "PYTHONPATH": path}
 
     async def _first(self, arrived: asyncio.Future[HostConnection], number: int) -> HostConnection:
         """The connection of a process that was started; fails where that ends before it connects."""

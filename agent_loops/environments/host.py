@@ -224,17 +224,19 @@ class EpisodeForker:
             ready, _, _ = select.select([self._control.connection, woken], [], [])
             if woken in ready:
                 woken.recv(4096)
-                self._report_ended()
+                for episode, pid in list(self._pids.items()):
+                    ended, status = os.waitpid(pid, os.WNOHANG)
+                    if ended:
+                        del self._pids[episode]
+                        self._control.send({"ended": episode, "status": status})
             if self._control.connection in ready and not self._control.fill():
                 return
             while self._control.waiting:
-                self._obey(self._control.receive() or {}, make, woken)
-
-    def _obey(self, asked: Json, make: Callable[..., Any], woken: socket.socket) -> None:
-        if "fork" in asked:
-            self._fork(asked["fork"], make, woken)
-        else:
-            self._kill(asked["end"])
+                asked = self._control.receive() or {}
+                if "fork" in asked:
+                    self._fork(asked["fork"], make, woken)
+                else:
+                    self._kill(asked["end"])
 
     def _fork(self, episode: int, make: Callable[..., Any], woken: socket.socket) -> None:
         host = os.getpid()
@@ -267,13 +269,6 @@ class EpisodeForker:
             for one in tree_of(pid):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(one, signal.SIGKILL)
-
-    def _report_ended(self) -> None:
-        for episode, pid in list(self._pids.items()):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                del self._pids[episode]
-                self._control.send({"ended": episode, "status": status})
 
 
 def tree_of(root: int) -> Sequence[int]:

@@ -34,7 +34,6 @@ from penstock.transfer_queue import COMPLETED, Lease, Outcome, OutcomeKind, Task
 THOUGHT = re.compile(r"^.*</think>", re.DOTALL)
 TRIMMED = " \t\n\r\"'`.,:;!*[]()"
 """Around an action's name."""
-MAX_ACTION_CHARS = 4000
 SHARE_OF_DEADLINE = 0.9
 """Of the episode's deadline: past that itself nothing would be left of what the turns earned."""
 
@@ -98,7 +97,13 @@ class EnvironmentLoop(AgentLoopBase):
         except TimeoutError:
             if not deadline.expired():
                 raise
-            outcome = self._out_of_time(limit_s)
+            turns = self._turns
+            if not turns.states:
+                reason = f"reset and first answer took longer than {limit_s:g} s"
+                raise InfraFailure(COMPONENT, reason) from None
+            # The turn in progress, if it has an answer, earned nothing yet.
+            turns.rewards += [0.0] * (len(turns.states) - len(turns.rewards))
+            outcome = TRUNCATED_DEADLINE
         return self._finished(talk, outcome)
 
     async def _begin(self, task: Task) -> EnvStep:
@@ -109,14 +114,6 @@ class EnvironmentLoop(AgentLoopBase):
         if first.done:
             raise InfraFailure(COMPONENT, f"it ends with its reset, seed {seed}")
         return first
-
-    def _out_of_time(self, limit_s: float) -> Outcome:
-        """The turn in progress, where it has an answer, earned nothing yet."""
-        turns = self._turns
-        if not turns.states:
-            raise InfraFailure(COMPONENT, f"reset and first answer took longer than {limit_s:g} s")
-        turns.rewards += [0.0] * (len(turns.states) - len(turns.rewards))
-        return TRUNCATED_DEADLINE
 
     async def teardown(self) -> None:
         if self._environment is not None:
@@ -165,11 +162,11 @@ class EnvironmentLoop(AgentLoopBase):
 
     def _action(self, reply: Reply) -> tuple[str | None, str]:
         """The action (None: there is none), and the answer's words without thoughts."""
-        said = THOUGHT.sub("", self.chat.decode(reply.ids, special=False)).strip()[:MAX_ACTION_CHARS]
+        said = THOUGHT.sub("", self.chat.decode(reply.ids, special=False)).strip()[:4000]
         action: str | None = said
         if self.settings.action_pattern:
-            found = list(self._pattern.finditer(said))
-            action = (found[-1][1] if self._pattern.groups else found[-1][0]) if found else None
+            matches = list(self._pattern.finditer(said))
+            action = matches[-1][1 if self._pattern.groups else 0] if matches else None
         if self._names and action is not None:
             action = self._names.get(action.strip(TRIMMED).casefold())
         return action, said

@@ -31,11 +31,7 @@ from penstock.transfer_queue import Lease, Task
 
 MAX_MESSAGE_BYTES = 16 << 20
 CLOSE_DEADLINE_S = 3.0
-FULL = "CAPACITY_REACHED"
-INVALID = "VALIDATION_ERROR"
 BACKOFF = Backoff(0.2, 5.0)
-OF_EVERY_ACTION = frozenset({"metadata"})
-OF_EVERY_OBSERVATION = frozenset({"reward", "done", "metadata"})
 
 
 class OpenEnvLoop(EnvironmentLoop):
@@ -69,7 +65,11 @@ class OpenEnvServer:
     async def action_field(self, wanted: str) -> str:
         """The field that an answer's text goes to. Raises `InfraFailure` naming those that there are."""
         if self._fields is None:
-            self._fields = await self._text_fields()
+            async with self._http.get(f"{self.url}/schema") as answer:
+                answer.raise_for_status()
+                action = (await answer.json()).get("action", {})
+            fields = action.get("properties", {})
+            self._fields = tuple(name for name, kind in fields.items() if name != "metadata" and _takes_text(kind))
         if wanted in self._fields or (wanted and not self._fields):
             return wanted
         if not wanted and len(self._fields) == 1:
@@ -78,13 +78,6 @@ class OpenEnvServer:
         raise InfraFailure(
             "loop", f"agent.settings.action_field {wanted!r}: text fields of an action at {self.url}: {known}"
         )
-
-    async def _text_fields(self) -> tuple[str, ...]:
-        async with self._http.get(f"{self.url}/schema") as answer:
-            answer.raise_for_status()
-            action = (await answer.json()).get("action", {})
-        fields = action.get("properties", {})
-        return tuple(name for name, field in fields.items() if name not in OF_EVERY_ACTION and _takes_text(field))
 
     async def close(self) -> None:
         await self._http.close()
@@ -115,7 +108,7 @@ class ServedEnvironment:
 
     async def step(self, action: str) -> EnvStep:
         answer = await self._ask({"type": "step", "data": {self._field: action}}, "step", "step_timeout_s")
-        if answer["type"] == "error" and answer["data"].get("code") == INVALID:
+        if answer["type"] == "error" and answer["data"].get("code") == "VALIDATION_ERROR":
             raise InvalidAction(f"That is no action here: {_words(answer)}")
         if answer["type"] == "error":
             raise StepFailed(_words(answer))
@@ -138,7 +131,7 @@ class ServedEnvironment:
                 self._field = await self._server.action_field(self._settings.action_field)
                 self._socket = await self._server.connect()
                 answer = await self._ask({"type": "reset", "data": asked}, "reset", "start_timeout_s")
-                if answer["type"] != "error" or answer["data"].get("code") != FULL:
+                if answer["type"] != "error" or answer["data"].get("code") != "CAPACITY_REACHED":
                     return answer
             except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError):
                 pass  # `start_timeout_s` ends it, and names the server
@@ -190,14 +183,12 @@ class ServedEnvironment:
         if name and name not in observation:
             known = ", ".join(observation) or "none"
             raise InfraFailure("loop", f"agent.settings.observation_field {name!r}: the observation has {known}")
-        given = observation[name] if name else _only_text(observation)
-        return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-
-
-def _only_text(observation: Mapping[str, Any]) -> Any:
-    """Its one field, where it has one; else all of it."""
-    own = {name: value for name, value in observation.items() if name not in OF_EVERY_OBSERVATION}
-    return next(iter(own.values())) if len(own) == 1 else own
+        if name:
+            shown = observation[name]
+        else:  # its one field, if it has one
+            own = {name: value for name, value in observation.items() if name not in ("reward", "done", "metadata")}
+            shown = next(iter(own.values())) if len(own) == 1 else own
+        return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
 
 
 def _words(answer: Mapping[str, Any]) -> str:

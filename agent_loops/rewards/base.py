@@ -73,38 +73,31 @@ class FunctionReward(BaseReward):
         super().__init__()
         function = compute_score.func if isinstance(compute_score, partial) else compute_score
         self.journaled = bool(getattr(function, "journaled", journaled))
-        _check_signature(compute_score, name)
+        try:
+            inspect.signature(compute_score).bind(**dict.fromkeys(PARAMETERS))
+        except TypeError as error:
+            raise LoadError(f"reward {name} must take ({', '.join(PARAMETERS)}): {error}") from error
         self._compute_score = compute_score
         self._name = name
-        self._in_thread = not _is_async(compute_score)
+        is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+        self._in_thread = not is_async
         self._threads = UserThreads(AT_ONCE)
 
     async def score(self, answer: Answer) -> Value:
-        given = (answer.data_source, answer.solution, answer.ground_truth, answer.extra_info)
-        call = partial(self._compute_score, **dict(zip(PARAMETERS, given, strict=True)))
-        value = await self._in_a_thread(call) if self._in_thread else call()
-        scored: Value = await value if inspect.isawaitable(value) else value
-        return scored
-
-    async def _in_a_thread(self, call: Callable[[], Any]) -> Any:
-        try:
-            return await self._threads.run(call, self._name)
-        except ValueError as error:
-            # What `signal.signal` says outside the main thread; timeouts of math graders are made with it.
-            if "main thread" not in str(error):
-                raise
-        self._in_thread = False
-        log.warning("%s needs the main thread: it is called in the event loop and blocks the worker", self._name)
-        return call()
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    inner = function.func if isinstance(function, partial) else function
-    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
-
-
-def _check_signature(function: Callable[..., Any], name: str) -> None:
-    try:
-        inspect.signature(function).bind(**dict.fromkeys(PARAMETERS))
-    except TypeError as error:
-        raise LoadError(f"reward {name} must take ({', '.join(PARAMETERS)}): {error}") from error
+        arguments = (answer.data_source, answer.solution, answer.ground_truth, answer.extra_info)
+        call = partial(self._compute_score, **dict(zip(PARAMETERS, arguments, strict=True)))
+        if self._in_thread:
+            try:
+                returned = await self._threads.run(call, self._name)
+            except ValueError as error:
+                # What `signal.signal` says outside the main thread; timeouts of math graders are made with it.
+                if "main thread" not in str(error):
+                    raise
+                self._in_thread = False
+                message = "%s needs the main thread: it is called in the event loop and blocks the worker"
+                log.warning(message, self._name)
+                returned = call()
+        else:
+            returned = call()
+        value: Value = await returned if inspect.isawaitable(returned) else returned
+        return value

@@ -12,8 +12,6 @@ from typing import Any, Literal
 
 TAIL_CHARS = 300
 """Only the end is read, as in verl: an answer buried in what follows it is none."""
-MARKED = re.compile(r"####\s*\$?\s*(-?[0-9.,]+)")
-NUMBER = re.compile(r"-?[0-9.,]*[0-9][0-9.,]*")
 
 
 def compute_score(
@@ -45,12 +43,13 @@ def truth_of(ground_truth: Any) -> Decimal:
 
 def last_marked(text: str) -> Decimal | None:
     """The number behind the last ``####``."""
-    found = MARKED.findall(text[-TAIL_CHARS:])
-    return to_decimal(found[-1]) if found else None
+    numbers = re.findall(r"####\s*\$?\s*(-?[0-9.,]+)", text[-TAIL_CHARS:])
+    return to_decimal(numbers[-1]) if numbers else None
 
 
 def last_number(text: str) -> Decimal | None:
-    numbers = (to_decimal(one) for one in reversed(NUMBER.findall(text[-TAIL_CHARS:])))
+    words = re.findall(r"-?[0-9.,]*[0-9][0-9.,]*", text[-TAIL_CHARS:])
+    numbers = (to_decimal(word) for word in reversed(words))
     return next((number for number in numbers if number is not None), None)
 
 

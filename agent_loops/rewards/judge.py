@@ -36,7 +36,6 @@ Compare the answer with the reference. Explain in one sentence, then write the l
 SCORE: N
 where N is a whole number from 0 (wrong) to 10 (right and complete)."""
 PATTERN = r"SCORE:\s*(-?\d+(?:\.\d+)?)"
-HOLE = re.compile(r"\{(question|reference|answer)\}")
 
 
 class Judge(BaseReward):
@@ -91,19 +90,19 @@ class Judge(BaseReward):
             "answer": text_of(answer, self._part),
         }
         # In one pass: a hole that the answer writes is not filled.
-        return HOLE.sub(lambda found: parts[found[1]], self._template)
+        return re.sub(r"\{(question|reference|answer)\}", lambda hole: parts[hole[1]], self._template)
 
     def _read(self, reply: Any) -> str:
         """The score in a completion. Raises `ToolUnavailable` where there is none: the judge is asked again."""
         text = reply["choices"][0]["message"]["content"]
         if not isinstance(text, str):
             raise ToolUnavailable("judge", "the answer has no text")
-        found = self._pattern.findall(text)
-        if not found or not self._low <= float(found[-1]) <= self._high:
+        scores = self._pattern.findall(text)
+        if not scores or not self._low <= float(scores[-1]) <= self._high:
             raise ToolUnavailable(
                 "judge", f"no score from {self._low:g} to {self._high:g} in its answer: {text[-200:]!r}"
             )
-        return str(found[-1])
+        return str(scores[-1])
 
 
 def _checked(template: str, pattern: str, scale: Sequence[float]) -> tuple[re.Pattern[str], tuple[float, float]]:

@@ -63,7 +63,13 @@ class Maths(BaseReward):
         self._graders = LineProcesses(PROGRAM, (str(math.ceil(cpu_s)), str(memory_mb)), processes)
 
     async def score(self, answer: Answer) -> Value:
-        verdict = await self._verdict(str(answer.ground_truth), answer.solution[-TAIL_CHARS:])
+        question = {"reference": str(answer.ground_truth), "solution": answer.solution[-TAIL_CHARS:]}
+        try:
+            verdict = await self._graders.ask(question, WALL_DEADLINE_S)
+        except ProcessEnded as error:
+            if error.code != -signal.SIGXCPU:
+                raise InfraFailure("reward", f"maths: a grader ended with {error.code}") from error
+            verdict = {"too_costly": True}
         if verdict.get("bad_reference"):
             raise InfraFailure("reward", f"maths: no answer in the ground truth {str(answer.ground_truth)[:200]!r}")
         unreadable, costly = float(verdict.get("unreadable", False)), float(verdict.get("too_costly", False))
@@ -72,14 +78,6 @@ class Maths(BaseReward):
 
     async def close(self) -> None:
         await self._graders.close()
-
-    async def _verdict(self, reference: str, solution: str) -> dict[str, Any]:
-        try:
-            return await self._graders.ask({"reference": reference, "solution": solution}, WALL_DEADLINE_S)
-        except ProcessEnded as error:
-            if error.code != -signal.SIGXCPU:
-                raise InfraFailure("reward", f"maths: a grader ended with {error.code}") from error
-            return {"too_costly": True}
 
 
 class ProcessEnded(Exception):

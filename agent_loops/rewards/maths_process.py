@@ -20,16 +20,12 @@ def main() -> None:
     out = sys.stdout
     sys.stdout = sys.stderr
     for line in sys.stdin:
-        _limit_cpu(cpu_s)
+        # The kernel sends SIGXCPU when this many more seconds are used, also in the middle of one long multiplication.
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + cpu_s, hard))
         out.write(json.dumps(_answer(json.loads(line))) + "\n")
         out.flush()
-
-
-def _limit_cpu(cpu_s: int) -> None:
-    """The kernel sends SIGXCPU when this many more seconds are used, also in the middle of one long multiplication."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + cpu_s, hard))
 
 
 def _answer(question: dict[str, str]) -> dict[str, Any]:

@@ -13,14 +13,12 @@ from typing import Any
 
 from penstock.agent_loops.errors import InfraFailure
 
-PROGRAM = "program"
-
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any], file: str = "~/reward.json"
 ) -> dict[str, float]:
     """Raises `InfraFailure` where there is no such file, or no number in it: never a 0."""
-    program = extra_info.get(PROGRAM)
+    program = extra_info.get("program")
     if program is None:
         raise InfraFailure("reward", "program_file: it is for agent.loop: command")
     text = program["files"].get(file)
@@ -29,25 +27,21 @@ def compute_score(
         raise InfraFailure(
             "reward", f"program_file: the program left no {file} ({ended}); is it in agent.settings.collect?"
         )
-    given = _read(text, file)
-    metrics = given.get("metrics") or {}
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InfraFailure("reward", f"program_file: {file} is no number and no JSON: {text[:200]!r}") from error
+    content = parsed if isinstance(parsed, dict) else {"reward": parsed}
+    metrics = content.get("metrics") or {}
     if not isinstance(metrics, dict):
         raise InfraFailure("reward", f"program_file: the metrics in {file} are no object: {metrics!r:.200}")
     numbers = {name: number for name, value in metrics.items() if (number := finite_number(value)) is not None}
-    reward = finite_number(given.get("reward"))
-    if reward is None or isinstance(given.get("reward"), bool):
+    reward = finite_number(content.get("reward"))
+    if reward is None or isinstance(content.get("reward"), bool):
         raise InfraFailure(
-            "reward", f"program_file: the reward in {file} is no finite number: {given.get('reward')!r:.200}"
+            "reward", f"program_file: the reward in {file} is no finite number: {content.get('reward')!r:.200}"
         )
     return {**numbers, "score": reward}
-
-
-def _read(text: str, file: str) -> Mapping[str, Any]:
-    try:
-        given = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InfraFailure("reward", f"program_file: {file} is no number and no JSON: {text[:200]!r}") from error
-    return given if isinstance(given, dict) else {"reward": given}
 
 
 def finite_number(value: Any) -> float | None:

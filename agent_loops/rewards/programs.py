@@ -30,7 +30,6 @@ from penstock.sandbox import RunResult, Sandbox, Session
 
 THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
 FENCED = re.compile(r"```(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
-HARNESS = Path(__file__).with_name("harness.py")
 
 
 class Programs(BaseReward):
@@ -63,7 +62,11 @@ class Programs(BaseReward):
 
     async def score(self, answer: Answer) -> Value:
         """Raises `SandboxError`, and `InfraFailure` where the row has no test cases."""
-        cases = self._cases(answer)
+        try:
+            cases = read_cases(answer.ground_truth)
+        except BadCases as error:
+            raise InfraFailure("reward", f"code: {error}") from error
+        cases = cases[: self._max_tests] if self._max_tests else cases
         program = program_of(answer.solution)
         if not program:
             return {"score": 0.0, "tests": len(cases), "passed": 0, "no_code": 1}
@@ -75,13 +78,6 @@ class Programs(BaseReward):
         score = passed / len(cases) if self._partial else float(passed == len(cases))
         return {"score": score, "tests": len(cases), "passed": passed, "no_code": 0}
 
-    def _cases(self, answer: Answer) -> list[ProgramCase]:
-        try:
-            cases = read_cases(answer.ground_truth)
-        except BadCases as error:
-            raise InfraFailure("reward", f"code: {error}") from error
-        return cases[: self._max_tests] if self._max_tests else cases
-
     async def _run_all(self, session: Session, program: str, cases: list[ProgramCase]) -> int:
         """Cases passed; without partial credit the first failure is the last test."""
         passed, used_s = 0, 0.0
@@ -89,7 +85,7 @@ class Programs(BaseReward):
             if used_s >= self._budget_s:
                 break
             # Written anew each time: a test must not change what judges the next one.
-            await session.write_file("harness.py", HARNESS.read_bytes())
+            await session.write_file("harness.py", Path(__file__).with_name("harness.py").read_bytes())
             await session.write_file("solution.py", program.encode("utf-8", "replace"))
             good, duration_s = await self._run(session, case)
             passed, used_s = passed + good, used_s + duration_s
@@ -127,34 +123,26 @@ def _behind(word: str, result: RunResult) -> Any:
 
 def read_cases(ground_truth: Any) -> list[ProgramCase]:
     """Raises `BadCases`."""
-    given = _plain(ground_truth)
+    given = ground_truth
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise BadCases(f"test cases are no JSON: {ground_truth[:100]!r}: {error}") from error
     if isinstance(given, list):
         given = {"assert_case": given}
     if not isinstance(given, Mapping):
         raise BadCases(f"test cases must be a mapping or a list of assertions, found {str(given)[:100]!r}")
-    cases = [ProgramCase("assert", text, _assertion(text)) for text in given.get("assert_case") or ()]
+    try:
+        cases = [ProgramCase("assert", text, Assertion.parse(text)) for text in given.get("assert_case") or ()]
+    except BadAssertion as error:
+        raise BadCases(f"assertion {error}") from error
     inputs, outputs = given.get("inputs") or [], given.get("outputs") or []
     # verl gives assertions with as many empty inputs and outputs.
     cases = cases or _pairs(inputs, outputs, given.get("fn_name"))
     if not cases:
         raise BadCases(f"no test cases: inputs, outputs and assert_case are empty (keys: {', '.join(map(str, given))})")
     return cases
-
-
-def _assertion(text: Any) -> Assertion:
-    try:
-        return Assertion.parse(text)
-    except BadAssertion as error:
-        raise BadCases(f"assertion {error}") from error
-
-
-def _plain(ground_truth: Any) -> Any:
-    if not isinstance(ground_truth, str):
-        return ground_truth
-    try:
-        return json.loads(ground_truth)
-    except ValueError as error:
-        raise BadCases(f"test cases are no JSON: {ground_truth[:100]!r}: {error}") from error
 
 
 def _pairs(inputs: Any, outputs: Any, name: str | None) -> list[ProgramCase]:

@@ -61,13 +61,18 @@ class ReasoningGym(BaseReward):
         if given is None:
             return {"score": 0.0, "raised": 0}
         asked = self._question(answer, given)
-        found = {"needs_box": True} if asked["task"] in self._boxed else await self._in_process(asked)
-        if found.get("needs_box"):
+        verdict = {"needs_box": True}
+        if asked["task"] not in self._boxed:
+            try:
+                verdict = await self._processes.ask(asked, self._timeout_s)
+            except ProcessEnded as error:
+                raise InfraFailure("reward", f"reasoning_gym: {error}; is reasoning-gym installed?") from error
+        if verdict.get("needs_box"):
             self._boxed.add(asked["task"])
-            found = await self._in_box(asked)
-        if "error" in found:
-            raise InfraFailure("reward", f"reasoning_gym: {asked['task']}: {found['error']}")
-        return {"score": float(found["score"]), "raised": int("raised" in found)}
+            verdict = await self._in_box(asked)
+        if "error" in verdict:
+            raise InfraFailure("reward", f"reasoning_gym: {asked['task']}: {verdict['error']}")
+        return {"score": float(verdict["score"]), "raised": int("raised" in verdict)}
 
     async def close(self) -> None:
         await self._processes.close()
@@ -90,12 +95,6 @@ class ReasoningGym(BaseReward):
             ) from error
         asked = answer.messages[-1]["content"] if answer.messages else ""
         return {"task": task, "config": config, "number": number, "question": asked, "answer": given}
-
-    async def _in_process(self, asked: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return await self._processes.ask(asked, self._timeout_s)
-        except ProcessEnded as error:
-            raise InfraFailure("reward", f"reasoning_gym: {error}; is reasoning-gym installed?") from error
 
     async def _in_box(self, asked: dict[str, Any]) -> dict[str, Any]:
         """A box per answer. One that its code ends, or does not end, is a wrong answer."""

@@ -14,12 +14,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-ARTICLES = re.compile(r"\b(a|an|the)\b")
-WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
-MANY_TAGS = 10
-"""More ``<answer>`` or ``</answer>`` than this is guessing: the score is a quarter, as in verl."""
-
 
 def exact_match(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
@@ -42,7 +36,8 @@ def f1(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mappi
 
 def normalised(text: str) -> str:
     """Lower case; punctuation, articles and repeated white space left out."""
-    return " ".join(ARTICLES.sub(" ", text.lower().translate(WITHOUT_PUNCTUATION)).split())
+    words = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", words).split())
 
 
 def word_f1(answer: str, reference: str) -> float:
@@ -67,9 +62,10 @@ def _answer(solution: str, extra_info: Mapping[str, Any] | None) -> str | None:
     final = (extra_info or {}).get("final_answer")
     if isinstance(final, str):
         return final
-    found = ANSWER.findall(solution)
-    return found[-1].strip() if found else None
+    tagged = re.findall(r"<answer>(.*?)</answer>", solution, re.DOTALL)
+    return tagged[-1].strip() if tagged else None
 
 
 def _guesses(solution: str) -> bool:
-    return max(solution.count("<answer>"), solution.count("</answer>")) > MANY_TAGS
+    """Returns whether there are more than ten answers: the score is then a quarter, as in verl."""
+    return max(solution.count("<answer>"), solution.count("</answer>")) > 10
