@@ -206,13 +206,10 @@ def calling_policy(chat_for: Callable[..., ChatTokens]) -> Callable[..., Callabl
         chat = chat_for()
         answer = chat.encode("The answer is 46.<|im_end|>")
         ask = chat.encode(call_text(*calls) + "<|im_end|>")
-        opening = chat.encode("<tool_response>")
 
         def reply(context: list[int]) -> list[int]:
-            text = chat.decode(context)
-            assert opening
-            asked = text.count("<|im_start|>user\n<tool_response>")
-            return answer if asked >= turns else ask
+            results = chat.decode(context).count("<|im_start|>user\n<tool_response>")
+            return answer if results >= turns else ask
 
         return reply
 

@@ -8,17 +8,12 @@ from penstock.testing import FakeClient
 
 
 async def test_episode_spans_in_its_trajectory(queue_of, tasks_of, parts_of, calling_policy, calculator):
-    calculator.delay_s = 0.02
     queue = queue_of(tasks_of())
-    await Episode(
-        parts_of(queue, FakeClient(calling_policy(), latency_s=0.01), calculator), queue.lease(tasks_of()[0])
-    ).run()
+    await Episode(parts_of(queue, FakeClient(calling_policy()), calculator), queue.lease(tasks_of()[0])).run()
     trajectory = queue.done["train/00000000"]
     spans = trajectory.extra["trace"]
     assert [span[:2] for span in spans] == [["model", ""], ["tool", "calculator"], ["model", ""], ["reward", ""]]
     assert [span[2] for span in spans] == sorted(span[2] for span in spans)
-    assert spans[0][3] >= 0.009
-    assert spans[1][3] >= 0.019
 
 
 async def test_spans_belong_to_the_episode_of_their_task():
