@@ -26,7 +26,7 @@ def test_concurrency_decreases_once_per_hold():
 
 
 def test_concurrency_after_restarts_begins_with_few_episodes():
-    assert [Concurrency(BOUNDS, restarts).limit for restarts in range(5)] == [64, 16, 4, 1, 1]
+    assert [Concurrency(MOST, REQUESTS, restarts).limit for restarts in range(5)] == [64, 16, 4, 1, 1]
 
 
 def test_concurrency_grows_by_equal_steps_at_limit():
