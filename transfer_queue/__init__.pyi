@@ -56,7 +56,6 @@ from .types import JournalKind as JournalKind
 from .types import Lease as Lease
 from .types import Limits as Limits
 from .types import Logprobs as Logprobs
-from .types import Mask as Mask
 from .types import Outcome as Outcome
 from .types import OutcomeKind as OutcomeKind
 from .types import RoutedExperts as RoutedExperts
@@ -64,7 +63,6 @@ from .types import RunIdentity as RunIdentity
 from .types import RunRecord as RunRecord
 from .types import Segment as Segment
 from .types import ServerInfo as ServerInfo
-from .types import Spans as Spans
 from .types import Task as Task
 from .types import Trajectory as Trajectory
 from .types import Waiting as Waiting
