@@ -4,7 +4,8 @@ All tokens of a pass go through the model as one sequence [1, Q]; only attention
 `ForwardStep.attend` writes the new keys and values into the cache and lets runs of neighbouring rows with equally many
 new tokens attend together, to the columns of their bucket: one call per layer where all requests decode.
 
-Capped scores (Gemma 2) are computed here, because transformers' ``sdpa`` ignores the cap. Any other argument that could
+Models are loaded with `NAME` as their attention. Its masks are those of ``sdpa``. Capped scores (Gemma 2) are computed
+here, because transformers' ``sdpa`` ignores the cap. Any other argument that could
 change a score is refused: if it were ignored, every logprob would differ from the trainer's. Calls without a
 `ForwardStep` (vision-language models, plain passes) are transformers' own.
 """
@@ -18,11 +19,14 @@ from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from penstock.rollout_server.engines.hf.cache import Bucket, KVCache, Layout, Row
 
+NAME = "penstock_by_request"
+"""Of this attention, in transformers' registry."""
 HARMLESS = frozenset(
     {
         "logits_indices",
@@ -181,11 +185,6 @@ class Probe:
 USE_ANOTHER = "set rollout.engine to vllm or sglang"
 
 
-def use_attention_by_request() -> None:
-    """Put `attend_by_request` in place of ``sdpa`` in this process."""
-    AttentionInterface.register("sdpa", attend_by_request)
-
-
 def attend_by_request(  # noqa: PLR0917 (the signature is transformers')
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -290,3 +289,7 @@ def _attend_capped(  # noqa: PLR0917
         q, k = query.shape[2], key.shape[2]
         mask = torch.ones(q, k, dtype=torch.bool, device=query.device).tril(k - q)
     return _capped(query, key, value, mask, scaling, softcap).transpose(1, 2).contiguous()
+
+
+AttentionInterface.register(NAME, attend_by_request)
+AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -46,7 +46,7 @@ with uncollected():
     from penstock.rollout_server.config import RolloutConfig
     from penstock.rollout_server.engines.checkpoint import tensor_shapes
     from penstock.rollout_server.engines.child_link import LINE_LIMIT_BYTES
-    from penstock.rollout_server.engines.hf.attention import use_attention_by_request
+    from penstock.rollout_server.engines.hf import attention
     from penstock.rollout_server.engines.hf.batch import Batcher
     from penstock.rollout_server.engines.hf.in_place import DamagedMemory, InPlaceReceiver
     from penstock.rollout_server.engines.hf.vision import VisionBatcher
@@ -79,13 +79,12 @@ class HFServer:
     """One connection's worth of engine. `run` returns when the owner is gone."""
 
     def __init__(self, config: RolloutConfig, model_path: str, seed: int) -> None:
-        use_attention_by_request()
         torch.set_num_threads(config.threads)
         self.config = config
         self._sees = hasattr(transformers.AutoConfig.from_pretrained(model_path), "vision_config")
         kind = transformers.AutoModelForImageTextToText if self._sees else transformers.AutoModelForCausalLM
         dtype = getattr(torch, config.dtype)
-        self.model = kind.from_pretrained(model_path, dtype=dtype, attn_implementation="sdpa").eval()
+        self.model = kind.from_pretrained(model_path, dtype=dtype, attn_implementation=attention.NAME).eval()
         self._finished, self._loop = asyncio.Event(), asyncio.get_running_loop()
         self._model_path = model_path
         self._weights, self._staged = WeightReader(), StagedWeights()

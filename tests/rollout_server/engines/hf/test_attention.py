@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,10 @@ pytest.importorskip("transformers")
 
 from tests.rollout_server.conftest import small_config
 from tests.tiny_model import save_tiny_model
-from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from penstock.rollout_server import Sampling
-from penstock.rollout_server.engines.hf.attention import (
-    UnsupportedArguments,
-    attend_by_request,
-    use_attention_by_request,
-)
+from penstock.rollout_server.engines.hf.attention import NAME, UnsupportedArguments, attend_by_request
 from penstock.rollout_server.engines.hf.batch import Batcher
 from penstock.trainer import ModelLimits, join_rows, make_row
 from penstock.trainer.engines.fsdp import load_policy
@@ -32,13 +26,6 @@ from penstock.transfer_queue import Segment
 pytestmark = [pytest.mark.torch]
 CAPPED = {"initializer_range": 0.6, "sliding_window": 16, "attn_logit_softcapping": 1.0}
 PROMPTS = {"long": [(7 * i + 3) % 64 for i in range(50)], "short": [5, 6, 7]}
-
-
-@pytest.fixture(autouse=True)
-def installed() -> Iterator[None]:
-    use_attention_by_request()
-    yield
-    AttentionInterface.register("sdpa", sdpa_attention_forward)
 
 
 async def sample(model: Any, prompts: dict[str, list[int]], count: int) -> dict[str, tuple[list[int], list[float]]]:
@@ -84,7 +71,7 @@ def trainer_logprobs(model: str, prompt: list[int], sampled: list[int]) -> list[
 )
 async def test_capped_scores_give_the_trainers_logprobs(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
     path = save_tiny_model(tmp_path, kind, **CAPPED, **changes)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=NAME)
     answers = await sample(model, PROMPTS, 30)
     for name, prompt in PROMPTS.items():
         ids, logprobs = answers[name]
@@ -95,7 +82,7 @@ def test_capped_scores_are_exact_without_a_paged_cache(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "Gemma2", **CAPPED)
     ids = torch.tensor([PROMPTS["long"]])
     logits = []
-    for attention in ("eager", "sdpa"):
+    for attention in ("eager", NAME):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention)
         cache = DynamicCache(config=model.config)
         with torch.no_grad():

@@ -16,7 +16,7 @@ from tests.rollout_server.conftest import Reference, small_config
 from transformers import AutoModelForCausalLM
 
 from penstock.rollout_server import Chunk, Sampling
-from penstock.rollout_server.engines.hf.attention import use_attention_by_request
+from penstock.rollout_server.engines.hf.attention import NAME
 from penstock.rollout_server.engines.hf.batch import Batcher
 from penstock.rollout_server.engines.hf.cache import PAGE_TOKENS
 from penstock.rollout_server.engines.hf.sampling import Record
@@ -28,8 +28,7 @@ class Bench:
     """A batcher in this process, and its answers."""
 
     def __init__(self, model_path: str, pause: str) -> None:
-        use_attention_by_request()
-        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa")
+        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation=NAME)
         self.batcher = Batcher(self.model, small_config(pause=pause), 0, lambda: None, step_tokens=256)
         self.chunks: defaultdict[str, list[Chunk]] = defaultdict(list)
 

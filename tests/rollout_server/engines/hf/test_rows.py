@@ -14,20 +14,19 @@ pytest.importorskip("transformers")
 from random import Random
 
 from tests.rollout_server.conftest import small_config
-from tests.rollout_server.engines.hf.test_attention import installed, sample, trainer_logprobs
+from tests.rollout_server.engines.hf.test_attention import sample, trainer_logprobs
 from tests.tiny_model import save_poisoned_model, save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from penstock.rollout_server import Sampling
-from penstock.rollout_server.engines.hf.attention import UnsupportedArguments
+from penstock.rollout_server.engines.hf.attention import NAME, UnsupportedArguments
 from penstock.rollout_server.engines.hf.batch import Batcher
 from penstock.rollout_server.engines.hf.cache import KVCache, Layout, Row
 from penstock.rollout_server.engines.hf.sampling import Record
 
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("installed")]
+pytestmark = [pytest.mark.torch]
 LIMIT, LONGEST = 1024, 256
 KV, DIM = 2, 3
-__all__ = ["installed"]
 
 
 class Filled:
@@ -124,7 +123,7 @@ def test_prefixes_of_other_weights_are_neither_kept_nor_found() -> None:
 
 async def test_a_request_whose_values_are_no_numbers_damages_no_other(tmp_path: Path) -> None:
     path = save_poisoned_model(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=NAME)
     prompts = {"damaged": [7] * 40, "short": [5], "sound": [7 * i % 5 for i in range(30)]}
     # The short one is in the row that the damaged one leaves.
     answers = await sample(model, prompts, 8)

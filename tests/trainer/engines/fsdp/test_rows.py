@@ -52,7 +52,11 @@ def test_a_state_that_leaks_is_found_and_its_rows_are_padded(
     monkeypatch.setattr(f"{INSIDE}.mixers.MIXERS", {})
     policy = load_policy(BY_KIND[kind].save(tmp_path), 1.0)
     assert policy.rows.layout is RowLayout.PADDED
-    assert policy.rows.unpacked_because == "its packed rows differ from the same rows alone"
+    # Newer transformers refuse by themselves what they cannot keep apart.
+    assert policy.rows.unpacked_because in {
+        "its packed rows differ from the same rows alone",
+        "`chunk_gated_delta_rule` can't keep packed sequences apart without `flash-linear-attention`",
+    }
     assert max(gaps(policy, str(tmp_path))) <= SAME
 
 
