@@ -19,123 +19,51 @@ HEAD_LINE = "# head: "
 """In connect.env, before the `process_identity` of the `penstock run` that wrote it."""
 
 
-@dataclass(frozen=True)
 class RunDir:
-    """runs/NAME and the names in it, said once."""
+    """The folder of a run, and the names in it."""
 
-    root: Path
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.config = root / "config.yaml"
+        self.identity = root / "run.id"
+        """The run's id in the queue; made with the folder."""
+        self.connect_env = root / "connect.env"
+        """Addresses and secrets of the living run, readable by its owner alone; gone when the run ends."""
+        self.logs = root / "logs"
+        self.redis = root / "redis"
+        self.data = root / "data"
+        self.slurm = root / "slurm"
+        """Scripts of `penstock slurm`, and its secrets, readable by their owner alone."""
+        self.checkpoints = root / "checkpoints"
+        self.batches = root / "batches"
+        """Trained trajectories that wait for their commit."""
+        self.trajectories = root / "trajectories"
+        self.metrics = root / "metrics.jsonl"
+        self.steps = root / "steps.jsonl"
+        self.evaluations = root / "eval.jsonl"
+        self.timeline = root / "timeline.jsonl"
+        self.weight_updates = root / "weight_updates.jsonl"
+        """The queue's weight updates, written when the run ends: the queue is away then."""
+        self.turns = root / "turns.jsonl"
+        """Holders of the shared devices and their bytes, of a run in turns; written when it ends."""
+        self.metric_addresses = root / "metrics"
+        """One file per living role on this file system that serves metrics."""
+        self.metrics_token = root / "metrics.token"
+        """Opens the roles' metrics and nothing else; readable by its owner alone, gone when the run ends."""
+        self.prometheus_targets = root / "prometheus-targets.json"
+        """For Prometheus' file-based discovery; gone when the run ends."""
+        self.roles = root / "roles.json"
+        """Processes of the living run on its machine, with their restarts; gone when the run ends."""
+        self.lives = root / "lives.json"
+        """Wall time and restarts of each `penstock run` of this run."""
+        self.ended = root / "ended.json"
+        """Why the run is over, once it is."""
+        self.summary = root / "summary.json"
+        self.plot = root / "reward.png"
 
     @classmethod
     def of(cls, config: RunConfig) -> RunDir:
         return cls((Path(config.runs_dir) / config.name).resolve())
-
-    @property
-    def config(self) -> Path:
-        return self.root / "config.yaml"
-
-    @property
-    def identity(self) -> Path:
-        """The run's id, which the queue knows it by; made with the folder."""
-        return self.root / "run.id"
-
-    @property
-    def connect_env(self) -> Path:
-        """Addresses and secrets of the living run, readable by its owner alone; gone when the run ends."""
-        return self.root / "connect.env"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
-    @property
-    def slurm(self) -> Path:
-        """Scripts of `penstock slurm`, and its secrets, readable by their owner alone."""
-        return self.root / "slurm"
-
-    @property
-    def redis(self) -> Path:
-        return self.root / "redis"
-
-    @property
-    def data(self) -> Path:
-        return self.root / "data"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def batches(self) -> Path:
-        """Trained trajectories that wait for their commit."""
-        return self.root / "batches"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def steps(self) -> Path:
-        return self.root / "steps.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        return self.root / "eval.jsonl"
-
-    @property
-    def weight_updates(self) -> Path:
-        """The queue's weight updates, written when the run ends: the queue is away then."""
-        return self.root / "weight_updates.jsonl"
-
-    @property
-    def turns(self) -> Path:
-        """Who held the shared devices, and how much of them, of a run in turns; written when it ends."""
-        return self.root / "turns.jsonl"
-
-    @property
-    def timeline(self) -> Path:
-        return self.root / "timeline.jsonl"
-
-    @property
-    def trajectories(self) -> Path:
-        return self.root / "trajectories"
-
-    @property
-    def metric_addresses(self) -> Path:
-        """One file per living role on this file system that serves metrics."""
-        return self.root / "metrics"
-
-    @property
-    def metrics_token(self) -> Path:
-        """Opens the roles' metrics and nothing else; readable by its owner alone, gone when the run ends."""
-        return self.root / "metrics.token"
-
-    @property
-    def prometheus_targets(self) -> Path:
-        """For Prometheus' file-based discovery; gone when the run ends."""
-        return self.root / "prometheus-targets.json"
-
-    @property
-    def ended(self) -> Path:
-        """Why the run is over, once it is."""
-        return self.root / "ended.json"
-
-    @property
-    def roles(self) -> Path:
-        """Processes of the living run on its machine, with their restarts; gone when the run ends."""
-        return self.root / "roles.json"
-
-    @property
-    def lives(self) -> Path:
-        """Wall time and restarts of each `penstock run` of this run."""
-        return self.root / "lives.json"
-
-    @property
-    def summary(self) -> Path:
-        return self.root / "summary.json"
-
-    @property
-    def plot(self) -> Path:
-        return self.root / "reward.png"
 
 
 def no_such_run(runs: Path, name: str) -> str:
@@ -162,8 +90,8 @@ class RunLock:
         if used and not self._resume:
             self._lock.release()
             raise ConfigError(f"name: {root} holds an earlier run; --resume continues it, name=… starts another")
-        if not self._resume:
-            _forget_untrained(root)
+        if not self._resume and _is_untrained(root):
+            _forget(RunDir(root))
         return self
 
     def __exit__(
@@ -173,47 +101,31 @@ class RunLock:
 
 
 def _is_untrained(root: Path) -> bool:
-    """A run ended here, or was killed, and trained no step."""
+    """Whether a run ended here, or was killed, and trained no step.
+
+    A living run has a connect.env, which names its head: the lock may say nothing of one on another machine.
+    """
     run = RunDir(root)
+    if run.connect_env.exists():
+        lines = run.connect_env.read_text(encoding="utf-8").splitlines()
+        head = next((line.removeprefix(HEAD_LINE) for line in lines if line.startswith(HEAD_LINE)), "")
+        if not process_has_ended(head):
+            return False
     files = (run.metrics, run.steps, run.evaluations)
     folders = (run.checkpoints, run.batches, run.trajectories, root / "model")
     return (
         (run.config.exists() or run.identity.exists())
-        and not _may_live(run)
         and not any(file.exists() and file.stat().st_size for file in files)
         and not any(folder.exists() and any(folder.rglob("*.*")) for folder in folders)
     )
 
 
-def _may_live(run: RunDir) -> bool:
-    """A living run has a connect.env, which names its head: the lock may say nothing of one on another machine."""
-    try:
-        text = run.connect_env.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return False
-    head = next((line.removeprefix(HEAD_LINE) for line in text.splitlines() if line.startswith(HEAD_LINE)), "")
-    return not process_has_ended(head)
-
-
-def _forget_untrained(root: Path) -> None:
-    """What a run leaves that trained no step; its logs stay, new lines come behind them."""
-    run = RunDir(root)
-    if not _is_untrained(root):
-        return
+def _forget(run: RunDir) -> None:
+    """Removes what a run leaves that trained no step; its logs stay, new lines come behind them."""
     for folder in (run.redis, run.metric_addresses):
         shutil.rmtree(folder, ignore_errors=True)
-    for file in (
-        run.connect_env,
-        run.config,
-        run.identity,
-        run.ended,
-        run.summary,
-        run.roles,
-        run.lives,
-        run.timeline,
-        run.weight_updates,
-        run.turns,
-    ):
+    records = (run.ended, run.summary, run.roles, run.lives, run.timeline, run.weight_updates, run.turns)
+    for file in (run.connect_env, run.config, run.identity, *records):
         file.unlink(missing_ok=True)
 
 

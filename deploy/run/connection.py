@@ -43,7 +43,6 @@ from penstock.transfer_queue import (
 from penstock.transfer_queue.redis import ROLES, USERS_VERSION, find_redis_server, role_users
 
 logger = logging.getLogger("penstock.run")
-JOIN_AGAIN_S = 0.5
 URL_VARIABLE = "PENSTOCK_QUEUE"
 RUN_VARIABLE = "PENSTOCK_RUN"
 USER_VARIABLE = "PENSTOCK_REDIS_USER"
@@ -148,7 +147,7 @@ class RunConnection:
                 if not logged:
                     logger.info("waiting for run %s: %s", self.run, error)
                     logged = True
-            await asyncio.sleep(JOIN_AGAIN_S)
+            await asyncio.sleep(0.5)
 
 
 def connection_of_run(config: RunConfig) -> RunConnection:
@@ -215,7 +214,12 @@ async def own_redis(
     The task starts it again when it dies, and ends by raising `RedisLost`.
     """
     password = secrets.token_urlsafe(32)
-    roles = await _role_passwords()
+    binary = await asyncio.to_thread(find_redis_server)
+    roles: dict[str, str] = {}
+    if binary.version < USERS_VERSION:
+        logger.warning("%s is older than 7.0: all roles share one password", binary.path)
+    else:
+        roles = {role: secrets.token_urlsafe(32) for role in ROLES}
     users = role_users(config.name, roles)
     knobs = config.transfer_queue
     server = RedisServer(
@@ -229,15 +233,6 @@ async def own_redis(
         keeper.cancel()
         await asyncio.wait([keeper])
         await server.stop()
-
-
-async def _role_passwords() -> dict[str, str]:
-    """Role → password, made for this run; none where redis-server is too old for rights to read only."""
-    binary = await asyncio.to_thread(find_redis_server)
-    if binary.version < USERS_VERSION:
-        logger.warning("%s is older than 7.0: all roles share one password", binary.path)
-        return {}
-    return {role: secrets.token_urlsafe(32) for role in ROLES}
 
 
 LOOK_S = 0.2
@@ -256,6 +251,8 @@ FAILED_STARTS = 5
 """In a row; then redis-server is given up."""
 RESTARTS, RESTARTS_WITHIN_S = 60, 600.0
 """Deaths that are outlived: more in that time, and what kills it does so whenever it has started."""
+
+
 _START_BACKOFF = Backoff(0.5, 10.0)
 
 

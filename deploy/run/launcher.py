@@ -54,7 +54,6 @@ from penstock.deploy.run_dir import LivesFile, RunDir, RunLock
 from penstock.deploy.telemetry.metrics import RoleState, head_served
 from penstock.transfer_queue import (
     Head,
-    Limits,
     QueueError,
     QueueUnavailable,
     RedisTransferQueue,
@@ -89,29 +88,22 @@ async def _launch(config: RunConfig, resume: bool, placement: Placement) -> Path
     run = RunDir.of(config)
     with RunLock(run, resume=resume):
         run.logs.mkdir(exist_ok=True)
-        config = _for_all_roles(config, run)
+        config = _with_files(config, run)
         limits = limits_of(config)
         check_step_bytes(replace(limits, group_size=config.largest_group), config.agent.most_response_tokens)
         async with open_queue(config, run) as (link, queue, keepers), run_headed(queue) as keeping:
-            found = await _enter(config, run, queue, limits)
+            identity = identity_of(config, run)
+            record = await queue.create_run(limits, dump_config(config), identity)
+            found = describe_found(record, await queue.status(), identity) if resume else ""
             # Files that a head which was refused must not take from the one that lives.
             run.config.write_text(dump_config(config))
             with connect_file(link, run):
                 async with open_weights(config, link.token), placement.open(config, run):
-                    await _run_roles(
-                        config, run, link, queue, placement, keepers=[*keepers, keeping], found=found if resume else ""
-                    )
+                    await _run_roles(config, run, link, queue, placement, keepers=[*keepers, keeping], found=found)
     return run.summary
 
 
-async def _enter(config: RunConfig, run: RunDir, queue: TransferQueue, limits: Limits) -> str:
-    """Creates the run, or enters its own in the queue; returns what was found there. Raises `RunTaken`."""
-    identity = identity_of(config, run)
-    found = await queue.create_run(limits, dump_config(config), identity)
-    return describe_found(found, await queue.status(), identity)
-
-
-def _for_all_roles(config: RunConfig, run: RunDir) -> RunConfig:
+def _with_files(config: RunConfig, run: RunDir) -> RunConfig:
     """The configuration as all roles get it: absolute runs_dir, and generated datasets as files of the run.
 
     Raises `ConfigError` where a dataset cannot be made.
@@ -231,10 +223,11 @@ async def _beside(process: RoleProcess) -> None:
         logger.warning("the run continues without its page: %s", error)
 
 
-def _interrupt_event() -> asyncio.Event:
-    """Set by the first Ctrl-C or SIGTERM: the run stops in order. A second Ctrl-C is the shell's usual one.
+async def until_interrupted() -> None:
+    """Raises `Interrupted` at the first Ctrl-C or SIGTERM: the run stops in order.
 
-    Further SIGTERMs are ignored: a scheduler may signal the head more than once.
+    A second Ctrl-C is the shell's usual one. Further SIGTERMs are ignored: a scheduler may signal the head more than
+    once.
     """
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -247,12 +240,7 @@ def _interrupt_event() -> asyncio.Event:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
-    return event
-
-
-async def until_interrupted() -> None:
-    """Raises `Interrupted` at the first Ctrl-C or SIGTERM."""
-    await _interrupt_event().wait()
+    await event.wait()
     raise Interrupted
 
 
@@ -294,15 +282,6 @@ def describe_found(found: RunRecord | None, status: Status, identity: RunIdentit
     )
 
 
-def _head_name() -> str:
-    """This process, for people and as `process_identity`."""
-    return f"{socket.gethostname()}, process {os.getpid()} ({process_identity()})"
-
-
-def _process_of(holder: str) -> str:
-    return holder.rpartition("(")[2].rstrip(")")
-
-
 class HeadLease:
     """The right to head a run, kept in its queue. Every call is one script there."""
 
@@ -311,12 +290,13 @@ class HeadLease:
     ) -> None:
         self._queue = queue
         self._ttl_s, self._renew_s, self._poll_s = ttl_s, renew_s, poll_s
-        self.holder = _head_name()
+        self.holder = f"{socket.gethostname()}, process {os.getpid()} ({process_identity()})"
+        """This process, for people and as `process_identity`."""
 
     async def claim(self) -> None:
         """Waits for the lease of a head that has died. Raises `HeadTaken` as soon as the other one renews its lease."""
         head = await self._claim()
-        if head is not None and process_has_ended(_process_of(head.holder)):
+        if head is not None and process_has_ended(head.holder.rpartition("(")[2].rstrip(")")):
             head = await self._claim(dead=head.holder)
         if head is not None:
             logger.warning("the run's head was %s; its lease ends in %.0f s, unless it lives", head.holder, head.left_s)

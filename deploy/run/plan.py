@@ -29,7 +29,6 @@ from penstock.sandbox.managed import KEYS
 from penstock.trainer import TrainerConfig
 
 Kind = Literal["rollout", "agent", "trainer", "dashboard"]
-PAGE_RESTARTS = 3
 NODES_VARIABLE = "PENSTOCK_TRAIN_NODES"
 """Number of machines of the trainer."""
 TRAINER_STOP_S = 25.0
@@ -38,12 +37,6 @@ TORCHRUN_S, SUPERVISOR_S = 5.0, 15.0
 """How much longer than the trainer's own grace those wait that would kill it."""
 SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """Seconds between torchrun's SIGTERM to its ranks and SIGKILL."""
-_SETTINGS = {
-    "PENSTOCK_SUPERVISED": "1",
-    "PYTHONUNBUFFERED": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "OMP_NUM_THREADS": "1",
-}
 
 
 @dataclass(frozen=True)
@@ -66,14 +59,10 @@ class Role:
     def spec(self, logs: Path, cwd: Path | None = None) -> RoleSpec:
         """How this machine starts it: this Python, this environment, and what is the role's own."""
         argv = [sys.executable, "-m", "penstock.deploy.cli", *self.words]
-        env = {**_environment_of(self.kind), **self.env}
+        # Keys of sandbox providers are for those alone that make boxes.
+        hidden = frozenset() if self.kind == "agent" else frozenset(name for names in KEYS.values() for name in names)
+        env = {**{name: value for name, value in os.environ.items() if name not in hidden}, **self.env}
         return RoleSpec(self.name, argv, env, logs / f"{self.name}.log", self.max_restarts, self.stop_grace_s, cwd)
-
-
-def _environment_of(kind: Kind) -> dict[str, str]:
-    """This process's own; keys of sandbox providers are for those alone that make boxes."""
-    keys = frozenset(name for names in KEYS.values() for name in names)
-    return {name: value for name, value in os.environ.items() if kind == "agent" or name not in keys}
 
 
 def roles_of(config: RunConfig, link: RunConnection) -> list[Role]:
@@ -85,7 +74,12 @@ def roles_of(config: RunConfig, link: RunConnection) -> list[Role]:
         rollouts.append(
             _role(config, link, "rollout-eval", "rollout", *words, max_restarts=config.rollout.max_restarts)
         )
-    rollouts += [_lent_role(config, link, place) for place in range(lent_servers(config))]
+    for place in range(lent_servers(config)):
+        name = f"rollout-lent-{place}"
+        port = _port(config, config.rollout.servers + config.rollout.evaluation_server + place)
+        words = ("rollout", "--name", name, "--port", port, "--lent")
+        role = _role(config, link, name, "rollout", *words, max_restarts=config.rollout.max_restarts)
+        rollouts.append(replace(role, lent=place))
     agents = [agent_role(config, link, number) for number in range(config.agent.workers)]
     return [*rollouts, *agents, _trainer_role(config, link)]
 
@@ -113,14 +107,6 @@ def rollout_role(config: RunConfig, link: RunConnection, number: int) -> Role:
     return _role(config, link, name, "rollout", *words, max_restarts=config.rollout.max_restarts, number=number)
 
 
-def _lent_role(config: RunConfig, link: RunConnection, place: int) -> Role:
-    name = f"rollout-lent-{place}"
-    port = _port(config, config.rollout.servers + config.rollout.evaluation_server + place)
-    words = ("rollout", "--name", name, "--port", port, "--lent")
-    role = _role(config, link, name, "rollout", *words, max_restarts=config.rollout.max_restarts)
-    return replace(role, lent=place)
-
-
 def agent_role(config: RunConfig, link: RunConnection, number: int) -> Role:
     name = f"agent-{number}"
     words = ("agent", "--name", name)
@@ -133,7 +119,7 @@ def page_roles(config: RunConfig, run: RunDir, link: RunConnection) -> list[Role
     if not page.enabled:
         return []
     words = ("dashboard", str(run.root.parent), "--host", page.host, "--port", str(page.port))
-    return [_role(config, link, "dashboard", "dashboard", *words, rights="agent", max_restarts=PAGE_RESTARTS)]
+    return [_role(config, link, "dashboard", "dashboard", *words, rights="agent", max_restarts=3)]
 
 
 def _port(config: RunConfig, server: int) -> str:
@@ -151,14 +137,18 @@ def _role(
     stop_grace_s: float = 15.0,
     number: int | None = None,
 ) -> Role:
-    own = link.of_role(rights or kind)
-    env = {**own.environment(), **_SETTINGS}
+    env = {
+        **link.of_role(rights or kind).environment(),
+        "PENSTOCK_SUPERVISED": "1",
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+    }
     return Role(name, kind, words, env, max_restarts, stop_grace_s, number)
 
 
 ADDED = {"rollout": rollout_role, "agent": agent_role}
 """Kinds of which there may be more and fewer during a run, and how one is made."""
-__all__ = ["ADDED", "Kind", "Role", "agent_role", "page_roles", "roles_of", "rollout_role"]
 logger = logging.getLogger("penstock.run")
 DRIVER = Path("/dev/nvidiactl")
 VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -172,8 +162,6 @@ SPLIT_OVER = (
 )
 """What vLLM and SGLang call each way in which one server takes more GPUs. Experts are shared out among those of tensor
 and data parallelism: expert parallelism takes none of its own."""
-ATTENTION_ALONE = "enable_dp_attention"
-"""With it SGLang's data parallelism is among the GPUs of its tensor parallelism."""
 
 
 def has_gpu() -> bool:
@@ -189,7 +177,8 @@ def gpus_of_server(rollout: RolloutConfig) -> int:
     plain = {name.replace("-", "_"): value for name, value in arguments.items()}
     count = 1
     for names in SPLIT_OVER:
-        if "dp_size" not in names or not plain.get(ATTENTION_ALONE):
+        # With this argument SGLang's data parallelism is among the GPUs of its tensor parallelism.
+        if "dp_size" not in names or not plain.get("enable_dp_attention"):
             count *= int(next((plain[name] for name in names if plain.get(name)), 1))
     return count
 

@@ -19,8 +19,6 @@ from pathlib import Path
 
 from penstock.common import Backoff, kill_group
 
-_RESTART_BACKOFF = Backoff(0.5, 10.0)
-_HEALTHY_AFTER_S = 60.0
 RESTART_WINDOW_S = 3600.0
 """Earlier restarts of a role are forgotten."""
 RESTARTS_VARIABLE = "PENSTOCK_RESTARTS"
@@ -91,7 +89,7 @@ class RoleProcess:
         self.restarts = 0
         self._stopping = False
         self._ended = asyncio.Event()
-        self._pauses = _RESTART_BACKOFF.pauses()
+        self._pauses = Backoff(0.5, 10.0).pauses()
         self._clock = clock
         self._budget = RestartBudget(spec.max_restarts, RESTART_WINDOW_S, clock)
 
@@ -111,7 +109,7 @@ class RoleProcess:
                 return
             if self.spec.stop_file.exists():
                 raise RoleFailed(f"{self.spec.name} stopped the run: {self.spec.stop_file.read_text().strip()}")
-            if self._clock() - started > _HEALTHY_AFTER_S:
+            if self._clock() - started > 60.0:  # it was healthy
                 self._pauses.reset()
             self.restarts += 1
             if not self._budget.spend():

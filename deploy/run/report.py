@@ -58,7 +58,14 @@ class Reporter:
         self.steps_done = 0
         self._bar: Progress | None = None
         if self._console.is_terminal:
-            self._bar = _progress_bar(self._console)
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
             self._bar.start()
             self._task = self._bar.add_task("starting", total=config.trainer.steps)
         self._say(f"run {config.name}: {describe(config)}")
@@ -104,27 +111,28 @@ class Reporter:
 
     def _show(self, rows: Iterable[dict[str, Any]], status: Status | None) -> None:
         for row in rows:
-            if row["step"] >= self.steps_done:  # a replayed step was reported before
-                self._say_step(row)
-                self.steps_done = row["step"] + 1
-                self._say_flat(row)
+            if row["step"] < self.steps_done:  # a replayed step was reported before
+                continue
+            self._say(
+                f"  step {row['step'] + 1:>3}/{self._config.trainer.steps}  reward {row['reward']:.3f}  "
+                f"staleness {row['staleness_mean']:.2f} (max {row['staleness_max']})  tokens {row['tokens']}  "
+                f"train {row['train_s']:.1f} s  waited {row['wait_s']:.1f} s"
+            )
+            self.steps_done = row["step"] + 1
+            self._recent.append(row)
+            warning = flat_rewards(self._recent)
+            if warning and not self._said_flat:  # once for each stretch of steps whose rewards are all equal
+                self._say(f"  {warning}")
+            self._said_flat = bool(warning)
         if self._bar is not None:
-            self._bar.update(self._task, completed=self.steps_done, description=_pipeline(status))
-
-    def _say_step(self, row: dict[str, Any]) -> None:
-        self._say(
-            f"  step {row['step'] + 1:>3}/{self._config.trainer.steps}  reward {row['reward']:.3f}  "
-            f"staleness {row['staleness_mean']:.2f} (max {row['staleness_max']})  tokens {row['tokens']}  "
-            f"train {row['train_s']:.1f} s  waited {row['wait_s']:.1f} s"
-        )
-
-    def _say_flat(self, row: dict[str, Any]) -> None:
-        """Once for each stretch of steps whose rewards are all equal."""
-        self._recent.append(row)
-        warning = flat_rewards(self._recent)
-        if warning and not self._said_flat:
-            self._say(f"  {warning}")
-        self._said_flat = bool(warning)
+            pipeline = "queue away"
+            if status is not None:
+                groups = Counter(status.groups)
+                pipeline = (
+                    f"v{status.version} | {groups['admitted']} groups in flight, {groups['ready']} ready, "
+                    f"{groups['shipped']} in training"
+                )
+            self._bar.update(self._task, completed=self.steps_done, description=pipeline)
 
     def _say(self, line: str) -> None:
         console = self._bar.console if self._bar is not None else self._console
@@ -144,27 +152,6 @@ def describe(config: RunConfig) -> str:
         f"{config.trainer.ranks} trainer rank(s)"
         + (", in turns on the same devices" if config.placement.colocated else "")
         + (f", {lent_servers(config)} more server(s) on the trainer's devices" if config.placement.lend else "")
-    )
-
-
-def _progress_bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-    )
-
-
-def _pipeline(status: Status | None) -> str:
-    if status is None:
-        return "queue away"
-    groups = status.groups
-    return (
-        f"v{status.version} | {groups.get('admitted', 0)} groups in flight, {groups.get('ready', 0)} ready, "
-        f"{groups.get('shipped', 0)} in training"
     )
 
 
@@ -202,7 +189,7 @@ async def write_summary(config: RunConfig, run: RunDir, queue: TransferQueue, to
     summary = {
         "name": config.name,
         "steps": len(rows),
-        "ended": _why_ended(run),
+        "ended": json.loads(run.ended.read_text())["why"] if run.ended.exists() else None,
         "lives": total.lives,
         "wall_s": round(total.wall_s, 1),
         **_learning(rows, read_jsonl(run.evaluations)),
@@ -219,11 +206,6 @@ async def write_summary(config: RunConfig, run: RunDir, queue: TransferQueue, to
     if rows:
         draw_reward(run.plot, rows, read_jsonl(run.evaluations))
     return summary
-
-
-def _why_ended(run: RunDir) -> str | None:
-    """As the trainer said; None where it had not come to an end."""
-    return str(json.loads(run.ended.read_text())["why"]) if run.ended.exists() else None
 
 
 def _learning(rows: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> dict[str, Any]:

@@ -65,11 +65,14 @@ def run_role(main: Callable[[], Coroutine[Any, Any, None]], *, watch_parent: boo
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     raise_open_files()
-    with asyncio.Runner(loop_factory=_new_loop) as runner:
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             runner.run(_until_stopped(main()))
         except FatalError as reason:
-            _write_stop_file(str(reason))
+            if stop_file := os.environ.get(STOP_FILE_VARIABLE):
+                Path(stop_file).write_text(f"{reason}\n")
             # An OSError may come from anywhere; what other causes say is all that there is to know.
             traced = reason if isinstance(reason.__cause__, OSError) else None
             logging.getLogger("penstock").error("%s\na restart of this role would not help", reason, exc_info=traced)
@@ -87,18 +90,6 @@ def fatal(*kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         raise FatalError(f"{type(error).__name__}: {error}") from error
-
-
-def _write_stop_file(reason: str) -> None:
-    path = os.environ.get(STOP_FILE_VARIABLE)
-    if path:
-        Path(path).write_text(reason + "\n")
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    import uvloop
-
-    return uvloop.new_event_loop()
 
 
 async def _until_stopped(main: Coroutine[Any, Any, None]) -> None:

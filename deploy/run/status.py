@@ -15,6 +15,7 @@ from rich.text import Text
 from penstock.dashboard import Pulse, RunFiles, advise, flat, rollout_idle
 
 RECENT_STEPS = 10
+QUEUE_FACTS = ("version", "committed_step", "groups", "episodes", "workers", "waits_s", "ages_s", "unconsumed_bytes")
 Row = Mapping[str, Any]
 
 
@@ -37,7 +38,7 @@ async def run_state(files: RunFiles, run: str, pulse: Pulse) -> dict[str, Any]:
         "eta_s": _eta_s(rows, done, steps) if live["alive"] else None,
         "quiet_s": round(files.quiet_s, 1) if rows else None,
         **_learning(rows),
-        **_queue_facts(status),
+        **{name: status.get(name) for name in QUEUE_FACTS},
         "bound_groups": _bound(config),
         "servers": servers,
         "waiting": who_waits(status, servers, config) if live["alive"] else [],
@@ -60,11 +61,6 @@ def _learning(rows: Sequence[Row]) -> dict[str, Any]:
         "step_s": _mean(recent, "wall_s"),
         "trainer_waits": _mean(recent, "bubble"),
     }
-
-
-def _queue_facts(status: Row) -> dict[str, Any]:
-    names = ("version", "committed_step", "groups", "episodes", "workers", "waits_s", "ages_s", "unconsumed_bytes")
-    return {name: status.get(name) for name in names}
 
 
 def _roles(root: Path) -> dict[str, dict[str, Any]]:
@@ -140,21 +136,17 @@ GROUPS = ("queued", "admitted", "ready", "shipped", "trained")
 def draw_state(state: dict[str, Any]) -> RenderableType:
     """For `rich` to print."""
     page = Table.grid(padding=(0, 0))
-    page.add_row(_headline(state))
+    headline = Text(f"{state['run']}  ", style="bold")
+    headline.append("alive" if state["alive"] else "not alive", style="green" if state["alive"] else "yellow")
+    headline.append(f"  step {state['step']} of {_or_dash(state['steps'])}", style="none")
+    if state["eta_s"] is not None:
+        headline.append(f"  about {_time(state['eta_s'])} left", style="none")
+    page.add_row(headline)
     for line in _lines(state):
         page.add_row(Text(line))
     if state["servers"]:
         page.add_row(_servers(state["servers"]))
     return page
-
-
-def _headline(state: dict[str, Any]) -> Text:
-    line = Text(f"{state['run']}  ", style="bold")
-    line.append("alive" if state["alive"] else "not alive", style="green" if state["alive"] else "yellow")
-    line.append(f"  step {state['step']} of {_or_dash(state['steps'])}", style="none")
-    if state["eta_s"] is not None:
-        line.append(f"  about {_time(state['eta_s'])} left", style="none")
-    return line
 
 
 def _lines(state: dict[str, Any]) -> Iterator[str]:

@@ -257,7 +257,10 @@ class Watchdog:
         snapshot = await asyncio.to_thread(self._scene, status, servers)
         stalled = StalledRun(quiet_s, diagnose_stall(snapshot), self._who_waits(snapshot))
         self._say(str(stalled))
-        await self._have_stacks_written()
+        asked = await asyncio.to_thread(ask_for_stacks, list(self._pids().values()))
+        if asked:
+            self._say(f"  stacks of {len(asked)} local processes are at the end of logs/NAME.log")
+            await asyncio.sleep(STACKS_S)
         raise stalled
 
     def _forgive(self, status: Status) -> None:
@@ -291,12 +294,6 @@ class Watchdog:
         """Of the roles that run on this machine."""
         pids = ((process.spec.name, process.pid) for process in self._processes)
         return {name: pid for name, pid in pids if pid is not None}
-
-    async def _have_stacks_written(self) -> None:
-        asked = await asyncio.to_thread(ask_for_stacks, list(self._pids().values()))
-        if asked:
-            self._say(f"  stacks of {len(asked)} local processes are at the end of logs/NAME.log")
-            await asyncio.sleep(STACKS_S)
 
     def _scene(self, status: Status | None, servers: Sequence[ServerInfo]) -> Snapshot:
         config, now = self._config, ProcessTable.now()
