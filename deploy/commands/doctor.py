@@ -15,7 +15,7 @@ from penstock.deploy.config import ConfigError, load_config
 
 if TYPE_CHECKING:
     from penstock.deploy.preflight.check import Check
-    from penstock.deploy.preflight.device_memory import RecipeMemory
+    from penstock.deploy.preflight.memory_checks import RecipeMemory
 
 STYLES = {"ok": "green", "warn": "yellow", "skip": "dim", "FAIL": "red"}
 
@@ -127,7 +127,7 @@ def _as_lines(checks: Iterable[Check]) -> bool:
 # memory of recipes --------------------------------------------------------------------------------------------------
 def _of_folder(folder: Path | None, described: Path | None, as_json: bool, *, alone: bool) -> bool:
     """Whether none fails. Raises `ConfigError`."""
-    from penstock.deploy.preflight.device_memory import check_recipes
+    from penstock.deploy.preflight.memory_checks import check_recipes
 
     if folder is None:
         raise ConfigError("--config goes with --recipes FOLDER: the sizes of one recipe's model are those of its files")

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.check import Check, human, warning
-from penstock.deploy.preflight.memory import MASTER, ModelShape, model_shape, needs_critic, published_bytes
+from penstock.deploy.preflight.memory import MASTER, checkpoint_bytes, published_bytes
+from penstock.deploy.preflight.model_shape import model_shape
 from penstock.deploy.preflight.routing import token_bytes
 from penstock.deploy.run_dir import RunDir
 
@@ -45,12 +46,6 @@ def check_room(config: RunConfig) -> Check | None:
         f"{human(needed)} needed ({listed}), {human(free)} free in {folder}",
         "free some, set runs_dir to a larger disk, or lower trainer.keep_checkpoints or trainer.checkpoint_every",
     )
-
-
-def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> float:
-    """Weights and two moments in float32, of the matrices that learn, and of the critic where there is one."""
-    learning = shape.lora * config.trainer.lora.rank or shape.parameters
-    return (1 + needs_critic(config)) * 3 * MASTER * learning
 
 
 def step_bytes(config: RunConfig) -> float:

@@ -12,8 +12,9 @@ from typing import Any
 from penstock.common import cores
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.preflight.check import Check, human, memory_bytes, skipped, warning
-from penstock.deploy.preflight.device_memory import Gpus, check_device, find_shape
-from penstock.deploy.preflight.memory import model_shape, needs_critic, server_bytes, trainer_bytes
+from penstock.deploy.preflight.memory import needs_critic, server_bytes, trainer_bytes
+from penstock.deploy.preflight.memory_checks import Gpus, check_device
+from penstock.deploy.preflight.model_shape import find_shape, model_shape
 from penstock.deploy.preflight.settings import GPU_DEVICES
 from penstock.deploy.run.plan import (
     NODES_VARIABLE,

@@ -1,4 +1,4 @@
-"""Estimates of the memory that the components of a run use, and checks against this machine's. They refuse no run.
+"""Estimates of the bytes that a run takes: of a trainer's rank, of an engine, of the host and of a checkpoint.
 
 With P parameters, R ranks, L layers, hidden width h, query and key-value widths q and kv, MLP width i (of an expert
 times the experts of a token), T tokens of a packed row, b bytes of the arithmetic:
@@ -32,19 +32,11 @@ Models", arXiv:2205.05198, section 4, without dropout and attention matrices).
 from __future__ import annotations
 
 import importlib.util
-import math
-import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from penstock.deploy.config import RunConfig
-from penstock.deploy.preflight.check import Check, available_bytes, human, memory_bytes, skipped, warning
-from penstock.deploy.preflight.model import BadModelFiles, WeightFiles, read_config, read_weights
+from penstock.deploy.preflight.model_shape import ModelShape
 from penstock.deploy.preflight.routing import token_bytes
 from penstock.deploy.run.plan import gpus_of_server, has_gpu, lent_servers
-from penstock.deploy.run.weights_folder import SHARED_MEMORY
 from penstock.trainer import TrainerConfig
 from penstock.weight_sync import BUCKET_BYTES
 
@@ -54,51 +46,14 @@ ON_DEVICE = 2
 """Layers whose activations are on the device at a time where the others' are not."""
 MASTER = 4
 """float32: weights, gradients; two moments are two of it."""
+TORCH_PROCESS = 500 << 20
+"""Resident in a process that has loaded torch and transformers, before any weights."""
+WORKER_PROCESS = 300 << 20
+ANSWER_PROCESS = 100 << 20
+"""Of `rollout.sidecar_processes`, beside the sidecar: 67 MiB when it has loaded its modules, torch not among them."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """Of one model; widths in elements."""
-
-    parameters: int
-    layers: int
-    hidden: int
-    query: int
-    key_value: int
-    mlp: int
-    lora: int
-    """Parameters of LoRA's matrices per rank of theirs: Σ (rows + columns) of the layers' matrices."""
-    outer: int = 0
-    """Parameters outside of the layers: embedding and head."""
-    experts: int = 0
-    """Parameters of all experts of a mixture."""
-    dtype: str = "float32"
-    """That the model's config names for its weights."""
-
-
-def shape_of(declared: Mapping[str, Any], weights: WeightFiles) -> ModelShape | None:
-    """From ``config.json`` and the headers of the weights; None for a model whose config names its sizes otherwise."""
-    try:
-        hidden, heads = int(declared["hidden_size"]), int(declared["num_attention_heads"])
-        head = int(declared.get("head_dim") or hidden // heads)
-        experts = int(declared.get("num_experts_per_tok") or 1)
-        mlp = int(declared.get("moe_intermediate_size") or declared["intermediate_size"]) * experts
-        layers, key_value = int(declared["num_hidden_layers"]), int(declared.get("num_key_value_heads") or heads) * head
-    except (KeyError, TypeError, ValueError):
-        return None
-    matrices = (shape for name, shape in weights.shapes.items() if len(shape) == 2 and _in_layer(name))
-    return ModelShape(
-        *(weights.parameters, layers, hidden, heads * head, key_value, mlp, sum(map(sum, matrices))),
-        outer=sum(math.prod(shape) for name, shape in weights.shapes.items() if not _in_layer(name)),
-        experts=sum(math.prod(shape) for name, shape in weights.shapes.items() if ".experts." in name),
-        dtype=str(declared.get("dtype") or declared.get("torch_dtype") or "float32"),
-    )
-
-
-def _in_layer(name: str) -> bool:
-    return ".layers." in f".{name}"
-
-
+# trainer -------------------------------------------------------------------------------------------------------------
 def trainer_bytes(shape: ModelShape, trainer: TrainerConfig, longest: int, *, critic: bool) -> dict[str, float]:
     """Of one rank, by part. `longest`: tokens of the longest sequence."""
     states = _split(shape, trainer) if trainer.engine == "megatron" else _sharded(shape, trainer, critic=critic)
@@ -183,6 +138,26 @@ def _kept_of_layer(shape: ModelShape, trainer: TrainerConfig) -> float:
     return 2 * shape.hidden + products / trainer.parallel.tensor
 
 
+def needs_critic(config: RunConfig) -> bool:
+    """Whether a second model learns beside the policy."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    from penstock.common import UnknownName
+    from penstock.trainer import needs_of_advantage
+
+    try:
+        return bool(needs_of_advantage(config.trainer) & {"values", "implicit"})
+    except UnknownName:
+        return False  # `check_algorithm` says so
+
+
+def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> float:
+    """Weights and two moments in float32, of the matrices that learn, and of the critic where there is one."""
+    learning = shape.lora * config.trainer.lora.rank or shape.parameters
+    return (1 + needs_critic(config)) * 3 * MASTER * learning
+
+
+# engine --------------------------------------------------------------------------------------------------------------
 def server_bytes(shape: ModelShape, config: RunConfig, cached_tokens: int) -> dict[str, float]:
     """Of one rollout server: `cached_tokens` is what its KV cache holds."""
     width = BYTES[config.rollout.dtype]
@@ -190,6 +165,11 @@ def server_bytes(shape: ModelShape, config: RunConfig, cached_tokens: int) -> di
         "weights": width * shape.parameters,
         "KV cache": 2 * shape.layers * shape.key_value * width * cached_tokens,
     }
+
+
+def cached_tokens(config: RunConfig) -> int:
+    """What a server's KV cache is made for; vLLM takes what it finds, and needs room for one request at least."""
+    return config.rollout.max_model_len if config.rollout.engine == "vllm" else config.rollout.kv_cache_tokens
 
 
 def received_bytes(shape: ModelShape, config: RunConfig) -> float:
@@ -223,51 +203,11 @@ def published_bytes(shape: ModelShape, config: RunConfig) -> float:
     return 3 * BYTES[config.rollout.dtype] * shape.parameters
 
 
+# host ----------------------------------------------------------------------------------------------------------------
 def in_flight_bytes(config: RunConfig) -> float:
     """The longest episodes of all groups that the staleness bound lets be in the system; responses alone."""
     groups = (config.max_staleness + 1) * config.groups_per_step
     return groups * config.largest_group * config.agent.most_response_tokens * token_bytes(config)
-
-
-TORCH_PROCESS = 500 << 20
-"""Resident in a process that has loaded torch and transformers, before any weights."""
-WORKER_PROCESS = 300 << 20
-ANSWER_PROCESS = 100 << 20
-"""Of `rollout.sidecar_processes`, beside the sidecar: 67 MiB when it has loaded its modules, torch not among them."""
-FIXES = {
-    "trainer": "lower trainer.micro_batch_tokens, set trainer.recompute=true, use trainer.lora.rank, or train on more "
-    "machines' worth of ranks",
-    "offloaded activations": "lower trainer.micro_batch_tokens, or set trainer.recompute=true: inputs of layers alone "
-    "then wait in host memory",
-    "servers": "lower rollout.kv_cache_tokens or rollout.servers, or start servers on other machines",
-    "copied weights": "train on more machines' worth of ranks: each keeps its share",
-    "received weights": "set rollout.broadcast_receive=in_place: broadcasts then need no memory for a second version",
-    "offloaded KV": "lower rollout.kv_offload_gb",
-    "published weights": "set rollout.weight_transport=disk",
-    "in flight": "lower max_staleness, groups_per_step or agent.max_response_tokens",
-    "processes": "lower agent.workers, rollout.servers, rollout.sidecar_processes or trainer.ranks",
-}
-
-
-def check_memory(config: RunConfig) -> Iterator[Check]:
-    shape = model_shape(config)
-    if shape is None:
-        yield skipped("memory", f"{config.model}: no sizes to reckon with before its files are here and name them")
-        return
-    yield _on_host(host_parts(config, shape))
-    yield _in_flight(config)
-
-
-def model_shape(config: RunConfig) -> ModelShape | None:
-    """None where there is nothing to reckon with; what is wrong with the folder `check_model` says."""
-    folder = Path(config.model)
-    if not folder.is_dir():
-        return None
-    try:
-        weights = read_weights(folder)
-        return shape_of(read_config(folder), weights) if weights else None
-    except BadModelFiles:
-        return None
 
 
 def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
@@ -299,57 +239,3 @@ def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
         + config.agent.workers * WORKER_PROCESS
         + answer_processes * ANSWER_PROCESS,
     }
-
-
-def cached_tokens(config: RunConfig) -> int:
-    """What a server's KV cache is made for; vLLM takes what it finds, and needs room for one request at least."""
-    return config.rollout.max_model_len if config.rollout.engine == "vllm" else config.rollout.kv_cache_tokens
-
-
-def needs_critic(config: RunConfig) -> bool:
-    """Whether a second model learns beside the policy."""
-    if importlib.util.find_spec("torch") is None:
-        return False
-    from penstock.common import UnknownName
-    from penstock.trainer import needs_of_advantage
-
-    try:
-        return bool(needs_of_advantage(config.trainer) & {"values", "implicit"})
-    except UnknownName:
-        return False  # `check_algorithm` says so
-
-
-def _on_host(parts: dict[str, float]) -> Check:
-    total, have, free = sum(parts.values()), memory_bytes(), available_bytes()
-    listed = ", ".join(f"{name} {human(size)}" for name, size in parts.items() if size >= 1 << 20)
-    found = f"about {human(total)} of {human(have)} ({listed})"
-    fix = FIXES[max(parts, key=parts.__getitem__)]
-    if total > have:
-        return Check("memory", False, found, fix)
-    if total > free:
-        return warning("memory", f"{found}; {human(free)} are free now", f"end other programs, or {fix}")
-    return Check("memory", True, found)
-
-
-def _in_flight(config: RunConfig) -> Check:
-    needed, most = in_flight_bytes(config), config.transfer_queue.max_bytes
-    found = f"episodes in flight hold up to {human(needed)}, transfer_queue.max_bytes is {human(most)}"
-    if needed <= most:
-        return Check("staleness in flight", True, found)
-    fix = f"set transfer_queue.max_bytes={int(needed * 1.2)}, or lower max_staleness: admission stops where it is full"
-    return warning("staleness in flight", found, fix)
-
-
-def check_shared_memory(config: RunConfig) -> Check | None:
-    """Three copies of the weights at once: the version that is read, the one that is written, and one in between."""
-    folder = Path(config.model)
-    if config.rollout.weight_transport == "disk" or not folder.is_dir():
-        return None
-    needed = 3 * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
-    return Check(
-        "shared memory",
-        free > needed,
-        f"{human(needed)} of {human(free)} free in {SHARED_MEMORY}",
-        "free some, give the container more (--shm-size), or set rollout.weight_transport=disk",
-    )

@@ -20,8 +20,9 @@ from collections.abc import Iterator
 
 from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.check import Check, human, warning
-from penstock.deploy.preflight.device_memory import find_shape
-from penstock.deploy.preflight.disk import checkpoint_bytes, existing_folder, measure
+from penstock.deploy.preflight.disk import existing_folder, measure
+from penstock.deploy.preflight.memory import checkpoint_bytes
+from penstock.deploy.preflight.model_shape import find_shape
 from penstock.deploy.run.plan import TRAINER_STOP_S, trainer_stop_s
 from penstock.trainer import SLOWEST_BYTES_PER_S
 

@@ -25,7 +25,7 @@ from penstock.deploy.preflight.check import Check
 from penstock.deploy.preflight.data import check_curriculum, check_data, check_sources
 from penstock.deploy.preflight.disk import check_disk, check_room
 from penstock.deploy.preflight.machine import check_devices, check_gpus, check_open_files, check_size, check_threads
-from penstock.deploy.preflight.memory import check_memory, check_shared_memory
+from penstock.deploy.preflight.memory_checks import check_memory, check_shared_memory
 from penstock.deploy.preflight.model import check_context, check_model, check_vocabulary
 from penstock.deploy.preflight.network import (
     check_advertised,

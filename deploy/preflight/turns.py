@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.preflight.check import Check, human
-from penstock.deploy.preflight.device_memory import find_shape
 from penstock.deploy.preflight.memory import cached_tokens, needs_critic, server_bytes, trainer_bytes
+from penstock.deploy.preflight.model_shape import find_shape
 from penstock.deploy.run.plan import NODES_VARIABLE, gpus_of_server, lent_servers
 
 STATES = ("weights", "gradients", "moments")

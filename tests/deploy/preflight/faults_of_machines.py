@@ -10,7 +10,7 @@ from tests.deploy.preflight.planting import Place, planted, small_disk, taken_po
 
 from penstock.deploy.preflight.disk import check_disk, check_room
 from penstock.deploy.preflight.machine import check_open_files, check_threads
-from penstock.deploy.preflight.memory import check_memory, check_shared_memory
+from penstock.deploy.preflight.memory_checks import check_memory, check_shared_memory
 from penstock.deploy.preflight.network import check_ports, check_redis, check_weights_host
 from penstock.deploy.preflight.sandbox import check_sandbox
 from penstock.deploy.preflight.settings import check_versions
@@ -84,7 +84,7 @@ def no_room_for_checkpoints(place: Place) -> Opened:
 @contextlib.contextmanager
 def a_container_with_little_shared_memory(place: Place) -> Opened:
     with small_disk(place.folder / "shm", 8) as disk:
-        place.monkeypatch.setattr("penstock.deploy.preflight.memory.SHARED_MEMORY", disk)
+        place.monkeypatch.setattr("penstock.deploy.preflight.memory_checks.SHARED_MEMORY", disk)
         yield []
 
 

@@ -13,16 +13,10 @@ from tests.deploy.preflight.planting import MODEL, REPOSITORY
 from typer.testing import CliRunner, Result
 
 from penstock.deploy import app, load_config
-from penstock.deploy.preflight.device_memory import (
-    Gpus,
-    RecipeMemory,
-    check_device,
-    check_recipes,
-    declared_gpus,
-    shape_from_config,
-)
-from penstock.deploy.preflight.memory import ModelShape, shape_of, trainer_bytes
+from penstock.deploy.preflight.memory import trainer_bytes
+from penstock.deploy.preflight.memory_checks import Gpus, RecipeMemory, check_device, check_recipes, declared_gpus
 from penstock.deploy.preflight.model import read_config, read_weights
+from penstock.deploy.preflight.model_shape import ModelShape, shape_from_config, shape_of
 from penstock.deploy.shipped import shipped_recipes, shipped_sizes
 
 RECIPES = REPOSITORY / "recipes"

@@ -165,7 +165,9 @@ def test_an_unknown_tool_names_the_nearest() -> None:
 
 def test_shared_memory_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage("/")
-    monkeypatch.setattr("penstock.deploy.preflight.memory.shutil.disk_usage", lambda _: usage._replace(free=1 << 20))
+    monkeypatch.setattr(
+        "penstock.deploy.preflight.memory_checks.shutil.disk_usage", lambda _: usage._replace(free=1 << 20)
+    )
     assert "--shm-size" in failures()["shared memory"].fix
 
 

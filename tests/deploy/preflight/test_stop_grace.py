@@ -12,7 +12,7 @@ from tests.deploy.preflight.planting import REPOSITORY
 from penstock.deploy import RunConfig, RunConnection, load_config, roles_of
 from penstock.deploy.placements.slurm.placement import place
 from penstock.deploy.placements.slurm.script import SlurmJob, SlurmRecipe, run_script
-from penstock.deploy.preflight.device_memory import shape_from_config
+from penstock.deploy.preflight.model_shape import shape_from_config
 from penstock.deploy.preflight.stop_grace import (
     CONTAINER_S,
     GRACE_VARIABLE,

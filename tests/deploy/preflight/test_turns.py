@@ -7,8 +7,8 @@ from tests.deploy.preflight.planting import REPOSITORY
 
 from penstock.deploy import ConfigError, RunConfig, load_config, run_recipe
 from penstock.deploy.preflight.check import Check
-from penstock.deploy.preflight.device_memory import Gpus, check_device, shape_from_config
-from penstock.deploy.preflight.memory import ModelShape
+from penstock.deploy.preflight.memory_checks import Gpus, check_device
+from penstock.deploy.preflight.model_shape import ModelShape, shape_from_config
 from penstock.deploy.preflight.turns import check_turns, refuse_elsewhere, turn_bytes
 
 RECIPE = REPOSITORY / "recipes" / "calculator.yaml"

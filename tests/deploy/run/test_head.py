@@ -69,7 +69,7 @@ async def test_a_launch_is_refused_beside_a_living_head(tmp_path: Path, monkeypa
 
     monkeypatch.setattr("penstock.deploy.run.launcher._run_roles", run_roles)
     monkeypatch.setattr("penstock.deploy.run.launcher.RunLock", lambda *_, **__: contextlib.nullcontext())
-    monkeypatch.setattr("penstock.deploy.run.launcher._head_name", lambda: next(names))  # as in two processes
+    monkeypatch.setattr("penstock.deploy.run.launcher.process_identity", lambda: next(names))  # as in two processes
     monkeypatch.setitem(HeadLease.__init__.__kwdefaults__, "renew_s", 0.05)
     monkeypatch.setitem(HeadLease.__init__.__kwdefaults__, "poll_s", 0.05)
     monkeypatch.setenv("PENSTOCK_REDIS_PASSWORD", "a-test-password")
@@ -82,7 +82,7 @@ async def test_a_launch_is_refused_beside_a_living_head(tmp_path: Path, monkeypa
         waiting = asyncio.create_task(leading.wait())
         await asyncio.wait((first, waiting), return_when=asyncio.FIRST_COMPLETED)
         assert leading.is_set(), first
-        with pytest.raises(HeadTaken, match="first heads this run"):
+        with pytest.raises(HeadTaken, match=r"\(first\) heads this run"):
             await launch(config)
         assert not first.done()
         over.set()

@@ -1,4 +1,6 @@
-"""The memory of one device that trainer and engines share, and of every recipe below a folder.
+"""Checks of the memory of this host, of a device that trainer and engines share, and of every recipe below a folder.
+
+They refuse no run: the sums (`memory`) are estimates.
 
     one device  =  what a trainer's rank keeps on it  +  the share that each engine on it claims
     in turns    =  the larger one of the two  +  what sleeping processes keep
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,20 +26,26 @@ from typing import Any
 import yaml
 
 from penstock.deploy.config import ConfigError, RunConfig, load_config
-from penstock.deploy.preflight.check import Check, human, skipped
-from penstock.deploy.preflight.memory import (
-    ModelShape,
-    model_shape,
-    needs_critic,
-    server_bytes,
-    shape_of,
-    trainer_bytes,
-)
-from penstock.deploy.preflight.model import BadModelFiles, WeightFiles, read_config
+from penstock.deploy.preflight.check import Check, available_bytes, human, memory_bytes, skipped, warning
+from penstock.deploy.preflight.memory import host_parts, in_flight_bytes, needs_critic, server_bytes, trainer_bytes
+from penstock.deploy.preflight.model_shape import ModelShape, described_shape, find_shape, model_shape
 from penstock.deploy.run.plan import gpus_of_server, lent_servers, places_of_server
-from penstock.deploy.shipped import shipped_sizes
+from penstock.deploy.run.weights_folder import SHARED_MEMORY
 from penstock.trainer import TrainerConfig
 
+FIXES = {
+    "trainer": "lower trainer.micro_batch_tokens, set trainer.recompute=true, use trainer.lora.rank, or train on more "
+    "machines' worth of ranks",
+    "offloaded activations": "lower trainer.micro_batch_tokens, or set trainer.recompute=true: inputs of layers alone "
+    "then wait in host memory",
+    "servers": "lower rollout.kv_cache_tokens or rollout.servers, or start servers on other machines",
+    "copied weights": "train on more machines' worth of ranks: each keeps its share",
+    "received weights": "set rollout.broadcast_receive=in_place: broadcasts then need no memory for a second version",
+    "offloaded KV": "lower rollout.kv_offload_gb",
+    "published weights": "set rollout.weight_transport=disk",
+    "in flight": "lower max_staleness, groups_per_step or agent.max_response_tokens",
+    "processes": "lower agent.workers, rollout.servers, rollout.sidecar_processes or trainer.ranks",
+}
 USABLE = 0.9
 """Of a device's memory where a trainer is: the rest is the driver's, fragments, and NCCL's buffers."""
 CLAIMS = {"vllm": ("gpu_memory_utilization", 0.9), "sglang": ("mem_fraction_static", 0.9)}
@@ -48,6 +57,53 @@ RESIDUE = 3 << 29
 """About what a process keeps on its device while it sleeps: the driver's context, NCCL's buffers, CUDA graphs."""
 
 
+# the host ------------------------------------------------------------------------------------------------------------
+def check_memory(config: RunConfig) -> Iterator[Check]:
+    shape = model_shape(config)
+    if shape is None:
+        yield skipped("memory", f"{config.model}: no sizes to reckon with before its files are here and name them")
+        return
+    yield _on_host(host_parts(config, shape))
+    yield _in_flight(config)
+
+
+def _on_host(parts: dict[str, float]) -> Check:
+    total, have, free = sum(parts.values()), memory_bytes(), available_bytes()
+    listed = ", ".join(f"{name} {human(size)}" for name, size in parts.items() if size >= 1 << 20)
+    found = f"about {human(total)} of {human(have)} ({listed})"
+    fix = FIXES[max(parts, key=parts.__getitem__)]
+    if total > have:
+        return Check("memory", False, found, fix)
+    if total > free:
+        return warning("memory", f"{found}; {human(free)} are free now", f"end other programs, or {fix}")
+    return Check("memory", True, found)
+
+
+def _in_flight(config: RunConfig) -> Check:
+    needed, most = in_flight_bytes(config), config.transfer_queue.max_bytes
+    found = f"episodes in flight hold up to {human(needed)}, transfer_queue.max_bytes is {human(most)}"
+    if needed <= most:
+        return Check("staleness in flight", True, found)
+    fix = f"set transfer_queue.max_bytes={int(needed * 1.2)}, or lower max_staleness: admission stops where it is full"
+    return warning("staleness in flight", found, fix)
+
+
+def check_shared_memory(config: RunConfig) -> Check | None:
+    """Three copies of the weights at once: the version that is read, the one that is written, and one in between."""
+    folder = Path(config.model)
+    if config.rollout.weight_transport == "disk" or not folder.is_dir():
+        return None
+    needed = 3 * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
+    return Check(
+        "shared memory",
+        free > needed,
+        f"{human(needed)} of {human(free)} free in {SHARED_MEMORY}",
+        "free some, give the container more (--shm-size), or set rollout.weight_transport=disk",
+    )
+
+
+# one device ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Gpus:
     """Of one machine."""
@@ -57,7 +113,6 @@ class Gpus:
     """Of each."""
 
 
-# one device ---------------------------------------------------------------------------------------------------------
 def check_device(name: str, config: RunConfig, shape: ModelShape, gpus: Gpus) -> Check:
     """The device that holds most; what a single engine needs of its share first."""
     each = gpus_of_server(config.rollout)
@@ -176,86 +231,7 @@ def _keys_of(part: str, trainer: TrainerConfig) -> str:
     return "raise trainer.ranks, set trainer.lora.rank, or take a smaller model"
 
 
-# sizes of a model ---------------------------------------------------------------------------------------------------
-def shape_from_config(declared: Mapping[str, Any]) -> ModelShape | None:
-    """Without weights: their matrices as a config.json describes them; biases and norms are less than a thousandth.
-
-    None for a model whose config names its sizes otherwise.
-    """
-    if "kv_lora_rank" in declared:  # keys and values from a narrow projection: other matrices, another cache
-        return None
-    try:
-        return shape_of(declared, WeightFiles(dict(_matrices(declared)), 0))
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-def _matrices(declared: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, int]]]:
-    hidden, heads = int(declared["hidden_size"]), int(declared["num_attention_heads"])
-    head = int(declared.get("head_dim") or hidden // heads)
-    key_value = int(declared.get("num_key_value_heads") or heads) * head
-    vocabulary = (int(declared["vocab_size"]), hidden)
-    yield from ((name, vocabulary) for name in ("embed_tokens", "lm_head")[: 1 if _is_tied(declared) else 2])
-    for layer in range(int(declared["num_hidden_layers"])):
-        at = f"layers.{layer}"
-        yield from ((f"{at}.{name}_proj", (heads * head, hidden)) for name in "qo")
-        yield from ((f"{at}.{name}_proj", (key_value, hidden)) for name in "kv")
-        yield from ((f"{at}.{name}", (width, hidden)) for name, width in _mlps(declared, layer))
-
-
-def _is_tied(declared: Mapping[str, Any]) -> bool:
-    return bool(declared.get("tie_word_embeddings", False))
-
-
-def _mlps(declared: Mapping[str, Any], layer: int) -> Iterator[tuple[str, int]]:
-    """(name, width) of the three matrices of each gated MLP of a layer, and of its router."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((int(declared[name]) for name in names if declared.get(name)), 0)
-    if not experts or layer < int(declared.get("first_k_dense_replace") or 0):
-        yield from ((f"mlp.{part}_proj", int(declared["intermediate_size"])) for part in ("gate", "up", "down"))
-        return
-    width = int(declared.get("moe_intermediate_size") or declared["intermediate_size"])
-    shared = int(declared.get("shared_expert_intermediate_size") or 0)
-    shared += int(declared.get("n_shared_experts") or 0) * width
-    yield "router", experts
-    for part in ("gate", "up", "down"):
-        yield from ((f"mlp.experts.{expert}.{part}_proj", width) for expert in range(experts))
-        if shared:
-            yield f"mlp.shared_expert.{part}_proj", shared
-
-
-def find_shape(config: RunConfig) -> tuple[ModelShape | None, str]:
-    """(sizes, where from). Raises `ConfigError` for a config.json that cannot be read."""
-    if (shape := model_shape(config)) is not None:
-        return shape, "weights"
-    if (Path(config.model) / "config.json").is_file():
-        return _described(Path(config.model)), "config.json"
-    if (cached := _cached_config(config.model)) is not None:
-        return _described(cached), "hub cache"
-    shipped = shipped_sizes(config.model)
-    return (shape_from_config(shipped), "shipped") if shipped else (None, "")
-
-
-def _described(path: Path) -> ModelShape | None:
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        return shape_from_config(read_config(file))
-    except BadModelFiles as error:
-        raise ConfigError(f"{file}: {error}; name a model's config.json, or the folder that has it") from None
-
-
-def _cached_config(model: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(model, "config.json")
-    except HFValidationError:  # a path
-        return None
-    return Path(found) if isinstance(found, str) else None
-
-
-# recipes below a folder ---------------------------------------------------------------------------------------------
+# recipes below a folder ----------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class RecipeMemory:
     """One recipe's sum beside the limit of the GPUs that its header declares."""
@@ -304,7 +280,7 @@ def check_recipes(folder: Path, described: Path | None = None) -> Iterator[Recip
 
 
 def _given(described: Path) -> tuple[ModelShape, str]:
-    shape = _described(described)
+    shape = described_shape(described)
     if shape is None:
         raise ConfigError(f"--config {described}: it names its sizes otherwise than hidden_size, num_hidden_layers …")
     return shape, str(described)

@@ -1,0 +1,146 @@
+"""The sizes of a model: of its weights' headers, or of a config.json that the hub's cache has or that ships."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.deploy.config import ConfigError, RunConfig
+from penstock.deploy.preflight.model import BadModelFiles, WeightFiles, read_config, read_weights
+from penstock.deploy.shipped import shipped_sizes
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Of one model; widths in elements."""
+
+    parameters: int
+    layers: int
+    hidden: int
+    query: int
+    key_value: int
+    mlp: int
+    lora: int
+    """Parameters of LoRA's matrices per rank of theirs: Σ (rows + columns) of the layers' matrices."""
+    outer: int = 0
+    """Parameters outside of the layers: embedding and head."""
+    experts: int = 0
+    """Parameters of all experts of a mixture."""
+    dtype: str = "float32"
+    """That the model's config names for its weights."""
+
+
+def shape_of(declared: Mapping[str, Any], weights: WeightFiles) -> ModelShape | None:
+    """From ``config.json`` and the headers of the weights; None for a model whose config names its sizes otherwise."""
+    try:
+        hidden, heads = int(declared["hidden_size"]), int(declared["num_attention_heads"])
+        head = int(declared.get("head_dim") or hidden // heads)
+        experts = int(declared.get("num_experts_per_tok") or 1)
+        mlp = int(declared.get("moe_intermediate_size") or declared["intermediate_size"]) * experts
+        layers, key_value = int(declared["num_hidden_layers"]), int(declared.get("num_key_value_heads") or heads) * head
+    except (KeyError, TypeError, ValueError):
+        return None
+    matrices = (shape for name, shape in weights.shapes.items() if len(shape) == 2 and _in_layer(name))
+    return ModelShape(
+        *(weights.parameters, layers, hidden, heads * head, key_value, mlp, sum(map(sum, matrices))),
+        outer=sum(math.prod(shape) for name, shape in weights.shapes.items() if not _in_layer(name)),
+        experts=sum(math.prod(shape) for name, shape in weights.shapes.items() if ".experts." in name),
+        dtype=str(declared.get("dtype") or declared.get("torch_dtype") or "float32"),
+    )
+
+
+def _in_layer(name: str) -> bool:
+    return ".layers." in f".{name}"
+
+
+def shape_from_config(declared: Mapping[str, Any]) -> ModelShape | None:
+    """Without weights: their matrices as a config.json describes them; biases and norms are less than a thousandth.
+
+    None for a model whose config names its sizes otherwise.
+    """
+    if "kv_lora_rank" in declared:  # keys and values from a narrow projection: other matrices, another cache
+        return None
+    try:
+        return shape_of(declared, WeightFiles(dict(_matrices(declared)), 0))
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _matrices(declared: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, int]]]:
+    hidden, heads = int(declared["hidden_size"]), int(declared["num_attention_heads"])
+    head = int(declared.get("head_dim") or hidden // heads)
+    key_value = int(declared.get("num_key_value_heads") or heads) * head
+    vocabulary = (int(declared["vocab_size"]), hidden)
+    yield from ((name, vocabulary) for name in ("embed_tokens", "lm_head")[: 1 if _is_tied(declared) else 2])
+    for layer in range(int(declared["num_hidden_layers"])):
+        at = f"layers.{layer}"
+        yield from ((f"{at}.{name}_proj", (heads * head, hidden)) for name in "qo")
+        yield from ((f"{at}.{name}_proj", (key_value, hidden)) for name in "kv")
+        yield from ((f"{at}.{name}", (width, hidden)) for name, width in _mlps(declared, layer))
+
+
+def _is_tied(declared: Mapping[str, Any]) -> bool:
+    return bool(declared.get("tie_word_embeddings", False))
+
+
+def _mlps(declared: Mapping[str, Any], layer: int) -> Iterator[tuple[str, int]]:
+    """(name, width) of the three matrices of each gated MLP of a layer, and of its router."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((int(declared[name]) for name in names if declared.get(name)), 0)
+    if not experts or layer < int(declared.get("first_k_dense_replace") or 0):
+        yield from ((f"mlp.{part}_proj", int(declared["intermediate_size"])) for part in ("gate", "up", "down"))
+        return
+    width = int(declared.get("moe_intermediate_size") or declared["intermediate_size"])
+    shared = int(declared.get("shared_expert_intermediate_size") or 0)
+    shared += int(declared.get("n_shared_experts") or 0) * width
+    yield "router", experts
+    for part in ("gate", "up", "down"):
+        yield from ((f"mlp.experts.{expert}.{part}_proj", width) for expert in range(experts))
+        if shared:
+            yield f"mlp.shared_expert.{part}_proj", shared
+
+
+def model_shape(config: RunConfig) -> ModelShape | None:
+    """None where there is nothing to reckon with; what is wrong with the folder `check_model` says."""
+    folder = Path(config.model)
+    if not folder.is_dir():
+        return None
+    try:
+        weights = read_weights(folder)
+        return shape_of(read_config(folder), weights) if weights else None
+    except BadModelFiles:
+        return None
+
+
+def find_shape(config: RunConfig) -> tuple[ModelShape | None, str]:
+    """(sizes, where from). Raises `ConfigError` for a config.json that cannot be read."""
+    if (shape := model_shape(config)) is not None:
+        return shape, "weights"
+    if (Path(config.model) / "config.json").is_file():
+        return described_shape(Path(config.model)), "config.json"
+    if (cached := _cached_config(config.model)) is not None:
+        return described_shape(cached), "hub cache"
+    shipped = shipped_sizes(config.model)
+    return (shape_from_config(shipped), "shipped") if shipped else (None, "")
+
+
+def described_shape(path: Path) -> ModelShape | None:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        return shape_from_config(read_config(file))
+    except BadModelFiles as error:
+        raise ConfigError(f"{file}: {error}; name a model's config.json, or the folder that has it") from None
+
+
+def _cached_config(model: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:  # a path
+        return None
+    return Path(found) if isinstance(found, str) else None
