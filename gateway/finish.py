@@ -18,7 +18,7 @@ from penstock.agent_loops import (
 )
 from penstock.agent_loops.chat import name_of
 from penstock.gateway.errors import Conflict, Gone, NotNow
-from penstock.gateway.journal import api_of, own_limit
+from penstock.gateway.journal import request_of
 from penstock.gateway.prefix_tree import Turn
 from penstock.gateway.session import GatewaySession
 from penstock.gateway.wire.wires import WIRES
@@ -79,12 +79,21 @@ async def _complete(episode: GatewaySession, outcome: Outcome) -> FinishResult:
     if not episode.history.turns:
         raise Conflict("nothing was sampled yet; finish with outcome infra_error or cancelled to give the task back")
     try:
-        trajectory = await _trajectory(episode, outcome)
+        outputs = [segment.output(outcome=outcome) for segment in episode.history.segments]
+        for output in outputs:
+            check_output(output, episode.llm.seen)
+        reward, further = await _reward(episode, outputs)
+        numbers = {**_numbers(episode, outputs), **further}
+        trajectory = to_trajectory(episode.lease, outputs, reward, numbers, _notes(episode))
+        trajectory = replace(trajectory, turn_rewards=_turn_rewards(episode))
         if episode.context.teachers is not None:
             trajectory = await episode.context.teachers.annotate(episode.lease.task, trajectory)
         await episode.context.queue.complete(episode.lease, trajectory)
-    except (InfraFailure, BadPayload) as error:
-        return await fail(episode, _failure(episode, error))
+    except BadPayload as error:
+        return await fail(episode, Outcome(OutcomeKind.INFRA_ERROR, f"refused the trajectory: {error}", "queue"))
+    except InfraFailure as error:
+        episode.context.mismatches.seen += isinstance(error, TokenMismatch)
+        return await fail(episode, Outcome(OutcomeKind.INFRA_ERROR, error.reason, error.component))
     except QueueError as error:
         raise _client_error(episode, error) from error
     episode.end(f"the episode is finished: {outcome.kind}")
@@ -130,13 +139,6 @@ def _client_error(episode: GatewaySession, error: QueueError) -> Exception:
     return NotNow(f"the queue: {error}")
 
 
-def _failure(episode: GatewaySession, error: InfraFailure | BadPayload) -> Outcome:
-    if isinstance(error, BadPayload):
-        return Outcome(OutcomeKind.INFRA_ERROR, f"refused the trajectory: {error}", "queue")
-    episode.context.mismatches.seen += isinstance(error, TokenMismatch)
-    return Outcome(OutcomeKind.INFRA_ERROR, error.reason, error.component)
-
-
 def outcome_of(episode: GatewaySession, wanted: Outcome | None) -> Outcome:
     """The client's outcome, except that an episode out of turns or tokens is truncated; None: by the last answer."""
     if wanted is not None and wanted.kind is not OutcomeKind.COMPLETED:
@@ -144,14 +146,11 @@ def outcome_of(episode: GatewaySession, wanted: Outcome | None) -> Outcome:
     if reason := episode.facts.get("truncated"):
         return Outcome(OutcomeKind.TRUNCATED, reason)
     last = last_turn(episode)
-    cut = wanted is None and last is not None and _cut_by_run(last)
-    return TRUNCATED_LENGTH if cut else COMPLETED
-
-
-def _cut_by_run(last: Turn) -> bool:
-    """Whether a limit of the run ended this answer: one as long as its client's `max_tokens` is what was wanted."""
-    own = own_limit(last)
-    return last.choice.finish_reason == "length" and (own is None or len(last.choice.token_ids) < own)
+    if wanted is not None or last is None or last.choice.finish_reason != "length":
+        return COMPLETED
+    # An answer as long as its client's `max_tokens` is whole; otherwise a limit of the run ended it.
+    own = request_of(last).sampling.get("max_new_tokens")
+    return TRUNCATED_LENGTH if own is None or len(last.choice.token_ids) < own else COMPLETED
 
 
 def last_turn(episode: GatewaySession) -> Turn | None:
@@ -159,15 +158,6 @@ def last_turn(episode: GatewaySession) -> Turn | None:
 
 
 # the trajectory ----------------------------------------------------------------------------------------------------
-async def _trajectory(episode: GatewaySession, outcome: Outcome) -> Trajectory:
-    outputs = [segment.output(outcome=outcome) for segment in episode.history.segments]
-    for output in outputs:
-        check_output(output, episode.llm.seen)
-    reward, further = await _reward(episode, outputs)
-    made = to_trajectory(episode.lease, outputs, reward, {**_numbers(episode, outputs), **further}, _notes(episode))
-    return replace(made, turn_rewards=_turn_rewards(episode))
-
-
 def _turn_rewards(episode: GatewaySession) -> tuple[float, ...]:
     """Rewards in the order of the segments' turns; clients post them in the order of answers."""
     posted, turns = episode.facts.get("turn_rewards") or (), list(episode.history.turns.values())
@@ -224,15 +214,10 @@ def _numbers(episode: GatewaySession, outputs: Sequence[AgentLoopOutput]) -> dic
     }
 
 
-def _client_of(episode: GatewaySession) -> str:
-    """By the API of the last answer."""
-    last = last_turn(episode)
-    return WIRES[api_of(last) if last is not None else "chat"].client
-
-
 def _notes(episode: GatewaySession) -> dict[str, Any]:
+    last = last_turn(episode)
     return {
-        "agent": _client_of(episode),
+        "agent": WIRES[request_of(last).api if last is not None else "chat"].client,
         "parser": name_of(episode.context.chat.parser),
         "worker": episode.context.worker,
         "attempt": episode.lease.attempt,

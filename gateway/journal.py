@@ -24,7 +24,7 @@ from penstock.agent_loops import (
 )
 from penstock.agent_loops.chat import new_budget
 from penstock.gateway.context import GatewayContext
-from penstock.gateway.prefix_tree import NotRenderable, PrefixMatch, PrefixTree, Turn, as_json, digest, hash_of
+from penstock.gateway.prefix_tree import NotRenderable, PrefixMatch, PrefixTree, Tools, Turn, as_json, digest, hash_of
 from penstock.gateway.requests import PendingAnswer, ResolvedRequest
 from penstock.gateway.wire.reader import Detokenizer, read_answer
 from penstock.gateway.wire.types import AnswerHead, Api, Choice, CompletionRequest, EngineFinish
@@ -96,7 +96,11 @@ def restore_turn(
     if f"{note[ANSWER]}.{note['index']}" in history.turns:
         return None
     try:
-        match = _match_of(history, note, bodies)
+        new = tuple(bodies.get(name) for name in note["new"])
+        tools: Tools = tuple(bodies.get(note["tools"])) if note["tools"] else ()
+        if note["parent"]:
+            tools = history.turns[note["parent"]].match.tools
+        match = history.resolve_recorded(note, new, tools)
     except (KeyError, NotRenderable) as error:
         raise TokenMismatch("agent", f"answer {note[ANSWER]} of the journal has no place: {error!r}") from error
     if match.asked != (entry.context_len, entry.context_hash):
@@ -123,15 +127,6 @@ def recorded_choice(turn: Turn, request: CompletionRequest, head: AnswerHead, de
     return read_answer(request, head, turn.choice.index, detokenizer, answer)
 
 
-def _match_of(history: PrefixTree, note: Mapping[str, Any], bodies: MessageStore) -> PrefixMatch:
-    new = tuple(bodies.get(name) for name in note["new"])
-    if note["parent"]:
-        tools = history.turns[note["parent"]].match.tools
-    else:
-        tools = tuple(bodies.get(note["tools"])) if note["tools"] else ()
-    return history.resolve_recorded(note, new, tools)
-
-
 def _ask_of(asked: str, match: PrefixMatch) -> CompletionRequest:
     api: Api
     api, sampling, n, stop, tool_choice, parallel = json.loads(asked)
@@ -147,15 +142,9 @@ def _ask_of(asked: str, match: PrefixMatch) -> CompletionRequest:
     )
 
 
-def own_limit(turn: Turn) -> int | None:
-    """The `max_tokens` of the request that this turn answered; None where it set none."""
-    limit: int | None = _ask_of(turn.asked, turn.match).sampling.get("max_new_tokens")
-    return limit
-
-
-def api_of(turn: Turn) -> Api:
-    """The API of the request that this turn answered."""
-    return _ask_of(turn.asked, turn.match).api
+def request_of(turn: Turn) -> CompletionRequest:
+    """The fields of the request that this turn answered that are in its sampling key."""
+    return _ask_of(turn.asked, turn.match)
 
 
 def _dump(value: Any) -> str:

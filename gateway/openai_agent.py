@@ -57,20 +57,16 @@ class OpenAIAgentLoop(RecordedLoop):
             async with make_client(self._transport) as client:
                 reward = await self.agent(client, task)
         except Exception as error:
-            self._raise_ours(error)
+            # An agent sees infrastructure failures as `openai` errors; they end the episode even if it handles them.
+            if self._transport.failure is not None:
+                raise self._transport.failure from error
             raise
         finally:
             await self.close_recording()
-        self._raise_ours(None)
-        self.check_replayed()
-        return self._outputs(_number(reward))
-
-    def _raise_ours(self, error: Exception | None) -> None:
-        """An agent sees infrastructure failures as `openai` errors; they end the episode even if it handles them."""
         if self._transport.failure is not None:
-            raise self._transport.failure from error
-
-    def _outputs(self, reward: float | None) -> list[AgentLoopOutput]:
+            raise self._transport.failure
+        self.check_replayed()
+        reward = _number(reward)
         if last_turn(self.recorded) is None:
             raise InfraFailure("loop", "the agent returned without asking the model anything")
         return self.recorded_outputs(outcome_of(self.recorded, None), reward=reward)

@@ -7,8 +7,6 @@ Imports the `openai` package and its HTTP client; imported only to run an agent.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -18,16 +16,13 @@ import openai
 from penstock.agent_loops import InfraFailure
 from penstock.gateway.errors import GatewayError, Gone, NoEpisode, NotNow, refusal_of
 from penstock.gateway.recorded_loop import infra_failure_of
-from penstock.gateway.requests import PendingAnswer
+from penstock.gateway.requests import PendingAnswer, is_retry, parse_json
 from penstock.gateway.session import GatewaySession
 from penstock.gateway.streaming import stream
 from penstock.gateway.wire.answers import model_body, model_list_body
 from penstock.gateway.wire.types import InvalidRequest
 from penstock.gateway.wire.wires import OPENAI_ERRORS, WIRES
 
-BASE_URL = "http://penstock.invalid/v1"
-"""Never resolved: the transport answers. `.invalid` cannot exist (RFC 2606), so nothing can leak to a host."""
-RETRY_HEADER = "x-stainless-retry-count"
 ROUTES = {f"/v1/{wire.path}": wire for wire in WIRES.values() if wire.errors is OPENAI_ERRORS}
 
 
@@ -53,9 +48,8 @@ class RecordingTransport(httpx2.AsyncBaseTransport):
             return httpx2.Response(200, json=self._models(path))
         if request.method != "POST" or path not in ROUTES:
             raise NoEpisode(f"{request.method} {path} is not available to agents")
-        asked = ROUTES[path].parse(_json(body))
-        retried = request.headers.get(RETRY_HEADER, "0") not in ("", "0")
-        call = await self._episode.answer(asked, retried=retried)
+        asked = ROUTES[path].parse(parse_json(body))
+        call = await self._episode.answer(asked, retried=is_retry(request.headers))
         if not asked.stream:
             return httpx2.Response(200, json=ROUTES[path].answer(asked, call.head, await call.whole()))
         events = await stream(asked, call)
@@ -87,11 +81,6 @@ class RecordingTransport(httpx2.AsyncBaseTransport):
 def make_client(transport: RecordingTransport) -> openai.AsyncOpenAI:
     """Without retries: the rollout client has already tried every server within its deadline."""
     http = httpx2.AsyncClient(transport=transport, trust_env=False)
-    return openai.AsyncOpenAI(base_url=BASE_URL, api_key="of-this-process", http_client=http, max_retries=0)
-
-
-def _json(body: bytes) -> Any:
-    try:
-        return json.loads(body or b"{}", parse_constant=lambda name: math.nan)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest("", f"the body is no JSON: {error}", "invalid_value") from error
+    # Never resolved: the transport answers. `.invalid` cannot exist (RFC 2606), so nothing can leak to a host.
+    url = "http://penstock.invalid/v1"
+    return openai.AsyncOpenAI(base_url=url, api_key="of-this-process", http_client=http, max_retries=0)

@@ -9,6 +9,8 @@ An answer is completed also after its client has disconnected, so that a retry f
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,25 @@ from penstock.gateway.errors import TooLong
 from penstock.gateway.prefix_tree import Message, PrefixMatch, PrefixTree, Tools, Turn
 from penstock.gateway.wire.reader import TextDelta
 from penstock.gateway.wire.types import AnswerHead, Choice, CompletionRequest, InvalidRequest
+
+MAX_NESTS = 1_000_000
+"""Lists and objects of one body: they take more time and memory than their bytes say."""
+
+
+def parse_json(body: bytes) -> Any:
+    """Raises `InvalidRequest`."""
+    if body.count(b"[") + body.count(b"{") > MAX_NESTS:
+        raise InvalidRequest("", f"the body has more than {MAX_NESTS} lists and objects; send fewer", "invalid_value")
+    try:
+        return json.loads(body or b"{}", parse_constant=lambda name: math.nan)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest("", f"the body is no JSON: {error}", "invalid_value") from error
+
+
+def is_retry(headers: Mapping[str, str]) -> bool:
+    """Whether the `openai` or `anthropic` package repeats this request."""
+    return headers.get("x-stainless-retry-count", "0") not in ("", "0")
+
 
 Update = tuple[int, TextDelta | Choice]
 """(index of the choice, text that can be shown now, or the whole choice once it is in the journal)"""
@@ -146,9 +167,6 @@ class InFlightAnswers:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-"""(length and hash of a context, how it was asked)"""
-
-
 class Replay:
     """Answers for the second run of an agent: those that its first run got, each one once. Empty for a new episode."""
 
@@ -216,15 +234,11 @@ def resolve_request(request: CompletionRequest, history: PrefixTree) -> Resolved
     before: list[Message] = []
     if request.instructions is not None:
         before.append({"role": "system", "content": request.instructions})
-    if request.previous_response_id is not None:
-        before += _conversation(request.previous_response_id, history)
+    if (answer := request.previous_response_id) is not None:
+        turn = history.turns.get(f"{answer}.0")
+        if turn is None:
+            raise InvalidRequest("previous_response_id", f"{answer!r} is no response of this episode", "invalid_value")
+        before += turn.conversation()
     return ResolvedRequest(
         (*before, *request.messages), request.tools, None, instructed=request.instructions is not None
     )
-
-
-def _conversation(answer: str, history: PrefixTree) -> list[Message]:
-    turn = history.turns.get(f"{answer}.0")
-    if turn is None:
-        raise InvalidRequest("previous_response_id", f"{answer!r} is no response of this episode", "invalid_value")
-    return turn.conversation()

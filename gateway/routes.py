@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import math
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
@@ -15,35 +14,28 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from penstock.gateway.errors import GatewayError, errors_for, refusal_of
+from penstock.gateway.requests import is_retry, parse_json
 from penstock.gateway.session import GatewaySession
 from penstock.gateway.sessions import SessionManager, episode_key
 from penstock.gateway.streaming import respond
 from penstock.gateway.wire.answers import model_body, model_list_body
 from penstock.gateway.wire.messages import CountBody, parse_count_tokens
-from penstock.gateway.wire.messages_answers import CountAnswer, anthropic_model_body, anthropic_models_body, count_body
+from penstock.gateway.wire.messages_answers import CountAnswer, anthropic_model_body, anthropic_models_body
 from penstock.gateway.wire.types import CompletionRequest, InvalidRequest
 from penstock.gateway.wire.wires import ANTHROPIC_ERRORS, OPENAI_ERRORS, WIRES, ErrorFormat, Wire
 from penstock.transfer_queue import Outcome, OutcomeKind
 
-MAX_WAIT_S = 600.0
-REFUSALS = (400, 401, 404, 409, 410, 413, 501, 503)
-WHOLE_OR_STREAM: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The API's answer, whole or as events", "content": {"text/event-stream": {}}}
-}
 LONG_BODY = 100_000
+"""Bytes from which a body is parsed in a thread: it may hold millions of values."""
 MAX_BODY_BYTES = 16 << 20
 """A context of a million tokens, escaped, is some 6 MB; a body is read whole before it is looked at."""
-MAX_NESTS = 1_000_000
-"""Lists and objects of one body: they take more time and memory than their bytes say."""
 PARSERS = ThreadPoolExecutor(2, thread_name_prefix="body")
 """Long bodies that are parsed at once in a process: further ones wait, so that they cannot hold up all other work."""
-RETRY_HEADER = "x-stainless-retry-count"
-"""Sent by the `openai` and `anthropic` packages: how often this request was retried."""
 
 
 class OpenBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
-    wait_s: float = Field(0.0, ge=0, le=MAX_WAIT_S, description="How long to wait for the queue to give an episode.")
+    wait_s: float = Field(0.0, ge=0, le=600, description="How long to wait for the queue to give an episode.")
 
 
 class RewardBody(BaseModel):
@@ -66,73 +58,96 @@ FindSession = Callable[[str], Awaitable[GatewaySession]]
 
 
 def make_router(manager: FindManager, url: str, token: str, version: Callable[[], int]) -> APIRouter:
-    """Args:
-    url: URL of this server for agents.
-    version: returns the loaded policy version.
+    """Makes all routes of recorded episodes.
+
+    Args:
+        url: URL of this server for agents.
+        version: returns the loaded policy version.
     """
+    router = APIRouter(responses=_refusals_in(OPENAI_ERRORS))
 
     async def find(handle: str) -> GatewaySession:
         return await (await manager()).find(handle)
 
-    router = APIRouter(responses=_refusals_in(OPENAI_ERRORS))
-    _add_episode_routes(router, manager, url, token)
-    _add_client_routes(router, find, version)
-    return router
-
-
-def make_client_router(find: FindSession, version: Callable[[], int]) -> APIRouter:
-    """The routes of agents alone, ``/episodes/{handle}/v1/…``."""
-    router = APIRouter(responses=_refusals_in(OPENAI_ERRORS))
-    _add_client_routes(router, find, version)
-    return router
-
-
-def _add_client_routes(router: APIRouter, find: FindSession, version: Callable[[], int]) -> None:
-    for wire in WIRES.values():
-        _add_wire(router, find, wire)
-    _add_count_tokens(router, find)
-    _add_models(router, find, version)
-
-
-def _refusals_in(errors: ErrorFormat) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": errors.schema} for status in REFUSALS}
-
-
-def _add_episode_routes(router: APIRouter, manager: FindManager, url: str, token: str) -> None:
     @router.post("/episodes", openapi_extra=_takes(OpenBody))
     @_with_refusals
     async def open_episode(request: Request) -> Response:
         """Lease the next episode of the run."""
-        wanted = await _read(request, OpenBody)
-        episode = await (await manager()).open(wanted.wait_s, request.is_disconnected)
-        return JSONResponse(_plain(_opened(episode, url, token)))
+        wait_s = (await _read(request, OpenBody)).wait_s
+        body = _opened(await (await manager()).open(wait_s, request.is_disconnected), url, token)
+        return JSONResponse(json.loads(json.dumps(body, default=str)))  # rows may hold other values than JSON's
 
     @router.get("/episodes/{handle}")
     @_with_refusals
     async def look(request: Request, handle: str) -> Response:
         """What is recorded so far, and the rest of the budget."""
-        return JSONResponse((await (await manager()).find(handle)).state())
+        return JSONResponse((await find(handle)).state())
 
     @router.post("/episodes/{handle}/reward", openapi_extra=_takes(RewardBody))
     @_with_refusals
     async def reward(request: Request, handle: str) -> Response:
         """Set the episode's reward; durable at once. The last one counts."""
-        given = await _read(request, RewardBody)
-        episode = await (await manager()).find(handle)
+        posted = await _read(request, RewardBody)
+        episode = await find(handle)
         episode.check_open()
-        await episode.note(reward=given.reward, turn_rewards=given.turn_rewards)
+        await episode.note(reward=posted.reward, turn_rewards=posted.turn_rewards)
         return JSONResponse(episode.state())
 
     @router.post("/episodes/{handle}/finish", openapi_extra=_takes(FinishBody))
     @_with_refusals
     async def finish(request: Request, handle: str) -> Response:
         """Complete the episode; repeated calls return the first result."""
-        given = await _read(request, FinishBody)
-        return JSONResponse((await (await manager()).finish(handle, _outcome(given))).body())
+        posted = await _read(request, FinishBody)
+        outcome = None
+        if posted.outcome is not None:
+            kind = OutcomeKind(posted.outcome)
+            outcome = Outcome(kind, posted.reason, "agent" if kind is OutcomeKind.INFRA_ERROR else "")
+        return JSONResponse((await (await manager()).finish(handle, outcome)).body())
+
+    router.include_router(make_client_router(find, version))
+    return router
+
+
+def make_client_router(find: FindSession, version: Callable[[], int]) -> APIRouter:
+    """Makes the routes of agents, ``/episodes/{handle}/v1/…``."""
+    router = APIRouter(responses=_refusals_in(OPENAI_ERRORS))
+    for wire in WIRES.values():
+        _add_wire(router, find, wire)
+    counted = _refusals_in(ANTHROPIC_ERRORS) | {200: {"model": CountAnswer}}
+
+    @router.post("/episodes/{handle}/v1/messages/count_tokens", openapi_extra=_takes(CountBody), responses=counted)
+    @_with_refusals
+    async def count_tokens(request: Request, handle: str) -> Response:
+        """Tokens that the model would be fed for these messages; nothing is sampled."""
+        asked = await parse_body(parse_count_tokens, await request.body())
+        return JSONResponse({"input_tokens": await (await find(handle)).count(asked)})
+
+    def described(request: Request, episode: GatewaySession, name: str) -> dict[str, Any]:
+        if errors_for(request.scope) is ANTHROPIC_ERRORS:
+            return anthropic_model_body(name)
+        return model_body(name, 0, max_model_len=episode.context.context_limit(), policy_version=version())
+
+    @router.get("/episodes/{handle}/v1/models")
+    @_with_refusals
+    async def models(request: Request, handle: str) -> Response:
+        episode = await find(handle)
+        bodies = [described(request, episode, name) for name in episode.context.models]
+        as_list = anthropic_models_body if errors_for(request.scope) is ANTHROPIC_ERRORS else model_list_body
+        return JSONResponse(as_list(bodies))
+
+    @router.get("/episodes/{handle}/v1/models/{model:path}")
+    @_with_refusals
+    async def model(request: Request, handle: str, model: str) -> Response:
+        episode = await find(handle)
+        episode.context.check_model(model)
+        return JSONResponse(described(request, episode, model))
+
+    return router
 
 
 def _add_wire(router: APIRouter, find: FindSession, wire: Wire) -> None:
-    responses = _refusals_in(wire.errors) | WHOLE_OR_STREAM
+    whole_or_stream = {"description": "The API's answer, whole or as events", "content": {"text/event-stream": {}}}
+    responses = _refusals_in(wire.errors) | {200: whole_or_stream}
 
     @router.post(f"/episodes/{{handle}}/v1/{wire.path}", openapi_extra=_takes(wire.body), responses=responses)
     @_with_refusals
@@ -140,41 +155,11 @@ def _add_wire(router: APIRouter, find: FindSession, wire: Wire) -> None:
         """As the API's own route; the answer is recorded before it ends."""
         asked = await parse_body(wire.parse, await request.body())
         episode = await find(handle)
-        retried = request.headers.get(RETRY_HEADER, "0") not in ("", "0")
-        return await respond(request, asked, await episode.answer(asked, retried=retried))
+        return await respond(request, asked, await episode.answer(asked, retried=is_retry(request.headers)))
 
 
-def _add_count_tokens(router: APIRouter, find: FindSession) -> None:
-    responses = _refusals_in(ANTHROPIC_ERRORS) | {200: {"model": CountAnswer}}
-
-    @router.post("/episodes/{handle}/v1/messages/count_tokens", openapi_extra=_takes(CountBody), responses=responses)
-    @_with_refusals
-    async def count_tokens(request: Request, handle: str) -> Response:
-        """Tokens that the model would be fed for these messages; nothing is sampled."""
-        asked = await parse_body(parse_count_tokens, await request.body())
-        episode = await find(handle)
-        return JSONResponse(count_body(await episode.count(asked)))
-
-
-def _add_models(router: APIRouter, find: FindSession, version: Callable[[], int]) -> None:
-    """OpenAI's format, or Anthropic's for its clients."""
-
-    @router.get("/episodes/{handle}/v1/models")
-    @_with_refusals
-    async def models(request: Request, handle: str) -> Response:
-        episode = await find(handle)
-        if errors_for(request.scope) is ANTHROPIC_ERRORS:
-            return JSONResponse(anthropic_models_body(episode.context.models))
-        return JSONResponse(model_list_body([_model(episode, name, version()) for name in episode.context.models]))
-
-    @router.get("/episodes/{handle}/v1/models/{model:path}")
-    @_with_refusals
-    async def model(request: Request, handle: str, model: str) -> Response:
-        episode = await find(handle)
-        episode.context.check_model(model)
-        if errors_for(request.scope) is ANTHROPIC_ERRORS:
-            return JSONResponse(anthropic_model_body(model))
-        return JSONResponse(_model(episode, model, version()))
+def _refusals_in(errors: ErrorFormat) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": errors.schema} for status in (400, 401, 404, 409, 410, 413, 501, 503)}
 
 
 # answers -----------------------------------------------------------------------------------------------------------
@@ -206,47 +191,21 @@ def _opened(episode: GatewaySession, url: str, token: str) -> dict[str, Any]:
     }
 
 
-def _model(episode: GatewaySession, name: str, version: int) -> dict[str, Any]:
-    return model_body(name, 0, max_model_len=episode.context.context_limit(), policy_version=version)
-
-
-def _outcome(given: FinishBody) -> Outcome | None:
-    if given.outcome is None:
-        return None
-    kind = OutcomeKind(given.outcome)
-    return Outcome(kind, given.reason, "agent" if kind is OutcomeKind.INFRA_ERROR else "")
-
-
-def _plain(value: dict[str, Any]) -> Any:
-    """JSON values only; rows of datasets may hold others."""
-    return json.loads(json.dumps(value, default=str))
-
-
 # requests ----------------------------------------------------------------------------------------------------------
 async def _read(request: Request, kind: type[Any]) -> Any:
     """The body as `kind`; an empty body means all defaults. Raises `InvalidRequest`."""
     try:
-        return kind.model_validate(_json(await request.body()))
+        return kind.model_validate(parse_json(await request.body()))
     except ValidationError as error:
         first = error.errors()[0]
         raise InvalidRequest(".".join(map(str, first["loc"])), first["msg"], "invalid_value") from error
 
 
 async def parse_body(parse: Callable[[Any], CompletionRequest], body: bytes) -> CompletionRequest:
-    """A long body is read in a thread: it may hold millions of values."""
+    """Parses a request, a long one in a thread. Raises `InvalidRequest`."""
     if len(body) < LONG_BODY:
-        return parse(_json(body))
-    return await asyncio.get_running_loop().run_in_executor(PARSERS, lambda: parse(_json(body)))
-
-
-def _json(body: bytes) -> Any:
-    """Raises `InvalidRequest`."""
-    if body.count(b"[") + body.count(b"{") > MAX_NESTS:
-        raise InvalidRequest("", f"the body has more than {MAX_NESTS} lists and objects; send fewer", "invalid_value")
-    try:
-        return json.loads(body or b"{}", parse_constant=lambda name: math.nan)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest("", f"the body is no JSON: {error}", "invalid_value") from error
+        return parse(parse_json(body))
+    return await asyncio.get_running_loop().run_in_executor(PARSERS, lambda: parse(parse_json(body)))
 
 
 def _with_refusals(route: Route) -> Route:

@@ -40,8 +40,6 @@ from penstock.gateway.wire.types import AnswerHead, Api, Choice, CompletionReque
 from penstock.rollout_server import Chunk
 from penstock.transfer_queue import Lease, LeaseLost, Outcome, OutcomeKind, QueueError
 
-THINKING, END_IDS = "<think>", 16
-"""The mark that opens thinking, and the ids at the end of a prompt that hold it and the space after it."""
 LONG = 20_000
 """Characters from which a request is tokenized in a thread; shorter ones take some 50 ms at most."""
 
@@ -86,8 +84,16 @@ class GatewaySession:
         known = self._known(match, key[1], retried)
         if len(known) == request.n:
             return self._recorded(request, match, known)
-        self._check_length(match)
-        reservation = self._budget.take(request.n - len(known), self._wanted(request), self._fed(match))
+        limit = self.context.context_limit()
+        if limit is not None and len(match.context) >= limit:
+            raise TooLong(f"this model's context is {limit} tokens; the messages are {len(match.context)} tokens")
+        of_run = self.llm.sampling.max_new_tokens
+        room = int(request.sampling.get("max_new_tokens", of_run))
+        if request.limit_is_bound:
+            room = min(room, of_run)
+        # The prompt of a new segment costs nothing, as in agent loops.
+        fed = len(match.delta) if match.parent is not None and match.parent.is_last else 0
+        reservation = self._budget.take(request.n - len(known), room, fed)
         if isinstance(reservation, Outcome):
             await self.note(truncated=reservation.reason)
             return self._recorded(request, match, known)
@@ -98,21 +104,25 @@ class GatewaySession:
         return len((await self._admit(request)).context)
 
     async def _admit(self, request: CompletionRequest) -> PrefixMatch:
+        """The position of a request that may be served.
+
+        Reads the journal again only where another server may have recorded an answer that this request contains.
+        """
         self.check_open()
         self.context.check_model(request.model)
-        _check_template_settings(request, self.context.config.template_settings)
+        # All prompts of a run are rendered alike: else no conversation could be continued token for token. A client may
+        # say the run's own settings again.
+        of_run = self.context.config.template_settings
+        for name, value in request.template_settings.items():
+            if name not in of_run or as_json(value) != as_json(of_run[name]):
+                raise InvalidRequest(
+                    f"chat_template_kwargs.{name}",
+                    f"is not the run's: agent.template_settings is {as_json(dict(of_run))}, for every request of it",
+                    "unsupported_parameter",
+                )
         if request.reads_calls and (problem := tools_problem(self.context.chat)):
             raise InvalidRequest("tools", problem)
         self.active_at = time.monotonic()
-        return await self._resolve(request)
-
-    def check_open(self) -> None:
-        """Raises `Gone`, with the cause, where the session has ended."""
-        if self.gone is not None:
-            raise Gone(self.gone)
-
-    async def _resolve(self, request: CompletionRequest) -> PrefixMatch:
-        """Reads the journal again only where another server may have recorded an answer that this request contains."""
         try:
             match = await self._match(request)
             if self.record.unsure or (match.may_be_known_elsewhere and not self._alone):
@@ -121,6 +131,11 @@ class GatewaySession:
         except NotRenderable as error:
             raise InvalidRequest("prompt" if request.api == "completions" else "messages", str(error)) from error
         return match
+
+    def check_open(self) -> None:
+        """Raises `Gone`, with the cause, where the session has ended."""
+        if self.gone is not None:
+            raise Gone(self.gone)
 
     async def _match(self, request: CompletionRequest) -> PrefixMatch:
         """Tokenizes a long request in a thread: the leases and answers of all other episodes wait for this loop."""
@@ -142,41 +157,24 @@ class GatewaySession:
     def _recorded(self, request: CompletionRequest, match: PrefixMatch, known: Sequence[Turn]) -> PendingAnswer:
         """Recorded choices; those beyond them are empty, because the budget is used up."""
         head = self._head(request, match, known)
-        choices = {turn.choice.index: recorded_choice(turn, request, head, self.context.detokenizer) for turn in known}
-        return PendingAnswer.finished(
-            request, head, [choices.get(index) or _nothing(index) for index in range(request.n)]
-        )
+        empty = Choice(index=0, token_ids=(), logprobs=(), text="", content="", finish_reason="length")
+        choices = {index: replace(empty, index=index) for index in range(request.n)}
+        for turn in known:
+            choices[turn.choice.index] = recorded_choice(turn, request, head, self.context.detokenizer)
+        return PendingAnswer.finished(request, head, list(choices.values()))
 
     def _head(self, request: CompletionRequest, match: PrefixMatch, known: Sequence[Turn] = ()) -> AnswerHead:
+        decode = self.context.chat.decode
         if known:
             head = head_of(known[0].answer_id, known[0].created_s, request.model, match)
         else:
             head = head_of(answer_id(request.api, secrets.token_hex(16)), int(time.time()), request.model, match)
-        inside = request.api == "messages" and self._opens_thinking(match.context)
-        return replace(head, echoed=self._echoed(request), inside_thinking=inside)
-
-    def _opens_thinking(self, context: Sequence[int]) -> bool:
-        """Some templates open the thinking of each answer themselves."""
-        return self.context.chat.decode(context[-END_IDS:]).rstrip().endswith(THINKING)
-
-    def _echoed(self, request: CompletionRequest) -> str:
-        if not request.echo_prompt or request.prompt is None:
-            return ""
-        return request.prompt if isinstance(request.prompt, str) else self.context.chat.decode(request.prompt)
-
-    def _check_length(self, match: PrefixMatch) -> None:
-        limit = self.context.context_limit()
-        if limit is not None and len(match.context) >= limit:
-            raise TooLong(f"this model's context is {limit} tokens; the messages are {len(match.context)} tokens")
-
-    def _wanted(self, request: CompletionRequest) -> int:
-        of_run = self.llm.sampling.max_new_tokens
-        wanted = int(request.sampling.get("max_new_tokens", of_run))
-        return min(wanted, of_run) if request.limit_is_bound else wanted
-
-    def _fed(self, match: PrefixMatch) -> int:
-        """New ids that a segment continues with; the prompt of a new segment costs nothing, as in agent loops."""
-        return len(match.delta) if match.parent is not None and match.parent.is_last else 0
+        echoed = ""
+        if request.echo_prompt and request.prompt is not None:
+            echoed = request.prompt if isinstance(request.prompt, str) else decode(request.prompt)
+        # Some templates open the thinking of each answer themselves; the mark and the space after it take a few ids.
+        inside = request.api == "messages" and decode(match.context[-16:]).rstrip().endswith("<think>")
+        return replace(head, echoed=echoed, inside_thinking=inside)
 
     # sampling ------------------------------------------------------------------------------------------------------
     def _start(
@@ -218,8 +216,11 @@ class GatewaySession:
         if isinstance(error, LeaseLost):
             self.end(f"the lease is lost: {error}")
             return Gone(str(self.gone))
-        if isinstance(error, TokenMismatch):
-            return self._spoiled(error)
+        if isinstance(error, TokenMismatch):  # the episode ends as an infrastructure failure, never with a reward
+            self.context.mismatches.seen += 1
+            self.broken = Outcome(OutcomeKind.INFRA_ERROR, error.reason, error.component)
+            self.end(str(error))
+            return Gone(str(error))
         return to_client_error(error, api)
 
     # the journal ---------------------------------------------------------------------------------------------------
@@ -236,13 +237,6 @@ class GatewaySession:
             await self.record.note(**facts)
         except QueueError as error:
             raise self._explained(error) from error
-
-    def _spoiled(self, error: TokenMismatch) -> Gone:
-        """Token ids do not match: the episode ends as an infrastructure failure, never with a reward."""
-        self.context.mismatches.seen += 1
-        self.broken = Outcome(OutcomeKind.INFRA_ERROR, error.reason, error.component)
-        self.end(str(error))
-        return Gone(str(error))
 
     # its end -------------------------------------------------------------------------------------------------------
     def end(self, cause: str) -> None:
@@ -268,10 +262,6 @@ class GatewaySession:
             "truncated": self.facts.get("truncated"),
             "age_s": round(time.monotonic() - self.opened_at, 3),
         }
-
-
-def _nothing(index: int) -> Choice:
-    return Choice(index=index, token_ids=(), logprobs=(), text="", content="", finish_reason="length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,36 +303,24 @@ class TokenBudget:
         self._tokens -= reservation.tokens
 
 
-SEEDS = 2**63
-"""Seeds of engines are not negative; OpenAI's may be."""
-
-
 async def sample(record: SessionJournal, call: PendingAnswer, match: PrefixMatch, index: int, room: int) -> None:
     """Samples choice `index` of up to `room` tokens, shows it as it comes, journals and closes it.
 
     Raises `InfraFailure`, `QueueError`, `ValidationError`.
     """
-    reader = AnswerReader(call.request, call.head, index, record.detokenizer)
-    watch = _watch(call, reader, index) if _must_watch(call.request) else None
-    overrides = _overrides(call.request, index)
+    request = call.request
+    reader = AnswerReader(request, call.head, index, record.detokenizer)
+    may_end_early = bool(request.stop) or (request.reads_calls and not request.parallel_tool_calls)
+    watch = _watch(call, reader, index) if request.stream or may_end_early else None
+    overrides = dict(request.sampling)
+    if "seed" in overrides:  # each choice has its own; seeds of engines are not negative, OpenAI's may be
+        overrides["seed"] = (overrides["seed"] + index) % 2**63
     generation = await record.llm.draw(list(match.context), room, overrides, watch, routed_up_to=match.routed_up_to)
     if watch is None:
         reader.feed(generation.token_ids, generation.logprobs)
     choice = reader.finish("length" if generation.finish_reason == "length" else "stop")
     await record.write(call, match, choice, generation)
     call.close(choice)
-
-
-def _overrides(request: CompletionRequest, index: int) -> Mapping[str, Any]:
-    """Fields of `Sampling`; each choice has its own seed."""
-    if "seed" not in request.sampling:
-        return request.sampling
-    return {**request.sampling, "seed": (request.sampling["seed"] + index) % SEEDS}
-
-
-def _must_watch(request: CompletionRequest) -> bool:
-    """Whether the answer is streamed, or may end before the engine ends it."""
-    return request.stream or bool(request.stop) or (request.reads_calls and not request.parallel_tool_calls)
 
 
 def _watch(call: PendingAnswer, reader: AnswerReader, index: int) -> Watch:
@@ -354,15 +332,3 @@ def _watch(call: PendingAnswer, reader: AnswerReader, index: int) -> Watch:
         return kept if ends_here else None
 
     return watch
-
-
-def _check_template_settings(request: CompletionRequest, of_run: Mapping[str, Any]) -> None:
-    """All prompts of a run are rendered alike: else no conversation could be continued token for token. A client may
-    say the run's own settings again. Raises `InvalidRequest`."""
-    for name, value in request.template_settings.items():
-        if name not in of_run or as_json(value) != as_json(of_run[name]):
-            raise InvalidRequest(
-                f"chat_template_kwargs.{name}",
-                f"is not the run's: agent.template_settings is {as_json(dict(of_run))}, for every request of it",
-                "unsupported_parameter",
-            )

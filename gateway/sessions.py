@@ -34,7 +34,7 @@ from penstock.gateway.context import GatewayContext
 from penstock.gateway.errors import PREFIX, GatewayError, Gone, NoEpisode, NotNow
 from penstock.gateway.finish import FinishResult, fail, finish, finished_earlier
 from penstock.gateway.session import GatewaySession
-from penstock.transfer_queue import Lease, LeaseLost, Outcome, OutcomeKind, QueueError, Status
+from penstock.transfer_queue import Lease, LeaseLost, Outcome, OutcomeKind, QueueError
 
 MAX_OPEN = 4096
 """Episodes held at once by one rollout server."""
@@ -61,7 +61,7 @@ class SessionManager:
     def start(self) -> None:
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep(), name="recorded episodes")
-            self._keeper.add_done_callback(_log_failure)
+            self._keeper.add_done_callback(log_keeper_failure)
 
     async def close(self) -> None:
         """Cancels answers in progress; leases stay as they are."""
@@ -83,7 +83,15 @@ class SessionManager:
             gone: whether the client has disconnected; then nothing is leased.
         """
         deadline, pauses = time.monotonic() + wait_s, POLL.pauses()
-        while (lease := await self._lease_if_wanted(gone)) is None:
+        while True:
+            if len(self._open) >= MAX_OPEN:
+                raise NotNow(f"this server holds {MAX_OPEN} episodes already")
+            if self.context.draining():
+                raise NotNow("this server is draining; ask another one")
+            if gone is not None and await gone():
+                raise NotNow("the client has disconnected")
+            if (lease := await next_lease(self.context)) is not None:
+                break
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise NotNow(await why_none(self.context))
@@ -91,15 +99,6 @@ class SessionManager:
         episode = GatewaySession(self.context, lease, handle_of(lease.episode_id, lease.fence))
         self._open[episode.handle] = episode
         return episode
-
-    async def _lease_if_wanted(self, gone: Callable[[], Awaitable[bool]] | None) -> Lease | None:
-        if len(self._open) >= MAX_OPEN:
-            raise NotNow(f"this server holds {MAX_OPEN} episodes already")
-        if self.context.draining():
-            raise NotNow("this server is draining; ask another one")
-        if gone is not None and await gone():
-            raise NotNow("the client has disconnected")
-        return await next_lease(self.context)
 
     # finding -------------------------------------------------------------------------------------------------------
     async def find(self, handle: str) -> GatewaySession:
@@ -127,15 +126,12 @@ class SessionManager:
             episode = GatewaySession(self.context, lease, handle)
         except TokenMismatch as error:
             self.context.mismatches.seen += 1
-            await self._give_back(lease, error)
+            with suppress(QueueError):  # the lease expires
+                await self.context.queue.fail(lease, Outcome(OutcomeKind.INFRA_ERROR, error.reason, error.component))
             raise Gone(str(error)) from error
         self._open[handle] = episode
         log.info("episode %s taken over with %d turns", lease.episode_id, len(episode.history.turns))
         return episode
-
-    async def _give_back(self, lease: Lease, error: TokenMismatch) -> None:
-        with suppress(QueueError):  # the lease expires
-            await self.context.queue.fail(lease, Outcome(OutcomeKind.INFRA_ERROR, error.reason, error.component))
 
     def _door(self, handle: str) -> asyncio.Lock:
         if len(self._doors) > MAX_OPEN:
@@ -218,19 +214,15 @@ class SessionManager:
 
     def _overdue(self, episode: GatewaySession) -> Outcome | None:
         now, config = time.monotonic(), self.context.config.of_source(episode.lease.task.data_source)
-        silent_s = now - episode.active_at
+        silent_s, reason = now - episode.active_at, ""
         if not episode.in_flight and silent_s > config.capture.idle_s:
-            return _agent_failure(f"silent for {silent_s:.0f} s")
-        if now - episode.opened_at > config.episode_deadline_s:
-            return _agent_failure(f"not finished within {config.episode_deadline_s:g} s")
-        return None
+            reason = f"silent for {silent_s:.0f} s"
+        elif now - episode.opened_at > config.episode_deadline_s:
+            reason = f"not finished within {config.episode_deadline_s:g} s"
+        return Outcome(OutcomeKind.INFRA_ERROR, reason, "agent") if reason else None
 
 
-def _agent_failure(reason: str) -> Outcome:
-    return Outcome(OutcomeKind.INFRA_ERROR, reason, "agent")
-
-
-def _log_failure(keeper: asyncio.Task[None]) -> None:
+def log_keeper_failure(keeper: asyncio.Task[None]) -> None:
     if not keeper.cancelled() and (error := keeper.exception()) is not None:
         log.critical("leases of recorded episodes are no longer renewed", exc_info=error)
 
@@ -251,17 +243,13 @@ async def next_lease(context: GatewayContext) -> Lease | None:
 
 
 async def why_none(context: GatewayContext) -> str:
-    """The cause, for error messages."""
+    """Why `next_lease` returned nothing, for error messages."""
     try:
         if await context.client.best_version() is None:
             return "no rollout server takes requests now"
-        return _cause(await context.queue.status())
+        status = await context.queue.status()
     except QueueError as error:
         return f"the queue: {error}"
-
-
-def _cause(status: Status) -> str:
-    """Why `lease_episodes` returned nothing."""
     groups, episodes = status.groups, status.episodes
     if not groups.get("queued") and not episodes.get("queued"):
         return f"no episode is queued; {episodes.get('leased', 0)} are being run"
@@ -305,10 +293,6 @@ def opens(token: str, path: str, given: str) -> bool:
     return bool(handle) and route.startswith("v1/") and same_token(given, episode_key(token, handle))
 
 
-API_KEY = b"x-api-key"
-"""Where Anthropic's clients put their key."""
-
-
 class ApiKeyHeader:
     """ASGI layer: a key in ``x-api-key`` of a request for episodes is a bearer token, where there is no other one."""
 
@@ -316,7 +300,7 @@ class ApiKeyHeader:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        key = header(scope, API_KEY)
+        key = header(scope, b"x-api-key")  # where Anthropic's clients put it
         if key and not bearer_token(header(scope, b"authorization")):
             (sent,) = bearer_headers(key.decode("utf-8", "surrogateescape")).values()
             others = [one for one in scope["headers"] if one[0] != b"authorization"]

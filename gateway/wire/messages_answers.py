@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any, Literal
 
 from penstock.gateway.wire.answers import Shape, sse_event
 from penstock.gateway.wire.chat import arguments_text
@@ -27,48 +25,8 @@ PING = sse_event({"type": "ping"})
 
 
 # shapes ------------------------------------------------------------------------------------------------------------
-class ThinkingAnswer(Shape):
-    type: Literal["thinking"]
-    thinking: str
-    signature: str
-
-
-class TextAnswer(Shape):
-    type: Literal["text"]
-    text: str
-
-
-class ToolUseAnswer(Shape):
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class MessageUsage(Shape):
-    input_tokens: int
-    """Without those of the next two."""
-    cache_creation_input_tokens: Literal[0]
-    cache_read_input_tokens: int
-    """Those that continue an earlier answer of this episode."""
-    output_tokens: int
-
-
-class MessageAnswer(Shape):
-    """`message_body`"""
-
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[Annotated[ThinkingAnswer | TextAnswer | ToolUseAnswer, Field(discriminator="type")]]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
-    stop_sequence: str | None
-    usage: MessageUsage
-
-
 class CountAnswer(Shape):
-    """`count_body`"""
+    """Tokens of a prompt."""
 
     input_tokens: int
 
@@ -98,18 +56,13 @@ def message_body(request: CompletionRequest, head: AnswerHead, choices: Sequence
     }
 
 
-def count_body(tokens: int) -> dict[str, Any]:
-    """`tokens`: of the prompt."""
-    return {"input_tokens": tokens}
-
-
-def anthropic_models_body(models: Sequence[str]) -> dict[str, Any]:
-    """The list of models for clients that send ``anthropic-version``."""
-    data = [anthropic_model_body(name) for name in models]
-    return {"data": data, "has_more": False, "first_id": models[0], "last_id": models[-1]}
+def anthropic_models_body(models: list[dict[str, Any]]) -> dict[str, Any]:
+    """The list of `anthropic_model_body`s."""
+    return {"data": models, "has_more": False, "first_id": models[0]["id"], "last_id": models[-1]["id"]}
 
 
 def anthropic_model_body(name: str) -> dict[str, Any]:
+    """One model, for clients that send ``anthropic-version``."""
     created = datetime.fromtimestamp(0, UTC).isoformat()
     return {"type": "model", "id": name, "display_name": name, "created_at": created}
 

@@ -28,7 +28,7 @@ from penstock.gateway.wire.types import (
     SampledToken,
     call_id,
 )
-from penstock.tools.parsers import ToolCall, ToolCallParser, get_parser
+from penstock.tools.parsers import ToolCall, ToolCallParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,8 @@ class AnswerReader:
             return text, ()
         content, calls = self._of.syntax.divide(text, self._request.tools)
         kept = calls[:1] if self._one_call else calls
-        return content, with_ids(kept, self._head.answer_id, self._index)
+        answer_id, index = self._head.answer_id, self._index
+        return content, tuple(replace(call, call_id=call_id(answer_id, index, i)) for i, call in enumerate(kept))
 
 
 def read_answer(
@@ -219,16 +220,6 @@ class CallSyntax:
             return text, ()
         before = text[:start]
         return (before + turn.content if turn.content else before.rstrip()), turn.calls
-
-
-def call_syntax(parser: str) -> CallSyntax:
-    """The syntax of a parser by its name. Raises `ValueError` naming the nearest one."""
-    return CallSyntax(get_parser(parser))
-
-
-def with_ids(calls: tuple[ToolCall, ...], answer_id: str, index: int) -> tuple[ToolCall, ...]:
-    """The calls with ids derived from the answer's."""
-    return tuple(replace(call, call_id=call_id(answer_id, index, i)) for i, call in enumerate(calls))
 
 
 Decode = Callable[[Sequence[int]], str]

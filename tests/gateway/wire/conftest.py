@@ -13,9 +13,10 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from penstock.agent_loops import ChatTokens
-from penstock.gateway.wire.reader import AnswerReader, Detokenizer, call_syntax, token_bytes_of
+from penstock.gateway.wire.reader import AnswerReader, CallSyntax, Detokenizer, token_bytes_of
 from penstock.gateway.wire.types import AnswerHead, Choice, CompletionRequest, InvalidRequest, answer_id
 from penstock.gateway.wire.wires import Wire, wire_at
+from penstock.tools.parsers import get_parser
 
 
 def text_of_chat(chat: ChatTokens) -> Detokenizer:
@@ -23,7 +24,7 @@ def text_of_chat(chat: ChatTokens) -> Detokenizer:
         decode=chat.decode,
         token_bytes=token_bytes_of(chat.tokenizer),
         end_ids=frozenset(chat.stop_token_ids),
-        syntax=call_syntax("hermes"),
+        syntax=CallSyntax(get_parser("hermes")),
     )
 
 

@@ -14,16 +14,14 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 from openai.types import Model
+from tests.gateway.wire.shapes import ChatAnswer, CompletionAnswer, ResponseAnswer
 
+from penstock.gateway.errors import refusal_of
 from penstock.gateway.wire.answers import (
     KEEP_ALIVE,
     SSE_DONE,
-    ChatAnswer,
-    CompletionAnswer,
     OpenAIErrorBody,
-    ResponseAnswer,
     error_body,
-    invalid_request_body,
     model_body,
     model_list_body,
     sse_data,
@@ -101,7 +99,7 @@ async def test_errors_by_status(status: int, raised: type[openai.APIStatusError]
 
 
 def test_a_bad_ask_names_the_field() -> None:
-    assert invalid_request_body(InvalidRequest("n", "must be small", "invalid_value"))["error"] == {
+    assert refusal_of(InvalidRequest("n", "must be small", "invalid_value")).body["error"] == {
         "message": "n: must be small",
         "type": "invalid_request_error",
         "param": "n",

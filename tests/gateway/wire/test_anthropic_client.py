@@ -10,10 +10,10 @@ import anthropic
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
+from tests.gateway.wire.shapes import MessageAnswer
 
 from penstock.gateway.wire.chat import message_of
 from penstock.gateway.wire.messages import parse_messages
-from penstock.gateway.wire.messages_answers import MessageAnswer
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
 TOOLS: Any = [{"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {}}}]

@@ -9,9 +9,9 @@ from typing import Any, get_args
 import pytest
 from tests.tools.parsers.families import CODE_FAMILY, FAMILIES, render
 
-from penstock.gateway.wire.reader import AnswerReader, Detokenizer, call_syntax
+from penstock.gateway.wire.reader import AnswerReader, CallSyntax, Detokenizer
 from penstock.gateway.wire.types import AnswerHead, Choice, CompletionRequest
-from penstock.tools.parsers import ParserName
+from penstock.tools.parsers import ParserName, get_parser
 
 HEAD = AnswerHead("chatcmpl-1", 1_700_000_000, "tiny", 5)
 PROPERTIES = {"code": {"type": "string"}, "times": {"type": "integer"}}
@@ -22,7 +22,7 @@ ARGUMENTS = {"code": "42"}
 
 def read(detokenizer: Detokenizer, parser: str, ids: list[int], **fields: Any) -> tuple[str, Choice]:
     ask = CompletionRequest(api="chat", model="tiny", tools=TOOLS, **fields)
-    reader = AnswerReader(ask, HEAD, 0, dataclasses.replace(detokenizer, syntax=call_syntax(parser)))
+    reader = AnswerReader(ask, HEAD, 0, dataclasses.replace(detokenizer, syntax=CallSyntax(get_parser(parser))))
     shown = "".join(reader.feed([one], [-1.0]).text for one in ids)
     return shown, reader.finish("stop")
 
@@ -37,7 +37,7 @@ def test_calls_are_read_and_nothing_shown_is_taken_back(
     assert "Let me look." in choice.content
     assert [(call.name, call.arguments) for call in choice.calls] == [("python", ARGUMENTS)] * 2
     assert choice.finish_reason == "tool_calls"
-    has_mark = call_syntax(parser).opening != ""
+    has_mark = CallSyntax(get_parser(parser)).opening != ""
     assert (shown == "Let me look.") is has_mark, "without a mark nothing can be shown before the answer has ended"
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.gateway.wire.answers import invalid_request_body
+from penstock.gateway.errors import refusal_of
 from penstock.gateway.wire.chat import ChatBody, parse_chat
 from penstock.gateway.wire.completions import CompletionBody, parse_completion
 from penstock.gateway.wire.messages import CountBody, MessagesBody, parse_count_tokens, parse_messages
@@ -133,5 +133,5 @@ def check(parse: Parse, body: Any) -> None:
     if refusal:
         assert refusal.message
         assert refusal.field or not isinstance(body, dict)
-        json.dumps(invalid_request_body(refusal), ensure_ascii=False).encode()
+        json.dumps(refusal_of(refusal).body, ensure_ascii=False).encode()
         json.dumps(anthropic_error_body(400, str(refusal)), ensure_ascii=False).encode()

@@ -9,13 +9,14 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.gateway.wire.shapes import MessageAnswer
 
 from penstock.agent_loops import ChatTokens
 from penstock.gateway.prefix_tree import next_key
 from penstock.gateway.wire.chat import ChatStream, chat_body, message_of
 from penstock.gateway.wire.completions import CompletionStream, completion_body
 from penstock.gateway.wire.messages import parse_messages
-from penstock.gateway.wire.messages_answers import MessageAnswer, MessageStream, message_body
+from penstock.gateway.wire.messages_answers import MessageStream, message_body
 from penstock.gateway.wire.reader import AnswerReader, Detokenizer
 from penstock.gateway.wire.responses import response_body
 from penstock.gateway.wire.responses_stream import ResponseStream
