@@ -49,7 +49,21 @@ class RecordedLoop(AgentLoopBase):
         super().equip(services, lease, journal)
         entries = journal.hand_over((ANSWER, NOTED))
         lease = replace(lease, journal=entries)
-        self.recorded = self.session_kind(_context_of(services), lease, "", own_journal=journal)
+        context = GatewayContext(
+            worker=services.worker,
+            config=services.config,
+            queue=services.queue,
+            client=services.client,
+            chat=services.chat,
+            detokenizer=detokenizer_of(services.chat),
+            model=MODEL,
+            reward=services.reward,
+            teachers=services.teachers,
+            routing_replay=services.routing_replay,
+            mismatches=services.mismatches,
+            tokenizing=_TOKENIZING.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_TOKENIZING)),
+        )
+        self.recorded = self.session_kind(context, lease, "", own_journal=journal)
         self.llm, self.chat = self.recorded.llm, self.recorded.history.chat
         self.llm.segments = self.recorded.history.segments
 
@@ -88,24 +102,7 @@ def infra_failure_of(error: GatewayError, episode: GatewaySession) -> InfraFailu
     return InfraFailure(component, reason) if reason else InfraFailure("rollout", str(error))
 
 
-def _context_of(services: WorkerServices) -> GatewayContext:
-    return GatewayContext(
-        worker=services.worker,
-        config=services.config,
-        queue=services.queue,
-        client=services.client,
-        chat=services.chat,
-        detokenizer=_text_of(services.chat),
-        model=MODEL,
-        reward=services.reward,
-        teachers=services.teachers,
-        routing_replay=services.routing_replay,
-        mismatches=services.mismatches,
-        tokenizing=_TOKENIZING.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_TOKENIZING)),
-    )
-
-
 @lru_cache(maxsize=4)
-def _text_of(chat: ChatTokens) -> Detokenizer:
+def detokenizer_of(chat: ChatTokens) -> Detokenizer:
     """Cached per worker, because it reads the whole vocabulary."""
     return detokenizer(chat)

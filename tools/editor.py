@@ -14,9 +14,6 @@ from penstock.sandbox import SandboxError, Session
 from penstock.tools.base import ToolInfraError, ToolResult
 from penstock.tools.episode_box import BoxTool, EpisodeBox
 
-CONTEXT_LINES = 4
-MAX_NAMED_LINES = 5
-
 
 class EditError(Exception):
     """The edit does not fit the file; the model reads the message."""
@@ -30,11 +27,19 @@ def replace_once(text: str, old: str, new: str, path: str) -> tuple[str, int]:
         raise EditError("old_text and text are the same: nothing would change")
     count = text.count(old)
     if count == 0:
-        raise EditError(f"old_text was not found in {path}{_whitespace_hint(text, old)}")
+        # Most misses are a matter of indentation: say where the passage is if white space is left out of account.
+        words = old.split()
+        match = re.search(r"\s+".join(map(re.escape, words)), text) if words else None
+        line = text.count("\n", 0, match.start()) + 1 if match else 0
+        hint = f"; at line {line} it differs in white space only: copy it exactly" if line else ""
+        raise EditError(f"old_text was not found in {path}{hint}")
     if count > 1:
-        lines = _lines_of(text, old)
+        starts = [match.start() for match in re.finditer(re.escape(old), text)][:5]
+        lines = ", ".join(str(text.count("\n", 0, start) + 1) for start in starts)
+        more = " …" if count > len(starts) else ""
         raise EditError(
-            f"old_text is not unique in {path}: it occurs {count} times, at {lines}. Give more of the lines around it"
+            f"old_text is not unique in {path}: it occurs {count} times, at lines {lines}{more}."
+            " Give more of the lines around it"
         )
     start = text.index(old)
     return text[:start] + new + text[start + len(old) :], text.count("\n", 0, start) + 1
@@ -71,30 +76,9 @@ def line_range(text: str, asked: list[int] | None, path: str) -> tuple[int, int]
 def around(text: str, first: int, new: str) -> str:
     """What the model reads after an edit: the changed lines with some before and after."""
     last = first + max(new.count("\n") - new.endswith("\n"), 0)
-    return numbered(text, first - CONTEXT_LINES, last + CONTEXT_LINES)
+    return numbered(text, first - 4, last + 4)
 
 
-def _whitespace_hint(text: str, old: str) -> str:
-    """Most misses are a matter of indentation: say where the passage is if white space is left out of account."""
-    words = old.split()
-    if not words:
-        return ""
-    match = re.search(r"\s+".join(map(re.escape, words)), text)
-    if match is None:
-        return ""
-    return f"; at line {text.count(chr(10), 0, match.start()) + 1} it differs in white space only: copy it exactly"
-
-
-def _lines_of(text: str, old: str) -> str:
-    lines: list[str] = []
-    start = text.find(old)
-    while start >= 0 and len(lines) < MAX_NAMED_LINES:
-        lines.append(str(text.count("\n", 0, start) + 1))
-        start = text.find(old, start + len(old))
-    return f"lines {', '.join(lines)}{' …' if start >= 0 else ''}"
-
-
-MAX_STEPS = 20
 MAX_BYTES = 4 << 20
 """Of one file's history; the oldest steps go first."""
 
@@ -107,7 +91,7 @@ class EditHistory:
         self._file = f".penstock_editor_{xxhash.xxh3_64_hexdigest(path.encode())}"
 
     async def push(self, before: str | None, after: str) -> None:
-        steps = [*await self._steps(), {"before": before, "after": _hash(after)}][-MAX_STEPS:]
+        steps = [*await self._steps(), {"before": before, "after": _hash(after)}][-20:]
         await self._write(steps)
 
     async def pop(self) -> tuple[str | None, str] | None:
@@ -145,7 +129,6 @@ def is_unchanged(text: str | None, after: str) -> bool:
 
 
 MAX_FILE_BYTES = 1 << 20
-NEEDS = {"create": ("text",), "replace": ("old_text", "text"), "insert": ("line", "text")}
 
 
 class EditorTool(BoxTool):
@@ -171,7 +154,8 @@ class EditorTool(BoxTool):
 
     async def execute(self, state: EpisodeBox, arguments: Mapping[str, Any]) -> ToolResult:
         command = arguments["command"]
-        missing = [name for name in NEEDS.get(command, ()) if name not in arguments]
+        needs = {"create": ("text",), "replace": ("old_text", "text"), "insert": ("line", "text")}
+        missing = [name for name in needs.get(command, ()) if name not in arguments]
         if missing:
             return _error(f"{command} needs {' and '.join(missing)}")
         if not arguments["path"] or "\0" in arguments["path"]:

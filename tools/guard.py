@@ -9,8 +9,8 @@ import asyncio
 import contextlib
 import json
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
 
 from penstock.common import Backoff, retry
 from penstock.tools.base import BaseTool, CallGuard, ToolInfraError, ToolResult, ToolUnavailable
@@ -59,18 +59,15 @@ def _key(arguments: Mapping[str, Any]) -> str:
     return json.dumps(arguments, sort_keys=True, ensure_ascii=False)
 
 
-T = TypeVar("T")
 BACKOFF = Backoff(0.5, 30.0, jitter=(0.5, 1.0))
 """Jitter spreads out the workers that were refused at the same moment."""
-QUEUE_DEADLINE_S = 300.0
-"""Waiting for a turn is the service's slowness, not the call's: it is no part of `timeout_s`, but it is bounded."""
-_UNLIMITED = contextlib.nullcontext()
 
 
 class ToolGuard:
     """One per tool and worker: all episodes share its cache and its concurrency limit."""
 
-    def __init__(self, config: ToolConfig, queue_deadline_s: float = QUEUE_DEADLINE_S) -> None:
+    def __init__(self, config: ToolConfig, queue_deadline_s: float = 300.0) -> None:
+        """`queue_deadline_s`: of waiting for a turn, which is the service's slowness and no part of `timeout_s`."""
         self.config = config
         self.cache = ResultCache(config.cache_entries)
         self._turns = asyncio.Semaphore(config.concurrency) if config.concurrency else None
@@ -85,8 +82,19 @@ class ToolGuard:
         known = self.cache.get(arguments) if tool.pure else None
         if known is not None:
             return known
-        async with _UNLIMITED if self._turns is None else self._turn(tool.name, self._turns):
-            result = await _with_retries(lambda: self._attempt(tool, state, arguments), self._retries)
+        async with contextlib.nullcontext() if self._turns is None else self._turn(tool.name, self._turns):
+            # `ToolUnavailable` promises that nothing was done.
+            try:
+                result = await retry(
+                    lambda: self._attempt(tool, state, arguments),
+                    BACKOFF,
+                    retries=self._retries,
+                    on=ToolUnavailable,
+                    at_least_s=lambda error: error.after_s,
+                )
+            except ToolUnavailable as error:
+                attempts = self._retries + 1
+                raise ToolUnavailable(error.component, f"{error.reason} ({attempts} attempts)") from error
         if tool.pure:
             self.cache.put(arguments, result)
         return result
@@ -120,14 +128,3 @@ def guard_of(tool: BaseTool, config: ToolConfig) -> CallGuard:
     if tool.guard is None:
         tool.guard = ToolGuard(config)
     return tool.guard
-
-
-async def _with_retries(work: Callable[[], Awaitable[T]], retries: int) -> T:
-    """`work()`, again after `ToolUnavailable`, which promises that nothing was done; other errors propagate at once.
-
-    Raises the last `ToolUnavailable`, with the number of attempts.
-    """
-    try:
-        return await retry(work, BACKOFF, retries=retries, on=ToolUnavailable, at_least_s=lambda error: error.after_s)
-    except ToolUnavailable as error:
-        raise ToolUnavailable(error.component, f"{error.reason} ({retries + 1} attempts)") from error

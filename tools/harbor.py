@@ -11,7 +11,6 @@ import functools
 import json
 import logging
 import os
-import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,10 +19,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.sandbox import Sandbox, SandboxError, Session
-from penstock.sandbox.harbor import HarborEnvironment, HarborGrade, HarborTask, HarborTaskError, read_task
+from penstock.sandbox.harbor import HarborEnvironment, HarborTask, HarborTaskError, read_task
 from penstock.tools.base import BaseTool, ToolGroup, ToolInfraError, ToolResult
 from penstock.tools.editor import EditorTool
-from penstock.tools.episode_box import BoxTool, EpisodeBox
+from penstock.tools.episode_box import EpisodeBox
+from penstock.tools.graded_box import GradedBox, GradedTool, Submit
 from penstock.tools.predictions import DESCRIPTION, keep_prediction
 from penstock.tools.shell import ShellTool
 from penstock.transfer_queue import Task
@@ -32,7 +32,6 @@ FOLDER = "harbor_task"
 """The column that names a task's folder."""
 SETTING_UP_S = 900.0
 """Waiting for a box, its entry point, its health check."""
-TIME_IS_UP = "The time for this task is up."
 log = logging.getLogger(__name__)
 
 
@@ -65,15 +64,14 @@ class HarborTools(ToolGroup):
         return [kind(self._sandbox, self._settings) for kind in (HarborShell, HarborEditor, HarborSubmit)]
 
 
-class HarborBox(EpisodeBox):
-    """The episode's box with the task set up in it; its first shell begins in the working directory."""
+class HarborBox(GradedBox[HarborEnvironment]):
+    """The episode's box with the task set up in it."""
 
     def __init__(self, sandbox: Sandbox, task: HarborTask, label: str, settings: HarborSettings) -> None:
         super().__init__(sandbox, label)
         self._task = task
         self._settings = settings
-        self._environment: HarborEnvironment | None = None
-        self._graded = False
+        self._passed = {name: os.environ[name] for name in settings.pass_env if name in os.environ}
         self._opened_at = 0.0
 
     @property
@@ -82,60 +80,42 @@ class HarborBox(EpisodeBox):
         limit = self._task.agent_timeout_s
         return float("inf") if limit is None else self._opened_at + limit - time.monotonic()
 
-    async def _open(self) -> Session:
-        passed = {name: os.environ[name] for name in self._settings.pass_env if name in os.environ}
-        environment = await HarborEnvironment.open(self._sandbox, self._task, self._label, passed)
-        self._settle(environment)
-        return environment.session
+    async def _set_up(self) -> HarborEnvironment:
+        return await HarborEnvironment.open(self._sandbox, self._task, self._label, self._passed)
 
-    async def adopt(self, session_id: str) -> None:
-        await super().adopt(session_id)
-        if self._environment is None:
-            passed = {name: os.environ[name] for name in self._settings.pass_env if name in os.environ}
-            self._settle(await HarborEnvironment.around(await self.session(), self._task, passed))
+    async def _find(self, session: Session) -> HarborEnvironment:
+        return await HarborEnvironment.around(session, self._task, self._passed)
 
     def _settle(self, environment: HarborEnvironment) -> None:
-        self._environment, self.folder = environment, environment.folder
+        super()._settle(environment)
         self._opened_at = time.monotonic()
-        self.variables = environment.variables
-        exports = [f"export {name}={shlex.quote(value)}" for name, value in environment.variables.items()]
-        self.begin = "; ".join([*exports, f"cd -- {shlex.quote(environment.folder)}"])
 
-    async def reward(self) -> float | None:
-        """Of what is in the box now; once, None when asked again. Raises `ToolInfraError`."""
-        if self._graded or self._environment is None:
-            return None
-        self._graded = True
-        await self._keep_patch(self._environment)
-        grade = await self._environment.grade()
-        value = grade.rewards.get(self._settings.reward_key) if self._settings.reward_key else grade.reward
-        log.info("%s: %s reward=%s %s", self._label, self._task.name, value, json.dumps(dict(grade.rewards)))
-        return value if value is not None else self._without_reward(grade)
-
-    async def _keep_patch(self, environment: HarborEnvironment) -> None:
-        """Before the tests come. A task without a repository has no patch."""
-        if self._settings.predictions is None:
-            return
-        patch = await environment.patch()
-        if patch is None:
-            log.info("%s: %s: its working directory is no git repository: no patch", self._label, self._task.name)
-            return
-        await asyncio.to_thread(keep_prediction, self._settings.predictions, self._label, self._task.name, patch)
-
-    def _without_reward(self, grade: HarborGrade) -> float:
-        key = self._settings.reward_key
+    async def _grade(self, environment: HarborEnvironment) -> float:
+        """Raises `ToolInfraError` where the tests write no reward."""
+        predictions, name, key = self._settings.predictions, self._task.name, self._settings.reward_key
+        if predictions is not None:  # before the tests come
+            patch = await environment.patch()
+            if patch is None:
+                log.info("%s: %s: its working directory is no git repository: no patch", self._label, name)
+            else:
+                await asyncio.to_thread(keep_prediction, predictions, self._label, name, patch)
+        grade = await environment.grade()
+        value = grade.rewards.get(key) if key else grade.reward
+        log.info("%s: %s reward=%s %s", self._label, name, value, json.dumps(dict(grade.rewards)))
+        if value is not None:
+            return value
         wrong_key = f"no reward is called {key!r}: it has {', '.join(grade.rewards)}" if key and grade.rewards else ""
         cause = grade.cause or wrong_key or grade.why_none()
         if self._settings.no_reward == "zero" and grade.cause:
-            log.info("%s: %s earns 0: %s", self._label, self._task.name, cause)
+            log.info("%s: %s earns 0: %s", self._label, name, cause)
             return 0.0
-        raise ToolInfraError("harbor", f"task {self._task.name}: {cause}")
+        raise ToolInfraError("harbor", f"task {name}: {cause}")
 
 
-class _HarborTool(BoxTool):
-    """What the three have in common: the box, opened before the first call, and its reward."""
-
+class _HarborTool(GradedTool):
     box_kind = HarborBox
+    component = "harbor"
+    task_error = HarborTaskError
 
     def __init__(self, sandbox: Sandbox | None, settings: HarborSettings) -> None:
         super().__init__(sandbox)
@@ -147,10 +127,7 @@ class _HarborTool(BoxTool):
         folder = task.extra_info.get(FOLDER)
         if not folder:
             raise ToolInfraError("harbor", f"the row has no {FOLDER}: it is none of data.train: harbor:FOLDER")
-        try:
-            found = _task_in((self._harbor.tasks / str(folder)).absolute())
-        except HarborTaskError as error:
-            raise ToolInfraError("harbor", str(error)) from error
+        found = read_task_once((self._harbor.tasks / str(folder)).absolute())
         if found.verifier_timeout_s > self._harbor.longest_tests_s:
             raise ToolInfraError(
                 "harbor",
@@ -159,24 +136,11 @@ class _HarborTool(BoxTool):
             )
         return HarborBox(self._sandbox, found, task.task_id, self._harbor)
 
-    async def create(self, task: Task) -> EpisodeBox:
-        try:
-            return await super().create(task)
-        except HarborTaskError as error:
-            raise ToolInfraError("harbor", str(error)) from error
-
-    async def attach(self, task: Task, session_id: str) -> EpisodeBox:
-        try:
-            return await super().attach(task, session_id)
-        except HarborTaskError as error:
-            raise ToolInfraError("harbor", str(error)) from error
-
     async def calc_reward(self, state: Any) -> float | None:
         try:
-            reward: float | None = await state.reward()
-        except (HarborTaskError, SandboxError) as error:
+            return await super().calc_reward(state)
+        except SandboxError as error:
             raise ToolInfraError("harbor", str(error)) from error
-        return reward
 
 
 class HarborShell(_HarborTool, ShellTool):
@@ -184,7 +148,7 @@ class HarborShell(_HarborTool, ShellTool):
 
     async def execute(self, state: EpisodeBox, arguments: Mapping[str, Any]) -> ToolResult:
         if isinstance(state, HarborBox) and state.seconds_left <= 0:
-            return ToolResult(TIME_IS_UP, final=True)
+            return ToolResult("The time for this task is up.", final=True)
         return await super().execute(state, arguments)
 
 
@@ -192,18 +156,11 @@ class HarborEditor(_HarborTool, EditorTool):
     """`editor`, its paths relative to the working directory."""
 
 
-class HarborSubmit(_HarborTool):
-    """Ends the episode; what counts is what is in the box."""
-
-    name = "submit"
+class HarborSubmit(_HarborTool, Submit):
     description = "Hand in your work; nothing comes after it."
-    parameters: Mapping[str, Any] = {"type": "object", "properties": {}}
-
-    async def execute(self, state: EpisodeBox, arguments: Mapping[str, Any]) -> ToolResult:
-        return ToolResult("submitted", final=True)
 
 
 @functools.lru_cache(maxsize=4096)
-def _task_in(folder: Path) -> HarborTask:
-    """Read once per process: its image is named by its files. Raises `HarborTaskError`."""
+def read_task_once(folder: Path) -> HarborTask:
+    """Reads a task once per process: its image is named by its files. Raises `HarborTaskError`."""
     return read_task(folder)

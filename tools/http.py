@@ -11,8 +11,6 @@ import aiohttp
 
 from penstock.tools.base import ToolInfraError, ToolUnavailable
 
-BUSY_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Answers of services that are busy, starting or behind a failing proxy; what is asked here has no effects."""
 MAX_ANSWER_BYTES = 16 << 20
 
 
@@ -65,7 +63,8 @@ class JsonClient:
 
     def _to_json(self, url: str, status: int, data: bytearray, retry_after: str | None) -> Any:
         beginning = data[:200].decode("utf-8", "replace")
-        if status in BUSY_STATUSES:
+        # A service that is busy, starting or behind a failing proxy; what is asked here has no effects.
+        if status in (408, 425, 429, 500, 502, 503, 504):
             raise ToolUnavailable(self._component, f"{url}: HTTP {status}: {beginning}", _seconds(retry_after))
         if status != 200:
             raise ToolInfraError(self._component, f"{url}: HTTP {status}: {beginning}")

@@ -16,8 +16,6 @@ LIMIT_TEXTS = {
     "output": "Error: the code wrote more output than it may and was stopped.",
 }
 STATE_LOST = "The interpreter was restarted: variables and imports are gone."
-BOX_LOST = "The sandbox was restarted: variables, imports and files are gone."
-NO_OUTPUT = "(no output)"
 
 
 class PythonTool(BoxTool):
@@ -75,17 +73,16 @@ class PythonTool(BoxTool):
         failed = result.exit_code != 0
         parts = [result.stdout.rstrip()]
         if failed:
-            parts.append(self._last_lines(result.stderr))
+            parts.append("\n".join(result.stderr.rstrip().splitlines()[-self._traceback_lines :]))
         if result.exit_code is None:
             parts.append(LIMIT_TEXTS.get(result.limit or "", "Error: the code was stopped."))
         elif result.limit == "output":
             parts.append("[output cut]")
         if result.state_lost:
-            parts.append(BOX_LOST if result.files_lost else STATE_LOST)
+            parts.append(
+                "The sandbox was restarted: variables, imports and files are gone." if result.files_lost else STATE_LOST
+            )
         elif failed and not result.stderr.strip():
             parts.append(f"Error: exit code {result.exit_code}")
-        text = "\n".join(part for part in parts if part) or NO_OUTPUT
+        text = "\n".join(part for part in parts if part) or "(no output)"
         return ToolResult(text, metrics={"python_s": result.duration_s}, is_error=failed)
-
-    def _last_lines(self, stderr: str) -> str:
-        return "\n".join(stderr.rstrip().splitlines()[-self._traceback_lines :])

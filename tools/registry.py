@@ -66,7 +66,15 @@ def make_tools(
             if tool.name in tools:
                 raise ToolConfigError(f"tools: two of them are called {tool.name!r}")
             tools[tool.name] = tool
-    _check_box(tools)
+    kinds: dict[str, list[str]] = {}
+    for name, tool in tools.items():
+        if isinstance(tool, BoxTool):
+            kinds.setdefault(tool.box_kind.__name__, []).append(name)
+    if len(kinds) > 1:  # the tool that is called first would open a box that another one cannot use
+        found = "; ".join(f"{', '.join(names)} in a {kind}" for kind, names in kinds.items())
+        raise ToolConfigError(
+            f"tools: an episode has one box, these would work in different ones: {found}. Keep one kind"
+        )
     return tools
 
 
@@ -83,19 +91,6 @@ async def close_tools(tools: Iterable[BaseTool]) -> None:
                 await tool.close()
         except Exception:
             log.exception("tool %s did not close", tool.name)
-
-
-def _check_box(tools: Mapping[str, BaseTool]) -> None:
-    """Raises `ToolConfigError` where the tool that is called first would open a box that another one cannot use."""
-    kinds: dict[str, list[str]] = {}
-    for name, tool in tools.items():
-        if isinstance(tool, BoxTool):
-            kinds.setdefault(tool.box_kind.__name__, []).append(name)
-    if len(kinds) > 1:
-        found = "; ".join(f"{', '.join(names)} in a {kind}" for kind, names in kinds.items())
-        raise ToolConfigError(
-            f"tools: an episode has one box, these would work in different ones: {found}. Keep one kind"
-        )
 
 
 def _make(config: ToolConfig, sandbox: Sandbox | None, load: Callable[[str], Any] | None) -> list[BaseTool]:

@@ -13,8 +13,6 @@ from penstock.tools.http import JsonClient
 
 TOKEN_VARIABLE = "PENSTOCK_SEARCH_TOKEN"  # noqa: S105
 """Its own variable: the run's token must not go to a server that is no part of the run."""
-NOTHING_FOUND = "No passage found."
-QUERY_ARGUMENTS = ("query", "query_list", "queries")
 
 
 class SearchTool(BaseTool):
@@ -55,7 +53,9 @@ class SearchTool(BaseTool):
         self._client = JsonClient("search", request_timeout_s)
 
     async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolResult:
-        queries = _queries(arguments)
+        # One query or verl's `query_list`; blank ones are left out.
+        asked: Any = next((arguments[name] for name in ("query", *self.aliases["query"]) if name in arguments), [])
+        queries = [str(query) for query in ([asked] if isinstance(asked, str) else asked) if str(query).strip()]
         if not queries:
             return ToolResult("Error: the query is empty", is_error=True)
         body = {"queries": queries, "topk": self._topk, "return_scores": True}
@@ -70,12 +70,6 @@ class SearchTool(BaseTool):
 
     async def close(self) -> None:
         await self._client.close()
-
-
-def _queries(arguments: Mapping[str, Any]) -> list[str]:
-    """One query or verl's `query_list`; blank ones are left out."""
-    given: str | Sequence[Any] = next((arguments[name] for name in QUERY_ARGUMENTS if name in arguments), [])
-    return [str(query) for query in ([given] if isinstance(given, str) else given) if str(query).strip()]
 
 
 def _passage(item: Mapping[str, Any]) -> tuple[str, str]:
@@ -93,5 +87,5 @@ def _render(queries: Sequence[str], found: Sequence[Sequence[tuple[str, str]]]) 
     for query, passages in zip(queries, found, strict=True):
         heading = [f"Query: {query}"] if len(queries) > 1 else []
         docs = [f"Doc {n} (Title: {title}) {text}" for n, (title, text) in enumerate(passages, start=1)]
-        parts.append("\n".join(heading + (docs or [NOTHING_FOUND])))
+        parts.append("\n".join(heading + (docs or ["No passage found."])))
     return "\n\n".join(parts)

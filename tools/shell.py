@@ -9,23 +9,20 @@ from penstock.sandbox import RunResult, SandboxError
 from penstock.tools.base import ToolInfraError, ToolResult
 from penstock.tools.episode_box import BoxTool, EpisodeBox
 
-STATE_FILE = ".penstock_shell"
 LIMIT_TEXTS = {
     "wall": "Error: the command ran longer than it may and was stopped.",
     "cpu": "Error: the command used more CPU time than it may and was stopped.",
     "memory": "Error: the command used more memory than it may and was stopped.",
     "output": "Error: the command wrote more output than it may and was stopped.",
 }
-BOX_RESTARTED = "The sandbox was restarted: files and variables are gone."
-NO_OUTPUT = "(no output)"
 
 # Variables and functions of a call are there in the next: `set -a` exports what is assigned, the trap writes it down.
 # The file lies in the box, so that the shell also continues where another worker takes over.
-_WRAPPER = f"""\
+_WRAPPER = """\
 exec 2>&1
-__state="$PWD/{STATE_FILE}"
+__state="$PWD/.penstock_shell"
 if [ -r "$__state" ]; then . "$__state" 2>/dev/null; else eval "$2"; fi
-trap '__code=$?; {{ export -p; declare -f; printf "cd -- %q\\n" "$PWD"; }} > "$__state" 2>/dev/null; exit $__code' EXIT
+trap '__code=$?; { export -p; declare -f; printf "cd -- %q\\n" "$PWD"; } > "$__state" 2>/dev/null; exit $__code' EXIT
 set -a
 eval "$1"
 """
@@ -65,6 +62,6 @@ def _to_tool_result(result: RunResult) -> ToolResult:
     if result.limit == "output" and result.exit_code is not None:
         parts.append("[output cut]")
     if result.files_lost:
-        parts.append(BOX_RESTARTED)
-    text = "\n".join(part for part in parts if part) or NO_OUTPUT
+        parts.append("The sandbox was restarted: files and variables are gone.")
+    text = "\n".join(part for part in parts if part) or "(no output)"
     return ToolResult(text, metrics={"shell_s": result.duration_s}, is_error=result.exit_code != 0)

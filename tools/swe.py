@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -25,9 +24,9 @@ from penstock.sandbox.swe import (
     SweTaskError,
     grade,
 )
-from penstock.tools.base import BaseTool, ToolGroup, ToolInfraError, ToolResult
+from penstock.tools.base import BaseTool, ToolGroup
 from penstock.tools.editor import EditorTool
-from penstock.tools.episode_box import BoxTool, EpisodeBox
+from penstock.tools.graded_box import GradedBox, GradedTool, Submit
 from penstock.tools.predictions import DESCRIPTION, keep_prediction
 from penstock.tools.shell import ShellTool
 from penstock.transfer_queue import Task
@@ -61,75 +60,50 @@ class SweTools(ToolGroup):
         self._settings = SweSettings(**settings)
 
     def tools(self) -> list[BaseTool]:
-        return [kind(self._sandbox, self._settings) for kind in (SweShell, SweEditor, SubmitTool)]
+        return [kind(self._sandbox, self._settings) for kind in (SweShell, SweEditor, SweSubmit)]
 
 
-class SweBox(EpisodeBox):
-    """The episode's box with the repository placed in it; its first shell begins there."""
+class SweBox(GradedBox[SweEnvironment]):
+    """The episode's box with the repository placed in it."""
 
     def __init__(self, sandbox: Sandbox, task: SweTask, label: str, settings: SweSettings) -> None:
         super().__init__(sandbox, label)
         self._task = task
         self._settings = settings
-        self._environment: SweEnvironment | None = None
-        self._graded = False
 
-    async def _open(self) -> Session:
-        environment = await SweEnvironment.open(self._sandbox, self._task, self._settings.limits, self._label)
-        self._settle(environment)
-        return environment.session
+    async def _set_up(self) -> SweEnvironment:
+        return await SweEnvironment.open(self._sandbox, self._task, self._settings.limits, self._label)
 
-    async def adopt(self, session_id: str) -> None:
-        await super().adopt(session_id)
-        if self._environment is None:
-            self._settle(await SweEnvironment.around(await self.session(), self._task, self._settings.limits))
+    async def _find(self, session: Session) -> SweEnvironment:
+        return await SweEnvironment.around(session, self._task, self._settings.limits)
 
-    def _settle(self, environment: SweEnvironment) -> None:
-        self._environment, self.folder = environment, environment.folder
-        self.variables = environment.variables
-        exports = [f"export {name}={shlex.quote(value)}" for name, value in environment.variables.items()]
-        self.begin = "; ".join([*exports, f"cd -- {shlex.quote(environment.folder)}"])
+    async def _grade(self, environment: SweEnvironment) -> float:
+        """Grades the repository's changes in another box.
 
-    async def reward(self) -> float | None:
-        """Of what is in the repository now; once per box, None when asked again.
-
-        The box is closed before another one is asked for: episodes that each hold one and wait for a second would
+        This one is closed before another one is asked for: episodes that each hold one and wait for a second would
         wait for each other.
         """
-        if self._graded or self._environment is None:
-            return None
-        self._graded = True
-        patch = await self._patch(self._environment)
-        await self._environment.close()
-        if self._settings.predictions is not None:
-            await asyncio.to_thread(
-                keep_prediction, self._settings.predictions, self._label, self._task.instance_id, patch
-            )
+        name, predictions = self._task.instance_id, self._settings.predictions
+        try:
+            patch = await environment.diff()
+        except PatchError as error:
+            log.info("%s: no patch: %s", self._label, error)
+            patch = b""
+        await environment.close()
+        if predictions is not None:
+            await asyncio.to_thread(keep_prediction, predictions, self._label, name, patch)
         if not patch.strip():
             return 0.0
         found = await grade(self._sandbox, self._task, patch, self._settings.limits, f"{self._label} grading")
-        log.info(
-            "%s: %s resolved=%s share=%.2f %s",
-            self._label,
-            self._task.instance_id,
-            found.resolved,
-            found.share,
-            found.reason,
-        )
+        outcome = (name, found.resolved, found.share, found.reason)
+        log.info("%s: %s resolved=%s share=%.2f %s", self._label, *outcome)
         return found.share if self._settings.reward == "share" else float(found.resolved)
 
-    async def _patch(self, environment: SweEnvironment) -> bytes:
-        try:
-            return await environment.diff()
-        except PatchError as error:
-            log.info("%s: no patch: %s", self._label, error)
-            return b""
 
-
-class _SweTool(BoxTool):
-    """What the three have in common: the box, opened before the first call, and its reward."""
-
+class _SweTool(GradedTool):
     box_kind = SweBox
+    component = "swe"
+    task_error = SweTaskError
 
     def __init__(self, sandbox: Sandbox | None, settings: SweSettings) -> None:
         super().__init__(sandbox)
@@ -139,30 +113,8 @@ class _SweTool(BoxTool):
         self.reward_timeout_s = runs * settings.tests_timeout_s + SETTING_UP_S
 
     def _box_of(self, task: Task) -> SweBox:
-        try:
-            row = SweTask.from_row(task.extra_info, self._swe.repositories)
-        except SweTaskError as error:
-            raise ToolInfraError("swe", str(error)) from error
+        row = SweTask.from_row(task.extra_info, self._swe.repositories)
         return SweBox(self._sandbox, row, task.task_id, self._swe)
-
-    async def create(self, task: Task) -> EpisodeBox:
-        try:
-            return await super().create(task)
-        except SweTaskError as error:
-            raise ToolInfraError("swe", str(error)) from error
-
-    async def attach(self, task: Task, session_id: str) -> EpisodeBox:
-        try:
-            return await super().attach(task, session_id)
-        except SweTaskError as error:
-            raise ToolInfraError("swe", str(error)) from error
-
-    async def calc_reward(self, state: Any) -> float | None:
-        try:
-            reward: float | None = await state.reward()
-        except SweTaskError as error:
-            raise ToolInfraError("swe", str(error)) from error
-        return reward
 
 
 class SweShell(_SweTool, ShellTool):
@@ -173,15 +125,8 @@ class SweEditor(_SweTool, EditorTool):
     """`editor`, its paths relative to the repository."""
 
 
-class SubmitTool(_SweTool):
-    """Ends the episode; what counts is what is in the repository."""
-
-    name = "submit"
+class SweSubmit(_SweTool, Submit):
     description = "Hand in your changes to the repository; nothing comes after it."
-    parameters: Mapping[str, Any] = {"type": "object", "properties": {}}
-
-    async def execute(self, state: EpisodeBox, arguments: Mapping[str, Any]) -> ToolResult:
-        return ToolResult("submitted", final=True)
 
 
 def tool_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> float:

@@ -14,9 +14,6 @@ from typing import Any
 
 from anyio import CapacityLimiter, to_thread
 
-AT_ONCE = 64
-LEFT_BEHIND_MOST = 256
-
 
 class TooManyLeftBehind(RuntimeError):
     """Too many plain calls never returned: no further one is started."""
@@ -25,7 +22,7 @@ class TooManyLeftBehind(RuntimeError):
 class UserThreads:
     """At most `at_once` calls with a waiting caller, and `left_behind_most` abandoned ones."""
 
-    def __init__(self, at_once: int = AT_ONCE, left_behind_most: int = LEFT_BEHIND_MOST) -> None:
+    def __init__(self, at_once: int = 64, left_behind_most: int = 256) -> None:
         self._limiter = CapacityLimiter(at_once)
         self._left_behind_most = left_behind_most
         self._left_behind: set[ThreadCall] = set()

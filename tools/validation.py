@@ -10,7 +10,6 @@ from jsonschema import Draft202012Validator, SchemaError, ValidationError
 
 from penstock.common import nearest
 
-MOST_CHECKERS = 1024
 _CHECKERS: dict[int, _Checker] = {}
 """id of a schema → what checks it"""
 _TYPES: Mapping[str, tuple[type, ...]] = {
@@ -73,7 +72,7 @@ def _checker(schema: Mapping[str, Any]) -> _Checker:
     # The validator holds its schema, so that no other object gets this id.
     if known is not None and known.validator.schema is schema:
         return known
-    if len(_CHECKERS) >= MOST_CHECKERS:
+    if len(_CHECKERS) >= 1024:
         _CHECKERS.clear()
     types = {name: _types_of(one) for name, one in schema.get("properties", {}).items()}
     made = _CHECKERS[id(schema)] = _Checker(

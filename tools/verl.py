@@ -27,7 +27,10 @@ def from_verl(entry: Mapping[str, Any]) -> dict[str, Any]:
     schema, mcp = rest.pop("tool_schema", None), dict(rest.pop("mcp", None) or {})
     for key in IGNORED:
         config.pop(key, None)
-    fields = _fields(class_name, config, mcp)
+    if not class_name.startswith("verl."):
+        fields = {"name": class_name, "settings": config}
+    else:
+        fields = _counterpart(class_name, config, mcp)
     if schema is not None:
         fields["tool_schema"] = schema
     return {**fields, **rest}
@@ -46,18 +49,22 @@ def read_tools(value: Any) -> Any:
         raise ValueError(f"{value}: no YAML file with a list of tools ({type(error).__name__}: {error})") from error
 
 
-def _fields(class_name: str, config: dict[str, Any], mcp: dict[str, Any]) -> dict[str, Any]:
-    if not class_name.startswith("verl."):
-        return {"name": class_name, "settings": config}
+def _counterpart(class_name: str, config: dict[str, Any], mcp: dict[str, Any]) -> dict[str, Any]:
+    """The tool of ours in the place of verl's. Takes what it uses out of `config`."""
     kind = class_name.rpartition(".")[2]
     fields = _limits(config)
     if kind == "SearchTool":
         fields |= {"name": "search", "settings": _search(config, fields)}
     elif kind == "SandboxFusionTool":
         fields |= {"name": "python"}
-        _warn_of(config, class_name)
+        for key in ELSEWHERE:
+            if config.pop(key, None) is not None:
+                log.warning("%s: %s has no effect; the recipe's `sandbox` says where code runs", class_name, key)
     elif kind.startswith("MCP"):
-        fields |= {"name": "mcp", "settings": _mcp(mcp)}
+        if "mcp_servers_config_path" not in mcp:
+            raise ValueError("an MCP tool needs mcp.mcp_servers_config_path")
+        settings = {"servers_file": mcp["mcp_servers_config_path"], "select": mcp.get("tool_selected_list")}
+        fields |= {"name": "mcp", "settings": settings}
     else:
         raise ValueError(f"{class_name} has no counterpart: write it as a BaseTool and name its own dotted path")
     if config:
@@ -81,15 +88,3 @@ def _search(config: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]
     if "timeout_s" in fields:
         settings["request_timeout_s"] = fields["timeout_s"] - MARGIN_S
     return settings
-
-
-def _mcp(mcp: Mapping[str, Any]) -> dict[str, Any]:
-    if "mcp_servers_config_path" not in mcp:
-        raise ValueError("an MCP tool needs mcp.mcp_servers_config_path")
-    return {"servers_file": mcp["mcp_servers_config_path"], "select": mcp.get("tool_selected_list")}
-
-
-def _warn_of(config: dict[str, Any], class_name: str) -> None:
-    for key in ELSEWHERE:
-        if config.pop(key, None) is not None:
-            log.warning("%s: %s has no effect; the recipe's `sandbox` says where code runs", class_name, key)

@@ -38,12 +38,10 @@ class SearchApi:
 
     def results(self, answer: Any) -> list[dict[str, str]]:
         """Raises `TypeError` or `AttributeError` on an answer of another shape; a missing list is no result."""
+        names = ("title", "url", "text")
         for key in self.path:
             answer = answer.get(key, {})
-        return [{name: str(one.get(self.names.get(name, name), "")) for name in _FIELDS} for one in answer or []]
-
-
-_FIELDS = ("title", "url", "text")
+        return [{name: str(one.get(self.names.get(name, name), "")) for name in names} for one in answer or []]
 
 
 def _brave(query: str, count: int, key: str) -> SearchRequest:

@@ -15,17 +15,6 @@ from penstock.sandbox import Accept, RunResult, ServedSession, put_folder
 
 STATE = ".penstock_program"
 SET_UP_S = 60.0
-_HOME = 'mkdir -p -- "$1/home" && cd -- "$1" && pwd -P'
-_FOLDER = 'mkdir -p -- "$1" && cd -- "$1" && pwd -P'
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What the program may reach."""
-
-    accept: Accept
-    stop: asyncio.Event
-    """Set to end the program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +47,8 @@ class ProgramBox:
     @classmethod
     async def open(cls, session: ServedSession, folder: str, variables: Mapping[str, str]) -> ProgramBox:
         """`folder`: where the program starts, made where it is missing. Raises `SandboxError`, `InfraFailure`."""
-        state = await _made(session, _HOME, STATE)
-        return cls(session, await _made(session, _FOLDER, folder or posixpath.join(state, "work")), state, variables)
+        state = posixpath.dirname(await _made(session, f"{STATE}/home"))
+        return cls(session, await _made(session, folder or posixpath.join(state, "work")), state, variables)
 
     async def put(self, files: Mapping[str, bytes]) -> None:
         """By path: ``~/…`` in its home, absolute, or in its folder. Raises `SandboxError`, `InfraFailure`."""
@@ -68,8 +57,14 @@ class ProgramBox:
             base, name = self._place(path)
             groups.setdefault(base, {})[name] = content
         for base, group in groups.items():
+            packed = io.BytesIO()
+            with tarfile.open(fileobj=packed, mode="w") as archive:
+                for name, content in group.items():
+                    member = tarfile.TarInfo(name)
+                    member.size, member.mode = len(content), 0o755 if content.startswith(b"#!") else 0o644
+                    archive.addfile(member, io.BytesIO(content))
             try:
-                await put_folder(self.session, base, _tar_of(group))
+                await put_folder(self.session, base, packed.getvalue())
             except OSError as error:
                 raise InfraFailure("task", f"files {', '.join(group)} cannot be written to {base}: {error}") from error
 
@@ -77,17 +72,27 @@ class ProgramBox:
         self,
         argv: Sequence[str],
         environment: Mapping[str, str],
+        *,
         stdin: str,
         limit_s: float,
-        served: Served,
+        accept: Accept,
+        stop: asyncio.Event,
     ) -> ProgramEnd:
-        """The program, to its end. Raises `SandboxError`."""
+        """Runs the program to its end.
+
+        Args:
+            accept: takes the connections that the program opens.
+            stop: set to end the program.
+
+        Raises:
+            SandboxError: the box failed.
+        """
         variables = {**self._variables, "HOME": self.home, **environment}
         started = time.monotonic()
         result = await self.session.run_served(
             ["env", *(f"{name}={value}" for name, value in variables.items()), *argv],
-            served.accept,
-            stop=served.stop,
+            accept,
+            stop=stop,
             stdin=stdin,
             timeout_s=limit_s,
             cwd=self.folder,
@@ -112,19 +117,11 @@ class ProgramBox:
         return ("/", path.lstrip("/")) if path.startswith("/") else (self.folder, path)
 
 
-async def _made(session: ServedSession, script: str, folder: str) -> str:
+async def _made(session: ServedSession, folder: str) -> str:
+    """Makes `folder` and returns its absolute path."""
+    script = 'mkdir -p -- "$1" && cd -- "$1" && pwd -P'
     result = await session.run(["sh", "-c", script, "program", folder], timeout_s=SET_UP_S)
     if result.exit_code != 0:
         words = result.stderr.strip() or f"limit {result.limit}"
         raise InfraFailure("sandbox", f"folder {folder!r} cannot be made in the box: {words[-400:]}")
     return result.stdout.rstrip("\n")
-
-
-def _tar_of(files: Mapping[str, bytes]) -> bytes:
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        for path, content in files.items():
-            member = tarfile.TarInfo(path)
-            member.size, member.mode = len(content), 0o755 if content.startswith(b"#!") else 0o644
-            archive.addfile(member, io.BytesIO(content))
-    return packed.getvalue()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from penstock.agent_loops import (
@@ -24,7 +25,7 @@ from penstock.agent_loops import (
     span,
 )
 from penstock.agent_loops.loops import read_settings
-from penstock.gateway.command.box import ProgramBox, ProgramEnd, Served
+from penstock.gateway.command.box import ProgramBox, ProgramEnd
 from penstock.gateway.command.session import CommandSession, EpisodeEndpoint
 from penstock.gateway.command.settings import CommandSettings, Placeholders, files_of
 from penstock.gateway.finish import last_turn, outcome_of
@@ -96,21 +97,21 @@ class CommandLoop(RecordedLoop):
                 raise InfraFailure("sandbox", f"no box was ready within {self._deadline_s * SHARE_OF_DEADLINE:g} s")
             argv, stdin = places.argv(settings.command), places.fill(settings.stdin, "stdin")
             with span("tool", "program"):
+                environment = _environment(settings, places)
                 end = await box.run(
-                    argv,
-                    _environment(settings, places),
-                    stdin,
-                    limit_s,
-                    Served(endpoint.accept, recorded.stop),
+                    argv, environment, stdin=stdin, limit_s=limit_s, accept=endpoint.accept, stop=recorded.stop
                 )
         finally:
             recorded.closing = True
             recorded.end("the program has ended")
             await endpoint.close()
             await self.close_recording()
-        self._raise_failure()
+        if recorded.diverged:
+            raise EpisodeRestart(recorded.cause)
+        if recorded.failure is not None:
+            raise recorded.failure
         files = await box.collect(settings.collect, settings.max_file_bytes)
-        return ProgramEnd(end.result, end.seconds, files)
+        return replace(end, files=files)
 
     def _facts(self, endpoint: EpisodeEndpoint, port: int, box: ProgramBox) -> dict[str, str]:
         base_url, anthropic_base_url = endpoint.urls(port)
@@ -132,40 +133,30 @@ class CommandLoop(RecordedLoop):
         return {PROMPT: places.fill("{prompt}", "prompt").encode(), **files_of(task), **of_settings}
 
     # the end -------------------------------------------------------------------------------------------------------
-    def _raise_failure(self) -> None:
-        """What ends the episode whatever the program made of it."""
-        if self.recorded.diverged:
-            raise EpisodeRestart(self.recorded.cause)
-        if self.recorded.failure is not None:
-            raise self.recorded.failure
-
     def _outputs(self, end: ProgramEnd, settings: CommandSettings) -> list[AgentLoopOutput]:
-        if last_turn(self.recorded) is None:
-            raise InfraFailure("agent", self._why_nothing(end))
+        recorded = self.recorded
+        if last_turn(recorded) is None:
+            refused = f"; its last request was refused: {recorded.last_refusal}" if recorded.last_refusal else ""
+            asked = "every request of the program failed" if recorded.requests else "the program never asked the model"
+            raise InfraFailure("agent", f"{asked}{refused}; {recorded.cause or end.describe()}")
         outcome = self._outcome(end, settings)
         self.check_replayed()
         result = end.result
         program = {
             "exit_code": result.exit_code,
             "limit": result.limit,
-            "cause": self.recorded.cause,
+            "cause": recorded.cause,
             "stdout": result.stdout[-TAIL:],
             "stderr": result.stderr[-TAIL:],
             "files": dict(end.files),
-            "refused": list(self.recorded.refusals),
+            "refused": list(recorded.refusals),
         }
         metrics = {
             "program_seconds": end.seconds,
-            "program_requests": float(self.recorded.requests),
-            "program_refusals": float(len(self.recorded.refusals)),
+            "program_requests": float(recorded.requests),
+            "program_refusals": float(len(recorded.refusals)),
         }
         return self.recorded_outputs(outcome, metrics=metrics, extra={"program": program})
-
-    def _why_nothing(self, end: ProgramEnd) -> str:
-        """The cause of an episode in which the model was never asked with success."""
-        refused = f"; its last request was refused: {self.recorded.last_refusal}" if self.recorded.last_refusal else ""
-        asked = "every request of the program failed" if self.recorded.requests else "the program never asked the model"
-        return f"{asked}{refused}; {self.recorded.cause or end.describe()}"
 
     def _outcome(self, end: ProgramEnd, settings: CommandSettings) -> Outcome:
         """By the budget, by what ended the program, by its status. Raises `InfraFailure`."""
@@ -180,10 +171,10 @@ class CommandLoop(RecordedLoop):
             return Outcome(OutcomeKind.POLICY_ERROR, f"the program was ended: {end.describe()}")
         if end.result.exit_code == 0:
             return budget
-        return self._of_failed(end, settings, budget)
+        return self._outcome_of_status(end, settings, budget)
 
-    def _of_failed(self, end: ProgramEnd, settings: CommandSettings, budget: Outcome) -> Outcome:
-        """Of a status other than 0: a mistake in the settings is no fault of the model's."""
+    def _outcome_of_status(self, end: ProgramEnd, settings: CommandSettings, budget: Outcome) -> Outcome:
+        """By a status other than 0: a mistake in the settings is no fault of the model's. Raises `InfraFailure`."""
         if self.recorded.too_long:
             return TRUNCATED_LENGTH
         if self.recorded.last_refusal:

@@ -31,9 +31,6 @@ from penstock.gateway.session import GatewaySession, Reservation
 from penstock.gateway.sessions import ApiKeyHeader
 from penstock.gateway.wire.types import CompletionRequest, InvalidRequest
 
-KEPT_REFUSALS = 20
-MAX_CAUSE = 4000
-"""Bytes of a refusal that are kept."""
 BEYOND_BUDGET = 8
 """Requests that a program may make once its budget is used up: each gets an empty answer, the next one ends it."""
 
@@ -91,7 +88,7 @@ class CommandSession(GatewaySession):
 
     def note_refusal(self, cause: str) -> None:
         self.last_refusal = cause
-        self.refusals = [*self.refusals, cause][-KEPT_REFUSALS:]
+        self.refusals = [*self.refusals, cause][-20:]
 
     def _known(self, match: PrefixMatch, key: str, retried: bool) -> list[Turn]:
         """A program that takes another way than before the crash is run afresh at once, not after its end."""
@@ -126,7 +123,10 @@ class EpisodeEndpoint:
         self._session, self._handle, self._limits = session, handle, limits
         self._bytes_left = limits.request_bytes
         self._connections = 0
-        self._http = HttpConnections(self._app())
+        closed = RequireToken(client_app(), opens("", further=self._opens))
+        self._http = HttpConnections(
+            self._counted(ClientErrors(closed, ApiKeyHeader(LimitBody(closed, MAX_BODY_BYTES))))
+        )
 
     def accept(self, connection: socket.socket) -> None:
         self._connections += 1
@@ -141,10 +141,6 @@ class EpisodeEndpoint:
         """(base URL of OpenAI's clients, of Anthropic's) by the box's own port."""
         episode = f"http://127.0.0.1:{port}{PREFIX}{self._handle}"
         return f"{episode}/v1", episode
-
-    def _app(self) -> ASGIApp:
-        closed = RequireToken(_client_app(), opens("", further=self._opens))
-        return self._counted(ClientErrors(closed, ApiKeyHeader(LimitBody(closed, MAX_BODY_BYTES))))
 
     def _opens(self, path: str, given: str) -> bool:
         return path.startswith(f"{PREFIX}{self._handle}/v1/") and same_token(given, self.key)
@@ -182,7 +178,7 @@ _ASKED: ContextVar[EpisodeEndpoint] = ContextVar("asked")
 
 
 @functools.cache
-def _client_app() -> FastAPI:
+def client_app() -> FastAPI:
     """The routes of all endpoints of this process: making them takes longer than an endpoint may hold its worker."""
 
     async def find(handle: str) -> GatewaySession:
@@ -209,19 +205,12 @@ class _Noting:
             if self._status >= 400:  # the rest of a body that is refused is not read
                 message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
         elif 400 <= self._status < 500 and self._posted:
-            self._body = (self._body + message.get("body", b""))[:MAX_CAUSE]
+            self._body = (self._body + message.get("body", b""))[:4000]
             if not message.get("more_body"):
-                self._session.note_refusal(f"{self._route} {self._status}: {_message_of(self._body)}")
+                try:  # in the shape of either API
+                    cause = str(json.loads(self._body)["error"]["message"])
+                except (ValueError, KeyError, TypeError):
+                    cause = self._body.decode("utf-8", "replace")
+                route = "/v1/" + self._path.partition("/v1/")[2] if "/v1/" in self._path else self._path[:80]
+                self._session.note_refusal(f"{route} {self._status}: {cause}")
         await self._send(message)
-
-    @property
-    def _route(self) -> str:
-        return "/v1/" + self._path.partition("/v1/")[2] if "/v1/" in self._path else self._path[:80]
-
-
-def _message_of(body: bytes) -> str:
-    """Of an error in the shape of either API."""
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return body.decode("utf-8", "replace")

@@ -102,11 +102,13 @@ class Placeholders:
 def texts_of(messages: Sequence[Mapping[str, Any]], role: str) -> list[str]:
     """The text of each message of `role`."""
     contents = [message.get("content") for message in messages if message.get("role") == role]
-    return [content if isinstance(content, str) else _text_parts(content) for content in contents if content]
-
-
-def _text_parts(content: Any) -> str:
-    return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return [
+        content
+        if isinstance(content, str)
+        else "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+        for content in contents
+        if content
+    ]
 
 
 def files_of(task: Task) -> dict[str, bytes]:

@@ -145,15 +145,12 @@ class McpTools(ToolGroup):
             connection = McpConnection(server)
             listed = _list_tools(server)
             offered += [tool.name for tool in listed]
-            wanted = (tool for tool in listed if self._wants(tool.name))
+            wanted = (tool for tool in listed if self._select is None or tool.name in self._select)
             found += [McpTool(connection, tool, self._prefix, per_episode=self._per_episode) for tool in wanted]
         missing = [name for name in self._select or () if name not in offered]
         if missing or not found:
             raise ValueError(f"MCP: no tool {', '.join(missing)}; there are: {', '.join(offered) or 'none'}")
         return found
-
-    def _wants(self, name: str) -> bool:
-        return self._select is None or name in self._select
 
 
 def _list_tools(server: McpServer) -> list[Any]:
@@ -172,19 +169,14 @@ async def _ask(server: McpServer) -> list[Any]:
     try:
         client = await connection.client()
         async with asyncio.timeout(LIST_DEADLINE_S):
-            return await _every_page(client)
+            tools: list[Any] = []
+            cursor = None
+            while True:
+                page = await client.list_tools(cursor=cursor)
+                tools += page.tools
+                if not (cursor := page.next_cursor):
+                    return tools
     except TimeoutError as error:
         raise ToolUnavailable("mcp", f"{server.label}: no list of tools within {LIST_DEADLINE_S:g} s") from error
     finally:
         await connection.close()
-
-
-async def _every_page(client: Any) -> list[Any]:
-    tools: list[Any] = []
-    cursor = None
-    while True:
-        page = await client.list_tools(cursor=cursor)
-        tools += page.tools
-        cursor = page.next_cursor
-        if not cursor:
-            return tools

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-PROGRESS_EVERY_LINES = 1000
-
 
 class BadCorpus(ValueError):
     """A line that is no passage; the text names the file and the line."""
@@ -67,7 +65,7 @@ def read_passages(path: Path, on_progress: Callable[[int], None] = lambda _: Non
             done_bytes += len(line)
             if line.strip():
                 yield _to_passage(line, f"{path}:{number}", number)
-            if number % PROGRESS_EVERY_LINES == 0:
+            if number % 1000 == 0:
                 on_progress(done_bytes)
     on_progress(done_bytes)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import mmap
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,6 @@ from penstock.tools.retrieval.folder import IndexFailed, ensure_built
 
 KIND = "dense-1"
 """With the number of the format; the model's name follows: vectors of two models have nothing to say to each other."""
-BATCH = 256
-"""Passages encoded at once; the only ones in memory besides the vectors."""
 INSTALL = "dense retrieval needs sentence-transformers and faiss: `pip install 'penstock[dense]'`"
 _PASSAGES, _OFFSETS, _VECTORS = "passages.jsonl", "offsets.npy", "vectors.faiss"
 
@@ -94,24 +92,16 @@ def _write(corpus: Path, building: Path, model: Any, on_progress: Callable[[int]
     vectors = faiss.IndexFlatIP(model.get_embedding_dimension())
     offsets = [0]
     with (building / _PASSAGES).open("wb") as lines:
-        for batch in _batches(read_passages(corpus, on_progress)):
+        passages = iter(read_passages(corpus, on_progress))
+        while batch := list(islice(passages, 256)):  # the only ones in memory besides the vectors
             for passage in batch:
-                offsets.append(offsets[-1] + lines.write(_line(passage)))
+                line = json.dumps([passage.id, passage.title, passage.text]) + "\n"
+                offsets.append(offsets[-1] + lines.write(line.encode("ascii")))
             contents = [passage.contents for passage in batch]
             vectors.add(_unit(model.encode_document(contents, show_progress_bar=False)))
     np.save(building / _OFFSETS, np.asarray(offsets, dtype=np.int64))
     faiss.write_index(vectors, str(building / _VECTORS))
     return int(vectors.ntotal)
-
-
-def _line(passage: Passage) -> bytes:
-    return (json.dumps([passage.id, passage.title, passage.text]) + "\n").encode("ascii")
-
-
-def _batches(passages: Iterable[Passage]) -> Iterator[list[Passage]]:
-    iterator = iter(passages)
-    while batch := list(islice(iterator, BATCH)):
-        yield batch
 
 
 def _unit(vectors: Any) -> np.ndarray[Any, Any]:

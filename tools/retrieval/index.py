@@ -13,11 +13,6 @@ from penstock.tools.retrieval.folder import IndexFailed, ensure_built
 
 KIND = "bm25-1"
 """With the number of schema and analyzer: an index of another one is built anew."""
-WRITER_BYTES = 256 << 20
-"""What the build keeps in memory before it writes a part out."""
-MAX_QUERY_WORDS = 256
-TIES = 20
-"""Further passages looked at, to put equal scores in the order of their ids: the build's threads put them in any."""
 _WORD = re.compile(r"\w+")
 
 INSTALL = "the retrieval server needs tantivy: `pip install 'penstock[search]'`"
@@ -38,11 +33,12 @@ class RetrievalIndex:
     def search(self, query: str, topk: int) -> list[Hit]:
         """At most `topk` passages that share a word with `query`, best first."""
         # Words in lower case alone are never read as the parser's syntax (AND, quotes, fields, ranges).
-        words = _WORD.findall(query.lower())[:MAX_QUERY_WORDS]
+        words = _WORD.findall(query.lower())[:256]
         if not words:
             return []
         parsed = self._index.parse_query(" ".join(words), ["contents"])
-        found = self._searcher.search(parsed, topk + TIES, count=False).hits
+        # Further ones, to put equal scores in the order of their ids: the build's threads put them in any.
+        found = self._searcher.search(parsed, topk + 20, count=False).hits
         hits = [Hit(self._passage(address), score) for score, address in found]
         return sorted(hits, key=lambda hit: (-hit.score, hit.passage.id))[:topk]
 
@@ -73,7 +69,10 @@ def open_or_build(
 
 def _write(corpus: Path, building: Path, on_progress: Callable[[int], None]) -> int:
     tantivy = _tantivy()
-    writer = tantivy.Index(_schema(), path=str(building)).writer(heap_size=WRITER_BYTES)
+    builder = tantivy.SchemaBuilder()
+    builder.add_bytes_field("passage", stored=True, indexed=False)
+    schema = builder.add_text_field("contents", tokenizer_name="en_stem", index_option="freq").build()
+    writer = tantivy.Index(schema, path=str(building)).writer(heap_size=256 << 20)
     count = 0
     for passage in read_passages(corpus, on_progress):
         stored = json.dumps([passage.id, passage.title, passage.text], ensure_ascii=False).encode("utf-8", "replace")
@@ -82,12 +81,6 @@ def _write(corpus: Path, building: Path, on_progress: Callable[[int], None]) -> 
     writer.commit()
     writer.wait_merging_threads()
     return count
-
-
-def _schema() -> Any:
-    builder = _tantivy().SchemaBuilder()
-    builder.add_bytes_field("passage", stored=True, indexed=False)
-    return builder.add_text_field("contents", tokenizer_name="en_stem", index_option="freq").build()
 
 
 def _tantivy() -> Any:

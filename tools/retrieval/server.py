@@ -22,18 +22,13 @@ from penstock.common import serve as serve_http
 from penstock.tools.retrieval.corpus import Hit, Index
 from penstock.tools.retrieval.folder import IndexFailed
 
-MAX_QUERIES = 512
-MAX_TOPK = 100
-MAX_QUERY_CHARS = 20_000
-SEARCHES_AT_ONCE = 8
-"""Batches on threads at one moment; further ones wait in line, so that a burst does not starve the accepting loop."""
 logger = logging.getLogger(__name__)
 
 
 class RetrieveRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    queries: list[str] = Field(min_length=1, max_length=MAX_QUERIES)
-    topk: int | None = Field(None, ge=1, le=MAX_TOPK)
+    queries: list[str] = Field(min_length=1, max_length=512)
+    topk: int | None = Field(None, ge=1, le=100)
     return_scores: bool = False
 
 
@@ -41,8 +36,8 @@ def build_app(index: Index, token: str, topk: int = 3) -> FastAPI:
     """The server as an ASGI app; `topk` where a request names none. Raises `ValueError` on an empty token."""
     if not token:
         raise ValueError("the search server needs a token")
-    turns = asyncio.Semaphore(SEARCHES_AT_ONCE)
-    # no openapi_url: no pages about the routes
+    # Batches on threads at one moment: further ones wait in line, so that a burst does not starve the accepting loop.
+    turns = asyncio.Semaphore(8)
     app = FastAPI(openapi_url=None)
     app.add_middleware(LimitBody)
     app.add_middleware(RequireToken, authorize=token)
@@ -51,7 +46,7 @@ def build_app(index: Index, token: str, topk: int = 3) -> FastAPI:
     @app.post("/retrieve")
     async def retrieve(body: RetrieveRequest) -> dict[str, Any]:
         """The best passages of each query, in Search-R1's shape."""
-        queries = [query[:MAX_QUERY_CHARS] for query in body.queries]
+        queries = [query[:20_000] for query in body.queries]
         async with turns:
             found = await asyncio.to_thread(index.search_all, queries, body.topk or topk)
         return {"result": [[_to_json(hit, body.return_scores) for hit in hits] for hits in found]}
