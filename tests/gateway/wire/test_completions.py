@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.gateway.wire.completions import CompletionStream, completion_body, parse_completion
-from penstock.gateway.wire.types import AnswerHead, Choice, InvalidRequest
+from penstock.gateway.wire.types import AnswerHead, Choice
 
 
 @pytest.mark.parametrize(
@@ -41,28 +41,3 @@ def test_completions_echo_is_answered(prompt: Any) -> None:
 @pytest.mark.parametrize(("given", "asked"), [(None, False), (0, True), (1, True)])
 def test_logprobs_are_asked_for_by_number(given: Any, asked: bool) -> None:
     assert parse_completion({"model": "tiny", "prompt": "x", "logprobs": given}).logprobs is asked
-
-
-@pytest.mark.parametrize(
-    ("fields", "name"),
-    [
-        ({"echo": True, "logprobs": 1}, "echo"),
-        ({"echo": "yes"}, "echo"),
-        ({"suffix": "end"}, "suffix"),
-        ({"best_of": 2}, "best_of"),
-        ({"logprobs": 2}, "logprobs"),
-        ({"logprobs": True}, "logprobs"),
-        ({"prompt": ["a", "b"]}, "prompt"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": [[1], [2]]}, "prompt"),
-        ({"prompt": [1, -1]}, "prompt.1"),
-        ({"prompt": None}, "prompt"),
-        ({"tools": []}, "tools"),
-    ],
-    ids=str,
-)
-def test_what_is_refused_is_named(fields: dict[str, Any], name: str) -> None:
-    with pytest.raises(InvalidRequest) as error:
-        parse_completion({"model": "tiny", "prompt": "x", **fields})
-    assert error.value.field == name

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from penstock.gateway.wire.responses import parse_response
-from penstock.gateway.wire.types import CompletionRequest, InvalidRequest
+from penstock.gateway.wire.types import CompletionRequest
 
 ADD = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
 
@@ -58,34 +56,6 @@ def test_tools_have_the_shape_that_templates_take_and_are_repeated_in_the_apis_o
     assert ask.tools == ({"type": "function", "function": ADD},)
     assert ask.echo["tools"] == [{"type": "function", "strict": True, **ADD}]
     assert (ask.parallel_tool_calls, ask.echo["parallel_tool_calls"]) == (False, False)
-
-
-@pytest.mark.parametrize(
-    ("fields", "name"),
-    [
-        ({"input": None}, "input"),
-        ({"input": []}, "input"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.content.0"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}]}, "input.0.content.0"),
-        ({"input": [{"type": "function_call", "name": "add"}]}, "input.0.call_id"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"background": True}, "background"),
-        ({"conversation": "conv_1"}, "conversation"),
-        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text"),
-        ({"reasoning": {"effort": "low"}}, "reasoning"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"top_logprobs": 5}, "top_logprobs"),
-        ({"stop": "x"}, "stop"),
-        ({"max_tokens": 5}, "max_tokens"),
-    ],
-    ids=str,
-)
-def test_what_is_refused_is_named(fields: dict[str, Any], name: str) -> None:
-    with pytest.raises(InvalidRequest) as error:
-        ask_for(**fields)
-    assert error.value.field == name
 
 
 def test_images_only_where_the_model_takes_them() -> None:
