@@ -12,16 +12,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-MAX_OPERATORS = 3
-MAX_OPERAND_DIGITS = 6
-MAX_EXPRESSION_CHARS = 22
-MAX_RESULT_CHARS = 10
 RESULT_DECIMALS = 4
 """The base model's calls read `print(round(EXPRESSION,4))`: results are short and have one spelling."""
 
 Number = int | float
 
-_ALLOWED = re.compile(r"[\d.+\-*/()]{1,200}")
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -42,7 +37,7 @@ def canonical(text: str) -> str:
 def evaluate(expression: str) -> Number:
     """Value of `expression` by walking its syntax tree; nothing is ever executed. Raises `BadExpression`."""
     # `//` and `**` are other operators in Python: refused here rather than read as two signs.
-    if not _ALLOWED.fullmatch(expression) or "//" in expression or "**" in expression:
+    if not re.fullmatch(r"[\d.+\-*/()]{1,200}", expression) or "//" in expression or "**" in expression:
         raise BadExpression(f"not an arithmetic expression: {expression[:80]!r}")
     try:
         return _value(ast.parse(expression, mode="eval").body)
@@ -61,24 +56,19 @@ def operands(expression: str) -> list[str]:
 
 
 def in_range(expression: str) -> bool:
-    """Whether the base model was made for it: operand digits, operator count, length, and length of the result."""
+    """Whether the base model was made for it: one to three operators, operands of up to six digits, at most 22
+    characters, and at most ten in the result."""
     numbers = operands(expression)
     signed = re.search(r"(^|[-+*/(])[-+]", expression)
-    return (
-        signed is None
-        and 2 <= len(numbers) <= MAX_OPERATORS + 1
-        and len(expression) <= MAX_EXPRESSION_CHARS
-        and all(len(number.replace(".", "")) <= MAX_OPERAND_DIGITS for number in numbers)
-        and _result_fits(expression)
-    )
-
-
-def _result_fits(expression: str) -> bool:
+    if signed is not None or not 2 <= len(numbers) <= 4 or len(expression) > 22:
+        return False
+    if any(len(number.replace(".", "")) > 6 for number in numbers):
+        return False
     try:
-        text = printed(evaluate(expression))
+        result = printed(evaluate(expression))
     except BadExpression:
         return False
-    return len(text) <= MAX_RESULT_CHARS and "e" not in text
+    return len(result) <= 10 and "e" not in result
 
 
 def _value(node: ast.expr) -> Number:

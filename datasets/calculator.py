@@ -54,28 +54,26 @@ EVERYDAY = Profile(
 def random_expression(rng: Random, profile: Profile) -> str:
     """One expression that `in_range` accepts."""
     while True:
-        expression = _draw(rng, profile)
+        count = rng.choices((1, 2, 3), profile.operators)[0]
+        numbers = [_operand(rng, profile) for _ in range(count + 1)]
+        signs = rng.choices("+-*/", profile.signs, k=count)
+        if count > 1 and rng.random() < profile.parentheses:
+            # never around the whole expression: at least one neighbour stays outside
+            left = rng.randrange(count)
+            right = left + 1 + (rng.random() < 0.3 and count - left > 1 and left > 0)
+            numbers[left] = "(" + numbers[left]
+            numbers[right] += ")"
+        expression = numbers[0] + "".join(sign + number for sign, number in zip(signs, numbers[1:], strict=True))
         if in_range(expression):
             return expression
-
-
-def _draw(rng: Random, profile: Profile) -> str:
-    count = rng.choices((1, 2, 3), profile.operators)[0]
-    numbers = [_operand(rng, profile) for _ in range(count + 1)]
-    signs = rng.choices("+-*/", profile.signs, k=count)
-    if count > 1 and rng.random() < profile.parentheses:
-        # never around the whole expression: at least one neighbour stays outside
-        left = rng.randrange(count)
-        right = left + 1 + (rng.random() < 0.3 and count - left > 1 and left > 0)
-        numbers[left] = "(" + numbers[left]
-        numbers[right] += ")"
-    return numbers[0] + "".join(sign + number for sign, number in zip(signs, numbers[1:], strict=True))
 
 
 def _operand(rng: Random, profile: Profile) -> str:
     length = rng.choices(range(1, len(profile.digits) + 1), profile.digits)[0]
     if rng.random() < profile.decimal:
-        return _decimal(rng, min(length, 4))
+        places = rng.randint(1, 2)
+        whole = _integer(rng, min(length, 4) - 1) if length > 1 else "0"
+        return f"{whole}.{rng.randrange(1, 10**places):0{places}d}"
     if rng.random() < profile.round_number and length > 1:
         kept = rng.randint(1, length - 1)
         return _integer(rng, kept) + "0" * (length - kept)
@@ -84,12 +82,6 @@ def _operand(rng: Random, profile: Profile) -> str:
 
 def _integer(rng: Random, length: int) -> str:
     return str(rng.randrange(10 ** (length - 1), 10**length))
-
-
-def _decimal(rng: Random, length: int) -> str:
-    places = rng.randint(1, 2)
-    whole = _integer(rng, length - 1) if length > 1 else "0"
-    return f"{whole}.{rng.randrange(1, 10**places):0{places}d}"
 
 
 DATA_SOURCE = "calculator"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qsl
 
 from penstock.datasets import calculator, reasoning_gym
@@ -81,12 +80,8 @@ def write_seeds(folder: Path, train: int, evaluation: int, seed: int) -> dict[st
     return counts
 
 
-def _write_calculator(*given: Any) -> dict[str, int]:
-    return calculator.write_calculator(*given)
-
-
 GENERATORS: dict[str, Callable[[Path, int, int, int], dict[str, int]]] = {
-    "calculator": _write_calculator,
+    "calculator": calculator.write_calculator,
     "seeds": write_seeds,
 }
 
@@ -109,13 +104,9 @@ def _parsed(source: str) -> tuple[str, dict[str, int]]:
     known = [f"{kind}/{split}" for kind in GENERATORS for split in ("train", "eval")]
     if name not in known:
         raise BadSpec(f"{source!r}: generators are {', '.join(known)}")
-    return name, _options(source, query)
-
-
-def _options(source: str, query: str) -> dict[str, int]:
     options = dict(DEFAULTS)
     for key, value in parse_qsl(query, keep_blank_values=True):
         if key not in DEFAULTS or not value.isdecimal():
             raise BadSpec(f"{source!r}: {key}={value} is no option; write numbers for {', '.join(DEFAULTS)}")
         options[key] = int(value)
-    return options
+    return name, options

@@ -106,8 +106,6 @@ class Checker:
         self._turns = asyncio.Semaphore(concurrency)
         self._report = report
         self._known: dict[tuple[str, str, str], TaskTrial] = {}
-        self._ended = 0
-        self._count = 0
 
     async def check(self, folders: Sequence[Path], *, again: bool = False) -> list[CheckedTask]:
         """In the order of `folders`. `again`: whatever the record says."""
@@ -117,8 +115,17 @@ class Checker:
         self._record.parent.mkdir(parents=True, exist_ok=True)
         rewrite_jsonl(self._record, [asdict(one) for one in record.values()])  # without a line that was cut short
         self._known = {} if again else record
-        self._ended, self._count = 0, len(folders)
-        return list(await asyncio.gather(*(self._in_turn(folder) for folder in folders)))
+        ended = 0
+
+        async def check_in_turn(folder: Path) -> CheckedTask:
+            nonlocal ended
+            async with self._turns:
+                found = await self._check(folder)
+            ended += 1
+            self._report(f"{ended} of {len(folders)}: {found.task}: {found.problem or 'sound'}")
+            return found
+
+        return list(await asyncio.gather(*map(check_in_turn, folders)))
 
     def _recorded(self) -> list[TaskTrial]:
         """Of a later line and an earlier one of the same probe the later one counts. Raises `HarborTaskError`."""
@@ -126,13 +133,6 @@ class Checker:
             return [TaskTrial(**line) for line in read_jsonl(self._record)]
         except TypeError as error:
             raise HarborTaskError(f"{self._record} is no record of a check ({error}): name another --record") from error
-
-    async def _in_turn(self, folder: Path) -> CheckedTask:
-        async with self._turns:
-            found = await self._check(folder)
-        self._ended += 1
-        self._report(f"{self._ended} of {self._count}: {found.task}: {found.problem or 'sound'}")
-        return found
 
     async def _check(self, folder: Path) -> CheckedTask:
         """Never raises for what a task does: the others are checked whatever this one is."""
@@ -166,20 +166,17 @@ async def run_agent(
     """(reward, what went wrong). Raises `SandboxError`, `HarborTaskError`."""
     environment = await HarborEnvironment.open(sandbox, task, f"check {task.name} {agent}", passed)
     try:
-        how = await _solved(environment) if agent == "oracle" else ""
+        how = ""
+        if agent == "oracle":  # its status counts for nothing, as with Harbor
+            result = await environment.solve()
+            if result.exit_code != 0:
+                end = f"limit {result.limit}" if result.exit_code is None else f"status {result.exit_code}"
+                output = await environment.output_of(SOLVE_OUTPUT)
+                how = f"its solution ended with {end}: {output}".rstrip(": ")
         grade = await environment.grade()
         return grade.reward, "; ".join(filter(None, (grade.why_none(), how if grade.reward != FULL else "")))
     finally:
         await environment.close()
-
-
-async def _solved(environment: HarborEnvironment) -> str:
-    """What went wrong with the task's own solution; its status counts for nothing, as with Harbor."""
-    result = await environment.solve()
-    if result.exit_code == 0:
-        return ""
-    how = f"limit {result.limit}" if result.exit_code is None else f"status {result.exit_code}"
-    return f"its solution ended with {how}: {await environment.output_of(SOLVE_OUTPUT)}".rstrip(": ")
 
 
 def digest_of(folder: Path) -> str:

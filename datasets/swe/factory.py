@@ -51,7 +51,11 @@ def without_tests(data: bytes, names: Collection[Name]) -> bytes | None:
     lines = data.decode().split("\n")
     for body in _bodies(source.tree):
         _blank(lines, body, gone)
-    return _without_blank_runs([line for line in lines if line != _GONE]).encode()
+    rest: list[str] = []
+    for line in lines:
+        if line != _GONE and (line.strip() or rest[-2:] != ["", ""]):  # at most two empty lines in a row
+            rest.append(line)
+    return ("\n".join(rest).rstrip("\n") + "\n").encode()
 
 
 _GONE = "\0"
@@ -72,28 +76,16 @@ def _blank(lines: list[str], body: list[ast.stmt], gone: set[int]) -> None:
         lines[first_line(taken[0]) - 1] = " " * taken[0].col_offset + "pass"
 
 
-def _without_blank_runs(lines: list[str]) -> str:
-    """At most two empty lines in a row, and one line end at the end."""
-    kept: list[str] = []
-    for line in lines:
-        if line.strip() or kept[-2:] != ["", ""]:
-            kept.append(line)
-    return "\n".join(kept).rstrip("\n") + "\n"
-
-
-MAX_NAMED = 3
-_FAILED = re.compile(r"^FAILED (\S+)(?: - (.*))?$", re.MULTILINE)
-_ADDRESS = re.compile(r"0x[0-9a-fA-F]{4,}")
-
-
 def problem_statement(package: str, killed: Sequence[str], output: str) -> str:
     """Names and messages of the last few tests that fail: pytest's summary, whose end `output` holds.
 
     The file, the function and the change are not named.
     """
-    said = {test: message for test, message in _FAILED.findall(output)}
-    named = list(killed)[-MAX_NAMED:]
-    lines = [f"- {test.rpartition('::')[2]}{_told(said.get(test, ''))}" for test in named]
+    messages = dict(re.findall(r"^FAILED (\S+)(?: - (.*))?$", output, re.MULTILINE))
+    named, lines = list(killed)[-3:], []
+    for test in named:
+        message = re.sub(r"0x[0-9a-fA-F]{4,}", "0x…", messages.get(test, "").strip())  # addresses differ by run
+        lines.append(f"- {test.rpartition('::')[2]}" + (f": `{message}`" if message else ""))
     more = len(killed) - len(named)
     others = [f"- and {more} more"] if more else []
     return "\n".join(
@@ -101,15 +93,7 @@ def problem_statement(package: str, killed: Sequence[str], output: str) -> str:
     )
 
 
-def _told(message: str) -> str:
-    message = _ADDRESS.sub("0x…", message.strip())
-    return f": `{message}`" if message else ""
-
-
 TEST_COMMAND = "python3 -m pytest"
-WIDE = "COLUMNS=160"
-"""What a failing test says stands in one line of pytest's summary, as long as the line is."""
-_TEST_ID = re.compile(r"^\S.*\.py::.+$", re.MULTILINE)
 Report = Callable[[str], None]
 
 
@@ -156,7 +140,10 @@ class Factory:
             mutants = TreeStore(Path(folder) / "mutants.git")
             probe = await self._probe(mutants)
             report(f"{self._package.name}: {len(probe.fail_to_pass)} tests pass")
-            tasks = await self._take(self._candidates(), probe, mutants, report)
+            files = self._package.files
+            candidates = [one for path in self._package.sources for one in mutations(path, files[path])]
+            random.Random(f"{self._settings.seed} {self._package.name}").shuffle(candidates)
+            tasks = await self._take(candidates, probe, mutants, report)
         for name in self._committed - {str(task["instance_id"]) for task in tasks}:
             self._store.forget(name)
         self._store.pack()
@@ -167,7 +154,9 @@ class Factory:
         """The package as it is, as a task whose tests are all those that pass, twice."""
         base = mutants.commit("base", self._package.files)
         probe = self._task(self._package.name, mutants.folder, base, ("none",))
-        probe = replace(probe, test_command=f"{WIDE} {probe.test_command}", fail_to_pass=await self._collect(probe))
+        # What a failing test says stands in one line of pytest's summary, as long as the line is.
+        wide = f"COLUMNS=160 {probe.test_command}"
+        probe = replace(probe, test_command=wide, fail_to_pass=await self._collect(probe))
         runs = [await grade(self._sandbox, probe, b"", self._quick) for _ in range(2)]
         if reason := next((run.doubt for run in runs if run.doubt), ""):
             raise PackageError(f"package {self._package.name}: its tests do not run: {reason}\n{runs[0].output}")
@@ -188,20 +177,13 @@ class Factory:
             listed = await environment.run(command, self._quick.tests_timeout_s)
         finally:
             await environment.close()
-        found = tuple(_TEST_ID.findall(listed.stdout))
+        found = tuple(re.findall(r"^\S.*\.py::.+$", listed.stdout, re.MULTILINE))
         if not found:
             said = (listed.stdout + listed.stderr)[-2000:]
             raise PackageError(f"package {self._package.name}: pytest finds no tests in a box:\n{said}")
         return found
 
     # mutants -------------------------------------------------------------------------------------------------------
-    def _candidates(self) -> list[Mutation]:
-        """All mutants of the package, shuffled by the seed."""
-        files = self._package.files
-        found = [one for path in self._package.sources for one in mutations(path, files[path])]
-        random.Random(f"{self._settings.seed} {self._package.name}").shuffle(found)
-        return found
-
     async def _take(
         self, candidates: Sequence[Mutation], probe: SweTask, mutants: TreeStore, report: Report
     ) -> list[Fields]:

@@ -12,7 +12,7 @@ from penstock.datasets.swe.factory import Factory, FactorySettings
 from penstock.datasets.swe.package import PackageError, read_package, write_box_packages
 from penstock.datasets.swe.rows import BadFile, Fields, write_split
 from penstock.sandbox import Sandbox, SandboxConfig
-from penstock.sandbox.swe import SweTask, TaskCheck, check_task, load_tasks
+from penstock.sandbox.swe import TaskCheck, check_task, load_tasks
 
 Report = Callable[[str], None]
 
@@ -42,7 +42,14 @@ async def make_tasks(
     """
     try:
         write_box_packages(out / "packages")
-        made, lines = await _of_packages(wanted, out, sandbox, settings, report)
+        made: list[Fields] = []
+        lines: list[str] = []
+        for index, given in enumerate(wanted.packages):
+            package = read_package(given, wanted.tests[index] if index < len(wanted.tests) else None)
+            found = await Factory(package, sandbox, out, settings).make(report)
+            made += found.tasks
+            licence = package.licence or "licence not stated"
+            lines.append(f"{package.name} {package.version} ({licence}): {_told(found.counts)}")
     finally:
         await sandbox.close()
     if not made:
@@ -55,20 +62,6 @@ async def make_tasks(
     return lines
 
 
-async def _of_packages(
-    wanted: Wanted, out: Path, sandbox: Sandbox, settings: FactorySettings, report: Report
-) -> tuple[list[Fields], list[str]]:
-    made, lines = [], []
-    for index, given in enumerate(wanted.packages):
-        package = read_package(given, wanted.tests[index] if index < len(wanted.tests) else None)
-        found = await Factory(package, sandbox, out, settings).make(report)
-        made += found.tasks
-        lines.append(
-            f"{package.name} {package.version} ({package.licence or 'licence not stated'}): {_told(found.counts)}"
-        )
-    return made, lines
-
-
 def _told(counts: Counter[str]) -> str:
     """The outcome of the mutants."""
     return ", ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in ("tried", *sorted(set(counts) - {"tried"})))
@@ -77,10 +70,15 @@ def _told(counts: Counter[str]) -> str:
 async def check_tasks(
     path: Path, sandbox: Sandbox, times: int, limit: int, report: Report = lambda text: None
 ) -> list[str]:
-    """A line per unsound task. Closes the sandbox. Raises `BadFile`, `SweTaskError`, `SandboxError`."""
+    """A line per unsound task of the first `limit` (0: all). Closes the sandbox.
+
+    Raises `BadFile`, `SweTaskError`, `SandboxError`.
+    """
     problems: list[str] = []
     try:
-        tasks = _first_tasks(path, limit)
+        if not path.is_file():  # noqa: ASYNC240
+            raise BadFile(f"--tasks {path}: no such file")
+        tasks = load_tasks(path)[: limit or None]
         for number, task in enumerate(tasks, start=1):
             report(f"{number} of {len(tasks)}: {task.instance_id} …")
             found = await check_task(sandbox, task, times=times)
@@ -89,13 +87,6 @@ async def check_tasks(
     finally:
         await sandbox.close()
     return problems
-
-
-def _first_tasks(path: Path, limit: int) -> list[SweTask]:
-    """All where `limit` is 0. Raises `BadFile`, `SweTaskError`."""
-    if not path.is_file():
-        raise BadFile(f"--tasks {path}: no such file")
-    return load_tasks(path)[: limit or None]
 
 
 def _verdict(found: TaskCheck) -> str:

@@ -10,9 +10,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from penstock.sandbox.swe import Edit, Function, Source, functions
+from penstock.sandbox.swe import Edit, Source, functions
 
-MAX_OFF_BY_ONE = 1000
 _COMPARISONS: Mapping[type[ast.cmpop], tuple[str, str]] = {
     ast.Lt: ("<", "<="),
     ast.LtE: ("<=", "<"),
@@ -81,7 +80,7 @@ def negation(node: ast.AST, source: Source) -> Iterator[Edit]:
 
 
 def off_by_one(node: ast.AST, source: Source) -> Iterator[Edit]:
-    if isinstance(node, ast.Constant) and type(node.value) is int and 0 <= node.value <= MAX_OFF_BY_ONE:
+    if isinstance(node, ast.Constant) and type(node.value) is int and 0 <= node.value <= 1000:
         text = source.text(node)
         if text.isdigit():
             others = [node.value + 1, *([node.value - 1] if node.value else [])]
@@ -130,7 +129,9 @@ _LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 def wrong_condition(node: ast.AST, source: Source) -> Iterator[Edit]:
     """The opposite of an ``if``'s or ``while``'s."""
-    if isinstance(node, ast.If | ast.While) and not _is_not(node.test):
+    if not isinstance(node, ast.If | ast.While):
+        return
+    if not (isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not)):
         text = source.text(node.test)
         simple = isinstance(node.test, ast.Name | ast.Call | ast.Attribute | ast.Subscript)
         yield Edit(*source.span(node.test), f"not {text}" if simple else f"not ({text})")
@@ -159,7 +160,11 @@ def wrong_return(node: ast.AST, source: Source) -> Iterator[Edit]:
     if isinstance(value, ast.Constant):
         if isinstance(value.value, bool):
             yield Edit(*span, str(not value.value))
-    elif isinstance(value, ast.Tuple) and len(value.elts) == 2 and not any(_is_starred(one) for one in value.elts):
+    elif (
+        isinstance(value, ast.Tuple)
+        and len(value.elts) == 2
+        and not any(isinstance(one, ast.Starred) for one in value.elts)
+    ):
         first, second = value.elts
         _, between = source.between(first, second)
         swapped = source.text(second) + between + source.text(first)
@@ -183,14 +188,6 @@ def _without(statement: ast.stmt, source: Source) -> Iterator[Edit]:
     rest = source.data[after:end].strip()
     if not source.data[start:before].strip() and (not rest or rest.startswith(b"#")):
         yield Edit(start, end, "")
-
-
-def _is_not(node: ast.AST) -> bool:
-    return isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
-
-
-def _is_starred(node: ast.AST) -> bool:
-    return isinstance(node, ast.Starred)
 
 
 Mutator = Callable[[ast.AST, Source], Iterator[Edit]]
@@ -237,21 +234,15 @@ def mutations(path: str, data: bytes) -> list[Mutation]:
     found = [
         Mutation(path, ".".join(name), kind, getattr(node, "lineno", function.lineno), edit)
         for name, function in functions(source.tree)
-        for node in _code_of(function)
+        for node in (function, *(node for statement in function.body for node in _walk(statement)))
         for kind, mutator in MUTATORS.items()
         for edit in mutator(node, source)
     ]
     return [one for one in dict.fromkeys(found) if _is_another(one.apply(data), before)]
 
 
-def _code_of(function: Function) -> Iterator[ast.AST]:
-    """The function itself, then the nodes of its body; no docstrings, annotations, formatted texts, assertions."""
-    yield function
-    for statement in function.body:
-        yield from _walk(statement)
-
-
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a statement; no docstrings, annotations, formatted texts, assertions."""
     if isinstance(node, ast.JoinedStr | ast.Assert):  # before Python 3.12 the places of what is in a text are wrong
         return
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 NEEDED = ("pytest", "pluggy", "iniconfig", "packaging", "pygments")
-_LEXERS = ("__init__.py", "_mapping.py", "python.py", "diff.py")
 _BOX_PYTHON = Path("/usr/bin/python3")
-COMPILE_DEADLINE_S = 120
 
 
 class NoPytest(RuntimeError):
@@ -32,20 +30,17 @@ def write_box_packages(folder: Path) -> Path:
         except importlib.metadata.PackageNotFoundError as error:
             raise NoPytest(f"{name} is not installed here; pip install pytest") from error
         for file in files:
-            if ".." not in file.parts and _is_needed(file.parts):
+            # Code, and the versions that pytest's header asks for; pytest uses few of pygments' hundreds of lexers.
+            is_needed = file.parts[-1] == "METADATA" or file.parts[-1].endswith(".py")
+            if file.parts[:2] == ("pygments", "lexers"):
+                is_needed = file.parts[2] in ("__init__.py", "_mapping.py", "python.py", "diff.py")
+            if ".." not in file.parts and is_needed:
                 (folder / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(str(file.locate()), folder / file)
     if _BOX_PYTHON.exists():
         command = [str(_BOX_PYTHON), "-m", "compileall", "-q", str(folder)]
-        subprocess.run(command, check=True, timeout=COMPILE_DEADLINE_S)
+        subprocess.run(command, check=True, timeout=120)
     return folder
-
-
-def _is_needed(parts: tuple[str, ...]) -> bool:
-    """Code, and the versions that pytest's header asks for; of pygments' hundreds of lexers pytest asks for three."""
-    if parts[-1] != "METADATA" and not parts[-1].endswith(".py"):
-        return False
-    return parts[:2] != ("pygments", "lexers") or parts[2] in _LEXERS
 
 
 MAX_FILE_BYTES = 1 << 20
@@ -61,8 +56,6 @@ _LEFT_OUT = {
     ".ruff_cache",
     "node_modules",
 }
-_NOT_BROKEN = {"setup.py", "conf.py", "conftest.py", "noxfile.py", "__main__.py"}
-_LICENCE = re.compile(r"(LICEN[CS]E|COPYING|NOTICE)", re.IGNORECASE)
 
 
 class PackageError(ValueError):
@@ -126,32 +119,21 @@ def _of_installed(name: str) -> Package:
         files = {f"{name}/{path}": data for path, data in _read(origin.parent)}
     else:
         files = {origin.name: origin.read_bytes()}
-    about = _distribution_of(name)
-    if about is None:
-        return Package(_plain(name), "", "", files)
-    files.update(_licences(about))
-    licence = _said(about, "License-Expression") or _said(about, "License") or _classifier(about)
-    return Package(_plain(name), about.version, licence.splitlines()[0] if licence else "", files)
-
-
-def _distribution_of(name: str) -> importlib.metadata.Distribution | None:
     owners = importlib.metadata.packages_distributions().get(name)
-    return importlib.metadata.distribution(owners[0]) if owners else None
-
-
-def _licences(about: importlib.metadata.Distribution) -> dict[str, bytes]:
-    """Kept beside the code, so that copies of the tasks have it too."""
-    files = [file for file in about.files or () if _LICENCE.match(file.name) and "dist-info" in str(file)]
-    return {file.name: Path(str(file.locate())).read_bytes() for file in files}
+    if not owners:
+        return Package(_plain(name), "", "", files)
+    about = importlib.metadata.distribution(owners[0])
+    for file in about.files or ():  # licences are kept beside the code, so that copies of the tasks have them too
+        if re.match(r"(LICEN[CS]E|COPYING|NOTICE)", file.name, re.IGNORECASE) and "dist-info" in str(file):
+            files[file.name] = Path(str(file.locate())).read_bytes()
+    classifiers = [text for text in about.metadata.get_all("Classifier") or () if text.startswith("License ::")]
+    by_classifier = classifiers[0].rpartition(":: ")[2] if classifiers else ""
+    licence = _said(about, "License-Expression") or _said(about, "License") or by_classifier
+    return Package(_plain(name), about.version, licence.splitlines()[0] if licence else "", files)
 
 
 def _said(about: importlib.metadata.Distribution, key: str) -> str:
     return str((about.metadata.get_all(key) or [""])[0])
-
-
-def _classifier(about: importlib.metadata.Distribution) -> str:
-    found = [text for text in about.metadata.get_all("Classifier") or () if text.startswith("License ::")]
-    return found[0].rpartition(":: ")[2] if found else ""
 
 
 def _read(folder: Path) -> Iterator[tuple[str, bytes]]:
@@ -174,7 +156,8 @@ def _is_about_tests(path: str) -> bool:
     parts = PurePosixPath(path).parts
     name = parts[-1]
     in_tests = any(part in ("test", "tests", "testing", "docs", "examples", "benchmarks") for part in parts[:-1])
-    return in_tests or name in _NOT_BROKEN or name.startswith("test_") or name.endswith("_test.py")
+    steers = name in ("setup.py", "conf.py", "conftest.py", "noxfile.py", "__main__.py")
+    return in_tests or steers or name.startswith("test_") or name.endswith("_test.py")
 
 
 def _field(about: str, key: str) -> str:

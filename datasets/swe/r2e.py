@@ -14,10 +14,8 @@ from typing import Any
 from penstock.datasets.swe.rows import BadRow, Fields, Raw, mapping, text, texts
 from penstock.datasets.swe.store import TreeStore
 
-TESTS_FOLDER = "r2e_tests"
 PYTHON = "/opt/venv/bin/python"
 """recipes/swe/Dockerfile moves it there: in the repository it would be copied into every box."""
-_ISSUE = re.compile(r"\[ISSUE\](.*)\[/ISSUE\]", re.DOTALL)
 _ANSI = re.compile(r"\x1b\[[0-9;]*m|\r")
 _OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR) (\S+\.py::.+?)(?: - .*)?$", re.MULTILINE)
 _SUMMARY = "short test summary info"
@@ -28,28 +26,29 @@ def r2e_task(row: Raw, scratch: TreeStore) -> Fields:
     ran = mapping(row, "execution_result_content")
     commit = mapping(row, "parsed_commit_content")
     before, after = _outcomes(ran, "old_commit_res_stdout"), _outcomes(ran, "new_commit_res_stdout")
-    _check_expected(mapping(row, "expected_output_json"), after)
     passed = [test for test, outcome in after.items() if outcome == "PASSED"]
+    # Both name the same tests as passed: `expected_output_json` without their files.
+    expected = mapping(row, "expected_output_json")
+    names = {_ANSI.sub("", name).split(" - ")[0] for name, outcome in expected.items() if outcome == "PASSED"}
+    if only := sorted(names ^ {".".join(test.split("::")[1:]) for test in passed}):
+        raise BadRow(f"field 'expected_output_json' and the log of the fixed commit disagree, first about {only[0]!r}")
     fail_to_pass = [test for test in passed if before.get(test) != "PASSED"]
     if not fail_to_pass:
         raise BadRow("field 'execution_result_content': no test fails before the fix and passes after it")
+    statement = text(row, "problem_statement")
+    issue = re.search(r"\[ISSUE\](.*)\[/ISSUE\]", statement, re.DOTALL)
     instance_id = f"{text(row, 'repo_name')}-{text(row, 'commit_hash')}"
     return {
         "instance_id": instance_id,
         "repo": text(row, "repo_name"),
         "docker_image": text(row, "docker_image"),
-        "problem_statement": _issue(text(row, "problem_statement")),
+        "problem_statement": (issue[1] if issue else statement).strip(),
         "FAIL_TO_PASS": fail_to_pass,
         "PASS_TO_PASS": [test for test in passed if test not in fail_to_pass],
         "test_patch": _test_patch(ran, scratch),
         "patch": _fix(commit, scratch),
         "test_command": f"PYTHONWARNINGS=ignore {PYTHON} -m pytest",
     }
-
-
-def _issue(statement: str) -> str:
-    match = _ISSUE.search(statement)
-    return (match[1] if match else statement).strip()
 
 
 def _outcomes(ran: Mapping[str, Any], field: str) -> dict[str, str]:
@@ -60,23 +59,12 @@ def _outcomes(ran: Mapping[str, Any], field: str) -> dict[str, str]:
     return {test: outcome for outcome, test in _OUTCOME.findall(log.rpartition(_SUMMARY)[2])}
 
 
-def _check_expected(expected: Mapping[str, Any], after: Mapping[str, str]) -> None:
-    """Both name the same tests as passed: `expected_output_json` without their files."""
-    wanted = {_ANSI.sub("", name).split(" - ")[0] for name, outcome in expected.items() if outcome == "PASSED"}
-    found = {".".join(test.split("::")[1:]) for test, outcome in after.items() if outcome == "PASSED"}
-    if wanted != found:
-        only = sorted(wanted ^ found)[0]
-        raise BadRow(f"field 'expected_output_json' and the log of the fixed commit disagree, first about {only!r}")
-
-
 def _test_patch(ran: Mapping[str, Any], scratch: TreeStore) -> str:
     names = texts(ran, "test_file_names")
     codes = texts(ran, "test_file_codes")
     if len(names) != len(codes):
         raise BadRow(f"field 'execution_result_content': {len(names)} test_file_names, {len(codes)} test_file_codes")
-    files = {
-        f"{TESTS_FOLDER}/{PurePosixPath(name).name}": code.encode() for name, code in zip(names, codes, strict=True)
-    }
+    files = {f"r2e_tests/{PurePosixPath(name).name}": code.encode() for name, code in zip(names, codes, strict=True)}
     return _diff(scratch, {}, files)
 
 
@@ -88,7 +76,8 @@ def _fix(commit: Mapping[str, Any], scratch: TreeStore) -> str:
         path = str(((one.get("header") or {}).get("file") or {}).get("path") or "")
         if not path:
             raise BadRow("field 'parsed_commit_content': a file_diff has no header.file.path")
-        if _is_test(path):
+        *folders, name = PurePosixPath(path).parts
+        if {"test", "tests"} & {*folders, name} or name.startswith("test_") or name.endswith("_test.py"):
             continue
         for side, key in ((before, "old_file_content"), (after, "new_file_content")):
             if one.get(key):
@@ -97,11 +86,6 @@ def _fix(commit: Mapping[str, Any], scratch: TreeStore) -> str:
     if not patch:
         raise BadRow("field 'parsed_commit_content' changes nothing besides tests")
     return patch
-
-
-def _is_test(path: str) -> bool:
-    parts = PurePosixPath(path).parts
-    return "tests" in parts or "test" in parts or parts[-1].startswith("test_") or parts[-1].endswith("_test.py")
 
 
 def _diff(scratch: TreeStore, before: Mapping[str, bytes], after: Mapping[str, bytes]) -> str:

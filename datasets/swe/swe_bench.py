@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from penstock.datasets.swe.rows import BadRow, Fields, Raw, text, texts
 
-DJANGO = "django/django"
-SYMPY = "sympy/sympy"
 _DJANGO_ID = re.compile(r"(\w+) \(([\w.]+)\)")
 _TEST_FILE = re.compile(r"^\+\+\+ b/(\S*test\S*\.py)\s*$", re.MULTILINE)
 
@@ -41,10 +39,10 @@ def swe_bench_task(row: Raw, kind: Kind) -> Fields:
     repo, test_patch = text(row, "repo"), text(row, "test_patch")
     names = {key: texts(row, key, may_be_empty=key == "PASS_TO_PASS") for key in ("FAIL_TO_PASS", "PASS_TO_PASS")}
     command, tests = f"{kind.python} -m pytest", names
-    if repo == DJANGO:
+    if repo == "django/django":
         command = f"{kind.python} tests/runtests.py --verbosity 0 --parallel 1 {{test}}"
         tests = {key: _django_labels(value, key) for key, value in names.items()}
-    elif repo == SYMPY:
+    elif repo == "sympy/sympy":
         tests = {key: _sympy_ids(value, test_patch, key) for key, value in names.items()}
     elif strange := [one for one in names["FAIL_TO_PASS"] if ".py" not in one]:
         raise BadRow(f"field 'FAIL_TO_PASS' holds {strange[0]!r}, which is no id of pytest (FILE.py::TEST)")

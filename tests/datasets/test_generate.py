@@ -4,6 +4,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.datasets import BadSpec, materialise, materialise_all, write_calculator
+from penstock.datasets.generate import GENERATORS
 
 
 def test_a_path_stays_itself(tmp_path: Path) -> None:
@@ -24,7 +25,7 @@ def test_makes_splits_of_the_same_options_once(tmp_path: Path, monkeypatch: pyte
         made.append(folder)
         return write_calculator(folder, *options)
 
-    monkeypatch.setattr("penstock.datasets.calculator.write_calculator", write)
+    monkeypatch.setitem(GENERATORS, "calculator", write)
     options = [
         f"generate:calculator/{split}?train=12&eval=4&seed={seed}" for seed in (5, 6) for split in ("train", "eval")
     ]
