@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.sandbox import RunResult, Sandbox, SandboxError, SandboxLost
+from penstock.sandbox import RunResult, SandboxError, SandboxLost
 from penstock.tools.base import ToolInfraError, ToolResult
 from penstock.tools.episode_box import BoxTool, EpisodeBox
 
@@ -15,6 +15,8 @@ LIMIT_TEXTS = {
     "memory": "Error: the code used more memory than it may and was stopped.",
     "output": "Error: the code wrote more output than it may and was stopped.",
 }
+TRACEBACK_LINES = 6
+"""Last lines of stderr that the model reads after an error."""
 STATE_LOST = "The interpreter was restarted: variables and imports are gone."
 
 
@@ -34,23 +36,12 @@ class PythonTool(BoxTool):
         "required": ["code"],
     }
 
-    def __init__(self, sandbox: Sandbox | None = None, *, traceback_lines: int = 6, replay_lost: bool = True) -> None:
-        """Raises `ValueError` without a sandbox.
-
-        Args:
-            traceback_lines: number of last lines of stderr that the model reads after an error.
-            replay_lost: after the loss of a box, run the episode's earlier code again in a fresh one; False: fail.
-        """
-        super().__init__(sandbox)
-        self._traceback_lines = traceback_lines
-        self._replay_lost = replay_lost
-
     async def execute(self, state: EpisodeBox, arguments: Mapping[str, Any]) -> ToolResult:
         code = arguments["code"]
         try:
             result = await self._run(state, code)
         except SandboxLost as error:
-            if self._replay_lost and state.taken_over and not state.shared:
+            if state.taken_over and not state.shared:
                 raise  # the owner of the journal replays all calls in a fresh state
             raise ToolInfraError("sandbox", str(error)) from error
         except SandboxError as error:
@@ -62,7 +53,7 @@ class PythonTool(BoxTool):
         try:
             return await (await box.session()).run_python(code)
         except SandboxLost:
-            if not self._replay_lost or box.taken_over or box.shared:
+            if box.taken_over or box.shared:
                 raise
         session = await box.renew()
         for earlier in box.python_calls:
@@ -73,7 +64,7 @@ class PythonTool(BoxTool):
         failed = result.exit_code != 0
         parts = [result.stdout.rstrip()]
         if failed:
-            parts.append("\n".join(result.stderr.rstrip().splitlines()[-self._traceback_lines :]))
+            parts.append("\n".join(result.stderr.rstrip().splitlines()[-TRACEBACK_LINES:]))
         if result.exit_code is None:
             parts.append(LIMIT_TEXTS.get(result.limit or "", "Error: the code was stopped."))
         elif result.limit == "output":

@@ -15,6 +15,8 @@ from penstock.sandbox import Accept, RunResult, ServedSession, put_folder
 
 STATE = ".penstock_program"
 SET_UP_S = 60.0
+MAX_FILE_BYTES = 1 << 20
+"""Of one collected file; the rest is cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +101,12 @@ class ProgramBox:
         )
         return ProgramEnd(result, time.monotonic() - started)
 
-    async def collect(self, paths: Sequence[str], max_bytes: int) -> dict[str, str]:
-        """Those that are there, as text. Raises `SandboxError`."""
+    async def collect(self, paths: Sequence[str]) -> dict[str, str]:
+        """Up to `MAX_FILE_BYTES` of each file that is there, as text. Raises `SandboxError`."""
         found = {}
         for path in paths:
             try:
-                data = await self.session.read_file(posixpath.join(*self._place(path)), max_bytes)
+                data = await self.session.read_file(posixpath.join(*self._place(path)), MAX_FILE_BYTES)
             except OSError:
                 continue
             found[path] = data.decode("utf-8", "replace")

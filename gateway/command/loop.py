@@ -87,7 +87,9 @@ class CommandLoop(RecordedLoop):
 
     async def _run_program(self, box: ProgramBox, task: Task, settings: CommandSettings, ends_at: float) -> ProgramEnd:
         recorded = self.recorded
-        endpoint = EpisodeEndpoint(recorded, self._handle, settings.limits)
+        endpoint = EpisodeEndpoint(
+            recorded, self._handle, max_requests=settings.max_requests, max_bytes=settings.max_request_mb << 20
+        )
         try:
             port = await box.session.open_port()
             places = Placeholders(task, self._facts(endpoint, port, box))
@@ -110,7 +112,7 @@ class CommandLoop(RecordedLoop):
             raise EpisodeRestart(recorded.cause)
         if recorded.failure is not None:
             raise recorded.failure
-        files = await box.collect(settings.collect, settings.max_file_bytes)
+        files = await box.collect(settings.collect)
         return replace(end, files=files)
 
     def _facts(self, endpoint: EpisodeEndpoint, port: int, box: ProgramBox) -> dict[str, str]:

@@ -14,7 +14,6 @@ import json
 import secrets
 import socket
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI
@@ -105,23 +104,16 @@ class CommandSession(GatewaySession):
         super()._close(call, reservation, error)
 
 
-@dataclass(frozen=True, slots=True)
-class EndpointLimits:
-    """Of one episode; beyond one of them its program is ended."""
-
-    requests: int
-    """Also of connections."""
-    request_bytes: int
-
-
 class EpisodeEndpoint:
     """The routes of one episode's API. `accept` takes connections; `close` ends them."""
 
-    def __init__(self, session: CommandSession, handle: str, limits: EndpointLimits) -> None:
+    def __init__(self, session: CommandSession, handle: str, *, max_requests: int, max_bytes: int) -> None:
+        """Beyond `max_requests` requests or connections, or `max_bytes` of bodies, the program is ended."""
         self.key = secrets.token_hex(32)
         """Opens this endpoint and nothing else, for as long as it is served."""
-        self._session, self._handle, self._limits = session, handle, limits
-        self._bytes_left = limits.request_bytes
+        self._session, self._handle = session, handle
+        self._max_requests, self._max_bytes = max_requests, max_bytes
+        self._bytes_left = max_bytes
         self._connections = 0
         closed = RequireToken(client_app(), opens("", further=self._opens))
         self._http = HttpConnections(
@@ -130,8 +122,8 @@ class EpisodeEndpoint:
 
     def accept(self, connection: socket.socket) -> None:
         self._connections += 1
-        if self._connections > self._limits.requests:
-            self._session.end_program(f"it made more than {self._limits.requests} connections")
+        if self._connections > self._max_requests:
+            self._session.end_program(f"it made more than {self._max_requests} connections")
         self._http.accept(connection)
 
     async def close(self) -> None:
@@ -161,12 +153,12 @@ class EpisodeEndpoint:
                 message = await receive()
                 self._bytes_left -= len(message.get("body", b""))
                 if self._bytes_left < 0:
-                    self._session.end_program(f"its requests had more than {self._limits.request_bytes} bytes")
+                    self._session.end_program(f"its requests had more than {self._max_bytes} bytes")
                 return message
 
             self._session.requests += 1
-            if self._session.requests > self._limits.requests:
-                self._session.end_program(f"it made more than {self._limits.requests} requests")
+            if self._session.requests > self._max_requests:
+                self._session.end_program(f"it made more than {self._max_requests} requests")
             _ASKED.set(self)
             await app(scope, counted_receive, _Noting(scope, send, self._session))
 

@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.agent_loops import InfraFailure
 from penstock.common import nearest
-from penstock.gateway.command.session import EndpointLimits
 from penstock.transfer_queue import Task
 
 PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
@@ -41,22 +40,18 @@ class CommandSettings(BaseModel):
     )
     image: str | None = Field(None, description="Image of the box. Unset: the row's `sandbox_image`, else the default.")
     collect: list[str] = Field(
-        default_factory=list, description="Files read after its end, for the reward and `extra.program.files`."
+        default_factory=list,
+        description="Files read after its end, for the reward and `extra.program.files`; up to 1 MiB of each.",
     )
     max_seconds: float | None = Field(
         None, gt=0, description="It is ended after so long. Unset: nine tenths of `agent.episode_deadline_s`."
     )
     max_requests: int = Field(1000, gt=0, description="HTTP requests of any kind, and connections; one more ends it.")
     max_request_mb: int = Field(512, gt=0, description="Bodies of its requests together, in MiB; more ends it.")
-    max_file_bytes: int = Field(1 << 20, gt=0, le=32 << 20, description="Of one collected file; the rest is cut.")
     on_failure: Literal["policy_error", "infra_error"] = Field(
         "policy_error",
         description="An exit status other than 0 after answers: graded, or tried again without a reward.",
     )
-
-    @property
-    def limits(self) -> EndpointLimits:
-        return EndpointLimits(self.max_requests, self.max_request_mb << 20)
 
 
 class Placeholders:

@@ -7,7 +7,6 @@ from .grading import grade as grade
 from .reference import REFERENCE_RUNS as REFERENCE_RUNS
 from .report import Grade as Grade
 from .source import Edit as Edit
-from .source import Function as Function
 from .source import Source as Source
 from .source import first_line as first_line
 from .source import functions as functions

@@ -11,7 +11,8 @@ from tests.sandbox.harbor.conftest import BOXES, TASKS, WriteTask
 from tests.sandbox.server.conftest import TOKEN, serving
 
 from penstock.sandbox import BoxNeeds, RemoteSandbox, Sandbox, make_sandbox
-from penstock.sandbox.harbor import HarborEnvironment, HarborGrade, HarborTaskError, read_task
+from penstock.sandbox.harbor import HarborEnvironment, HarborTaskError, read_task
+from penstock.sandbox.harbor.environment import HarborGrade
 from penstock.sandbox.protocol import UnmetNeeds
 from penstock.sandbox.session import DriverSession
 
