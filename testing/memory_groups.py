@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from penstock.transfer_queue.admission import most_together
 from penstock.transfer_queue.metrics import payload_cost
 from penstock.transfer_queue.types import JournalEntry, Outcome, Task
 
@@ -24,8 +23,6 @@ class GroupMember:
     attempts: int = 0
     lost_by: list[str] = field(default_factory=list)
     """Workers that died while they ran it; a lease that is taken up again was not lost."""
-    lost_together: int = 0
-    """How many leases the last of them lost."""
     expires_at: float = 0.0
     journal: list[tuple[JournalEntry, int]] = field(default_factory=list)
     """Entries and what they count for in bytes."""
@@ -40,10 +37,6 @@ class GroupMember:
     @property
     def rewarded(self) -> bool:
         return self.reward is not None
-
-    @property
-    def most_together(self) -> int | None:
-        return most_together(len(self.lost_by), self.lost_together)
 
     @property
     def held_bytes(self) -> int:

@@ -8,12 +8,14 @@ transitions; the protocol is implemented on top of it: the run itself in `memory
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from penstock.testing.memory_groups import TRAIN, MemoryGroup, split_episode
 from penstock.testing.memory_steps import MemorySteps
+from penstock.transfer_queue.admission import most_together
 from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.codec.trajectories import (
     decode_task,
@@ -106,19 +108,19 @@ class MemoryTransferQueue(MemorySteps):
         return leases
 
     def _give_open(self, worker: str, count: int, version: int, leases: list[Lease], *, train: bool) -> bool:
-        """Adds to `leases`. False where the worker takes no more: it has enough, or is emptied for a suspect."""
-        state, held, room = self._state, self._state.holds(worker), self._state.room_of(worker)
+        """Adds to `leases`. False if the worker takes no more: it has enough, or too many for an episode that lost
+        leases and waits for it."""
+        state, held = self._state, self._state.holds(worker)
+        if not held:
+            state.most_held.pop(worker, None)
+        most = state.most_held.get(worker, math.inf)
         for group, index in state.open_episodes(train=train, version=version):
-            if len(leases) >= count or (room is not None and room <= 0):
-                break
-            most = group.members[index].most_together
-            if most is not None and held >= most:
-                if state.make_room(worker):
-                    return False
-                continue
+            most = min(most, most_together(len(group.members[index].lost_by)))
+            if len(leases) >= count or held >= most:
+                return False
             leases.append(self._lease(worker, group, index))
-            held, room = held + 1, state.room_of(worker)
-        return len(leases) < count and (room is None or room > 0)
+            held += 1
+        return len(leases) < count and held < most
 
     def _lease(self, worker: str, group: MemoryGroup, index: int) -> Lease:
         member = group.members[index]

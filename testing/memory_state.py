@@ -5,12 +5,13 @@ Each transition that is one Lua script in Redis runs here without an await, so c
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from penstock.testing.memory_groups import TRAIN, GroupMember, MemoryGroup, split_episode
-from penstock.transfer_queue.admission import enough_members, may_admit, room_allows
+from penstock.transfer_queue.admission import enough_members, may_admit, most_together, room_allows
 from penstock.transfer_queue.errors import LeaseLost, TrainerFenced
 from penstock.transfer_queue.metrics import bucket_of
 from penstock.transfer_queue.status import EPISODE_TOTALS
@@ -45,10 +46,8 @@ class MemoryState:
         self.letters: dict[str, DeadLetter] = {}
         self.letter_bytes: dict[str, list[int]] = {}
         """What the journals of dead letters count for."""
-        self.losses: dict[str, tuple[float, int]] = {}
-        """Worker → when it first lost a lease of its last death, and how many it held then."""
-        self.emptying: tuple[str, float] = ("", 0.0)
-        """The worker that is given nothing more until a suspect fits it, and until when."""
+        self.most_held: dict[str, float] = {}
+        """Worker → the most episodes that it may hold until it holds none."""
         self.epoch = 0
         self.trainer = ""
         """Holder of `epoch`."""
@@ -164,6 +163,9 @@ class MemoryState:
         return group, member
 
     def hold(self, member: GroupMember) -> None:
+        most = most_together(len(member.lost_by))
+        if most < math.inf:
+            self.most_held[member.worker] = min(most, self.most_held.get(member.worker, most))
         member.state = "leased"
         member.expires_at = self.clock() + self.limits.lease_ttl_s
 
@@ -171,38 +173,14 @@ class MemoryState:
         now = self.clock()
         for group, index, member in sorted(self.leased(), key=lambda one: one[0].episode(one[1])):
             if member.expires_at <= now:
-                member.lost_together = self._count_loss(member.worker, now)
                 member.lost_by.append(member.worker)
                 member.state = "queued"
                 self.counts["expired"] += group.is_train
-                if member.lost_together == 1 and len(member.lost_by) >= self.limits.max_lost_leases:
-                    self.counts["killed_workers"] += 1
+                if len(member.lost_by) >= self.limits.max_lost_leases:
                     self.give_up(group, index, _worker_died(member.lost_by))
-
-    def _count_loss(self, worker: str, now: float) -> int:
-        """How many leases this death of the worker took: they run out within one TTL of each other."""
-        held, (since, most) = self.holds(worker), self.losses.get(worker, (0.0, 0))
-        if not most or now - since >= self.limits.lease_ttl_s:
-            since, most = now, held
-        self.losses[worker] = since, max(most, held)
-        return max(most, held)
 
     def holds(self, worker: str) -> int:
         return sum(member.worker == worker for _, _, member in self.leased())
-
-    def room_of(self, worker: str) -> int | None:
-        """How many more episodes a worker may hold beside the suspects that it runs; None: any number."""
-        bounds = [member.most_together for _, _, member in self.leased() if member.worker == worker]
-        known = [bound for bound in bounds if bound is not None]
-        return min(known) - self.holds(worker) if known else None
-
-    def make_room(self, worker: str) -> bool:
-        """Whether this worker is the one that is emptied for a suspect; one at a time, so that the others work on."""
-        name, until = self.emptying
-        if name != worker and self.clock() < until:
-            return False
-        self.emptying = worker, self.clock() + self.limits.lease_ttl_s
-        return True
 
     def give_up(self, group: MemoryGroup, index: int, outcome: Outcome) -> None:
         """The episode becomes a dead letter; its journal moves there."""

@@ -10,6 +10,7 @@ ever be filled; the error shows the calculation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 from penstock.transfer_queue.errors import QueueError
@@ -61,12 +62,17 @@ def enough_members(rewarded: int, group_size: int, min_group: int) -> bool:
     return rewarded >= min(min_group, group_size)
 
 
-def most_together(losses: int, lost_together: int) -> int | None:
-    """Most episodes that a worker may hold while it runs one with `losses` lost leases, itself counted; None: any.
+def most_together(losses: int) -> float:
+    """Returns the most episodes that a worker may hold while it runs one that lost `losses` leases, itself counted.
 
-    `lost_together`: how many leases its last worker lost with it. One loss restricts nothing: machines die.
+    One loss restricts nothing: machines die. From the third on the episode runs alone, so the loss that makes it a
+    dead letter (`Limits.max_lost_leases`) is its own.
     """
-    return None if losses < 2 else max(1, lost_together // 4)
+    return math.inf if losses < 2 else 8 if losses == 2 else 1
+
+
+LEAST_LOST_LEASES = 4
+"""Of `Limits.max_lost_leases`: the last of the leases must have been lost alone, see `most_together`."""
 
 
 BYTES_PER_TOKEN = 9
@@ -78,9 +84,10 @@ FILTERS = ("none", "zero_variance")
 def check_limits(limits: Limits) -> None:
     """Raise `QueueError` naming the invalid limit, with the calculation if no step could be filled."""
     least: dict[str, float] = dict.fromkeys(
-        ("group_size", "groups_per_step", "min_group", "max_attempts", "max_lost_leases", "max_bytes"), 1
+        ("group_size", "groups_per_step", "min_group", "max_attempts", "max_bytes"), 1
     )
-    least |= dict.fromkeys(("max_staleness", "max_groups", "max_filtered_steps"), 0) | {"lease_ttl_s": 0.001}
+    least |= dict.fromkeys(("max_staleness", "max_groups", "max_filtered_steps"), 0)
+    least |= {"lease_ttl_s": 0.001, "max_lost_leases": LEAST_LOST_LEASES}
     numbers = {name: (getattr(limits, name), low) for name, low in least.items()}
     numbers |= {f"quota of {source!r}": (quota, 1) for source, quota in limits.quotas.items()}
     for name, (value, low) in numbers.items():

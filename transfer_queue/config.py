@@ -23,7 +23,7 @@ class TransferQueueConfig(BaseModel):
     min_group: int = Field(2, ge=1, description="A group is trained without failed members if this many have rewards.")
     max_attempts: int = Field(3, ge=1, description="Infrastructure failures per episode before it is a dead letter.")
     max_lost_leases: int = Field(
-        5, ge=1, description="Workers that may die while they run an episode, the last with it alone: a dead letter."
+        4, ge=4, description="Workers that may die while they run an episode before it is a dead letter."
     )
     lease_ttl_s: float = Field(15.0, gt=0, description="An episode whose worker is silent this long goes elsewhere.")
     registry_ttl_s: float = Field(6.0, gt=0, description="A rollout server silent this long is gone.")

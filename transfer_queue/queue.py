@@ -103,8 +103,9 @@ class TransferQueue(Protocol):
 
         Order: other splits first (evaluations are short), then members of groups already admitted,
         then new groups: highest priority first, then oldest task, skipping sources whose quota is used up.
-        Expired leases return to the queue in this call. They count as lost: an episode that lost several runs with few
-        others in its worker, and becomes a dead letter if it loses `max_lost_leases`, the last one alone.
+        Expired leases return to the queue in this call. They count as lost: an episode that lost two runs with
+        few others in its worker, one that lost three alone, and one that lost `max_lost_leases` is a dead letter. A
+        worker that holds too many for the next episode gets nothing until it holds fewer.
         """
 
     async def adopt(self, episode_id: str, fence: int) -> Lease:

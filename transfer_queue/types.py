@@ -243,8 +243,9 @@ class Limits:
     """A group is trained without members lost to infrastructure if at least this many carry a reward."""
     max_attempts: int = 3
     """Infrastructure failures per episode until it becomes a dead letter."""
-    max_lost_leases: int = 5
-    """Leases of an episode lost with their workers until it becomes a dead letter; it must have lost the last alone."""
+    max_lost_leases: int = 4
+    """Leases of an episode lost with their workers until it becomes a dead letter; at least 4, see
+    `admission.most_together`."""
     lease_ttl_s: float = 30.0
     max_bytes: int = 4 << 30
     """Back-pressure: no group is admitted while unconsumed payloads hold more than this."""

@@ -109,7 +109,7 @@ LEAST = {
     "groups_per_step": 1,
     "min_group": 1,
     "max_attempts": 1,
-    "max_lost_leases": 1,
+    "max_lost_leases": 4,
     "max_bytes": 1,
     "max_staleness": 0,
     "max_groups": 0,

@@ -13,7 +13,7 @@ from penstock.transfer_queue import Limits, TransferQueueConfig
 LEAST = {
     "min_group": 1,
     "max_attempts": 1,
-    "max_lost_leases": 1,
+    "max_lost_leases": 4,
     "max_bytes": 1,
     "max_groups": 0,
     "max_filtered_steps": 0,
@@ -48,7 +48,7 @@ def test_config_has_the_defaults_of_the_limits() -> None:
 DEFAULTS = {
     "min_group": 2,
     "max_attempts": 3,
-    "max_lost_leases": 5,
+    "max_lost_leases": 4,
     "max_bytes": 4 << 30,
     "max_groups": 0,
     "filter_groups": "none",

@@ -93,34 +93,6 @@ async def test_memory_deaths_a_lease_apart_are_two(queue: MemoryTransferQueue, c
     assert await names(queue, "another", 12) == ["train/0000#0"]
 
 
-async def test_memory_deaths_within_a_lease_are_one(queue: MemoryTransferQueue, clock: Clock) -> None:
-    """The same worker's leases run out at two times less than a lease apart: all twelve were lost together."""
-    for _ in range(2):
-        assert len(await names(queue, "worker", 8)) == 8
-        clock.now += TTL_S - 1
-        assert len(await names(queue, "worker", 4)) == 4
-        clock.now += 1
-        assert await names(queue, "other", 0) == [], "takes the first eight back"
-        clock.now += TTL_S - 1
-    assert [len(await names(queue, worker, 12)) for worker in "abcd"] == [3] * 4
-
-
-async def test_memory_room_is_made_for_one_lease(queue: MemoryTransferQueue, clock: Clock) -> None:
-    """One worker is emptied for a suspect; after a lease's time it is another one's turn."""
-    for _ in range(2):
-        assert await names(queue, "dead", 1) == ["train/0000#0"]
-        clock.now += TTL_S
-    (suspect,) = await queue.lease_episodes("first", 5, 0)
-    for worker in ("busy", "other"):
-        assert len(await names(queue, worker, 1)) == 1
-    await queue.release(suspect)
-    assert await names(queue, "busy", 5) == []
-    clock.now += TTL_S - 1
-    assert len(await names(queue, "other", 1)) == 1, "another worker makes room meanwhile"
-    clock.now += 1
-    assert await names(queue, "other", 5) == [], "it makes room now"
-
-
 async def test_memory_drops_a_run_and_counts_it(queue: MemoryTransferQueue) -> None:
     assert await queue.drop_run() == 5
     assert await queue.drop_run() == 0

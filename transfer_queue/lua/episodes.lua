@@ -6,72 +6,25 @@
 local worker, wanted, version, nonce = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
 local now = now_ms()
 
--- How many leases this death of a worker took: they run out within one TTL of each other.
-local function count_loss(of)
-  local held, known = tonumber(call('HGET', key('workers'), of)), call('HGET', key('losses'), of)
-  local since, most = string.match(known or '', '(%d+) (%d+)')
-  if not since or now - tonumber(since) >= run.lease_ttl_ms then
-    since, most = string.format('%.0f', now), held
-  end
-  most = math.max(tonumber(most), held)
-  call('HSET', key('losses'), of, since .. ' ' .. most)
-  return most
-end
-
-local function worker_died(lost_by, losses)
-  local names = string.gsub(string.sub(lost_by, 1, -2), '\n', ', ')
-  return cmsgpack.pack({'infra_error', losses .. ' workers died or fell silent while they ran it: ' .. names, 'worker'})
-end
-
 local function take_back(episode)
   local member = member_of(episode)
-  local together, lost_by = count_loss(member.worker), member.lost_by .. member.worker .. '\n'
-  local _, losses = string.gsub(lost_by, '\n', '')
-  call('HSET', member.group, 'l' .. member.m, lost_by, 'y' .. member.m, together)
+  local lost_by = member.lost_by .. member.worker .. '\n'
+  local losses = count_losses(lost_by)
+  call('HSET', member.group, 'l' .. member.m, lost_by)
   if member.split == 'train' then count('expired', 1) end
-  if together == 1 and losses >= run.max_lost_leases then
-    count('killed_workers', 1)
-    give_up(episode, member, worker_died(lost_by, losses))
+  if losses >= run.max_lost_leases then
+    local names = string.gsub(string.sub(lost_by, 1, -2), '\n', ', ')
+    local reason = losses .. ' workers died or fell silent while they ran it: ' .. names
+    give_up(episode, member, cmsgpack.pack({'infra_error', reason, 'worker'}))
     return
   end
-  unhold(episode, member.split, member.worker, lost_by)
+  unhold(episode, member.split, member.worker)
   call('HSET', member.group, 's' .. member.m, 'q')
   open_episode(episode, member.split, member.floor, member.seq)
 end
 
 local function take_back_expired()
   for _, episode in ipairs(call('ZRANGEBYSCORE', key('leases'), '-inf', now, 'LIMIT', 0, 256)) do take_back(episode) end
-end
-
-local function give(episode)
-  local task_id, m = split_episode(episode)
-  local group = group_key(task_id)
-  local v = call('HMGET', group, 'split', 'f' .. m, 'z' .. m)
-  local fence = new_fence()
-  call('HSET', group, 's' .. m, 'l', 'f' .. m, fence, 'w' .. m, worker)
-  if v[2] then call('HSET', group, 'z' .. m, (v[3] or '') .. v[2] .. ' ') end
-  close_episode(episode, v[1])
-  hold(episode, v[1], worker, now)
-end
-
--- How many more episodes the worker may hold beside the suspects that it runs; nil: any number.
-local function suspects_room(held)
-  local room = nil
-  local all = call('HGETALL', key('suspects'))
-  for i = 2, #all, 2 do
-    local most, of = string.match(all[i], '^(%d+) (.*)$')
-    local left = tonumber(most) - held
-    if of == worker then room = math.min(room or left, left) end
-  end
-  return room
-end
-
--- Whether this worker is the one that is emptied for a suspect; one at a time, so that the others work on.
-local function make_room()
-  local ends, name = string.match(call('GET', key('emptying')) or '', '^(%d+) (.*)$')
-  if name and name ~= worker and now < tonumber(ends) then return false end
-  call('SET', key('emptying'), string.format('%.0f ', now + run.lease_ttl_ms) .. worker)
-  return true
 end
 
 -- The same call again, its reply was lost: the same leases, as far as their fences still hold them.
@@ -91,38 +44,32 @@ if before then return before end
 take_back_expired()
 local rows, given = {}, {}
 local held = tonumber(call('HGET', key('workers'), worker) or 0)
-local room = suspects_room(held)
+if held == 0 then call('HDEL', key('most_held'), worker) end
+local most = tonumber(call('HGET', key('most_held'), worker) or math.huge)
 
-local function has_enough()
-  return #rows >= wanted or (room and room <= 0)
-end
-
-local function take(episode, most)
-  give(episode)
+local function give(episode, group, m)
+  local v = call('HMGET', group, 'split', 'f' .. m, 'z' .. m, 'l' .. m)
+  local fence = new_fence()
+  call('HSET', group, 's' .. m, 'l', 'f' .. m, fence, 'w' .. m, worker)
+  if v[2] then call('HSET', group, 'z' .. m, (v[3] or '') .. v[2] .. ' ') end
+  close_episode(episode, v[1])
+  hold(episode, v[1], worker, v[4] or '', now)
   rows[#rows + 1] = describe(episode)
-  given[#given + 1] = episode .. ' ' .. rows[#rows][4] .. '\n'
-  held = held + 1
-  if room then room = room - 1 end
-  if most and (not room or most - held < room) then room = most - held end
+  given[#given + 1] = episode .. ' ' .. fence .. '\n'
 end
 
--- False where the worker takes no more: it has enough, or is emptied for a suspect.
+-- False if the worker takes no more: it has enough, or too many for an episode that lost leases and now waits for it.
 local function give_open(split_key)
-  local passed = 0
-  while not has_enough() do
-    local open = call('ZRANGEBYSCORE', key(split_key), '-inf', up_to(version), 'LIMIT', passed, 64)
+  while #rows < wanted and held < most do
+    local open = call('ZRANGEBYSCORE', key(split_key), '-inf', up_to(version), 'LIMIT', 0, 64)
     if #open == 0 then return true end
     for _, episode in ipairs(open) do
       local task_id, m = split_episode(episode)
-      local most = most_together(group_key(task_id), m)
-      if has_enough() then return false end
-      if not most or held < most then
-        take(episode, most)
-      elseif make_room() then
-        return false
-      else
-        passed = passed + 1
-      end
+      local group = group_key(task_id)
+      most = math.min(most, most_together(call('HGET', group, 'l' .. m) or ''))
+      if #rows >= wanted or held >= most then return false end
+      give(episode, group, m)
+      held = held + 1
     end
   end
   return false
@@ -180,8 +127,8 @@ local function complete_one(keys, first, args, at)
   local highest, tokens, outcome = tonumber(args[at + 7]), tonumber(args[at + 8]), args[at + 9]
   local task_id, m = split_episode(episode)
   local group = group_key(task_id)
-  local state, known_fence, split, worker, size, journal_bytes, lost_by, ended, rewarded, group_lowest, rmin, rmax =
-    unpack(call('HMGET', group, 's' .. m, 'f' .. m, 'split', 'w' .. m, 'size', 'n' .. m, 'l' .. m, 'ended', 'rewarded',
+  local state, known_fence, split, worker, size, journal_bytes, ended, rewarded, group_lowest, rmin, rmax =
+    unpack(call('HMGET', group, 's' .. m, 'f' .. m, 'split', 'w' .. m, 'size', 'n' .. m, 'ended', 'rewarded',
       'lowest', 'rmin', 'rmax'))
   if known_fence == fence and state == 'd' then return 0 end
   if known_fence ~= fence or (state ~= 'l' and state ~= 'q') then return lease_lost(episode, fence) end
@@ -202,7 +149,7 @@ local function complete_one(keys, first, args, at)
   end
 
   -- A lease that ran out and was not given on is in the queue.
-  if state == 'l' then unhold(episode, split, worker, lost_by or '') else close_episode(episode, split) end
+  if state == 'l' then unhold(episode, split, worker) else close_episode(episode, split) end
   if journal_bytes then
     call('DEL', key('journal:' .. episode))
     call('HDEL', group, 'n' .. m)

@@ -4,9 +4,8 @@
 -- Episodes. A group is one hash, group:TASK_ID, small enough for Redis's compact encoding; its task is task:TASK_ID.
 -- Of the group: seq, split, source, priority, size, min_version, cost, members_cost, state, at (ms, of the last change of
 -- state), floor, due, ended, rewarded, lowest, rmin, rmax (rewards), step. Of member m: sM state (q, l, d, x), fM fence,
--- wM worker, aM attempts, kM fence of the last counted failure, lM workers that died with it, one a line, yM how many
--- leases the last of them lost, nM journal bytes, tM response tokens, bM payload bytes,
--- hM what they count for, rM 1 if it carries a reward, vM its lowest version, pM 1 if spilled, oM outcome without
+-- wM worker, aM attempts, kM fence of the last counted failure, lM workers that died with it, one a line,
+-- nM journal bytes, tM response tokens, bM payload bytes, hM what they count for, rM 1 if it carries a reward, vM its lowest version, pM 1 if spilled, oM outcome without
 -- reward, zM earlier fences.
 local function split_episode(episode)
   return string.match(episode, '^(.*)#(%d+)$')
@@ -47,29 +46,34 @@ local function close_episode(episode, split)
   count_split(split, 'queued', -1)
 end
 
--- The most episodes that a worker may hold while it runs this one; nil: any number (admission.most_together).
-local function most_together(group, m)
-  local v = call('HMGET', group, 'l' .. m, 'y' .. m)
-  local _, losses = string.gsub(v[1] or '', '\n', '')
-  if losses < 2 then return nil end
-  return math.max(1, math.floor(tonumber(v[2]) / 4))
+-- Lost leases of an episode; `lost_by` is its field lM.
+local function count_losses(lost_by)
+  local _, losses = string.gsub(lost_by, '\n', '')
+  return losses
 end
 
--- `suspects`: leased episodes that share their worker with few others or none → how many, and the worker.
-local function hold(episode, split, worker, now)
-  local task_id, m = split_episode(episode)
-  local most = most_together(group_key(task_id), m)
-  if most then call('HSET', key('suspects'), episode, most .. ' ' .. worker) end
+-- The most episodes that a worker may hold while it runs this one (admission.most_together).
+local function most_together(lost_by)
+  local losses = count_losses(lost_by)
+  if losses < 2 then return math.huge end
+  return losses == 2 and 8 or 1
+end
+
+-- `most_held`: worker → the most episodes that it may hold until it holds none.
+local function hold(episode, split, worker, lost_by, now)
+  local most = most_together(lost_by)
+  if most < math.huge then
+    local known = tonumber(call('HGET', key('most_held'), worker) or most)
+    call('HSET', key('most_held'), worker, math.min(most, known))
+  end
   call('ZADD', key('leases'), now + run.lease_ttl_ms, episode)
   call('HINCRBY', key('workers'), worker, 1)
   count_split(split, 'leased', 1)
   if split == 'train' then count('leased', 1) end
 end
 
--- `lost_by`: field lM; an episode that lost no lease is no suspect.
-local function unhold(episode, split, worker, lost_by)
+local function unhold(episode, split, worker)
   call('ZREM', key('leases'), episode)
-  if lost_by ~= '' then call('HDEL', key('suspects'), episode) end
   if call('HINCRBY', key('workers'), worker, -1) <= 0 then
     call('HDEL', key('workers'), worker)
   end
@@ -97,9 +101,10 @@ local function owned(episode, fence, now)
   if not member or member.fence ~= fence or (member.state ~= 'l' and member.state ~= 'q') then return nil end
   if member.state == 'q' then
     -- First what needs memory: after a removal a full Redis 6.2 would let a script write whatever it likes.
-    call('HSET', member.group, 's' .. member.m, 'l', 'l' .. member.m, (string.gsub(member.lost_by, '[^\n]*\n$', '')))
+    local lost_by = string.gsub(member.lost_by, '[^\n]*\n$', '')
+    call('HSET', member.group, 's' .. member.m, 'l', 'l' .. member.m, lost_by)
     close_episode(episode, member.split)
-    hold(episode, member.split, member.worker, now)
+    hold(episode, member.split, member.worker, lost_by, now)
   else
     call('ZADD', key('leases'), now + run.lease_ttl_ms, episode)
   end
@@ -124,7 +129,7 @@ end
 
 -- Back to the queue under a new fence: the old owner is refused from now on.
 local function hand_back(episode, member)
-  unhold(episode, member.split, member.worker, member.lost_by)
+  unhold(episode, member.split, member.worker)
   call('HSET', member.group, 's' .. member.m, 'q', 'f' .. member.m, new_fence())
   open_episode(episode, member.split, member.floor, member.seq)
 end
@@ -208,7 +213,7 @@ local function forget_group(task_id, consumed)
   local payloads, gone = {}, {group, key('task:' .. task_id)}
   for m = 0, tonumber(v.size) - 1 do
     local episode, state = task_id .. '#' .. m, v['s' .. m]
-    if state == 'l' then unhold(episode, v.split, v['w' .. m], v['l' .. m] or '') end
+    if state == 'l' then unhold(episode, v.split, v['w' .. m]) end
     if state == 'q' then close_episode(episode, v.split) end
     if v['b' .. m] then
       payloads[#payloads + 1] = payload_name(episode, v['f' .. m]) .. ' ' .. v['b' .. m]
@@ -286,7 +291,7 @@ end
 -- The episode becomes a dead letter, and its journal moves there: it no longer counts for back-pressure, but still for
 -- memory.
 local function give_up(episode, member, outcome)
-  unhold(episode, member.split, member.worker, member.lost_by)
+  unhold(episode, member.split, member.worker)
   if member.journal_bytes > 0 then
     call('RENAME', key('journal:' .. episode), key('letter_journal:' .. episode))
     call('HSET', key('letter:' .. episode), 'bytes', member.journal_bytes)

@@ -18,7 +18,7 @@ from faults.stage import Stage
 
 KILLS_EVERY_S = 1.2
 """Of redis-server, on average."""
-MAX_LOST_LEASES = 3
+MAX_LOST_LEASES = 4
 EVERY_GAP = (*GAPS, ANYWHERE, OVERTAKEN)
 
 
