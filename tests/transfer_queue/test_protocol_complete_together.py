@@ -1,5 +1,4 @@
-"""`complete` called by many tasks of one client at once, which the queue in Redis sends together: each caller has the
-outcome of its own episode, whatever happens to the others."""
+"""`complete` called by many tasks of one client at once: each caller has the outcome of its own episode."""
 
 from __future__ import annotations
 
@@ -61,17 +60,6 @@ async def test_repeats_beside_each_other_count_once(make_queue) -> None:
     finished = [(lease, trajectory(lease)) for lease in await leased(queue, 1)]
     assert await outcomes(queue, [*finished, *finished, *finished]) == [None] * 24
     assert (await queue.status()).episodes["completed"] == 8
-
-
-async def test_payloads_of_all_sizes(make_queue) -> None:
-    """Some fill a round trip alone, and stand between small ones."""
-    queue = await make_queue(ROOMY)
-    sizes = [2, 60_000, 2, 10_000, 10_000, 10_000, 2, 30_000]
-    leases = await leased(queue, 1)
-    finished = [(lease, trajectory(lease, tokens=tokens)) for lease, tokens in zip(leases, sizes, strict=True)]
-    assert await outcomes(queue, finished) == [None] * 8
-    found = await queue.read([lease.episode_id for lease in leases])
-    assert all(same(one.segments, work.segments) for one, (_, work) in zip(found, finished, strict=True))
 
 
 async def test_a_cancelled_caller_takes_no_other_along(make_queue) -> None:

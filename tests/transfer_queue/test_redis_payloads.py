@@ -91,13 +91,13 @@ async def test_payloads_of_refused_episodes_are_deleted_beside_an_error_of_anoth
     await queue.submit(tasks(2), cursor=at(2))
     leases = await queue.lease_episodes("worker", 3, 0)
     await queue.release(leases[1])
-    try_jobs = queue._connection.try_jobs
+    run_jobs = queue._connection.run_jobs
 
-    async def try_and_break(jobs: Sequence[Any]) -> None:
-        await try_jobs(jobs)
+    async def run_and_break(jobs: Sequence[Any]) -> None:
+        await run_jobs(jobs)
         jobs[0].end(QueueError("not allowed"))
 
-    monkeypatch.setattr(queue._connection, "try_jobs", try_and_break)
+    monkeypatch.setattr(queue._connection, "run_jobs", run_and_break)
     with pytest.raises(QueueError, match="not allowed"):
         await queue.complete_many([(lease, trajectory(lease)) for lease in leases])
     kept = [key async for keys in queue._connection.scan(f"*{leases[1].episode_id}@*") for key in keys]

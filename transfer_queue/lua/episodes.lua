@@ -115,83 +115,70 @@ call('HINCRBY', member.group, 't' .. member.m, ARGV[6])
 add_split_bytes(member.split, held)
 return -1
 
--- part: completion
--- The end of one episode. Its arguments in `args`, from `at`: episode, fence, number of its payload's keys (0 where this
--- server does not hold them), payload bytes, bytes it counts for, reward ('' for none), lowest version ('' for none), highest
--- version, response tokens, outcome (where there is no reward). Its payload's keys in `keys`, from `first`.
--- Whatever changes of the group is written at once: this is what runs most often beside `journal`.
-local COMPLETION_ARGS = 10
-local function complete_one(keys, first, args, at)
-  local episode, fence, pieces, bytes = args[at], args[at + 1], tonumber(args[at + 2]), tonumber(args[at + 3])
-  local held, reward, lowest = tonumber(args[at + 4]), args[at + 5], tonumber(args[at + 6])
-  local highest, tokens, outcome = tonumber(args[at + 7]), tonumber(args[at + 8]), args[at + 9]
-  local task_id, m = split_episode(episode)
-  local group = group_key(task_id)
-  local state, known_fence, split, worker, size, journal_bytes, ended, rewarded, group_lowest, rmin, rmax =
-    unpack(call('HMGET', group, 's' .. m, 'f' .. m, 'split', 'w' .. m, 'size', 'n' .. m, 'ended', 'rewarded',
-      'lowest', 'rmin', 'rmax'))
-  if known_fence == fence and state == 'd' then return 0 end
-  if known_fence ~= fence or (state ~= 'l' and state ~= 'q') then return lease_lost(episode, fence) end
-
-  -- The episode stays with its owner.
-  local function refuse_it(code, text)
-    owned(episode, fence, now_ms())
-    return refuse(code, text)
-  end
-
-  if highest > run.version then
-    return refuse_it('BADPAYLOAD', 'version_spans: version ' .. highest .. ' is newer than ' .. run.version)
-  end
-  local stored = 0
-  for i = first, first + pieces - 1 do stored = stored + call('STRLEN', keys[i]) end
-  if pieces > 0 and stored < bytes then
-    return refuse_it('RETRY', episode .. ': ' .. stored .. ' of ' .. bytes .. ' payload bytes are stored')
-  end
-
-  -- A lease that ran out and was not given on is in the queue.
-  if state == 'l' then unhold(episode, split, worker) else close_episode(episode, split) end
-  if journal_bytes then
-    call('DEL', key('journal:' .. episode))
-    call('HDEL', group, 'n' .. m)
-  end
-  add_split_bytes(split, held - tonumber(journal_bytes or 0))
-
-  ended = tonumber(ended or 0) + 1
-  local changed = {'s' .. m, 'd', 'b' .. m, bytes, 'h' .. m, held, 't' .. m, tokens, 'ended', ended}
-  local function change(field, value)
-    changed[#changed + 1] = field
-    changed[#changed + 1] = value
-  end
-  if lowest then change('v' .. m, lowest) end
-  if reward ~= '' then
-    change('r' .. m, 1)
-    change('rewarded', tonumber(rewarded or 0) + 1)
-    if lowest and (not group_lowest or lowest < tonumber(group_lowest)) then change('lowest', lowest) end
-    if not rmin or tonumber(reward) < tonumber(rmin) then change('rmin', reward) end
-    if not rmax or tonumber(reward) > tonumber(rmax) then change('rmax', reward) end
-  else
-    change('o' .. m, outcome)
-  end
-  call('HSET', group, unpack(changed))
-  if split == 'train' then
-    count('completed', 1)
-    count_length(tokens, false)
-  end
-  count_split(split, 'done', 1)
-  if ended == tonumber(size) then end_group(group, task_id) end
-  return 1
-end
-
 -- script: complete
--- needs: run, full, clock, server, episode, queue, group, lengths, completion
--- ARGV: what `complete_one` takes, for each episode. KEYS[2…]: the keys of their payloads. Returns its answer, of several
--- episodes a list of answers: each is taken or refused for itself.
-local answers, first = {}, 2
-for at = 1, #ARGV, COMPLETION_ARGS do
-  answers[#answers + 1] = complete_one(KEYS, first, ARGV, at)
-  first = first + tonumber(ARGV[at + 2])
+-- needs: run, full, clock, server, episode, queue, group, lengths
+-- ARGV: episode, fence, number of its payload's keys (0 where this server does not hold them), payload bytes, bytes it
+-- counts for, reward ('' for none), lowest version ('' for none), highest version, response tokens, outcome (where there
+-- is no reward). KEYS[2…]: its payload's keys. Returns 1, or 0 for a repeat.
+-- Whatever changes of the group is written at once: this is what runs most often beside `journal`.
+local episode, fence, pieces, bytes = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local held, reward, lowest = tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7])
+local highest, tokens, outcome = tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10]
+local task_id, m = split_episode(episode)
+local group = group_key(task_id)
+local state, known_fence, split, worker, size, journal_bytes, ended, rewarded, group_lowest, rmin, rmax =
+  unpack(call('HMGET', group, 's' .. m, 'f' .. m, 'split', 'w' .. m, 'size', 'n' .. m, 'ended', 'rewarded',
+    'lowest', 'rmin', 'rmax'))
+if known_fence == fence and state == 'd' then return 0 end
+if known_fence ~= fence or (state ~= 'l' and state ~= 'q') then return lease_lost(episode, fence) end
+
+-- The episode stays with its owner.
+local function refuse_it(code, text)
+  owned(episode, fence, now_ms())
+  return refuse(code, text)
 end
-return #answers == 1 and answers[1] or answers
+
+if highest > run.version then
+  return refuse_it('BADPAYLOAD', 'version_spans: version ' .. highest .. ' is newer than ' .. run.version)
+end
+local stored = 0
+for i = 2, pieces + 1 do stored = stored + call('STRLEN', KEYS[i]) end
+if pieces > 0 and stored < bytes then
+  return refuse_it('RETRY', episode .. ': ' .. stored .. ' of ' .. bytes .. ' payload bytes are stored')
+end
+
+-- A lease that ran out and was not given on is in the queue.
+if state == 'l' then unhold(episode, split, worker) else close_episode(episode, split) end
+if journal_bytes then
+  call('DEL', key('journal:' .. episode))
+  call('HDEL', group, 'n' .. m)
+end
+add_split_bytes(split, held - tonumber(journal_bytes or 0))
+
+ended = tonumber(ended or 0) + 1
+local changed = {'s' .. m, 'd', 'b' .. m, bytes, 'h' .. m, held, 't' .. m, tokens, 'ended', ended}
+local function change(field, value)
+  changed[#changed + 1] = field
+  changed[#changed + 1] = value
+end
+if lowest then change('v' .. m, lowest) end
+if reward ~= '' then
+  change('r' .. m, 1)
+  change('rewarded', tonumber(rewarded or 0) + 1)
+  if lowest and (not group_lowest or lowest < tonumber(group_lowest)) then change('lowest', lowest) end
+  if not rmin or tonumber(reward) < tonumber(rmin) then change('rmin', reward) end
+  if not rmax or tonumber(reward) > tonumber(rmax) then change('rmax', reward) end
+else
+  change('o' .. m, outcome)
+end
+call('HSET', group, unpack(changed))
+if split == 'train' then
+  count('completed', 1)
+  count_length(tokens, false)
+end
+count_split(split, 'done', 1)
+if ended == tonumber(size) then end_group(group, task_id) end
+return 1
 
 -- script: fail
 -- needs: run, full, clock, server, episode, queue, group

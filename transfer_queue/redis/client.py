@@ -56,18 +56,13 @@ class WriteAndRun:
     def written(self) -> bool:
         return all(write.error is None for write in self.writes)
 
-    @property
-    def ended(self) -> bool:
-        """Whether all have succeeded, or the script is refused."""
-        return self.script.error is None and self.written
-
     def end(self, refusal: QueueError) -> None:
         self.refusal = refusal
         for call in self.calls:
             call.error = None
 
     def forget_unfinished(self) -> None:
-        if not self.ended:
+        if self.script.error is not None or not self.written:
             for call in self.calls:
                 call.forget()
 
@@ -131,7 +126,7 @@ class Connection:
     async def script(self, name: str, key: str, *args: Any, keys: Sequence[str] = ()) -> Any:
         """Run a script by name with KEYS = [key, *keys]; on a cluster all of one slot."""
         call = self._script_call(name, key, args, keys)
-        await self._finish_one(name, call)
+        await self._finish(name, [[call]])
         return call.reply
 
     async def command(self, *args: Any) -> Any:
@@ -168,38 +163,13 @@ class Connection:
         """A `write_and_run` to be made beside others by `run_jobs`."""
         return WriteAndRun([RedisCall(write) for write in writes], self._script_call(name, key, args, keys))
 
-    async def run_jobs(self, jobs: Sequence[WriteAndRun], since: float | None = None) -> None:
+    async def run_jobs(self, jobs: Sequence[WriteAndRun]) -> None:
         """Several `write_and_run` in one round trip (two on a cluster). Each ends for itself: with its script's reply,
-        or with its refusal. Raises `QueueUnavailable` where the deadline leaves some unfinished; others have ended.
-        `since`: the deadline counts from this time of the event loop; None: from now."""
-        await self._finish(jobs[0].script.script, self._phases(jobs), jobs, since)
-
-    async def try_jobs(self, jobs: Sequence[WriteAndRun]) -> None:
-        """One attempt at several `write_and_run` of one script, which is called once with the keys and arguments of all
-        and then answers a list. What this leaves unfinished has not `ended`, and may be given to `run_jobs`."""
-        writes = [write for job in jobs for write in job.writes]
-        try:
-            with contextlib.suppress(TimeoutError):  # what got no reply says so
-                async with asyncio.timeout(min(_limit_s(writes), self._deadline_s)):
-                    await self._run_together(writes, jobs)
-            self._judge([call for job in jobs for call in job.calls], jobs)
-        finally:
-            for job in jobs:
-                job.forget_unfinished()
-
-    async def _run_together(self, writes: Sequence[RedisCall], jobs: Sequence[WriteAndRun]) -> None:
+        or with its refusal. Raises `QueueUnavailable` if the deadline leaves some unfinished; others have ended."""
+        phases = [[call for job in jobs for call in job.calls]]
         if self.spreads:
-            await self._run_missing(writes)
-            jobs, writes = [job for job in jobs if job.written], ()
-        if jobs:
-            together = _together([job.script for job in jobs])
-            await self._run_missing([*writes, together])
-            _hand_out(together, [job.script for job in jobs])
-
-    def _phases(self, jobs: Sequence[WriteAndRun]) -> list[list[RedisCall]]:
-        if self.spreads:
-            return [[write for job in jobs for write in job.writes], [job.script for job in jobs]]
-        return [[call for job in jobs for call in job.calls]]
+            phases = [[write for job in jobs for write in job.writes], [job.script for job in jobs]]
+        await self._finish(jobs[0].script.script, phases, jobs)
 
     async def scan(self, pattern: str) -> AsyncIterator[list[bytes]]:
         """All keys of a glob pattern, in chunks; a key may come twice. Waits for servers that are down."""
@@ -233,28 +203,11 @@ class Connection:
         await self._finish("PING", [[RedisCall(("PING",))]])  # a cluster's map of slots is known then
         return self._routes.masters
 
-    async def _finish_one(self, what: str, call: RedisCall) -> None:
-        """As `_finish`, of one call: its first attempt, which most calls end with, without what repeats need."""
-        since = asyncio.get_running_loop().time()
-        with contextlib.suppress(TimeoutError):  # a call without a reply says so
-            async with asyncio.timeout(min(_limit_s((call,)), self._deadline_s)):
-                await self._routes.run((call,))
-        if call.error is not None:
-            if not _is_unknown(call):
-                self._judge((call,), ())
-            await self._finish(what, [[call]], since=since)
-
-    async def _finish(
-        self,
-        what: str,
-        phases: Sequence[Sequence[RedisCall]],
-        jobs: Sequence[WriteAndRun] = (),
-        since: float | None = None,
-    ) -> None:
+    async def _finish(self, what: str, phases: Sequence[Sequence[RedisCall]], jobs: Sequence[WriteAndRun] = ()) -> None:
         """Run the calls phase by phase until all have succeeded. `jobs`: those whose calls are repeated together, and
         which are refused without an end for the others."""
         loop = asyncio.get_running_loop()
-        started, pauses, loaded = loop.time() if since is None else since, _BACKOFF.pauses(), 0
+        started, pauses, loaded = loop.time(), _BACKOFF.pauses(), 0
         deadline = started + self._deadline_s
         limit_s = _limit_s([call for phase in phases for call in phase])
         while True:
@@ -346,30 +299,6 @@ class Connection:
         failed = [load.error for load in loads if load.error and "already exists" not in str(load.error)]
         self._may_load = not any(isinstance(error, NoPermissionError) for error in failed)
         return FunctionsMissing(library().name, failed[0] if self._may_load else None) if failed else None
-
-
-def _together(scripts: Sequence[RedisCall]) -> RedisCall:
-    """One call with the keys and arguments of several calls of a script, which have their first key in common."""
-    if len(scripts) == 1:
-        return scripts[0]
-    command, name, _, key = scripts[0].args[:4]
-    keys: list[Any] = []
-    args: list[Any] = []
-    for script_call in scripts:
-        behind = 3 + script_call.args[2]
-        keys += script_call.args[4:behind]
-        args += script_call.args[behind:]
-    return RedisCall((command, name, 1 + len(keys), key, *keys, *args), script=scripts[0].script)
-
-
-def _hand_out(together: RedisCall, scripts: Sequence[RedisCall]) -> None:
-    """The answers in the reply of `together` to the calls that it was made of. Its error may be that of any of them:
-    they stay as if they were not sent, and the repeat of each shows whose it is."""
-    if together is scripts[0] or together.error is not None:
-        return
-    for script_call, answer in zip(scripts, together.reply, strict=True):
-        refused = isinstance(answer, ResponseError)
-        script_call.reply, script_call.error = (None, answer) if refused else (answer, None)
 
 
 def _is_unknown(call: RedisCall) -> bool:

@@ -1,14 +1,13 @@
 """Ended episodes: their payloads are stored and acknowledged in one round trip, one episode or several.
 
-    complete        SET payload; script ``complete``; together with other calls that wait (`coalescing`)
-    complete_many   SET of each payload, one script ``complete`` for all; in shares, `SHARES_AT_ONCE` of them under way
+    complete        SET payload; script ``complete``
+    complete_many   the same of several; in shares, `SHARES_AT_ONCE` of them under way
 
 On a cluster the payloads of a share go first, to their nodes, and the scripts after them.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +17,6 @@ from penstock.transfer_queue.codec.trajectories import outcome_to_plain
 from penstock.transfer_queue.errors import BadPayload, Refusal
 from penstock.transfer_queue.metrics import payload_cost
 from penstock.transfer_queue.redis.client import Connection, WriteAndRun
-from penstock.transfer_queue.redis.coalescing import Coalescing
 from penstock.transfer_queue.redis.keys import Keys
 from penstock.transfer_queue.redis.payloads import Payloads, StoredPayload
 from penstock.transfer_queue.types import Lease, Trajectory
@@ -48,21 +46,11 @@ class Completions:
         self._keys = keys
         self._payloads = payloads
         self._compression = compression
-        self._coalescing = Coalescing(connection, SHARE_EPISODES, SHARE_BYTES)
 
     async def complete(self, lease: Lease, trajectory: Trajectory) -> None:
-        started = asyncio.get_running_loop().time()
-        one = self._completion(lease, trajectory)
-        await self._coalescing.attempt(one.job, one.stored.size)
-        if not one.job.ended:
-            await self._connection.run_jobs([one.job], started)
-        if one.job.refusal is not None:
-            await self._payloads.delete([one.stored])
-            raise one.job.refusal
-
-    async def close(self) -> None:
-        """Calls under way continue alone."""
-        await self._coalescing.close()
+        (refusal,) = await self._acknowledge([self._completion(lease, trajectory)])
+        if refusal is not None:
+            raise refusal
 
     async def complete_many(self, finished: Sequence[tuple[Lease, Trajectory]]) -> list[Refusal | None]:
         check_leases([lease for lease, _ in finished])
@@ -123,11 +111,7 @@ class Completions:
 
     async def _acknowledge(self, completions: Sequence[_Completion]) -> list[Refusal | None]:
         """Store and acknowledge in one round trip; the payloads of refused ones are deleted."""
-        started = asyncio.get_running_loop().time()
-        await self._connection.try_jobs([one.job for one in completions])
-        unfinished = [one.job for one in completions if not one.job.ended]
-        if unfinished:
-            await self._connection.run_jobs(unfinished, started)
+        await self._connection.run_jobs([one.job for one in completions])
         gone = [one.stored for one in completions if one.job.refusal is not None]
         if gone:
             await self._payloads.delete(gone)

@@ -388,7 +388,6 @@ class RedisTransferQueue:
         return deleted
 
     async def close(self) -> None:
-        await self._completions.close()
         await self._connection.close()
 
 
