@@ -2,10 +2,6 @@
 
 Everything that depends on the data alone is checked here, before a byte is sent; the queue checks the fence and that
 no version is newer than the current one.
-
-A segment is first tested by `_is_plain`, which is fast and true only where all rules hold; otherwise the exact rules
-decide and name the field. So the fast test may miss good segments (other dtypes, very many spans), but never accepts a
-bad one.
 """
 
 from __future__ import annotations
@@ -139,22 +135,31 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
-_I4, _U4, _F4, _U1, _U2 = (np.dtype(name) for name in ("<i4", "<u4", "<f4", "u1", "<u2"))
+_I4, _F4, _U1, _U2 = (np.dtype(name) for name in ("<i4", "<f4", "u1", "<u2"))
 LEAST_EXPERTS = 2
 """Per token and layer: of one alone an unknown choice could not be distinguished from a known one."""
 MOST_MASS = 1.01
 """Of the likeliest ids of one token together: servers round, in half precision by some thousandths."""
-_FEW_SPANS = 2048
-"""Up to here one memchr per span is quicker than counting covers position by position."""
 
 
 def check_segment(segment: Segment, min_version: int, where: str) -> None:
     """Raise `BadPayload`: lengths, mask of 0 and 1, finite logprobs, spans that cover exactly the sampled tokens.
 
-    `min_version` is the oldest policy version that may have sampled; `where` names the segment in messages.
+    `min_version` is the oldest policy version that may have sampled; `where` names the segment in messages. Arrays of
+    other dtypes are as good if what is stored of them has the same values.
     """
-    if not _is_plain(segment, max(min_version, 0)):
-        _refuse_bad(segment, min_version, where)
+    _check_ids(segment.prompt_ids, f"{where}.prompt_ids")
+    length = len(_check_ids(segment.response_ids, f"{where}.response_ids"))
+    mask = _check_mask(segment.response_mask, length, f"{where}.response_mask")
+    _check_logprobs(segment.response_logprobs, (length,), f"{where}.response_logprobs")
+    if segment.teacher_logprobs is not None:
+        _check_logprobs(segment.teacher_logprobs, (length,), f"{where}.teacher_logprobs")
+    if segment.routed_experts is not None:
+        _check_experts(segment.routed_experts, len(segment.prompt_ids) + length, f"{where}.routed_experts")
+    if segment.teacher_top_ids is not None or segment.teacher_top_logprobs is not None:
+        _check_tops(segment, np.count_nonzero(mask), where)
+    _check_turns(segment.turn_starts, length, f"{where}.turn_starts")
+    _check_spans(segment.version_spans, mask, min_version, f"{where}.version_spans")
 
 
 def expect(holds: bool, field: str, problem: str) -> None:
@@ -162,182 +167,101 @@ def expect(holds: bool, field: str, problem: str) -> None:
         raise BadPayload(f"{field}: {problem}")
 
 
-# the quick look ------------------------------------------------------------------------------------------------------
-def _is_plain(segment: Segment, floor: int) -> bool:
-    ids, mask, logprobs = segment.response_ids, segment.response_mask, segment.response_logprobs
-    return (
-        _are_ids(segment.prompt_ids)
-        and _are_ids(ids)
-        and _is_row(mask, _U1, len(ids))
-        and (not len(ids) or int(np.maximum.reduce(mask)) <= 1)
-        and _are_logprobs(logprobs, len(ids))
-        and (segment.teacher_logprobs is None or _are_logprobs(segment.teacher_logprobs, len(ids)))
-        and (segment.routed_experts is None or _are_experts(segment.routed_experts, len(segment.prompt_ids) + len(ids)))
-        and _are_tops(segment, mask)
-        and _are_turns(segment.turn_starts, len(ids))
-        and _cover(segment.version_spans, mask, floor)
-    )
-
-
-def _is_row(values: Any, dtype: np.dtype[Any], length: int) -> bool:
-    return isinstance(values, np.ndarray) and values.dtype == dtype and values.shape == (length,)
-
-
-def _are_logprobs(values: Any, length: int) -> bool:
-    return _is_row(values, _F4, length) and bool(np.logical_and.reduce(np.isfinite(values)))
-
-
-def _are_experts(values: Any, length: int) -> bool:
-    if not (isinstance(values, np.ndarray) and values.dtype in (_U1, _U2) and values.ndim == MOST_DIMENSIONS):
-        return False
-    return len(values) == length and values.shape[1] >= 1 and values.shape[2] >= LEAST_EXPERTS
-
-
-def _are_tops(segment: Segment, mask: NDArray[np.uint8]) -> bool:
-    ids, logprobs = segment.teacher_top_ids, segment.teacher_top_logprobs
-    if ids is None and logprobs is None:
-        return True
-    if not (isinstance(ids, np.ndarray) and isinstance(logprobs, np.ndarray)) or segment.teacher_logprobs is None:
-        return False
-    if not ((ids.dtype, logprobs.dtype) == (_I4, _F4) and ids.ndim == 2 and ids.shape == logprobs.shape):
-        return False
-    if len(ids) != np.count_nonzero(mask) or ids.shape[1] < 1:
-        return False
-    return int(ids.min(initial=0)) >= 0 and not _has_twins(ids) and _top_mass(logprobs) <= MOST_MASS
-
-
-def _has_twins(ids: NDArray[Any]) -> bool:
-    """Whether an id stands twice in a row."""
-    return bool((np.diff(np.sort(ids, axis=1), axis=1) == 0).any())
-
-
-def _top_mass(logprobs: NDArray[Any]) -> float:
-    """The largest sum of a row's probabilities; infinite where a number is not finite."""
-    if not np.isfinite(logprobs).all():
-        return math.inf
-    return float(np.exp(np.minimum(logprobs, 1.0), dtype=np.float64).sum(axis=1).max(initial=0.0))
-
-
-def _are_ids(values: Any) -> bool:
-    if not (isinstance(values, np.ndarray) and values.dtype == _I4 and values.ndim == 1):
-        return False
-    return not values.size or int(np.maximum.reduce(values.view(_U4))) < 2**31  # a negative id has the highest bit
-
-
-def _are_turns(starts: Any, length: int) -> bool:
-    if not (isinstance(starts, np.ndarray) and starts.dtype == _I4 and starts.ndim == 1):
-        return False
-    found = starts.tolist()
-    return not found or (found[0] >= 0 and found[-1] <= length and found == sorted(found))
-
-
-def _cover(spans: Any, mask: NDArray[np.uint8], floor: int) -> bool:
-    """Whether the spans are ordered, disjoint, and cover exactly the sampled positions."""
-    if not (isinstance(spans, np.ndarray) and spans.dtype == _I4 and spans.ndim == 2 and spans.shape[1] == 3):
-        return False
-    if len(spans) > _FEW_SPANS:
-        return False
-    raw, at, sampled = mask.tobytes(), 0, 0
-    for version, start, end in spans.tolist():
-        if version < floor or not at <= start < end <= len(raw) or raw.find(0, start, end) >= 0:
-            return False
-        at, sampled = end, sampled + end - start
-    return sampled == np.count_nonzero(mask.view(np.bool_))
-
-
-# the rules -----------------------------------------------------------------------------------------------------------
-def _refuse_bad(segment: Segment, min_version: int, where: str) -> None:
-    for name in ("prompt_ids", "response_ids", "turn_starts"):
-        _check_ids(np.asarray(getattr(segment, name)), f"{where}.{name}")
-    length = len(segment.response_ids)
-    mask, logprobs = np.asarray(segment.response_mask), np.asarray(segment.response_logprobs)
-    for name, values in (("response_mask", mask), ("response_logprobs", logprobs)):
-        expect(values.shape == (length,), f"{where}.{name}", f"shape {values.shape}, response_ids has {length}")
-    _check_mask(mask, f"{where}.response_mask")
-    _check_logprobs(logprobs, f"{where}.response_logprobs")
-    if segment.teacher_logprobs is not None:
-        taught = np.asarray(segment.teacher_logprobs)
-        expect(taught.shape == (length,), f"{where}.teacher_logprobs", f"shape {taught.shape}, not [{length}]")
-        _check_logprobs(taught, f"{where}.teacher_logprobs")
-    if segment.routed_experts is not None:
-        _check_experts(segment.routed_experts, len(segment.prompt_ids) + length, f"{where}.routed_experts")
-    _check_tops(segment, int((mask == 1).sum()), where)
-    _check_turns(np.asarray(segment.turn_starts), length, f"{where}.turn_starts")
-    _check_spans(np.asarray(segment.version_spans), mask, min_version, f"{where}.version_spans")
-
-
-def _check_ids(array: NDArray[Any], field: str) -> None:
-    expect(array.ndim == 1, field, f"has {array.ndim} dimensions, 1 expected")
-    _check_integers(array, field)
-    expect(array.size == 0 or int(array.min()) >= 0, field, "holds negative values")
-
-
-def _check_integers(array: NDArray[Any], field: str) -> None:
+# `check_segment` runs for every episode: messages are made only where something is wrong.
+def _check_integers(values: Any, field: str) -> NDArray[Any]:
     """Reject values outside int32, which would be stored as other numbers."""
-    expect(array.size == 0 or array.dtype.kind in "iu", field, f"dtype {array.dtype}, integers expected")
-    expect(array.size == 0 or int(array.max()) < 2**31, field, "holds values over int32")
+    array = np.asarray(values)
+    if array.size and array.dtype != _I4:
+        if array.dtype.kind not in "iu":
+            raise BadPayload(f"{field}: dtype {array.dtype}, integers expected")
+        if int(array.max()) >= 2**31 or int(array.min()) < -(2**31):
+            raise BadPayload(f"{field}: holds values over int32")
+    return array
 
 
-def _check_mask(mask: NDArray[Any], field: str) -> None:
-    expect(mask.size == 0 or mask.dtype.kind in "biuf", field, f"dtype {mask.dtype}, numbers expected")
-    expect(bool(((mask == 0) | (mask == 1)).all()), field, "holds other values than 0 and 1")
+def _check_ids(values: Any, field: str) -> NDArray[Any]:
+    array = _check_integers(values, field)
+    if array.ndim != 1:
+        raise BadPayload(f"{field}: has {array.ndim} dimensions, 1 expected")
+    if array.size and int(array.min()) < 0:
+        raise BadPayload(f"{field}: holds negative values")
+    return array
 
 
-def _check_logprobs(logprobs: NDArray[Any], field: str) -> None:
-    expect(logprobs.size == 0 or logprobs.dtype.kind in "fiu", field, f"dtype {logprobs.dtype}, floats expected")
-    with np.errstate(over="ignore"):
-        stored = logprobs.astype(_F4)  # a finite float64 may be over what is stored
-    expect(bool(np.isfinite(stored).all()), field, "holds NaN or infinite values")
+def _check_mask(values: Any, length: int, field: str) -> NDArray[np.uint8]:
+    mask = np.asarray(values)
+    if mask.shape != (length,):
+        raise BadPayload(f"{field}: shape {mask.shape}, response_ids has {length}")
+    if mask.size and mask.dtype.kind not in "biuf":
+        raise BadPayload(f"{field}: dtype {mask.dtype}, numbers expected")
+    if not (int(mask.max(initial=0)) <= 1 if mask.dtype == _U1 else ((mask == 0) | (mask == 1)).all()):
+        raise BadPayload(f"{field}: holds other values than 0 and 1")
+    return mask.astype(_U1, copy=False)
+
+
+def _check_logprobs(values: Any, shape: tuple[int, ...], field: str) -> NDArray[np.float32]:
+    logprobs = np.asarray(values)
+    if logprobs.shape != shape:
+        raise BadPayload(f"{field}: shape {logprobs.shape}, not {list(shape)}")
+    if logprobs.size and logprobs.dtype.kind not in "fiu":
+        raise BadPayload(f"{field}: dtype {logprobs.dtype}, floats expected")
+    if logprobs.dtype != _F4:
+        with np.errstate(over="ignore"):
+            logprobs = logprobs.astype(_F4)  # a finite float64 may be over what is stored
+    if not np.isfinite(logprobs).all():
+        raise BadPayload(f"{field}: holds NaN or infinite values")
+    return logprobs
 
 
 def _check_experts(experts: Any, length: int, field: str) -> None:
-    dtype, shape = getattr(experts, "dtype", type(experts).__name__), np.shape(experts)
-    expect(dtype in (_U1, _U2), field, f"dtype {dtype}, uint8 or uint16 expected")
-    problem = f"shape {shape}, not [{length}, layers, k] with k of {LEAST_EXPERTS} or more"
-    expect(_are_experts(experts, length), field, problem)
+    array = np.asarray(experts)
+    if array.dtype not in (_U1, _U2):
+        raise BadPayload(f"{field}: dtype {array.dtype}, uint8 or uint16 expected")
+    shape = array.shape
+    if array.ndim != MOST_DIMENSIONS or shape[0] != length or shape[1] < 1 or shape[2] < LEAST_EXPERTS:
+        raise BadPayload(f"{field}: shape {shape}, not [{length}, layers, k] with k of {LEAST_EXPERTS} or more")
 
 
 def _check_tops(segment: Segment, sampled: int, where: str) -> None:
-    if segment.teacher_top_ids is None and segment.teacher_top_logprobs is None:
-        return
-    ids, logprobs = np.asarray(segment.teacher_top_ids), np.asarray(segment.teacher_top_logprobs)
     field = f"{where}.teacher_top_ids"
     expect(segment.teacher_logprobs is not None, field, "there are no teacher_logprobs beside them")
-    good = ids.ndim == 2 and len(ids) == sampled and ids.shape[1] >= 1
-    expect(good, field, f"shape {ids.shape}, not [{sampled}, k]: a row for each sampled id")
-    _check_integers(ids, field)
+    shape = np.shape(segment.teacher_top_ids)  # type: ignore[arg-type]
+    good = len(shape) == 2 and shape[0] == sampled and shape[1] >= 1
+    expect(good, field, f"shape {shape}, not [{sampled}, k]: a row for each sampled id")
+    ids = _check_integers(segment.teacher_top_ids, field)
     expect(int(ids.min(initial=0)) >= 0, field, "holds negative values")
-    expect(not _has_twins(ids), field, "holds an id twice for one token")
+    twins = np.diff(np.sort(ids, axis=1), axis=1) == 0
+    expect(not twins.any(), field, "holds an id twice for one token")
     field = f"{where}.teacher_top_logprobs"
-    expect(logprobs.shape == ids.shape, field, f"shape {logprobs.shape}, teacher_top_ids has {ids.shape}")
-    expect(logprobs.dtype.kind == "f", field, f"dtype {logprobs.dtype}, floats expected")
-    expect(bool(np.isfinite(logprobs).all()), field, "holds NaN or infinite values")
-    mass = _top_mass(logprobs)
+    dtype = np.asarray(segment.teacher_top_logprobs).dtype
+    expect(dtype.kind != "i", field, f"dtype {dtype}, floats expected")
+    logprobs = _check_logprobs(segment.teacher_top_logprobs, shape, field)
+    mass = float(np.exp(np.minimum(logprobs, 1.0), dtype=np.float64).sum(axis=1).max(initial=0.0))
     expect(mass <= MOST_MASS, field, f"probabilities of one token's ids sum to {mass:.3g}")
 
 
-def _check_turns(starts: NDArray[Any], length: int, field: str) -> None:
-    expect(bool((starts <= length).all()), field, f"points behind the response of {length} tokens")
-    expect(bool((starts[1:] >= starts[:-1]).all()), field, "is not in order")
+def _check_turns(values: Any, length: int, field: str) -> None:
+    starts = _check_ids(values, field).tolist()
+    if starts != sorted(starts):
+        raise BadPayload(f"{field}: is not in order")
+    if starts and starts[-1] > length:
+        raise BadPayload(f"{field}: points behind the response of {length} tokens")
 
 
-def _check_spans(spans: NDArray[Any], mask: NDArray[Any], min_version: int, field: str) -> None:
-    expect(spans.size == 0 or (spans.ndim == 2 and spans.shape[1] == 3), field, f"shape {spans.shape}, not [S, 3]")
-    _check_integers(spans, field)
-    rows = spans.reshape(-1, 3)
-    versions, starts, ends = rows.T
-    for version, start, end in rows[(starts < 0) | (starts >= ends) | (ends > len(mask))][:1]:
-        raise BadPayload(f"{field}: span {start} to {end} of version {version} is outside of 0 to {len(mask)}")
-    oldest = int(versions.min(initial=max(min_version, 0)))
-    expect(oldest >= 0, field, f"version {oldest} is negative")
-    expect(oldest >= min_version, field, f"version {oldest} is below the lease's floor {min_version}")
-    _check_cover(starts.astype(np.int64), ends.astype(np.int64), mask, field)
-
-
-def _check_cover(starts: NDArray[Any], ends: NDArray[Any], mask: NDArray[Any], field: str) -> None:
-    size = len(mask) + 1
-    covered = np.cumsum(np.bincount(starts, minlength=size) - np.bincount(ends, minlength=size))[:-1]
-    wrong = np.flatnonzero(covered != mask)
-    if len(wrong):
-        at = int(wrong[0])
+def _check_spans(values: Any, mask: NDArray[np.uint8], min_version: int, field: str) -> None:
+    """Each sampled position is in exactly one span [version, start, end], and no other position is in any."""
+    spans = _check_integers(values, field)
+    if spans.size and (spans.ndim != 2 or spans.shape[1] != 3):
+        raise BadPayload(f"{field}: shape {spans.shape}, not [S, 3]")
+    covered, sampled = np.zeros(len(mask), np.uint8), 0
+    for version, start, end in spans.reshape(-1, 3).tolist():
+        if not 0 <= start < end <= len(mask):
+            raise BadPayload(f"{field}: span {start} to {end} of version {version} is outside of 0 to {len(mask)}")
+        if version < max(min_version, 0):
+            problem = "is negative" if version < 0 else f"is below the lease's floor {min_version}"
+            raise BadPayload(f"{field}: version {version} {problem}")
+        covered[start:end] += 1
+        sampled += end - start
+    if sampled != np.count_nonzero(mask) or covered.tobytes() != mask.tobytes():
+        at = int(np.argmax(covered != mask))
         raise BadPayload(f"{field}: response position {at} (mask {mask[at]}) is covered by {covered[at]} spans")

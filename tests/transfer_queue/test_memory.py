@@ -84,15 +84,6 @@ async def test_memory_run_knows_its_age(clock: Clock) -> None:
     assert await queue.create_run(LIMITS, "x", identity) == RunRecord(identity, 7.0)
 
 
-async def test_memory_deaths_a_lease_apart_are_two(queue: MemoryTransferQueue, clock: Clock) -> None:
-    """A worker loses twelve episodes, and one lease's time later four of them: those were four together."""
-    assert len(await names(queue, "worker", 12)) == 12
-    clock.now += TTL_S
-    assert len(await names(queue, "worker", 4)) == 4
-    clock.now += TTL_S
-    assert await names(queue, "another", 12) == ["train/0000#0"]
-
-
 async def test_memory_drops_a_run_and_counts_it(queue: MemoryTransferQueue) -> None:
     assert await queue.drop_run() == 5
     assert await queue.drop_run() == 0
