@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, Response
@@ -22,7 +21,6 @@ from penstock.transfer_queue import QueueError, QueueUnavailable
 
 STATIC = Path(__file__).parent / "static"
 MAX_BODY_BYTES = 64 << 10
-LAST_CALLS_S = 5
 
 
 def make_app(runs_dir: Path, queues: LiveQueues, tokens: Tokens) -> ASGIApp:
@@ -38,7 +36,7 @@ def make_app(runs_dir: Path, queues: LiveQueues, tokens: Tokens) -> ASGIApp:
             await queues.close()
 
     app = FastAPI(title="Penstock dashboard", docs_url=None, redoc_url=None, openapi_url=None, lifespan=closing)
-    add_error_handlers(app, ERRORS)
+    add_error_handlers(app, dict.fromkeys((NoSuchRun, NotAlive, TimeoutError, QueueError), _refusal))
     app.include_router(run_routes(folders, pulse))
     app.include_router(live_routes(folders, pulse))
 
@@ -58,28 +56,16 @@ def make_app(runs_dir: Path, queues: LiveQueues, tokens: Tokens) -> ASGIApp:
     )
 
 
-def _not_found(error: NoSuchRun) -> Response:
-    return error_response(404, "run", str(error))
-
-
-def _not_alive(error: NotAlive) -> Response:
-    return error_response(409, "run", str(error))
-
-
-def _timed_out(_: TimeoutError) -> Response:
-    return error_response(503, "", f"the queue did not answer within {DEADLINE_S:g} s")
-
-
-def _refused(error: QueueError) -> Response:
-    return error_response(503 if isinstance(error, QueueUnavailable) else 409, "", str(error))
-
-
-ERRORS: dict[type[Exception], Callable[[Any], Response]] = {
-    NoSuchRun: _not_found,
-    NotAlive: _not_alive,
-    TimeoutError: _timed_out,
-    QueueError: _refused,
-}
+def _refusal(error: Exception) -> Response:
+    match error:
+        case NoSuchRun():
+            return error_response(404, "run", str(error))
+        case NotAlive():
+            return error_response(409, "run", str(error))
+        case TimeoutError():
+            return error_response(503, "", f"the queue did not answer within {DEADLINE_S:g} s")
+        case _:
+            return error_response(503 if isinstance(error, QueueUnavailable) else 409, "", str(error))
 
 
 class CannotListen(Exception):
@@ -95,4 +81,4 @@ async def serve_page(
     except OSError as error:
         raise CannotListen(str(error.strerror)) from error
     app = make_app(runs_dir, queues, tokens)
-    await serve(app, listener, on_ready=lambda url: say(f"{url}/"), stop_s=LAST_CALLS_S)
+    await serve(app, listener, on_ready=lambda url: say(f"{url}/"), stop_s=5)

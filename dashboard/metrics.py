@@ -47,14 +47,12 @@ class MetricsFile:
             if new:
                 first = int(new[0]["step"])
                 self._rows = {step: row for step, row in self._rows.items() if step < first}
-            self._rows |= {int(row["step"]): _with_bubble(row) for row in new}
+            for row in new:
+                wall_s, wait_s = row.get("wall_s"), row.get("wait_s")
+                if wall_s and wait_s is not None:
+                    row[BUBBLE] = wait_s / wall_s  # the share of the step in which there was nothing to train on
+                self._rows[int(row["step"])] = row
             return [self._rows[step] for step in sorted(self._rows)]
-
-
-def _with_bubble(row: Row) -> Row:
-    """bubble = wait_s / wall_s, the share of the step in which the trainer had nothing to train on."""
-    wall_s, wait_s = row.get("wall_s"), row.get("wait_s")
-    return row if not wall_s or wait_s is None else {**row, BUBBLE: wait_s / wall_s}
 
 
 def newest_row(path: Path) -> Row | None:

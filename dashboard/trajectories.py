@@ -133,17 +133,12 @@ class Query(BaseModel):
         texts = [condition for condition, _ in conditions]
         if self.text:
             texts.append(r"(episode LIKE ? ESCAPE '\' OR id IN (SELECT id FROM texts WHERE text LIKE ? ESCAPE '\'))")
-            values += [_anywhere(self.text)] * 2
+            escaped = self.text.replace("\\", "\\\\").replace("%", r"\%").replace("_", r"\_")
+            values += [f"%{escaped}%"] * 2
         where = f" WHERE {' AND '.join(texts)}" if texts else ""
         direction = "DESC" if self.descending else "ASC"
         order = f"{self.order} {direction} NULLS LAST, step DESC, offset"
         return f"SELECT id FROM episodes{where} ORDER BY {order}", values  # noqa: S608 - all of it is ours
-
-
-def _anywhere(text: str) -> str:
-    for special in ("\\", "%", "_"):
-        text = text.replace(special, f"\\{special}")
-    return f"%{text}%"
 
 
 ABSENT: Mapping[str, Any] = {

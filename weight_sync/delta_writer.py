@@ -142,7 +142,8 @@ class _Data:
         if part.tensor != self._tensor:
             self._tensor, self._coder = part.tensor, IndexCoder(change.encoding, self._counts[part.tensor])
         for _, end, places in marked_places(part.marks, part.first_mark, len(part.words)):
-            self._write_index(self._coder.add(part.value + places, part.value + end))
+            index = self._coder.add(part.value + places, part.value + end)
+            self._index_at = _write_at(self._descriptor, _raw(index), self._index_at)
             self._write_values(part.words[places])
 
     def checksums(self) -> list[str]:
@@ -156,9 +157,6 @@ class _Data:
         if (index_at, values_at) != (self._index_at, self._values_at):
             raise RuntimeError("the ranks' changes are not those that they counted: the delta is not written")
         return found
-
-    def _write_index(self, index: NDArray[np.generic]) -> None:
-        self._index_at = _write_at(self._descriptor, _raw(index), self._index_at)
 
     def _write_values(self, values: NDArray[np.generic]) -> None:
         self._values_at = _write_at(self._descriptor, _raw(values), self._values_at)

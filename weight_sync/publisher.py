@@ -34,7 +34,6 @@ from penstock.weight_sync.manifest import (
     state_of,
 )
 
-KEPT_VERSIONS = 2
 Tensors = dict[str, torch.Tensor]
 
 
@@ -53,7 +52,7 @@ class WeightPublisher:
         self,
         directory: Path,
         transport: Transport,
-        keep: int = KEPT_VERSIONS,
+        keep: int = 2,
         *,
         full_every: int = 1,
         base_url: str | None = None,
@@ -122,8 +121,10 @@ class WeightPublisher:
         `tensors` in peft's names (``get_peft_model_state_dict``), `config` as ``LoraConfig.to_dict()`` has it. Raises
         `BadAdapter` naming what cannot be merged, `NoSpace`; nothing is written then. The next `write` is full.
         """
+        if self._model is None:
+            raise ValueError("adapters need the model folder of version 0: give it as `model`")
         named, settings = _on_host(tensors), AdapterConfig.from_peft(config)
-        base = self._base_folder()
+        base = self._base = self._base or ModelFolder(self._model)
         check_base(changes_of(settings, named), base.entries())
         described = tuple(describe(*item) for item in named.items())
         adapter = AdapterSpec(settings.as_dict(), base.state())
@@ -150,13 +151,6 @@ class WeightPublisher:
     def close(self) -> None:
         """Delete every version: the run is over."""
         shutil.rmtree(self.directory, ignore_errors=True)
-
-    def _base_folder(self) -> ModelFolder:
-        if self._model is None:
-            raise ValueError("adapters need the model folder of version 0: give it as `model`")
-        if self._base is None:
-            self._base = ModelFolder(self._model)
-        return self._base
 
     def _plan(self, version: int, source: WeightSource, chain: Sequence[ChainFile]) -> DeltaPlan | None:
         """None where `version` is to be full."""

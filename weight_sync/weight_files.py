@@ -183,11 +183,11 @@ class WeightFiles:
         )
 
     def _offers(self, manifest: Manifest) -> bool:
-        return all(self._is_here(file) and file.place == self._place(file) for file in manifest.files)
-
-    def _is_here(self, file: ChainFile) -> bool:
-        unwritten = self._unwritten
-        return self._file(file).is_file() or (unwritten is not None and unwritten.path.name == file.name)
+        unwritten = self._unwritten.path.name if self._unwritten is not None else ""
+        return all(
+            file.place == self._place(file) and (file.name == unwritten or self._file(file).is_file())
+            for file in manifest.files
+        )
 
     def _file(self, file: ChainFile) -> Path:
         return self.directory / file.name

@@ -74,7 +74,8 @@ async def test_the_tokens(measure: Measure) -> None:
 async def test_the_http_clients(measure: Measure) -> None:
     short = {"PENSTOCK_BENCH_ROUNDS": "1", "PENSTOCK_BENCH_ANSWERS": "4", "PENSTOCK_BENCH_CALLS": "8"}
     measured = await measure("http", **short)
-    assert set(measured["ratio"]) == {"stream_httpx_over_aiohttp", "call_httpx_over_aiohttp"}
+    sides, kinds = ("httpx", "httpx_aiohttp"), ("stream", "call")
+    assert set(measured["ratio"]) == {f"{kind}_{side}_over_aiohttp" for side in sides for kind in kinds}
     assert all(value > 0 for of in measured["figures"].values() for value in of.values())
 
 

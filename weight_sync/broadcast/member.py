@@ -152,7 +152,11 @@ class BroadcastMember:
         current = self._round = _Round(offer.name, asyncio.get_running_loop().create_future())
         state = ""
         try:
-            state = await self._receive_into(engine, offer)
+            if self.in_place:
+                assert isinstance(engine, InPlaceEngine)
+                state = await engine.receive_weights(offer)
+            else:
+                state = await engine.stage_weights(offer)
             self.received += 1
         except (WeightsUnreachable, WeightsRefused) as error:
             self.missed += 1
@@ -165,12 +169,6 @@ class BroadcastMember:
             current.state.set_result(state)
         if state and self.in_place:
             await self._until_announced(current, offer.version)
-
-    async def _receive_into(self, engine: StagingEngine, offer: Offer) -> str:
-        if not self.in_place:
-            return await engine.stage_weights(offer)
-        assert isinstance(engine, InPlaceEngine)
-        return await engine.receive_weights(offer)
 
     async def _until_announced(self, current: _Round, version: int) -> None:
         """A trainer that is gone announces nothing: then what came is no version."""

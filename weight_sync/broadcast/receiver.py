@@ -18,7 +18,6 @@ from contextlib import closing
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from penstock.weight_sync.broadcast.group import BroadcastGroup, find_store, join_group
 from penstock.weight_sync.broadcast.memory import SpareMemory
@@ -150,19 +149,15 @@ def receive_stream(
 
 
 def join_offer(offer: Offer, member: Member, device: torch.device | None) -> BroadcastGroup:
-    """The group, once all members are there. Raises `OSError`, `RuntimeError`."""
-    return join_group(_reach(offer, member), member, offer.here, device)
-
-
-def _reach(offer: Offer, member: Member) -> dist.TCPStore:
-    """The group's store. Raises `OSError` naming the key."""
+    """The group, once all members are there. Raises `RuntimeError`, and `OSError` naming the key to set."""
     try:
-        return find_store(offer.trainer, member)
+        store = find_store(offer.trainer, member)
     except RuntimeError as error:
         raise OSError(
             f"this server does not reach the group at {offer.trainer}:{member.port}; set rollout.weights_host to an "
             f"address of the trainer that servers reach, and let them connect to all of its ports: {error}"
         ) from error
+    return join_group(store, member, offer.here, device)
 
 
 def _tensors(stream: torch.Tensor, offer: Offer) -> Iterator[tuple[str, torch.Tensor]]:

@@ -125,8 +125,9 @@ class _Members:
         assert self._sending is not None
         assert self._sending.listener is not None
         store = open_store(self._sending.listener, self._sending.member)
+        here = listening_host(reachable_host(self._sending.host))  # bound, and announced to the other members
         # NCCL moves the memory of rank 0's GPU, which is the first of its machine.
-        self._group = join_group(store, self._sending.member, _device_host(self._sending.host), None)
+        self._group = join_group(store, self._sending.member, here, None)
 
     def _begin(self, bucket: torch.Tensor) -> None:
         if self._group is None or self._sending is None:
@@ -152,8 +153,3 @@ class _Members:
             if self._group is not None:
                 self._group.close()
                 self._group = None
-
-
-def _device_host(host: str) -> str:
-    """What the group's device binds, and announces to the other members as an address."""
-    return listening_host(reachable_host(host))

@@ -59,15 +59,12 @@ class ShareChanges:
         rows[0, 0] = NOT_COMPARED if self.base is None else self.base
         if self.base is not None:
             for number, count in enumerate(self._counts):
-                rows[1 + number] = row_of(self._gaps(number, count))
+                marks = self.marks[self._begins[number] : self._begins[number + 1]].numpy()
+                gaps = Gaps()
+                for _, _, positions in marked_places(marks, 0, count):
+                    gaps = gaps.followed_by(Gaps.of(positions))
+                rows[1 + number] = row_of(gaps)
         return torch.from_numpy(rows)
-
-    def _gaps(self, number: int, count: int) -> Gaps:
-        marks = self.marks[self._begins[number] : self._begins[number + 1]].numpy()
-        found = Gaps()
-        for _, _, positions in marked_places(marks, 0, count):
-            found = found.followed_by(Gaps.of(positions))
-        return found
 
 
 def _compare(marks: NDArray[np.uint8], held: torch.Tensor, fresh: torch.Tensor) -> None:

@@ -264,17 +264,14 @@ class WeightSource:
             for rank in sorted({part.rank for part in parts}):
                 own = [part for part in parts if part.rank == rank]
                 if rank == 0:
-                    self._read(own, bucket)
+                    with self._changed:
+                        self._check(bucket.version)
+                        scatter(self._bytes[own[0].local : own[-1].local_end], own, bucket)
                 else:
                     self._fetch_parts(rank, own, bucket)
         if bucket.marked:
             self._add_marks(bucket)
         return bucket
-
-    def _read(self, parts: list[Part], bucket: Bucket) -> None:
-        with self._changed:
-            self._check(bucket.version)
-            scatter(self._bytes[parts[0].local : parts[-1].local_end], parts, bucket)
 
     def _fetch_parts(self, rank: int, parts: list[Part], bucket: Bucket) -> None:
         """A rank's parts of one bucket are one range of its copies."""

@@ -36,7 +36,6 @@ from penstock.weight_sync.files.file_reader import FileReader
 from penstock.weight_sync.manifest import ChainFile, WeightsRefused
 
 Encoding = Literal["gaps8", "gaps16", "gaps32", "bitmap", "whole"]
-ENCODINGS: tuple[str, ...] = get_args(Encoding)
 Words = NDArray[np.generic]
 Positions = NDArray[np.int64]
 _GAP_TYPES: dict[Encoding, str] = {"gaps8": "<u1", "gaps16": "<u2", "gaps32": "<u4"}
@@ -265,7 +264,8 @@ def read_delta(file: ChainFile, descriptor: int | None = None) -> Delta:
     """
     with FileReader(file, descriptor) as opened:
         path, metadata = Path(file.place), opened.metadata
-        _check_format(path, metadata)
+        if (form := metadata.get("penstock")) != DELTA:
+            raise WeightsRefused(f"{path} is in format {form!r}, this server reads {DELTA!r}")
         sections = dict(opened.tensors())
         try:
             index, values = (raw_bytes(sections[name]) for name in ("index", "values"))
@@ -277,16 +277,11 @@ def read_delta(file: ChainFile, descriptor: int | None = None) -> Delta:
         return delta
 
 
-def _check_format(path: Path, metadata: Mapping[str, str]) -> None:
-    if (found := metadata.get("penstock")) != DELTA:
-        raise WeightsRefused(f"{path} is in format {found!r}, this server reads {DELTA!r}")
-
-
 def _parts(
     table: Sequence[tuple[str, Encoding, int, int, str]], index: memoryview, values: memoryview
 ) -> list[TensorChange]:
     """Raises `ValueError` where the table is not about exactly these bytes."""
-    if any(entry[1] not in ENCODINGS or entry[2] < 0 or entry[3] < 0 for entry in table):
+    if any(entry[1] not in get_args(Encoding) or entry[2] < 0 or entry[3] < 0 for entry in table):
         raise ValueError("its table has an unknown encoding or a negative length")
     index_ends = list(itertools.accumulate((entry[2] for entry in table), initial=0))
     value_ends = list(itertools.accumulate((entry[3] for entry in table), initial=0))

@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -94,7 +95,8 @@ class WeightReader:
             return MappedVersion(manifest, os.dup(self._base.descriptor))
         with _locked_record(manifest) as record:
             if manifest.base_version is None:
-                if not _is_recorded(record, own):
+                identity = identity_of(own)
+                if all(entry["identity"] != identity for entry in _entries(record)):
                     self._verify(manifest, own)
                     _add(record, own)
                 return MappedVersion(manifest, os.dup(own))
@@ -222,14 +224,13 @@ def _add(record: Path | None, descriptor: int, *, place: bool = False) -> None:
                 other.unlink()
 
 
-def _is_recorded(record: Path | None, descriptor: int) -> bool:
-    identity = identity_of(descriptor)
-    return record is not None and any(e["identity"] == identity for e in read_jsonl(record, broken="skip"))
+def _entries(record: Path | None) -> list[dict[str, Any]]:
+    return read_jsonl(record, broken="skip") if record is not None else []
 
 
 def _open_recorded(record: Path | None) -> int | None:
     """A descriptor of memory that another process, or another reader of this one, recorded and still holds."""
-    for entry in read_jsonl(record, broken="skip") if record is not None else []:
+    for entry in _entries(record):
         if not entry["place"]:
             continue
         try:

@@ -119,7 +119,9 @@ class FileFetch:
                 job.progress.waited()
                 self._pause(job, PAUSE_S, error)
             except (Cut, OSError, http.client.HTTPException) as error:
-                self._ask_known_peers(job)
+                for peer in self._peers:
+                    if part.length < file.bytes and peer not in job.avoid and not self._closed.is_set():
+                        self._ask_peer(job, peer)
                 fruitless = fruitless + 1 if part.length == have else 0
                 self._may_go_on(job, fruitless, error)
         return job.asked
@@ -153,11 +155,6 @@ class FileFetch:
         if peer:
             self._remember(peer)
             self._ask_peer(job, peer)
-
-    def _ask_known_peers(self, job: _FetchJob) -> None:
-        for peer in self._peers:
-            if job.part.length < job.file.bytes and peer not in job.avoid and not self._closed.is_set():
-                self._ask_peer(job, peer)
 
     def _ask_peer(self, job: _FetchJob, peer: str) -> None:
         """Append what comes; one that fails in any way is not asked for this file again."""

@@ -107,7 +107,11 @@ class Merger:
         base = self._base or ModelFolder(self._model)
         try:
             changes = changes_of(AdapterConfig.from_peft(manifest.adapter.config), tensors)
-            _check_same_base(base, manifest.adapter.base)
+            if (state := base.state()) != manifest.adapter.base:
+                raise BadAdapter(
+                    f"the adapter is for other weights of version 0 than {base.folder} has (state {state}, wanted"
+                    f" {manifest.adapter.base})"
+                )
             check_base(changes, base.entries())
         except (BadAdapter, KeyError, TypeError) as error:
             raise WeightsRefused(f"version {version}: {error}") from error
@@ -152,10 +156,3 @@ class Merger:
     def _forget(self) -> None:
         for path in (*self.directory.glob("merged-*"), *self.directory.glob(".merged-*.tmp")):
             path.unlink(missing_ok=True)
-
-
-def _check_same_base(base: ModelFolder, expected: str) -> None:
-    if (found := base.state()) != expected:
-        raise BadAdapter(
-            f"the adapter is for other weights of version 0 than {base.folder} has (state {found}, wanted {expected})"
-        )
