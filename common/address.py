@@ -23,12 +23,6 @@ from urllib.parse import urlsplit
 HOST_VARIABLE = "PENSTOCK_HOST"
 """Address or name of this machine for others."""
 QUEUE_VARIABLE = "PENSTOCK_QUEUE"
-EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - what settings say, not a binding
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-_ELSEWHERE = "192.0.2.1"
-"""No machine has it: the way there is the default one."""
-_SIOCGIFADDR = 0x8915
-_IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
 
 def own_host() -> str:
@@ -38,7 +32,7 @@ def own_host() -> str:
 
 def reachable_host(bound: str) -> str:
     """How others reach what listens on `bound`: "all interfaces" are reached under `own_host`."""
-    return own_host() if bound in EVERYWHERE else bound
+    return own_host() if bound in ("0.0.0.0", "::") else bound  # noqa: S104 - what settings say, not a binding
 
 
 def listening_host(host: str) -> str:
@@ -47,7 +41,8 @@ def listening_host(host: str) -> str:
     if is_loopback(host) or _can_listen(host):
         return host
     queue = urlsplit(os.environ.get(QUEUE_VARIABLE) or "").hostname
-    return _towards(queue) or _towards(_ELSEWHERE) or host
+    no_machine = "192.0.2.1"  # of a range for documentation: the way there is the default one
+    return _towards(queue) or _towards(no_machine) or host
 
 
 def is_loopback(host: str | None) -> bool:
@@ -73,8 +68,8 @@ def interface_of(host: str) -> str | None:
 
 def interfaces_for(host: str) -> dict[str, str]:
     """Variables by which gloo and NCCL take that interface; without those that the environment has already."""
-    name = interface_of(host)
-    return {one: name for one in INTERFACE_VARIABLES if name and not os.environ.get(one)}
+    name, variables = interface_of(host), ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {one: name for one in variables if name and not os.environ.get(one)}
 
 
 @lru_cache
@@ -120,9 +115,9 @@ def _addresses_of(interface: str) -> set[str]:
     """Its first IPv4 address, and all of IPv6."""
     found = set()
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("256s", interface.encode()[:15])
-        found.add(socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]))
+        siocgifaddr, request = 0x8915, struct.pack("256s", interface.encode()[:15])
+        found.add(socket.inet_ntoa(fcntl.ioctl(probe.fileno(), siocgifaddr, request)[20:24]))
     with contextlib.suppress(OSError):
-        rows = (line.split() for line in _IPV6_ADDRESSES.read_text().splitlines())
+        rows = (line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines())
         found |= {str(ipaddress.IPv6Address(bytes.fromhex(row[0]))) for row in rows if row[5] == interface}
     return found

@@ -6,8 +6,10 @@ import os
 import sysconfig
 import traceback
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_NOT_THEIRS = (_PACKAGE, *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+_NOT_THEIRS = (
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+    *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
 
 
 def describe_error(error: BaseException) -> str:

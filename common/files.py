@@ -244,7 +244,8 @@ class JsonlTail:
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
-            if not self._goes_on(file):
+            file.seek(max(self._offset - len(self._last), 0))
+            if os.fstat(file.fileno()).st_ino != self._inode or file.read(len(self._last)) != self._last:
                 self._inode, self._offset, self._last = os.fstat(file.fileno()).st_ino, 0, b""
             file.seek(self._offset)
             for line in file:
@@ -258,12 +259,6 @@ class JsonlTail:
                     logger.warning("%s: the line at byte %d is no JSON and is left out", self._path, at)
                 else:
                     yield parsed
-
-    def _goes_on(self, file: IO[bytes]) -> bool:
-        if os.fstat(file.fileno()).st_ino != self._inode:
-            return False
-        file.seek(self._offset - len(self._last))
-        return file.read(len(self._last)) == self._last
 
 
 # locks -------------------------------------------------------------------------------------------------------------

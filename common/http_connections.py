@@ -24,7 +24,6 @@ from penstock.common.http_server import KEEP_ALIVE_S
 SMALL_BYTES = 256
 MAX_SMALL_PIECES = 1024
 """Pieces of fewer than `SMALL_BYTES` in one request's body: each costs the event loop as much as a large one."""
-CLOSE_POLL_S = 0.02
 
 
 class BoundedConnection(h11.Connection):
@@ -103,13 +102,11 @@ class HttpConnections:
         """Requests in progress may take `stop_s`; then they are cancelled."""
         await cancel_and_wait(self._starting)
         if stop_s:
-            await self._let_end(time.monotonic() + stop_s)
+            deadline = time.monotonic() + stop_s
+            for protocol in list(self._state.connections):
+                protocol.shutdown()
+            while self._state.connections and time.monotonic() < deadline:  # noqa: ASYNC110 - uvicorn has no event
+                await asyncio.sleep(0.02)
         for protocol in list(self._state.connections):
             protocol.transport.abort()
         await cancel_and_wait(list(self._state.tasks))
-
-    async def _let_end(self, deadline: float) -> None:
-        for protocol in list(self._state.connections):
-            protocol.shutdown()
-        while self._state.connections and time.monotonic() < deadline:  # noqa: ASYNC110 - uvicorn has no event for it
-            await asyncio.sleep(CLOSE_POLL_S)

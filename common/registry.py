@@ -67,8 +67,10 @@ class Registry(Generic[F]):
         """
 
         def add(entry: F) -> F:
-            if self._unique:
-                self._refuse_second(name, entry)
+            known = self._entries.get(name, entry)
+            first, second = (getattr(one, "__qualname__", str(one)) for one in (known, entry))
+            if self._unique and first != second:
+                raise self._error(f"two of kind {self.kind} are called {name!r}: {first} and {second}")
             for key, value in facts.items():
                 setattr(entry, key, value)
             self._entries[name] = entry
@@ -107,12 +109,6 @@ class Registry(Generic[F]):
     def __contains__(self, name: object) -> bool:
         self._import_package()
         return name in self._entries
-
-    def _refuse_second(self, name: str, entry: F) -> None:
-        known = self._entries.get(name, entry)
-        first, second = (getattr(one, "__qualname__", str(one)) for one in (known, entry))
-        if first != second:
-            raise self._error(f"two of kind {self.kind} are called {name!r}: {first} and {second}")
 
     def _import_package(self) -> None:
         if self._imported or self._package is None:

@@ -196,18 +196,20 @@ class LocalPrediction(Section):
 
 def predict_local(case: LocalCase) -> list[LocalPrediction]:
     """Of each pair the second run, from rates of the first."""
-    return [_prediction(case.run(pair.calibrated_on), case.run(pair.predicted)) for pair in case.pairs]
-
-
-def _prediction(first: Record, second: Record) -> LocalPrediction:
-    step_s = simulate(predicted(second, calibrate(first))).step_s
-    return LocalPrediction(
-        name=second.name,
-        measured_s=second.wall_s,
-        predicted_s=step_s,
-        error=abs(step_s / second.wall_s - 1),
-        loads=(first.load, second.load),
-    )
+    predictions = []
+    for pair in case.pairs:
+        first, second = case.run(pair.calibrated_on), case.run(pair.predicted)
+        step_s = simulate(predicted(second, calibrate(first))).step_s
+        predictions.append(
+            LocalPrediction(
+                name=second.name,
+                measured_s=second.wall_s,
+                predicted_s=step_s,
+                error=abs(step_s / second.wall_s - 1),
+                loads=(first.load, second.load),
+            )
+        )
+    return predictions
 
 
 def recorded(arguments: Sequence[str], machine: str, company: str) -> LocalCase:

@@ -116,14 +116,12 @@ class Pipeline:
             self._train()
 
     def _train(self) -> None:
-        self.trainer.submit(self._work_s(self._part), lambda _: self._part_trained())
-
-    def _work_s(self, groups: list[Group]) -> float:
         trainer = self.config.trainer
-        tokens = [trained_tokens(self.config, episode) for group in groups for episode in group.episodes]
+        tokens = [trained_tokens(self.config, episode) for group in self._part for episode in group.episodes]
         seed = (self.config.seed, self.step, self._trained_parts)
         updates = max(1, round(trainer.updates / trainer.chunks))
-        return train_s(trainer, tokens, updates, seed) + trainer.step_fixed_s / trainer.chunks
+        work_s = train_s(trainer, tokens, updates, seed) + trainer.step_fixed_s / trainer.chunks
+        self.trainer.submit(work_s, lambda _: self._part_trained())
 
     def _part_trained(self) -> None:
         self.accounts.trained(self._part, self.step)

@@ -82,14 +82,14 @@ class Rollouts:
     def wake(self, after_s: float) -> None:
         """Lent servers go on, unless the trainer takes the GPUs back before."""
         turn = self._turns
-        self._clock.after(after_s, lambda: self._awaken(turn))
 
-    def _awaken(self, turn: int) -> None:
-        if turn != self._turns:
-            return
-        self._asleep = False
-        for server in self._lent:
-            server.stage.resume()
+        def resume() -> None:
+            if turn == self._turns:
+                self._asleep = False
+                for server in self._lent:
+                    server.stage.resume()
+
+        self._clock.after(after_s, resume)
 
     def _lease(self) -> None:
         most = self._config.rollout.in_flight

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import aiohttp
+import httpx
 
 from penstock.tools.base import ToolInfraError, ToolUnavailable
 
@@ -19,8 +19,8 @@ class JsonClient:
 
     def __init__(self, component: str, timeout_s: float = 30.0) -> None:
         self._component = component
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s, connect=min(5.0, timeout_s))
-        self._session: aiohttp.ClientSession | None = None
+        self._timeout_s = timeout_s
+        self._client: httpx.AsyncClient | None = None
 
     async def ask(
         self,
@@ -39,27 +39,32 @@ class JsonClient:
             ToolInfraError: refused (the status and the beginning of the answer are named), or no JSON.
         """
         try:
-            async with self._pool().request(
-                method, url, json=body, params=params, headers=headers, allow_redirects=False
-            ) as answer:
-                data = bytearray(await answer.content.read(most_bytes))
-                while not answer.content.at_eof() and len(data) < most_bytes:
-                    data += await answer.content.read(most_bytes - len(data))
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._pool().stream(method, url, json=body, params=params, headers=headers) as answer,
+            ):
+                data = bytearray()
+                async for piece in answer.aiter_bytes():
+                    data += piece[: most_bytes - len(data)]
+                    if len(data) == most_bytes:
+                        break
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, OSError) as error:
             raise ToolUnavailable(self._component, f"{url}: {type(error).__name__}: {error}") from error
-        return self._to_json(url, answer.status, data, answer.headers.get("Retry-After"))
+        return self._to_json(url, answer.status_code, data, answer.headers.get("Retry-After"))
 
     async def close(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
 
-    def _pool(self) -> aiohttp.ClientSession:
-        if self._session is None:
+    def _pool(self) -> httpx.AsyncClient:
+        if self._client is None:
+            timeout = httpx.Timeout(None, connect=min(5.0, self._timeout_s))
             # The guard's `concurrency` is the limit; a second one here would be waited for within the call's time.
-            connector = aiohttp.TCPConnector(limit=0, loop=asyncio.get_running_loop())
-            self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout)
-        return self._session
+            self._client = httpx.AsyncClient(
+                timeout=timeout, limits=httpx.Limits(max_connections=None), trust_env=False
+            )
+        return self._client
 
     def _to_json(self, url: str, status: int, data: bytearray, retry_after: str | None) -> Any:
         beginning = data[:200].decode("utf-8", "replace")

@@ -15,7 +15,7 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
-import aiohttp
+import httpx
 import yaml
 
 from penstock.common import is_loopback
@@ -28,7 +28,7 @@ from penstock.transfer_queue import Announcement, QueueError, ServerInfo, Transf
 PULL_S = 30.0
 """POST /weights answers after 10 s at most."""
 SERVED = ("http", "broadcast")
-UNREACHED = (aiohttp.ClientError, TimeoutError)
+UNREACHED = (httpx.HTTPError, httpx.InvalidURL)
 
 
 async def config_of(link: RunConnection) -> RunConfig:
@@ -56,7 +56,7 @@ async def check_run(link: RunConnection, config: RunConfig) -> list[Check]:
     queue = await link.connect(TransferQueueConfig(deadline_s=ANSWER_DEADLINE_S))
     headers = {"Authorization": f"Bearer {link.token}"}
     try:
-        async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(ANSWER_DEADLINE_S)) as http:
+        async with httpx.AsyncClient(headers=headers, timeout=ANSWER_DEADLINE_S, trust_env=False) as http:
             return redis + await _ask_all(queue, http, link)
     except QueueError as error:
         return [
@@ -67,7 +67,7 @@ async def check_run(link: RunConnection, config: RunConfig) -> list[Check]:
         await queue.close()
 
 
-async def _ask_all(queue: TransferQueue, http: aiohttp.ClientSession, link: RunConnection) -> list[Check]:
+async def _ask_all(queue: TransferQueue, http: httpx.AsyncClient, link: RunConnection) -> list[Check]:
     status, servers, newest = await queue.status(), await queue.servers(), await queue.latest_version()
     workers = ", ".join(f"{name} ({held})" for name, held in sorted(status.workers.items())) or "none holds an episode"
     reached = Check("queue", True, f"run {link.run}, version {status.version}; workers: {workers}")
@@ -78,18 +78,17 @@ async def _ask_all(queue: TransferQueue, http: aiohttp.ClientSession, link: RunC
     return [reached, *(check for checks in answers for check in checks), *await _weights(http, newest)]
 
 
-async def _server(http: aiohttp.ClientSession, server: ServerInfo, link: RunConnection) -> list[Check]:
+async def _server(http: httpx.AsyncClient, server: ServerInfo, link: RunConnection) -> list[Check]:
     name = f"server {server.server_id}"
     try:
-        async with http.get(f"{server.url}/health") as answer:
-            status, health = answer.status, await _body(answer)
+        answer = await http.get(f"{server.url}/health")
     except UNREACHED as error:
         found = f"{server.url}: {type(error).__name__} {error}".strip()
         return [Check(name, False, found, _unreached(server, link))]
-    if status == HTTPStatus.UNAUTHORIZED:
+    if answer.status_code == HTTPStatus.UNAUTHORIZED:
         fix = f"set {TOKEN_VARIABLE} to the run's token, as its connect.env has it"
         return [Check(name, False, f"{server.url} refuses this token", fix)]
-    return list(_judged(name, server, health, await _pulled(http, server)))
+    return list(_judged(name, server, _body(answer), await _pulled(http, server)))
 
 
 def _judged(name: str, server: ServerInfo, health: Mapping[str, Any], pulled: Check) -> Iterator[Check]:
@@ -106,14 +105,12 @@ def _judged(name: str, server: ServerInfo, health: Mapping[str, Any], pulled: Ch
     yield pulled
 
 
-async def _pulled(http: aiohttp.ClientSession, server: ServerInfo) -> Check:
+async def _pulled(http: httpx.AsyncClient, server: ServerInfo) -> Check:
     """The way back: the server is asked to fetch the newest weights now, from wherever the trainer has them."""
     name = f"server {server.server_id} → weights"
     fix = "set rollout.weights_host to an address of the trainer's machine that servers reach (0.0.0.0 for its name)"
     try:
-        timeout = aiohttp.ClientTimeout(PULL_S)
-        async with http.post(f"{server.url}/weights", json={"action": "pull"}, timeout=timeout) as answer:
-            health = await _body(answer)
+        health = _body(await http.post(f"{server.url}/weights", json={"action": "pull"}, timeout=PULL_S))
     except UNREACHED as error:
         return Check(name, False, f"{type(error).__name__} {error}".strip(), fix)
     behind = int(health.get("behind_versions") or 0)
@@ -121,7 +118,7 @@ async def _pulled(http: aiohttp.ClientSession, server: ServerInfo) -> Check:
     return Check(name, not cause, str(cause or f"holds version {health.get('version')}"), fix)
 
 
-async def _weights(http: aiohttp.ClientSession, newest: Announcement | None) -> list[Check]:
+async def _weights(http: httpx.AsyncClient, newest: Announcement | None) -> list[Check]:
     """Whether a server on this machine could fetch the newest version."""
     if newest is None:
         return []
@@ -134,8 +131,8 @@ async def _weights(http: aiohttp.ClientSession, newest: Announcement | None) -> 
     url = str(newest.manifest.get("url", ""))
     fix = "set rollout.weights_host to an address that this machine reaches, and let it through to its port"
     try:
-        async with http.get(url, headers={"Range": "bytes=0-0"}) as answer:
-            return [Check("weights", answer.ok, f"{url}: HTTP {answer.status}", fix)]
+        async with http.stream("GET", url, headers={"Range": "bytes=0-0"}) as answer:
+            return [Check("weights", answer.status_code < 400, f"{url}: HTTP {answer.status_code}", fix)]
     except UNREACHED as error:
         return [Check("weights", False, f"{url}: {type(error).__name__} {error}".strip(), fix)]
 
@@ -147,10 +144,10 @@ def _unreached(server: ServerInfo, link: RunConnection) -> str:
     return "let this machine resolve its name and reach its port, or start it with --host ADDRESS and a fixed --port"
 
 
-async def _body(answer: aiohttp.ClientResponse) -> dict[str, Any]:
+def _body(answer: httpx.Response) -> dict[str, Any]:
     """Empty where the answer is no JSON object: something else listens there."""
     try:
-        found = await answer.json(content_type=None)
+        found = answer.json()
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
-import aiohttp
+import httpx
 
 from penstock.common import Backoff, bearer_headers, cancel_and_wait
 from penstock.weight_sync.broadcast.offer import Offer
@@ -115,7 +115,7 @@ class BroadcastMember:
         self._round, self.busy = None, False
         failures = 0
         try:
-            async with aiohttp.ClientSession(headers=bearer_headers(self._token)) as http:
+            async with httpx.AsyncClient(headers=bearer_headers(self._token), trust_env=False) as http:
                 while True:
                     if not (url := address()):
                         await asyncio.sleep(POLL_S)
@@ -123,7 +123,7 @@ class BroadcastMember:
                     try:
                         offer = await self._park_while(http, engine, url, address)
                         failures = 0
-                    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+                    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, OSError, ValueError) as error:
                         failures += 1
                         logger.info("no place in the next broadcast: %r", error)
                         await asyncio.sleep(AGAIN.pause_s(failures))
@@ -188,7 +188,7 @@ class BroadcastMember:
                 self._round = None
 
     async def _park_while(
-        self, http: aiohttp.ClientSession, engine: StagingEngine, url: str, address: Callable[[], str]
+        self, http: httpx.AsyncClient, engine: StagingEngine, url: str, address: Callable[[], str]
     ) -> Offer | None:
         """As `_park`; a server that must not be a member any more leaves, so that the others do not wait for it."""
         parking = asyncio.create_task(self._park(http, url, engine), name="wait for a broadcast")
@@ -201,19 +201,20 @@ class BroadcastMember:
         finally:
             await cancel_and_wait([parking])
 
-    async def _park(self, http: aiohttp.ClientSession, url: str, engine: StagingEngine) -> Offer | None:
+    async def _park(self, http: httpx.AsyncClient, url: str, engine: StagingEngine) -> Offer | None:
         """Wait for the next broadcast. None where none began, or where this server takes files."""
         place = url.rpartition("/")[0]
         body: dict[str, Any] = {"count": engine.weight_workers, "wire": ",".join(engine.weight_wires)}
-        async with http.post(place, json=body, timeout=aiohttp.ClientTimeout(ANSWER_S)) as answer:
-            if answer.status == 409:
-                logger.error("%s", (await answer.text())[:500])
-                await asyncio.sleep(OTHER_WIRE_S)
-                return None
-            if answer.status == 204:
-                return None
-            answer.raise_for_status()
-            offer = Offer.parse(await answer.json())
+        async with asyncio.timeout(ANSWER_S):
+            answer = await http.post(place, json=body, timeout=None)
+        if answer.status_code == 409:
+            logger.error("%s", answer.text[:500])
+            await asyncio.sleep(OTHER_WIRE_S)
+            return None
+        if answer.status_code == 204:
+            return None
+        answer.raise_for_status()
+        offer = Offer.parse(answer.json())
         target = urlsplit(url)
         host = target.hostname or ""
         here = await asyncio.to_thread(_address_towards, host, target.port or 80)

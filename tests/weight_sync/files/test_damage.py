@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import struct
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import xxhash
-from tests.weight_sync.conftest import altered, file_of, parts_of, small_tensors
+from tests.weight_sync.conftest import altered, file_of, parts_of
 
 torch = pytest.importorskip("torch")
 
-from safetensors.torch import save_file
 
 from penstock.weight_sync import (
     Manifest,
-    Merger,
-    NoSpace,
     WeightPublisher,
     WeightReader,
     WeightsRefused,
@@ -35,7 +28,6 @@ from penstock.weight_sync import (
 from penstock.weight_sync.files.delta import BadDelta, apply_change, words_of
 from penstock.weight_sync.files.file_format import PartialFile
 from penstock.weight_sync.files.file_reader import FileReader
-from penstock.weight_sync.lora.adapter import AdapterConfig, BadAdapter
 
 pytestmark = pytest.mark.torch
 Header = dict[str, Any]
@@ -220,178 +212,3 @@ def test_damaged_values_change_nothing() -> None:
     with pytest.raises(BadDelta, match="7 bytes are no whole number of values"):
         apply_change(weights, "whole", memoryview(b""), memoryview(b"\x01" * 7))
     assert not weights.any()
-
-
-# the trainer's side --------------------------------------------------------------------------------------------------
-TWICE = {"twice": ["a", "a"], "as metadata": ["__metadata__"]}
-
-
-@pytest.mark.parametrize("names", TWICE.values(), ids=TWICE)
-def test_publisher_refuses_a_name_that_is_taken(tmp_path: Path, names: list[str]) -> None:
-    publisher = WeightPublisher(tmp_path, "shm")
-    with pytest.raises(ValueError, match=f"'{names[-1]}' is given twice"):
-        publisher.write(1, [(name, torch.rand(2)) for name in names])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_publisher_refuses_what_it_is_not_made_for(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="http transport needs the URL"):
-        WeightPublisher(tmp_path, "http")
-    with pytest.raises(ValueError, match="model folder of version 0"):
-        WeightPublisher(tmp_path, "shm").write_adapter(1, [], {"r": 1, "lora_alpha": 1})
-
-
-@pytest.mark.parametrize("keep", [0, 1])
-def test_publisher_keeps_one_version_at_least(tmp_path: Path, keep: int) -> None:
-    publisher = WeightPublisher(tmp_path, "shm", keep)
-    for version in (1, 2):
-        publisher.write(version, small_tensors().items())
-    assert [path.name for path in tmp_path.iterdir()] == ["weights-00000002.safetensors"]
-
-
-def test_publisher_fills_the_room_but_for_16_mib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    publisher = WeightPublisher(tmp_path, "shm")
-    needed = publisher.write(1, small_tensors().items()).bytes + (16 << 20)
-    for free, fits in ((needed, True), (needed - 1, False)):
-        monkeypatch.setattr(shutil, "disk_usage", lambda _path, free=free: SimpleNamespace(free=free))
-        with nullcontext() if fits else pytest.raises(NoSpace, match="needs 16 MiB"):
-            publisher.write(1, small_tensors().items())
-
-
-def test_publisher_frees_each_tensor_once_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    freed: list[Any] = []
-
-    def given() -> Iterator[tuple[str, Any]]:
-        for name in "ab":
-            tensor = torch.rand(9)
-            freed.append(weakref.ref(tensor.untyped_storage()))
-            yield name, tensor
-
-    rename, seen = os.replace, list[bool]()
-
-    def watched(source: Path, target: Path) -> None:
-        seen.extend(one() is None for one in freed)
-        rename(source, target)
-
-    monkeypatch.setattr(os, "replace", watched)
-    WeightPublisher(tmp_path, "shm").write(1, given())
-    assert seen == [True, True]
-
-
-def test_publisher_leaves_files_that_others_remove(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Somebody tidies up at the same time."""
-    unlink, removed = Path.unlink, list[str]()
-
-    def unlink_second(path: Path, missing_ok: bool = False) -> None:
-        if path.exists():
-            removed.append(path.name.partition("-")[0])
-            unlink(path)
-        unlink(path, missing_ok)
-
-    monkeypatch.setattr(Path, "unlink", unlink_second)
-    (tmp_path / "published").mkdir(mode=0o700)
-    (tmp_path / "published" / "left.tmp").touch()
-    publisher = WeightPublisher(tmp_path / "published", "shm", 1, model=model)
-    merger = Merger(model, tmp_path / "merged", "float32")
-    for version in (1, 2):
-        merger.merge(publisher.write_adapter(version, low().items(), {"r": 2, "lora_alpha": 2}))
-    merger.close()
-    assert removed == ["left.tmp", "weights", "merged", "merged"]
-
-
-def test_publisher_calls_no_other_failure_a_lack_of_room(tmp_path: Path) -> None:
-    (tmp_path / "weights-00000001.safetensors").mkdir()
-    with pytest.raises(OSError, match="weights-00000001") as caught:
-        WeightPublisher(tmp_path, "shm").write(1, small_tensors().items())
-    assert not isinstance(caught.value, NoSpace)
-
-
-# adapters ------------------------------------------------------------------------------------------------------------
-def low(**others: Any) -> dict[str, Any]:
-    return {
-        "base_model.model.a.lora_A.weight": torch.ones(2, 4),
-        "base_model.model.a.lora_B.weight": torch.ones(3, 2),
-        **others,
-    }
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    save_file({"a.weight": torch.zeros(3, 4)}, folder / "model.safetensors")
-    return folder
-
-
-def test_adapter_files_stay_as_long_as_others(model: Path, tmp_path: Path) -> None:
-    publisher = WeightPublisher(tmp_path / "published", "shm", keep=2, model=model)
-    for version in (1, 2, 3):
-        publisher.write_adapter(version, low().items(), {"r": 2, "lora_alpha": 2})
-    names = sorted(path.name for path in publisher.directory.iterdir())
-    assert names == ["weights-00000002.safetensors", "weights-00000003.safetensors"]
-
-
-def test_adapter_settings_left_out_are_those_of_peft(model: Path, tmp_path: Path) -> None:
-    publisher = WeightPublisher(tmp_path / "published", "shm", model=model)
-    manifest = publisher.write_adapter(1, low().items(), {"r": 2, "lora_alpha": 6})
-    held = read_verified(Merger(model, tmp_path / "merged", "float32").merge(manifest))
-    assert torch.equal(held["a.weight"], torch.full((3, 4), 2 * 6 / 2.0))
-
-
-def test_adapter_is_merged_anew_where_its_file_has_gone(model: Path, tmp_path: Path) -> None:
-    publisher, merger = (
-        WeightPublisher(tmp_path / "published", "shm", model=model),
-        Merger(model, tmp_path / "m", "float32"),
-    )
-    manifest = publisher.write_adapter(1, low().items(), {"r": 2, "lora_alpha": 6})
-    Path(merger.merge(manifest).place).unlink()
-    assert torch.equal(read_verified(merger.merge(manifest))["a.weight"], torch.full((3, 4), 6.0))
-
-
-@pytest.mark.parametrize("start", [True, False, None, "gaussian"])
-def test_adapter_may_start_in_any_way_that_keeps_its_base(start: object) -> None:
-    assert AdapterConfig.from_peft({"r": 8, "lora_alpha": 8, "init_lora_weights": start}).r == 8
-
-
-def test_adapter_of_no_finite_scale_is_refused() -> None:
-    with pytest.raises(BadAdapter, match="lora_alpha or a value of alpha_pattern is no number"):
-        AdapterConfig.from_peft({"r": 8, "lora_alpha": float("inf")})
-
-
-def test_adapter_of_a_model_that_changes_names_version_0(model: Path, tmp_path: Path) -> None:
-    publisher, merger = (
-        WeightPublisher(tmp_path / "published", "shm", model=model),
-        Merger(model, tmp_path / "m", "float32"),
-    )
-    merger.merge(publisher.write_adapter(1, low().items(), {"r": 2, "lora_alpha": 2}))
-    with (model / "model.safetensors").open("r+b") as file:
-        file.seek(-2, 2)
-        file.write(b"\x7f")
-    with pytest.raises(WeightsRefused, match=r"version 0: tensor 'a\.weight' has checksum"):
-        merger.merge(publisher.write_adapter(2, low().items(), {"r": 2, "lora_alpha": 2}))
-
-
-def test_adapter_without_tensors_or_settings_is_refused(model: Path, tmp_path: Path) -> None:
-    publisher = WeightPublisher(tmp_path / "published", "shm", model=model)
-    with pytest.raises(BadAdapter, match="has no tensors"):
-        publisher.write_adapter(1, [], {"r": 2, "lora_alpha": 2})
-    settings: Any = ["r", "lora_alpha"]
-    with pytest.raises(BadAdapter, match="settings are a list"):
-        AdapterConfig.from_peft(settings)
-
-
-def test_adapter_is_merged_into_floats_only(tmp_path: Path) -> None:
-    save_file({"a.weight": torch.zeros(3, 4, dtype=torch.int8)}, tmp_path / "model.safetensors")
-    publisher = WeightPublisher(tmp_path / "published", "shm", model=tmp_path)
-    with pytest.raises(BadAdapter, match=r"'a\.weight' of the model is int8"):
-        publisher.write_adapter(1, low().items(), {"r": 2, "lora_alpha": 2})
-
-
-def test_adapter_of_a_model_that_cannot_be_read_is_refused(model: Path, tmp_path: Path) -> None:
-    publisher = WeightPublisher(tmp_path / "published", "shm", model=model)
-    manifest = publisher.write_adapter(1, low().items(), {"r": 2, "lora_alpha": 2})
-    (model / "more.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(WeightsRefused, match=r"more\.safetensors cannot be read"):
-        Merger(model, tmp_path / "merged", "float32").merge(manifest)

@@ -276,8 +276,3 @@ def test_delta_that_leads_elsewhere_is_refused_by_tensor_and_leaves_nothing_open
     with pytest.raises(WeightsRefused, match="'last' has checksum"):
         reader.read(altered(manifest, other_checksum))
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_version_without_a_byte_is_read(tmp_path: Path) -> None:
-    manifest = WeightPublisher(tmp_path / "published", "shm").write(1, {"empty": torch.empty(0, 4)}.items())
-    assert WeightReader().read(manifest)["empty"].shape == (0, 4)
