@@ -2,8 +2,6 @@
 
     receive(offer, worker)   in a thread: bucket k from the group, checksums of bucket k − 1
     take(manifest)           the tensors, if all of them are what the manifest says
-    give_back()              they are loaded: the next version comes into their memory
-    release()                a parameter may still lie in their memory: it is used again once no tensor of it is left
 
 One version is held at most: a broadcast that begins drops one that was received and not loaded. Its memory stays,
 because new memory costs more than the bytes that come into it.
@@ -32,10 +30,8 @@ logger = logging.getLogger(__name__)
 class _Staged:
     name: str
     entries: tuple[TensorEntry, ...]
-    memory: SpareMemory
-    """The stream's."""
     tensors: dict[str, torch.Tensor]
-    """Views into it."""
+    """Views into the memory of the stream."""
 
 
 class StagedWeights:
@@ -43,75 +39,50 @@ class StagedWeights:
 
     def __init__(self) -> None:
         self._staged: _Staged | None = None
-        self._taken: _Staged | None = None
-        self._spare: SpareMemory | None = None
-        """Of a stream that is not used any more."""
-        self._released: SpareMemory | None = None
-        """Of one that may still be read."""
+        self._memory: SpareMemory | None = None
+        """Of the version received last, which may still be read."""
         self._lock = threading.Lock()
 
     def receive(self, offer: Offer, worker: int = 0, device: torch.device | None = None) -> str:
-        """Take part in the broadcast; the state of the tensors that came, `state_of` them. Blocks.
+        """Takes part in the broadcast; returns the state of the tensors that came, `state_of` them. Blocks.
 
         `device`: on which buckets arrive, where the broadcast goes from GPU to GPU.
 
         Raises `WeightsUnreachable` where the broadcast ended early: nothing of it is kept.
         """
-        spare = self._take_spare(offer.nbytes)
-        try:
+        with self._lock:
             # Where it fails the memory is given up: what the group still writes must not reach the next version.
-            staged = _receive(offer, worker, spare or SpareMemory(offer.nbytes), device)
+            self._staged, memory, self._memory = None, self._memory, None
+        try:
+            if memory is None or memory.nbytes != offer.nbytes or not memory.is_free:
+                memory = SpareMemory(offer.nbytes)
+            staged = _receive(offer, worker, memory, device)
         except (RuntimeError, OSError, ValueError, MemoryError) as error:
             raise WeightsUnreachable(f"version {offer.version}: the broadcast ended early: {error}") from error
         with self._lock:
-            self._staged = staged
+            self._staged, self._memory = staged, memory
         return state_of(staged.entries)
 
-    def _take_spare(self, nbytes: int) -> SpareMemory | None:
-        """Memory of that size which nothing reads. What was received and not taken is dropped."""
-        with self._lock:
-            dropped, self._staged = self._staged, None
-            found, self._spare = self._spare, None
-            if dropped is not None:
-                found = dropped.memory
-            elif found is None and self._released is not None and self._released.is_free:
-                found = self._released
-            self._released = None
-        return found if found is not None and found.nbytes == nbytes else None
-
     def take(self, manifest: Manifest) -> dict[str, torch.Tensor]:
-        """The version's tensors, which are the caller's until `give_back` or `release`.
+        """Returns the version's tensors; the next version comes into their memory once none of them is left.
 
         Raises `WeightsUnreachable` where this broadcast is not held, `WeightsRefused` naming a tensor that differs.
         """
         with self._lock:
             staged = self._staged
             if staged is not None and staged.name == manifest.broadcast_name:
-                self._staged, self._taken = None, staged
+                self._staged = None
         if staged is None or staged.name != manifest.broadcast_name:
             raise WeightsUnreachable(f"version {manifest.version}: this worker does not hold its broadcast")
         check_staged(manifest, staged.entries)
         return staged.tensors
-
-    def give_back(self) -> None:
-        """Nothing reads any more what `take` has returned."""
-        with self._lock:
-            if self._taken is not None:
-                self._spare, self._taken = self._taken.memory, None
-
-    def release(self) -> None:
-        """What `take` has returned is held by its readers alone: a version that comes while one of them has a tensor of
-        it comes into other memory."""
-        with self._lock:
-            if self._taken is not None:
-                self._released, self._taken = self._taken.memory, None
 
 
 def _receive(offer: Offer, worker: int, memory: SpareMemory, device: torch.device | None) -> _Staged:
     stream = memory.tensor()
     buckets = stream.split(offer.bucket_bytes) if offer.nbytes else ()
     entries = receive_stream(offer, worker, buckets, device=device)
-    return _Staged(offer.name, entries, memory, dict(_tensors(stream, offer)))
+    return _Staged(offer.name, entries, dict(_tensors(stream, offer)))
 
 
 def receive_stream(

@@ -238,7 +238,6 @@ class HFServer:
         received_s = 0.0
         load: Callable[[], None] = nothing_left
         with ExitStack() as held:
-            held.callback(self._staged.give_back)
             if self._in_place.holds(manifest):
                 received_s = self._in_place.accept()
             elif self.config.receives_in_place and manifest.transport != "broadcast" and can_stream(manifest):

@@ -226,9 +226,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     def _received(self, manifest: Manifest) -> Tensors:
         """What this machine's receiving worker has."""
         if isinstance(self._staged, StagedWeights):
-            tensors = self._staged.take(manifest)
-            self._staged.release()  # a layer may keep a view: the next version comes into other memory
-            return tensors
+            return self._staged.take(manifest)
         if not self._receives:
             return self._weights.shared(manifest)
         version = self._staged.take(manifest)
