@@ -16,13 +16,12 @@ from contextlib import closing
 from dataclasses import dataclass
 
 import torch
-import xxhash
 
 from penstock.weight_sync.broadcast.memory import two_buckets
 from penstock.weight_sync.broadcast.offer import ITEM_BYTES, Offer, StreamDigests, StreamTensor
 from penstock.weight_sync.broadcast.receiver import join_offer
-from penstock.weight_sync.files.file_format import raw_bytes, verify_checksum, verify_form, verify_names
-from penstock.weight_sync.files.file_reader import FileReader
+from penstock.weight_sync.files.file_format import raw_bytes
+from penstock.weight_sync.files.file_reader import verified_pieces
 from penstock.weight_sync.manifest import Manifest, TensorEntry, WeightsBroken, WeightsUnreachable
 
 ENDED_EARLY = (RuntimeError, OSError, ValueError, MemoryError)
@@ -151,18 +150,9 @@ def file_parts(manifest: Manifest, descriptor: int) -> Iterator[TensorPart]:
 
     Raises `WeightsRefused`, at the end too, unless all of it is what the manifest says.
     """
-    with FileReader(manifest.files[-1], descriptor) as opened:
-        verify_names(manifest, opened.names)
-        for stored, pieces in opened.streamed():
-            entry = manifest.entries[stored.name]
-            verify_form(manifest.version, entry, stored.shape, stored.dtype)
-            tensor, begin, digest = StreamTensor(entry.name, entry.shape, entry.dtype), 0, xxhash.xxh3_64()
-            for piece in pieces if stored.nbytes else [memoryview(b"")]:
-                digest.update(piece)
-                yield TensorPart(tensor, begin, piece)
-                begin += len(piece)
-            verify_checksum(manifest.version, entry, digest.hexdigest())
-        opened.verify_whole()
+    for stored, begin, piece in verified_pieces(manifest, descriptor):
+        entry = manifest.entries[stored.name]
+        yield TensorPart(StreamTensor(entry.name, entry.shape, entry.dtype), begin, piece)
 
 
 def can_stream(manifest: Manifest) -> bool:

@@ -20,8 +20,15 @@ from typing import Any
 import torch
 import xxhash
 
-from penstock.weight_sync.files.file_format import CODES, PIECE_BYTES, raw_bytes
-from penstock.weight_sync.manifest import ChainFile, WeightsRefused
+from penstock.weight_sync.files.file_format import (
+    CODES,
+    PIECE_BYTES,
+    raw_bytes,
+    verify_checksum,
+    verify_form,
+    verify_names,
+)
+from penstock.weight_sync.manifest import ChainFile, Manifest, WeightsRefused
 
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 
@@ -143,6 +150,25 @@ class FileReader:
 
     def _refused(self, why: str) -> WeightsRefused:
         return WeightsRefused(f"version {self._file.version}: {self._file.place} {why}")
+
+
+def verified_pieces(manifest: Manifest, descriptor: int) -> Iterator[tuple[StoredTensor, int, memoryview]]:
+    """Yields a full version's file as (tensor, where the piece begins in it, piece); the next piece overwrites one.
+
+    To be read to its end. Raises `WeightsRefused`, at the end too, unless all of it is what the manifest says.
+    """
+    with FileReader(manifest.files[-1], descriptor) as opened:
+        verify_names(manifest, opened.names)
+        for stored, pieces in opened.streamed():
+            entry = manifest.entries[stored.name]
+            verify_form(manifest.version, entry, stored.shape, stored.dtype)
+            begin, digest = 0, xxhash.xxh3_64()
+            for piece in pieces if stored.nbytes else [memoryview(b"")]:
+                digest.update(piece)
+                yield stored, begin, piece
+                begin += len(piece)
+            verify_checksum(manifest.version, entry, digest.hexdigest())
+        opened.verify_whole()
 
 
 def stored_tensors(described: Mapping[str, Any], size: int) -> list[StoredTensor]:

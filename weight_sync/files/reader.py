@@ -29,8 +29,8 @@ import xxhash
 
 from penstock.common import FileLock, append_jsonl, private_folder, read_jsonl
 from penstock.weight_sync.files.delta import read_delta
-from penstock.weight_sync.files.file_format import verify_checksum, verify_form, verify_names, verify_tensors
-from penstock.weight_sync.files.file_reader import FileReader, open_published
+from penstock.weight_sync.files.file_format import verify_tensors
+from penstock.weight_sync.files.file_reader import FileReader, open_published, verified_pieces
 from penstock.weight_sync.files.mapped_version import MappedTensors, MappedVersion, identity_of
 from penstock.weight_sync.manifest import ChainFile, Manifest, WeightsRefused, WeightsUnreachable
 
@@ -113,16 +113,8 @@ class WeightReader:
         self.bytes_read += file.bytes
         identity = identity_of(own)
         time.sleep(min(max(identity[-1] / 1e9 + TIMESTAMP_S - time.time(), 0.0), TIMESTAMP_S))
-        with FileReader(file, own) as opened:
-            verify_names(manifest, opened.names)
-            for stored, pieces in opened.streamed():
-                entry = manifest.entries[stored.name]
-                verify_form(manifest.version, entry, stored.shape, stored.dtype)
-                digest = xxhash.xxh3_64()
-                for piece in pieces:
-                    digest.update(piece)
-                verify_checksum(manifest.version, entry, digest.hexdigest())
-            opened.verify_whole()
+        for _ in verified_pieces(manifest, own):
+            pass
         if identity_of(own) != identity:
             raise WeightsRefused(f"version {manifest.version}: {file.place} was changed while it was verified")
 
