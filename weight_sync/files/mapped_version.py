@@ -13,6 +13,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 
@@ -25,9 +26,9 @@ Identity = list[int]
 """[device, inode, size, mtime in ns] of a file: another one, or one that was written to, has another identity."""
 
 
-def identity_of(descriptor: int) -> Identity:
-    """The identity of an open file."""
-    status = os.fstat(descriptor)
+def identity_of(file: int | Path) -> Identity:
+    """The identity of an open file, or of what is under a path, a link too. Raises `FileNotFoundError`."""
+    status = os.fstat(file) if isinstance(file, int) else file.lstat()
     return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns]
 
 

@@ -30,6 +30,7 @@ from penstock.common import Backoff, NotPrivate, bearer_headers, private_folder
 from penstock.weight_sync.files.delta import read_delta
 from penstock.weight_sync.files.file_format import DELTA, PIECE_BYTES, PartialFile, checksum
 from penstock.weight_sync.files.file_reader import FileReader
+from penstock.weight_sync.files.mapped_version import Identity, identity_of
 from penstock.weight_sync.http.progress import STALL_S, FetchProgress
 from penstock.weight_sync.http.scheduler import AVOID, SERVES
 from penstock.weight_sync.manifest import LOCAL_NAME, SERVED, ChainFile, Manifest, WeightsRefused, WeightsUnreachable
@@ -254,8 +255,8 @@ class Downloader:
         self._stall_s = stall_s
         self._closed = threading.Event()
         self._fetch = FileFetch(token, serves, self._closed)
-        self._verified: dict[str, Stamp | None] = {}
-        """By name, the files that this process compared with their checksums, as they were then."""
+        self._verified: dict[str, Identity] = {}
+        """Of the files, by name, that this process compared with their checksums."""
 
     @property
     def bytes_received(self) -> dict[str, int]:
@@ -289,12 +290,17 @@ class Downloader:
 
     def _have(self, file: ChainFile, checksums: Mapping[str, str]) -> ChainFile:
         path = self.directory / local_name(file)
-        if _stamp(path) is None or _stamp(path) != self._verified.get(path.name):
+        try:
+            known = identity_of(path) == self._verified.get(path.name)
+        except FileNotFoundError:
+            known = False
+        if not known:
             with contextlib.suppress(FileNotFoundError):
                 # An earlier life's, or exchanged since: its name proves nothing, so its bytes are compared again.
                 path.rename(_part_of(path))
             self._bring(file, path, checksums)
-            self._verified[path.name] = _stamp(path)
+            with contextlib.suppress(FileNotFoundError):  # removed by others: its reader says so
+                self._verified[path.name] = identity_of(path)
             self._fetch.tell(file)
         return replace(file, place=str(path))
 
@@ -327,18 +333,6 @@ class Downloader:
 
     def _files(self) -> list[Path]:
         return [path for path in self.directory.glob("*-weights-*") if path.is_file()]
-
-
-Stamp = tuple[int, int, int, int]
-"""Device, inode, bytes, and time of the last change: another file, or another content, has another one."""
-
-
-def _stamp(path: Path) -> Stamp | None:
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _part_of(path: Path) -> Path:
