@@ -67,20 +67,6 @@ async def in_use(client: httpx.AsyncClient) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_sessions_every_verb_over_http(remote: RemoteSandbox) -> None:
-    session = await remote.start("verbs", image="host")
-    stopped = await session.run(["sleep", "60"], timeout_s=0.2)
-    assert (stopped.limit, stopped.exit_code) == ("wall", None)
-    assert (await session.run(["sh", "-c", "cat; pwd"], stdin="in ", cwd="/usr")).stdout == "in /usr\n"
-    missing = await session.run(["pwd"], cwd="/nowhere")
-    assert (missing.exit_code, missing.stderr) == (126, "/nowhere: No such file or directory\n")
-    await session.write_file("a b.bin", b"\x00\xff")
-    assert await session.read_file("a b.bin") == b"\x00\xff"
-    assert await session.read_file("a b.bin", max_bytes=1) == b"\x00"
-    lost = await session.run_shell("exit 3")
-    assert (lost.exit_code, lost.state_lost, lost.files_lost) == (3, True, False)
-
-
 async def test_sessions_errors_keep_their_kind(url: str, remote: RemoteSandbox) -> None:
     session = await remote.start("errors")
     assert (await session.run_python("1 / 0")).exit_code == 1
