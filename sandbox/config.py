@@ -143,7 +143,7 @@ class SandboxConfig(BaseModel):
 
     @model_validator(mode="after")
     def _own_folders_are_free(self) -> SandboxConfig:
-        taken = [inside for inside in self.folders if self.own_root and f"/{inside.split('/')[1]}" in OWN_FOLDERS]
-        if taken:
-            raise ValueError(f"folders: {taken[0]} is a box's own to write where own_root is set: choose another path")
+        conflicts = [inside for inside in self.folders if self.own_root and f"/{inside.split('/')[1]}" in OWN_FOLDERS]
+        if conflicts:
+            raise ValueError(f"folders: {conflicts[0]} is a box's own to write if own_root is set: choose another path")
         return self

@@ -97,10 +97,10 @@ class IdempotencyCache(Generic[T]):
         if key not in self._tasks:
             self._tasks[key] = task = asyncio.ensure_future(work())
             task.add_done_callback(partial(self._ended, key))
-        running = self._tasks[key]
-        if running is None:
+        stored = self._tasks[key]
+        if stored is None:
             raise SandboxError("this call was done already, and its answer is kept no longer: it is not done twice")
-        return await asyncio.shield(running)
+        return await asyncio.shield(stored)
 
     def forget(self, key: str) -> None:
         """Drops the result: a repeated key is carried out again."""

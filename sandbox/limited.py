@@ -128,9 +128,9 @@ class LimitedSandbox(ABC):
         if needs.own_root and not self.config.own_root:
             raise UnmetNeeds("a session asks for a root of its own: allow that with sandbox.own_root: true")
         for name, most in self.config.own_limits.model_dump().items():
-            if (wanted := getattr(needs, name)) is not None and wanted > most:
+            if (amount := getattr(needs, name)) is not None and amount > most:
                 raise UnmetNeeds(
-                    f"a session asks for {name} {wanted:g}, and a session may have {most:g}: raise"
+                    f"a session asks for {name} {amount:g}, and a session may have {most:g}: raise"
                     f" sandbox.own_limits.{name}, or leave its task out"
                 )
 

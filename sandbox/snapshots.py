@@ -58,11 +58,11 @@ class SnapshotStore:
 
     def require_room(self, size_bytes: int) -> None:
         """Raises `SandboxBusy` where a copy of that size is too much now."""
-        held = sum(copy.size_bytes for copy in self._kept.values())
-        if held + size_bytes > self._most_mb << 20:
+        used_bytes = sum(copy.size_bytes for copy in self._kept.values())
+        if used_bytes + size_bytes > self._most_mb << 20:
             raise SandboxBusy(
-                f"sandbox.snapshot_mb: snapshots of this process hold {held / 2**20:.1f} MiB of {self._most_mb}, and"
-                f" another one needs {size_bytes / 2**20:.1f}: forget some, or raise it"
+                f"sandbox.snapshot_mb: snapshots of this process hold {used_bytes / 2**20:.1f} MiB of {self._most_mb},"
+                f" and another one needs {size_bytes / 2**20:.1f}: forget some, or raise it"
             )
 
     def keep(self, copy: BoxCopy) -> Snapshot:

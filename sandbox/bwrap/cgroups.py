@@ -198,10 +198,10 @@ def _controllers(group: Path) -> set[str]:
 def _delegate(owner: Path) -> None:
     """Version 2: every level must hand the controllers down before its children can use them."""
     top = owner.parent.parent
-    wanted = " ".join(f"+{name}" for name in _CONTROLLERS if name in _controllers(top))
+    controllers = " ".join(f"+{name}" for name in _CONTROLLERS if name in _controllers(top))
     for level in (top, owner.parent, owner):
         level.mkdir(exist_ok=True)
-        _hand_down(level, wanted)
+        _hand_down(level, controllers)
 
 
 def _hand_down(level: Path, controllers: str) -> None:

@@ -84,9 +84,9 @@ class BwrapSandbox(DriverSandbox):
         """All boxes have the limits of the settings: a session may not ask for more, and gets no less."""
         super().check_needs(needs)
         for name, setting in (("memory_mb", "memory_mb"), ("cpus", "cpus"), ("storage_mb", "tmp_mb")):
-            if (wanted := getattr(needs, name)) is not None and wanted > getattr(self.config, setting):
+            if (amount := getattr(needs, name)) is not None and amount > getattr(self.config, setting):
                 raise UnmetNeeds(
-                    f"a session asks for {name} {wanted:g}, and boxes of bwrap have sandbox.{setting}"
+                    f"a session asks for {name} {amount:g}, and boxes of bwrap have sandbox.{setting}"
                     f" {getattr(self.config, setting):g}: raise it"
                 )
 
@@ -150,11 +150,11 @@ class BwrapSandbox(DriverSandbox):
         walls = ["--die-with-parent", "--new-session", "--cap-add", "ALL"]
         options = [*walls, *([] if os.geteuid() == 0 else ["--unshare-user"]), *_ENVIRONMENT.split()]
         own = OWN_FOLDERS if self.config.own_root else ()
-        made = [part for folder in ("/etc", *own) for part in ("--perms", "0755", "--dir", folder)]
+        folders = [part for folder in ("/etc", *own) for part in ("--perms", "0755", "--dir", folder)]
         # The machine's /proc: the zygote shares the worker's pids, and the kernel allows a box a /proc only beside a
         # whole one. Each box mounts its own /proc, /dev/shm, /dev/pts and /tmp over these.
         mounts = "--bind /proc /proc --dev /dev --dir /tmp --remount-ro /dev --remount-ro / --chdir /"
-        files = [*made, *_system_folders(), *self._folders, *mounts.split()]
+        files = [*folders, *_system_folders(), *self._folders, *mounts.split()]
         sizes = {"shm_bytes": _SHM_BYTES, "tmp_bytes": self.config.tmp_mb << 20}
         settings = {**self._settings(), **sizes, "own_folders": own}
         settings["worker"] = os.getpid()  # names whose it is in a list of processes

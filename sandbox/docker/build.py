@@ -31,13 +31,13 @@ async def build_image(name: str, context: bytes, timeout_s: float, network: str 
     """
     argv = ["build", "--network", network, "--tag", name, "--force-rm", "-"]
     try:
-        status, said = await _docker(argv, context, timeout_s)
+        status, output = await _docker(argv, context, timeout_s)
     except TimeoutError as error:
         raise NoSuchImage(
             f"image {name} was not built within {timeout_s:g} s (environment.build_timeout_sec)"
         ) from error
     if status != 0:
-        raise NoSuchImage(f"image {name} cannot be built: {said.strip()}")
+        raise NoSuchImage(f"image {name} cannot be built: {output.strip()}")
 
 
 async def _docker(arguments: list[str], stdin: bytes, timeout_s: float) -> tuple[int, str]:
@@ -51,8 +51,8 @@ async def _docker(arguments: list[str], stdin: bytes, timeout_s: float) -> tuple
     )
     try:
         async with asyncio.timeout(timeout_s):
-            _, said = await asyncio.gather(_feed(process, stdin), _end_of_output(process))
-            return await process.wait(), said
+            _, output = await asyncio.gather(_feed(process, stdin), _end_of_output(process))
+            return await process.wait(), output
     finally:
         if process.returncode is None:
             process.kill()
@@ -71,7 +71,7 @@ async def _feed(process: asyncio.subprocess.Process, stdin: bytes) -> None:
 async def _end_of_output(process: asyncio.subprocess.Process) -> str:
     """However much it writes, the end alone is kept."""
     assert process.stdout is not None
-    kept = b""
+    end = b""
     while chunk := await process.stdout.read(_CHUNK_BYTES):
-        kept = (kept + chunk)[-4 * _KEPT_CHARACTERS :]
-    return kept.decode("utf-8", "replace")[-_KEPT_CHARACTERS:]
+        end = (end + chunk)[-4 * _KEPT_CHARACTERS :]
+    return end.decode("utf-8", "replace")[-_KEPT_CHARACTERS:]

@@ -100,13 +100,13 @@ class Container:
 
     async def _start(self, spec: dict[str, Any]) -> None:
         async with calling(f"starting a box of image {spec['Image'][:24]}", 2 * CALL_DEADLINE_S):
-            made = await self.control.containers.create(spec, name=self.name)
-            self._id = made.id
+            created = await self.control.containers.create(spec, name=self.name)
+            self._id = created.id
             self._attached = connect(self.control.api_version)
-            self._stream = self._attached.containers.container(made.id).attach(stdin=True, stdout=True, stderr=True)
+            self._stream = self._attached.containers.container(created.id).attach(stdin=True, stdout=True, stderr=True)
             await self._stream.__aenter__()
-            await made.start()
-            limit_socket_memory(made.id, spec["HostConfig"]["Memory"])
+            await created.start()
+            limit_socket_memory(created.id, spec["HostConfig"]["Memory"])
         self._pump = asyncio.create_task(self._read_all(self._stream))
 
     async def _read_all(self, stream: Stream) -> None:
@@ -146,8 +146,8 @@ class Container:
     async def written_bytes(self) -> int:
         """To its image's file system, as the engine counts it. Raises `SandboxError`."""
         async with calling("asking what a box has written"):
-            found = await self.control.containers.container(self.name).show(size=1)
-        return int(found.get("SizeRw") or 0)
+            details = await self.control.containers.container(self.name).show(size=1)
+        return int(details.get("SizeRw") or 0)
 
     @property
     def alive(self) -> bool:

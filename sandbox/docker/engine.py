@@ -161,15 +161,15 @@ async def find_image(client: Docker, name: str) -> DockerImage:
     if not IMAGE_NAME.fullmatch(name):  # it becomes a part of a path: `../containers/NAME` would ask for another thing
         raise NoSuchImage(f"docker: {name[:100]!r} is no image's name: REGISTRY/NAME:TAG, NAME@sha256:… or an id is")
     async with calling(f"looking for image {name}"):
-        found = await client.images.inspect(name)
-    given = found.get("Config") or {}
+        details = await client.images.inspect(name)
+    config = details.get("Config") or {}
     return DockerImage(
         name,
-        found["Id"],
-        tuple(given.get("Volumes") or ()),
-        user=given.get("User") or "",
-        workdir=given.get("WorkingDir") or "/",
-        entrypoint=tuple(given.get("Entrypoint") or ()),
+        details["Id"],
+        tuple(config.get("Volumes") or ()),
+        user=config.get("User") or "",
+        workdir=config.get("WorkingDir") or "/",
+        entrypoint=tuple(config.get("Entrypoint") or ()),
     )
 
 

@@ -53,8 +53,8 @@ async def clear_away(client: Docker, owner: str | None) -> Cleared:
     """Removes what processes that are gone left, of `owner` (None: of all). Raises `SandboxError`."""
     whose = PREFIX + "owner" if owner is None else f"{PREFIX}owner={owner}"
     async with calling("looking for containers that a killed process left"):
-        found = await client.containers.list(all=True, filters={"label": [whose]})
-    containers = [container for container in found if is_abandoned(container._container, time.time())]
+        entries = await client.containers.list(all=True, filters={"label": [whose]})
+    containers = [container for container in entries if is_abandoned(container._container, time.time())]
     for container in containers:
         await remove(client, container.id)
     images = await snapshot_images(client, whose)
@@ -74,8 +74,8 @@ async def clear_away_dead_processes() -> Cleared:
 async def snapshot_images(client: Docker, label: str) -> list[dict[str, Any]]:
     """The engine's entries of images that boxes were copied into and that have `label`."""
     async with calling("looking for images of snapshots"):
-        found = await client.images.list(filters={"label": [SNAPSHOT, label]}, all="true")
-    return list(found)
+        images = await client.images.list(filters={"label": [SNAPSHOT, label]}, all="true")
+    return list(images)
 
 
 async def remove_images(client: Docker, listed: list[dict[str, Any]], image_ids: Collection[str]) -> int:
@@ -83,14 +83,14 @@ async def remove_images(client: Docker, listed: list[dict[str, Any]], image_ids:
 
     Raises `SandboxError`.
     """
-    left = listed
+    remaining = listed
     while True:
-        parents = {image.get("ParentId") for image in left}  # an image goes after those that are made of it
-        tried = [image["Id"] for image in left if image["Id"] in image_ids and image["Id"] not in parents]
-        removed = {image_id for image_id in tried if await _removed(client, image_id)}
-        left = [image for image in left if image["Id"] not in removed]
+        parents = {image.get("ParentId") for image in remaining}  # an image goes after those that are made of it
+        candidates = [image["Id"] for image in remaining if image["Id"] in image_ids and image["Id"] not in parents]
+        removed = {image_id for image_id in candidates if await _removed(client, image_id)}
+        remaining = [image for image in remaining if image["Id"] not in removed]
         if not removed:
-            return len(listed) - len(left)
+            return len(listed) - len(remaining)
 
 
 async def _removed(client: Docker, image_id: str) -> bool:

@@ -162,14 +162,14 @@ class DockerSandbox(LimitedSandbox):
         folders = await copy_folders(session, image.volumes, themselves=True)
         copy = BoxCopy(folders, slot.image, slot.needs)
         try:
-            made, written_bytes = await session.hold(lambda box: self._commit(box, image, copy))
+            snapshot_image, written_bytes = await session.hold(lambda box: self._commit(box, image, copy))
         except BaseException:
             copy.close()
             raise
-        self._images[made.name] = made
+        self._images[snapshot_image.name] = snapshot_image
         if image.image_id in self._without_python:
-            self._without_python.add(made.image_id)
-        return replace(copy, image=made.name, image_bytes=written_bytes)
+            self._without_python.add(snapshot_image.image_id)
+        return replace(copy, image=snapshot_image.name, image_bytes=written_bytes)
 
     async def _commit(self, box: Box | Container, image: DockerImage, copy: BoxCopy) -> tuple[DockerImage, int]:
         """The image, and how many bytes are its own. Raises `SandboxError`, `SandboxBusy` among them."""

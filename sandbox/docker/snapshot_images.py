@@ -71,13 +71,13 @@ class SnapshotImages:
         labels = [f"LABEL {SNAPSHOT}={snapshot_id}", f"LABEL {MAKER}={self._maker}"]
         try:
             async with calling(f"copying box {container.name} into an image", COMMIT_DEADLINE_S):
-                asked = self._connected().containers.container(container.name)
-                made = await asked.commit(repository=REPOSITORY, tag=snapshot_id, changes=labels)
+                source = self._connected().containers.container(container.name)
+                image = await source.commit(repository=REPOSITORY, tag=snapshot_id, changes=labels)
         except SandboxError as error:
             if "max depth exceeded" in str(error):
                 raise NoSnapshots(f"a copy of a copy, too many times over, cannot be copied again: {error}") from error
             raise
-        return str(made["Id"])
+        return str(image["Id"])
 
     def is_wanted(self, name: str) -> bool:
         return name.partition(":")[2] in self._wanted
@@ -95,10 +95,10 @@ class SnapshotImages:
             return
         try:
             async with self._sweeping:
-                found = await snapshot_images(self._connected(), f"{MAKER}={self._maker}")
-                names = {listed["Id"]: _name(listed["Labels"][SNAPSHOT]) for listed in found}
-                unwanted = {made for made, name in names.items() if name not in in_use and not self.is_wanted(name)}
-                await remove_images(self._connected(), found, unwanted)
+                entries = await snapshot_images(self._connected(), f"{MAKER}={self._maker}")
+                names = {listed["Id"]: _name(listed["Labels"][SNAPSHOT]) for listed in entries}
+                unwanted = [it for it, name in names.items() if name not in in_use and not self.is_wanted(name)]
+                await remove_images(self._connected(), entries, unwanted)
         except SandboxError as error:
             logger.warning("sandbox: images of snapshots are removed later: %s", error)
 

@@ -145,8 +145,8 @@ class HarborEnvironment:
             f'{_GIT} read-tree "$2" && {_GIT} add -A && {_GIT} diff --cached --binary "$2" >"$3"'
         )
         argv = _shell(diff, self.folder, self._base_commit, PATCH_FILE)
-        made = await self.session.run(argv, timeout_s=HOUSEKEEPING_S)
-        if made.exit_code != 0:
+        result = await self.session.run(argv, timeout_s=HOUSEKEEPING_S)
+        if result.exit_code != 0:
             return None
         try:
             return await self.session.read_file(PATCH_FILE, MAX_PATCH_BYTES)
@@ -196,9 +196,9 @@ class HarborEnvironment:
     async def _set_up(self) -> None:
         logs = "/logs/agent /logs/verifier /logs/artifacts"
         has_tests = '[ -n "$(ls -A /tests 2>/dev/null)" ] || echo none; '
-        found = await self.session.run(_shell(f"{has_tests}mkdir -p {logs} && chmod 777 {logs}"), timeout_s=SET_UP_S)
-        _require(found, self.task, "its folders of logs cannot be made")
-        self._image_has_tests = not found.stdout.startswith("none")
+        result = await self.session.run(_shell(f"{has_tests}mkdir -p {logs} && chmod 777 {logs}"), timeout_s=SET_UP_S)
+        _require(result, self.task, "its folders of logs cannot be made")
+        self._image_has_tests = not result.stdout.startswith("none")
         name = ENTRYPOINT_VARIABLE
         enter = f'[ -z "${name}" ] || {{ cd -- "$1"; eval "set -- ${name}"; exec "$@" true; }}'
         entered = await self.session.run(self._with_variables(_shell(enter, self.folder)), timeout_s=SET_UP_S)
@@ -233,8 +233,8 @@ class HarborEnvironment:
         """The box's life. Raises `HarborTaskError` where it has no room for what tests start."""
         _, life = await _located(self.session, self.task)
         start_some = f"for n in {' '.join(map(str, range(ROOM)))}; do sleep 0.2 & done; wait"
-        tried = await self.session.run(_shell(start_some), timeout_s=HOUSEKEEPING_S)
-        _require(tried, self.task, f"what runs in its box leaves no room for {ROOM} processes")
+        result = await self.session.run(_shell(start_some), timeout_s=HOUSEKEEPING_S)
+        _require(result, self.task, f"what runs in its box leaves no room for {ROOM} processes")
         return life
 
     def _with_variables(self, argv: list[str], more: Mapping[str, str] | None = None) -> list[str]:
@@ -293,8 +293,8 @@ def _shell(script: str, *arguments: str) -> list[str]:
 
 def _of_json(text: str) -> dict[str, float]:
     """Raises `ValueError`."""
-    found = json.loads(text)
-    rewards = found if isinstance(found, dict) else {"reward": found}
+    content = json.loads(text)
+    rewards = content if isinstance(content, dict) else {"reward": content}
     if not rewards:
         raise ValueError("it names no reward")
     return {str(name): _finite(value) for name, value in rewards.items()}

@@ -21,10 +21,10 @@ def find_task_folders(folder: Path) -> list[Path]:
     if is_task(folder):
         return [folder]
     inside = [one for one in folder.iterdir() if one.is_dir() and not one.name.startswith(".")]
-    found = sorted(one for one in inside if is_task(one) or (one / "instruction.md").is_file())
-    if not found:
+    tasks = sorted(one for one in inside if is_task(one) or (one / "instruction.md").is_file())
+    if not tasks:
         raise HarborTaskError(f"{folder}: neither it nor a folder in it has a {CONFIG} or {OLD_CONFIG}")
-    return found
+    return tasks
 
 
 def read_task(folder: Path) -> HarborTask:

@@ -68,18 +68,18 @@ def _entries(
     others may not bring a folder of this machine into its box; and where its files are more than `MAX_PACKED_BYTES`."""
     if folder is not None and folder.is_symlink():
         raise OSError(f"{folder} is a link; a task's folders stand in the task")
-    left = MAX_PACKED_BYTES
-    found = {name: (0o755 if name.endswith(".sh") else 0o644, content) for name, content in more.items()}
+    room = MAX_PACKED_BYTES
+    entries = {name: (0o755 if name.endswith(".sh") else 0o644, content) for name, content in more.items()}
     for path in sorted(folder.rglob("*")) if folder is not None else ():
         name = str(path.relative_to(folder)) if folder is not None else ""
         if name in more or name.split("/")[0] in left_out:
             continue
         if path.is_symlink():
-            found[name] = (_LINK | 0o777, str(path.readlink()).encode("utf-8", "surrogateescape"))
+            entries[name] = (_LINK | 0o777, str(path.readlink()).encode("utf-8", "surrogateescape"))
         elif path.is_file():
-            left -= path.stat().st_size
-            if left < 0:
+            room -= path.stat().st_size
+            if room < 0:
                 raise OSError(f"{folder} has more than {MAX_PACKED_BYTES >> 20} MB of files")
-            found[name] = (0o755 if path.stat().st_mode & 0o100 else 0o644, path.read_bytes())
-    for name, (mode, content) in sorted(found.items()):
+            entries[name] = (0o755 if path.stat().st_mode & 0o100 else 0o644, path.read_bytes())
+    for name, (mode, content) in sorted(entries.items()):
         yield name, mode, content

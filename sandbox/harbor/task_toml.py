@@ -110,18 +110,18 @@ class _Reader:
         return max(1, int(float(match[1]) * megabytes))
 
     def _healthcheck(self) -> Healthcheck | None:
-        given = self.environment.get("healthcheck")
-        if given is None:
+        table = self.environment.get("healthcheck")
+        if table is None:
             return None
-        if not isinstance(given, dict) or not isinstance(given.get("command"), str):
+        if not isinstance(table, dict) or not isinstance(table.get("command"), str):
             raise self.error("environment.healthcheck must have a command")
         names = {"interval_sec": "interval_s", "timeout_sec": "timeout_s", "start_period_sec": "start_period_s"}
         names["start_interval_sec"] = "start_interval_s"
         where = "environment.healthcheck"
-        times = {ours: self._number(given, where, theirs) for theirs, ours in names.items() if theirs in given}
-        retries = {"retries": int(self._number(given, where, "retries") or 0)} if "retries" in given else {}
-        kept: dict[str, Any] = {name: value for name, value in times.items() if value is not None}
-        return Healthcheck(given["command"], **kept, **retries)
+        times = {ours: self._number(table, where, theirs) for theirs, ours in names.items() if theirs in table}
+        retries = {"retries": int(self._number(table, where, "retries") or 0)} if "retries" in table else {}
+        settings: dict[str, Any] = {name: value for name, value in times.items() if value is not None}
+        return Healthcheck(table["command"], **settings, **retries)
 
     def _refuse_unsupported(self) -> None:
         """Raises `HarborTaskError`. Each is something that would change what the task is."""
@@ -129,7 +129,7 @@ class _Reader:
         files = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml")
         compose = [name for name in files if (self.folder / "environment" / name).is_file()]
         mode = verifier.get("environment_mode", "separate" if "environment" in verifier else "shared")
-        found = {
+        unsupported = {
             f"environment/{compose[0] if compose else ''}: several containers": bool(compose),
             "steps: a task of several steps": bool(self.config.get("steps")),
             "environment.gpus": bool(environment.get("gpus")),
@@ -142,35 +142,35 @@ class _Reader:
             f"agent.user {agent.get('user')}: another user than root": not _is_root(agent.get("user")),
             f"verifier.user {verifier.get('user')}: another user than root": not _is_root(verifier.get("user")),
         }
-        for what, is_there in found.items():
+        for what, is_there in unsupported.items():
             if is_there:
                 raise self.error(f"{what} is not supported: leave it out of the folder")
 
     def _table(self, name: str) -> dict[str, Any]:
-        found = self.config.get(name, {})
-        if not isinstance(found, dict):
+        table = self.config.get(name, {})
+        if not isinstance(table, dict):
             raise self.error(f"[{name}] must be a table")
-        return found
+        return table
 
     def _text(self, table: Mapping[str, Any], where: str, name: str) -> str | None:
-        found = table.get(name)
-        if found is not None and not isinstance(found, str):
-            raise self.error(f"{where}.{name} must be text, found {found!r}")
-        return found or None
+        value = table.get(name)
+        if value is not None and not isinstance(value, str):
+            raise self.error(f"{where}.{name} must be text, found {value!r}")
+        return value or None
 
     def _number(self, table: Mapping[str, Any], where: str, name: str) -> float | None:
-        found = table.get(name)
-        if found is None:
+        value = table.get(name)
+        if value is None:
             return None
-        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found < float("inf"):
-            raise self.error(f"{where}.{name} must be a number, found {found!r}")
-        return float(found)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise self.error(f"{where}.{name} must be a number, found {value!r}")
+        return float(value)
 
     def _variables(self, table: Mapping[str, Any], where: str) -> dict[str, str]:
-        found = table.get("env", {})
-        if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        variables = table.get("env", {})
+        if not isinstance(variables, dict) or not all(isinstance(value, str) for value in variables.values()):
             raise self.error(f"{where}.env must map names to texts")
-        return dict(found)
+        return dict(variables)
 
 
 def _is_root(user: Any) -> bool:

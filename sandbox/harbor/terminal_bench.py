@@ -73,27 +73,27 @@ class _Reader:
 
     def _yaml(self, name: str) -> dict[str, Any]:
         try:
-            found = yaml.safe_load((self.folder / name).read_text(encoding="utf-8"))
+            content = yaml.safe_load((self.folder / name).read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise self.error(f"{name} cannot be read: {error}") from error
-        if not isinstance(found, dict):
+        if not isinstance(content, dict):
             raise self.error(f"{name} must be a mapping")
-        return found
+        return content
 
     def _seconds(self, name: str, usual: float) -> float:
-        found = self.config.get(name, usual)
-        if isinstance(found, bool) or not isinstance(found, int | float) or found <= 0:
-            raise self.error(f"{OLD_CONFIG}: {name} must be a number of seconds, found {found!r}")
-        return float(found)
+        seconds = self.config.get(name, usual)
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds <= 0:
+            raise self.error(f"{OLD_CONFIG}: {name} must be a number of seconds, found {seconds!r}")
+        return float(seconds)
 
     def _refuse_unsupported(self) -> None:
         parser = self.config.get("parser_name", "pytest")
-        found = {
+        unsupported = {
             "solution.yaml (a solution typed into a terminal)": (self.folder / "solution.yaml").exists(),
             "run_tests_in_same_shell": bool(self.config.get("run_tests_in_same_shell")),
             f"parser_name {parser}: only the status of run-tests.sh counts here, as with pytest": parser != "pytest",
         }
-        for what, is_there in found.items():
+        for what, is_there in unsupported.items():
             if is_there:
                 raise self.error(f"{what} cannot be mapped to a Harbor task exactly: leave it out of the folder")
 
@@ -150,9 +150,10 @@ class _Reader:
 
     def _dockerfile_lines(self, service: Mapping[str, Any]) -> list[str]:
         lines = []
-        given = service.get("environment") or []
-        pairs = [f"{name}={value}" for name, value in given.items()] if isinstance(given, dict) else list(given)
-        for pair in pairs:
+        environment = service.get("environment") or []
+        if isinstance(environment, dict):
+            environment = [f"{name}={value}" for name, value in environment.items()]
+        for pair in environment:
             if pair == "TEST_DIR=${T_BENCH_TEST_DIR}":
                 continue
             name, is_set, value = str(pair).partition("=")

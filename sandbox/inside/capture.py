@@ -31,19 +31,19 @@ class OutputCapture:
     def read_stderr(self, fd: int) -> bool:
         return self._read(fd, self.stderr, "stderr")
 
-    def _read(self, fd: int, kept: bytearray, name: str) -> bool:
+    def _read(self, fd: int, buffer: bytearray, name: str) -> bool:
         """One chunk from a non-blocking `fd`; False where none is available."""
         try:
             data = os.read(fd, CHUNK_BYTES)
         except BlockingIOError:
             return False
-        self.keep(kept, data, name)
+        self.keep(buffer, data, name)
         return bool(data)
 
-    def keep(self, kept: bytearray, data: bytes, name: str) -> None:
+    def keep(self, buffer: bytearray, data: bytes, name: str) -> None:
         self.total_bytes += len(data)
-        new = data[: self.limit_bytes - len(kept)]
-        kept += new
+        new = data[: self.limit_bytes - len(buffer)]
+        buffer += new
         self._say(name, new)
 
     def _say(self, name: str, data: bytes, final: bool = False) -> None:
@@ -76,11 +76,11 @@ class OutputCapture:
 class TailCapture(OutputCapture):
     """The last `limit_bytes` instead of the first: what a long run ended with."""
 
-    def keep(self, kept: bytearray, data: bytes, name: str) -> None:
+    def keep(self, buffer: bytearray, data: bytes, name: str) -> None:
         self.total_bytes += len(data)
-        kept += data
-        if len(kept) > 2 * self.limit_bytes:
-            del kept[: -self.limit_bytes]
+        buffer += data
+        if len(buffer) > 2 * self.limit_bytes:
+            del buffer[: -self.limit_bytes]
 
     def texts(self) -> tuple[str, str]:
         for_stderr = max(self.limit_bytes // 4, self.limit_bytes - len(self.stdout))

@@ -302,10 +302,10 @@ def strangers_to(spared: set[int]) -> list[int]:
 
 
 def _with_descendants(roots: set[int], parents: dict[int, int]) -> set[int]:
-    found = set(roots)
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
+    pids = set(roots)
+    while more := {pid for pid, parent in parents.items() if parent in pids} - pids:
+        pids |= more
+    return pids
 
 
 def _parent_of(pid: int) -> int:

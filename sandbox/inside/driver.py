@@ -146,10 +146,10 @@ def read_file(path: str, max_bytes: int, root: str | None) -> bytes:
 
 def _require_regular(fd: int, path: str) -> None:
     """/proc has regular files too, which the driver would open with its own rights: its memory, its oom_score_adj."""
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
         raise PermissionError(1, "not a regular file", path)
-    if os.path.isdir("/proc") and found.st_dev == os.stat("/proc").st_dev:
+    if os.path.isdir("/proc") and status.st_dev == os.stat("/proc").st_dev:
         raise PermissionError(1, "a file of /proc", path)
 
 

@@ -201,19 +201,19 @@ class ForwardedPort:
         full = len(self._streams) >= MAX_CONNECTIONS
         self._watch(self._listener.fileno(), 0 if full else select.EPOLLIN)
 
-    def _watch(self, fd: int, wanted: int) -> None:
+    def _watch(self, fd: int, events: int) -> None:
         """Asked for nothing, a descriptor is left out: epoll would report its hang-up again and again."""
         assert self._epoll is not None
         known = self._watched.get(fd, 0)
-        if wanted == known:
+        if events == known:
             return
-        if not wanted:
+        if not events:
             del self._watched[fd]
             with contextlib.suppress(OSError):
                 self._epoll.unregister(fd)
             return
-        self._watched[fd] = wanted
+        self._watched[fd] = events
         if known:
-            self._epoll.modify(fd, wanted)
+            self._epoll.modify(fd, events)
         else:
-            self._epoll.register(fd, wanted)
+            self._epoll.register(fd, events)

@@ -129,11 +129,11 @@ class Keeper:
         self._to_driver(frame)
 
     def _forget_old(self) -> None:
-        kept = {number: sum(map(len, lines)) for number, lines in self._answers.items()}
-        for number in list(kept)[:-1]:
-            if sum(kept.values()) <= KEPT_BYTES:
+        sizes = {number: sum(map(len, lines)) for number, lines in self._answers.items()}
+        for number in list(sizes)[:-1]:
+            if sum(sizes.values()) <= KEPT_BYTES:
                 return
-            del kept[number], self._answers[number]
+            del sizes[number], self._answers[number]
 
     def _to_driver(self, frame: dict[str, Any]) -> None:
         body = json.dumps(frame).encode("ascii")

@@ -116,9 +116,9 @@ def _read_int(path: str) -> int:
 
 
 def _folder_bytes(folder: str) -> int:
-    found = os.statvfs(folder)
+    status = os.statvfs(folder)
     inode_bytes = 1024  # an empty file of a tmpfs: inode, directory entry, name
-    return (found.f_blocks - found.f_bfree) * found.f_frsize + (found.f_files - found.f_ffree) * inode_bytes
+    return (status.f_blocks - status.f_bfree) * status.f_frsize + (status.f_files - status.f_ffree) * inode_bytes
 
 
 # ---- processes
@@ -139,8 +139,8 @@ class ProcessMemory:
 def processes() -> Iterator[ProcessMemory]:
     """Yields the processes of this pid namespace that have memory of their own."""
     for name in os.listdir("/proc"):
-        if name.isdigit() and (found := _read_process(int(name))) is not None:
-            yield found
+        if name.isdigit() and (memory := _read_process(int(name))) is not None:
+            yield memory
 
 
 def _read_process(pid: int) -> ProcessMemory | None:
@@ -180,9 +180,9 @@ def _read_status(task: str) -> dict[bytes, bytes]:
 
 def processes_bytes() -> int:
     """Anonymous pages and swap of all processes, shared ones once."""
-    found = list(processes())
-    borrowers = _borrowers(found)
-    return sum(_proportional(process) for process in found if process.pid not in borrowers)
+    living = list(processes())
+    borrowers = _borrowers(living)
+    return sum(_proportional(process) for process in living if process.pid not in borrowers)
 
 
 def _proportional(process: ProcessMemory) -> int:
@@ -194,20 +194,20 @@ def _proportional(process: ProcessMemory) -> int:
         with open(f"/proc/{process.pid}/task/{process.thread}/smaps_rollup", "rb") as file:
             lines = [line.split() for line in file.read().splitlines()[1:]]
     except (PermissionError, FileNotFoundError, ProcessLookupError):
-        left = _read_process(process.pid)
-        return left.anonymous if left is not None else 0
+        now = _read_process(process.pid)
+        return now.anonymous if now is not None else 0
     return sum(int(fields[1]) for fields in lines if fields[0] in (b"Pss_Anon:", b"SwapPss:")) << 10
 
 
-def _borrowers(found: list[ProcessMemory]) -> set[int]:
+def _borrowers(living: list[ProcessMemory]) -> set[int]:
     """Children of a vfork() that did not execute a program yet: they run in their parent's memory, not beside it.
 
     Their parent waits uninterruptibly meanwhile. One child per waiting parent, the one most like it: code that forks
     another in the same size gains nothing, since then that one or the borrower is counted.
     """
-    by_pid = {process.pid: process for process in found}
+    by_pid = {process.pid: process for process in living}
     children: dict[int, list[ProcessMemory]] = {}
-    for process in found:
+    for process in living:
         if process.parent in by_pid:
             children.setdefault(process.parent, []).append(process)
     return {
@@ -284,12 +284,12 @@ def _ask(diagnosis: socket.socket, request: bytes, message_bytes: int) -> Iterat
 
 
 def _attributes(data: bytes) -> dict[int, bytes]:
-    found = {}
+    attributes = {}
     while len(data) >= _ATTRIBUTE.size:
         size, kind = _ATTRIBUTE.unpack_from(data)
-        found[kind] = data[_ATTRIBUTE.size : size]
+        attributes[kind] = data[_ATTRIBUTE.size : size]
         data = data[max(size + 3 & ~3, _ATTRIBUTE.size) :]
-    return found
+    return attributes
 
 
 def _held(meminfo: bytes | None) -> int:

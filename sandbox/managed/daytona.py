@@ -108,8 +108,8 @@ class DaytonaApi:
     async def find(self, labels: Mapping[str, str]) -> list[FoundBox]:
         with self._translating("listing boxes"):
             query = self._sdk.ListSandboxesQuery(labels=dict(labels))
-            found = self._client.list(query, request_timeout=CALL_TIMEOUT_S)
-            return [FoundBox(box.id, box.labels) async for box in found]
+            boxes = self._client.list(query, request_timeout=CALL_TIMEOUT_S)
+            return [FoundBox(box.id, box.labels) async for box in boxes]
 
     async def end(self, box_id: str) -> None:
         with contextlib.suppress(SandboxLost), self._translating("ending a box"):

@@ -70,12 +70,12 @@ class E2BApi:
         return box.sandbox_id
 
     async def find(self, labels: Mapping[str, str]) -> list[FoundBox]:
-        found: list[FoundBox] = []
+        boxes: list[FoundBox] = []
         with self._translating("listing boxes"):
             pages = self._sdk.AsyncSandbox.list(self._sdk.SandboxQuery(metadata=dict(labels)), **self._options())
             while pages.has_next:
-                found += [FoundBox(box.sandbox_id, box.metadata) for box in await pages.next_items()]
-        return found
+                boxes += [FoundBox(box.sandbox_id, box.metadata) for box in await pages.next_items()]
+        return boxes
 
     async def end(self, box_id: str) -> None:
         with self._translating("ending a box"):

@@ -93,7 +93,7 @@ class KubernetesApi:
 
     async def find(self, labels: Mapping[str, str]) -> list[FoundBox]:
         pods = await self._pods()
-        found: list[FoundBox] = []
+        boxes: list[FoundBox] = []
         rest: str | None = None
         selector = ",".join(f"{name}={value}" for name, value in {**BOX, **labels}.items())
         while rest != "":
@@ -105,9 +105,9 @@ class KubernetesApi:
                     _continue=rest,
                     _request_timeout=CALL_TIMEOUT_S,
                 )
-            found += [FoundBox(pod.metadata.name, pod.metadata.labels) for pod in page.items]
+            boxes += [FoundBox(pod.metadata.name, pod.metadata.labels) for pod in page.items]
             rest = page.metadata.var_continue or ""
-        return found
+        return boxes
 
     async def end(self, box_id: str) -> None:
         pods = await self._pods()

@@ -77,14 +77,14 @@ class ModalApi:
         image = request.image or self._config.image
         with self._translating("making a box", image=image):
             box = await self._made(name, image, request)
-            running = await box.exec.aio("true")  # a box that is made may still wait for a machine, or for its image
-            await running.wait.aio()
+            program = await box.exec.aio("true")  # a box that is made may still wait for a machine, or for its image
+            await program.wait.aio()
         self._boxes[box.object_id] = box
         return str(box.object_id)
 
     async def _made(self, name: str, image: str, request: BoxRequest) -> Sandbox:
         client, app = await self._connected()
-        found, needs = self._image(image), request.needs
+        modal_image, needs = self._image(image), request.needs
         cpus, memory_mb = needs.cpus or self._config.cpus, needs.memory_mb or self._config.memory_mb
         try:
             box = await self._sdk.Sandbox.create.aio(
@@ -93,7 +93,7 @@ class ModalApi:
                 client=client,
                 name=name,
                 tags=dict(request.labels),
-                image=found,
+                image=modal_image,
                 timeout=request.ttl_s,
                 cpu=(cpus, cpus),
                 memory=(memory_mb, memory_mb),
@@ -102,7 +102,7 @@ class ModalApi:
             )
         except self._sdk.exception.AlreadyExistsError:  # this request, asked for a second time
             return await self._named(name, client)
-        self._images[image] = found
+        self._images[image] = modal_image
         return box
 
     async def _named(self, name: str, client: Client) -> Sandbox:
@@ -120,13 +120,13 @@ class ModalApi:
         return self._sdk.Image.from_registry(name).entrypoint([])
 
     async def find(self, labels: Mapping[str, str]) -> list[FoundBox]:
-        found: list[FoundBox] = []
+        boxes: list[FoundBox] = []
         with self._translating("listing boxes"):
             client, app = await self._connected()
             async for box in self._sdk.Sandbox.list.aio(app_id=app.app_id, tags=dict(labels), client=client):
                 with contextlib.suppress(self._sdk.exception.NotFoundError):  # it ended meanwhile
-                    found.append(FoundBox(box.object_id, await box.get_tags.aio()))
-        return found
+                    boxes.append(FoundBox(box.object_id, await box.get_tags.aio()))
+        return boxes
 
     async def end(self, box_id: str) -> None:
         with contextlib.suppress(SandboxLost), self._translating("ending a box"):

@@ -131,10 +131,10 @@ class ManagedSandbox(LimitedSandbox):
         """A running box with a driver in it. Raises `SandboxError`."""
         request = secrets.token_hex(12)
         labels = {**box_labels(self._owner, slot.session_id, request, self.ttl_s), MAKER: self._maker}
-        asked = BoxRequest(request, labels, slot.image, slot.needs, self.ttl_s)
+        box_request = BoxRequest(request, labels, slot.image, slot.needs, self.ttl_s)
         self.costs.start(request)
         try:
-            box_id = await self._create(asked)
+            box_id = await self._create(box_request)
         except BaseException:
             self.costs.forget(request)
             raise
@@ -148,7 +148,7 @@ class ManagedSandbox(LimitedSandbox):
             lambda: self._finish(box_id, request),
         )
 
-    async def _create(self, asked: BoxRequest) -> str:
+    async def _create(self, request: BoxRequest) -> str:
         """Raises `SandboxError`; a box that no session has, and that may live or appear late, is left to `_tidy`."""
         in_doubt = False
 
@@ -157,7 +157,7 @@ class ManagedSandbox(LimitedSandbox):
             async with self._starting:
                 try:
                     limit_s = self.config.managed.start_timeout_s
-                    return await self._bounded(lambda: self._api.create(asked), "making a box", limit_s)
+                    return await self._bounded(lambda: self._api.create(request), "making a box", limit_s)
                 except (ApiUnavailable, asyncio.CancelledError):
                     in_doubt = True
                     raise
@@ -166,7 +166,7 @@ class ManagedSandbox(LimitedSandbox):
             return await self._patiently(attempt)
         finally:
             if in_doubt:
-                self._leftovers[asked.key] = Leftover(None, time.monotonic())
+                self._leftovers[request.key] = Leftover(None, time.monotonic())
 
     async def _finish(self, box_id: str, request: str) -> None:
         """Ends the provider's box; where that fails, the next start or `close` tries again, and its age ends it."""
@@ -187,12 +187,12 @@ class ManagedSandbox(LimitedSandbox):
             async with asyncio.timeout(TIDY_DEADLINE_S):
                 if first and (ended := await end_abandoned(self._api, owner_labels(self._owner))):
                     logger.warning("sandbox: ended %d boxes that an earlier process of %s left", ended, self._owner)
-                for request, left in list(self._leftovers.items()):
+                for request, leftover in list(self._leftovers.items()):
                     find = partial(self._api.find, {**BOX, REQUEST: request})
                     for box in await self._bounded(find, "looking for a box"):
                         if box.box_id not in self._living:
                             await self._end(box.box_id)
-                    if left.box_id is not None or time.monotonic() - left.since > LATE_S:
+                    if leftover.box_id is not None or time.monotonic() - leftover.since > LATE_S:
                         self._leftovers.pop(request, None)
                         self.costs.end(request)
         except (SandboxError, TimeoutError) as error:
@@ -267,9 +267,9 @@ class ManagedSandbox(LimitedSandbox):
         try:
             async with asyncio.timeout(CLOSE_DEADLINE_S):
                 if self._leftovers:
-                    for found in await self._api.find({**process_labels(self._owner), MAKER: self._maker}):
-                        await self._end(found.box_id)
-                        self.costs.end(found.labels.get(REQUEST, ""))
+                    for box in await self._api.find({**process_labels(self._owner), MAKER: self._maker}):
+                        await self._end(box.box_id)
+                        self.costs.end(box.labels.get(REQUEST, ""))
                     self._leftovers.clear()
         except (SandboxError, TimeoutError) as error:
             logger.error("sandbox: boxes may live on until their age ends them (%d s): %s", self.ttl_s, error)
@@ -289,10 +289,10 @@ class ManagedSandbox(LimitedSandbox):
 
 async def end_abandoned(api: ManagedApi, labels: dict[str, str]) -> int:
     """Ends the boxes with `labels` that no living process holds; returns how many. Raises `SandboxError`."""
-    left = [box for box in await api.find(labels) if is_abandoned(box.labels)]
-    for box in left:
+    abandoned = [box for box in await api.find(labels) if is_abandoned(box.labels)]
+    for box in abandoned:
         await api.end(box.box_id)
-    return len(left)
+    return len(abandoned)
 
 
 def follow_costs(sandbox: Sandbox, gauges: CostGauges) -> None:

@@ -35,10 +35,10 @@ def callers_of(config: SandboxConfig, token: str, environment: Mapping[str, str]
         raise SandboxError("the sandbox server needs a token")
     callers = [Caller(RUN, token, max_boxes=sys.maxsize, max_calls=sys.maxsize)]
     for name, one in config.server.callers.items():
-        given = environment.get(one.token_env, "")
-        if not given:
+        caller_token = environment.get(one.token_env, "")
+        if not caller_token:
             raise SandboxError(f"sandbox.server.callers.{name}: {one.token_env} is not set in the environment")
-        callers.append(Caller(name, given, one.max_boxes, one.max_calls))
+        callers.append(Caller(name, caller_token, one.max_boxes, one.max_calls))
     if len({caller.token for caller in callers}) < len(callers) or RUN in config.server.callers:
         raise SandboxError("sandbox.server.callers: each needs its own token, and a name that is not 'run'")
     return tuple(callers)
@@ -46,11 +46,11 @@ def callers_of(config: SandboxConfig, token: str, environment: Mapping[str, str]
 
 def find_caller(callers: Iterable[Caller], token: str) -> Caller | None:
     """Compares with every token, each in constant time."""
-    found = None
+    match = None
     for caller in callers:
         if same_token(token, caller.token):
-            found = caller
-    return found
+            match = caller
+    return match
 
 
 class Quotas:

@@ -160,9 +160,9 @@ async def start(
     longest_s = server.config.server.queue_timeout_s
     wait_s = longest_s if body.wait_s is None else min(body.wait_s, longest_s)
     needs = body.needs.to_needs() if body.needs is not None else None
-    wanted = SessionRequest(caller, body.label, server.usual_image(body.image), body.ttl_s, needs)
+    session_request = SessionRequest(caller, body.label, server.usual_image(body.image), body.ttl_s, needs)
     with server.metrics.call("start"):
-        entry = await server.sessions.start(wanted, wait_s, key)
+        entry = await server.sessions.start(session_request, wait_s, key)
     if (
         key is None and await request.is_disconnected()
     ):  # its id is unknown to any client; under a key it can be requested again
@@ -268,8 +268,8 @@ async def stream(body: RunRequest, server: ThisServer, entry: ThisSession) -> St
     async def work(lines: Lines) -> None:
         with server.metrics.call("stream"):
             async with server.sessions.using(entry):
-                given = entry.session.stream(body.argv, stdin=body.stdin, timeout_s=body.timeout_s, cwd=body.cwd)
-                await relay(given, lines)
+                output = entry.session.stream(body.argv, stdin=body.stdin, timeout_s=body.timeout_s, cwd=body.cwd)
+                await relay(output, lines)
 
     return StreamingResponse(await server.relays.open(work), media_type="application/x-ndjson")
 

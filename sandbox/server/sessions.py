@@ -74,26 +74,26 @@ class Sessions:
         self._metrics = metrics
         self._starts: IdempotencyCache[SessionEntry] = IdempotencyCache()
 
-    async def start(self, wanted: SessionRequest, wait_s: float, key: str | None = None) -> SessionEntry:
+    async def start(self, request: SessionRequest, wait_s: float, key: str | None = None) -> SessionEntry:
         """A fresh session; with a `key` that a living session of this caller was started by, that one.
 
         Raises `OverQuota`, `SandboxBusy` (queue deadline), `SandboxError`.
         """
-        key = f"{wanted.caller.name}/{key}" if key else None
-        entry = await self._starts.once(key, lambda: self._start(wanted, wait_s, key))
+        key = f"{request.caller.name}/{key}" if key else None
+        entry = await self._starts.once(key, lambda: self._start(request, wait_s, key))
         entry.touch()
         return entry
 
-    async def _start(self, wanted: SessionRequest, wait_s: float, key: str | None) -> SessionEntry:
-        caller = wanted.caller
+    async def _start(self, request: SessionRequest, wait_s: float, key: str | None) -> SessionEntry:
+        caller = request.caller
         self._quotas.take_box(caller)
         try:
             with self._metrics.start_s.time():
-                session = await self._pool.take(wanted.label, wanted.image, wait_s, wanted.needs)
+                session = await self._pool.take(request.label, request.image, wait_s, request.needs)
         except BaseException:
             self._quotas.free_box(caller)
             raise
-        entry = SessionEntry(session, caller, wanted.label, wanted.image, wanted.ttl_s, start_key=key)
+        entry = SessionEntry(session, caller, request.label, request.image, request.ttl_s, start_key=key)
         self.entries[session.session_id] = entry
         return entry
 

@@ -72,7 +72,7 @@ def _values(data: bytes) -> list[Value]:
     """None of a file that is not ASCII text: places in it would not be places of its characters."""
     if len(data) > MAX_DATA_BYTES or not data.isascii() or b"\0" in data:
         return []
-    found: list[Value] = []
+    values_of_file: list[Value] = []
     start = 0
     for line in data.decode("ascii").splitlines(keepends=True):
         tokens = list(_TOKEN.finditer(line))
@@ -81,9 +81,9 @@ def _values(data: bytes) -> list[Value]:
         for index in values:
             key = tokens[index - 1].group() if index and keys[index - 1] else ""
             token = tokens[index]
-            found.append(Value(start + token.start(), token.group(), key, index == values[-1]))
+            values_of_file.append(Value(start + token.start(), token.group(), key, index == values[-1]))
         start += len(line)
-    return found
+    return values_of_file
 
 
 def _other_value(value: Value, dice: random.Random) -> Edit | None:

@@ -79,10 +79,10 @@ class Decoys:
         return ran.outcomes.get(self.renamed.get(test, test), "missing")
 
 
-def plan_decoys(task: SweTask, found: Grade, files: Mapping[str, bytes], rounds: int) -> list[Decoys]:
+def plan_decoys(task: SweTask, verdict: Grade, files: Mapping[str, bytes], rounds: int) -> list[Decoys]:
     """By what is certain. None where nothing was repaired, and where no hidden test has an expectation to get wrong."""
-    passed = [test for test in task.fail_to_pass if found.outcomes[test] == "passed"]
-    if not found.share or not files:
+    passed = [test for test in task.fail_to_pass if verdict.outcomes[test] == "passed"]
+    if not verdict.share or not files:
         return []
     dice = random.SystemRandom()
     plans = [_plan(passed, files, dice) for _ in range(rounds)]

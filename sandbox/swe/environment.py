@@ -92,5 +92,5 @@ class SweEnvironment:
             return
         result = await self.run(self.task.build_command, self._workspace.limits.command_timeout_s)
         if result.exit_code != 0:
-            said = (result.stdout + result.stderr)[-1000:]
-            raise SweTaskError(f"task {self.task.instance_id}: its build_command failed: {said}")
+            output = (result.stdout + result.stderr)[-1000:]
+            raise SweTaskError(f"task {self.task.instance_id}: its build_command failed: {output}")

@@ -86,10 +86,10 @@ def _values(function: Function, source: Source, dice: random.Random) -> list[Edi
     """Edits of literals that the sure assertions compare with, written there or bound to a name before."""
     sure = list(_sure(function))
     named = _named_literals(function, sure)
-    found = (
+    edits = (
         edit for one in sure for expected in _literals(one, named) if (edit := other_literal(expected, source, dice))
     )
-    return list({edit.start: edit for edit in found}.values())
+    return list({edit.start: edit for edit in edits}.values())
 
 
 def _fails_by_design(source: Source) -> bool:
@@ -134,7 +134,7 @@ def _sides(statement: ast.stmt) -> list[ast.expr]:
 
 def _named_literals(function: Function, sure: Sequence[ast.stmt]) -> dict[str, ast.expr]:
     """Local names that are bound once, to a literal, and only ever compared: a change of one changes nothing else."""
-    given = {
+    assigned = {
         one.targets[0].id: one.value
         for one in sure
         if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Name) and len(one.targets) == 1
@@ -146,7 +146,7 @@ def _named_literals(function: Function, sure: Sequence[ast.stmt]) -> dict[str, a
     compared = Counter(side.id for side in sides if isinstance(side, ast.Name))
     return {
         name: value
-        for name, value in given.items()
+        for name, value in assigned.items()
         if bound[name] == 1 and read[name] == compared[name] and _is_written_out(value)
     }
 
@@ -301,12 +301,12 @@ def compared_parameters(data: bytes, names: Collection[Name]) -> dict[Name, tupl
     source = readable(data)
     if source is None:
         return {}
-    found = {
+    expectations = {
         name: tuple(one for one in _parameters(function) if one in _compared(function))
         for name, function in functions(source.tree)
         if name in names
     }
-    return {name: parameters for name, parameters in found.items() if parameters}
+    return {name: parameters for name, parameters in expectations.items() if parameters}
 
 
 def _parameters(function: Function) -> list[str]:
@@ -316,16 +316,16 @@ def _parameters(function: Function) -> list[str]:
 def _compared(function: Function) -> set[str]:
     """Names that one side of an equality is made of, and that are on no side which calls the code under test."""
     expected: set[str] = set()
-    given: set[str] = set()
+    passed: set[str] = set()
     for node in ast.walk(function):
         sides = _sides(node) if isinstance(node, ast.stmt) else []
         for side in sides:
-            (given if _calls(side) else expected).update(_names(side))
+            (passed if _calls(side) else expected).update(_names(side))
         # the arguments of ``self.assertEqual(…)`` are sides, not given to the code under test
         is_equality = isinstance(node, ast.Call) and getattr(node.func, "attr", "") in _EQUAL
         if isinstance(node, ast.Call) and not _is_plain_call(node) and not is_equality:
-            given.update(_names(node))
-    return expected - given
+            passed.update(_names(node))
+    return expected - passed
 
 
 def _names(node: ast.AST) -> set[str]:
@@ -336,8 +336,8 @@ def _names(node: ast.AST) -> set[str]:
 
 def _constants(tree: ast.Module) -> dict[str, ast.expr]:
     """Names of the module that are assigned once."""
-    given = [one for one in tree.body if isinstance(one, ast.Assign) and len(one.targets) == 1]
-    named = [(one.targets[0].id, one.value) for one in given if isinstance(one.targets[0], ast.Name)]
+    assignments = [one for one in tree.body if isinstance(one, ast.Assign) and len(one.targets) == 1]
+    named = [(one.targets[0].id, one.value) for one in assignments if isinstance(one.targets[0], ast.Name)]
     counted = Counter(name for name, _ in named)
     return {name: value for name, value in named if counted[name] == 1}
 

@@ -54,13 +54,13 @@ async def _grade(sandbox: Sandbox, task: SweTask, patch: bytes | str, limits: Sw
     if reference is not None and reference.data:
         await reference.learn(run)
     first = await run(patch, BoxChanges(hidden=reference.hidden if reference is not None else ()))
-    found = first.grade
+    verdict = first.grade
     for plan in await _plans(task, first, limits.decoys, reference, run):
         again = await run(patch, plan.changes)
         if doubt := plan.doubt(again.ran):
-            found = replace(found, doubt=doubt)
+            verdict = replace(verdict, doubt=doubt)
             break
-    return replace(first, grade=replace(found, duration_s=time.monotonic() - started))
+    return replace(first, grade=replace(verdict, duration_s=time.monotonic() - started))
 
 
 async def _plans(
@@ -103,9 +103,9 @@ async def _graded(workspace: Workspace, task: SweTask, patch: bytes, changes: Bo
         return _nothing(task, f"the patch does not apply: {error}")
     guarded = [*(entry.path for entry in hidden), *files_of_tests(task)]
     dropped = [entry for entry in changed if is_protected(entry.path, guarded, task.protected)]
-    kept = [entry for entry in changed if entry not in dropped]
+    taken = [entry for entry in changed if entry not in dropped]
     try:
-        await _check_out(workspace, [*kept, *hidden])
+        await _check_out(workspace, [*taken, *hidden])
     except ScriptFailed as error:  # the snapshot was laid out without it
         return _nothing(task, f"the patch cannot be laid out: {error}")
     files = await read_hidden(workspace, task, reference_of(task).data)
@@ -115,8 +115,8 @@ async def _graded(workspace: Workspace, task: SweTask, patch: bytes, changes: Bo
     paths = tuple(entry.path for entry in dropped)
     outcomes = summary(task, ran.outcomes)
     nothing = _nothing(task, ran.doubt).grade
-    found = replace(nothing, outcomes=outcomes, dropped=paths, output=ran.output, seconds=ran.seconds)
-    return GradingRun(found, ran, files)
+    verdict = replace(nothing, outcomes=outcomes, dropped=paths, output=ran.output, seconds=ran.seconds)
+    return GradingRun(verdict, ran, files)
 
 
 async def _model_entries(workspace: Workspace, patch: bytes) -> list[TreeEntry]:
@@ -135,24 +135,24 @@ async def _build_and_run(workspace: Workspace, task: SweTask, changes: BoxChange
         before = await Seal.of(workspace, task)
         argv = workspace.in_folder(task.build_command, workspace.variables(task))
         built = await workspace.session.run(argv, timeout_s=workspace.limits.command_timeout_s)
-        said = built.stdout + built.stderr
+        output = built.stdout + built.stderr
         if built.exit_code != 0:
-            return Ran({}, "the build failed with this patch", said)
+            return Ran({}, "the build failed with this patch", output)
         try:
             unchanged = await before.holds(workspace)
             await workspace.put_packages(task)  # pytest's own files, whatever the build wrote into them
         except (ScriptFailed, SweTaskError):
             unchanged = False
         if not unchanged:
-            return Ran({}, "the build changed tests, or what steers them", said)
+            return Ran({}, "the build changed tests, or what steers them", output)
     # One of these that hangs decides the verdict; none does if tests are expected to fail.
     needed = task.pass_to_pass if workspace.limits.after_a_hang else task.tests
     return await run_tests(workspace, task, changes, () if changes.files or changes.parameters else needed)
 
 
 def _nothing(task: SweTask, doubt: str) -> GradingRun:
-    found = Grade(task.instance_id, summary(task, {}), task.fail_to_pass, task.pass_to_pass, doubt)
-    return GradingRun(found, Ran({}, doubt, ""), {})
+    verdict = Grade(task.instance_id, summary(task, {}), task.fail_to_pass, task.pass_to_pass, doubt)
+    return GradingRun(verdict, Ran({}, doubt, ""), {})
 
 
 # ---- what a patch makes of the snapshot
@@ -201,17 +201,18 @@ class TaskCheck:
     @property
     def problems(self) -> tuple[str, ...]:
         """Why it is not sound; empty where it is."""
-        found = [f"the reference patch does not pass: {_failures(one)}" for one in self.oracle if not one.resolved][:1]
+        failed = [one for one in self.oracle if not one.resolved]
+        reasons = [f"the reference patch does not pass: {_failures(one)}" for one in failed[:1]]
         if any(one.share > 0 for one in self.null):
-            found.append("without a patch some of FAIL_TO_PASS passes")
+            reasons.append("without a patch some of FAIL_TO_PASS passes")
         if doubt := next((one.doubt for one in self.null if one.doubt), ""):
-            found.append(f"without a patch the tests do not run: {doubt}")
+            reasons.append(f"without a patch the tests do not run: {doubt}")
         broken = [test for test in self.task.pass_to_pass if any(one.outcomes[test] != "passed" for one in self.null)]
         if broken:
-            found.append(f"without a patch these of PASS_TO_PASS fail: {', '.join(broken)}")
+            reasons.append(f"without a patch these of PASS_TO_PASS fail: {', '.join(broken)}")
         if self.flaky:
-            found.append(f"flaky: {', '.join(self.flaky)}")
-        return tuple(found)
+            reasons.append(f"flaky: {', '.join(self.flaky)}")
+        return tuple(reasons)
 
 
 async def check_task(sandbox: Sandbox, task: SweTask, limits: SweLimits | None = None, times: int = 1) -> TaskCheck:

@@ -70,9 +70,9 @@ class Reference:
         """Finds the strategy that changes what tests expect of data files."""
         for strategy, odds in ATTEMPTS if self._data_of(base) else ():
             changes = BoxChanges(changed_data(self._data_of(base), strategy, random.SystemRandom(), odds))
-            if changes.files and (found := await self._proven(run, base, changes)).wrong:
+            if changes.files and (decoys := await self._proven(run, base, changes)).wrong:
                 self._strategy = strategy
-                self._by_data = frozenset(function_of(test) for test in found.wrong)
+                self._by_data = frozenset(function_of(test) for test in decoys.wrong)
                 return
 
     async def plans(self, run: Run, rounds: int) -> list[Decoys]:
@@ -84,8 +84,8 @@ class Reference:
             for _ in range(2 * rounds):
                 if len(self._plans) >= rounds * PLANS_PER_ROUND:
                     break
-                found = await self._try(run, self._base, 0.5)
-                self._plans += [found] if found.wrong else []
+                decoys = await self._try(run, self._base, 0.5)
+                self._plans += [decoys] if decoys.wrong else []
                 if len(self._plans) >= rounds:
                     break
         return random.SystemRandom().sample(self._plans, min(rounds, len(self._plans)))
@@ -99,8 +99,8 @@ class Reference:
         for path, data in base.files.items():
             names = names_in(path, self._task.fail_to_pass) - self._by_data
             if names and path not in self.data:
-                files[path], found = _change_tests(data, names, dice, odds)
-                parameters |= {"::".join((path, *name)): given for name, given in found.items()}
+                files[path], changed = _change_tests(data, names, dice, odds)
+                parameters |= {"::".join((path, *name)): values for name, values in changed.items()}
         changes = BoxChanges(files, parameters, odds, dice.randrange(1 << 30))
         return await self._proven(run, base, changes)
 
@@ -134,7 +134,7 @@ class Reference:
     def _data_of(self, base: GradingRun) -> dict[str, bytes]:
         return {path: base.files[path] for path in self.data if path in base.files}
 
-    def _wrong_of(self, found: Decoys) -> set[str]:
+    def _wrong_of(self, decoys: Decoys) -> set[str]:
         """Without those that merely compare the other way round."""
         files = self._base.files if self._base is not None else {}
         sources = {path: data for path, data in files.items() if path not in self.data}
@@ -145,7 +145,7 @@ class Reference:
             if function_of(test) in self._by_data
             or is_open(sources.get(test.partition("::")[0], b""), {function_of(test)})
         }
-        return {test for test in found.wrong if test not in turned or test in open_ones}
+        return {test for test in decoys.wrong if test not in turned or test in open_ones}
 
 
 def is_open(data: bytes, names: set[Name]) -> bool:
@@ -166,7 +166,7 @@ def _change_tests(
 
 
 def _by_function(run: GradingRun) -> dict[str, Sequence[tuple[str, Mapping[str, str]]]]:
-    found: dict[str, list[tuple[str, Mapping[str, str]]]] = defaultdict(list)
+    tests: dict[str, list[tuple[str, Mapping[str, str]]]] = defaultdict(list)
     for test, digests in run.ran.collected:
-        found[without_parameters(test)].append((test, digests))
-    return dict(found)
+        tests[without_parameters(test)].append((test, digests))
+    return dict(tests)

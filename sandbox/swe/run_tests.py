@@ -102,15 +102,15 @@ async def run_tests(workspace: Workspace, task: SweTask, changes: BoxChanges, ne
 
 async def _run_each(workspace: Workspace, task: SweTask) -> Ran:
     """A command per test. What it says is not read; but its exit status is the word of the code under test."""
-    outcomes, said = {}, []
+    outcomes, outputs = {}, []
     variables = workspace.variables(task)
     for test in task.tests:
         command = task.test_command.replace("{test}", shlex.quote(test))
         argv = workspace.in_folder(command, variables)
         result = await workspace.session.run(argv, timeout_s=workspace.limits.test_timeout_s)
         outcomes[test] = "passed" if result.exit_code == 0 else "failed"
-        said.append(f"$ {command}\n{result.stdout}{result.stderr}")
-    return Ran(outcomes, "", "\n".join(said)[-OUTPUT_CHARS:])
+        outputs.append(f"$ {command}\n{result.stdout}{result.stderr}")
+    return Ran(outcomes, "", "\n".join(outputs)[-OUTPUT_CHARS:])
 
 
 @dataclass(frozen=True, slots=True)

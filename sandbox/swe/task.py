@@ -69,9 +69,9 @@ class SweTask:
         name = str(row.get("instance_id", ""))
         if not name:
             raise SweTaskError("a row has no instance_id")
-        given: dict[str, Any] = {key: str(row[key]) for key in _PLAIN if row.get(key)}
+        fields: dict[str, Any] = {key: str(row[key]) for key in _PLAIN if row.get(key)}
         if row.get("protected") is not None:
-            given["protected"] = _texts(row, "protected")
+            fields["protected"] = _texts(row, "protected")
         task = cls(
             instance_id=name,
             fail_to_pass=_texts(row, "FAIL_TO_PASS"),
@@ -80,7 +80,7 @@ class SweTask:
             patch=_patch(row, "patch"),
             repository=_path(row, "repository", base),
             packages=_path(row, "packages", base),
-            **given,
+            **fields,
         )
         if PytestCommand.parse(task.test_command) is None and "{test}" not in task.test_command:
             raise SweTaskError(f"task {name}: test_command must be PYTHON -m pytest …, or hold {{test}}")

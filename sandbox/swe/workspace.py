@@ -51,14 +51,14 @@ def packages_of(folder: Path) -> bytes:
 def _files_of_commit(repository: Path, commit: str) -> Iterator[ArchiveMember]:
     """Submodules are left out: their commits are not in this repository."""
     listing = _git(repository, ["ls-tree", "-r", "-z", "--full-tree", f"{commit}^{{commit}}"])
-    found: list[tuple[str, int, str]] = []  # path, mode, id of the blob
+    files: list[tuple[str, int, str]] = []  # path, mode, id of the blob
     for line in filter(None, listing.split(b"\0")):
         meta, _, name = line.partition(b"\t")
         kind, _, sha = meta.decode().split(" ")
         if kind in _KINDS:
-            found.append((os.fsdecode(name), _KINDS[kind], sha))
-    blobs = io.BytesIO(_git(repository, ["cat-file", "--batch"], "".join(f"{sha}\n" for _, _, sha in found)))
-    for path, mode, _ in found:
+            files.append((os.fsdecode(name), _KINDS[kind], sha))
+    blobs = io.BytesIO(_git(repository, ["cat-file", "--batch"], "".join(f"{sha}\n" for _, _, sha in files)))
+    for path, mode, _ in files:
         size = int(blobs.readline().split()[2])
         yield path, mode, 946_684_800, blobs.read(size)  # one time for all: the archive is the same bytes each time
         blobs.read(1)
@@ -209,5 +209,5 @@ class Workspace:
 
 
 def _end_of(result: RunResult) -> str:
-    said = (result.stderr or result.stdout).strip()[-1000:]
-    return said or (f"limit {result.limit}" if result.limit else f"exit status {result.exit_code}")
+    output = (result.stderr or result.stdout).strip()[-1000:]
+    return output or (f"limit {result.limit}" if result.limit else f"exit status {result.exit_code}")

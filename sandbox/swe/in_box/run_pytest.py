@@ -43,8 +43,8 @@ def main() -> None:
     sign({"kind": "ready", "pytest": pytest.__version__})
     chosen = arguments(job)
     sys.path[:0] = [os.path.abspath(path) for path in job["paths"]]
-    given = [os.path.abspath(path) for path in job["paths"][1:]]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*given, os.environ.get("PYTHONPATH", "")]))
+    paths = [os.path.abspath(path) for path in job["paths"][1:]]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, os.environ.get("PYTHONPATH", "")]))
     sys.argv = ["pytest", *job["arguments"]]
     code = pytest.main(chosen, plugins=[Parameters(job.pop("parameters")), Witness(sign, job)])
     sys.stdout.flush()
@@ -213,8 +213,8 @@ def other_text(value: Any, dice: random.Random) -> Any:
 
 def digests(item: Any) -> dict[str, str]:
     """Digests a test's parameters, so that two runs can be compared. Addresses of objects are left out."""
-    given = getattr(getattr(item, "callspec", None), "params", {})
-    texts = {name: re.sub(" at 0x[0-9a-f]+", "", repr(value)) for name, value in given.items()}
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    texts = {name: re.sub(" at 0x[0-9a-f]+", "", repr(value)) for name, value in parameters.items()}
     return {name: hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16] for name, text in texts.items()}
 
 
