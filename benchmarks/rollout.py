@@ -13,8 +13,6 @@ so that HTTP is what counts.
 Environment: PENSTOCK_BENCH_ENGINE (vllm; hf, sglang), PENSTOCK_BENCH_ROUNDS (5), PENSTOCK_BENCH_MODEL (56m; a name of
 `support.model.SIZES` or a model folder), PENSTOCK_BENCH_DTYPE (bfloat16), PENSTOCK_BENCH_CONCURRENCY (1,16,64,256),
 PENSTOCK_BENCH_ANSWER_TOKENS (64; a quarter of it at 256), PENSTOCK_BENCH_ENGINE_ARGS (further flags of it, JSON).
-PENSTOCK_BENCH_PROCESSES (1,2) selects another measurement: a sidecar with that many processes before an engine that
-only streams, at the largest number of requests in PENSTOCK_BENCH_CONCURRENCY.
 """
 
 from __future__ import annotations
@@ -41,7 +39,6 @@ from benchmarks.support.engine_load import (
 from benchmarks.support.measure import processor
 from benchmarks.support.model import SIZES, save_model
 from benchmarks.support.rollout_run import engine_args, load_process, redis_host, rollout_servers
-from benchmarks.support.sidecar_processes import measure_processes
 
 SMALL = "2m"
 SMALL_LEVEL = 64
@@ -89,15 +86,7 @@ class RolloutExtent:
 
 
 def measure() -> dict[str, Any]:
-    return uvloop.run(_measure_processes() if os.environ.get("PENSTOCK_BENCH_PROCESSES") else _measure())
-
-
-async def _measure_processes() -> dict[str, Any]:
-    extent = RolloutExtent.read()
-    counts = [int(number) for number in os.environ["PENSTOCK_BENCH_PROCESSES"].split(",")]
-    measured = await measure_processes(counts, max(extent.concurrency), extent.answer_tokens, extent.rounds)
-    setup = {"requests": max(extent.concurrency), "answer_tokens": extent.answer_tokens, "rounds": extent.rounds}
-    return {"bench": "rollout", **measured, "setup": {**setup, **processor()}}
+    return uvloop.run(_measure())
 
 
 async def _measure() -> dict[str, Any]:

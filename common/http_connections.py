@@ -1,21 +1,19 @@
 """An HTTP app on connections that others have accepted.
 
-Where clients may be hostile the parser is h11: it is strict, and its work per byte is bounded once `BoundedConnection`
-counts small pieces. Where they are our own it is httptools.
+Clients may be hostile, so the parser is h11: it is strict, and its work per byte is bounded once `BoundedConnection`
+counts small pieces.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from typing import Any
 
 import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from penstock.common.concurrency import cancel_and_wait
@@ -51,22 +49,13 @@ class BoundedProtocol(H11Protocol):
         self.conn = BoundedConnection(h11.SERVER)
 
 
-class QuickProtocol(HttpToolsProtocol):
-    """uvicorn's."""
-
-    def __init__(self, config: uvicorn.Config, server_state: ServerState) -> None:
-        super().__init__(config, server_state, {})
-
-
 class HttpConnections:
     """uvicorn on connections that others have accepted: nothing listens. `close` ends them all."""
 
-    def __init__(self, app: ASGIApp, *, hostile: bool = True) -> None:
-        """`hostile`: clients are not our own processes."""
-        self._protocol: type[BoundedProtocol] | type[QuickProtocol] = BoundedProtocol if hostile else QuickProtocol
+    def __init__(self, app: ASGIApp) -> None:
         self._config = uvicorn.Config(
             app,
-            http=self._protocol,
+            http=BoundedProtocol,
             ws="none",
             timeout_keep_alive=KEEP_ALIVE_S,
             log_config=None,
@@ -79,11 +68,6 @@ class HttpConnections:
         self._state = ServerState()
         self._starting: set[asyncio.Task[Any]] = set()
 
-    @property
-    def count(self) -> int:
-        """Connections that are open."""
-        return len(self._state.connections) + len(self._starting)
-
     def accept(self, connection: socket.socket) -> None:
         """Serves `connection`, a stream socket, and owns it."""
         task = asyncio.create_task(self._serve(connection))
@@ -93,20 +77,14 @@ class HttpConnections:
     async def _serve(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         try:
-            await loop.connect_accepted_socket(lambda: self._protocol(self._config, self._state), connection)
+            await loop.connect_accepted_socket(lambda: BoundedProtocol(self._config, self._state), connection)
         except BaseException:
             connection.close()
             raise
 
-    async def close(self, stop_s: float = 0.0) -> None:
-        """Requests in progress may take `stop_s`; then they are cancelled."""
+    async def close(self) -> None:
+        """Cancels requests in progress."""
         await cancel_and_wait(self._starting)
-        if stop_s:
-            deadline = time.monotonic() + stop_s
-            for protocol in list(self._state.connections):
-                protocol.shutdown()
-            while self._state.connections and time.monotonic() < deadline:  # noqa: ASYNC110 - uvicorn has no event
-                await asyncio.sleep(0.02)
         for protocol in list(self._state.connections):
             protocol.transport.abort()
         await cancel_and_wait(list(self._state.tasks))

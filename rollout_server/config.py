@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 
 class RolloutConfig(BaseModel):
@@ -27,13 +27,6 @@ class RolloutConfig(BaseModel):
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Arithmetic of the engine.")
     max_model_len: int = Field(1024, gt=0, description="Prompt plus response, in tokens.")
     max_concurrent: int = Field(64, gt=0, description="Requests decoded together; further ones wait in the sidecar.")
-    sidecar_processes: int = Field(
-        1,
-        gt=0,
-        description="Processes that handle a training server's requests and tokens, for an engine that samples more"
-        " than one core carries: the sidecar and further ones, with equal shares of max_concurrent. Engines vllm and"
-        " sglang.",
-    )
     threads: int = Field(1, gt=0, description="CPU threads of the engine process.")
     kv_cache_tokens: int = Field(20480, gt=0, description="Size of the KV cache in tokens: hf, and SGLang on CPUs.")
     pause: Literal["keep", "recompute", "abort"] = Field(
@@ -123,23 +116,6 @@ class RolloutConfig(BaseModel):
     def serves_weights(self) -> bool:
         """The trainer listens for servers that fetch files."""
         return self.manifest_transport in ("http", "broadcast")
-
-    @model_validator(mode="after")
-    def _check_processes(self) -> RolloutConfig:
-        """Raises `ValueError`."""
-        if self.sidecar_processes == 1:
-            return self
-        if self.engine not in ("vllm", "sglang"):
-            raise ValueError(
-                f"sidecar_processes is {self.sidecar_processes}, but only one process can ask the {self.engine} engine:"
-                " its connection is inherited by the sidecar alone; set it to 1, or engine to vllm or sglang"
-            )
-        if self.max_concurrent < self.sidecar_processes:
-            raise ValueError(
-                f"max_concurrent is {self.max_concurrent}, too few for {self.sidecar_processes} sidecar_processes:"
-                " each decodes a share of it; set it to as many at least"
-            )
-        return self
 
     @field_validator("weight_transport", mode="before")
     @classmethod

@@ -9,7 +9,6 @@ from .fake_engine import FakeEngine as FakeEngine
 from .fake_engine import fake_experts as fake_experts
 from .fake_engine import fake_manifest as fake_manifest
 from .fake_environment import FakeEnvironment as FakeEnvironment
-from .fake_http import FakeHttpEngine as FakeHttpEngine
 from .fake_sandbox import FakeSandbox as FakeSandbox
 from .fake_sandbox import FakeSession as FakeSession
 from .fake_tokens import next_token as next_token

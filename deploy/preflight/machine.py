@@ -60,19 +60,14 @@ def check_threads(config: RunConfig) -> Check | None:
     key, most = max(wanted.items(), key=lambda item: item[1])
     ranks_here = trainer.ranks // _nodes()
     of_rank = trainer.threads_of_rank(have, ranks_here, on_gpu=has_gpu()) if trainer.ranks else 0
-    beside = rollout.sidecar_processes - 1  # each fills a core, as the sidecar does; else one would do
     servers, ranks = f"{rollout.servers} servers of {rollout.threads}", f"{ranks_here} ranks of {of_rank}"
     found = f"{have} cores; threads: {servers}, {ranks}"
-    if rollout.servers and beside:
-        found += f", {rollout.servers * beside} further sidecar processes"
     if most > have:
         return Check(
             "threads", False, found, f"set {key}={have:g} or less: threads that share a core wait for each other"
         )
-    if rollout.servers * (rollout.threads + beside) + ranks_here * asked > have:
-        fewer = "fewer servers, ranks or threads"
-        fewer += ", or a smaller rollout.sidecar_processes" if beside else ""
-        return warning("threads", found, f"{fewer}: together they ask for more than there is")
+    if rollout.servers * rollout.threads + ranks_here * asked > have:
+        return warning("threads", found, "fewer servers, ranks or threads: together they ask for more than there is")
     return Check("threads", True, found)
 
 

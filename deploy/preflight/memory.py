@@ -49,8 +49,6 @@ MASTER = 4
 TORCH_PROCESS = 500 << 20
 """Resident in a process that has loaded torch and transformers, before any weights."""
 WORKER_PROCESS = 300 << 20
-ANSWER_PROCESS = 100 << 20
-"""Of `rollout.sidecar_processes`, beside the sidecar: 67 MiB when it has loaded its modules, torch not among them."""
 
 
 # trainer -------------------------------------------------------------------------------------------------------------
@@ -225,7 +223,6 @@ def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     sleepers = servers if placement.colocated else lent_servers(config)
     asleep = served["weights"] if placement.sleep_level == 1 else 0
     torch_processes = servers + trainer.ranks
-    answer_processes = servers * (rollout.sidecar_processes - 1)
     return {
         "trainer": trainer.ranks * rank_bytes,
         "offloaded activations": trainer.ranks * waiting_bytes(shape, trainer, rollout.max_model_len),
@@ -235,7 +232,5 @@ def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
         "offloaded KV": servers * rollout.kv_offload_gb * GB,
         "published weights": 0 if rollout.weight_transport == "disk" else published_bytes(shape, config),
         "in flight": 0 if config.transfer_queue.url else min(in_flight_bytes(config), config.transfer_queue.max_bytes),
-        "processes": torch_processes * TORCH_PROCESS
-        + config.agent.workers * WORKER_PROCESS
-        + answer_processes * ANSWER_PROCESS,
+        "processes": torch_processes * TORCH_PROCESS + config.agent.workers * WORKER_PROCESS,
     }

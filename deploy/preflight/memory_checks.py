@@ -44,7 +44,7 @@ FIXES = {
     "offloaded KV": "lower rollout.kv_offload_gb",
     "published weights": "set rollout.weight_transport=disk",
     "in flight": "lower max_staleness, groups_per_step or agent.max_response_tokens",
-    "processes": "lower agent.workers, rollout.servers, rollout.sidecar_processes or trainer.ranks",
+    "processes": "lower agent.workers, rollout.servers or trainer.ranks",
 }
 USABLE = 0.9
 """Of a device's memory where a trainer is: the rest is the driver's, fragments, and NCCL's buffers."""

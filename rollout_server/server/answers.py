@@ -1,4 +1,4 @@
-"""POST /generate, the token path: a request in, lines of tokens out. Used by every process of a sidecar.
+"""POST /generate, the token path: a request in, lines of tokens out.
 
 /generate answers NDJSON. Its status waits for the first chunk, `KEEPALIVE_S` at most: an error before that is a status,
 a later one the last line ``{"error": …}``. An empty line every `KEEPALIVE_S` shows that the server is alive.

@@ -69,9 +69,9 @@ class EngineDevices:
         self._bytes = await _sleeper(engine).device_bytes()
 
     async def sleep_until_ours(
-        self, engine: Engine, *, has_announced: bool, beside: Callable[[], Awaitable[None]]
+        self, engine: Engine, *, has_announced: bool, check: Callable[[], Awaitable[None]]
     ) -> bool:
-        """One turn of the trainer, `beside` awaited again and again in it. True: the engine has no weights now.
+        """One turn of the trainer, `check` awaited again and again in it. True: the engine has no weights now.
 
         `has_announced`: weights that are dropped can be loaded again. Raises `EngineError`, `OverBudget`.
         """
@@ -82,7 +82,7 @@ class EngineDevices:
             await sleeper.sleep(level)
             self._bytes = await sleeper.device_bytes()
             await self._turn.give_back(self._bytes.used)
-            await self._turn.take(most, beside)
+            await self._turn.take(most, check)
             await sleeper.wake()
             self._bytes = await sleeper.device_bytes()
         finally:

@@ -30,14 +30,3 @@ class RolloutMetrics(Metrics):
         self.version.set(report.version)
         self.pause_s.observe(report.pause_s)
         self.fetch_s.observe(report.fetch_s)
-
-    @property
-    def tokens_so_far(self) -> float:
-        """`tokens`."""
-        return self.registry.get_sample_value("penstock_rollout_tokens_total") or 0.0
-
-    @property
-    def requests_so_far(self) -> dict[str, float]:
-        """`requests` by outcome."""
-        samples = [sample for family in self.requests.collect() for sample in family.samples]
-        return {sample.labels["outcome"]: sample.value for sample in samples if sample.name.endswith("_total")}

@@ -1,7 +1,7 @@
 """The process of one rollout server: the engine's process first, which takes longest, and HTTP while that starts.
 
-Until the engine is ready HTTP says why it is not. Stop order: registry entry, requests in flight, engine, processes
-beside this one, HTTP. No new request is routed here before anything ends.
+Until the engine is ready HTTP says why it is not. Stop order: registry entry, requests in flight, engine,
+HTTP. No new request is routed here before anything ends.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import os
 import secrets
 import shutil
 import socket
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from starlette.types import ASGIApp
 
 from penstock.common import HttpServer, cancel_and_wait, listen, process_identity, uncollected, url_of
 from penstock.rollout_server.config import RolloutConfig
@@ -27,15 +27,12 @@ from penstock.rollout_server.engines.checkpoint import find_model
 from penstock.rollout_server.engines.http.server_process import open_private
 from penstock.rollout_server.engines.registry import MakeEngine, make_engine
 from penstock.rollout_server.protocol import EngineError
-from penstock.rollout_server.server.answer_processes import AnswerProcesses, make_specs, shares
 from penstock.rollout_server.server.engine_devices import EngineDevices
-from penstock.rollout_server.server.metrics import RolloutMetrics
 from penstock.rollout_server.server.sidecar import Sidecar
 from penstock.transfer_queue import DeviceTurn, RunContext, TurnSettings
 from penstock.weight_sync import BroadcastMember, ClosableFetch, Fetcher, MergingFetcher, StagedFetch, WeightsRefused
 
 if TYPE_CHECKING:
-    from penstock.rollout_server.server.connection_dealer import ConnectionDealer
     from penstock.rollout_server.server.routes import Mounted
 
 logger = logging.getLogger(__name__)
@@ -73,11 +70,6 @@ class ServerJob:
     turn: TurnSettings | None = None
     """Of the devices that this server shares with the trainer; None: they are its own."""
 
-    @property
-    def processes(self) -> int:
-        """That answer requests. An evaluation server has one: its version is pinned by the requests in flight there."""
-        return 1 if self.evaluates else self.config.sidecar_processes
-
 
 async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:
     """Serves until cancelled or drained.
@@ -88,25 +80,24 @@ async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:
         OSError: the port is taken, or the address is not this machine's.
     """
     run = job.run
-    with _listen(job) as listener, _inner_listener(job.processes) as inner:
+    with _listen(job) as listener:
         url = url_of(listener, job.host)
         member = _member(job)
         fetcher = _fetcher(job, member)
-        metrics = RolloutMetrics()
-        beside = _beside(job, metrics, inner)
         sidecar = Sidecar(
             job.name, url, partial(new_engine, job.config, run.model, _log_dir(job), run.seed), run.queue,
-            slots=shares(job.config.max_concurrent, job.processes)[0], fetch=fetcher, member=member,
+            slots=job.config.max_concurrent, fetch=fetcher, member=member,
             truncated_sampling=job.config.truncated_sampling, stall_s=job.config.request_timeout_s,
-            evaluates=job.evaluates, devices=_devices(job), metrics=metrics, beside=beside,
+            evaluates=job.evaluates, devices=_devices(job),
         )  # fmt: skip
         running = asyncio.create_task(sidecar.run(job.config.max_restarts))
         mounted: Mounted | None = None
         drain = asyncio.Event()
         try:
-            await asyncio.to_thread(_import_http)
+            make_app = await asyncio.to_thread(_import_routes)
             mounted = job.mount(sidecar, url) if job.mount else None
-            http = _make_http(job, sidecar, mounted, drain.set, listener=listener, inner=inner)
+            app = make_app(sidecar, run.model, run.token, drain.set, mounted, metrics_token=job.metrics_token)
+            http = HttpServer(app, listener, lifespan="off", stop_s=HTTP_STOP_S, deadline_s=HTTP_STOP_S)
             await http.start()
             logger.info("rollout server %s at %s", job.name, url)
             await _run(job, sidecar, running, http, drain)
@@ -119,37 +110,20 @@ async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:
                 await fetcher.close()
 
 
-def _import_http() -> None:
-    """Called in a thread: importing FastAPI takes a tenth of a second, while the event loop starts the engine."""
+def _import_routes() -> Callable[..., ASGIApp]:
+    """`make_app`. Called in a thread: importing FastAPI takes a tenth of a second, while the event loop starts the
+    engine."""
     with uncollected():
-        import penstock.rollout_server.server.connection_dealer
-        import penstock.rollout_server.server.routes  # noqa: F401
+        from penstock.rollout_server.server.routes import make_app
 
-
-def _make_http(
-    job: ServerJob,
-    sidecar: Sidecar,
-    mounted: Mounted | None,
-    on_drain: Callable[[], None],
-    *,
-    listener: socket.socket,
-    inner: socket.socket | None,
-) -> HttpServer | ConnectionDealer:
-    from penstock.rollout_server.server.connection_dealer import ConnectionDealer
-    from penstock.rollout_server.server.routes import make_app
-
-    run = job.run
-    app = make_app(sidecar, run.model, run.token, on_drain, mounted, metrics_token=job.metrics_token)
-    if inner is None:
-        return HttpServer(app, listener, lifespan="off", stop_s=HTTP_STOP_S, deadline_s=HTTP_STOP_S)
-    return ConnectionDealer(app, listener, inner, sidecar.beside, stop_s=HTTP_STOP_S)
+    return make_app
 
 
 async def _run(
     job: ServerJob,
     sidecar: Sidecar,
     running: asyncio.Task[None],
-    http: HttpServer | ConnectionDealer,
+    http: HttpServer,
     drain: asyncio.Event,
 ) -> None:
     """Runs until one of its parts ends or a drain is requested; raises the error that ended it.
@@ -158,22 +132,19 @@ async def _run(
         running: the task of the sidecar.
     """
     serving = asyncio.create_task(http.wait())
-    beside = asyncio.create_task(sidecar.beside.run())
     leaving = asyncio.create_task(drain.wait())
     bounding = asyncio.create_task(_keep_logs_bounded(_log_dir(job)))
     try:
-        await asyncio.wait({serving, running, leaving, beside}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({serving, running, leaving}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         leaving.cancel()
         bounding.cancel()
         await sidecar.drain(job.drain_s)
         running.cancel()
         await asyncio.wait({running})
-        await sidecar.beside.end()
-        await cancel_and_wait([beside])
         await http.stop()
         await cancel_and_wait([serving])
-    for task in (running, serving, beside):
+    for task in (running, serving):
         if not task.cancelled():
             task.result()
 
@@ -191,28 +162,6 @@ def _listen(job: ServerJob) -> socket.socket:
     except OSError as error:
         setting = "rollout.port" if error.errno == errno.EADDRINUSE else "rollout.host"
         raise OSError(error.errno, f"{setting}: {error.strerror}") from error
-
-
-@contextmanager
-def _inner_listener(processes: int) -> Iterator[socket.socket | None]:
-    """A unix socket of this user alone, for what processes beside this one pass on; None: there are none."""
-    if processes == 1:
-        yield None
-        return
-    with tempfile.TemporaryDirectory(prefix="penstock-sidecar-") as folder, socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"{folder}/http.sock")
-        listener.listen(1024)
-        yield listener
-
-
-def _beside(job: ServerJob, metrics: RolloutMetrics, inner: socket.socket | None) -> AnswerProcesses:
-    if inner is None:
-        return AnswerProcesses((), _log_dir(job), metrics)
-    run, address = job.run, inner.getsockname()
-    specs = make_specs(
-        job.config, _log_dir(job), address, server=job.name, run=run.name, model=run.model, token=run.token
-    )
-    return AnswerProcesses(specs, _log_dir(job), metrics, job.config.max_restarts)
 
 
 def _member(job: ServerJob) -> BroadcastMember | None:

@@ -106,7 +106,7 @@ def make_routes(sidecar: Sidecar, model: str, on_drain: Callable[[], None]) -> F
     async def drain() -> Draining:
         """Take no more requests, finish those in flight, leave the registry and stop."""
         on_drain()
-        return Draining(draining=True, in_flight=sidecar.in_flight)
+        return Draining(draining=True, in_flight=sidecar.requests.in_flight)
 
     return app
 

@@ -8,8 +8,6 @@
     heartbeat   from just before it opens: this server's `ServerInfo` to the queue, every second and on each change
     generate    one call per HTTP request: waits for a slot, then for the engine
 
-Where further processes answer requests beside this one, this one owns all but their answers (`answer_processes`).
-
 A server is registered only after it has loaded the newest announced weights, whether it joins late or was restarted.
 While the queue does not answer, everything that does not need it continues.
 """
@@ -21,13 +19,10 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, asynccontextmanager, nullcontext
-from pathlib import Path
 from typing import Protocol
 
 from penstock.common import Backoff, cancel_and_wait
-from penstock.rollout_server.engines.http.engine import HttpEngine
 from penstock.rollout_server.protocol import Chunk, Engine, EngineError, EngineInfo, GenerateRequest, Health, Sampling
-from penstock.rollout_server.server.answer_processes import AnswerProcesses
 from penstock.rollout_server.server.engine_devices import ASLEEP, WAITS, EngineDevices
 from penstock.rollout_server.server.metrics import RolloutMetrics
 from penstock.rollout_server.server.registration import (
@@ -39,7 +34,6 @@ from penstock.rollout_server.server.registration import (
     wait_for_event,
 )
 from penstock.rollout_server.server.request_queue import NotServing, RequestQueue
-from penstock.rollout_server.server.sidecar_state import SidecarState
 from penstock.rollout_server.server.version_pin import VersionPin
 from penstock.transfer_queue import ServerInfo
 from penstock.weight_sync import BroadcastMember, Fetch, InPlaceEngine, StagingEngine, WeightUpdater, no_fetch
@@ -81,20 +75,16 @@ class Sidecar:
         stall_s: float = 120.0,
         evaluates: bool = False,
         devices: EngineDevices | None = None,
-        metrics: RolloutMetrics | None = None,
-        beside: AnswerProcesses | None = None,
     ) -> None:
         """Args:
-        slots: requests that this process has decoded together.
+        slots: requests decoded together.
         member: takes part in broadcasts for the engine; `fetch` knows it.
         stall_s: the engine is restarted after this long without a token while requests are in flight.
         evaluates: serves evaluations only, each by one policy version.
         devices: shared with the trainer, in turns.
-        metrics, beside: of the server, and what answers requests beside this process.
         """
         self.name, self.url = name, url
-        self.metrics = metrics or RolloutMetrics()
-        self.beside = beside or AnswerProcesses((), Path(), self.metrics)
+        self.metrics = RolloutMetrics()
         self.engine: Engine | None = None
         self.info: EngineInfo | None = None
         self.open = False
@@ -116,28 +106,6 @@ class Sidecar:
         self._suspect = False
         """A request failed in the engine: its health is checked at once."""
         self._checked_at = 0.0
-        if self.beside.processes:
-            self.metrics.in_flight.set_function(lambda: self.in_flight)
-
-    @property
-    def in_flight(self) -> int:
-        """Requests that are being answered or wait, in all processes."""
-        return self.requests.in_flight + self.beside.in_flight
-
-    @property
-    def in_flight_tokens(self) -> int:
-        """Their prompts and expected answers."""
-        return self.requests.in_flight_tokens + self.beside.in_flight_tokens
-
-    @property
-    def silent_s(self) -> float:
-        """See `RequestQueue.silent_s`: of whichever process sampled last."""
-        return min(self.requests.silent_s, self.beside.silent_s)
-
-    @property
-    def answered(self) -> int:
-        """Answers that were completed."""
-        return self.requests.answered + self.beside.answered
 
     @property
     def version(self) -> int:
@@ -156,14 +124,14 @@ class Sidecar:
     async def _supervise(self, max_restarts: int) -> None:
         in_a_row = barren = 0
         while True:
-            started, answered = time.monotonic(), self.answered
+            started, answered = time.monotonic(), self.requests.answered
             try:
                 await self._run_engine()
             except EngineError as error:
                 self._close(str(error))
             in_a_row = 1 if time.monotonic() - started > STABLE_S else in_a_row + 1
             # An engine that answered requests before it failed is restarted soon; one that never did, ever later.
-            barren = 0 if self.answered > answered else barren + 1
+            barren = 0 if self.requests.answered > answered else barren + 1
             if in_a_row > max_restarts:
                 raise EngineError(f"the engine failed {in_a_row} times in a row, the last time: {self.cause}")
             self.restarts += 1
@@ -174,7 +142,6 @@ class Sidecar:
     async def _run_engine(self) -> None:
         """One engine's life; ends with an `EngineError`."""
         self.engine = self._new_engine()
-        self.beside.share(self.engine, self._state, self._check_soon)
         try:
             if self._devices is not None:
                 self.cause = WAITS
@@ -188,7 +155,6 @@ class Sidecar:
                 await self._keep_current(self.engine, receiving)
         finally:
             self.open = self.requests.turns_away = False
-            self.beside.tell()
             await self.engine.stop()  # where it raises, the devices' memory may be held: their entry then expires
             if self._devices is not None:
                 await self._devices.leave()
@@ -197,11 +163,10 @@ class Sidecar:
         """The trainer's turn. Answers end where they are, and their clients resume them when the engine is awake."""
         self._close(ASLEEP)
         self.requests.turns_away = True
-        self.beside.tell()
         slept_since = time.monotonic()
         announced = self.weights.announced and self.pin is None  # an evaluation continues with the version that it has
         dropped = await devices.sleep_until_ours(
-            engine, has_announced=announced, beside=lambda: self._check_asleep(engine)
+            engine, has_announced=announced, check=lambda: self._check_asleep(engine)
         )
         if dropped:
             self.weights.dropped()
@@ -317,15 +282,15 @@ class Sidecar:
             await self._devices.measure(engine)
         if not await engine.healthy():
             raise EngineError(f"the engine does not answer any more\n{engine.stderr_tail()}")
-        silent_s = 0.0 if self._stands_still else self.silent_s
-        if self.open and self.in_flight == 0 and silent_s > PROBE_S:
+        silent_s = 0.0 if self._stands_still else self.requests.silent_s
+        if self.open and self.requests.in_flight == 0 and silent_s > PROBE_S:
             await self._probe(engine)
-        elif self.in_flight and silent_s > self._stall_s:
-            raise EngineError(f"no token sampled for {silent_s:.0f} s, {self.in_flight} requests wait for one")
+        elif self.requests.in_flight and silent_s > self._stall_s:
+            raise EngineError(f"no token sampled for {silent_s:.0f} s, {self.requests.in_flight} requests wait for one")
         if self.open and (cause := await self.weights.straggles()):
             self._close(cause)
             logger.error("draining: %s", cause)
-            await self._until_idle(STRAGGLER_DRAIN_S)
+            await wait_for_event(self.requests.idle, STRAGGLER_DRAIN_S)
             raise EngineError(cause)
 
     async def _probe(self, engine: Engine) -> None:
@@ -347,27 +312,10 @@ class Sidecar:
         self.open, self.cause = True, ""
         self.requests.sampled()
         self._registration.changed.set()
-        self.beside.tell()
 
     def _close(self, cause: str) -> None:
         self.open, self.cause = False, cause
         self._registration.changed.set()
-        self.beside.tell()
-
-    def _state(self) -> SidecarState:
-        """What processes beside this one must know."""
-        return SidecarState(
-            accepting=self.open and not self.draining,
-            cause="this server is draining" if self.draining else self.cause,
-            turns_away=self.requests.turns_away,
-            engine=self.engine.state if isinstance(self.engine, HttpEngine) else None,
-        )
-
-    async def _until_idle(self, timeout_s: float) -> None:
-        """No request is in flight, in any process; or `timeout_s` later."""
-        deadline = time.monotonic() + timeout_s
-        await wait_for_event(self.requests.idle, timeout_s)
-        await self.beside.until_idle(deadline - time.monotonic())
 
     async def pull_now(self, timeout_s: float) -> bool:
         """Looks for newer weights at once, refused ones included; False: the attempt has not ended in `timeout_s`."""
@@ -388,14 +336,14 @@ class Sidecar:
         if not self._registered or self.draining:
             return None
         self.metrics.version.set(self.version)
-        tokens, evaluates = self.in_flight_tokens, self.pin is not None
+        tokens, evaluates = self.requests.in_flight_tokens, self.pin is not None
         number, cause = (None, "") if refused is None else (refused.version, self.weights.cause[:MOST_REFUSAL])
         asleep = self._devices is not None and self._devices.asleep
         return ServerInfo(
             self.name,
             self.url,
             self.version,
-            self.in_flight,
+            self.requests.in_flight,
             self.open,
             tokens,
             evaluates,
@@ -423,9 +371,9 @@ class Sidecar:
 
     def health(self) -> Health:
         """`ok` means that the engine answered lately, and sampled: for requests, or for a probe when idle."""
-        silent_s = self.silent_s
+        silent_s = self.requests.silent_s
         receives = self.open and self._stands_still
-        most_s = STALL_S if self.in_flight else 2 * PROBE_S + PROBE_TIMEOUT_S
+        most_s = STALL_S if self.requests.in_flight else 2 * PROBE_S + PROBE_TIMEOUT_S
         stalled = self.open and not receives and silent_s > most_s
         return Health(
             ok=self.open and not self.draining and not stalled,
@@ -433,8 +381,8 @@ class Sidecar:
             draining=self.draining,
             engine=self.info,
             version=self.version,
-            in_flight=self.in_flight,
-            in_flight_tokens=self.in_flight_tokens,
+            in_flight=self.requests.in_flight,
+            in_flight_tokens=self.requests.in_flight_tokens,
             sampled_s_ago=round(silent_s, 3),
             restarts=self.restarts,
             queue=self.connection.error or "ok",
@@ -444,10 +392,9 @@ class Sidecar:
     async def drain(self, timeout_s: float) -> None:
         """Leaves the registry, then waits for the requests in flight, `timeout_s` at most."""
         self.draining = True
-        self.beside.tell()
         await self._registration.leave(self.name)
         if self.open:
-            await self._until_idle(timeout_s)
+            await wait_for_event(self.requests.idle, timeout_s)
 
 
 restart_after = asyncio.sleep

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import layers_with_experts, vocab_size
-from penstock.rollout_server.engines.http.answer_labels import AnswerLabels, Continuing, EngineState, Followers
 from penstock.rollout_server.engines.http.server_process import ChildServer
 from penstock.rollout_server.engines.http.stream import AnswerStream, NotAdmitted
 from penstock.rollout_server.engines.http.weights import HttpWeights
@@ -50,9 +49,6 @@ class HttpEngine(ABC):
     server_class: ClassVar[type[ChildServer]]
     weights_class: ClassVar[type[HttpWeights[Any]]]
     weights: HttpWeights[Any]
-    """Of the owner alone."""
-    labels: AnswerLabels
-    """Of this process's answers; the owner's are its `weights`."""
     routes: ClassVar[tuple[str, ...]]
     """What the server must offer."""
     sleep_routes: ClassVar[tuple[str, ...]]
@@ -60,8 +56,7 @@ class HttpEngine(ABC):
     health_path: ClassVar[str]
     """Answered at once, paused or not, as long as the server can sample."""
 
-    def __init__(self, config: RolloutConfig, model: str, log_dir: Path, seed: int, *, beside: bool = False) -> None:
-        """`beside`: another process owns the server, and this one only `adopt`s its state."""
+    def __init__(self, config: RolloutConfig, model: str, log_dir: Path, seed: int) -> None:
         self.config = config
         self.model = model
         self.info: EngineInfo | None = None
@@ -69,10 +64,7 @@ class HttpEngine(ABC):
         """Of a mixture whose routed experts the server reports."""
         self.server = self.server_class(config, model, log_dir, seed)
         self.streams = self.server.streams
-        if beside:
-            self.labels = self._new_labels()
-        else:
-            self.labels = self.weights = self.weights_class(config, model, self.server, self.streams)
+        self.weights = self.weights_class(config, model, self.server, self.streams)
 
     @abstractmethod
     async def _try_out(self) -> list[str]:
@@ -84,7 +76,7 @@ class HttpEngine(ABC):
 
     @abstractmethod
     def _send(self, request: GenerateRequest, seen: Sequence[SeenImage]) -> AnswerStream:
-        """The request, on its way, under `labels.cache_salt`, with its images. Raises `BadRequest` for images that do
+        """The request, on its way, under `weights.cache_salt`, with its images. Raises `BadRequest` for images that do
         not fit its ids."""
 
     @property
@@ -135,51 +127,7 @@ class HttpEngine(ABC):
             await self.server.stop()
         finally:
             self.weights.admission.open()  # who waits there finds the server gone
-            self.weights.followers.tell()
         await self.weights.until_verified()
-
-    def share(self, followers: Followers) -> None:
-        """Before `start`: other processes ask the server too, and follow its state."""
-        self.weights.followers = followers
-
-    @property
-    def state(self) -> EngineState | None:
-        """What they must know; None while no request can be sent."""
-        if self.info is None or self.server.address is None or not self.server.alive:
-            return None
-        return self.labels.state(self.server.address, self.info)
-
-    async def adopt(self, state: EngineState | None) -> Continuing:
-        """In a process beside the owner: `state` holds here when this returns.
-
-        Where the version of what was received is not certain, every open answer is broken off.
-        """
-        if state is None or state.address != self.server.address:
-            await self._detach("the server is being stopped")
-        if state is None:
-            return Continuing(0, 0.0)
-        try:
-            if self.info is None:
-                await self._attach(state)
-            return await self.labels.adopt(state)
-        except EngineError as error:
-            logger.error("open answers are broken off: %s", error)
-            await self._detach(str(error))
-            return Continuing(0, 0.0)
-
-    async def _attach(self, state: EngineState) -> None:
-        await self._read_layers()
-        self.labels = self._new_labels()
-        self.server.attach(state.address)
-        self.info = state.info
-
-    async def _detach(self, why: str) -> None:
-        self.info = None
-        await self.server.detach(why)
-        self.labels.admission.open()  # who waits there finds that the server is gone
-
-    def _new_labels(self) -> AnswerLabels:
-        return AnswerLabels(self.server, self.streams, self.weights_class.version_path)
 
     def will_sleep(self, level: SleepLevel) -> None:
         """See `SleepingEngine`."""
@@ -221,17 +169,17 @@ class HttpEngine(ABC):
         deadline = time.monotonic() + self.config.request_timeout_s
         seen = await self._see(request)
         while True:
-            if self.labels.asleep:
+            if self.weights.asleep:
                 yield Chunk(finish_reason="abort")
                 return
-            pauses = await self.labels.admission.wait(deadline)
+            pauses = await self.weights.admission.wait(deadline)
             try:
                 async with self._answer(request, seen, deadline) as chunks:
                     async for chunk in chunks:
                         yield chunk
                 return
             except NotAdmitted:  # some servers refuse what arrives during a pause; it waits here like the others
-                if pauses == self.labels.admission.closings:
+                if pauses == self.weights.admission.closings:
                     raise
 
     @asynccontextmanager
@@ -241,7 +189,7 @@ class HttpEngine(ABC):
         stream = self._send(request, seen)
         if request.whole:
             stream.hold_first()
-        if not self.labels.verified:
+        if not self.weights.verified:
             stream.hold()
         self.streams.add(stream)
         try:

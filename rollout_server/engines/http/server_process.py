@@ -266,7 +266,6 @@ class ChildServer(Child, ABC):
         """Known from the start on."""
         self.address: EngineAddress | None = None
         """Where it is asked, while it is."""
-        self._attached = False
         self._start_s = config.start_timeout_s
         self.sleep_level: SleepLevel | None = None
         """Under placement.colocated; None: it never sleeps."""
@@ -306,21 +305,6 @@ class ChildServer(Child, ABC):
         await self._disconnect("the server is being stopped")  # an orderly end waits for its connections
         await self._end()
         shutil.rmtree(folder, ignore_errors=True)
-
-    @property
-    def alive(self) -> bool:
-        """The process was started and has not ended; of another's, that it is to be asked."""
-        return self._attached or super().alive
-
-    def attach(self, address: EngineAddress) -> None:
-        """Ask a server that another process of ours has started."""
-        self._connect(address)
-        self._attached = True
-
-    async def detach(self, why: str) -> None:
-        """The reverse: open answers break off. Twice does nothing."""
-        self._attached = False
-        await self._disconnect(why)
 
     def _connect(self, address: EngineAddress) -> None:
         self.http, self.events, self.address = address.session(), EventClient(address), address

@@ -32,15 +32,47 @@ from typing import ClassVar, Generic, TypeVar
 
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import tensor_shapes
-from penstock.rollout_server.engines.http.answer_labels import AnswerLabels, Followers, NoFollowers
 from penstock.rollout_server.engines.http.server_process import ChildServer
-from penstock.rollout_server.engines.http.stream import AnswerStream
+from penstock.rollout_server.engines.http.stream import AnswerStream, version_of
 from penstock.rollout_server.protocol import EngineError, SleepLevel
 from penstock.weight_sync import LoadReport, Manifest, WeightsBroken, WeightsRefused, WeightsUnreachable
 
 logger = logging.getLogger(__name__)
+QUIET_TURNS = 10
+"""Turns of the event loop, each of which polls every socket, without a token: then none is on its way."""
 Fetched = TypeVar("Fetched")
 """A version that was read and verified, in the form that the server gets."""
+
+
+class Admission:
+    """Requests pass here, except while the server is paused."""
+
+    def __init__(self) -> None:
+        self.closings = 0
+        self._open = asyncio.Event()
+        self._open.set()
+
+    @property
+    def is_open(self) -> bool:
+        return self._open.is_set()
+
+    async def wait(self, deadline: float) -> int:
+        """`closings`, once it is open. Raises `EngineError` at `deadline` (monotonic)."""
+        if self._open.is_set():
+            return self.closings
+        try:
+            await asyncio.wait_for(self._open.wait(), deadline - time.monotonic())
+        except TimeoutError as error:
+            raise EngineError("the weight swap did not end before the request's deadline") from error
+        return self.closings
+
+    def close(self) -> None:
+        if self._open.is_set():
+            self.closings += 1
+            self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
 
 
 @dataclass(slots=True)
@@ -65,8 +97,8 @@ class Standstill:
         )
 
 
-class HttpWeights(AnswerLabels, ABC, Generic[Fetched]):
-    """One server's weights, in the process that owns it. Subclasses say by which routes and bodies."""
+class HttpWeights(ABC, Generic[Fetched]):
+    """One server's weights, and the version under which its tokens are received. Subclasses add routes and bodies."""
 
     version_path: ClassVar[str]
     """Tells `weight_version`."""
@@ -76,15 +108,23 @@ class HttpWeights(AnswerLabels, ABC, Generic[Fetched]):
     def __init__(
         self, config: RolloutConfig, model: str, server: ChildServer, streams: Collection[AnswerStream]
     ) -> None:
-        super().__init__(server, streams, self.version_path)
+        """`streams`: answers that are being received."""
         self.config, self.model = config, model
+        self.server, self.streams = server, streams
         self.shapes = tensor_shapes(model)
-        self.followers: Followers = NoFollowers()
+        self.version = 0
+        self.verified = True
+        """The server's values were compared with `version`; False while that is under way, and if they differ."""
+        self.admission = Admission()
+        self.asleep = False
+        """No request is sent to the server."""
         self.standstill: Standstill | None = None
         """The pause that a broadcast in place began; the server holds no version, or one that is not announced."""
         self.dropped = False
         """The server has had no weights since it slept: until a version is loaded it stays paused. A request may have
         reached it while it fell asleep, and would be sampled from memory that holds nothing."""
+        self._loads = 0
+        """A version that comes a second time with other weights must not find the first one's prefixes."""
         self._one_at_a_time = asyncio.Lock()
         self._verifying: asyncio.Task[None] | None = None
 
@@ -128,7 +168,6 @@ class HttpWeights(AnswerLabels, ABC, Generic[Fetched]):
         async with self._one_at_a_time:
             await self.until_verified()  # the workers compare what they hold, which must be there
             self.asleep = True
-            await self.followers.follow()
             async with self._or_end(f"{self.server.name} did not fall asleep in"):
                 await self._sleep(level)
             self.dropped = self.dropped or level > 1
@@ -140,7 +179,6 @@ class HttpWeights(AnswerLabels, ABC, Generic[Fetched]):
             async with self._or_end(f"{self.server.name} did not wake up in"):
                 await self._wake()
             self.asleep = False
-            self.followers.tell()
 
     @asynccontextmanager
     async def _or_end(self, late: str, timeout_s: float | None = None) -> AsyncGenerator[None]:
@@ -194,7 +232,6 @@ class HttpWeights(AnswerLabels, ABC, Generic[Fetched]):
         """Requests are sent again, unless the server stands still."""
         if self.standstill is None or not self.server.alive:
             self.admission.open()
-        self.followers.tell()
 
     async def _pause_and_load(self, version: int, fetched: Fetched) -> tuple[float, float, int]:
         pause = self.standstill or await self._stand_still()
@@ -208,8 +245,7 @@ class HttpWeights(AnswerLabels, ABC, Generic[Fetched]):
         return await self._serve(version, pause, time.monotonic() - begin, fetched)
 
     async def _stand_still(self) -> Standstill:
-        """Returns once nothing is sampled any more, and no process sends requests."""
-        await self.followers.follow()
+        """Returns once nothing is sampled any more."""
         asked = time.monotonic()
         await self._pause()
         # The step that was under way when we asked continued sampling: the pause begins with its tokens.
@@ -225,20 +261,18 @@ class HttpWeights(AnswerLabels, ABC, Generic[Fetched]):
         """The server holds `version` under its label: resume. `fetched`: to compare with; None where that was done."""
         if (reported := await self.server_version()) != version:
             raise EngineError(f"{self.server.name} reports version {reported} after loading {version}")
-        await self.settle()
+        await self._settle()
         late = self.verifies_late and fetched is not None
         if fetched is not None and not late:
             await self._verify(fetched)
-        self.label(version, self._loads + 1)
+        self._relabel(version)
         if late:
-            self.hold()
-        beside = await self.followers.follow()  # before the first token of this version
+            self._hold()
         await self._resume()
         self.standstill, self.dropped = None, False
         if late and fetched is not None:
             self._verifying = asyncio.create_task(self._release_or_end(fetched), name=f"verify version {version}")
-        beside_in_flight = 0 if self.config.pause == "abort" else beside.in_flight
-        return time.monotonic() - max(pause.since, beside.received_at), load_s, pause.in_flight + beside_in_flight
+        return time.monotonic() - pause.since, load_s, pause.in_flight
 
     async def _release_or_end(self, fetched: Fetched) -> None:
         """Hand on what was held back, or end the server, which drops it."""
@@ -247,12 +281,53 @@ class HttpWeights(AnswerLabels, ABC, Generic[Fetched]):
         except (EngineError, OSError) as error:
             logger.error("what was sampled since version %d was loaded is dropped: %s", self.version, error)
             await self.server.stop()
-            self.followers.tell()
             return
-        self.release()
-        self.followers.tell()
+        self.verified = True
+        for stream in self.streams:
+            stream.release()
 
     async def until_verified(self) -> None:
         """The last load was verified, or its server has ended."""
         if self._verifying is not None:
             await asyncio.wait({self._verifying})
+
+    # versions of tokens ---------------------------------------------------------------------------------------------
+    @property
+    def cache_salt(self) -> str:
+        """Requests of one salt share prefixes."""
+        return f"v{self.version}-{self._loads}"
+
+    def _relabel(self, version: int) -> None:
+        """What is received from now on was sampled by `version`."""
+        self.version, self._loads = version, self._loads + 1
+        for stream in self.streams:
+            stream.relabel(version)
+
+    def _hold(self) -> None:
+        """What is received from now on is held back until it is verified, and dropped if it is not."""
+        self.verified = False
+        for stream in self.streams:
+            stream.hold()
+
+    async def _settle(self) -> None:
+        """Receive everything that was sampled before the pause: tokens are labelled with the version of that moment.
+
+        The server is idle and has answered several calls since, each behind its tokens in the same queues; what is left
+        is in our sockets, and each turn of the loop reads those.
+        """
+        quiet_turns, received = 0, -1
+        while quiet_turns < QUIET_TURNS:
+            await asyncio.sleep(0)
+            now = self._read_all()
+            quiet_turns = quiet_turns + 1 if now == received else 0
+            received = now
+
+    def _read_all(self) -> int:
+        """Takes apart what was received; the tokens of all open answers."""
+        for stream in self.streams:
+            stream.read()
+        return sum(stream.received for stream in self.streams)
+
+    async def server_version(self) -> int:
+        """As the server itself says. Raises `EngineError`."""
+        return version_of((await self.server.call("GET", self.version_path))["weight_version"])

@@ -173,7 +173,7 @@ class SGLangEngine(HttpEngine):
 
     def _send(self, request: GenerateRequest, seen: Sequence[SeenImage]) -> SGLangStream:
         routed = RoutedAnswer.of(request, self.layers)
-        return SGLangStream(self.server.events, self._body(request), self.labels.version, routed)
+        return SGLangStream(self.server.events, self._body(request), self.weights.version, routed)
 
     def _body(self, request: GenerateRequest) -> dict[str, Any]:
         params = sampling_params(request.sampling)
@@ -188,7 +188,7 @@ class SGLangEngine(HttpEngine):
             "sampling_params": params,
             "return_logprob": True,
             "stream": True,
-            "cache_salt": self.labels.cache_salt,
+            "cache_salt": self.weights.cache_salt,
             **routed,
         }
 

@@ -2,7 +2,7 @@
 
 Tokens are labelled with the engine's version when they are received. That is exact because versions change only while
 the engine is paused and idle, and only after every token sampled before the pause was received, in each process that
-reads them (`answer_labels`); vLLM's own spans arrive with the last event.
+reads them (`http/weights`); vLLM's own spans arrive with the last event.
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ class VLLMEngine(HttpEngine):
         places = places_of(request.token_ids, self._image_token, seen) if seen else []
         body = self._body(request)
         if seen:
-            body |= {"features": features(seen, places, self.labels.cache_salt), "return_token_ids": True}
-        stream = VLLMStream(self.server.events, body, self.labels.version, routed)
+            body |= {"features": features(seen, places, self.weights.cache_salt), "return_token_ids": True}
+        stream = VLLMStream(self.server.events, body, self.weights.version, routed)
         if seen:
             stream.prove(request.token_ids, places)
         return stream
@@ -221,7 +221,7 @@ class VLLMEngine(HttpEngine):
             "token_ids": request.token_ids,
             "sampling_params": params,
             "stream": True,
-            "cache_salt": self.labels.cache_salt,
+            "cache_salt": self.weights.cache_salt,
         }
 
 

@@ -97,20 +97,6 @@ def test_a_ranks_share_of_the_cores_is_not_too_many(monkeypatch: pytest.MonkeyPa
     assert "trainer.threads=8" in many.fix
 
 
-def test_each_further_sidecar_process_asks_for_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.deploy.preflight.machine.cores", lambda: 8)
-    settings = ["rollout.engine=vllm", "rollout.servers=2", "rollout.threads=2", "trainer.ranks=1"]
-    enough, more = (
-        check_threads(load_config(RECIPE, [*settings, f"rollout.sidecar_processes={processes}"]))
-        for processes in (2, 3)
-    )
-    assert enough is not None
-    assert more is not None
-    assert (enough.verdict, more.verdict) == ("ok", "warn"), "2 x (2 + 1) + 1 of 8 cores, 2 x (2 + 2) + 1"
-    assert "4 further sidecar processes" in more.found
-    assert "rollout.sidecar_processes" in more.fix
-
-
 @pytest.mark.usefixtures("no_gpu")
 def test_what_computes_on_cpus_too_is_not_asked() -> None:
     assert check_devices(load_config(RECIPE)) is None
