@@ -16,6 +16,7 @@ SINCE_0_2: dict[str, str] = {
     "sandbox.managed.call_timeout_s": "one request to a provider has 60 s; delete the line",
     "sandbox.managed.starts_at_once": "a process makes eight boxes of a provider at once; delete the line",
     "sandbox.server.max_calls": "calls with the run's own token are not limited; delete the line",
+    "rollout.hedge_after_s": "a silent server is left at rollout.request_timeout_s; delete the line",
     "rollout.sidecar_processes": "one sidecar handles about 39,000 tokens/s per core; delete the line",
 }
 """Dotted key of a setting that 0.2.0 removed, to what a user does instead: a sentence without a full stop."""

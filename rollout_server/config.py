@@ -63,9 +63,6 @@ class RolloutConfig(BaseModel):
         description="Deadline of an engine's start, besides 10 s for each GB of its weights; then it is restarted.",
     )
     request_timeout_s: float = Field(120.0, gt=0, description="Deadline of one generate call, waiting included.")
-    hedge_after_s: float = Field(
-        0.0, ge=0, description="Silence before the first token after which a second server is asked as well; 0: never."
-    )
     routing_replay: bool = Field(
         False,
         description="Mixtures of experts: engines record which experts read each token, and the trainer lets the same"

@@ -255,20 +255,6 @@ def slice_spans(cuts: list[tuple[int, int]], start: int, end: int) -> list[Span]
     return spans
 
 
-def join_chunks(left: Chunk, right: Chunk) -> Chunk:
-    """One chunk with the content of both, in order."""
-    spans = list(left.version_spans)
-    extend_spans(spans, right.version_spans, len(left.token_ids))
-    # Both sides were validated when they were made; validating again would dominate the cost.
-    return Chunk.model_construct(
-        token_ids=left.token_ids + right.token_ids,
-        logprobs=left.logprobs + right.logprobs,
-        version_spans=spans,
-        finish_reason=right.finish_reason,
-        routed_experts=left.routed_experts + right.routed_experts,
-    )
-
-
 def versions_of(versions: set[int]) -> dict[str, int]:
     """Attributes of a span: ``version``, the newest, and ``version_oldest`` where it differs."""
     if not versions:

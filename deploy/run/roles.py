@@ -202,8 +202,7 @@ async def agent(link: RunConnection, name: str, *, wait_s: float = 0.0) -> None:
 
     queue, config = await link.join(wait_s=wait_s)
     sys.path.insert(0, os.getcwd())  # users' loops and tools by dotted path
-    hedge_after_s = config.rollout.hedge_after_s
-    client = RolloutClient(queue, link.token, config.rollout.request_timeout_s, hedge_after_s=hedge_after_s)
+    client = RolloutClient(queue, link.token, config.rollout.request_timeout_s)
     run = context_of(link, queue, config)
     job = WorkerJob(
         name=name,

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal
 
 import aiohttp
 from pydantic_core import from_json
 
-from penstock.common import Backoff, bearer_headers, cancel_and_wait, current_context, trace_headers
+from penstock.common import Backoff, bearer_headers, current_context, trace_headers
 from penstock.rollout_server.client.answer_builder import AnswerBuilder
 from penstock.rollout_server.client.routing import PendingRequest, Registry, Router
 from penstock.rollout_server.protocol import (
@@ -48,26 +48,14 @@ STRANGERS = (401, 404, 405)
 """Answers of no server of this run: another program has the address of one that was killed."""
 STRANGER_S = 30.0
 """The registry forgets a server sooner: one that answers so for longer is the run's own, and refuses its token."""
-T = TypeVar("T")
 
 
 class RolloutClient:
     """`GenerateClient` over HTTP. One per process, for any number of concurrent episodes."""
 
-    def __init__(
-        self,
-        queue: Registry,
-        token: str,
-        timeout_s: float = 120.0,
-        home: str | None = None,
-        *,
-        hedge_after_s: float = 0.0,
-    ) -> None:
-        """Args:
-        home: URL of the server that gets new episodes while it is available; None: the least loaded server.
-        hedge_after_s: silence before the first token after which a second server is asked as well; 0: never.
-        """
-        self.timeout_s, self.hedge_after_s = timeout_s, hedge_after_s
+    def __init__(self, queue: Registry, token: str, timeout_s: float = 120.0, home: str | None = None) -> None:
+        """`home`: URL of the server that gets new episodes while it is available; None: the least loaded server."""
+        self.timeout_s = timeout_s
         self.refused = 0
         """Requests that a server refused because its queue was full (429)."""
         self._router = Router(queue, home)
@@ -76,8 +64,7 @@ class RolloutClient:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Returns the whole answer, over server failures. Raises as `stream` does."""
-        # A hedge is decided by the first tokens.
-        answer = AnswerBuilder(request if self.hedge_after_s > 0 else request.model_copy(update={"whole": True}))
+        answer = AnswerBuilder(request.model_copy(update={"whole": True}))
         async with aclosing(self._stream(answer)) as chunks:
             async for _ in chunks:
                 pass
@@ -100,15 +87,15 @@ class RolloutClient:
         """`may_take_back`: the reader keeps no chunk, so that disproved tokens may be sampled again."""
         timeout_s = min(self.timeout_s, answer.request.deadline_s or self.timeout_s)
         deadline, asleep_until = time.monotonic() + timeout_s, time.monotonic() + MOST_ASLEEP_S
-        cause, avoid, failures, refusals = "", "", 0, _Refusals()
+        cause, avoid, failures, refused_since = "", "", 0, math.inf
         while answer.finish_reason is None:
-            if time.monotonic() >= deadline:
-                raise EngineError(f"no whole answer in {timeout_s:g} s ({len(answer.token_ids)} tokens): {cause}")
             began = time.monotonic()
+            if began >= deadline:
+                raise EngineError(f"no whole answer in {timeout_s:g} s ({len(answer.token_ids)} tokens): {cause}")
             try:
                 async with aclosing(self._attempt(answer, deadline, avoid)) as chunks:
                     async for chunk in chunks:
-                        failures, refusals = 0, _Refusals()
+                        failures, refused_since = 0, math.inf
                         yield chunk
             except TimeoutError:
                 cause = cause or "the servers were too slow"
@@ -116,8 +103,8 @@ class RolloutClient:
                 cause, failures = str(error), failures + 1
             except _Broken as error:
                 cause, failures = str(error), failures + 1
-                avoid = error.url if error.blame != "nobody" else ""
-                refusals.note(error, began)
+                avoid = error.avoid
+                refused_since = _refused_since(error, began, refused_since)
                 if error.disproved and answer.take_back() and not may_take_back:
                     raise VersionsDisproved(cause) from error
             if answer.finish_reason is None and answer.finish_by_content():
@@ -128,81 +115,71 @@ class RolloutClient:
             deadline += self._slept_s(answer.request, began, asleep_until)
 
     def _slept_s(self, request: GenerateRequest, began: float, until: float) -> float:
-        """Since `began`, where no server could answer for want of its devices, which the trainer has: no time of an
-        answer, unless the request has a deadline of its own. At most `until`."""
+        """Seconds since `began`, if all servers sleep because the trainer has their devices: these do not count as time
+        of the answer, unless the request has a deadline of its own. 0 after `until`."""
         asleep = request.deadline_s is None and began < until and self._router.asleep(request.split)
         return time.monotonic() - began if asleep else 0.0
 
     async def _attempt(self, answer: AnswerBuilder, deadline: float, avoid: str) -> AsyncGenerator[Chunk]:
-        """Adds what one server, or the faster of two, streams. Raises `_Broken`, `QueueError`, `TimeoutError`.
+        """Adds what one server streams, and reports its result to the router. Raises `_Broken`, `QueueError`,
+        `TimeoutError`.
 
         The deadline holds for each wait; the time a reader takes between two chunks is not cut off.
         """
         request = answer.next_request(max(deadline - time.monotonic(), 0.001))
+        tokens = len(request.token_ids) + request.sampling.max_new_tokens
         async with _until(deadline):
-            server = await self._pick(request, avoid)
+            server = await self._router.pick(
+                request.episode_id,
+                request.min_version,
+                (avoid,),
+                request.split,
+                prefix=request.prefix,
+                tokens=tokens,
+            )
         if server is None:
             raise _Broken(self._no_server(request.min_version), "nobody")
-        chunks = self._post(server, request)
-        if self.hedge_after_s > 0:
-            chunks = hedge(chunks, self.hedge_after_s, partial(self._second, server, request))
-        async with aclosing(chunks):
-            while answer.finish_reason is None:
-                async with _until(deadline):
-                    chunk = await anext(chunks, None)
-                if chunk is None:
-                    return
-                if (added := answer.add(chunk)) is not None:
-                    yield added
-
-    async def _pick(self, request: GenerateRequest, avoid: str) -> ServerInfo | None:
-        return await self._router.pick(
-            request.episode_id,
-            request.min_version,
-            (avoid,),
-            request.split,
-            prefix=request.prefix,
-            tokens=tokens_of(request),
-        )
-
-    async def _second(self, first: ServerInfo, request: GenerateRequest) -> AsyncGenerator[Chunk] | None:
-        """The same request to another server, where there is one."""
-        server = await self._pick(request, first.url)
-        # The first server may still win; the episode sticks to whichever answers first.
-        self._router.stick(request.episode_id, first.url)
-        return None if server is None or server.url == first.url else self._post(server, request)
-
-    async def _post(self, server: ServerInfo, request: GenerateRequest) -> AsyncGenerator[Chunk]:
-        """Streams one server's chunks and reports its result to the router. No await before `begin`: see there."""
-        pending = self._router.begin(server.url, tokens_of(request), sticky=bool(request.episode_id))
-        body = request.model_dump_json().encode()
-        headers = {**self._headers, **trace_headers(current_context())}
+        pending = self._router.begin(server.url, tokens, sticky=bool(request.episode_id))  # no await before: see there
         try:
-            async with self._http().post(f"{server.url}/generate", data=body, headers=headers) as response:
-                if response.status != 200:
-                    raise await _refusal(response)
-                async for line in response.content:
+            async with _until(deadline):
+                response = await self._post(server, request)
+            async with response:
+                while answer.finish_reason is None:
+                    async with _until(deadline):
+                        line = await response.content.readline()
+                    if not line:
+                        raise _Broken("the answer broke off", "gone")
                     if not line.strip():  # keep-alive
                         continue
                     chunk = _parse(line)
                     self._router.first_tokens(pending)
-                    self._router.stick(request.episode_id, server.url)
                     if chunk.finish_reason in ("stop", "length"):
                         self._router.succeeded(pending)
-                    yield chunk
+                    if (added := answer.add(chunk)) is not None:
+                        yield added
                     if chunk.finish_reason == "abort":
                         raise _Broken("the engine aborted the answer", "nobody")
-            raise _Broken("the answer broke off", "gone")
-        except (aiohttp.ClientError, TimeoutError, _Broken) as error:
+        except (aiohttp.ClientError, _Broken) as error:
             raise self._broken(server, pending, error) from error
         finally:
             self._router.end(pending)
+
+    async def _post(self, server: ServerInfo, request: GenerateRequest) -> aiohttp.ClientResponse:
+        """Raises `_Broken`, `EngineError`, `aiohttp.ClientError`."""
+        headers = {**self._headers, **trace_headers(current_context())}
+        body = request.model_dump_json().encode()
+        response = await self._http().post(f"{server.url}/generate", data=body, headers=headers)
+        if response.status == 200:
+            return response
+        async with response:
+            raise await _refusal(response)
 
     def _broken(self, server: ServerInfo, pending: PendingRequest, error: Exception) -> _Broken:
         """Reports the failure to the router, and names the server in the error."""
         cause = f"{server.server_id} at {server.url}: {error or type(error).__name__}"
         known = error if isinstance(error, _Broken) else _Broken("", "gone")
-        broken = _Broken(cause, known.blame, url=server.url, disproved=known.disproved, refused=known.refused)
+        avoid = "" if known.blame == "nobody" else server.url
+        broken = _Broken(cause, known.blame, avoid=avoid, disproved=known.disproved, refused=known.refused)
         if known.blame == "full":
             self.refused += 1
             self._router.full(pending, known.retry_after_s)
@@ -241,46 +218,43 @@ class RolloutClient:
         return self._session
 
 
-def tokens_of(request: GenerateRequest) -> int:
-    """Prompt and expected answer: what it counts for at a server."""
-    return len(request.token_ids) + request.sampling.max_new_tokens
-
-
 def _until(deadline: float) -> asyncio.Timeout:
     return asyncio.timeout(deadline - time.monotonic())
 
 
 # HTTP --------------------------------------------------------------------------------------------------------------
 class _Broken(Exception):
-    """The answer does not continue at this server; another one may have it. `blame` is what the router learns."""
+    """The answer does not continue at this server; another one may have it.
+
+    `blame` is what the router learns; `avoid` is the URL that the next attempt does not go to.
+    """
 
     def __init__(
         self,
         message: str,
         blame: Blame = "answer",
         retry_after_s: float = 1.0,
-        url: str = "",
+        avoid: str = "",
         *,
         disproved: bool = False,
         refused: bool = False,
     ) -> None:
         super().__init__(message)
-        self.blame, self.retry_after_s, self.url = blame, retry_after_s, url
+        self.blame, self.retry_after_s, self.avoid = blame, retry_after_s, avoid
         self.disproved, self.refused = disproved, refused
 
 
-class _Refusals:
-    """Of one answer, since its last tokens."""
+def _refused_since(error: _Broken, began: float, since: float) -> float:
+    """When the first of the refusals in a row began; `since` was it before the attempt that `began`.
 
-    def __init__(self) -> None:
-        self._since = float("inf")
-
-    def note(self, error: _Broken, began: float) -> None:
-        """`began`: the attempt. Raises `EngineError`, not retryable, after more than a stranger could have caused."""
-        if error.refused:
-            self._since = min(self._since, began)
-            if time.monotonic() - self._since > STRANGER_S:
-                raise EngineError(f"refused for {STRANGER_S:g} s: {error}", retryable=False) from error
+    Raises `EngineError`, not retryable, where they last longer than a stranger could have caused.
+    """
+    if not error.refused:
+        return since
+    since = min(since, began)
+    if time.monotonic() - since > STRANGER_S:
+        raise EngineError(f"refused for {STRANGER_S:g} s: {error}", retryable=False) from error
+    return since
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> Exception:
@@ -315,61 +289,3 @@ def _parse(line: bytes) -> Chunk:
         raise _Broken(error_detail["message"], blame, disproved=field == "version_spans")
     value["version_spans"] = [tuple(span) for span in value["version_spans"]]
     return Chunk.model_construct(**value)
-
-
-# hedging -----------------------------------------------------------------------------------------------------------
-class EmptyStream(Exception):
-    """A stream ended before its first item."""
-
-
-async def hedge(
-    first: AsyncGenerator[T], after_s: float, second: Callable[[], Awaitable[AsyncGenerator[T] | None]]
-) -> AsyncGenerator[T]:
-    """Streams `first`, or the stream that `second` opens where `first` is silent for `after_s`.
-
-    The stream that yields first is read to its end, the other one is closed. A stream that fails before its first item
-    loses; where both fail, the error of the last one is raised.
-    """
-    streams = [first]
-    tasks: list[asyncio.Task[T]] = []
-    try:
-        tasks.append(asyncio.ensure_future(_first_item(first)))
-        await asyncio.wait(tasks, timeout=after_s)
-        if not tasks[0].done() and (other := await second()) is not None:
-            streams.append(other)
-            tasks.append(asyncio.ensure_future(_first_item(other)))
-        winner = await _winner(tasks)
-        await cancel_and_wait([task for task in tasks if task is not tasks[winner]])
-        await _close([stream for stream in streams if stream is not streams[winner]])
-        yield tasks[winner].result()
-        async for item in streams[winner]:
-            yield item
-    finally:
-        await cancel_and_wait(tasks)
-        await _close(streams)
-
-
-async def _first_item(items: AsyncGenerator[T]) -> T:
-    try:
-        return await anext(items)
-    except StopAsyncIteration:
-        raise EmptyStream from None
-
-
-async def _winner(tasks: list[asyncio.Task[T]]) -> int:
-    """Index of the first task that succeeded, or of the last one that failed."""
-    waiting = set(tasks)
-    last: asyncio.Task[T] = tasks[0]
-    while waiting:
-        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            if task in done:
-                last = task
-                if task.exception() is None:
-                    return tasks.index(task)
-    return tasks.index(last)
-
-
-async def _close(streams: list[AsyncGenerator[T]]) -> None:
-    for stream in streams:
-        await stream.aclose()

@@ -33,7 +33,7 @@ from penstock.rollout_server import (
     Sidecar,
     serve,
 )
-from penstock.rollout_server.protocol import join_chunks
+from penstock.rollout_server.protocol import extend_spans
 from penstock.testing import FakeEngine, fake_manifest, next_token
 from penstock.transfer_queue import (
     Announcement,
@@ -71,6 +71,19 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
         bos_token_id=None,
         initializer_range=0.08,
         dtype="float32",
+    )
+
+
+def join_chunks(left: Chunk, right: Chunk) -> Chunk:
+    """One chunk with the content of both, in order."""
+    spans = list(left.version_spans)
+    extend_spans(spans, right.version_spans, len(left.token_ids))
+    return Chunk(
+        token_ids=left.token_ids + right.token_ids,
+        logprobs=left.logprobs + right.logprobs,
+        version_spans=spans,
+        finish_reason=right.finish_reason,
+        routed_experts=left.routed_experts + right.routed_experts,
     )
 
 

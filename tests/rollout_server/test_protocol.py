@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.rollout_server import AnswerBuilder, Chunk, GenerateRequest, Sampling
-from penstock.rollout_server.protocol import join_chunks, slice_spans
+from penstock.rollout_server.protocol import slice_spans
 
 
 def chunk(ids: list[int], version: int, **more: Any) -> Chunk:
@@ -63,11 +63,14 @@ def test_two_versions_in_one_stream_were_continued_over_an_update() -> None:
     assert answer.continued_over_update
 
 
-def test_joined_chunks_join_spans_of_one_version() -> None:
-    joined = join_chunks(join_chunks(chunk([1, 2], 0), chunk([3], 0)), chunk([4], 1, finish_reason="stop"))
-    assert joined.token_ids == [1, 2, 3, 4]
-    assert joined.version_spans == [(0, 0, 3), (1, 3, 4)]
-    assert joined.finish_reason == "stop"
+def test_spans_of_one_version_are_joined() -> None:
+    answer = AnswerBuilder(request())
+    answer.next_request(9.0)
+    for one in (chunk([1, 2], 0), chunk([3], 0), chunk([4], 1, finish_reason="stop")):
+        answer.add(one)
+    assert answer.token_ids == [1, 2, 3, 4]
+    assert answer.spans == [(0, 0, 3), (1, 3, 4)]
+    assert answer.finish_reason == "stop"
 
 
 def test_cuts_become_spans_of_a_slice() -> None:

@@ -13,7 +13,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -173,31 +173,23 @@ class HttpEngine(ABC):
                 yield Chunk(finish_reason="abort")
                 return
             pauses = await self.weights.admission.wait(deadline)
+            stream = self._send(request, seen)
+            if request.whole:
+                stream.hold_first()
+            if not self.weights.verified:
+                stream.hold()
+            self.streams.add(stream)
             try:
-                async with self._answer(request, seen, deadline) as chunks:
+                async with aclosing(stream.chunks(deadline - time.monotonic())) as chunks:
                     async for chunk in chunks:
                         yield chunk
                 return
             except NotAdmitted:  # some servers refuse what arrives during a pause; it waits here like the others
                 if pauses == self.weights.admission.closings:
                     raise
-
-    @asynccontextmanager
-    async def _answer(
-        self, request: GenerateRequest, seen: Sequence[SeenImage], deadline: float
-    ) -> AsyncGenerator[AsyncGenerator[Chunk]]:
-        stream = self._send(request, seen)
-        if request.whole:
-            stream.hold_first()
-        if not self.weights.verified:
-            stream.hold()
-        self.streams.add(stream)
-        try:
-            async with aclosing(stream.chunks(deadline - time.monotonic())) as chunks:
-                yield chunks
-        finally:
-            self.streams.discard(stream)
-            await stream.close()
+            finally:
+                self.streams.discard(stream)
+                await stream.close()
 
     def _check_running(self) -> EngineInfo:
         if self.info is None or not self.server.alive:

@@ -23,12 +23,13 @@ from tests.rollout_server.conftest import (
     begun,
     check_answer,
     fake_answer,
+    join_chunks,
     rollout_server,
 )
 
 import penstock
 from penstock.rollout_server import BadRequest, Chunk, EngineError, GenerateRequest, Generation, RolloutClient, Sampling
-from penstock.rollout_server.protocol import VersionsDisproved, join_chunks
+from penstock.rollout_server.protocol import VersionsDisproved
 from penstock.testing import FakeEngine
 from penstock.transfer_queue import ServerInfo
 
@@ -291,39 +292,6 @@ async def test_the_queue_away_does_not_stop_answers(client: RolloutClient, serve
     server.queue.down = True
     await asyncio.sleep(0.4)
     assert (await client.generate(ask([1], 3))).token_ids == fake_answer([1], 3)
-
-
-@pytest.fixture
-async def two(queue: StubQueue, tmp_path: Path) -> AsyncIterator[tuple[RunningServer, RunningServer]]:
-    """One server that is silent for long before each token, and one that is not."""
-    async with (
-        rollout_server(queue, tmp_path, name="slow", token_s=20.0) as slow,
-        rollout_server(queue, tmp_path, name="quick", token_s=0.002) as quick,
-    ):
-        yield slow, quick
-
-
-async def test_after_silence_a_second_server_is_asked_and_the_loser_closed(
-    queue: StubQueue, two: tuple[RunningServer, RunningServer]
-) -> None:
-    slow, quick = two
-    client = RolloutClient(queue, TOKEN, timeout_s=30, home=slow.url, hedge_after_s=0.2)
-    _, total = await collect(client, ask([5], 40))
-    assert total.token_ids == fake_answer([5], 40)
-    assert client._router._sticky["e"] == quick.url
-    await slow.until(lambda: slow.engine.running == 0)
-    assert client._router.describe() in ("quick v0 accepts, slow v0 accepts", "slow v0 accepts, quick v0 accepts")
-    assert not any(state.pending for state in client._router._states.values())
-    await client.close()
-
-
-async def test_hedging_is_off_by_default(queue: StubQueue, two: tuple[RunningServer, RunningServer]) -> None:
-    slow, quick = two
-    client = RolloutClient(queue, TOKEN, timeout_s=1.5, home=slow.url)
-    with pytest.raises(EngineError, match="too slow"):
-        await client.generate(ask([5], 40))
-    assert quick.engine.asked == 0
-    await client.close()
 
 
 async def test_a_bad_request_is_not_tried_again(client: RolloutClient, server: RunningServer) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from tests.rollout_server.conftest import ask, small_config, whole
+from tests.rollout_server.conftest import ask, join_chunks, small_config, whole
 from tests.rollout_server.engines.http.event_server import serving
 from tests.rollout_server.engines.sglang.test_stream import event as sglang_event
 from tests.rollout_server.engines.vllm.test_stream import event as vllm_event
@@ -25,7 +25,6 @@ from penstock.rollout_server.engines.sglang.engine import SGLangEngine
 from penstock.rollout_server.engines.sglang.weights import SGLangWeights
 from penstock.rollout_server.engines.vllm.engine import VLLMEngine
 from penstock.rollout_server.engines.vllm.weights import VLLMWeights
-from penstock.rollout_server.protocol import join_chunks
 from penstock.weight_sync import ChainFile, Manifest, WeightsRefused, state_of
 
 pytest.importorskip("torch")

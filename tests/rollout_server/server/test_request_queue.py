@@ -1,4 +1,4 @@
-"""Requests of one server: deadlines, merged chunks, counts."""
+"""Requests of one server: deadlines, errors, counts."""
 
 from __future__ import annotations
 
@@ -62,13 +62,11 @@ async def test_deadline_covers_the_wait_for_a_slot() -> None:
     assert [one.token_ids for one in third] == [[6]]
 
 
-async def test_engine_error_follows_the_tokens_held_back() -> None:
+async def test_engine_error_ends_the_answer_and_is_reported() -> None:
     errors: list[None] = []
     queue = make_queue(on_engine_error=lambda: errors.append(None))
-    chunks = queue.generate(ScriptedEngine(chunk(5), chunk(6), chunk(7), EngineError("gone")), request())
+    chunks = queue.generate(ScriptedEngine(chunk(5), EngineError("gone")), request())
     assert (await anext(chunks)).token_ids == [5]
-    held = await anext(chunks)
-    assert (held.token_ids, held.version_spans) == ([6, 7], [(0, 0, 2)])
     with pytest.raises(EngineError):
         await anext(chunks)
     assert len(errors) == 1
@@ -82,16 +80,3 @@ async def test_a_stream_never_started_is_uncounted() -> None:
     del chunks
     gc.collect()
     assert (queue.in_flight, queue.in_flight_tokens, queue.idle.is_set()) == (0, 0, True)
-
-
-async def test_the_first_tokens_of_a_whole_answer_wait_for_the_others() -> None:
-    engine = ScriptedEngine(chunk(5), chunk(6), chunk(7, "length"))
-    whole = GenerateRequest(token_ids=[1], whole=True)
-    assert [one.token_ids for one in [c async for c in make_queue().generate(engine, whole)]] == [[5, 6, 7]]
-
-
-async def test_tokens_of_a_whole_answer_are_not_held_back_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.rollout_server.server.request_queue.FLUSH_S", 0.0)
-    chunks = make_queue().generate(ScriptedEngine(chunk(5), 3600.0), GenerateRequest(token_ids=[1], whole=True))
-    assert (await anext(chunks)).token_ids == [5]
-    await chunks.aclose()
