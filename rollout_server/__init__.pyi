@@ -5,7 +5,6 @@ from .engines.checkpoint import find_model as find_model
 from .engines.registry import find_installation as find_installation
 from .engines.registry import make_engine as make_engine
 from .import_without_torch import no_torch as no_torch
-from .kept_scans import keep_scans as keep_scans
 from .pictures import read_images as read_images
 from .protocol import BadRequest as BadRequest
 from .protocol import Chunk as Chunk

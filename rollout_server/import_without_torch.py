@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-from penstock.rollout_server.kept_scans import keep_scans
-
 _TORCH, _TRANSFORMERS = "torch", "transformers"
 _QUIET = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 """Suppresses transformers' advice to install torch."""
@@ -32,7 +30,6 @@ def no_torch() -> Iterator[None]:
         if _TRANSFORMERS in sys.modules:
             yield
             return
-        keep_scans()
         was_quiet = os.environ.get(_QUIET)
         os.environ[_QUIET] = "1"
         torch = sys.modules.pop(_TORCH, None)

@@ -34,7 +34,6 @@ from penstock.deploy.run.stacks import answer_with_stacks
 from penstock.deploy.run.weights_folder import local_weights_dir, weights_dir, weights_entered
 from penstock.deploy.run_dir import RunDir
 from penstock.deploy.telemetry.metrics import MetricsTarget, metrics_served, with_spans
-from penstock.rollout_server import keep_scans
 from penstock.sandbox import SandboxConfig
 from penstock.transfer_queue import OverBudget, RunContext, TransferQueue, TurnSettings
 
@@ -231,7 +230,6 @@ def leave_torchrun() -> None:
 
 async def train_rank(link: RunConnection) -> None:
     """One rank of the trainer: the only one, or one of those that torchrun starts."""
-    keep_scans()
     with uncollected():
         from penstock.common import UnknownName
         from penstock.trainer import (

@@ -36,9 +36,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from penstock.common import uncollected
-from penstock.rollout_server.kept_scans import keep_scans
 
-keep_scans()
 with uncollected():
     import torch
     import transformers

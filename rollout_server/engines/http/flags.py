@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,6 @@ from typing import Any
 
 from penstock.common import nearest, private_folder, write_atomically
 from penstock.rollout_server.engines.http.server_process import Installation, Product, inherited_environment
-from penstock.rollout_server.kept_scans import cache_folder, read_own
 from penstock.rollout_server.protocol import EngineError
 
 logger = logging.getLogger(__name__)
@@ -92,9 +92,10 @@ def _is_flag(name: str, known: set[str], own: Container[str]) -> bool:
 async def known_flags(product: Product, installation: Installation) -> frozenset[str]:
     """Names without dashes in front, words joined by dashes; empty where they cannot be had."""
     command = product.help_command(installation)
-    file = _kept_file(product, installation, command)
+    digest = hashlib.sha256(f"{installation.version} {' '.join(command)}".encode()).hexdigest()[:16]
+    file = _cache_folder() / f"flags-{product.key}-{digest}.json"
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return frozenset(json.loads(read_own(file)))
+        return frozenset(json.loads(file.read_bytes()))
     found = flags_in(await _help(command))
     if len(found) < _FEWEST:
         logger.warning("%s does not say which flags it takes; they are not checked", " ".join(command))
@@ -135,6 +136,6 @@ def _plain(name: str) -> str:
     return name.partition(".")[0].replace("_", "-")
 
 
-def _kept_file(product: Product, installation: Installation, command: Sequence[str]) -> Path:
-    what = f"{installation.version} {' '.join(command)}".encode()
-    return cache_folder() / f"flags-{product.key}-{hashlib.sha256(what).hexdigest()[:16]}.json"
+def _cache_folder() -> Path:
+    """This user's; not absolute if there is no home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "penstock"

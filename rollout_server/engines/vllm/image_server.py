@@ -23,11 +23,9 @@ from typing import Any
 from penstock.common import uncollected
 from penstock.rollout_server.engines.child_link import LINE_LIMIT_BYTES
 from penstock.rollout_server.engines.vllm.images import packed_item
-from penstock.rollout_server.kept_scans import keep_scans
 from penstock.rollout_server.pictures import read_image
 from penstock.rollout_server.protocol import BadRequest, ImageRef
 
-keep_scans()
 with uncollected():
     import torch
 
