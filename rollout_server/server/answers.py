@@ -7,28 +7,20 @@ a later one the last line ``{"error": …}``. An empty line every `KEEPALIVE_S` 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, Protocol
 
-from pydantic import ValidationError
 from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from penstock.common import (
     cancel_and_wait,
     context_of,
     error_response,
-    header,
-    read_body,
-    replay_body,
-    spans_on,
     start_span,
 )
-from penstock.common.tracing import TRACEPARENT
 from penstock.rollout_server.protocol import (
     BadRequest,
     Chunk,
@@ -40,21 +32,6 @@ from penstock.rollout_server.protocol import (
 from penstock.rollout_server.server.request_queue import DeadlineExceeded, NotServing, QueueFull, TooOld
 
 KEEPALIVE_S = 5.0
-GENERATE = "/generate"
-
-
-class Answering(Protocol):
-    """Who answers requests: the sidecar, or a process beside it."""
-
-    @property
-    def name(self) -> str:
-        """Of the rollout server."""
-
-    def admit(self, request: GenerateRequest) -> GenerateRequest:
-        """The request as the engine will get it. Raises each of `REFUSED`."""
-
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
-        """See `RequestQueue.generate`."""
 
 
 def refusal(error: Exception) -> JSONResponse:
@@ -79,50 +56,6 @@ def refusal(error: Exception) -> JSONResponse:
 REFUSED = (NotServing, QueueFull, TooOld, BadRequest, EngineError)
 
 
-def respond(answering: Answering, request: GenerateRequest, traceparent: str | None) -> GenerateResponse:
-    """The answer to one request. Raises each of `REFUSED`."""
-    chunks = answering.generate(answering.admit(request))
-    if spans_on():
-        chunks = traced(chunks, request, traceparent, answering.name)
-    return GenerateResponse(chunks)
-
-
-class QuickGenerate:
-    """ASGI layer: answers a sound POST /generate itself. The app's router and middleware cost more than the answer.
-
-    A body that is not sound goes to the app, whose route says what is wrong with it; so does one with images, without
-    `sees_images`.
-    """
-
-    def __init__(self, app: ASGIApp, answering: Answering, *, sees_images: bool = True) -> None:
-        self.app = app
-        self._answering, self._sees_images = answering, sees_images
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != GENERATE or scope["method"] != "POST":
-            await self.app(scope, receive, send)
-            return
-        body, rest = await read_body(receive)
-        request = _sound_request(header(scope, b"content-type"), body) if rest is None else None
-        if request is None or (request.images and not self._sees_images):
-            await self.app(scope, replay_body(body, rest, receive), send)
-            return
-        try:
-            response: Response = respond(self._answering, request, header(scope, TRACEPARENT.encode()).decode() or None)
-        except REFUSED as error:
-            response = refusal(error)
-        await response(scope, receive, send)
-
-
-def _sound_request(content_type: bytes, body: bytes) -> GenerateRequest | None:
-    if content_type != b"application/json":
-        return None
-    try:
-        return GenerateRequest.model_validate_json(body)
-    except ValidationError:
-        return None
-
-
 # the answer --------------------------------------------------------------------------------------------------------
 class GenerateResponse(Response):
     """Streams `chunks`; closes them when it ends or the client disconnects, so that the engine stops as well."""
@@ -144,7 +77,11 @@ class GenerateResponse(Response):
         self._keep_alive(send)
         try:
             async with _UntilGone(receive), aclosing(self._chunks):
-                await self._send_all(send)
+                last = False
+                while not last:
+                    chunk = await anext(self._chunks, None)
+                    last = chunk is None or chunk.finish_reason is not None
+                    await self._send(send, chunk_line(chunk) if chunk else b"", last=last)
         except (DeadlineExceeded, EngineError) as error:
             if self._started:
                 await self._send(send, error_line(error), last=True)
@@ -157,13 +94,6 @@ class GenerateResponse(Response):
                 self._timer.cancel()
             if self._beating:
                 await cancel_and_wait(self._beating)
-
-    async def _send_all(self, send: Send) -> None:
-        last = False
-        while not last:
-            chunk = await anext(self._chunks, None)
-            last = chunk is None or chunk.finish_reason is not None
-            await self._send(send, chunk_line(chunk) if chunk else b"", last=last)
 
     async def _send(self, send: Send, line: bytes, *, last: bool = False) -> None:
         async with self._sending:  # the sign of life waits for a line under way, and the other way round
@@ -237,11 +167,7 @@ def error_line(error: Exception) -> bytes:
         field = "deadline_s"
     elif isinstance(error, VersionsDisproved):
         field = "version_spans"
-    return _line({"error": {"field": field, "message": str(error)}})
-
-
-def _line(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode() + b"\n"
+    return to_json({"error": {"field": field, "message": str(error)}}) + b"\n"
 
 
 async def traced(

@@ -1,6 +1,6 @@
 """HTTP routes of a rollout server. Each needs the run's token; errors are ``{"error": {"field", "message"}}``.
 
-`answers` has POST /generate itself, which bypasses FastAPI.
+POST /generate parses its body itself: FastAPI would read every token id of a long context twice.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.types import ASGIApp
 
-from penstock.common import LimitBody, RequireToken, add_error_handlers, complete_openapi, content_of, opens
+from penstock.common import LimitBody, RequireToken, add_error_handlers, complete_openapi, content_of, opens, spans_on
 from penstock.common.prometheus import CONTENT_TYPE, METRICS_PATH
 from penstock.common.tracing import TRACEPARENT
 from penstock.rollout_server.protocol import Chunk, Draining, GenerateRequest, Health, ModelEntry, ModelList
-from penstock.rollout_server.server.answers import GENERATE, REFUSED, GenerateResponse, QuickGenerate, refusal, respond
+from penstock.rollout_server.server.answers import REFUSED, GenerateResponse, refusal, traced
 from penstock.rollout_server.server.sidecar import Sidecar
 from penstock.weight_sync import WeightsStatus
 
@@ -88,8 +89,7 @@ def make_app(
     if mounted is not None:
         app.include_router(mounted.router)
     authorize = opens(token, {METRICS_PATH: metrics_token}, further=mounted.allows if mounted else None)
-    quick = QuickGenerate(app, sidecar)
-    guarded = RequireToken(LimitBody(quick), authorize, message="a bearer token of this run is needed")
+    guarded = RequireToken(LimitBody(app), authorize, message="a bearer token of this run is needed")
     return guarded if mounted is None else mounted.wrap(guarded)
 
 
@@ -97,7 +97,7 @@ def make_routes(sidecar: Sidecar, model: str, on_drain: Callable[[], None]) -> F
     """The routes without access control."""
     app = FastAPI(title="Penstock rollout server", docs_url=None, redoc_url=None)
     add_error_handlers(app, dict.fromkeys(REFUSED, refusal))
-    complete_openapi(app, lambda path: {} if path.startswith(EPISODES) else REFUSALS, (Chunk,))
+    complete_openapi(app, lambda path: {} if path.startswith(EPISODES) else REFUSALS, (Chunk, GenerateRequest))
     _add_generate(app, sidecar)
     _add_weights(app, sidecar)
     _add_health(app, sidecar, model)
@@ -112,10 +112,28 @@ def make_routes(sidecar: Sidecar, model: str, on_drain: Callable[[], None]) -> F
 
 
 def _add_generate(app: FastAPI, sidecar: Sidecar) -> None:
-    @app.post(GENERATE, status_code=200, response_class=GenerateResponse, responses=GENERATE_RESPONSES)
-    async def generate(request: GenerateRequest, http: Request) -> Response:
+    body = {"requestBody": {"required": True, "content": content_of("application/json", "GenerateRequest")}}
+
+    @app.post(
+        "/generate", status_code=200, response_class=GenerateResponse, responses=GENERATE_RESPONSES, openapi_extra=body
+    )
+    async def generate(http: Request) -> Response:
         """Token ids in; sampled ids, their logprobs and their policy versions out, as they are sampled."""
-        return respond(sidecar, request, http.headers.get(TRACEPARENT))
+        request = await _read_request(http)
+        chunks = sidecar.generate(sidecar.admit(request))
+        if spans_on():
+            chunks = traced(chunks, request, http.headers.get(TRACEPARENT), sidecar.name)
+        return GenerateResponse(chunks)
+
+
+async def _read_request(http: Request) -> GenerateRequest:
+    """Raises `RequestValidationError`, as FastAPI does."""
+    if http.headers.get("content-type", "").partition(";")[0] != "application/json":
+        raise RequestValidationError([{"loc": ("body",), "type": "json_type", "msg": "is not JSON"}])
+    try:
+        return GenerateRequest.model_validate_json(await http.body())
+    except ValidationError as error:
+        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors()]) from error
 
 
 def _add_weights(app: FastAPI, sidecar: Sidecar) -> None:

@@ -126,7 +126,6 @@ async def test_the_token_for_metrics_opens_them_alone(tmp_path: Path) -> None:
 
 
 async def test_an_unsound_request_is_explained_by_the_schema(server: RunningServer) -> None:
-    """The quick way past the router answers sound requests alone."""
     sound = {"token_ids": [1], "sampling": {"max_new_tokens": 1}}
     json_type = {"Content-Type": "application/json"}
     long = json.dumps({**sound, "request_id": "x" * (MAX_BODY_BYTES + 1)})
