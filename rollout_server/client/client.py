@@ -44,8 +44,6 @@ MOST_ASLEEP_S = 3600.0
 Blame = Literal["nobody", "answer", "full", "gone"]
 """Cause of an answer that broke off: none of the server's, this answer, a long queue, or an unreachable server."""
 BLAMES: dict[int, Blame] = {408: "nobody", 409: "nobody", 429: "full", 503: "gone", 504: "nobody"}
-STRANGERS = (401, 404, 405)
-"""Answers of no server of this run: another program has the address of one that was killed."""
 STRANGER_S = 30.0
 """The registry forgets a server sooner: one that answers so for longer is the run's own, and refuses its token."""
 
@@ -267,7 +265,7 @@ async def _refusal(response: aiohttp.ClientResponse) -> Exception:
         message, field = text, None
     if status == 422 and field:
         return BadRequest(field, message.removeprefix(f"{field}: "))
-    if status in STRANGERS:
+    if status in (401, 404, 405):  # no server of this run: another program has the address of one that was killed
         return _Broken(f"{status}: {message}", "gone", refused=True)
     if 400 <= status < 500 and status not in BLAMES:
         return EngineError(f"the rollout server refused ({status}): {message}", retryable=False)

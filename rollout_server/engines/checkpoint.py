@@ -14,7 +14,6 @@ from penstock.weight_sync import Manifest, WeightsRefused
 
 Shapes = dict[str, tuple[int, ...]]
 _OUTPUT_HEAD = "lm_head.weight"
-_EMBEDDING = "embed_tokens.weight"
 
 
 def find_model(model: str) -> Path:
@@ -65,14 +64,15 @@ UNREAD = [
     "consolidated*",
 ]
 """Files of a repository beside its weights as safetensors: the same weights, or nothing that an engine reads."""
-LOAD_BYTES_PER_S = 100e6
-"""At which any disk, network disks included, brings weights; engines that read faster are up earlier."""
 
 
 def start_deadline_s(timeout_s: float, folder: Path) -> float:
-    """Of a server whose weights are in `folder`: `timeout_s`, and the time that they take to be read."""
+    """Of a server whose weights are in `folder`: `timeout_s`, and the time that they take to be read.
+
+    Any disk, network disks included, brings 100 MB a second; engines that read faster are up earlier.
+    """
     files = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
-    return timeout_s + sum(file.stat().st_size for file in files) / LOAD_BYTES_PER_S
+    return timeout_s + sum(file.stat().st_size for file in files) / 100e6
 
 
 def vocab_size(model: str) -> int:
@@ -109,7 +109,10 @@ def tensor_shapes(model: str) -> Shapes:
     """Shape of every tensor in the folder's safetensors files, by name; empty where there are none to look at."""
     shapes: Shapes = {}
     for path in sorted(Path(model).glob("*.safetensors")):
-        shapes.update(_shapes_of(path))
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
     return shapes
 
 
@@ -120,8 +123,14 @@ def check_complete(manifest: Manifest, shapes: Shapes) -> None:
     The output head may be missing or extra: it is the embedding where the two are tied. Where nothing is known of the
     model (`shapes` is empty) nothing is refused.
     """
-    if shapes:
-        _check_tied_head(manifest, shapes)
+    given = manifest.entries
+    head = given.get(_OUTPUT_HEAD)
+    embedding = next((entry for name, entry in given.items() if name.endswith("embed_tokens.weight")), head)
+    # A head that the folder does not have is its embedding: engines load either one, and drop the other.
+    if shapes and _OUTPUT_HEAD not in shapes and head and embedding and head.xxh3 != embedding.xxh3:
+        raise WeightsRefused(
+            f"version {manifest.version}: tensors {embedding.name!r} and {_OUTPUT_HEAD!r} are tied but differ"
+        )
     check_names(manifest.version, {entry.name: entry.shape for entry in manifest.tensors}, shapes)
 
 
@@ -138,22 +147,3 @@ def check_names(version: int, given: Mapping[str, tuple[int, ...]], shapes: Shap
                 f"version {version}: tensor {name!r} has shape {list(given[name])},"
                 f" the model's has {list(shapes[name])}"
             )
-
-
-def _check_tied_head(manifest: Manifest, shapes: Shapes) -> None:
-    """A head that the model folder does not have is its embedding: engines load either one, and drop the other."""
-    given = manifest.entries
-    embedding = next((name for name in given if name.endswith(_EMBEDDING)), None)
-    if _OUTPUT_HEAD in shapes or _OUTPUT_HEAD not in given or embedding is None:
-        return
-    if given[_OUTPUT_HEAD].xxh3 != given[embedding].xxh3:
-        raise WeightsRefused(
-            f"version {manifest.version}: tensors {embedding!r} and {_OUTPUT_HEAD!r} are tied but differ"
-        )
-
-
-def _shapes_of(path: Path) -> Shapes:
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}

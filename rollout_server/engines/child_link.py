@@ -94,27 +94,25 @@ class Link:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while line := await reader.readline():
-                self._dispatch(from_json(line))
+                message = from_json(line)
+                match message["event"]:
+                    case "tokens":
+                        for name, chunk in message["answers"]:
+                            self._deliver(name, Chunk.model_construct(**chunk))
+                        for name, error in message["errors"]:
+                            self._deliver(name, EngineError(f"{self._name} failed this request: {error}"))
+                    case "ready" if not self._ready.done():
+                        self._ready.set_result(EngineInfo(**message["info"]))
+                    case "reply":
+                        call = self._calls.get(message["call"])
+                        if call is not None and not call.done():
+                            call.set_result(message)
         except OSError:
             pass  # a reset connection is a dead engine, like an ended one
         finally:
             self.is_open = False
         await self._reap()
         self._fail_all()
-
-    def _dispatch(self, message: dict[str, Any]) -> None:
-        match message["event"]:
-            case "tokens":
-                for name, chunk in message["answers"]:
-                    self._deliver(name, Chunk.model_construct(**chunk))
-                for name, error in message["errors"]:
-                    self._deliver(name, EngineError(f"{self._name} failed this request: {error}"))
-            case "ready" if not self._ready.done():
-                self._ready.set_result(EngineInfo(**message["info"]))
-            case "reply":
-                call = self._calls.get(message["call"])
-                if call is not None and not call.done():
-                    call.set_result(message)
 
     def _deliver(self, name: str, item: Chunk | EngineError) -> None:
         answer = self._streams.get(name)

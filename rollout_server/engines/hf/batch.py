@@ -157,21 +157,17 @@ class Batcher(HaltingRequests[Row, tuple[float, int]]):
         self._receive()
         if self._config.pause != "abort":
             return now, len(self._running)
-        self._abort()
+        # Those that have begun end with what they have; `collect` hands it on.
+        self._end_early([*self._running, *(row for row in self._waiting if row.record.samples)])
         return now, 0
 
-    @torch.inference_mode()
-    def _abort(self) -> None:
-        """Those that have begun end with what they have; `collect` hands it on."""
-        self._end_early([*self._running, *(row for row in self._waiting if row.record.samples)])
-
-    @torch.inference_mode()
     def _turn_away(self) -> None:
         """All that are here."""
         self._receive()
         if self._running or self._waiting:
             self._end_early([*self._running, *self._waiting])
 
+    @torch.inference_mode()
     def _end_early(self, rows: list[Row]) -> None:
         for row in rows:
             self.cache.drop(row)

@@ -23,7 +23,6 @@ from penstock.rollout_server.engines.hf.sampling import Live
 
 PAGE_TOKENS = 16
 """Prefixes are found by whole pages, and then used to their last common token."""
-SMALLEST_ROW = 64
 Planes = list[torch.Tensor]
 """One tensor [planes, …, KV, D] per shape (KV, D): of most models one, with 2 · layers planes."""
 
@@ -218,7 +217,7 @@ class KVCache:
         row.fed = 0
 
     def _place(self, row: Row, held: Planes, tokens: int) -> bool:
-        capacity = SMALLEST_ROW
+        capacity = 64  # of the smallest row
         while capacity < tokens:
             capacity *= 2
         capacity = min(capacity, self.largest_row)
@@ -235,8 +234,13 @@ class KVCache:
         more = max(4, allocated // 4)
         if not self._evict(more * bucket.capacity):
             more = 1
-            if not self._evict(bucket.capacity) and not self._trim(bucket.capacity):
-                return False
+            if not self._evict(bucket.capacity):
+                # Rows that are allocated and not in use are given up, and then prefixes.
+                for one in self._buckets.values():
+                    if len(one.rows) < one.allocated:
+                        one.resize(len(one.rows))
+                if not self._evict(bucket.capacity):
+                    return False
         bucket.resize(allocated + more)
         return True
 
@@ -253,20 +257,11 @@ class KVCache:
             self._forget(next(iter(self._prefixes.values())))
         return True
 
-    def _trim(self, tokens: int) -> bool:
-        """Give up rows that are allocated and not in use, and then prefixes."""
-        for bucket in self._buckets.values():
-            if len(bucket.rows) < bucket.allocated:
-                bucket.resize(len(bucket.rows))
-        return self._evict(tokens)
-
     # prefixes ------------------------------------------------------------------------------------------------------
     def keep_prefix(self, row: Row) -> None:
         """Later requests that begin as this row does copy from it. Without effect for want of room, or of new KV."""
         pages = page_names(row.ids[: row.fed])
-        if not pages or row.epoch != self.epoch:
-            return
-        if not self._evict(row.fed):
+        if not pages or row.epoch != self.epoch or not self._evict(row.fed):
             return
         experts = None if row.experts is None else row.experts[: row.fed].copy()
         prefix = Prefix(row.ids[: row.fed], _of(row).copy_of(row), experts, set(pages))

@@ -80,7 +80,8 @@ class HFEngine:
                 self._link = Link(self._reap, self._cause, "the hf engine")
                 await self._spawn(self._link)
                 self.info = await self._link.ready()
-                await self._sample_one()
+                async for _ in self.generate(GenerateRequest(token_ids=[0], sampling=Sampling(max_new_tokens=1))):
+                    pass
         except TimeoutError as error:
             await self.stop()
             raise EngineError(f"the hf engine was not up in {start_s:g} s (rollout.start_timeout_s)") from error
@@ -96,11 +97,6 @@ class HFEngine:
         with theirs:
             await self.child.spawn(command, child_environment(self.config.threads), pass_fds=[theirs.fileno()])
         await link.open(ours)
-
-    async def _sample_one(self) -> None:
-        request = GenerateRequest(token_ids=[0], sampling=Sampling(max_new_tokens=1))
-        async for _ in self.generate(request):
-            pass
 
     async def stop(self) -> None:
         """End the process: its connection first, a kill after `child_link.STOP_S`."""

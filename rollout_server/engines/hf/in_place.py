@@ -95,9 +95,16 @@ class InPlaceTargets:
         if not part.begin:
             self._parts[name] = torch.empty(part.tensor.nbytes, dtype=torch.uint8)
         part.write(self._parts[name])
-        if part.is_last:
-            self._parts[name] = as_tensor(self._parts[name], part.tensor)
-            self._put_together(destination)
+        if not part.is_last:
+            return
+        self._parts[name] = as_tensor(self._parts[name], part.tensor)
+        if all(stored in self._parts for stored in destination.stored):
+            target = self._state[destination.parameter]
+            parts = {stored: self._parts.pop(stored) for stored in destination.stored}
+            joined = self._joined(destination.parameter, parts)
+            with torch.no_grad():
+                target.copy_(joined)
+            self._made[destination.parameter] = checksum(joined.to(target.dtype))
 
     def check_tied(self, entries: Iterable[TensorEntry]) -> None:
         """Raises `WeightsRefused` where tensors of one parameter differ. `entries`: of the whole stream."""
@@ -150,15 +157,6 @@ class InPlaceTargets:
             return self._names.join(parameter, tensors)
         except (UnmappedTensors, RuntimeError) as error:  # torch's, of shapes that do not go together
             raise WeightsRefused(f"version {self._version}: tensor {parameter!r} cannot be made: {error}") from error
-
-    def _put_together(self, destination: _Destination) -> None:
-        if any(stored not in self._parts for stored in destination.stored):
-            return
-        target = self._state[destination.parameter]
-        made = self._joined(destination.parameter, {stored: self._parts.pop(stored) for stored in destination.stored})
-        with torch.no_grad():
-            target.copy_(made)
-        self._made[destination.parameter] = checksum(made.to(target.dtype))
 
 
 class InPlaceReceiver:
@@ -226,18 +224,18 @@ class InPlaceReceiver:
             targets = InPlaceTargets(self._model, tensors, self._names(), manifest.version)
             targets.check_tied(manifest.tensors)
             self._whole = None
-            yield lambda: _copy_file(targets, manifest, file)
+
+            def copy() -> None:
+                try:
+                    for part in file_parts(manifest, file):
+                        targets.write(part)
+                except WeightsRefused as error:
+                    raise DamagedMemory(f"the file changed while it was copied: {error}") from error
+                targets.verify(manifest.tensors)
+
+            yield copy
         finally:
             os.close(file)
-
-
-def _copy_file(targets: InPlaceTargets, manifest: Manifest, file: int) -> None:
-    try:
-        for part in file_parts(manifest, file):
-            targets.write(part)
-    except WeightsRefused as error:
-        raise DamagedMemory(f"the file changed while it was copied: {error}") from error
-    targets.verify(manifest.tensors)
 
 
 def _dtype(tensor: StreamTensor) -> torch.dtype:

@@ -17,24 +17,10 @@ from penstock.rollout_server.engines.hf.sampling import Record
 from penstock.rollout_server.protocol import Sampling
 from penstock.rollout_server.routers import NoRouters, Routers
 
-STEP_TOKENS = 256, 2048
-"""Least and most tokens of one forward pass: all that decode, filled up with prompts cut to fit."""
-STEP_PRODUCTS = 2e9
-"""Tokens times values of the model, between those two: a longer pass keeps swaps and other answers waiting."""
-CHECKED = (23, 9)
-"""Lengths of the contexts that are computed in one pass and alone, and compared, before the first request."""
-MOST_APART = {torch.float32: 1e-3}
-"""Difference of a logprob that is taken for rounding."""
-MOST_APART_ROUNDED = 0.25
-"""Where the arithmetic has fewer digits, times the deviation of the logits."""
-WITH_ATTENTION = ("full_attention", "sliding_attention")
-"""Kinds of layers that are computed."""
-
 
 def tokens_of_a_step(model: Any) -> int:
-    """As many as keep a pass short."""
-    least, most = STEP_TOKENS
-    return max(least, min(most, int(STEP_PRODUCTS / model.num_parameters())))
+    """Most tokens of one forward pass, 256 to 2048: a longer pass keeps swaps and other answers waiting."""
+    return max(256, min(2048, int(2e9 / model.num_parameters())))
 
 
 def forward(model: Any, step: ForwardStep, rows: list[Row]) -> torch.Tensor:
@@ -82,9 +68,11 @@ def layout_of(model: Any) -> Layout:
     """Of its keys and values. Raises `UnsupportedArguments`."""
     text, probe = model.config.get_text_config(), Probe()
     kinds = list(getattr(text, "layer_types", None) or [])
-    _refuse_layers({layer: kind for layer, kind in enumerate(kinds) if kind not in WITH_ATTENTION})
+    _refuse_layers(
+        {layer: kind for layer, kind in enumerate(kinds) if kind not in ("full_attention", "sliding_attention")}
+    )
     vocab = model.get_input_embeddings().num_embeddings
-    contexts = [[(7 * i + 3 * length) % vocab for i in range(length)] for length in CHECKED]
+    contexts = [[(7 * i + 3 * length) % vocab for i in range(length)] for length in (23, 9)]
     try:
         _pass(model, [0], [0], probe, torch.tensor([0]))
         windows = {layer: probe.windows.get(layer) for layer, kind in enumerate(kinds) if kind == "sliding_attention"}
@@ -118,7 +106,8 @@ def _compare(model: Any, probe: Probe, contexts: list[list[int]]) -> None:
     passes = [model(input_ids=torch.tensor([ids]), use_cache=False) for ids in contexts]
     alone = torch.stack([one.logits[0, -1].float() for one in passes])
     apart = (batched.log_softmax(-1) - alone.log_softmax(-1)).abs().max().item()
-    most = MOST_APART.get(probe.dtype, MOST_APART_ROUNDED * max(1.0, alone.std().item()))
+    # Rounding: of fewer digits than float32 it grows with the deviation of the logits.
+    most = 1e-3 if probe.dtype == torch.float32 else 0.25 * max(1.0, alone.std().item())
     if not apart <= most:
         raise UnsupportedArguments(
             f"{type(model).__name__} computes something else for requests in one pass than for each alone (logprobs are"

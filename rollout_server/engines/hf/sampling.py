@@ -35,6 +35,19 @@ class Live:
     finish_reason: FinishReason | None = None
     error: str | None = None
 
+    def take_chunk(self, reason: FinishReason | None) -> Chunk:
+        """What was recorded since the last call."""
+        start, end = self.sent, len(self.record.samples)
+        self.sent = end
+        new, routed = self.record.samples[start:end], self.record.routed[start:end]
+        return Chunk.model_construct(
+            token_ids=[token for token, _ in new],
+            logprobs=[logprob for _, logprob in new],
+            version_spans=slice_spans(list(self.record.cuts), start, end),
+            finish_reason=reason,
+            routed_experts=[encode_rows(np.concatenate(routed))] if routed else [],  # none: the end came after all
+        )
+
 
 L = TypeVar("L", bound=Live)
 H = TypeVar("H")
@@ -57,7 +70,7 @@ class LiveRequests(Generic[L]):
             if live.error is not None:
                 news.append((name, live.error))
             elif reason or len(live.record.samples) > live.sent:
-                news.append((name, _take_chunk(live, reason)))
+                news.append((name, live.take_chunk(reason)))
             if reason or live.error is not None:
                 del self._live[name]
         return news
@@ -102,19 +115,6 @@ class HaltingRequests(LiveRequests[L], ABC, Generic[L, H]):
         with self._turn:
             self._halt = None
         self._news.set()
-
-
-def _take_chunk(live: Live, reason: FinishReason | None) -> Chunk:
-    start, end = live.sent, len(live.record.samples)
-    live.sent = end
-    new, routed = live.record.samples[start:end], live.record.routed[start:end]
-    return Chunk.model_construct(
-        token_ids=[token for token, _ in new],
-        logprobs=[logprob for _, logprob in new],
-        version_spans=slice_spans(list(live.record.cuts), start, end),
-        finish_reason=reason,
-        routed_experts=[encode_rows(np.concatenate(routed))] if routed else [],  # the end may come after the last token
-    )
 
 
 @dataclass(slots=True)

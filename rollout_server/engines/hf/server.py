@@ -66,9 +66,6 @@ with uncollected():
 
 logger = logging.getLogger("penstock.hf")
 TICK_S = 0.12
-UNBATCHED = "Of a vision-language model it decodes one request at a time and reuses no prefix."
-DROPS_WEIGHTS = 2
-"""The level of sleep."""
 WEIGHTS_DAMAGED = 3
 """Exit status where memory did not take the weights: only a new process is safe."""
 
@@ -87,16 +84,22 @@ class HFServer:
         self._model_path = model_path
         self._weights, self._staged = WeightReader(), StagedWeights()
         self.batcher = self._batcher(model_path, seed)
-        self._loading: asyncio.Task[None] | None = None
-        self._staging: asyncio.Task[None] | None = None
-        self._resting: asyncio.Task[None] | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        """The last task of each kind of message that takes long: a task that nothing refers to may be collected."""
         self.given_up = GivenUpWeights(self.model)
         self._in_place = InPlaceReceiver(self.model, self.batcher, lambda: self._names)
 
     @cached_property
     def _names(self) -> HubNames | None:
-        """Made by the first load, beside the decoding: the first token needs none of it."""
-        return _names_of(self.model, self._model_path)
+        """Made by the first load, while decoding continues: the first token needs none of it.
+
+        None for a model whose files transformers takes in another way; versions then have its own names.
+        """
+        try:
+            return HubNames.of(self.model, tensor_shapes(self._model_path) or None)
+        except UnmappedTensors as error:
+            logger.warning("%s: versions are loaded under the model's own names: %s", self._model_path, error)
+            return None
 
     def _batcher(self, model_path: str, seed: int) -> Batcher | VisionBatcher:
         if self._sees:
@@ -110,6 +113,9 @@ class HFServer:
         self._loop.call_soon_threadsafe(self._finished.set)
 
     def info(self) -> EngineInfo:
+        limits = ["The hf engine computes on the CPU, in one process."]
+        if self._sees:
+            limits.append("Of a vision-language model it decodes one request at a time and reuses no prefix.")
         return EngineInfo(
             name="hf",
             engine_version=f"transformers {transformers.__version__}, torch {torch.__version__}",
@@ -118,7 +124,7 @@ class HFServer:
             max_model_len=self.config.max_model_len,
             images=self._sees,
             routed_experts=self.config.routing_replay,
-            limits=["The hf engine computes on the CPU, in one process.", *([UNBATCHED] if self._sees else [])],
+            limits=limits,
         )
 
     async def run(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -140,12 +146,12 @@ class HFServer:
                 case "abort":
                     self.batcher.cancel(message["id"])
                 case "load":
-                    self._loading = asyncio.create_task(self._load(message["call"], message["manifest"]))
+                    self._tasks["load"] = asyncio.create_task(self._load(message["call"], message["manifest"]))
                 case "stage" | "receive" as op:
                     receive = self._staged.receive if op == "stage" else self._in_place.receive
-                    self._staging = asyncio.create_task(self._receive(receive, message["call"], message["offer"]))
+                    self._tasks[op] = asyncio.create_task(self._receive(receive, message["call"], message["offer"]))
                 case "sleep":
-                    self._resting = asyncio.create_task(self._sleep(message["call"], message["level"]))
+                    self._tasks["sleep"] = asyncio.create_task(self._sleep(message["call"], message["level"]))
                 case "wake":
                     self.given_up.take_back()
                     if not self.given_up.dropped:
@@ -178,7 +184,7 @@ class HFServer:
 
     async def _sleep(self, call: int, level: int) -> None:
         await asyncio.to_thread(self.batcher.sleep)
-        self.given_up.give_up(drop=level == DROPS_WEIGHTS)
+        self.given_up.give_up(drop=level == 2)
         self._send({"event": "reply", "call": call})
 
     async def _send_tokens(self) -> None:
@@ -234,14 +240,15 @@ class HFServer:
         """fetch and verify (decoding continues) → pause → copy, verify what the model holds, version → resume."""
         started = time.perf_counter()
         received_s = 0.0
-        load: Callable[[], None] = nothing_left
+        copies: list[Copy] = []  # none for a version that the model holds already
+        load: Callable[[], None] = partial(_run, copies)
         with ExitStack() as held:
             if self._in_place.holds(manifest):
                 received_s = self._in_place.accept()
             elif self.config.receives_in_place and manifest.transport != "broadcast" and can_stream(manifest):
                 load = held.enter_context(self._in_place.opened(manifest))
             else:
-                load = partial(_run, self._fetched(manifest))
+                copies += self._fetched(manifest)
             fetch_s = time.perf_counter() - started
             pause_s, load_s, in_flight = self.batcher.swap(load, manifest.version)
         load_s += received_s
@@ -262,19 +269,6 @@ class HFServer:
 
     def _send(self, message: dict[str, Any]) -> None:
         self._writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
-
-
-def _names_of(model: Any, folder: str) -> HubNames | None:
-    """None for a model whose files transformers takes in another way; versions then have its own names."""
-    try:
-        return HubNames.of(model, tensor_shapes(folder) or None)
-    except UnmappedTensors as error:
-        logger.warning("%s: versions are loaded under the model's own names: %s", folder, error)
-        return None
-
-
-def nothing_left() -> None:
-    """The model holds the version already."""
 
 
 def _run(copies: list[Copy]) -> None:

@@ -166,7 +166,9 @@ class VisionBatcher(HaltingRequests[Seeing, tuple[float, list[Seeing]]]):
 
     @torch.no_grad()
     def _step(self, live: Seeing) -> None:
-        inputs = self._first_inputs(live) if live.cache is None else {"input_ids": torch.tensor([live.ids[-1:]])}
+        inputs: Mapping[str, torch.Tensor] = {"input_ids": torch.tensor([live.ids[-1:]])}
+        if live.cache is None:
+            inputs, live.rope_deltas = self._first_inputs(live), None
         inner = self._model.base_model
         inner.rope_deltas = live.rope_deltas
         cache = DynamicCache() if live.cache is None else live.cache
@@ -184,7 +186,6 @@ class VisionBatcher(HaltingRequests[Seeing, tuple[float, list[Seeing]]]):
     def _first_inputs(self, live: Seeing) -> Mapping[str, torch.Tensor]:
         from PIL import Image
 
-        live.rope_deltas = None
         ids = torch.tensor([live.ids])
         if not live.images:
             return {"input_ids": ids}

@@ -39,8 +39,6 @@ from penstock.weight_sync import LoadReport, Manifest
 logger = logging.getLogger(__name__)
 HEALTH_S = 15.0
 """A busy machine may keep a sound server from answering for seconds; ending it would cost far more than waiting."""
-RECOMPUTED = "rollout.pause=recompute would report the experts of other weights than sampled; set it to keep or abort"
-"""Rows are kept by position: what is computed again after a swap takes the place of the pass that sampled."""
 
 
 class HttpEngine(ABC):
@@ -92,7 +90,12 @@ class HttpEngine(ABC):
         """Start the server, check what it offers, sample one token. Raises `EngineError`."""
         vocabulary = await self._vocab_size()
         if self.config.routing_replay and self.config.pause == "recompute":
-            raise EngineError(f"rollout.routing_replay: {RECOMPUTED}", retryable=False)
+            # Rows are kept by position: what is computed again takes the place of the pass that sampled.
+            raise EngineError(
+                "rollout.routing_replay: rollout.pause=recompute would report the experts of other weights than"
+                " sampled; set it to keep or abort",
+                retryable=False,
+            )
         await self._read_layers()
         installation = await self.server.start()
         try:

@@ -27,14 +27,8 @@ from penstock.rollout_server.protocol import EngineError
 logger = logging.getLogger(__name__)
 HELP_S = 180.0
 """For an import of everything that the server is made of, on a busy machine."""
-SPECULATION = "speculative"
-"""Begins the flags of speculative decoding, vLLM's and SGLang's."""
-QUANTIZATION = "quantization"
 ONLINE = ("fp8",)
 """Quantisations that engines compute from unquantised weights, at a start and at each update."""
-_FLAG = re.compile(r"(?<![\w-])--([A-Za-z][\w-]*)")
-_FEWEST = 20
-"""Flags of a help that is one: less is an error's text."""
 
 
 async def check_flags(product: Product, installation: Installation, users: Mapping[str, Any]) -> None:
@@ -59,12 +53,12 @@ def unfit_flag(users: Mapping[str, Any]) -> str:
     """The first setting under which weights or logprobs would be others than the trainer's, with reason and fix."""
     for name, value in users.items():
         flag = _plain(name)
-        if flag.startswith(SPECULATION) and value not in (None, False):
+        if flag.startswith("speculative") and value not in (None, False):
             return (
                 f"{name}: speculative decoding is refused: a draft's weights stay as they were while the policy's "
                 "change, and logprobs of sampled tokens are not the policy's behind a draft. Remove it"
             )
-        if flag == QUANTIZATION and value not in (None, *ONLINE):
+        if flag == "quantization" and value not in (None, *ONLINE):
             return (
                 f"{name}={value}: versions have the model's own tensors, which an engine can quantise as it loads them "
                 f"under {' or '.join(ONLINE)} alone. Set one of these, or remove it"
@@ -97,7 +91,7 @@ async def known_flags(product: Product, installation: Installation) -> frozenset
     with contextlib.suppress(OSError, ValueError, TypeError):
         return frozenset(json.loads(file.read_bytes()))
     found = flags_in(await _help(command))
-    if len(found) < _FEWEST:
+    if len(found) < 20:  # the text of an error
         logger.warning("%s does not say which flags it takes; they are not checked", " ".join(command))
         return frozenset()
     with contextlib.suppress(OSError):
@@ -108,7 +102,7 @@ async def known_flags(product: Product, installation: Installation) -> frozenset
 
 
 def flags_in(text: str) -> frozenset[str]:
-    return frozenset(_plain(name) for name in _FLAG.findall(text))
+    return frozenset(_plain(name) for name in re.findall(r"(?<![\w-])--([A-Za-z][\w-]*)", text))
 
 
 async def _help(command: Sequence[str]) -> str:

@@ -36,8 +36,6 @@ KEY_VARIABLE = "PENSTOCK_SERVED_KEY"
 ASK_S = 30.0
 READ_BYTES = 16 << 20
 """Of an answer, before it is taken apart: the first event of vLLM has the ids of the whole prompt on one line."""
-MOST_SAID = 500
-"""Bytes of a line that cannot be read, in a message."""
 OURS = "penstock"
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -223,4 +221,4 @@ def _error_in(line: bytes) -> Any:
     try:
         return json.loads(line)["error"]
     except (LookupError, TypeError, ValueError):
-        return line[:MOST_SAID]
+        return line[:500]

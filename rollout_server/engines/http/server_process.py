@@ -30,13 +30,6 @@ from penstock.rollout_server.engines.http.event_client import EngineAddress, Eve
 from penstock.rollout_server.engines.http.stream import AnswerStream, refusal
 from penstock.rollout_server.protocol import EngineError, SleepLevel
 
-TAIL_BYTES = 16384
-_EXCEPTION = re.compile(r"(?:^|\s)(\w*(?:Error|Exception|error): .+)$")
-_KILLED = re.compile(r"(?:exit ?code|terminated with):? (-\d+)", re.IGNORECASE)
-"""How servers, and `guard`, log the end of one of their processes by a signal."""
-_LOST, _RAISED = "exited unexpectedly", "encountered a fatal error"
-"""How vLLM logs the end of its engine core: the first line comes always, the second only of one that could speak."""
-_FOR_WANT = "perhaps by the kernel for want of memory"
 PROBE_S = 60.0
 
 
@@ -84,13 +77,15 @@ class Child:
 
     def tail(self, lines: int = 25) -> str:
         """The last lines of the log, and how the process ended if it did so by itself."""
-        found = self._log(max(self._log_start, self._log_size() - TAIL_BYTES)).splitlines()[-lines:]
+        size = self.log_path.stat().st_size if self.log_path.exists() else 0
+        found = self._log(max(self._log_start, size - 16384)).splitlines()[-lines:]
         return "\n".join(found + ([f"{self.name} {self.end_of_it}"] if self.end_of_it else []))
 
     def cause(self) -> str:
         """The first exception in the log that is no mere warning, else the log's end. One is reported many times."""
         lines = [line for line in self._log(self._log_start).splitlines() if "WARNING" not in line]
-        found = next(filter(None, map(_EXCEPTION.search, lines)), None)
+        exception = re.compile(r"(?:^|\s)(\w*(?:Error|Exception|error): .+)$")
+        found = next(filter(None, map(exception.search, lines)), None)
         return f"{found[1]} (see {self.log_path})" if found else f"{self.log_path} ends with:\n{self.tail()}"
 
     @property
@@ -99,12 +94,16 @@ class Child:
         if self.process is None:
             return ""
         status = self.process.returncode
-        if not status and (known := _end_in_log(self._log(self._log_start))):
-            return known  # of one of the processes behind it; the others may still be ending
+        if status:
+            return describe_exit(status)
+        # One of the processes behind it may have ended; the others may still be ending.
+        log = self._log(self._log_start)
+        if killed := re.findall(r"(?:exit ?code|terminated with):? (-\d+)", log, re.IGNORECASE):
+            return describe_exit(int(killed[-1]))
+        # Of vLLM's engine core the first comes always, the second only if it could speak.
+        if "exited unexpectedly" in log and "encountered a fatal error" not in log:
+            return "lost a process that said nothing: it was killed, perhaps by the kernel for want of memory"
         return "" if status is None else describe_exit(status)
-
-    def _log_size(self) -> int:
-        return self.log_path.stat().st_size if self.log_path.exists() else 0
 
     def _log(self, start: int) -> str:
         """From byte `start` on; empty where there is none."""
@@ -121,14 +120,6 @@ def open_private(path: Path, mode: Literal["ab", "wb"] = "ab") -> BinaryIO:
     file = open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))  # noqa: SIM115
     os.fchmod(file.fileno(), 0o600)
     return file
-
-
-def _end_in_log(log: str) -> str:
-    if killed := _KILLED.findall(log):
-        return describe_exit(int(killed[-1]))
-    if _LOST in log and _RAISED not in log:
-        return f"lost a process that said nothing: it was killed, {_FOR_WANT}"
-    return ""
 
 
 @dataclass(frozen=True)

@@ -144,19 +144,15 @@ class AnswerStream(ABC):
         try:
             self.read()
             if self.finish_reason is not None:
-                await self._until_over()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LAST_EVENT_S):
+                        while not self._over:
+                            self._news.clear()
+                            await self._news.wait()
         finally:
             self._exchange.close()
             if self._timer is not None:
                 self._timer.cancel()
-
-    async def _until_over(self) -> None:
-        """Or `LAST_EVENT_S` later."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_EVENT_S):
-                while not self._over:
-                    self._news.clear()
-                    await self._news.wait()
 
     def hold_first(self) -> None:
         """The first tokens wait for those of `COALESCE_S`, as all others do; called before anything is received."""
@@ -193,11 +189,19 @@ class AnswerStream(ABC):
         *lines, self._rest = b"".join((self._rest, *self._pieces)).split(b"\n")
         self._pieces = []
         try:
-            self._receive(_sound(self.engine, _events([line[6:] for line in lines if line.startswith(b"data: {")])))
+            self._receive(self._sound(_events([line[6:] for line in lines if line.startswith(b"data: {")])))
         except EngineError as error:
             self._error = error
         except (LookupError, TypeError, ValueError) as error:
             self._error = EngineError(f"{self.engine} sent an event of another form than expected: {error!r}")
+
+    def _sound(self, events: Iterable[AnswerEvent]) -> Iterator[AnswerEvent]:
+        """The events before one with an error. Raises `EngineError`."""
+        for event in events:
+            if error := event.get("error"):
+                text = f"{self.engine}: {error.get('message', error)}"
+                raise EngineError(text, retryable=error.get("code", 500) >= 500)
+            yield event
 
     # ResponseSink --------------------------------------------------------------------------------------------------
     def begins(self, status: int) -> None:
@@ -215,16 +219,15 @@ class AnswerStream(ABC):
     def ends(self, cause: str) -> None:
         self._over = True
         self.read()
-        if not self.ended:
-            self._error = self._unfinished(cause)
+        if self.ended:
+            pass
+        elif self._status not in (0, HTTPStatus.OK):
+            self._error = refusal(self.engine, self._status, b"".join(self._pieces))
+        elif cause:
+            self._error = EngineError(f"{self.engine} broke off the answer: {cause}")
+        else:
+            self._error = EngineError(f"{self.engine} ended the answer without a finish reason")
         self._news.set()
-
-    def _unfinished(self, cause: str) -> EngineError:
-        if self._status not in (0, HTTPStatus.OK):
-            return refusal(self.engine, self._status, b"".join(self._pieces))
-        if cause:
-            return EngineError(f"{self.engine} broke off the answer: {cause}")
-        return EngineError(f"{self.engine} ended the answer without a finish reason")
 
     @abstractmethod
     def _receive(self, events: Iterable[AnswerEvent]) -> None:
@@ -246,7 +249,12 @@ class AnswerStream(ABC):
     def _end(self, reason: FinishReason, reported: list[tuple[int, int]] | None) -> None:
         """`reported`: the server's own (first position, version) of the whole answer, the truth where it has one."""
         if reported:
-            self._believe(reported)
+            # What was handed on already must agree with the server's versions.
+            if slice_spans(reported, 0, self._emitted) != slice_spans(self._cuts, 0, self._emitted):
+                raise VersionsDisproved(
+                    f"(position, version) on receipt {self._cuts} differ from {self.engine}'s own {reported}"
+                )
+            self._cuts = reported
         elif self._certain < self.received:
             raise EngineError(f"{self.engine} ended the answer without the versions of its tokens")
         self._certain = self.received
@@ -269,14 +277,6 @@ class AnswerStream(ABC):
     @abstractmethod
     def _rows(self, found: str) -> NDArray[Any]:
         """[positions, all layers, k]. Raises `ValueError`."""
-
-    def _believe(self, reported: list[tuple[int, int]]) -> None:
-        """What was handed on already must agree with the server's versions."""
-        if slice_spans(reported, 0, self._emitted) != slice_spans(self._cuts, 0, self._emitted):
-            raise VersionsDisproved(
-                f"(position, version) on receipt {self._cuts} differ from {self.engine}'s own {reported}"
-            )
-        self._cuts = reported
 
     def _expire(self, timeout_s: float) -> None:
         self.read()
@@ -307,13 +307,6 @@ class AnswerStream(ABC):
             finish_reason=self.finish_reason if end == self.received else None,
             routed_experts=self._experts if end == self.received and self.finish_reason else [],
         )
-
-
-def _sound(engine: str, events: Iterable[AnswerEvent]) -> Iterator[AnswerEvent]:
-    for event in events:
-        if error := event.get("error"):
-            raise EngineError(f"{engine}: {error.get('message', error)}", retryable=error.get("code", 500) >= 500)
-        yield event
 
 
 def _events(lines: list[bytes]) -> Iterable[AnswerEvent]:

@@ -38,8 +38,6 @@ from penstock.rollout_server.protocol import EngineError, SleepLevel
 from penstock.weight_sync import LoadReport, Manifest, WeightsBroken, WeightsRefused, WeightsUnreachable
 
 logger = logging.getLogger(__name__)
-QUIET_TURNS = 10
-"""Turns of the event loop, each of which polls every socket, without a token: then none is on its way."""
 Fetched = TypeVar("Fetched")
 """A version that was read and verified, in the form that the server gets."""
 
@@ -216,17 +214,13 @@ class HttpWeights(ABC, Generic[Fetched]):
             async with self._fetch(manifest) as fetched:
                 await self.until_verified()  # tokens of two versions on trial could not be distinguished
                 fetch_s = time.monotonic() - begin
-                pause_s, load_s, in_flight = await self._swap_or_end(manifest.version, fetched)
+                self.admission.close()
+                try:
+                    async with self._or_end("the weight swap took more than"):
+                        pause_s, load_s, in_flight = await self._pause_and_load(manifest.version, fetched)
+                finally:
+                    self._admit()
         return LoadReport(version=self.version, fetch_s=fetch_s, pause_s=pause_s, load_s=load_s, in_flight=in_flight)
-
-    async def _swap_or_end(self, version: int, fetched: Fetched) -> tuple[float, float, int]:
-        """(seconds without a token, of loading, requests that continue). Any failure but a refusal ends the server."""
-        self.admission.close()
-        try:
-            async with self._or_end("the weight swap took more than"):
-                return await self._pause_and_load(version, fetched)
-        finally:
-            self._admit()
 
     def _admit(self) -> None:
         """Requests are sent again, unless the server stands still."""
@@ -234,6 +228,7 @@ class HttpWeights(ABC, Generic[Fetched]):
             self.admission.open()
 
     async def _pause_and_load(self, version: int, fetched: Fetched) -> tuple[float, float, int]:
+        """(seconds without a token, of loading, requests that continue)"""
         pause = self.standstill or await self._stand_still()
         begin = time.monotonic()
         try:
@@ -313,10 +308,10 @@ class HttpWeights(ABC, Generic[Fetched]):
         """Receive everything that was sampled before the pause: tokens are labelled with the version of that moment.
 
         The server is idle and has answered several calls since, each behind its tokens in the same queues; what is left
-        is in our sockets, and each turn of the loop reads those.
+        is in our sockets, and each turn of the loop reads those. After 10 turns without a token none is on its way.
         """
         quiet_turns, received = 0, -1
-        while quiet_turns < QUIET_TURNS:
+        while quiet_turns < 10:
             await asyncio.sleep(0)
             now = self._read_all()
             quiet_turns = quiet_turns + 1 if now == received else 0
