@@ -36,8 +36,6 @@ from .http import content_of as content_of
 from .http import error_response as error_response
 from .http import header as header
 from .http import opens as opens
-from .http import read_body as read_body
-from .http import replay_body as replay_body
 from .http import same_token as same_token
 from .http_connections import HttpConnections as HttpConnections
 from .http_server import HttpServer as HttpServer
@@ -68,7 +66,6 @@ from .prometheus import metrics_app as metrics_app
 from .prometheus import metrics_token as metrics_token
 from .registry import Registry as Registry
 from .registry import UnknownName as UnknownName
-from .registry import import_object as import_object
 from .registry import nearest as nearest
 from .registry import options_of as options_of
 from .registry import pattern_of as pattern_of

@@ -246,39 +246,6 @@ class LimitBody:
         await self.app(scope, counted, send)
 
 
-async def read_body(receive: Receive) -> tuple[bytes, Message | HTTPException | None]:
-    """Reads a request's body in an ASGI layer that answers some requests itself; `replay_body` passes on the others.
-
-    Returns (the whole body, None), or the part that arrived and the message or refusal that ended it.
-    """
-    parts: list[bytes] = []
-    while True:
-        try:
-            message = await receive()
-        except HTTPException as error:
-            return b"".join(parts), error
-        if message["type"] != "http.request":
-            return b"".join(parts), message
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return parts[0] if len(parts) == 1 else b"".join(parts), None
-
-
-def replay_body(body: bytes, rest: Message | HTTPException | None, receive: Receive) -> Receive:
-    """`receive` as it was before `read_body`."""
-    read: list[Message | HTTPException] = [{"type": "http.request", "body": body, "more_body": rest is not None}]
-    if rest is not None:
-        read.append(rest)
-
-    async def again() -> Message:
-        message = read.pop(0) if read else await receive()
-        if isinstance(message, HTTPException):
-            raise message
-        return message
-
-    return again
-
-
 def header(scope: Scope, name: bytes) -> bytes:
     """The first header of that lower-case name; empty where there is none."""
     return next((value for key, value in scope.get("headers", []) if key == name), b"")
