@@ -19,7 +19,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from penstock.common import atomic_path, open_private
 from penstock.weight_sync.broadcast.offer import ITEM_BYTES, StreamDigests
 from penstock.weight_sync.broadcast.share_changes import marked_places
 from penstock.weight_sync.broadcast.source import WeightSource
@@ -29,10 +28,9 @@ from penstock.weight_sync.files.file_format import (
     PIECE_BYTES,
     Section,
     Written,
-    check_space,
     file_header,
+    new_file,
     raw_bytes,
-    refuse_no_space,
 )
 from penstock.weight_sync.manifest import TensorEntry
 
@@ -102,12 +100,7 @@ def write_delta(
     begin = len(plan.header(base_state, unknown))
     size = begin + plan.nbytes
     digests = StreamDigests(source.tensors)
-    check_space(path.parent, size)
-    with (
-        refuse_no_space(path.parent, size),
-        atomic_path(path, durable=durable) as temporary,
-        open_private(temporary, "x+b", buffering=0) as file,
-    ):
+    with new_file(path, size, durable=durable) as file:
         data = _Data(file.fileno(), begin, plan, source)
         for bucket in source.marked_buckets(version, bucket_bytes):
             digests.update(raw_bytes(bucket.bytes))

@@ -12,21 +12,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import xxhash
 
-from penstock.common import atomic_path, listening_host, open_private, reachable_host
+from penstock.common import listening_host, reachable_host
 from penstock.weight_sync.broadcast.group import BroadcastGroup, join_group, open_store
 from penstock.weight_sync.broadcast.memory import stream_header
 from penstock.weight_sync.broadcast.offer import StreamDigests
 from penstock.weight_sync.broadcast.seats import Sending
 from penstock.weight_sync.broadcast.source import WeightSource
-from penstock.weight_sync.files.file_format import Written, check_space, raw_bytes, refuse_no_space
+from penstock.weight_sync.files.file_format import Written, new_file, raw_bytes
 from penstock.weight_sync.manifest import TensorEntry
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,8 @@ def stream_version(
     tensors, digests = source.tensors, StreamDigests(source.tensors)
     header = stream_header(tensors)
     size, whole = len(header) + source.nbytes, xxhash.xxh3_64(header)
-    with contextlib.closing(_Members(sending)) as members, _opened(path, size, wanted=write, durable=durable) as file:
+    opened = new_file(path, size, durable=durable) if write else contextlib.nullcontext()
+    with contextlib.closing(_Members(sending)) as members, opened as file:
         if file is not None:
             file.write(header)
         for bucket in source.buckets(version, bucket_bytes):
@@ -74,21 +75,6 @@ def stream_version(
             members.wait()
         entries, done = digests.entries(), members.count_done()
     return Streamed(entries, Written(path, size, whole.hexdigest()), done)
-
-
-@contextlib.contextmanager
-def _opened(path: Path, size: int, *, wanted: bool, durable: bool) -> Iterator[IO[bytes] | None]:
-    """A file that is there once all of it is written; None where it is not `wanted`. Raises `NoSpace`."""
-    if not wanted:
-        yield None
-        return
-    check_space(path.parent, size)
-    with (
-        refuse_no_space(path.parent, size),
-        atomic_path(path, durable=durable) as temporary,
-        open_private(temporary, "xb") as file,
-    ):
-        yield file
 
 
 class _Members:

@@ -91,12 +91,7 @@ def write_file(path: Path, sections: list[Section], metadata: Mapping[str, str],
     """
     header = file_header(sections, metadata)
     size = len(header) + sum(section.nbytes for section in sections)
-    check_space(path.parent, size)
-    with (
-        refuse_no_space(path.parent, size),
-        atomic_path(path, durable=durable) as temporary,
-        open_private(temporary, "xb") as file,
-    ):
+    with new_file(path, size, durable=durable) as file:
         digest = _write_all(file, header, sections)
     return Written(path, size, digest)
 
@@ -135,21 +130,21 @@ def file_header(sections: Sequence[Section], metadata: Mapping[str, str]) -> byt
     return struct.pack("<Q", len(text)) + text
 
 
-def check_space(directory: Path, size: int) -> None:
-    """Raises `NoSpace` where a file of `size` bytes would not fit."""
-    if shutil.disk_usage(directory).free < size + HEADROOM_BYTES:
-        raise _no_space(directory, size)
-
-
 @contextlib.contextmanager
-def refuse_no_space(directory: Path, size: int) -> Iterator[None]:
-    """Raises `NoSpace` where another process took the room while a file of `size` bytes was written."""
+def new_file(path: Path, size: int, *, durable: bool) -> Iterator[IO[bytes]]:
+    """Opens a file that appears under `path` at the end of the block, whole, and not at all if the block raises.
+
+    Raises `NoSpace` if `size` bytes do not fit, also if another process takes the room meanwhile.
+    """
+    if shutil.disk_usage(path.parent).free < size + HEADROOM_BYTES:
+        raise _no_space(path.parent, size)
     try:
-        yield
+        with atomic_path(path, durable=durable) as temporary, open_private(temporary, "x+b") as file:
+            yield file
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise _no_space(directory, size) from error
+        raise _no_space(path.parent, size) from error
 
 
 def _no_space(directory: Path, size: int) -> NoSpace:
