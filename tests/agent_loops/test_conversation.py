@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.agent_loops.talking import USER, answer
 
-from penstock.agent_loops import TRUNCATED_LENGTH, TRUNCATED_TURNS, Budget, ChatTokens, Conversation, Reply
+from penstock.agent_loops import TRUNCATED_LENGTH, TRUNCATED_TURNS, Budget, Conversation
 from penstock.transfer_queue import COMPLETED, Outcome
-
-USER = {"role": "user", "content": "What is 12+34?"}
 
 
 @pytest.fixture
@@ -18,18 +17,12 @@ def talk_of(chat_for: Any) -> Any:
     return lambda *budget: Conversation(chat_for("chatml").for_episode(Budget(*budget)), [USER])
 
 
-def says(chat: ChatTokens, talk: Conversation, text: str = "46") -> Reply:
-    ids = [*chat.encode(text), chat.turn_end_id]
-    talk.segment.append_sampled(ids, [-0.1] * len(ids), [(0, 0, len(ids))], "stop")
-    return Reply(ids, chat.decode(ids), [-0.1] * len(ids), "stop")
-
-
 def test_conversation_gives_turn_rewards_to_their_segments(chat_for: Any, talk_of: Any) -> None:
     chat, talk = chat_for("chatml"), talk_of(9, 1000)
-    talk.go_on(says(chat, talk), [USER])
-    says(chat, talk)
+    talk.go_on(answer(chat, talk.segment), [USER])
+    answer(chat, talk.segment)
     talk.restart([USER])
-    says(chat, talk)
+    answer(chat, talk.segment)
     assert talk.num_turns == 3
     outputs = talk.outputs(TRUNCATED_LENGTH, turn_rewards=[0.1, 0.2, 0.3])
     assert [(one.num_turns, one.turn_rewards, one.outcome) for one in outputs] == [
@@ -48,7 +41,7 @@ def test_conversation_without_room_for_a_restart_is_cut(
     """A segment in which nothing was sampled is left out."""
     chat = chat_for("chatml")
     talk = talk_of(turns, len(chat.encode("46")) + 1)
-    says(chat, talk)
+    answer(chat, talk.segment)
     talk.restart([USER])
     assert talk.done
     assert [(one.num_turns, one.outcome) for one in talk.outputs(given)] == [(1, expected)]

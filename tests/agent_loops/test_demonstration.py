@@ -10,14 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.agent_loops.families import FAMILIES, THINKS_FIRST, Family
+from tests.agent_loops.talking import TOOLS, USER
 
 from penstock.agent_loops import BadDemonstration, ChatTokens, TemplateError, segments_of
 from penstock.agent_loops.chat import verify_template
 from penstock.transfer_queue import Segment, check_segment
 
-PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}}
-TOOLS = [{"type": "function", "function": {"name": "calculator", "description": "Adds.", "parameters": PARAMETERS}}]
-USER = {"role": "user", "content": "What is 12+34?"}
 CALL = {"type": "function", "id": "call00000", "function": {"name": "calculator", "arguments": {"expression": "12+34"}}}
 CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "content": "46", "name": "calculator", "tool_call_id": "call00000"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.agent_loops.families import FAMILIES, FILES_FROM, GIVEN, THINKS_FIRST, Family, given_files, tokenizer_of
+from tests.agent_loops.talking import PARAMETERS, TOOLS, USER, say, split_anyhow
 
 from penstock.agent_loops import AgentConfig, Budget, ChatTokens, Reply, TemplateError
 from penstock.agent_loops.chat import chat_of, verify_template
@@ -18,9 +18,6 @@ from penstock.agent_loops.chat.template import MARK
 from penstock.tools import ToolResult
 from penstock.tools.parsers import ToolCall, get_parser
 
-PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}}
-TOOLS = [{"type": "function", "function": {"name": "calculator", "description": "Adds.", "parameters": PARAMETERS}}]
-USER = {"role": "user", "content": "What is 12+34?"}
 THOUGHT = "<think>\nhm\n</think>\n\n"
 WITH_TOOLS = [name for name, family in FAMILIES.items() if family.takes_tools]
 REWRITES_AFTER_TOOLS = {"qwen3_not_thinking"}
@@ -32,25 +29,12 @@ reply_text = plain_text.map(lambda text: f"So {text.strip()}.")
 some = settings(max_examples=25)
 
 
-def split_anyhow(chat: ChatTokens, text: str, draw: Any) -> list[int]:
-    """Ids that decode to `text`, cut at random characters outside special tokens: mostly not the tokenizer's choice."""
-    cuts = draw(st.lists(st.integers(0, len(text)), max_size=10))
-    inside = [found.span() for found in chat.continuation.special.finditer(text)]
-    allowed = sorted(cut for cut in cuts if not any(start < cut < end for start, end in inside))
-    pieces = [text[a:b] for a, b in itertools.pairwise([0, *allowed, len(text)])]
-    return [token for piece in pieces for token in chat.encode(piece)]
-
-
 def written(chat: ChatTokens, history: list[Any], reply: Any, tools: Any = ()) -> str:
     """The reply as the template writes it, its end left out."""
     opening = chat.template.render(history, tools, prompt=True)
     closed = chat.template.render([*history, reply], tools, prompt=False)
     assert closed.startswith(opening)
     return closed[len(opening) :].removesuffix(chat.continuation.closing_of(closed))
-
-
-def say(segment: Any, ids: list[int]) -> None:
-    segment.append_sampled(ids, [-0.1] * len(ids), [(0, 0, len(ids))], "stop")
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)

@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.agent_loops.families import TEMPLATES
+from tests.agent_loops.talking import USER, answer
 from tests.agent_loops.template_table import TOOLS, auto_chat, judge, main, templates_in
 from tests.tools.parsers.families import sorted_keys, unescaped
 from tests.tools.parsers.test_round_trip import PROPERTIES, arguments
 
-from penstock.agent_loops import Budget, ChatTokens, Reply, SegmentBuilder, TemplateError
+from penstock.agent_loops import Budget, ChatTokens, TemplateError
 from penstock.agent_loops.chat import name_of, verify_template
 from penstock.tools import ToolResult
 from penstock.tools.parsers import ToolCall, get_parser
 
 PUBLIC = TEMPLATES / "public"
-USER = {"role": "user", "content": "What is 12+34?"}
 DESCRIBED = {key: {"description": "It.", "additionalProperties": {}, **value} for key, value in PROPERTIES.items()}
 CALLED = [
     {
@@ -179,13 +179,6 @@ def test_the_table_says_why_a_template_is_refused(tmp_path: Path):
     assert judge(file).reason in judge(file).line()
 
 
-def says(chat: ChatTokens, segment: SegmentBuilder, text: str) -> Reply:
-    """The model samples `text`, and the token that ends a reply."""
-    ids = [*chat.encode(text), chat.turn_end_id]
-    segment.append_sampled(ids, [-0.1] * len(ids), [(0, 0, len(ids))], "stop")
-    return Reply(ids, chat.decode(ids), [-0.1] * len(ids), "stop")
-
-
 def cohere_call(*numbers: int) -> str:
     written = [f'{{"tool_call_id": "{one}", "tool_name": "calculator", "parameters": {{}}}}' for one in numbers]
     return f"<|START_THINKING|>Plan.<|END_THINKING|><|START_ACTION|>[\n    {', '.join(written)}\n]<|END_ACTION|>"
@@ -195,7 +188,7 @@ def test_cohere_results_have_the_numbers_that_the_model_wrote():
     chat = chat_of("command_r7b").for_episode(Budget(9, 9999))
     segment = chat.start([USER], TOOLS)
     for numbers in ([0], [1, 2], [3]):
-        reply = says(chat, segment, cohere_call(*numbers))
+        reply = answer(chat, segment, cohere_call(*numbers))
         delta = chat.render_tools([ToolResult(f"result {one}") for one in numbers], chat.tool_calls(reply))
         assert segment.observe(delta)
         text = chat.decode(delta)
@@ -214,7 +207,7 @@ def test_cohere_splice_is_what_the_template_writes_of_the_whole():
         before = chat.rendering.prompt_text(history, TOOLS)
         written = chat.template.render([*history, said], TOOLS, prompt=False)
         assert written.startswith(before)
-        reply = says(chat, segment, written[len(before) :].removesuffix("<|END_OF_TURN_TOKEN|>"))
+        reply = answer(chat, segment, written[len(before) :].removesuffix("<|END_OF_TURN_TOKEN|>"))
         results = [
             {"role": "tool", "content": f"{turn} {at}", "tool_call_id": f"id{turn}{at}"} for at in range(turn + 1)
         ]
@@ -227,7 +220,7 @@ def test_cohere_splice_is_what_the_template_writes_of_the_whole():
 def test_cohere_closing_of_two_tokens_is_written_once(said):
     chat = chat_of("command_r7b").for_episode(Budget(9, 9999))
     segment = chat.start([USER])
-    reply = says(chat, segment, said)
+    reply = answer(chat, segment, said)
     assert chat.stop_token_ids == (chat.turn_end_id,)
     chat.go_on(segment, reply, [USER])
     turn = "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>What is 12+34?<|END_OF_TURN_TOKEN|>"
@@ -253,11 +246,13 @@ def test_command_r_begins_segments_as_its_template_writes():
     chat = chat.for_episode(Budget(9, 9999))
     segments = [chat.start([USER], TOOLS)]
     call = 'I look.\nAction:\n```json\n[\n    {"tool_name": "calculator", "parameters": {"expression": "12+34"}}\n]```'
-    reply = says(chat, segments[-1], call)
+    reply = answer(chat, segments[-1], call)
     with pytest.raises(TemplateError, match=r"take the next segment from go_on\(\)"):
         chat.render_tools([ToolResult("46")], chat.tool_calls(reply))
     segments.append(chat.go_on(segments[-1], reply, [{"role": "tool", "content": "46"}]))
-    segments.append(chat.go_on(segments[-1], says(chat, segments[-1], "It is 46."), [{"role": "user", "content": "?"}]))
+    segments.append(
+        chat.go_on(segments[-1], answer(chat, segments[-1], "It is 46."), [{"role": "user", "content": "?"}])
+    )
     called = chat.template.call_message([ToolCall("calculator", {"expression": "12+34"})], "I look.")
     history = [USER, called, {"role": "tool", "content": "46"}]
     assert chat.decode(segments[1].context()[: -len(chat.encode("It is 46.")) - 1]) == chat.template.render(
@@ -276,12 +271,12 @@ def test_a_new_segment_draws_on_the_budget_of_its_messages(text):
     verify_template(chat, TOOLS)
     chat = chat.for_episode(Budget(9, 100))
     segment = chat.start([USER], TOOLS)
-    reply = says(chat, segment, "It is 46.")
+    reply = answer(chat, segment, "It is 46.")
     used = chat.budget.response_tokens
     after = chat.go_on(segment, reply, [{"role": "user", "content": text}])
     assert after is not segment
     assert chat.budget.response_tokens - used == len(chat.encode(f'"{text}"'))
-    reply = says(chat, after, "Yes.")
+    reply = answer(chat, after, "Yes.")
     assert chat.go_on(after, reply, [{"role": "user", "content": "word " * 100}]) is after
     assert after.done
 
@@ -293,7 +288,7 @@ def test_history_calls_have_ids_of_their_own():
     chat = chat.for_episode(Budget(9, 9999))
     segment = chat.start([USER], TOOLS)
     for numbers in ([0, 1], [2]):
-        reply = says(chat, segment, cohere_call(*numbers))
+        reply = answer(chat, segment, cohere_call(*numbers))
         segment = chat.go_on(segment, reply, [{"role": "tool", "content": f"result {one}"} for one in numbers])
     text = chat.decode(segment.context())
     assert [text.index(f'"tool_call_id": "{one}",\n        "results"') for one in (0, 1, 2)] == sorted(

@@ -2,23 +2,17 @@ from __future__ import annotations
 
 import pytest
 from tests.agent_loops.families import FAMILIES
+from tests.agent_loops.talking import USER, answer
 
-from penstock.agent_loops import AgentConfig, AgentError, Budget, ChatTokens, Reply, TemplateError, continuity
+from penstock.agent_loops import AgentConfig, AgentError, Budget, ChatTokens, TemplateError, continuity
 from penstock.agent_loops.chat import verify_template
 
-USER = {"role": "user", "content": "What is 12+34?"}
 AGAIN = {"role": "user", "content": "Sure?"}
 THINKING = "<think>\nAdd them.\n</think>\n\n46"
 
 
 def chat_with(policy: str, name: str = "qwen3") -> ChatTokens:
     return FAMILIES[name].chat(thinking_history=policy).for_episode(Budget(20, 10_000))
-
-
-def answer(chat: ChatTokens, segment, text: str) -> Reply:
-    ids = [*chat.encode(text), chat.turn_end_id]
-    segment.append_sampled(ids, [-0.1] * len(ids), [(0, 0, len(ids))], "stop")
-    return Reply(ids, chat.decode(ids), [-0.1] * len(ids), "stop")
 
 
 def test_kept_thinking_stays_in_one_segment_id_for_id():

@@ -7,15 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.agent_loops.talking import TOOLS, USER
 
 from penstock.agent_loops import ChatTokens, TemplateError
 from penstock.agent_loops.chat import verify_template
 from penstock.tools import ToolResult
 from penstock.tools.parsers import ToolCall, get_parser
 
-PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}}
-TOOLS = [{"type": "function", "function": {"name": "calculator", "description": "Adds.", "parameters": PARAMETERS}}]
-USER = {"role": "user", "content": "What is 12+34?"}
 CALLS = (
     "{%- for c in m.tool_calls or [] %}{{ '<tool_call>\\n' ~ c.function | tojson ~ '\\n</tool_call>' }}{%- endfor %}"
 )

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.agent_loops.talking import answer
 from tests.vision_model import png, save_vision_processor, vision_tokenizer
 
 from penstock.agent_loops import (
@@ -18,7 +19,6 @@ from penstock.agent_loops import (
     Budget,
     ChatTokens,
     InfraFailure,
-    Reply,
     TemplateError,
     images_of,
     tool_messages,
@@ -60,12 +60,6 @@ def asks(*images: str, text: str = "What is it?") -> dict:
     }
 
 
-def say(chat, segment, text: str) -> Reply:
-    ids = [token for letter in text for token in chat.encode(letter)] + [chat.turn_end_id]
-    segment.append_sampled(ids, [-0.1] * len(ids), [(0, 0, len(ids))], "stop")
-    return Reply(ids, chat.decode(ids), [-0.1] * len(ids), "stop")
-
-
 def by_processor(chat, messages, images) -> list[int]:
     """Ids of the whole conversation as transformers' own processor makes them, pixels and all."""
     from PIL import Image
@@ -99,7 +93,7 @@ def test_images_are_spliced_onto_verbatim_ids(chat):
             chat.template.call_message([call]),
         ),
     ):
-        sampled = say(chat, segment, text)
+        sampled = answer(chat, segment, text, by_letter=True)
         before = segment.context()
         assert chat.go_on(segment, sampled, new) is segment
         assert segment.context()[: len(before)] == before
@@ -116,7 +110,7 @@ def test_images_are_spliced_onto_verbatim_ids(chat):
 def test_an_observation_without_room_leaves_its_image_out_too(shared):
     chat = shared.for_episode(Budget(50, 20))
     segment = chat.start([asks(url_of(RED))], TOOLS)
-    say(chat, segment, "red")
+    answer(chat, segment, "red", by_letter=True)
     assert not segment.observe(chat.render([asks(url_of(BLUE))]))
     assert len(segment.images) == 1
     assert segment.done
@@ -150,7 +144,7 @@ def test_what_is_no_image_is_refused_by_name(chat, where, words):
 
 def test_a_tool_that_prints_a_placeholder_makes_no_place(chat):
     segment = chat.start([asks(url_of(RED))], TOOLS)
-    say(chat, segment, "x")
+    answer(chat, segment, "x", by_letter=True)
     ids = chat.render_tools([ToolResult("<|image_pad|><|vision_start|>")], [ToolCall("look")])
     assert not chat.rendering.placeholders & set(ids)
     mixed = ToolResult("<|image_pad|>", images=(url_of(RED),))
@@ -210,7 +204,7 @@ def test_splices_with_images_are_proven_at_start(shared, folder):
 
 def test_images_sampled_placeholder_is_policy_error(chat):
     segment = chat.start([asks(url_of(RED))])
-    say(chat, segment, "red")
+    answer(chat, segment, "red", by_letter=True)
     assert not segment.done
     segment.observe(chat.render([asks(text="more")]))
     (place,) = chat.rendering.placeholders
@@ -256,8 +250,10 @@ async def test_images_of_the_task_stay_in_their_files(chat, tmp_path):
     asked = asks(str(ours))
     segment = chat.start([asked], TOOLS)
     call = '<tool_call>\n{"name": "look", "arguments": {"page": 1}}\n</tool_call>'
-    chat.go_on(segment, say(chat, segment, call), tool_messages([ToolResult("", (str(theirs), str(ours)))]))
-    say(chat, segment, "red")
+    chat.go_on(
+        segment, answer(chat, segment, call, by_letter=True), tool_messages([ToolResult("", (str(theirs), str(ours)))])
+    )
+    answer(chat, segment, "red", by_letter=True)
     red, blue = (hashlib.sha256(data).hexdigest() for data in (RED, BLUE))
     found = await images_of(lease_of(asked), [segment.output()])
     assert found == EpisodeImages(((red, blue, red),), {blue: BLUE}, {red: ours.as_uri()})
@@ -268,7 +264,7 @@ async def test_images_of_the_task_stay_in_their_files(chat, tmp_path):
 
 async def test_an_episode_without_images_carries_none(chat):
     segment = chat.start([asks(text="none")], TOOLS)
-    say(chat, segment, "x")
+    answer(chat, segment, "x", by_letter=True)
     assert await images_of(lease_of(asks(text="none")), [segment.output()]) is None
 
 
@@ -282,7 +278,7 @@ def test_stripped_thinking_keeps_the_images_of_the_history(shared):
         tokenizer, get_parser("hermes"), processor=shared.rendering.places.processor, thinking_history="strip"
     )
     segment = chat.start([asks(url_of(RED))], TOOLS)
-    after = chat.go_on(segment, say(chat, segment, "<think>hm</think>red"), [asks(url_of(BLUE))])
+    after = chat.go_on(segment, answer(chat, segment, "<think>hm</think>red", by_letter=True), [asks(url_of(BLUE))])
     assert after is not segment
     assert [image.sha256 for image in after.images] == [hashlib.sha256(data).hexdigest() for data in (RED, BLUE)]
     said = [asks(url_of(RED)), {"role": "assistant", "content": "red"}, asks(url_of(BLUE))]
