@@ -53,9 +53,9 @@ class Episode:
         """The outcome reported to the queue. Raises `QueueError` (lease lost, queue gone) and `CancelledError`."""
         spans = episode_spans(self._lease, self._services.worker)
         self._trace = begin_trace(self._services.on_span, spans)
-        return await (self._run() if spans is None else self._run_told(spans))
+        return await (self._run() if spans is None else self._run_traced(spans))
 
-    async def _run_told(self, spans: EpisodeSpans) -> Outcome:
+    async def _run_traced(self, spans: EpisodeSpans) -> Outcome:
         cause = "stopped"
         try:
             outcome = await self._run()

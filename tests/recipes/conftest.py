@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import socket
 import subprocess
@@ -14,7 +15,7 @@ from types import ModuleType
 
 import httpx
 import pytest
-from tests.deploy.conftest import start_run  # noqa: F401 - a fixture
+from tests.deploy.conftest import LivingRun, start_run  # noqa: F401 - a fixture
 
 from penstock.agent_loops import load_object
 from penstock.deploy import load_config, rehearse_recipe, rows_of
@@ -40,13 +41,19 @@ def script(name: str) -> ModuleType:
     return sys.modules[module_name]
 
 
-def cold_start(recipe: Path, folder: Path, *settings: str) -> Path:
-    """The calculator's small model after `penstock sft` on the conversations in `folder`, where it is put."""
+def cold_start(recipe: Path, folder: Path, *settings: str, base: Path = RECIPES / "calculator/model") -> Path:
+    """The small model `base` after `penstock sft` on the conversations in `folder`, where it is put."""
     model = folder / "model"
-    shown = (f"sft.messages={folder / 'conversations.jsonl'}", f"model={RECIPES / 'calculator/model'}")
+    shown = (f"sft.messages={folder / 'conversations.jsonl'}", f"model={base}")
     command = [sys.executable, "-m", "penstock.deploy.cli", "sft", str(recipe), *shown, f"sft.out={model}", *settings]
     subprocess.run([*command, f"runs_dir={folder / 'sft'}"], check=True, timeout=900)
     return model
+
+
+def rewards_of(run: LivingRun) -> list[float]:
+    """Mean reward of each step."""
+    lines = (run.root / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["reward"] for line in lines]
 
 
 async def played(recipe: str, policy: str, *overrides: str, rows: int = 0, split: str = "train") -> EnvCheck:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.agent_loops import AgentConfig, ChatTokens, Episode
+from penstock.agent_loops.rewards import RewardFunction
 from penstock.testing import FakeClient
 
 
@@ -33,11 +34,15 @@ def saying(chat_for) -> Callable[..., FakeClient]:
 def run_loop(queue_of, tasks_of, parts_of):
     """(outcome, trajectory) of one episode; `queue` given again: the next worker's lease of it."""
 
-    async def go(loop, client, tool=None, queue=None, settings=None, chat=None, messages=None, window=0, **fields):
+    async def go(
+        loop, client, tool=None, queue=None, settings=None, chat=None, messages=None, window=0, score=None, **fields
+    ):
         queue = queue or queue_of(tasks_of())
         config = {"max_turns": 12, "max_response_tokens": 6000, "max_new_tokens": 1000, "settings": settings or {}}
         parts = parts_of(queue, client, tool, config=AgentConfig(**{**config, **fields}))
         parts = dataclasses.replace(parts, find_loop=lambda name: loop, chat=chat or parts.chat, max_model_len=window)
+        if score is not None:
+            parts = dataclasses.replace(parts, reward=RewardFunction(score))
         (task,) = tasks_of()
         task = dataclasses.replace(task, messages=messages or task.messages)
         outcome = await Episode(parts, queue.lease(task)).run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.agent_loops.conftest import call_text
 from tests.agent_loops.loops.test_code_act import BLOCK, Interpreter
 from tests.agent_loops.loops.test_multi_agent import delegate
@@ -26,23 +27,31 @@ def ends_at(tool, call: int) -> None:
     tool.execute = execute
 
 
-async def test_react(run_loop, saying, calculator):
-    ends_at(calculator, 2)
-    outcome, trajectory = await run_loop(ToolAgentLoop, saying(lambda text: call_text("1+1")), calculator)
-    assert (outcome.kind, trajectory.num_turns, trajectory.turn_rewards) == (OutcomeKind.COMPLETED, 2, (1.0, 1.0))
+@pytest.mark.parametrize(
+    ("loop", "says", "at_call", "turn_rewards"),
+    [
+        (ToolAgentLoop, call_text("1+1"), 2, (1.0, 1.0)),
+        (CodeActLoop, BLOCK, 4, (2.0, 2.0)),  # two blocks an answer
+        (StepwiseLoop, call_text("1+1"), 3, (1.0, 1.0, 1.0)),
+    ],
+)
+async def test_a_final_result_ends_the_loop(run_loop, saying, calculator, loop, says, at_call, turn_rewards):
+    tool = Interpreter() if loop is CodeActLoop else calculator
+    ends_at(tool, at_call)
+    outcome, trajectory = await run_loop(loop, saying(lambda text: says), tool)
+    assert (outcome.kind, trajectory.turn_rewards) == (OutcomeKind.COMPLETED, turn_rewards)
+    assert trajectory.num_turns == len(turn_rewards)
 
 
-async def test_code_act(run_loop, saying):
-    tool = Interpreter()
-    ends_at(tool, 4)
-    outcome, trajectory = await run_loop(CodeActLoop, saying(lambda text: BLOCK), tool)
-    assert (outcome.kind, trajectory.num_turns, trajectory.turn_rewards) == (OutcomeKind.COMPLETED, 2, (2.0, 2.0))
+async def test_a_final_result_reaches_the_reward(run_loop, saying, calculator):
+    def score(data_source, solution_str, ground_truth, extra_info):
+        return float(extra_info["final_answer"] == "46 at 1")
 
-
-async def test_stepwise(run_loop, saying, calculator):
-    ends_at(calculator, 3)
-    outcome, trajectory = await run_loop(StepwiseLoop, saying(lambda text: call_text("1+1")), calculator)
-    assert (outcome.kind, trajectory.num_turns, trajectory.turn_rewards) == (OutcomeKind.COMPLETED, 3, (1.0, 1.0, 1.0))
+    ends_at(calculator, 1)
+    client = saying(lambda text: call_text("1+1"))
+    _, trajectory = await run_loop(ToolAgentLoop, client, calculator, score=score)
+    assert (trajectory.num_turns, trajectory.reward) == (1, 1.0)
+    assert trajectory.segments[0].response_mask.all()
 
 
 async def test_multi_agent_final_result_ends_helper_only(run_loop, saying, calculator, chat_for):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.deploy.conftest import assert_accounts_balance
-from tests.recipes.conftest import RECIPES
+from tests.recipes.conftest import RECIPES, cold_start, rewards_of
 
 pytestmark = [
     pytest.mark.deep,
@@ -23,11 +20,8 @@ WINDOW = 8
 small model: it goes between 0.3 and 0.8 while the mean stays near 0.6."""
 
 
-def test_a_second_search_is_learned(start_run, two_hops: Path, searching: Callable[..., str], tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shown = (f"model={two_hops / 'base'}", f"sft.messages={two_hops / 'conversations.jsonl'}", f"sft.out={model}")
-    command = [sys.executable, "-m", "penstock.deploy.cli", "sft", str(RECIPE), *shown]
-    subprocess.run([*command, f"runs_dir={tmp_path / 'sft'}"], check=True, timeout=900)
+def test_a_second_search_is_learned(start_run, two_hops: Path, searching: Callable[..., str]) -> None:
+    model = cold_start(RECIPE, two_hops, base=two_hops / "base")
 
     data = (f"data.train={two_hops / 'train.parquet'}", "data.eval=null", f"model={model}", searching(topk=1))
     goal = (
@@ -38,7 +32,7 @@ def test_a_second_search_is_learned(start_run, two_hops: Path, searching: Callab
     )
     run = start_run("two-hops", *data, *goal, recipe=RECIPE)
     summary = run.finish(timeout_s=900)
-    rewards = [json.loads(line)["reward"] for line in (run.root / "metrics.jsonl").read_text().splitlines()]
+    rewards = rewards_of(run)
     first, last = sum(rewards[:5]) / 5, sum(rewards[-WINDOW:]) / WINDOW
     assert first <= 0.33
     assert last >= max(0.5, 1.5 * first)

@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 from tests.deploy.conftest import assert_accounts_balance, start_run
+from tests.recipes.conftest import rewards_of
 from tests.recipes.swe.conftest import RECIPE, penstock, python
 
 from penstock.agent_loops import load_object
@@ -168,7 +169,7 @@ def test_a_small_model_learns_to_repair_until_it_passes(start_run, folder: Path,
     goal = ("trainer.stop.metric=reward", "trainer.stop.target=0.8", f"trainer.stop.window={WINDOW}")
     run = start_run("swe-learn", "data.eval=null", *goal, cwd=folder, recipe=RECIPE / "learn.yaml")
     summary = run.finish(timeout_s=900)
-    rewards = [json.loads(line)["reward"] for line in (run.root / "metrics.jsonl").read_text().splitlines()]
+    rewards = rewards_of(run)
     first, last = sum(rewards[:WINDOW]) / WINDOW, sum(rewards[-WINDOW:]) / WINDOW
     assert first <= 0.45, rewards
     assert last >= max(0.75, 2 * first), rewards
