@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -112,6 +112,20 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+async def teacher_of(serve: Callable[[Any], Any]) -> AsyncIterator[Callable[..., Awaitable[Teacher]]]:
+    """A teacher that asks a served application."""
+    made = []
+
+    async def make(app: FastAPI, **settings: Any) -> Teacher:
+        made.append(Teacher(TeacherConfig(url=await serve(app), **settings)))
+        return made[-1]
+
+    yield make
+    for teacher in made:
+        await teacher.close()
+
+
+@pytest.fixture
 def run(queue_of, tasks_of, parts_of, calling_policy, calculator):
     async def go(url: str, source: str = "*", task: dict | None = None, **settings: Any):
         made = tasks_of(**(task or {}))
@@ -176,12 +190,11 @@ async def test_every_sampled_token_has_the_likeliest_ids(run, serve: Callable[[A
     np.testing.assert_allclose(found, [judged(ids, n) for n in places.tolist()], atol=1e-6)
 
 
-async def test_texts_in_place_of_ids_are_no_likeliest_ids(serve: Callable[[Any], Any]) -> None:
+async def test_texts_in_place_of_ids_are_no_likeliest_ids(teacher_of) -> None:
     """`echo` names its likeliest tokens by their texts, of which several ids may have one."""
-    teacher = Teacher(TeacherConfig(url=await serve(FakeServer("echo").app), top_k=2))
+    teacher = await teacher_of(FakeServer("echo").app, top_k=2)
     with pytest.raises(InfraFailure, match="gives no logprobs of a prompt"):
         await teacher.judge([1, 2, 3], [2])
-    await teacher.close()
 
 
 def test_names_go_before_patterns() -> None:
@@ -252,24 +265,22 @@ async def test_a_teacher_that_is_away_is_named(run) -> None:
     assert "127.0.0.1:9" in outcome.reason
 
 
-async def test_waits_have_a_deadline(serve: Callable[[Any], Any]) -> None:
+async def test_waits_have_a_deadline(teacher_of) -> None:
     server = FakeServer()
     server.failures = [503] * 10_000
-    teacher = Teacher(TeacherConfig(url=await serve(server.app), retries=10_000, deadline_s=0.5))
+    teacher = await teacher_of(server.app, retries=10_000, deadline_s=0.5)
     with pytest.raises(InfraFailure, match=r"no logprobs within 0\.5 s"):
         await teacher.judge([1, 2, 3])
-    await teacher.close()
 
 
-async def test_very_unlikely_tokens_stay_finite(serve: Callable[[Any], Any]) -> None:
+async def test_very_unlikely_tokens_stay_finite(teacher_of) -> None:
     server = FakeServer()
     server.value = -9999.0
-    teacher = Teacher(TeacherConfig(url=await serve(server.app)))
+    teacher = await teacher_of(server.app)
     assert (await teacher.judge([1, 2, 3])).logprobs.tolist() == [0.0, -100.0, -100.0]
-    await teacher.close()
 
 
-async def test_ids_of_another_server_are_refused(serve: Callable[[Any], Any]) -> None:
+async def test_ids_of_another_server_are_refused(teacher_of) -> None:
     """The logprobs are keyed by the ids that were judged."""
     app = FastAPI()
     app.get("/v1/models")(FakeServer().models)
@@ -278,10 +289,9 @@ async def test_ids_of_another_server_are_refused(serve: Callable[[Any], Any]) ->
     async def completions() -> Any:
         return {"choices": [{"prompt_logprobs": [None, {"7": {"logprob": -1.0}}, {"9": {"logprob": -1.0}}]}]}
 
-    teacher = Teacher(TeacherConfig(url=await serve(app)))
+    teacher = await teacher_of(app)
     with pytest.raises(InfraFailure, match="gives no logprobs of a prompt"):
         await teacher.judge([5, 7, 8])
-    await teacher.close()
 
 
 @pytest.mark.parametrize(
@@ -293,30 +303,26 @@ async def test_ids_of_another_server_are_refused(serve: Callable[[Any], Any]) ->
         ({"failures": [503]}, "HTTP 503", "start the server"),
     ],
 )
-async def test_a_bad_teacher_is_refused_at_start(
-    serve: Callable[[Any], Any], spoil: dict[str, Any], named: str, fix: str
-) -> None:
+async def test_a_bad_teacher_is_refused_at_start(teacher_of, spoil: dict[str, Any], named: str, fix: str) -> None:
     server = FakeServer()
     for name, value in spoil.items():
         setattr(server, name, value)
-    teacher = Teacher(TeacherConfig(url=await serve(server.app)))
+    teacher = await teacher_of(server.app)
     with pytest.raises(BadTeacher, match=named) as refused:
         await teacher.check([1, 2, 3], 63, 100)
     assert fix in refused.value.fix
-    await teacher.close()
 
 
 @pytest.mark.parametrize("tokens", [[1, 2, 3], None])
-async def test_a_good_teacher_passes(serve: Callable[[Any], Any], tokens: list[int] | None) -> None:
+async def test_a_good_teacher_passes(teacher_of, tokens: list[int] | None) -> None:
     server = FakeServer()
     server.tokens = tokens
-    teacher = Teacher(TeacherConfig(url=await serve(server.app)))
+    teacher = await teacher_of(server.app)
     found = await teacher.check([1, 2, 3], 63, 511)
     assert ("same ids" in found) == (tokens is not None)
     assert server.asked == [[1, 2, 3], [1, 2, 3, 63]]
     with pytest.raises(BadTeacher, match="reads 512 tokens"):
         await teacher.check([1, 2, 3], 63, 512)
-    await teacher.close()
 
 
 @pytest.mark.parametrize(
@@ -328,21 +334,19 @@ async def test_a_good_teacher_passes(serve: Callable[[Any], Any], tokens: list[i
     ],
 )
 async def test_more_likeliest_ids_than_there_can_be_are_refused(
-    serve: Callable[[Any], Any], top_k: int, longest: int, named: str, fix: str
+    teacher_of, top_k: int, longest: int, named: str, fix: str
 ) -> None:
-    teacher = Teacher(TeacherConfig(url=await serve(FakeServer().app), top_k=top_k))
+    teacher = await teacher_of(FakeServer().app, top_k=top_k)
     with pytest.raises(BadTeacher, match=named) as refused:
         await teacher.check([1, 2, 3], 63, longest)
     assert fix in refused.value.fix
-    await teacher.close()
 
 
-async def test_a_teacher_says_what_its_likeliest_ids_cost(serve: Callable[[Any], Any]) -> None:
+async def test_a_teacher_says_what_its_likeliest_ids_cost(teacher_of) -> None:
     server = FakeServer()
-    teacher = Teacher(TeacherConfig(url=await serve(server.app), top_k=20))
+    teacher = await teacher_of(server.app, top_k=20)
     assert "top_k 20: 160 bytes more per sampled token" in await teacher.check([1, 2, 3], 63, 100)
     assert server.top_k == [20, 20]
-    await teacher.close()
 
 
 def test_settings_are_frozen_and_known() -> None:

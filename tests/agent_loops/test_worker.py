@@ -274,22 +274,6 @@ async def test_worker_adapts_concurrency_to_refusals(worker_of, queue_of, tasks_
     assert not queue.failed
 
 
-async def test_code_that_blocks_the_worker_is_named(worker_of, queue_of, tasks_of, caplog):
-    class Blocking(AgentLoopBase):
-        async def run(self, task):
-            time.sleep(0.6)
-            segment = self.chat.start(task.messages)
-            await self.llm.generate(segment)
-            return segment.output(reward=1.0)
-
-    queue = queue_of(tasks_of(1))
-    worker = worker_of(queue, FakeClient(lambda context: [5, 2]), find_loop=lambda name: Blocking)
-    async with running(worker):
-        await until(lambda: queue.done)
-    assert "test_worker.py" in caplog.text
-    assert "the event loop" in caplog.text
-
-
 async def test_worker_drain_tears_down_and_leaves_states(worker_of, queue_of, tasks_of, calculator):
     happened = []
 
