@@ -70,19 +70,19 @@ class SharedPart(Protocol):
 
 
 class SharedParts:
-    """What loops of one worker share between episodes (processes, connections): made on first use, closed with it."""
+    """Processes and connections that loops of one worker share: made on first use, closed with the worker."""
 
     def __init__(self) -> None:
         self._parts: dict[Hashable, Any] = {}
 
     def get(self, key: Hashable, make: Callable[[], SharedPart]) -> Any:
-        """The part of this key; made where there is none yet."""
+        """Returns the part of this key, made at the first call."""
         if key not in self._parts:
             self._parts[key] = make()
         return self._parts[key]
 
     async def close(self) -> None:
-        """All of them, also where one fails, which is logged."""
+        """Closes all parts; a failure is logged."""
         while self._parts:
             key, part = self._parts.popitem()
             try:
@@ -108,14 +108,14 @@ class WorkerServices:
     reward: RewardFunction | None = None
     teachers: Teachers | None = None
     routing_replay: bool = False
-    """As `RunContext.routing_replay`."""
+    """See `RunContext.routing_replay`."""
     max_model_len: int = 0
-    """As `RunContext.max_model_len`."""
+    """See `RunContext.max_model_len`."""
     mismatches: Mismatches = field(default_factory=Mismatches)
     on_span: OnSpan | None = None
     """Called with each span of each episode when it ends."""
     recipe_dir: Path = Path()
-    """Where files that settings name are looked for first."""
+    """The folder that is searched first for files that settings name."""
     shared: SharedParts = field(default_factory=SharedParts)
 
 
@@ -133,7 +133,7 @@ class AgentLoopBase(ABC):
     sandbox: Sandbox | None
     config: Mapping[str, Any]
     needs_sandbox: ClassVar[bool] = False
-    """Whether `sandbox` must be there without any tool in the recipe."""
+    """True if the loop needs `sandbox` even if the recipe has no tool."""
 
     @classmethod
     def require(cls) -> None:

@@ -17,7 +17,7 @@ MOST_TOP_K = 1024
 
 
 def entry_of(table: Mapping[str, V], data_source: str) -> V | None:
-    """Of a table by data source or pattern (`my_*`)."""
+    """Returns the entry of a data source, or of the pattern (`my_*`) that it matches."""
     pattern = pattern_of(data_source, table)
     return None if pattern is None else table[pattern]
 
@@ -86,7 +86,7 @@ class CaptureConfig(BaseModel):
 
 
 class SourceConfig(BaseModel):
-    """What the tasks of one data source have for themselves; what is unset is as for all tasks."""
+    """Settings of one data source's tasks; unset ones are those of all tasks."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -170,7 +170,7 @@ class AgentConfig(BaseModel):
         return teachers
 
     def of_source(self, data_source: str) -> AgentConfig:
-        """As the tasks of `data_source` have it."""
+        """Returns the settings for tasks of `data_source`."""
         own = entry_of(self.sources, data_source)
         if own is None:
             return self
@@ -178,7 +178,7 @@ class AgentConfig(BaseModel):
         return self.model_copy(update={name: value for name, value in given.items() if value is not None})
 
     def of_sources(self) -> list[AgentConfig]:
-        """As all tasks have it, then as those of each of `sources`."""
+        """Returns the settings for all tasks, then those of each of `sources`."""
         return [self, *(self.of_source(source) for source in self.sources)]
 
     @property
@@ -193,5 +193,5 @@ class AgentConfig(BaseModel):
 
     @property
     def teacher_top_k(self) -> tuple[int, ...]:
-        """As `RunContext.teacher_top_k`."""
+        """`top_k` of each teacher, see `RunContext.teacher_top_k`."""
         return tuple(teacher.top_k for teacher in self.teachers.values())

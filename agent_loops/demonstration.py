@@ -77,7 +77,7 @@ def _replies(messages: Sequence[Message]) -> list[int]:
 def _reply(
     chat: ChatTokens, said: Sequence[Message], tools: Sequence[Mapping[str, Any]], new: Sequence[Message]
 ) -> tuple[str, list[int]]:
-    """What the model has to sample for the last message of `said`, as text and as ids, its end included.
+    """Returns the text and the ids, end included, that the model has to sample for the last message of `said`.
 
     `new` comes after it. Raises `BadDemonstration`, and `TemplateError` where a written reply does not lie between the
     opening that a prompt ends with and the end of a reply.

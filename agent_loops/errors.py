@@ -34,7 +34,7 @@ class InfraFailure(AgentError):
 
 
 class TokenMismatch(InfraFailure):
-    """What the engine returned, or a loop handed back, is not what was sampled token for token."""
+    """The engine or a loop returned other tokens than those that were sampled."""
 
 
 class EpisodeRestart(AgentError):

@@ -56,7 +56,7 @@ class EpisodeJournal:
         self._queue = queue
         self._lease = lease
         self._all = list(lease.journal)
-        """What the queue should hold, in order."""
+        """Entries that the queue should hold, in order."""
         self._durable = len(self._all)
         """How many of `_all` it has acknowledged."""
         self._unsure = False
@@ -155,13 +155,13 @@ class EpisodeJournal:
         raise QueueError(f"{self._lease.episode_id}: its journal changed {MISMATCHES_ALLOWED} times during one append")
 
     async def _look(self) -> None:
-        """What others have appended, or an append of ours that got no answer."""
+        """Reads entries that others appended, or an append of this journal that got no answer."""
         held = (await self._queue.adopt(self._lease.episode_id, self._lease.fence)).journal
         self._all[self._durable : len(held)] = held[self._durable :]
         self._durable, self._unsure = len(held), False
 
     async def append_naming(self, entry: JournalEntry) -> None:
-        """As `append`, adding the run's name if no entry has recorded it yet."""
+        """Appends, and adds the run's name if no entry has recorded it yet."""
         if not self._life_is_durable:
             entry = replace(entry, data={**entry.data, LIFE: self._life})
         await self.append(entry)

@@ -125,7 +125,7 @@ class CallCounts:
 
 @dataclass(slots=True)
 class SeenContexts:
-    """What the engine was fed and returned: a loop's outputs are checked against it (invariant 1)."""
+    """Contexts that the engine was fed and returned; a loop's outputs are checked against them (invariant 1)."""
 
     before: set[tuple[int, int]] = field(default_factory=set)
     """(length, xxh3-64) of each context that was fed."""
@@ -165,7 +165,7 @@ class EpisodeLLM:
             split=lease.task.split,
             prefix=prefix_of(lease),
         )
-        """What all requests of the episode have in common."""
+        """The fields that all requests of the episode share."""
         self._decode = decode
 
     async def generate(self, segment: SegmentBuilder, **overrides: Any) -> Reply:

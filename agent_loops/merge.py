@@ -92,7 +92,7 @@ def to_trajectory(
 
 
 async def images_of(lease: Lease, outputs: Sequence[AgentLoopOutput]) -> EpisodeImages | None:
-    """What the trajectory carries of the images that stand in its segments; None where none does.
+    """Returns the images that the trajectory carries for its segments; None if they have none.
 
     A file of a tool is read now: it is the tool's, and may be gone before the episode is trained on. Raises
     `InfraFailure("loop")` where it is gone already.

@@ -1,4 +1,4 @@
-"""What an agent worker counts: `WorkerMetrics` for Prometheus, `WorkerStats` for its log and its decisions."""
+"""Counts of an agent worker: `WorkerMetrics` for Prometheus, `WorkerStats` for its log and its decisions."""
 
 from __future__ import annotations
 

@@ -29,14 +29,14 @@ LOWEST = -100.0
 MOST_ANSWER_BYTES = 256 << 20
 """An agent worker holds several at once."""
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
-"""What reading an answer of another shape raises."""
+"""Exceptions of reading an answer of another shape."""
 Pairs = Sequence[tuple[float, int]]
 """(logprob, id)"""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """What a server says of the L ids of a row, and of S places in it that it was asked for."""
+    """Logprobs of the L ids of a row, and the likeliest ids in S requested places of it."""
 
     logprobs: Logprobs
     """[L] of each id, given those before it; the first is 0."""
@@ -78,7 +78,7 @@ def read_prompt(form: PromptForm, answer: Any, ids: Sequence[int], wanted: Seque
 
 
 def answer_bytes(tokens: int, top_k: int) -> int:
-    """About what an answer takes at most: 128 bytes for one id at one place, with vLLM's rank and text."""
+    """Largest size of an answer: about 128 bytes for one id at one place, with vLLM's rank and text."""
     return tokens * (top_k + 1) * 128
 
 

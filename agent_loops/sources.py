@@ -1,4 +1,4 @@
-"""What the tasks of one data source have for themselves (`agent.sources`): loop, tools, limits.
+"""Loop, tools and limits of one data source's tasks (`agent.sources`).
 
 An episode's services are its source's from its first line on, so that loops, tools and the gateway know of one
 configuration only.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def services_of(services: WorkerServices, data_source: str) -> WorkerServices:
-    """As the episodes of `data_source` have them."""
+    """Returns the services for episodes of `data_source`."""
     config = services.config
     if not config.sources:
         return services

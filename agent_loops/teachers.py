@@ -73,8 +73,10 @@ class Teacher:
         self._form: PromptForm | None = None
 
     async def judge(self, ids: Sequence[int], sampled: Sequence[int] = ()) -> PromptLogprobs:
-        """Of ids [L]; `sampled` [S]: the places in it whose likeliest ids are wanted, where there is a `top_k`. Raises
-        `InfraFailure`."""
+        """Returns the logprobs of ids [L] and, with a `top_k`, the likeliest ids in the places `sampled` [S].
+
+        Raises `InfraFailure`.
+        """
         try:
             async with self._turn(), asyncio.timeout(self._config.deadline_s):
                 return await retry(
@@ -108,7 +110,7 @@ class Teacher:
         await self._http.close()
 
     async def check(self, encoded: Sequence[int], highest: int, longest: int) -> str:
-        """What the server is, for people.
+        """Checks the server and returns a description of it for people.
 
         Args:
             encoded: the student's ids of `PROBE`.
@@ -207,7 +209,7 @@ class Teacher:
             raise ToolInfraError(COMPONENT, f"{self._url}/v1/models lists no model") from error
 
     async def _check_vocabulary(self, encoded: Sequence[int]) -> bool:
-        """Whether the server could be asked. Raises `ToolInfraError`, and `BadTeacher` where it has other ids."""
+        """Returns False if there is no such route. Raises `ToolInfraError`, and `BadTeacher` if its ids differ."""
         body = {"model": self._model, "prompt": PROBE, "add_special_tokens": False}
         try:
             answer = await self._post("tokenize", body)

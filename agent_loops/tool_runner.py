@@ -249,7 +249,7 @@ async def _execute(
 
 
 def _plain(result: ToolResult) -> dict[str, Any]:
-    """As `asdict`, which copies every element of every field."""
+    """Returns the fields by name; `asdict` would copy every element of every field."""
     return {name: getattr(result, name) for name in RESULT_FIELDS} | {"metrics": dict(result.metrics)}
 
 

@@ -1,4 +1,4 @@
-"""What an episode spends its time on.
+"""Spans of an episode: where its time goes.
 
 Trace          spans of the episode, kept in its trajectory's `extra`: small enough to keep for each one
 EpisodeSpans   the same blocks as OpenTelemetry spans, where those are on: episode ─► turns ─► blocks of each turn
@@ -25,7 +25,7 @@ from penstock.sandbox import Sandbox, Session
 from penstock.transfer_queue import Lease, Outcome, OutcomeKind
 
 MAX_SPANS = 256
-"""Of one episode; further ones are counted."""
+"""Spans kept of one episode; further ones are counted."""
 Span = tuple[str, str, float, float]
 """(kind: ``model``, ``tool``, ``reward``; name; start in seconds after the lease; seconds)"""
 OnSpan = Callable[[str, str, float], None]
@@ -186,7 +186,7 @@ def episode_spans(lease: Lease, worker: str) -> EpisodeSpans | None:
 
 
 def trajectory_facts(trajectory: Any) -> dict[str, Any]:
-    """Of a finished episode: its reward, turns, tokens and versions."""
+    """Returns reward, turns, tokens and versions of a finished episode."""
     versions = [int(v) for segment in trajectory.segments for v in segment.version_spans[:, 0]]
     return {
         "reward": trajectory.reward,

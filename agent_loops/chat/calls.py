@@ -101,7 +101,7 @@ def _asked_for(template: ChatTemplate, tools: Tools) -> str:
 
 
 def name_of(parser: ToolCallParser) -> str:
-    """As `agent.parser` names it."""
+    """Returns the parser's name in `agent.parser`."""
     return _names().get(type(parser), type(parser).__name__)
 
 

@@ -51,7 +51,7 @@ class ChatTokens:
         self.refused_roles: Mapping[str, str] = {}
         """Role → why `render` refuses its messages; set by `verify_template`."""
         self.renewing_roles: Collection[str] = ()
-        """Of those, the ones before which `go_on` begins a new segment; set by `verify_template`."""
+        """The refused roles before which `go_on` begins a new segment; set by `verify_template`."""
         self._begin_episode(budget or new_budget(AgentConfig()))
 
     def for_episode(self, budget: Budget) -> ChatTokens:
@@ -67,7 +67,7 @@ class ChatTokens:
         self._read: tuple[Reply | None, ParsedTurn] = (None, ParsedTurn(""))
         """The last parsed reply."""
         self._images: dict[str, ImageRef] = {}
-        """Of this episode, by content."""
+        """Images of this episode, by content."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

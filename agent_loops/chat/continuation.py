@@ -1,4 +1,4 @@
-"""What a chat template writes after a reply, derived from the template itself.
+"""Derives from a chat template what it writes after a reply.
 
 A synthetic conversation that ends in a marked reply is rendered closed, and extended by the new messages:
 
@@ -128,7 +128,7 @@ class Continuation:
         return [self.template.call_message(made_up)]
 
     def _closed(self, asked: Sequence[Message], mark: str, tools: Tools, shown: str) -> str:
-        """What ends a conversation behind the marked call; the same in most turns of a run, so it is remembered.
+        """Returns the end of a conversation behind the marked call; cached, since most turns of a run share it.
         `shown`: repr of the tools."""
         key = (repr(asked), shown)
         if key not in self._closed_by:

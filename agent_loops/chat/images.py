@@ -26,7 +26,7 @@ Part = Mapping[str, Any]
 
 
 class ImagePlaces:
-    """What a model's processor makes of an image's place in a text. `processor`: of `model_files.load_processor`."""
+    """Widens an image's place in a text as the model's processor does. `processor`: of `model_files.load_processor`."""
 
     def __init__(self, processor: Any) -> None:
         self.token: str = processor.image_token
@@ -77,7 +77,7 @@ def take(messages: Sequence[Message], known: dict[str, ImageRef]) -> list[Messag
 
 
 def parts_of(messages: Sequence[Message]) -> list[Part]:
-    """Of images, in the order in which a template writes them."""
+    """Returns the image parts in the order in which a template writes them."""
     return [part for message in messages for part in _parts(message) if _is_image(part)]
 
 
@@ -117,7 +117,7 @@ def _taken(part: Part, known: dict[str, ImageRef]) -> Part:
 
 
 def _place_of(part: Part) -> Any:
-    """Where the part says that its image is."""
+    """Returns the path or URL of the part's image."""
     return part.get("image") or part.get("url") or (part.get("image_url") or {}).get("url")
 
 

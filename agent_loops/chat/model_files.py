@@ -1,4 +1,4 @@
-"""What is read from a model's folder before its first token: the tokenizer, which ids end a reply, the processor."""
+"""Reads a model's folder: the tokenizer, the ids that end a reply, the processor of images."""
 
 from __future__ import annotations
 

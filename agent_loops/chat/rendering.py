@@ -19,7 +19,7 @@ from penstock.tools.parsers import ToolCall
 CACHED_PROMPTS = 512
 CACHED_DELTAS = 512
 CACHED_CHARS = 1000
-"""Of the messages of a delta that is remembered."""
+"""Longest messages, together, of a delta that is cached."""
 Tools = Sequence[Mapping[str, Any]]
 
 
@@ -155,7 +155,7 @@ def ids_of(backend: Any, text: str) -> list[int]:
 
 
 def is_untouched(backend: Any) -> bool:
-    """Whether the Rust tokenizer is not set to cut, pad or split special tokens, which the wrapper would undo."""
+    """Returns whether the Rust tokenizer neither cuts nor pads nor splits special tokens; the wrapper resets these."""
     return backend.truncation is None and backend.padding is None and not backend.encode_special_tokens
 
 

@@ -23,7 +23,7 @@ class AddedTokens:
         marked = {number: str(token.content) for number, token in added.items() if token.special}
         self._marked = marked
         self.texts = {number: str(token.content) for number, token in added.items()}
-        """Of every added token."""
+        """Id → text of every added token."""
         self.special = sorted(set(marked.values()))
         self.special_ids = frozenset(marked) | frozenset(tokenizer.all_special_ids)
         self._plain = sorted({str(token.content) for token in added.values() if not token.special})
@@ -93,7 +93,7 @@ def find_reply_ends(
 
 
 def _closing(text: str, deltas: Sequence[str], special: re.Pattern[str], stop_words: Sequence[str]) -> str:
-    """What of `text`, behind a reply that ends a conversation, closes the reply; empty where nothing does.
+    """Returns the part of `text`, which ends a conversation, that closes the reply; empty if nothing does.
 
     All up to the first word that ends a reply, where what follows in a conversation begins so too; else a special
     token, white space before it included, behind which nothing else is said.

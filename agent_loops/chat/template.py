@@ -30,10 +30,10 @@ class CallForm:
     """How a template takes the tool calls of a message."""
 
     arguments_as_text: bool
-    """As JSON text (DeepSeek), not as an object."""
+    """Arguments are JSON text (DeepSeek), not an object."""
     ids: CallIds
-    """Of calls. short: nine letters or digits (Mistral); named: ``functions.NAME:NUMBER``, all that the template writes
-    of a name (Kimi K2)."""
+    """Form of call ids. short: nine letters or digits (Mistral); named: ``functions.NAME:NUMBER``, the only place of
+    the name in a call (Kimi K2)."""
 
 
 CALL_FORMS = tuple(CallForm(as_text, ids) for as_text, ids in itertools.product((False, True), get_args(CallIds)))
@@ -151,7 +151,7 @@ class ChatTemplate:
         return closed[shared_length(opening, closed) :]
 
     def _find_no_tools(self) -> list[Any] | None:
-        """What stands for no tools: nothing, or an empty list where a template reads one in any case (Hermes 3)."""
+        """Returns the value for no tools: None, or an empty list for templates that always read one (Hermes 3)."""
         user = {"role": "user", "content": "x"}
         for self._no_tools in (None, []):
             try:

@@ -41,7 +41,7 @@ class TemplateCase:
     said: Sequence[str]
     """Pieces of the reply that a template which keeps history writes."""
     calls: Sequence[ToolCall] = ()
-    """As the model would have written them."""
+    """The calls as the model would have written them."""
 
 
 def conversations(chat: ChatTokens, tools: Tools, *, images: bool = False) -> Iterator[TemplateCase]:

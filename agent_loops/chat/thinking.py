@@ -23,7 +23,7 @@ THINKS: Message = {"role": "assistant", "content": f"<think>\n{PROBE}\n</think>\
 
 
 def thinks(text: str) -> bool:
-    """Whether `text` contains a non-empty thought."""
+    """Returns whether `text` contains a non-empty thought."""
     return THOUGHT.search(text) is not None
 
 

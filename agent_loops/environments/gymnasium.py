@@ -255,7 +255,7 @@ class EnvironmentHost:
 
 
 def _is_ours(writer: asyncio.StreamWriter) -> bool:
-    """Whether the process at the other end has this process's user."""
+    """Returns whether the process at the other end has this process's user."""
     peer = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return struct.unpack("3i", peer)[1] == os.getuid()
 

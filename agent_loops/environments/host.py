@@ -42,7 +42,7 @@ from typing import Any
 
 MAX_ERROR = 4000
 MAX_LINE_BYTES = 16 << 20
-"""Of a message to the worker; `gymnasium.MAX_LINE_BYTES` ends a longer one's connection without a word."""
+"""Longest message to the worker, which closes the connection of a longer one (`gymnasium.MAX_LINE_BYTES`)."""
 GYMNASIUM_ID = re.compile(r"(?:[\w./-]+)-v\d+")
 Json = dict[str, Any]
 
@@ -122,7 +122,7 @@ class Lines:
 
     @property
     def waiting(self) -> bool:
-        """Whether `receive` has a line without reading."""
+        """Returns whether `receive` has a line without reading."""
         return b"\n" in self._read
 
 

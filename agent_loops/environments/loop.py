@@ -35,12 +35,12 @@ THOUGHT = re.compile(r"^.*</think>", re.DOTALL)
 TRIMMED = " \t\n\r\"'`.,:;!*[]()"
 """Around an action's name."""
 SHARE_OF_DEADLINE = 0.9
-"""Of the episode's deadline: past that itself nothing would be left of what the turns earned."""
+"""Share of the episode's deadline that the loop uses: past the deadline the turns' rewards are lost."""
 
 
 @dataclass(slots=True)
 class PlayedTurns:
-    """What the turns so far came to."""
+    """Rewards, states and counts of the turns so far."""
 
     rewards: list[float] = field(default_factory=list)
     states: list[str] = field(default_factory=list)
@@ -49,7 +49,7 @@ class PlayedTurns:
     invalid: Counter[str] = field(default_factory=Counter)
     """``all`` turns without an action that exists, and those ``in a row``."""
     numbers: dict[str, float] = field(default_factory=dict)
-    """Of the newest step's info."""
+    """Numbers of the newest step's info."""
 
     def add_invalid(self, reward: float) -> None:
         self.rewards.append(reward)

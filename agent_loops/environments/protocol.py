@@ -1,4 +1,4 @@
-"""What a loop asks of an environment, wherever it runs."""
+"""The interface of environments, wherever they run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 COMPONENT = "environment"
-"""Of its failures, in outcomes."""
+"""Component of an environment's failures in outcomes."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvStep:
-    """What a reset or a step returned."""
+    """Result of a reset or a step."""
 
     text: str
     """The observation, as the model reads it."""
@@ -24,9 +24,9 @@ class EnvStep:
     state: str = ""
     """Key of the state it is in, for estimators that compare turns of the same state."""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """Of its info."""
+    """Numbers of the info."""
     shown: Mapping[str, Any] = field(default_factory=dict)
-    """What the settings ask to show beside the observation."""
+    """Entries that the settings show below the observation."""
 
     @property
     def done(self) -> bool:

@@ -12,7 +12,7 @@ from penstock.transfer_queue import Task
 
 
 class EnvironmentSettings(BaseModel):
-    """Of any of them."""
+    """Settings of every environment."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -102,7 +102,7 @@ def seed_of(task: Task) -> int:
 
 
 def options_of(task: Task, settings: EnvironmentSettings) -> dict[str, Any]:
-    """Of the settings, and of the row's column `env`. Raises `InfraFailure`."""
+    """Merges options of the settings and of the row's column `env`. Raises `InfraFailure`."""
     given = task.extra_info.get("env") or {}
     if not isinstance(given, dict):
         raise InfraFailure("task", f"column env of {task.task_id} must be a mapping of options, found {given!r}")

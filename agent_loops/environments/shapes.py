@@ -143,7 +143,7 @@ class TextArena(Stepped):
         """`step` has closed a game that ended; another one has nothing open."""
 
     def _news(self) -> str:
-        """What the observation has more than the last one: most wrappers repeat the whole game in each."""
+        """Returns the new part of the observation: most wrappers repeat the whole game in each."""
         _, whole = self.env.get_observation()
         text = text_of(whole)
         before, self._heard = self._heard, text

@@ -19,7 +19,7 @@ from penstock.transfer_queue import Outcome
 
 Messages = Sequence[Mapping[str, Any]]
 MAX_REMEMBERED_CHARS = 2000
-"""Of one observation in a memory."""
+"""Characters of one observation in a memory."""
 
 
 class Talk(Protocol):
@@ -34,7 +34,7 @@ class Talk(Protocol):
         """No further answer fits."""
 
     def observe(self, reply: Reply, action: str, text: str) -> None:
-        """What came of the last answer. Raises `TemplateError`."""
+        """Appends the observation that follows the last answer. Raises `TemplateError`."""
 
     def outputs(self, outcome: Outcome | None, turn_rewards: Sequence[float]) -> list[AgentLoopOutput]:
         """All segments; at least one was sampled. `outcome` None: read off the end of the last one."""

@@ -34,7 +34,7 @@ REQUEST = (
     " was found, what was tried, and what remains to be done."
 )
 THOUGHT = re.compile(r"^.*</think>", re.DOTALL)
-"""What a model thinks before its summary is not part of it."""
+"""Matches the thinking before a summary, which is not part of it."""
 
 
 class CompactionSettings(ReactSettings):

@@ -22,7 +22,7 @@ from penstock.tools.parsers import ToolCall
 from penstock.transfer_queue import Task
 
 MAX_CHARS_PER_TURN = 400
-"""Of what the model said and of each result, in the memory."""
+"""Characters of an answer, and of each result, that the memory shows."""
 
 
 class StepwiseSettings(BaseModel):
@@ -38,7 +38,7 @@ class Step:
     """One turn that is over."""
 
     text: str
-    """What the model said, special tokens left out."""
+    """The model's answer without special tokens."""
     calls: Sequence[ToolCall]
     results: Sequence[ToolResult]
     """In the order of `calls`."""

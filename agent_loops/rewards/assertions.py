@@ -25,7 +25,7 @@ NAMES: dict[str, Any] = {
 MATHS = SimpleNamespace(
     isclose=math.isclose, isnan=math.isnan, isinf=math.isinf, sqrt=math.sqrt, pi=math.pi, inf=math.inf, nan=math.nan
 )
-"""What of `math` is evaluated here."""
+"""The names of `math` that are evaluated here."""
 _CONTAINERS = {"dict", "frozenset", "len", "list", "set", "sorted", "tuple"}
 _SCALARS = {"bytes", "float", "int", "max", "min", "round", "str", "sum"}
 """Conversions: the value may be a generator, or an object with a length or a text, which have no form outside."""
@@ -34,7 +34,7 @@ _PREDICATES = {"startswith", "endswith", "equals"} | {
 }
 """Methods that say whether a value is as expected. An object of the program may have them all, and say yes."""
 _SAFE_ARITHMETIC = (ast.Add, ast.Sub, ast.Div)
-"""Of values of the program too. A number that it chose could make other operators take for ever."""
+"""Operators for values of the program too. Others could take for ever on a number that it chose."""
 _OURS = (ast.Constant, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp, ast.BoolOp, ast.Compare)
 _IN_BOX = (ast.Call, ast.Name, ast.Attribute, ast.Subscript)
 _SETUP = (ast.Assign, ast.AnnAssign, ast.Expr, ast.Import, ast.ImportFrom)
@@ -57,9 +57,9 @@ class Assertion:
     """The statements of one test case."""
 
     steps: tuple[ProgramStep, ...]
-    """What the box runs: statements, and expressions whose values come back."""
+    """Statements that the box runs, and expressions whose values come back."""
     tests: tuple[CodeType, ...]
-    """What must be true here, of the names that `_value_name` gives those values."""
+    """Expressions that must be true here, over the names that `_value_name` gives those values."""
 
     @classmethod
     def parse(cls, text: str) -> Assertion:
@@ -109,7 +109,7 @@ class _Split(ast.NodeTransformer):
         self.values = 0
 
     def is_test(self, statement: ast.stmt) -> TypeGuard[ast.Assert]:
-        """Whether it is an assertion; other statements become steps."""
+        """Returns whether it is an assertion; other statements become steps."""
         if isinstance(statement, ast.Assert):
             return True
         if not isinstance(statement, _SETUP):
@@ -119,7 +119,7 @@ class _Split(ast.NodeTransformer):
         return False
 
     def split(self, statement: ast.Assert) -> CodeType:
-        """What is compared here."""
+        """Returns the part of an assertion that is compared here."""
         before = self.values
         text = ast.unparse(statement)
         for node in _truths(statement.test):
@@ -157,7 +157,7 @@ def _check_no_comparison(node: ast.AST) -> None:
 
 
 def _truths(node: ast.expr) -> Iterator[ast.expr]:
-    """What is only asked whether it is true."""
+    """Yields the expressions of which only the truth counts."""
     match node:
         case ast.BoolOp():
             parts = node.values
@@ -195,7 +195,7 @@ def _judges(node: ast.expr) -> bool:
 
 
 def _in_box(node: ast.AST) -> bool:
-    """Whether the box evaluates `node`: a part of the program, or anything that is not in `NAMES` and `MATHS`."""
+    """Returns whether the box evaluates `node`: a part of the program, or anything not in `NAMES` and `MATHS`."""
     if isinstance(node, ast.Call):
         return _in_box(node.func) or _converts(node)
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "math":

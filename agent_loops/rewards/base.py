@@ -53,7 +53,7 @@ class BaseReward(ABC):
         """Raises `InfraFailure`, or any other exception, on infrastructure failure; cancelled at its deadline."""
 
     def is_journaled(self, data_source: str) -> bool:
-        """Whether scores of such rows are kept."""
+        """Returns whether scores of such rows are kept in the journal."""
         return self.journaled
 
     async def close(self) -> None:

@@ -114,7 +114,7 @@ class ReasoningGym(BaseReward):
 
 
 def _verdict(result: RunResult) -> dict[str, Any]:
-    """Of a box's run. Before the problem was loaded a failure is the box's, from then on the answer's."""
+    """Reads the verdict of a box. A failure is the box's until the problem is loaded, then the answer's."""
     first, _, rest = result.stdout.partition("\n")
     if '"error"' in first:
         return dict(json.loads(first))

@@ -51,7 +51,7 @@ def load(asked: dict[str, Any], *, in_box: bool) -> tuple[Any, Any, dict[str, An
 
 
 def scored(problems: Any, given: str, entry: Any) -> dict[str, Any]:
-    """What a scorer raises over an answer is the answer's doing: it takes any text."""
+    """Scores an answer. An exception of the scorer is the answer's fault: a scorer takes any text."""
     try:
         return {"score": float(problems.score_answer(given, entry))}
     except Exception as error:  # noqa: BLE001

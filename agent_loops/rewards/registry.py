@@ -120,7 +120,7 @@ class RewardFunction:
     async def score_once(
         self, task: Task, solution: str, further: Mapping[str, Any], segments: Sequence[Segment], keeper: ScoreKeeper
     ) -> Score:
-        """As `score`, but what a dead owner of the episode recorded for the same ids and row is not computed again.
+        """Scores once: a score that a dead owner of the episode recorded for the same ids and row is returned.
 
         Raises `QueueError` as well.
         """
@@ -135,7 +135,7 @@ class RewardFunction:
         return Score(kept.reward, kept.metrics)
 
     def _digest(self, task: Task, further: Mapping[str, Any], segments: Sequence[Segment]) -> str:
-        """Of all that the reward may look at, and of the reward's name and settings: a resumed run may have others."""
+        """Digest of all that the reward may read and of its name and settings, which a resumed run may have changed."""
         row = [task.task_id, task.data_source, task.ground_truth, task.extra_info, further]
         digest = xxhash.xxh3_128(repr((self._name, self._settings, row)).encode())
         for segment in segments:
@@ -191,7 +191,7 @@ class _NoSandbox:
 
 
 def may_need_sandbox(config: AgentConfig) -> bool:
-    """Whether a worker without tools should try to have one for its rewards."""
+    """Returns whether a worker without tools should try to make a sandbox for its rewards."""
     names = {config.reward, *(getattr(choice, "name", choice) for choice in config.rewards.sources.values())}
     return bool(names & {"code", "reasoning_gym", BY_SOURCE})
 

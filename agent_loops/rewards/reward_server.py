@@ -57,7 +57,7 @@ def checked_part(part: str) -> str:
 
 
 def text_of(answer: Answer, part: str) -> str:
-    """What is shown: the last segment's response with tool results, those of all segments, or the last turn."""
+    """Returns the last segment's response with tool results, the responses of all segments, or the last turn."""
     if part == ALL:
         return "\n\n".join(answer.extra_info.get(ALL, [answer.solution]))
     return str(answer.extra_info.get(FINAL, answer.solution)) if part == FINAL else answer.solution

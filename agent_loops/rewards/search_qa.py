@@ -58,7 +58,7 @@ def targets_of(ground_truth: Any) -> list[str]:
 
 
 def _answer(solution: str, extra_info: Mapping[str, Any] | None) -> str | None:
-    """What was given to the tool `final_answer`, else the last tags' content."""
+    """Returns the argument of the tool `final_answer`, else the content of the last tags."""
     final = (extra_info or {}).get("final_answer")
     if isinstance(final, str):
         return final
