@@ -174,8 +174,8 @@ class AgentConfig(BaseModel):
         own = entry_of(self.sources, data_source)
         if own is None:
             return self
-        given = {name: getattr(own, name) for name in SourceConfig.model_fields if name != "tools"}
-        return self.model_copy(update={name: value for name, value in given.items() if value is not None})
+        values = {name: getattr(own, name) for name in SourceConfig.model_fields if name != "tools"}
+        return self.model_copy(update={name: value for name, value in values.items() if value is not None})
 
     def of_sources(self) -> list[AgentConfig]:
         """Returns the settings for all tasks, then those of each of `sources`."""

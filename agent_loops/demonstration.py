@@ -63,15 +63,15 @@ def segments_of(
 
 def _replies(messages: Sequence[Message]) -> list[int]:
     """Positions of the model's messages. Raises `BadDemonstration`."""
-    found = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    if not found or found[0] == 0 or found[-1] != len(messages) - 1:
+    numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if not numbers or numbers[0] == 0 or numbers[-1] != len(messages) - 1:
         raise BadDemonstration("a conversation begins with a message to the model and ends with one of it")
-    twice = next((one for one, other in pairwise(found) if other == one + 1), None)
+    twice = next((one for one, other in pairwise(numbers) if other == one + 1), None)
     if twice is not None:
         raise BadDemonstration(f"messages {twice} and {twice + 1} are both of the model: join them")
-    if any("weight" in messages[number] for number in found):
+    if any("weight" in messages[number] for number in numbers):
         raise BadDemonstration("`weight` of a message is not supported: every reply is trained on; leave it out")
-    return found
+    return numbers
 
 
 def _reply(

@@ -156,9 +156,9 @@ class EpisodeJournal:
 
     async def _look(self) -> None:
         """Reads entries that others appended, or an append of this journal that got no answer."""
-        held = (await self._queue.adopt(self._lease.episode_id, self._lease.fence)).journal
-        self._all[self._durable : len(held)] = held[self._durable :]
-        self._durable, self._unsure = len(held), False
+        entries = (await self._queue.adopt(self._lease.episode_id, self._lease.fence)).journal
+        self._all[self._durable : len(entries)] = entries[self._durable :]
+        self._durable, self._unsure = len(entries), False
 
     async def append_naming(self, entry: JournalEntry) -> None:
         """Appends, and adds the run's name if no entry has recorded it yet."""

@@ -73,10 +73,10 @@ def usual_sampling(config: AgentConfig, stop_token_ids: Sequence[int], lease: Le
         usual = _sampling(config.temperature, config.top_p, config.top_k, config.max_new_tokens, tuple(stop_token_ids))
         if not lease.task.sampling:
             return usual
-        wanted = {**usual.model_dump(), **lease.task.sampling}
-        if wanted.pop("greedy_member", None) == lease.member:
-            wanted["temperature"] = 0.0
-        return Sampling(**wanted)
+        fields = {**usual.model_dump(), **lease.task.sampling}
+        if fields.pop("greedy_member", None) == lease.member:
+            fields["temperature"] = 0.0
+        return Sampling(**fields)
     except ValidationError as error:
         raise InfraFailure("task", f"bad sampling of {lease.task.task_id}: {error}") from error
 
@@ -177,7 +177,7 @@ class EpisodeLLM:
         """
         if segment.done:
             raise AgentError("generate() on a segment that is done; ask `segment.done` before each call")
-        asked = (segment.context_len, segment.context_hash)
+        before = (segment.context_len, segment.context_hash)
         try:
             entry = self._journal.take(JournalKind.SAMPLED, segment.fed_hash)
             if entry is not None:
@@ -186,7 +186,7 @@ class EpisodeLLM:
                 routed, images = segment.routed_up_to, segment.images
                 context, room = segment.context(), segment.budget.tokens_left
                 generation = await self.draw(context, room, overrides, images=images, routed_up_to=routed)
-                await self._journal.append_naming(to_entry(generation, (asked[0], segment.fed_hash), {}))
+                await self._journal.append_naming(to_entry(generation, (before[0], segment.fed_hash), {}))
         except (InfraFailure, EpisodeRestart) as error:
             self.failure = error
             raise
@@ -201,7 +201,7 @@ class EpisodeLLM:
             "stop" if whole else reason,
             generation.routed_experts,
         )
-        self.remember(asked, (segment.context_len, segment.context_hash), generation)
+        self.remember(before, (segment.context_len, segment.context_hash), generation)
         return Reply(ids, self._decode(ids), generation.logprobs, reason)
 
     async def draw(
@@ -259,13 +259,13 @@ class EpisodeLLM:
         changed: dict[str, Any] = {"token_ids": context, "images": tuple(images), "request_id": name}
         sampling = self.sampling
         if overrides or tokens_left < sampling.max_new_tokens:
-            wanted = {**sampling.model_dump(), **overrides}
-            changed["sampling"] = Sampling(**{**wanted, "max_new_tokens": min(wanted["max_new_tokens"], tokens_left)})
+            fields = {**sampling.model_dump(), **overrides}
+            changed["sampling"] = Sampling(**{**fields, "max_new_tokens": min(fields["max_new_tokens"], tokens_left)})
         return self._usual.model_copy(update=changed)
 
-    def remember(self, asked: tuple[int, int], after: tuple[int, int], generation: Generation) -> None:
+    def remember(self, before: tuple[int, int], after: tuple[int, int], generation: Generation) -> None:
         """Counts an answer and records (length, hash) of its context, before and after the answer."""
-        self.seen.before.add(asked)
+        self.seen.before.add(before)
         self.seen.after.add(after)
         self.counts.calls += 1
         self.counts.continued_over_update += generation.continued_over_update
@@ -316,12 +316,12 @@ def first_tokens(chunk: Chunk, count: int) -> Chunk:
     )
 
 
-def to_entry(generation: Generation, asked: tuple[int, int], note: Mapping[str, Any]) -> JournalEntry:
+def to_entry(generation: Generation, context: tuple[int, int], note: Mapping[str, Any]) -> JournalEntry:
     """The journal entry of an answer; `note` is added to its data."""
     return JournalEntry(
         kind=JournalKind.SAMPLED,
-        context_len=asked[0],
-        context_hash=asked[1],
+        context_len=context[0],
+        context_hash=context[1],
         ids=np.array(generation.token_ids, dtype=np.int32),
         logprobs=np.array(generation.logprobs, dtype=np.float32),
         version_spans=np.array(generation.version_spans, dtype=np.int32).reshape(-1, 3),

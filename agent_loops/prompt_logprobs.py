@@ -62,8 +62,8 @@ class PromptForm(Protocol):
         """The likeliest ids of that place, in any order. Raises one of `MALFORMED`."""
 
 
-def read_prompt(form: PromptForm, answer: Any, ids: Sequence[int], wanted: Sequence[int], top_k: int) -> PromptLogprobs:
-    """`wanted`: places in `ids` [L], from 1. Raises one of `MALFORMED` for an answer that is of other ids, lacks some,
+def read_prompt(form: PromptForm, answer: Any, ids: Sequence[int], places: Sequence[int], top_k: int) -> PromptLogprobs:
+    """`places`: places in `ids` [L], from 1. Raises one of `MALFORMED` for an answer that is of other ids, lacks some,
     or has a logprob that is not a finite number."""
     values = form.logprobs(answer, ids)
     if not all(math.isfinite(value) for value in values):
@@ -71,7 +71,7 @@ def read_prompt(form: PromptForm, answer: Any, ids: Sequence[int], wanted: Seque
     logprobs = np.maximum(np.array([0.0, *values], dtype=np.float32), LOWEST)
     if not top_k:
         return PromptLogprobs(logprobs)
-    rows = [_first(form.likeliest(answer, place), top_k) for place in wanted]
+    rows = [_first(form.likeliest(answer, place), top_k) for place in places]
     top_ids = np.array([[token for _, token in row] for row in rows], dtype=np.int32).reshape(-1, top_k)
     top_logprobs = np.array([[value for value, _ in row] for row in rows], dtype=np.float32).reshape(-1, top_k)
     return PromptLogprobs(logprobs, top_ids, np.maximum(top_logprobs, LOWEST))
@@ -86,10 +86,10 @@ def _first(pairs: Pairs, top_k: int) -> Pairs:
     """The k likeliest; of equal ones the lower ids. Raises `ValueError` where one is not finite, or there are fewer."""
     if not all(math.isfinite(value) for value, _ in pairs):
         raise ValueError("a logprob of the likeliest ids is not a finite number")
-    found = sorted(pairs, key=lambda pair: (-pair[0], pair[1]))[:top_k]
-    if len({token for _, token in found}) < top_k:
-        raise ValueError(f"{len(found)} likeliest ids of {top_k} asked for (agent.teachers.*.top_k)")
-    return found
+    likeliest = sorted(pairs, key=lambda pair: (-pair[0], pair[1]))[:top_k]
+    if len({token for _, token in likeliest}) < top_k:
+        raise ValueError(f"{len(likeliest)} likeliest ids of {top_k} asked for (agent.teachers.*.top_k)")
+    return likeliest
 
 
 class KeyedForm:

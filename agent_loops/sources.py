@@ -49,12 +49,12 @@ def verify_sources(chat: ChatTokens, config: AgentConfig, tools: Mapping[str, Ba
     A role that cannot follow a reply under one set is refused under all, and begins a new segment where it does under
     all that refuse it. Raises `LoadError`, `TemplateError`.
     """
-    sets = {tuple(found): found for found in (tools_of(config, source, tools) for source in config.sources)}
+    sets = {tuple(subset): subset for subset in (tools_of(config, source, tools) for source in config.sources)}
     sets.pop(tuple(tools), None)
-    others = [verify_template(chat, [tool.schema for tool in found.values()]) for found in sets.values()]
+    others = [verify_template(chat, [tool.schema for tool in subset.values()]) for subset in sets.values()]
     verified = verify_template(chat, [tool.schema for tool in tools.values()])
     every = [*others, verified]
     chat.refused_roles = {role: why for one in every for role, why in one.unsupported.items()}
-    kept = {role for one in every for role in set(one.unsupported) - one.renewing}
-    chat.renewing_roles = frozenset(chat.refused_roles) - kept
+    not_renewing = {role for one in every for role in set(one.unsupported) - one.renewing}
+    chat.renewing_roles = frozenset(chat.refused_roles) - not_renewing
     return verified

@@ -176,14 +176,14 @@ class Teacher:
         refusals = []
         for form in forms_for(self._config.top_k):
             try:
-                found = await self._ask(form, ids, sampled)
+                logprobs = await self._ask(form, ids, sampled)
             except ToolUnavailable:
                 raise  # another form would not be answered either
             except ToolInfraError as error:
                 refusals.append(f"{form.name}: {error.reason}")
             else:
                 self._form = form
-                return found
+                return logprobs
         raise NoPromptLogprobs(f"{self._url} gives no logprobs of a prompt ({'; '.join(refusals)})")
 
     async def _ask(self, form: PromptForm, ids: Sequence[int], sampled: Sequence[int]) -> PromptLogprobs:
@@ -275,13 +275,13 @@ async def _annotated(teacher: Teacher, segment: Segment) -> Segment:
     end = int(sampled[-1]) + 1  # what was observed after the last sampled token needs no judgement
     ids = np.concatenate([segment.prompt_ids, segment.response_ids[:end]]).tolist()
     places = sampled + len(segment.prompt_ids)
-    found = await teacher.judge(ids, places.tolist())
-    values[sampled] = found.logprobs[places]
+    judgement = await teacher.judge(ids, places.tolist())
+    values[sampled] = judgement.logprobs[places]
     return replace(
         segment,
         teacher_logprobs=values,
-        teacher_top_ids=found.top_ids,
-        teacher_top_logprobs=found.top_logprobs,
+        teacher_top_ids=judgement.top_ids,
+        teacher_top_logprobs=judgement.top_logprobs,
     )
 
 
@@ -290,5 +290,5 @@ def _fix_of(error: ToolInfraError, top_k: int) -> str:
         return f"serve the teacher with `--max-logprobs {top_k}` or more, or lower agent.teachers.*.top_k"
     if "HTTP 401" in error.reason or "HTTP 403" in error.reason:
         return "the server refuses the key: set the environment variable that agent.teachers.*.key_variable names"
-    given = "the likeliest ids in a prompt's places" if top_k else "logprobs of prompts"
-    return f"serve the teacher with vLLM, SGLang or `penstock teacher-server`, which give {given}"
+    logprobs = "the likeliest ids in a prompt's places" if top_k else "logprobs of prompts"
+    return f"serve the teacher with vLLM, SGLang or `penstock teacher-server`, which give {logprobs}"

@@ -54,10 +54,10 @@ class CallNames:
     def __init__(self) -> None:
         self._asked: Counter[int] = Counter()
 
-    def of_turn(self, life: str, asked: int, calls: Sequence[ToolCall]) -> list[NamedCall]:
-        """`life`: the run's own name (`EpisodeJournal.life`); `asked`: `hash_of(calls)`."""
-        turn, self._asked[asked] = self._asked[asked], self._asked[asked] + 1
-        return [NamedCall(call, f"{life}/{asked:016x}.{turn}.{index}") for index, call in enumerate(calls)]
+    def of_turn(self, life: str, digest: int, calls: Sequence[ToolCall]) -> list[NamedCall]:
+        """`life`: the run's own name (`EpisodeJournal.life`); `digest`: `hash_of(calls)`."""
+        turn, self._asked[digest] = self._asked[digest], self._asked[digest] + 1
+        return [NamedCall(call, f"{life}/{digest:016x}.{turn}.{index}") for index, call in enumerate(calls)]
 
 
 def hash_of(calls: Sequence[ToolCall]) -> int:
@@ -142,18 +142,18 @@ class ToolBox:
 
         The model's mistakes are returned as error texts. Raises `InfraFailure` if a tool itself failed.
         """
-        asked = hash_of(calls)
+        digest = hash_of(calls)
         try:
-            named = self._names.of_turn(await self._journal.life(), asked, calls)
+            named = self._names.of_turn(await self._journal.life(), digest, calls)
             problems = [self._problem_with(call) for call in calls]
-            entry = self._journal.take(JournalKind.TOOLS, asked)
+            entry = self._journal.take(JournalKind.TOOLS, digest)
             if entry is not None:
                 results = [ToolResult(**{**one, "images": tuple(one["images"])}) for one in entry.data["results"]]
             else:
                 runs = [self._run_one(one, problem) for one, problem in zip(named, problems, strict=True)]
                 results = await gather_or_cancel(runs)
                 data = {"results": [_plain(result) for result in results], SESSIONS: self._states.sessions()}
-                await self._journal.append(JournalEntry(kind=JournalKind.TOOLS, context_hash=asked, data=data))
+                await self._journal.append(JournalEntry(kind=JournalKind.TOOLS, context_hash=digest, data=data))
         except (InfraFailure, EpisodeRestart) as error:
             self.failure = error
             raise

@@ -213,9 +213,9 @@ class _Proxy:
 
 
 class TracedSandbox(_Proxy):
-    async def start(self, label: str, **asked: Any) -> Session:
+    async def start(self, label: str, **options: Any) -> Session:
         with exported_span("sandbox", "start"):
-            return cast(Session, TracedSession(await self._inner.start(label, **asked)))
+            return cast(Session, TracedSession(await self._inner.start(label, **options)))
 
     async def attach(self, session_id: str) -> Session:
         with exported_span("sandbox", "attach"):

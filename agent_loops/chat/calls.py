@@ -64,8 +64,8 @@ def check_calls_are_read(parser: ToolCallParser, template: ChatTemplate, tools: 
     if text is None:
         proven = _is_shown(parser, template, tools)
     else:
-        asked = _asked_for(template, tools)
-        proven = name == asked if asked else _reads(parser, text, tools)
+        shown_parser = _asked_for(template, tools)
+        proven = name == shown_parser if shown_parser else _reads(parser, text, tools)
     if not proven:
         raise TemplateError(_unread(name, template, tools))
 
@@ -80,9 +80,9 @@ def readers_of(template: ChatTemplate, tools: Tools) -> list[str]:
     parsers = {name: get_parser(name) for name in get_args(ParserName)}
     if text is None:
         return [name for name, parser in parsers.items() if _is_shown(parser, template, tools)]
-    left = {name: len(one.parse(text).content) for name, one in parsers.items() if _reads(one, text, tools)}
-    asked = _asked_for(template, tools)
-    return [asked] if asked else [name for name, length in left.items() if length == min(left.values())]
+    rests = {name: len(one.parse(text).content) for name, one in parsers.items() if _reads(one, text, tools)}
+    shown_parser = _asked_for(template, tools)
+    return [shown_parser] if shown_parser else [name for name, length in rests.items() if length == min(rests.values())]
 
 
 def _asked_for(template: ChatTemplate, tools: Tools) -> str:
@@ -96,8 +96,8 @@ def _asked_for(template: ChatTemplate, tools: Tools) -> str:
         return ""
     if not any(_reads(one, text, tools) for one in parsers.values()):
         return ""
-    shown = [name for name, one in parsers.items() if _is_shown(one, template, tools)]
-    return shown[0] if len(shown) == 1 else ""
+    names = [name for name, one in parsers.items() if _is_shown(one, template, tools)]
+    return names[0] if len(names) == 1 else ""
 
 
 def name_of(parser: ToolCallParser) -> str:
@@ -134,8 +134,8 @@ def _written(template: ChatTemplate, tools: Tools) -> str | None:
 
 
 def _reads(parser: ToolCallParser, text: str, tools: Tools) -> bool:
-    asked = _call(tools)
-    return [(one.name, one.arguments) for one in parser.parse(text).calls] == [(asked.name, asked.arguments)]
+    call = _call(tools)
+    return [(one.name, one.arguments) for one in parser.parse(text).calls] == [(call.name, call.arguments)]
 
 
 def _is_shown(parser: ToolCallParser, template: ChatTemplate, tools: Tools) -> bool:

@@ -104,10 +104,10 @@ class ChatTokens:
         new = self._said(segment, reply, calls, messages)
         renews = any(message.get("role") in self.renewing_roles for message in messages)
         if renews or (self._drops(messages) and thinks(self.decode(segment.take_unsearched()))):
-            said = [*segment.said, *new]
-            prompt = self.rendering.prompt_anew(key_of(said, segment.tools))
+            history = [*segment.said, *new]
+            prompt = self.rendering.prompt_anew(key_of(history, segment.tools))
             if segment.make_room(self._cost(messages, segment.tools, calls, renews=renews), len(prompt)):
-                return self._begin(prompt, said, segment.tools)
+                return self._begin(prompt, history, segment.tools)
         if not renews:
             segment.observe(self.render(messages, segment.tools, calls))
         segment.remember(new)
@@ -195,15 +195,15 @@ class ChatTokens:
     ) -> list[Message]:
         """The reply and what follows it, for a history. Each call has an id that no other of the conversation has: a
         template may look up by it which call a result answers."""
-        first = sum(len(said.get("tool_calls") or ()) + (said.get("role") == "tool") for said in segment.said)
+        first = sum(len(message.get("tool_calls") or ()) + (message.get("role") == "tool") for message in segment.said)
         named = self.template.call_form is not None and self.template.call_form.ids == "named"
         numbered = [
             replace(call, call_id=f"call{first + at:05d}", written_id=call.written_id if named else "")
             for at, call in enumerate(calls)
         ]
         parsed = replace(self._parsed(reply), calls=tuple(numbered))
-        said = written_again(self.template, parsed, reply.text, self.continuation.special)
-        return [said, *self.rendering.with_ids(messages, numbered)]
+        message = written_again(self.template, parsed, reply.text, self.continuation.special)
+        return [message, *self.rendering.with_ids(messages, numbered)]
 
     def _cost(
         self,

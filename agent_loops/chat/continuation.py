@@ -62,17 +62,17 @@ class Continuation:
 
     def closings(self) -> list[str]:
         """How a reply ends where nothing follows: text, and a tool call where the template writes them."""
-        found = [_behind(MARK, self.template.render([ASKS, {"role": "assistant", "content": MARK}], prompt=False))]
+        closings = [_behind(MARK, self.template.render([ASKS, {"role": "assistant", "content": MARK}], prompt=False))]
         if self.template.call_form is not None:
             call = self.template.call_message([_marked(ToolCall("probe"), MARK)])
-            found.append(self.closing_of(self.template.render([ASKS, call], prompt=False)))
-        return found
+            closings.append(self.closing_of(self.template.render([ASKS, call], prompt=False)))
+        return closings
 
     def turn(self) -> str:
         """A user's turn behind a reply, without the opening of the next one; empty where the template takes none."""
         try:
-            said = [ASKS, {"role": "assistant", "content": MARK}, ASKS]
-            return _behind(MARK, self.template.render(said, prompt=False))
+            messages = [ASKS, {"role": "assistant", "content": MARK}, ASKS]
+            return _behind(MARK, self.template.render(messages, prompt=False))
         except TemplateError:
             return ""
 
@@ -83,8 +83,8 @@ class Continuation:
 
     def closing_of(self, closed: str) -> str:
         """The special token that ends `closed`, and white space after it; empty where none does."""
-        found = self._last_token.search(closed)
-        return found[0] if found else ""
+        match = self._last_token.search(closed)
+        return match[0] if match else ""
 
     # helpers -------------------------------------------------------------------------------------------------------
     def _named(self, messages: Sequence[Message], answered: Sequence[ToolCall]) -> list[Message]:
@@ -98,22 +98,22 @@ class Continuation:
     def _answered(self, messages: Sequence[Message], calls: Sequence[ToolCall]) -> list[ToolCall]:
         """The call that each leading tool message answers: by id, by position, or one made up."""
         by_id = {call.call_id: call for call in calls if call.call_id}
-        found = []
+        answered = []
         for index, message in enumerate(messages):
             if message.get("role") != "tool":
                 break
             call = by_id.get(str(message.get("tool_call_id") or "")) or (calls[index] if index < len(calls) else None)
             if call is None:
                 call = ToolCall(str(message.get("name") or "tool"), call_id=str(message.get("tool_call_id") or ""))
-            found.append(call)
-        return found
+            answered.append(call)
+        return answered
 
     def _after_calls(self, calls: Sequence[ToolCall], messages: Sequence[Message], tools: Tools) -> str:
-        shown = repr(tools)
-        mark = unused_mark(messages, shown)
-        asked = [*self._earlier(calls[0]), self.template.call_message([*calls[:-1], _marked(calls[-1], mark)])]
-        closed = self._closed(asked, mark, tools, shown)
-        extended = _behind(mark, self.template.render([ASKS, *asked, *messages], tools, prompt=True))
+        tools_text = repr(tools)
+        mark = unused_mark(messages, tools_text)
+        replies = [*self._earlier(calls[0]), self.template.call_message([*calls[:-1], _marked(calls[-1], mark)])]
+        closed = self._closed(replies, mark, tools, tools_text)
+        extended = _behind(mark, self.template.render([ASKS, *replies, *messages], tools, prompt=True))
         if not extended.startswith(closed):
             raise TemplateError(
                 f"the chat template closes a call with {closed!r}, but writes {extended!r} before results"
@@ -127,14 +127,14 @@ class Continuation:
         made_up = [ToolCall(call.name, call_id=f"earlier{at}") for at in range(int(call.written_id))]
         return [self.template.call_message(made_up)]
 
-    def _closed(self, asked: Sequence[Message], mark: str, tools: Tools, shown: str) -> str:
+    def _closed(self, replies: Sequence[Message], mark: str, tools: Tools, tools_text: str) -> str:
         """Returns the end of a conversation behind the marked call; cached, since most turns of a run share it.
-        `shown`: repr of the tools."""
-        key = (repr(asked), shown)
+        `tools_text`: repr of the tools."""
+        key = (repr(replies), tools_text)
         if key not in self._closed_by:
             if len(self._closed_by) >= MOST_CLOSED:
                 self._closed_by.clear()
-            self._closed_by[key] = _behind(mark, self.template.render([ASKS, *asked], tools, prompt=False))
+            self._closed_by[key] = _behind(mark, self.template.render([ASKS, *replies], tools, prompt=False))
         return self._closed_by[key]
 
     def _after_text(self, messages: Sequence[Message], tools: Tools) -> str:
@@ -143,11 +143,13 @@ class Continuation:
         return _behind(mark, self.template.render([ASKS, reply, *messages], tools, prompt=True))
 
 
-def unused_mark(messages: Sequence[Message], shown: str) -> str:
-    """A word that occurs in none of the messages, nor in `shown`, the repr of the tools: a tool that prints our mark
-    must not be able to move the cut."""
+def unused_mark(messages: Sequence[Message], tools_text: str) -> str:
+    """Returns a word that is neither in the messages nor in `tools_text`, the repr of the tools.
+
+    A tool that prints our mark must not be able to move the cut.
+    """
     mark, text = MARK, repr(messages)
-    while mark in text or mark in shown:
+    while mark in text or mark in tools_text:
         mark += "Q"
     return mark
 
@@ -158,7 +160,7 @@ def _marked(call: ToolCall, mark: str) -> ToolCall:
 
 
 def _behind(mark: str, text: str) -> str:
-    _, found, rest = text.rpartition(mark)
-    if not found:
+    _, mark_found, rest = text.rpartition(mark)
+    if not mark_found:
         raise TemplateError("the chat template drops or changes the content of assistant messages")
     return rest

@@ -49,8 +49,8 @@ class ImagePlaces:
 
         images = [Image.effect_noise(size, 64).convert("RGB") for size in ((90, 60), (300, 200))]
         text = f"a {self.token} b {self.token}"
-        wanted = self.processor(text=[text], images=images)["input_ids"][0]
-        if encode(self.widen(text, [{"width": one.width, "height": one.height} for one in images])) != list(wanted):
+        ids = self.processor(text=[text], images=images)["input_ids"][0]
+        if encode(self.widen(text, [{"width": one.width, "height": one.height} for one in images])) != list(ids):
             raise TemplateError("the places of images are widened otherwise than the model's processor does")
 
     def _widen_one(self, width: int, height: int) -> str:
@@ -66,14 +66,14 @@ class ImagePlaces:
 
 def take(messages: Sequence[Message], known: dict[str, ImageRef]) -> list[Message]:
     """Messages whose images are named by content; what the names stand for joins `known`. Raises `TemplateError`."""
-    taken: list[Message] = []
+    named: list[Message] = []
     for message in messages:
         if any(map(_is_image, _parts(message))):
             parts = [_taken(part, known) if _is_image(part) else part for part in _parts(message)]
-            taken.append({**message, "content": parts})
+            named.append({**message, "content": parts})
         else:
-            taken.append(message)
-    return taken
+            named.append(message)
+    return named
 
 
 def parts_of(messages: Sequence[Message]) -> list[Part]:

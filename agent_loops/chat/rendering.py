@@ -166,11 +166,11 @@ def key_of(messages: Sequence[Message], tools: Tools) -> str:
 
 def key_of_delta(messages: Sequence[Message], tools: Tools, calls: Sequence[ToolCall]) -> tuple[Any, ...] | None:
     """All that a delta is made of, for `Rendering.delta`; None for messages that are long or not of text alone."""
-    said = tuple(tuple(message.items()) for message in messages)
-    texts = [text for pairs in said for pair in pairs for text in pair]
+    contents = tuple(tuple(message.items()) for message in messages)
+    texts = [text for pairs in contents for pair in pairs for text in pair]
     if any(type(text) is not str for text in texts) or sum(map(len, texts)) > CACHED_CHARS:
         return None
     # The arguments of one call that one message answers are marked, and leave no trace (`Continuation`).
     written = () if len(calls) == len(messages) == 1 else tuple(repr(call.arguments) for call in calls)
     names = tuple((call.name, call.call_id, call.written_id) for call in calls)
-    return said, names, written, repr(tools)
+    return contents, names, written, repr(tools)

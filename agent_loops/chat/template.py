@@ -85,15 +85,15 @@ class ChatTemplate:
     def call_message(self, calls: Sequence[ToolCall], content: str = "", form: CallForm | None = None) -> Message:
         """A reply that makes `calls`, as this template takes it."""
         form = form or self.call_form or CALL_FORMS[0]
-        made = []
+        tool_calls = []
         for index, call in enumerate(calls):
             arguments: Any = dict(call.arguments)
             if form.arguments_as_text:
                 arguments = json.dumps(arguments, ensure_ascii=False)
             function = {"name": call.name or "tool", "arguments": arguments}
             call_id = self.call_id(call.written_id or call.call_id, index, call.name, form)
-            made.append({"id": call_id, "type": "function", "function": function})
-        return {"role": "assistant", "content": content, "tool_calls": made}
+            tool_calls.append({"id": call_id, "type": "function", "function": function})
+        return {"role": "assistant", "content": content, "tool_calls": tool_calls}
 
     def call_id(self, call_id: str, index: int, name: str, form: CallForm | None = None) -> str:
         """`call_id` where the template takes it, else one by position, and for the tool `name` where ids have names."""
@@ -167,9 +167,9 @@ class ChatTemplate:
         It stands behind the token that ends a reply: the tokenizer's end of text, else the first special one.
         """
         user = {"role": "user", "content": "x"}
-        said = [user, {"role": "assistant", "content": MARK}]
+        messages = [user, {"role": "assistant", "content": MARK}]
         try:
-            unasked, asked = (self.render(said, prompt=prompt) for prompt in (False, True))
+            unasked, asked = (self.render(messages, prompt=prompt) for prompt in (False, True))
             opened = self.render([user], prompt=False)
         except TemplateError:
             return ""

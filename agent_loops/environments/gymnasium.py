@@ -279,10 +279,10 @@ class ProcessEnvironment:
         """A call was late, cancelled or unanswered: another one would get its answer."""
 
     async def reset(self, seed: int) -> EnvStep:
-        kept = ("actions", "observe", "rewards", "show", "state")
-        settings = self._settings.model_dump(include=set(kept))
-        asked = {"op": "reset", "options": self._options, "seed": seed, "settings": settings}
-        answer = await self._ask(asked, "reset", "start_timeout_s")
+        fields = ("actions", "observe", "rewards", "show", "state")
+        settings = self._settings.model_dump(include=set(fields))
+        request = {"op": "reset", "options": self._options, "seed": seed, "settings": settings}
+        answer = await self._ask(request, "reset", "start_timeout_s")
         if "error" in answer:
             raise InfraFailure(COMPONENT, f"reset of {self._settings.env} with seed {seed} raised {answer['error']}")
         return _step_of(answer)

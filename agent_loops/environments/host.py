@@ -111,8 +111,8 @@ class Lines:
             if not self.fill():
                 return None
         line, _, self._read = self._read.partition(b"\n")
-        asked: Json = json.loads(line)
-        return asked
+        message: Json = json.loads(line)
+        return message
 
     def fill(self) -> bool:
         """Reads once. False at the end of file."""
@@ -129,31 +129,31 @@ class Lines:
 def serve(lines: Lines, make: Callable[..., Any]) -> None:
     """One episode, to the end of its connection."""
     episode: Any = None
-    while (asked := lines.receive()) is not None:
+    while (request := lines.receive()) is not None:
         try:
-            if asked["op"] == "close":
+            if request["op"] == "close":
                 if episode is not None:
                     episode.close()
                 lines.send({"closed": True})  # and lives on: what it started is found below it
-            elif asked["op"] == "reset":
-                _seed(asked["seed"])
-                episode = shapes.wrapped(make(**asked["options"], **_seed_for(make, asked)), asked["settings"])
-                lines.send(episode.reset(asked["seed"]))
+            elif request["op"] == "reset":
+                _seed(request["seed"])
+                episode = shapes.wrapped(make(**request["options"], **_seed_for(make, request)), request["settings"])
+                lines.send(episode.reset(request["seed"]))
             elif episode is not None:
-                lines.send(episode.step(asked["action"]))
+                lines.send(episode.step(request["action"]))
         except shapes.BadAction as error:
             lines.send({"invalid": str(error)})
         except (Exception, SystemExit) as error:  # noqa: BLE001 - an episode's failure is the worker's to type
             lines.send({"error": describe(error)})
 
 
-def _seed_for(make: Callable[..., Any], asked: Json) -> Json:
+def _seed_for(make: Callable[..., Any], request: Json) -> Json:
     """For a factory that makes the environment from its seed: one with a parameter of that name."""
     try:
         takes = "seed" in inspect.signature(make).parameters
     except ValueError:
         return {}
-    return {"seed": asked["seed"]} if takes and "seed" not in asked["options"] else {}
+    return {"seed": request["seed"]} if takes and "seed" not in request["options"] else {}
 
 
 def _seed(seed: int) -> None:
@@ -207,12 +207,12 @@ class EpisodeForker:
                 self._kill(episode)
 
     def _import(self) -> Callable[..., Any] | None:
-        asked = self._control.receive()
-        if asked is None:
+        message = self._control.receive()
+        if message is None:
             return None
-        sys.path[:0] = asked["path"]
+        sys.path[:0] = message["path"]
         try:
-            make = factory_of(asked["env"])
+            make = factory_of(message["env"])
         except BaseException as error:  # noqa: BLE001 - a module may end its process as it is imported
             self._control.send({"error": describe(error)})
             return None
@@ -232,11 +232,11 @@ class EpisodeForker:
             if self._control.connection in ready and not self._control.fill():
                 return
             while self._control.waiting:
-                asked = self._control.receive() or {}
-                if "fork" in asked:
-                    self._fork(asked["fork"], make, woken)
+                message = self._control.receive() or {}
+                if "fork" in message:
+                    self._fork(message["fork"], make, woken)
                 else:
-                    self._kill(asked["end"])
+                    self._kill(message["end"])
 
     def _fork(self, episode: int, make: Callable[..., Any], woken: socket.socket) -> None:
         host = os.getpid()
@@ -279,10 +279,10 @@ def tree_of(root: int) -> Sequence[int]:
             with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as file:
                 parent = int(file.read().rpartition(")")[2].split()[1])
                 children.setdefault(parent, []).append(int(entry))
-    found = [root]
-    for pid in found:
-        found += children.get(pid, [])
-    return found
+    tree = [root]
+    for pid in tree:
+        tree += children.get(pid, [])
+    return tree
 
 
 def die_with(parent: int) -> None:

@@ -162,14 +162,14 @@ class EnvironmentLoop(AgentLoopBase):
 
     def _action(self, reply: Reply) -> tuple[str | None, str]:
         """The action (None: there is none), and the answer's words without thoughts."""
-        said = THOUGHT.sub("", self.chat.decode(reply.ids, special=False)).strip()[:4000]
-        action: str | None = said
+        answer = THOUGHT.sub("", self.chat.decode(reply.ids, special=False)).strip()[:4000]
+        action: str | None = answer
         if self.settings.action_pattern:
-            matches = list(self._pattern.finditer(said))
+            matches = list(self._pattern.finditer(answer))
             action = matches[-1][1 if self._pattern.groups else 0] if matches else None
         if self._names and action is not None:
             action = self._names.get(action.strip(TRIMMED).casefold())
-        return action, said
+        return action, answer
 
     async def _step(self, action: str | None) -> EnvStep:
         if action is None:
@@ -185,8 +185,8 @@ class EnvironmentLoop(AgentLoopBase):
 
     def _told(self, step: EnvStep) -> str:
         """Templates refuse messages of nothing."""
-        shown = [f"{name}: {_written(step.shown.get(name))}" for name in self.settings.show]
-        return "\n".join([step.text, *shown]).strip("\n") or "(nothing)"
+        entries = [f"{name}: {_written(step.shown.get(name))}" for name in self.settings.show]
+        return "\n".join([step.text, *entries]).strip("\n") or "(nothing)"
 
     # the end -------------------------------------------------------------------------------------------------------
     def _finished(self, talk: Talk, outcome: Outcome | None) -> list[AgentLoopOutput]:

@@ -98,9 +98,9 @@ class ServedEnvironment:
 
     async def reset(self, seed: int) -> EnvStep:
         settings = self._settings
-        asked = {"seed": seed, "episode_id": self._episode, **self._options}
+        data = {"seed": seed, "episode_id": self._episode, **self._options}
         answer = await within(
-            settings.start_timeout_s, f"a place at {self._server.url}", "start_timeout_s", self._enter(asked)
+            settings.start_timeout_s, f"a place at {self._server.url}", "start_timeout_s", self._enter(data)
         )
         if answer["type"] == "error":
             raise InfraFailure(COMPONENT, f"reset at {self._server.url} with seed {seed}: {_words(answer)}")
@@ -123,14 +123,14 @@ class ServedEnvironment:
                     await socket.send_json({"type": "close"})
                     await socket.close()
 
-    async def _enter(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+    async def _enter(self, data: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to the reset; where the server has no room or does not answer yet, again later."""
         pauses = BACKOFF.pauses()
         while True:
             try:
                 self._field = await self._server.action_field(self._settings.action_field)
                 self._socket = await self._server.connect()
-                answer = await self._ask({"type": "reset", "data": asked}, "reset", "start_timeout_s")
+                answer = await self._ask({"type": "reset", "data": data}, "reset", "start_timeout_s")
                 if answer["type"] != "error" or answer["data"].get("code") != "CAPACITY_REACHED":
                     return answer
             except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError):
@@ -184,11 +184,11 @@ class ServedEnvironment:
             known = ", ".join(observation) or "none"
             raise InfraFailure("loop", f"agent.settings.observation_field {name!r}: the observation has {known}")
         if name:
-            shown = observation[name]
+            content = observation[name]
         else:  # its one field, if it has one
             own = {name: value for name, value in observation.items() if name not in ("reward", "done", "metadata")}
-            shown = next(iter(own.values())) if len(own) == 1 else own
-        return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
+            content = next(iter(own.values())) if len(own) == 1 else own
+        return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
 
 def _words(answer: Mapping[str, Any]) -> str:

@@ -91,22 +91,20 @@ class OpenEnvSettings(EnvironmentSettings):
 
 def seed_of(task: Task) -> int:
     """The row's column `seed`, else one made of the task's id: the same for all members of a group. Below 2³¹."""
-    given = task.extra_info.get("seed")
-    if given is None:
+    seed = task.extra_info.get("seed")
+    if seed is None:
         return xxhash.xxh3_64_intdigest(task.task_id.encode()) & 0x7FFFFFFF
-    if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given < 1 << 31:
-        raise InfraFailure(
-            "task", f"column seed of {task.task_id} must be a number from 0 to 2^31 - 1, found {given!r}"
-        )
-    return given
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 31:
+        raise InfraFailure("task", f"column seed of {task.task_id} must be a number from 0 to 2^31 - 1, found {seed!r}")
+    return seed
 
 
 def options_of(task: Task, settings: EnvironmentSettings) -> dict[str, Any]:
     """Merges options of the settings and of the row's column `env`. Raises `InfraFailure`."""
-    given = task.extra_info.get("env") or {}
-    if not isinstance(given, dict):
-        raise InfraFailure("task", f"column env of {task.task_id} must be a mapping of options, found {given!r}")
+    own = task.extra_info.get("env") or {}
+    if not isinstance(own, dict):
+        raise InfraFailure("task", f"column env of {task.task_id} must be a mapping of options, found {own!r}")
     return {
         **settings.options,
-        **{name: value for name, value in given.items() if value is not None},
+        **{name: value for name, value in own.items() if value is not None},
     }  # Parquet fills gaps

@@ -72,8 +72,8 @@ class Stepped:
             raise BadAction(f"an action is a number from {first} to {first + int(count) - 1}")
         return int(action)
 
-    def _reward(self, given: Any) -> float:
-        reward = float(given or 0.0)
+    def _reward(self, value: Any) -> float:
+        reward = float(value or 0.0)
         if self._settings.get("rewards") != "total":
             return reward
         before, self._total = self._total, reward
@@ -114,11 +114,11 @@ class Stepped:
             return text
         if name in info:
             return json.dumps(plain(info[name]), sort_keys=True, default=repr)
-        found = getattr(getattr(self.env, "unwrapped", self.env), name, None)
-        found = getattr(self.env, name, None) if found is None else found
-        if found is None:
+        state = getattr(getattr(self.env, "unwrapped", self.env), name, None)
+        state = getattr(self.env, name, None) if state is None else state
+        if state is None:
             raise AttributeError(f"the environment has no {name!r}, nor its info: setting state")
-        return json.dumps(plain(found() if callable(found) else found), sort_keys=True, default=repr)
+        return json.dumps(plain(state() if callable(state) else state), sort_keys=True, default=repr)
 
 
 class TextArena(Stepped):
@@ -155,9 +155,9 @@ def text_of(observation: Any) -> str:
     if isinstance(observation, str):
         return observation
     for name in ("text", "observation", "feedback"):
-        given = observation.get(name) if isinstance(observation, Mapping) else getattr(observation, name, None)
-        if isinstance(given, str):
-            return given
+        text = observation.get(name) if isinstance(observation, Mapping) else getattr(observation, name, None)
+        if isinstance(text, str):
+            return text
     if isinstance(observation, list | tuple) and observation and isinstance(observation[0], tuple):
         return "\n".join(str(part[1]) for part in observation)  # TextArena's (from, message, kind)
     return json.dumps(plain(observation), default=repr, ensure_ascii=False)
@@ -184,8 +184,8 @@ def _found(name: str, info: Mapping[str, Any], observation: Any) -> Any:
 
 
 def _numbers(info: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, given in info.items():
-        value = plain(given)
+    for name, entry in info.items():
+        value = plain(entry)
         if isinstance(value, bool | int | float) and math.isfinite(value):
             yield str(name), float(value)
 

@@ -72,13 +72,13 @@ def code_blocks(text: str, languages: Collection[str]) -> list[str]:
     """Texts of the closed fenced blocks in these languages, in order; one pass, whatever `text` is."""
     blocks: list[str] = []
     lines: list[str] | None = None
-    wanted = False
+    is_code = False
     for line in text.split("\n"):
         mark = line.strip()
         if lines is None and mark.startswith(FENCE):
-            lines, wanted = [], mark.removeprefix(FENCE).strip().lower() in languages
+            lines, is_code = [], mark.removeprefix(FENCE).strip().lower() in languages
         elif lines is not None and mark == FENCE:
-            blocks += ["\n".join(lines)] if wanted and any(map(str.strip, lines)) else []
+            blocks += ["\n".join(lines)] if is_code and any(map(str.strip, lines)) else []
             lines = None
         elif lines is not None:
             lines.append(line)

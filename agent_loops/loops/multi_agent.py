@@ -96,18 +96,18 @@ class MultiAgentLoop(AgentLoopBase):
         chat = self.chat.for_episode(share)
         talk = Conversation(chat, with_system(question, HELPER_PROMPT), self.tools.schemas)
         ended = await react(self, talk, self.settings)
-        said = self.chat.decode(last_answer(ended.outputs[-1]), special=False).strip()
-        return HelperResult(ToolResult(said if ended.answer is None else ended.answer), ended.outputs)
+        text = self.chat.decode(last_answer(ended.outputs[-1]), special=False).strip()
+        return HelperResult(ToolResult(text if ended.answer is None else ended.answer), ended.outputs)
 
-    def _shares(self, wanted: int) -> list[Budget]:
+    def _shares(self, helpers: int) -> list[Budget]:
         """Budgets of the helpers of one turn: equal, so that none depends on how fast another is.
 
         The planner keeps one turn and half of the tokens.
         """
-        left = self.chat.budget
-        count = min(wanted, MAX_HELPERS, max(0, left.turns_left - 1), left.tokens_left // 2)
-        turns = min(HELPER_TURNS, (left.turns_left - 1) // max(count, 1))
-        return [Budget(turns, left.tokens_left // 2 // count, left.window) for _ in range(count)]
+        budget = self.chat.budget
+        count = min(helpers, MAX_HELPERS, max(0, budget.turns_left - 1), budget.tokens_left // 2)
+        turns = min(HELPER_TURNS, (budget.turns_left - 1) // max(count, 1))
+        return [Budget(turns, budget.tokens_left // 2 // count, budget.window) for _ in range(count)]
 
     def _spend(self, shares: Sequence[Budget]) -> None:
         self.chat.budget.turns += sum(share.turns for share in shares)

@@ -189,8 +189,8 @@ def _judges(node: ast.expr) -> bool:
             return _name_called(node) in _SCALARS and _judges(node.args[0])
         if isinstance(node.func, ast.Attribute) and (node.func.attr in _PREDICATES or node.func.attr.startswith("__")):
             return True
-        given = [*node.args, *(keyword.value for keyword in node.keywords)]
-        return any(isinstance(part, ast.Call) and _in_box(part) for value in given for part in ast.walk(value))
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        return any(isinstance(part, ast.Call) and _in_box(part) for value in arguments for part in ast.walk(value))
     return isinstance(node, ast.Name) and _in_box(node)
 
 

@@ -28,8 +28,8 @@ def compute_score(
     if method not in ("strict", "flexible"):
         raise ValueError(f"method is {method!r}: strict or flexible")
     expected = truth_of(ground_truth)
-    given = last_marked(solution_str) if method == "strict" else last_number(solution_str)
-    return right if given == expected else wrong
+    number = last_marked(solution_str) if method == "strict" else last_number(solution_str)
+    return right if number == expected else wrong
 
 
 def truth_of(ground_truth: Any) -> Decimal:

@@ -43,13 +43,13 @@ def call(names: dict[str, Any], job: dict[str, Any]) -> Any:
 
 def run_steps(names: dict[str, Any], steps: list[dict[str, str]]) -> list[Any]:
     """The values of the steps that are expressions."""
-    found = []
+    values = []
     for step in steps:
         if step["kind"] == "exec":
             exec(step["source"], names)  # noqa: S102
         else:
-            found.append(encode(eval(step["source"], names)))  # noqa: S307 - this is the box
-    return found
+            values.append(encode(eval(step["source"], names)))  # noqa: S307 - this is the box
+    return values
 
 
 def encode(value: Any) -> Any:

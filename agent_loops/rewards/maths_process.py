@@ -41,10 +41,10 @@ def _answer(question: dict[str, str]) -> dict[str, Any]:
 def _compare(reference: list[Any], solution: str) -> dict[str, Any]:
     import math_verify
 
-    given = math_verify.parse(solution, parsing_timeout=None)
-    if not given:
+    answer = math_verify.parse(solution, parsing_timeout=None)
+    if not answer:
         return {"unreadable": True}
-    return {"equal": bool(math_verify.verify(reference, given, timeout_seconds=None))}
+    return {"equal": bool(math_verify.verify(reference, answer, timeout_seconds=None))}
 
 
 @lru_cache(maxsize=1024)

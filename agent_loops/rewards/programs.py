@@ -114,9 +114,9 @@ def program_of(solution: str) -> str:
 
 
 def _behind(word: str, result: RunResult) -> Any:
-    _, found, rest = result.stdout.rpartition(word)
+    _, has_word, rest = result.stdout.rpartition(word)
     try:
-        return json.loads(rest) if found else None
+        return json.loads(rest) if has_word else None
     except (ValueError, RecursionError):
         return None
 
@@ -162,13 +162,13 @@ def _text(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _arguments(given: Any) -> list[Any]:
-    if not isinstance(given, str):
-        return list(given)
+def _arguments(value: Any) -> list[Any]:
+    if not isinstance(value, str):
+        return list(value)
     try:
-        return [json.loads(line) for line in given.split("\n") if line.strip()]
+        return [json.loads(line) for line in value.split("\n") if line.strip()]
     except ValueError as error:
-        raise BadCases(f"an input of a call is one JSON value per line, found {given[:100]!r}") from error
+        raise BadCases(f"an input of a call is one JSON value per line, found {value[:100]!r}") from error
 
 
 def _value(expected: Any) -> Any:
@@ -178,13 +178,13 @@ def _value(expected: Any) -> Any:
         return expected
 
 
-def same_value(given: Any, expected: Any) -> bool:
+def same_value(value: Any, expected: Any) -> bool:
     """Equal as JSON, or the only element of `expected`: datasets wrap results in a list now and then."""
-    if given == expected or (
-        isinstance(given, float) and isinstance(expected, int | float) and _close(given, expected)
+    if value == expected or (
+        isinstance(value, float) and isinstance(expected, int | float) and _close(value, expected)
     ):
         return True
-    return isinstance(expected, list) and len(expected) == 1 and given == expected[0]
+    return isinstance(expected, list) and len(expected) == 1 and value == expected[0]
 
 
 def same_text(given: str, expected: str) -> bool:
@@ -195,20 +195,20 @@ def same_text(given: str, expected: str) -> bool:
     )
 
 
-def _same_word(given: str, expected: str) -> bool:
-    if given == expected:
+def _same_word(word: str, expected: str) -> bool:
+    if word == expected:
         return True
-    if "." not in given + expected:
+    if "." not in word + expected:
         return False
     try:
-        return _close(float(given), float(expected))
+        return _close(float(word), float(expected))
     except ValueError:
         return False
 
 
-def _close(given: float, expected: float) -> bool:
+def _close(value: float, expected: float) -> bool:
     """numpy's `allclose`, with which PRIME compares."""
-    return math.isclose(given, expected, rel_tol=1e-5, abs_tol=1e-8)
+    return math.isclose(value, expected, rel_tol=1e-5, abs_tol=1e-8)
 
 
 class BadCases(ValueError):

@@ -57,21 +57,21 @@ class ReasoningGym(BaseReward):
 
     async def score(self, answer: Answer) -> Value:
         """Raises `InfraFailure`, `SandboxError`."""
-        given = self._answer(answer)
-        if given is None:
+        text = self._answer(answer)
+        if text is None:
             return {"score": 0.0, "raised": 0}
-        asked = self._question(answer, given)
+        question = self._question(answer, text)
         verdict = {"needs_box": True}
-        if asked["task"] not in self._boxed:
+        if question["task"] not in self._boxed:
             try:
-                verdict = await self._processes.ask(asked, self._timeout_s)
+                verdict = await self._processes.ask(question, self._timeout_s)
             except ProcessEnded as error:
                 raise InfraFailure("reward", f"reasoning_gym: {error}; is reasoning-gym installed?") from error
         if verdict.get("needs_box"):
-            self._boxed.add(asked["task"])
-            verdict = await self._in_box(asked)
+            self._boxed.add(question["task"])
+            verdict = await self._in_box(question)
         if "error" in verdict:
-            raise InfraFailure("reward", f"reasoning_gym: {asked['task']}: {verdict['error']}")
+            raise InfraFailure("reward", f"reasoning_gym: {question['task']}: {verdict['error']}")
         return {"score": float(verdict["score"]), "raised": int("raised" in verdict)}
 
     async def close(self) -> None:
@@ -84,7 +84,7 @@ class ReasoningGym(BaseReward):
             return None
         return str(tagged[-1] if tagged else text).strip()[:MAX_ANSWER_CHARS]
 
-    def _question(self, answer: Answer, given: str) -> dict[str, Any]:
+    def _question(self, answer: Answer, text: str) -> dict[str, Any]:
         """Raises `InfraFailure` where the row is none of `reasoning_gym:TASK`."""
         row = answer.extra_info
         try:
@@ -93,21 +93,21 @@ class ReasoningGym(BaseReward):
             raise InfraFailure(
                 "reward", f"reasoning_gym: the row has no task, config and number ({error!r})"
             ) from error
-        asked = answer.messages[-1]["content"] if answer.messages else ""
-        return {"task": task, "config": config, "number": number, "question": asked, "answer": given}
+        prompt = answer.messages[-1]["content"] if answer.messages else ""
+        return {"task": task, "config": config, "number": number, "question": prompt, "answer": text}
 
-    async def _in_box(self, asked: dict[str, Any]) -> dict[str, Any]:
+    async def _in_box(self, question: dict[str, Any]) -> dict[str, Any]:
         """A box per answer. One that its code ends, or does not end, is a wrong answer."""
         if self.sandbox is None:
             raise InfraFailure(
-                "reward", f"reasoning_gym: {asked['task']} may evaluate answers as code: it needs a sandbox"
+                "reward", f"reasoning_gym: {question['task']} may evaluate answers as code: it needs a sandbox"
             )
-        session = await self.sandbox.start(f"reward reasoning_gym/{asked['task']}")
+        session = await self.sandbox.start(f"reward reasoning_gym/{question['task']}")
         try:
             await session.write_file("score.py", PROGRAM.read_bytes())
             folders = [self._box_path] if self._box_path else []
             command = ["python3", "-I", "score.py", "box", *folders]
-            result = await session.run(command, stdin=json.dumps(asked) + "\n", timeout_s=self._timeout_s)
+            result = await session.run(command, stdin=json.dumps(question) + "\n", timeout_s=self._timeout_s)
         finally:
             await session.close()
         return _verdict(result)
@@ -122,7 +122,7 @@ def _verdict(result: RunResult) -> dict[str, Any]:
         ended = f"limit {result.limit}" if result.limit else f"exit status {result.exit_code}"
         return {"error": f"its box ended before the answer was read: {ended} {result.stderr[-400:]}"}
     try:
-        found = json.loads(rest.partition("\n")[0])
-        return {**found, "score": min(1.0, max(0.0, float(found["score"])))}
+        verdict = json.loads(rest.partition("\n")[0])
+        return {**verdict, "score": min(1.0, max(0.0, float(verdict["score"])))}
     except (ValueError, KeyError, TypeError):
         return {"score": 0.0, "raised": result.limit or "ended"}

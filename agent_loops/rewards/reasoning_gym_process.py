@@ -25,35 +25,35 @@ def main() -> None:
         out.flush()
 
     for line in sys.stdin:
-        asked = json.loads(line)
-        problems, entry, refused = load(asked, in_box=kind == "box")
+        question = json.loads(line)
+        problems, entry, refused = load(question, in_box=kind == "box")
         if refused is not None:
             say(refused)
             continue
         if kind == "box":
             say({"loaded": True})  # what happens from here on is the answer's doing
-        say(scored(problems, asked["answer"], entry))
+        say(scored(problems, question["answer"], entry))
 
 
-def load(asked: dict[str, Any], *, in_box: bool) -> tuple[Any, Any, dict[str, Any] | None]:
+def load(question: dict[str, Any], *, in_box: bool) -> tuple[Any, Any, dict[str, Any] | None]:
     """The task's problems, the asked one, and why there is none."""
     try:
-        problems, compares_text = problems_of(asked["task"], asked["config"])
+        problems, compares_text = problems_of(question["task"], question["config"])
         if not compares_text and not in_box:
             return None, None, {"needs_box": True}
-        entry = problems[asked["number"]]
+        entry = problems[question["number"]]
     except Exception as error:  # noqa: BLE001 - it is the reward that fails, with these words
         return None, None, {"error": f"{type(error).__name__}: {error}"}
-    if asked["question"] and entry["question"] != asked["question"]:
+    if question["question"] and entry["question"] != question["question"]:
         words = "the problem is another one than the row's: rows were made with another version of reasoning-gym"
         return None, None, {"error": words}
     return problems, entry, None
 
 
-def scored(problems: Any, given: str, entry: Any) -> dict[str, Any]:
+def scored(problems: Any, answer: str, entry: Any) -> dict[str, Any]:
     """Scores an answer. An exception of the scorer is the answer's fault: a scorer takes any text."""
     try:
-        return {"score": float(problems.score_answer(given, entry))}
+        return {"score": float(problems.score_answer(answer, entry))}
     except Exception as error:  # noqa: BLE001
         return {"score": 0.0, "raised": type(error).__name__}
 

@@ -150,20 +150,20 @@ class RewardFunction:
 
 def load_reward(config: AgentConfig, recipe_dir: Path, sandbox: Sandbox | None = None) -> RewardFunction | None:
     """The reward that `agent.reward` names; None: loops or tools give the rewards. Raises `LoadError`."""
-    name, given = config.reward, config.rewards
-    if given.sources and name != BY_SOURCE:
+    name, rewards = config.reward, config.rewards
+    if rewards.sources and name != BY_SOURCE:
         raise LoadError(f"agent.rewards.sources is used by agent.reward: {BY_SOURCE}; it is {name!r}")
-    if given.settings and name in ("", BY_SOURCE):
+    if rewards.settings and name in ("", BY_SOURCE):
         raise LoadError(
             f"agent.rewards.settings are those of one reward; agent.reward is {name!r}: give them in sources"
         )
     if not name:
         return None
     if name == BY_SOURCE:
-        reward: BaseReward = BySource(given.sources, recipe_dir, sandbox)
+        reward: BaseReward = BySource(rewards.sources, recipe_dir, sandbox)
     else:
-        reward = make_reward(RewardChoice(name=name, settings=given.settings), recipe_dir, sandbox)
-    return RewardFunction(reward, name, given.timeout_s, given.model_dump_json(exclude={"timeout_s"}))
+        reward = make_reward(RewardChoice(name=name, settings=rewards.settings), recipe_dir, sandbox)
+    return RewardFunction(reward, name, rewards.timeout_s, rewards.model_dump_json(exclude={"timeout_s"}))
 
 
 def check_reward(config: AgentConfig, data_sources: Iterable[str]) -> None:
@@ -218,9 +218,9 @@ def _is_number(value: Any) -> bool:
 def choice_for(data_source: str, own: Mapping[str, str | RewardChoice]) -> RewardChoice:
     """The recipe's choice, exact names before patterns, then verl's. Raises `LoadError` for an unknown name."""
     for table in (own, DATA_SOURCES):
-        found = entry_of(table, data_source)
-        if found is not None:
-            return found if isinstance(found, RewardChoice) else RewardChoice(name=found)
+        choice = entry_of(table, data_source)
+        if choice is not None:
+            return choice if isinstance(choice, RewardChoice) else RewardChoice(name=choice)
     known = (*own, *DATA_SOURCES)
     raise LoadError(
         f"no reward for data_source {data_source!r}{nearest(data_source, known)}; add it to agent.rewards.sources"
@@ -229,14 +229,14 @@ def choice_for(data_source: str, own: Mapping[str, str | RewardChoice]) -> Rewar
 
 def make_reward(choice: RewardChoice, recipe_dir: Path, sandbox: Sandbox | None) -> BaseReward:
     """Raises `LoadError` naming the reward, or the setting, that cannot be."""
-    found = _find(choice.name, recipe_dir)
+    target = _find(choice.name, recipe_dir)
     try:
-        if isinstance(found, type) and issubclass(found, BaseReward):
-            if found.needs_sandbox and sandbox is None:
+        if isinstance(target, type) and issubclass(target, BaseReward):
+            if target.needs_sandbox and sandbox is None:
                 raise ValueError("it needs a sandbox, and this process has none")
-            return found(sandbox, **choice.settings)
-        if callable(found):
-            function = partial(found, **choice.settings) if choice.settings else found
+            return target(sandbox, **choice.settings)
+        if callable(target):
+            function = partial(target, **choice.settings) if choice.settings else target
             return FunctionReward(function, choice.name, journaled=choice.name not in REWARDS)
     except (TypeError, ValueError) as error:
         raise LoadError(f"reward {choice.name!r} with settings {choice.settings}: {error}") from error

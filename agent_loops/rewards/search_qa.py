@@ -41,17 +41,17 @@ def normalised(text: str) -> str:
 
 
 def word_f1(answer: str, reference: str) -> float:
-    given, expected = normalised(answer).split(), normalised(reference).split()
-    if not given or not expected:
-        return float(given == expected)
-    common = sum((Counter(given) & Counter(expected)).values())
-    return 2 * common / (len(given) + len(expected))
+    words, expected = normalised(answer).split(), normalised(reference).split()
+    if not words or not expected:
+        return float(words == expected)
+    common = sum((Counter(words) & Counter(expected)).values())
+    return 2 * common / (len(words) + len(expected))
 
 
 def targets_of(ground_truth: Any) -> list[str]:
     """References of a row: verl's ``{"target": text or list}``, a text, or a list."""
-    given = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
-    texts = [given] if isinstance(given, str) else list(given or ())
+    targets = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
+    texts = [targets] if isinstance(targets, str) else list(targets or ())
     if not texts or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"the ground truth {ground_truth!r} has no text, and no list of texts under 'target'")
     return texts
