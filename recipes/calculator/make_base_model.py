@@ -206,7 +206,7 @@ def question_text(question: str) -> str:
 
 
 def observation_text(observation: str) -> str:
-    """What follows the model's call: the tool's answer and the next generation prompt."""
+    """Returns the text after the model's call: the tool's answer and the next generation prompt."""
     body = f"<tool_response>\n{observation}\n</tool_response>"
     return f"\n<|im_start|>user\n{body}<|im_end|>\n<|im_start|>assistant\n"
 

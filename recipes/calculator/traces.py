@@ -17,7 +17,7 @@ PYTHON_TOOL = {
         "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
     },
 }
-"""As the `python` tool describes itself; a test holds the two together."""
+"""Schema of the `python` tool; a test compares it with the tool's own."""
 
 
 @dataclass(frozen=True, slots=True)

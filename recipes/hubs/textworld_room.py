@@ -41,7 +41,7 @@ class Room:
         return said, float(self._state.score - before), bool(done), False, self._info()
 
     def key(self) -> list[str]:
-        """Where the player is, and what is seen and held there."""
+        """Returns the player's place, what is seen there and what the player holds."""
         return [self._state.location or "", self._state.description or "", self._state.inventory or ""]
 
     def close(self) -> None:

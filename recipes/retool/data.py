@@ -36,7 +36,7 @@ AIME = {
 """Year → repository, file, columns of problem and answer."""
 DEMONSTRATIONS = ("JoeYing/ReTool-SFT", "train_2000.parquet")
 LARGEST = 9999
-"""Of a result: digits are copied one by one."""
+"""Largest result: digits are copied one by one."""
 STOPS = 0.35
 """Share of the cold start's results which are answered although a part follows."""
 _DAPO_PROBLEM = re.compile(
@@ -99,11 +99,11 @@ class PartedSum:
         return f"What is {self.parts[0]}, then?"
 
     def expression(self, place: int) -> str:
-        """What a model can write that knows the result of the part before."""
+        """Returns the expression of a part for a model that knows the result of the part before."""
         return f"{self.results[place - 1] if place else ''}{self.parts[place]}"
 
     def result_text(self, place: int) -> str:
-        """What the tool answers to it."""
+        """Returns the tool's answer to a part."""
         following = self.parts[place + 1 : place + 2]
         return "\nthen ".join([str(self.results[place]), *following])
 

@@ -37,7 +37,7 @@ def parrot(scene: EpisodeState) -> str:
 
 
 def patient(scene: EpisodeState) -> str:
-    """Of a sum in parts: one call for each, as long as the tool says what follows; then what it printed last."""
+    """Makes one call for each part of a sum, as long as the tool tells the next one; then answers the last result."""
     if not scene.turn:
         return _call(scene, str(scene.task.extra_info["parts"]).split()[0])
     result, _, following = scene.results[-1].strip().partition("\nthen ")

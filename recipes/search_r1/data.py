@@ -41,7 +41,7 @@ TWO_HOPS = {
     "capital": "What is the capital of {}?",
     "birthplace": "Where was {} born?",
 }
-"""What the second search is for, by the relation of its fact."""
+"""Relation of the second fact → question that its search answers."""
 CONVERSATIONS = 3000
 ONE_SEARCH = 0.55
 """Share of the cold start's conversations that give up after the first search."""
@@ -134,12 +134,12 @@ def unpack(source: Path, into: IO[bytes]) -> None:
 # two hops -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What an article of the corpus says of its subject."""
+    """A fact that an article of the corpus states of its subject."""
 
     article: str
     relation: str
     value: str
-    """As the article writes it. Where it is the title of another article, a question may go on from it."""
+    """The value as the article writes it. If it is the title of another article, a question may go on from it."""
     phrase: str = ""
     """The value, described without its name: the part of a question that the first search finds out. Empty: none."""
     mention: str = ""
@@ -230,7 +230,7 @@ def retold(text: str, values: Mapping[str, str]) -> str:
 
 
 def passage(title: str, text: str) -> str:
-    """As the tool `search` writes the only passage that it found."""
+    """Writes a passage as the tool `search` does if it finds only one."""
     return f"Doc 1 (Title: {title}) {text}"
 
 

@@ -41,7 +41,7 @@ SCHEMA = {
     "function": {"name": SearchTool.name, "description": SearchTool.description, "parameters": SearchTool.parameters},
 }
 CALL = ['\n{"name": "search", "arguments": {"query": "', '"}}\n']
-"""What the template writes between a call's marks, around the query."""
+"""The template's text between a call's marks, around the query."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -78,7 +78,7 @@ def played(seeds: Sequence[int], habit: float, dice: Random) -> Iterator[list[Me
 
 
 def turn(position: Position, goal: Cell, move: str) -> list[Message]:
-    """As `remembered_turns: 0` has the model read it."""
+    """Returns one turn as the model reads it with `remembered_turns: 0`."""
     seen = VIEWS[VIEW](position, goal, SIZE)
     return [{"role": "user", "content": f"{QUESTION}\n\n{seen}"}, {"role": "assistant", "content": move}]
 

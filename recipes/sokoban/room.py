@@ -24,7 +24,7 @@ from typing import Any
 Cell = tuple[int, int]
 """Row and column, from 1: the walls are rows and columns 0 and `size` + 1."""
 Position = tuple[Cell, Cell]
-"""Of the player and of the box."""
+"""Cells of the player and of the box."""
 MOVES: Mapping[str, Cell] = {"u": (-1, 0), "d": (1, 0), "l": (0, -1), "r": (0, 1)}
 SIZE = 3
 LEAST, MOST = 3, 7

@@ -29,7 +29,7 @@ from penstock.datasets import Row, write_parquet
 
 PACKAGE = Path(__file__).parent / "learn_package"
 BUGS = (2, 3)
-"""Of a task."""
+"""Numbers of bugs in a task."""
 STOPS = 0.65
 """Share of the cold start's failing checks behind which it submits."""
 SPLITS = {"train": 32, "eval": 16}
@@ -38,7 +38,7 @@ BOX_FOLDER = "/tmp/repo"  # noqa: S108 - the box's own
 CHECK_COMMAND = "python3 -B check.py"
 """Without byte code: a file that is edited twice in a second would be run from what it was before."""
 FAILED = "\n[exit status 1]"
-"""What the shell tool adds to a check that fails."""
+"""Added by the shell tool to a check that fails."""
 PASSES = "all examples hold"
 HIDDEN = "tests/test_package.py"
 HIDDEN_ID = "tests.test_package"
@@ -107,7 +107,7 @@ def right_text(file: str) -> str:
 
 @cache
 def complaint(bug: LineBug) -> str:
-    """What check.py prints where this bug is the first."""
+    """Returns what check.py prints if this bug is the first."""
     names: dict[str, Any] = {}
     exec(bug.text(bug.wrong), names)  # noqa: S102 - a line of learn_package
     return str(check.complaint(bug.function, names[bug.function]))
@@ -177,7 +177,7 @@ def write_repository(broken: BrokenPackage, out: Path) -> str:
 
 
 def task_fields(broken: BrokenPackage, repository: str) -> dict[str, Any]:
-    """What `penstock.sandbox.swe.SweTask.from_row` reads."""
+    """Returns the fields that `penstock.sandbox.swe.SweTask.from_row` reads."""
     return {
         "instance_id": broken.name,
         "repository": repository,
@@ -190,7 +190,7 @@ def task_fields(broken: BrokenPackage, repository: str) -> dict[str, Any]:
 
 
 def diff(path: str, old: str | None, new: str) -> str:
-    """As git writes it; `old` None: the file is new."""
+    """Returns a change as git writes it; `old` None: the file is new."""
     before = "/dev/null" if old is None else f"a/{path}"
     lines = unified_diff((old or "").splitlines(keepends=True), new.splitlines(keepends=True), before, f"b/{path}")
     head = [f"diff --git a/{path} b/{path}\n", *(["new file mode 100644\n"] if old is None else [])]
@@ -227,13 +227,13 @@ def repair(bug: LineBug) -> list[Move]:
 
 
 def results(broken: BrokenPackage, repaired: int) -> list[str]:
-    """What the tools answer to `moves`, except to the last one."""
+    """Returns the tools' answers to `moves`, except to the last one."""
     checks = [*(f"{complaint(bug)}{FAILED}" for bug in broken.bugs[1:]), PASSES]
     return [text for bug, check in zip(broken.bugs[:repaired], checks, strict=False) for text in (*seen_of(bug), check)]
 
 
 def seen_of(bug: LineBug) -> Iterator[str]:
-    """What looking at its file and repairing it answer."""
+    """Yields the tools' answers to looking at a bug's file and to repairing it."""
     yield bug.text(bug.wrong).rstrip()
     lines = [f"{number:6}\t{line}" for number, line in enumerate(bug.text(bug.right).splitlines(), 1)]
     yield "\n".join([f"{BOX_FOLDER}/{bug.file} now reads:", *lines])

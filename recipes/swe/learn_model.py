@@ -48,12 +48,12 @@ FRAMES = [
     '.py"}}\n',
     '\n{"name": "submit", "arguments": {}}\n',
 ]
-"""What stands around the names in a call."""
+"""Text around the names in a call."""
 RESULTS = [
     *(f"{BOX_FOLDER}/", ".py now reads:\n     1\tdef ", "):\n     2\t    return ", "def ", "):\n    return "),
     *("Make check.py pass. It says: ", ") is ", ", not ", FAILED, PASSES),
 ]
-"""What stands around the names and numbers in a result, and in the request."""
+"""Text around the names and numbers in a result, and in the request."""
 PIECES = Regex(r"[A-Za-z_]+|\d+|[^A-Za-z_\d]+")
 """A name, a number, an operator with the spaces around it: each may become one token."""
 VOCABULARY = 640
@@ -120,7 +120,7 @@ def load_beside(spec: str) -> object:
 
 
 def system_block(text: str) -> str:
-    """What stands between the first two control tokens."""
+    """Returns the text between the first two control tokens."""
     return text.removeprefix("<|im_start|>").partition("<|im_end|>")[0]
 
 

@@ -37,7 +37,7 @@ POLICIES: Mapping[str, tuple[Callable[[Mapping[str, Any]], Says], float]] = {
 
 @dataclass(frozen=True)
 class World:
-    """What the episodes are played in."""
+    """Sandbox, repositories and model of the episodes."""
 
     sandbox: SandboxConfig
     repositories: Path

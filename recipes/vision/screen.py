@@ -35,7 +35,7 @@ NEEDED = {"look": (), "click": ("x", "y"), "type": ("text",), "press": ("text",)
 
 
 def address_of(run: str, view: str) -> str:
-    """Of a view, as the part of the page's address behind `#` has it."""
+    """Returns the address of a view: the part behind `#`."""
     return f"/{run}/{NAMES.get(view, view)}"
 
 
