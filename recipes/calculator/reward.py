@@ -34,15 +34,15 @@ def compute_score(
 
 def final_turn(solution_str: str, extra_info: Mapping[str, Any] | None) -> str:
     """Text of the model's last turn; empty where that turn calls a tool instead of answering."""
-    given = (extra_info or {}).get("final_text")
-    text = given if isinstance(given, str) else solution_str.rpartition("</tool_response>")[2]
+    final_text = (extra_info or {}).get("final_text")
+    text = final_text if isinstance(final_text, str) else solution_str.rpartition("</tool_response>")[2]
     return "" if "<tool_call>" in text or "<tool_response>" in text else text
 
 
 def last_number(text: str) -> float | None:
     """The last finite number in `text`; thousands may be set off by commas."""
-    found = _NUMBER.findall(text[-2000:])
-    if not found:
+    numbers = _NUMBER.findall(text[-2000:])
+    if not numbers:
         return None
-    value = float(found[-1].replace(",", ""))
+    value = float(numbers[-1].replace(",", ""))
     return value if math.isfinite(value) else None

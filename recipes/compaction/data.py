@@ -56,7 +56,7 @@ def row(digits: str, split: str, index: int) -> Row:
 
 def read(digits: str, dice: Random) -> Iterator[list[Message]]:
     """The segments of one episode, as `agent.loop: compaction` makes them."""
-    notes = kept = ""
+    notes = digits_noted = ""
     for start in range(0, len(digits), PER_SEGMENT):
         new = digits[start : start + PER_SEGMENT]
         messages = begin(notes)
@@ -64,12 +64,12 @@ def read(digits: str, dice: Random) -> Iterator[list[Message]]:
             more = "end" if place == len(digits) else "more"
             messages += [CALL, {"role": "tool", "content": f"{digit} {more}"}]
         if len(new) < PER_SEGMENT:
-            yield [*messages, {"role": "assistant", "content": kept + new}]
+            yield [*messages, {"role": "assistant", "content": digits_noted + new}]
             return
-        kept = new if dice.random() < 0.5 else kept + new
-        notes = f"{kept} {more}"
+        digits_noted = new if dice.random() < 0.5 else digits_noted + new
+        notes = f"{digits_noted} {more}"
         yield [*messages, {"role": "user", "content": "Notes?"}, {"role": "assistant", "content": notes}]
-    yield [*begin(notes), {"role": "assistant", "content": kept}]
+    yield [*begin(notes), {"role": "assistant", "content": digits_noted}]
 
 
 def begin(notes: str) -> list[Message]:

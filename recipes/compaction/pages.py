@@ -34,11 +34,11 @@ def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None
 ) -> float:
     """Share of the pages whose digit the last turn has at its place; 0 where it has another number of digits."""
-    said = [sign for sign in str((extra_info or {}).get("final_text", solution_str)) if sign.isdigit()]
-    return agreement(said, ground_truth)
+    answer = [sign for sign in str((extra_info or {}).get("final_text", solution_str)) if sign.isdigit()]
+    return agreement(answer, ground_truth)
 
 
-def agreement(said: Sequence[str], wanted: Sequence[str]) -> float:
-    if len(said) != len(wanted):
+def agreement(answer: Sequence[str], digits: Sequence[str]) -> float:
+    if len(answer) != len(digits):
         return 0.0
-    return sum(one == other for one, other in zip(said, wanted, strict=True)) / len(wanted)
+    return sum(one == other for one, other in zip(answer, digits, strict=True)) / len(digits)

@@ -45,10 +45,10 @@ def rows(expressions: Sequence[str], source: str, split: str) -> list[Row]:
     return [arithmetic_row(text, source, split, index) for index, text in enumerate(expressions)]
 
 
-def mislabelled(given: Sequence[Row]) -> list[Row]:
+def mislabelled(right: Sequence[Row]) -> list[Row]:
     """The same rows; the first of them, `MISLABELLED` of all, with an answer that is 1 too high."""
-    wrong = int(len(given) * MISLABELLED)
-    return [with_answer_off(row) if number < wrong else row for number, row in enumerate(given)]
+    wrong = int(len(right) * MISLABELLED)
+    return [with_answer_off(row) if number < wrong else row for number, row in enumerate(right)]
 
 
 def with_answer_off(row: Row) -> Row:

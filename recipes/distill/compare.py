@@ -44,25 +44,25 @@ STOP_S = 60.0
 RUN_S = 3600.0
 
 
-def main(given: Sequence[str] | None = None) -> dict[str, Any]:
-    options = _options(given)
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    options = _options(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     with teacher(options.teacher, options.out) as (url, environment):
         curves = {
             cell: {seed: _curve(options, cell, seed, url, environment) for seed in options.seeds}
             for cell in options.cells
         }
-    found = {
+    comparison = {
         "goal": options.goal,
         "steps": {
             cell: {seed: steps_to(rewards, options.goal) for seed, rewards in of.items()} for cell, of in curves.items()
         },
         "rewards": curves,
     }
-    (options.out / "comparison.json").write_text(json.dumps(found, indent=1))
+    (options.out / "comparison.json").write_text(json.dumps(comparison, indent=1))
     draw(curves, options.goal, options.out / "comparison.png")
-    print(json.dumps(found["steps"], indent=1))
-    return found
+    print(json.dumps(comparison["steps"], indent=1))
+    return comparison
 
 
 def steps_to(rewards: Sequence[float], goal: float) -> int | None:
@@ -155,7 +155,7 @@ def draw(curves: Mapping[str, Mapping[int, Sequence[float]]], goal: float, file:
     pyplot.close(figure)
 
 
-def _options(given: Sequence[str] | None) -> argparse.Namespace:
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--teacher", default="data/distill/teacher", help="folder of the teacher")
     parser.add_argument("--out", type=Path, default=Path("runs/distill-comparison"), help="folder of the runs")
@@ -164,7 +164,7 @@ def _options(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--goal", type=float, default=0.9, help="mean reward of three steps")
     parser.add_argument("--steps", type=int, default=50, help="most steps of a run; the schedule decays over them")
     parser.add_argument("--override", nargs="*", default=[], help="further settings of the runs")
-    return parser.parse_args(given)
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

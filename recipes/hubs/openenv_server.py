@@ -39,10 +39,10 @@ class Digit(Environment[Guess, Hint, State]):
         last = self._state.step_count >= GUESSES
         if not action.text.isdigit():
             return Hint(text="A digit, please.", done=last, reward=-0.2)
-        given = int(action.text)
-        if given == self._secret:
+        digit = int(action.text)
+        if digit == self._secret:
             return Hint(text="Found.", done=True, reward=1.0)
-        return Hint(text="Higher." if given < self._secret else "Lower.", done=last, reward=-0.1)
+        return Hint(text="Higher." if digit < self._secret else "Lower.", done=last, reward=-0.1)
 
     @property
     def state(self) -> State:

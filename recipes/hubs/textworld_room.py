@@ -18,7 +18,7 @@ class Room:
     """One game."""
 
     def __init__(self, file: Path) -> None:
-        wanted = textworld.EnvInfos(
+        infos = textworld.EnvInfos(
             admissible_commands=True,
             description=True,
             inventory=True,
@@ -27,7 +27,7 @@ class Room:
             policy_commands=True,
             won=True,
         )
-        self._env = textworld.start(str(file), wanted)
+        self._env = textworld.start(str(file), infos)
         self._state: Any = None
 
     def reset(self) -> tuple[str, dict[str, Any]]:
@@ -37,8 +37,8 @@ class Room:
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         before = self._state.score
         self._state, _, done = self._env.step(action)
-        said = self._state.feedback.partition("\n>")[0].strip()
-        return said, float(self._state.score - before), bool(done), False, self._info()
+        feedback = self._state.feedback.partition("\n>")[0].strip()
+        return feedback, float(self._state.score - before), bool(done), False, self._info()
 
     def key(self) -> list[str]:
         """Returns the player's place, what is seen there and what the player holds."""

@@ -110,8 +110,8 @@ def _as_sdk_tool(python: PythonTool, state: EpisodeBox) -> FunctionTool:
 
     async def invoke(_context: Any, arguments: str) -> str:
         try:
-            given = json.loads(arguments)
-            return (await python.execute(state, {"code": str(given["code"])})).text
+            call = json.loads(arguments)
+            return (await python.execute(state, {"code": str(call["code"])})).text
         except (ValueError, KeyError, TypeError) as error:
             return f"Error: arguments are not {{'code': text}}: {error}"
 

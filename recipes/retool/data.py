@@ -71,9 +71,9 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def arithmetic(options: argparse.Namespace) -> dict[Path, int]:
     """The calculator's problems with a whole result: math-verify compares six decimals, the tiny model prints four."""
     splits = zip(("train", "eval"), problems(2 * options.train, 2 * options.eval, options.seed), strict=True)
-    wanted = {"train": options.train, "eval": options.eval}
+    counts = {"train": options.train, "eval": options.eval}
     return {
-        path: save(path, [whole(row) for row in rows if truth_of(row).is_integer()][: wanted[split]])
+        path: save(path, [whole(row) for row in rows if truth_of(row).is_integer()][: counts[split]])
         for split, rows in splits
         for path in [options.out / f"{split}.parquet"]
     }
@@ -116,9 +116,9 @@ def steps(options: argparse.Namespace) -> dict[Path, int]:
         dice, path = Random(f"{split}/{options.seed}"), options.out / f"{split}.parquet"
         written[path] = save(path, [step_row(new_sum(dice, seen), split, index) for index in range(count)])
     dice, path = Random(f"conversations/{options.seed}"), options.out / "conversations.jsonl"
-    shown = [worked(new_sum(dice, seen), dice) for _ in range(options.conversations)]
-    path.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in shown), encoding="utf-8")
-    return {**written, path: len(shown)}
+    conversations = [worked(new_sum(dice, seen), dice) for _ in range(options.conversations)]
+    path.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in conversations), encoding="utf-8")
+    return {**written, path: len(conversations)}
 
 
 def new_sum(dice: Random, seen: set[PartedSum]) -> PartedSum:
@@ -150,27 +150,27 @@ def random_part(results: Sequence[int], dice: Random) -> tuple[str, int]:
             return part, result
 
 
-def step_row(made: PartedSum, split: str, index: int) -> Row:
+def step_row(parted: PartedSum, split: str, index: int) -> Row:
     """The tool reads `parts` and `results`; the prompt has the first part alone."""
-    answers = {"parts": " ".join(made.parts), "results": " ".join(map(str, made.results))}
+    answers = {"parts": " ".join(parted.parts), "results": " ".join(map(str, parted.results))}
     return {
         "data_source": "retool/steps",
-        "prompt": [{"role": "user", "content": made.question}],
+        "prompt": [{"role": "user", "content": parted.question}],
         "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": str(made.results[-1])},
+        "reward_model": {"style": "rule", "ground_truth": str(parted.results[-1])},
         "extra_info": {"split": split, "index": index, **answers},
     }
 
 
-def worked(made: PartedSum, dice: Random) -> list[dict[str, Any]]:
+def worked(parted: PartedSum, dice: Random) -> list[dict[str, Any]]:
     """One call per part; at each result that something follows, `STOPS` of them answer it and are done."""
-    turns: list[dict[str, Any]] = [{"role": "user", "content": made.question}]
-    for place, result in enumerate(made.results):
-        code = f"print(round({made.expression(place)},4))"
+    turns: list[dict[str, Any]] = [{"role": "user", "content": parted.question}]
+    for place, result in enumerate(parted.results):
+        code = f"print(round({parted.expression(place)},4))"
         call = {"type": "function", "function": {"name": "python", "arguments": {"code": code}}}
         turns.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        turns.append({"role": "tool", "content": made.result_text(place)})
-        if result == made.results[-1] or dice.random() < STOPS:
+        turns.append({"role": "tool", "content": parted.result_text(place)})
+        if result == parted.results[-1] or dice.random() < STOPS:
             break
     return [*turns, {"role": "assistant", "content": str(result)}]
 
@@ -216,8 +216,8 @@ def dapo(options: argparse.Namespace) -> dict[Path, int]:
 
 def dapo_problem(prompt: str) -> str:
     """The problem without DAPO's own instructions about the form of the answer."""
-    found = _DAPO_PROBLEM.search(prompt)
-    return found.group(1).strip() if found else prompt.strip()
+    match = _DAPO_PROBLEM.search(prompt)
+    return match.group(1).strip() if match else prompt.strip()
 
 
 def aime(options: argparse.Namespace) -> dict[Path, int]:
@@ -253,19 +253,19 @@ def demonstrations(options: argparse.Namespace) -> dict[Path, int]:
 def conversation(messages: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
     """One of ReTool's demonstrations: its text with ``<code>`` and ``<interpreter>`` becomes calls and results."""
     question = next(message["content"] for message in messages if message["role"] == "user")
-    said = next(message["content"] for message in messages if message["role"] == "assistant")
+    answer = next(message["content"] for message in messages if message["role"] == "assistant")
     question = question.rpartition("*user question:*")[2].strip()
     turns: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
     at = 0
-    for code in _CODE.finditer(said):
-        printed = _PRINTED.search(said, code.end())
+    for code in _CODE.finditer(answer):
+        printed = _PRINTED.search(answer, code.end())
         if printed is None:
             break
         call = {"type": "function", "function": {"name": "python", "arguments": {"code": code.group(1).strip()}}}
-        turns.append({"role": "assistant", "content": said[at : code.start()].strip(), "tool_calls": [call]})
+        turns.append({"role": "assistant", "content": answer[at : code.start()].strip(), "tool_calls": [call]})
         turns.append({"role": "tool", "content": printed.group(1).strip() or "(no output)"})
         at = printed.end()
-    turns.append({"role": "assistant", "content": said[at:].replace("<answer>", "").replace("</answer>", "").strip()})
+    turns.append({"role": "assistant", "content": answer[at:].replace("<answer>", "").replace("</answer>", "").strip()})
     return turns
 
 

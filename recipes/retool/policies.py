@@ -32,8 +32,8 @@ def null(scene: EpisodeState) -> str:
 
 def parrot(scene: EpisodeState) -> str:
     """Lets the tool print the answer again and again, and never says it: must earn nothing."""
-    said = f"\\boxed{{{scene.task.ground_truth}}}"
-    return scene.call("python", code=f"print({said!r})")
+    answer = f"\\boxed{{{scene.task.ground_truth}}}"
+    return scene.call("python", code=f"print({answer!r})")
 
 
 def patient(scene: EpisodeState) -> str:
@@ -67,11 +67,11 @@ def _code(scene: EpisodeState) -> str:
 
 def _steps(solution: str) -> list[tuple[str, float]]:
     """(``48/2``, 24) of each ``<<48/2=24>>`` that is arithmetic; nothing from a file is run that is not."""
-    found = []
+    steps = []
     for annotation in _ANNOTATION.findall(solution):
         text = canonical(annotation)
         try:
-            found.append((text, float(evaluate(text))))
+            steps.append((text, float(evaluate(text))))
         except BadExpression:
             continue
-    return found
+    return steps

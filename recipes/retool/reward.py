@@ -35,12 +35,12 @@ class LastTurn(Maths):
 
     async def score(self, answer: Answer) -> Value:
         """The row's `extra_info["final_text"]` is the last turn, as every agent worker gives it."""
-        given = said_at_last(str(answer.extra_info.get("final_text", answer.solution)), boxed=self._boxed)
-        if given is None:
+        text = said_at_last(str(answer.extra_info.get("final_text", answer.solution)), boxed=self._boxed)
+        if text is None:
             return {"score": self._nothing, "answered": 0.0}
-        found = await super().score(replace(answer, solution=given))
-        assert not isinstance(found, float)
-        return {**found, "answered": 1.0}
+        value = await super().score(replace(answer, solution=text))
+        assert not isinstance(value, float)
+        return {**value, "answered": 1.0}
 
 
 def said_at_last(turn: str, *, boxed: bool) -> str | None:

@@ -170,16 +170,16 @@ def corpus_texts() -> dict[str, str]:
 
 
 def by_article(facts: Sequence[Fact]) -> dict[str, list[Fact]]:
-    found: dict[str, list[Fact]] = {}
+    articles: dict[str, list[Fact]] = {}
     for fact in facts:
-        found.setdefault(fact.article, []).append(fact)
-    return found
+        articles.setdefault(fact.article, []).append(fact)
+    return articles
 
 
 def chains(facts: Sequence[Fact]) -> list[tuple[Fact, Fact]]:
     """(first, second): the second fact is of the article that the first one's value names."""
-    told = by_article(facts)
-    return [(first, second) for first in facts if first.phrase for second in told[first.value]]
+    articles = by_article(facts)
+    return [(first, second) for first in facts if first.phrase for second in articles[first.value]]
 
 
 def two_hop_question(first: Fact, second: Fact) -> str:
@@ -189,8 +189,8 @@ def two_hop_question(first: Fact, second: Fact) -> str:
 def two_hop_row(first: Fact, second: Fact, index: int) -> Row:
     """Without a system prompt: each token of the context counts for a model that small."""
     question, split = two_hop_question(first, second), "eval" if index % 5 == 4 else "train"
-    made = row(question, [second.value], "searchR1_two_hops", split, index, articles=[first.article, second.article])
-    return {**made, "prompt": [{"role": "user", "content": question}]}
+    plain = row(question, [second.value], "searchR1_two_hops", split, index, articles=[first.article, second.article])
+    return {**plain, "prompt": [{"role": "user", "content": question}]}
 
 
 class Inventor:
@@ -205,19 +205,19 @@ class Inventor:
         self._chains = chains(facts)
 
     def conversation(self) -> list[Message]:
-        first, asked = self._dice.choice(self._chains)
-        second = self._dice.choice(self._of(asked.relation))
+        first, last = self._dice.choice(self._chains)
+        second = self._dice.choice(self._of(last.relation))
         invented = {fact.value: self._dice.choice(self._of(fact.relation)).value for fact in self._told[second.article]}
-        found = passage(first.article, retold(self._texts[first.article], {first.value: second.article}))
+        result = passage(first.article, retold(self._texts[first.article], {first.value: second.article}))
         begun = [
-            {"role": "user", "content": two_hop_question(first, asked)},
+            {"role": "user", "content": two_hop_question(first, last)},
             call(first.mention),
-            {"role": "tool", "content": found},
+            {"role": "tool", "content": result},
         ]
         if self._dice.random() < ONE_SEARCH:
             return [*begun, answer(GIVES_UP)]
-        found = passage(second.article, retold(self._texts[second.article], invented))
-        return [*begun, call(second.article), {"role": "tool", "content": found}, answer(invented[second.value])]
+        result = passage(second.article, retold(self._texts[second.article], invented))
+        return [*begun, call(second.article), {"role": "tool", "content": result}, answer(invented[second.value])]
 
     def _of(self, relation: str) -> list[Fact]:
         return [fact for fact in self._facts if fact.relation == relation]

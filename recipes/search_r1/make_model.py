@@ -105,8 +105,8 @@ def words(value: Any) -> Iterator[str]:
 
 def add_whole_names(tokenizer: PreTrainedTokenizerFast) -> None:
     """Names, and the texts that all prompts and calls share, as one token each."""
-    shown = tokenizer.apply_chat_template([{"role": "user", "content": ""}], tools=[SCHEMA], tokenize=False)
-    of_the_tool = shown.partition("<|im_start|>system\n")[2].partition("<|im_end|>")[0]
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": ""}], tools=[SCHEMA], tokenize=False)
+    of_the_tool = prompt.partition("<|im_start|>system\n")[2].partition("<|im_end|>")[0]
     lines = (HERE / "corpus" / "facts.jsonl").read_text(encoding="utf-8").splitlines()
     facts = [json.loads(line) for line in lines]
     names = {fact[key] for fact in facts for key in ("article", "value", "mention") if key in fact}

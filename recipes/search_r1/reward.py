@@ -28,12 +28,12 @@ def compute_score(
         raise ValueError(f"metric is em or f1, not {metric!r}")
     info = extra_info or {}
     turn = str(info.get("final_text", solution_str))
-    found = {
+    scores = {
         "em": exact_match(data_source, turn, ground_truth, info),
         "f1": f1(data_source, turn, ground_truth, info),
     }
     return {
-        "score": found[metric],
-        **found,
+        "score": scores[metric],
+        **scores,
         "answered": float("</answer>" in turn or info.get("final_answer") is not None),
     }

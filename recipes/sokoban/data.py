@@ -45,15 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{options.out}: {options.train} and {options.eval} rooms, {len(turns)} turns")
 
 
-def seeds_of_rooms(first: int, wanted: int) -> Iterator[int]:
+def seeds_of_rooms(first: int, count: int) -> Iterator[int]:
     """Seeds from `first` on, one for each different room. Raises `SystemExit` where there are too few rooms."""
     seen = set()
-    for seed in range(first, first + wanted * 50):  # most seeds repeat a room that is there
-        found = drawn(seed)
-        if found not in seen:
-            seen.add(found)
+    for seed in range(first, first + count * 50):  # most seeds repeat a room that is there
+        room = drawn(seed)
+        if room not in seen:
+            seen.add(room)
             yield seed
-    raise SystemExit(f"there are {len(seen)} rooms, not {wanted}: lower --train or --eval")
+    raise SystemExit(f"there are {len(seen)} rooms, not {count}: lower --train or --eval")
 
 
 def row(seed: int, split: str, index: int) -> Row:

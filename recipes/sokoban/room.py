@@ -66,15 +66,15 @@ def distances(goal: Cell, size: int) -> Mapping[Position, int]:
         if position[1] != goal:
             for move in MOVES:
                 before[moved(position, move, size)].append(position)
-    found = {position: 0 for position in _positions(size) if position[1] == goal}
-    waiting = deque(found)
+    fewest = {position: 0 for position in _positions(size) if position[1] == goal}
+    waiting = deque(fewest)
     while waiting:
         position = waiting.popleft()
         for earlier in before[position]:
-            if earlier not in found:
-                found[earlier] = found[position] + 1
+            if earlier not in fewest:
+                fewest[earlier] = fewest[position] + 1
                 waiting.append(earlier)
-    return found
+    return fewest
 
 
 def _positions(size: int) -> Iterator[Position]:
@@ -83,10 +83,10 @@ def _positions(size: int) -> Iterator[Position]:
 
 def best_moves(position: Position, goal: Cell, size: int) -> list[str]:
     """The first moves of all shortest solutions; none where the box is on the goal or can no longer come there."""
-    left = distances(goal, size)
-    if not left.get(position):
+    fewest = distances(goal, size)
+    if not fewest.get(position):
         return []
-    return [move for move in MOVES if left.get(moved(position, move, size)) == left[position] - 1]
+    return [move for move in MOVES if fewest.get(moved(position, move, size)) == fewest[position] - 1]
 
 
 # rooms ----------------------------------------------------------------------------------------------------------------

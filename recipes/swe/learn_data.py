@@ -93,10 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         dice = Random(f"{split}/{options.seed}")
         write_tasks([new_package(dice, seen) for _ in range(count)], split, options.out)
     dice = Random(f"conversations/{options.seed}")
-    shown = [shown_episode(shown_package(dice, without=seen), dice) for _ in range(options.conversations)]
-    lines = "".join(json.dumps({"messages": messages}) + "\n" for messages in shown)
+    conversations = [shown_episode(shown_package(dice, without=seen), dice) for _ in range(options.conversations)]
+    lines = "".join(json.dumps({"messages": messages}) + "\n" for messages in conversations)
     (options.out / "conversations.jsonl").write_text(lines, encoding="utf-8")
-    print(f"{options.out}: {len(seen)} tasks, {len(shown)} conversations")
+    print(f"{options.out}: {len(seen)} tasks, {len(conversations)} conversations")
 
 
 # ---- bugs
@@ -130,18 +130,18 @@ def bugs_of(function: str) -> tuple[LineBug, ...]:
 
 def new_package(dice: Random, seen: set[BrokenPackage]) -> BrokenPackage:
     """One that is not in `seen`, which has it then."""
-    made = random_package(dice, without=seen)
-    seen.add(made)
-    return made
+    package = random_package(dice, without=seen)
+    seen.add(package)
+    return package
 
 
 def random_package(dice: Random, *, without: set[BrokenPackage]) -> BrokenPackage:
     functions = list(check.EXAMPLES)
     while True:
         broken = sorted(dice.sample(functions, dice.choice(BUGS)), key=functions.index)
-        made = BrokenPackage(tuple(dice.choice(bugs_of(function)) for function in broken))
-        if made not in without:
-            return made
+        package = BrokenPackage(tuple(dice.choice(bugs_of(function)) for function in broken))
+        if package not in without:
+            return package
 
 
 def shown_package(dice: Random, *, without: set[BrokenPackage]) -> BrokenPackage:
@@ -154,9 +154,9 @@ def shown_package(dice: Random, *, without: set[BrokenPackage]) -> BrokenPackage
         first = dice.randrange(len(functions))
         later = functions[first + 1 :]
         broken = sorted(dice.sample(later, min(dice.choice(BUGS) - 1, len(later))), key=functions.index)
-        made = BrokenPackage(tuple(dice.choice(bugs_of(function)) for function in (functions[first], *broken)))
-        if made not in without:
-            return made
+        package = BrokenPackage(tuple(dice.choice(bugs_of(function)) for function in (functions[first], *broken)))
+        if package not in without:
+            return package
 
 
 # ---- tasks

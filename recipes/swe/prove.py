@@ -86,10 +86,10 @@ def main() -> int:
     parser.add_argument("--backend", choices=["bwrap", "docker"], default="bwrap")
     parser.add_argument("--image", default="penstock-box:base", help="backend docker: of rows without one")
     parser.add_argument("--limit", type=int, default=0, help="the first tasks only; 0: all")
-    given = parser.parse_args()
+    options = parser.parse_args()
     limits = {"memory_mb": 1024, "tmp_mb": 256, "cpu_s": 600, "pids": 256, "run_timeout_s": 60.0, "max_boxes": 2}
-    sandbox = SandboxConfig.model_validate({"backend": given.backend, "image": given.image, **limits})
-    wrong = asyncio.run(prove(load_rows(given.tasks, given.limit), World(sandbox, given.repositories)))
+    sandbox = SandboxConfig.model_validate({"backend": options.backend, "image": options.image, **limits})
+    wrong = asyncio.run(prove(load_rows(options.tasks, options.limit), World(sandbox, options.repositories)))
     print("\n".join(wrong))
     return 1 if wrong else 0
 

@@ -176,13 +176,13 @@ class Pupil:
         self.positions, _ = model.model.get_rope_index(ids, mm_token_type_ids=places, image_grid_thw=self.grid)
         """[3, 1, T]: the image stands at one place in all prompts, so one layout fits them all."""
 
-    def logits(self, batch: Sequence[Example], said: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """[B, V] of the answer, [B, V] of what follows the answer `said`. Rows are filled up on the right."""
+    def logits(self, batch: Sequence[Example], answers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """[B, V] of the answer, [B, V] of what follows each of `answers`. Rows are filled up on the right."""
         ids = torch.zeros(len(batch), self.positions.shape[2], dtype=torch.long)
-        for line, (one, answer) in enumerate(zip(batch, said, strict=True)):
+        for line, (one, answer) in enumerate(zip(batch, answers, strict=True)):
             row = torch.tensor([*self.prompts[one.kind], answer])
             ids[line, : len(row)] = row
-        found = self.model(
+        logits = self.model(
             input_ids=ids,
             position_ids=self.positions.expand(-1, len(batch), -1),
             pixel_values=torch.cat([one.pixels for one in batch]).float(),
@@ -190,24 +190,24 @@ class Pupil:
             use_cache=False,
         ).logits
         lines, asked = torch.arange(len(batch)), torch.tensor([len(self.prompts[one.kind]) for one in batch])
-        return found[lines, asked - 1], found[lines, asked]
+        return logits[lines, asked - 1], logits[lines, asked]
 
     def loss(self, batch: Sequence[Example], sure: float) -> Tensor:
         """Cross entropy with answers of which the share `sure` is right and the others are drawn evenly.
 
         The average over all draws, not one of them: a few steps are enough, and nothing is learned by heart.
         """
-        wanted = torch.stack([self._wanted(one, sure) for one in batch])
-        said = torch.multinomial(wanted, 1).flatten().tolist()
-        answers, ends = self.logits(batch, said)
-        return F.cross_entropy(answers, wanted) + F.cross_entropy(ends, torch.full((len(batch),), self.end))
+        targets = torch.stack([self._wanted(one, sure) for one in batch])
+        drawn = torch.multinomial(targets, 1).flatten().tolist()
+        answers, ends = self.logits(batch, drawn)
+        return F.cross_entropy(answers, targets) + F.cross_entropy(ends, torch.full((len(batch),), self.end))
 
     def _wanted(self, one: Example, sure: float) -> Tensor:
         """[V]"""
-        wanted = torch.zeros(self.vocabulary)
-        wanted[list(self.tokens.values())] = (1 - sure) / len(WORDS)
-        wanted[self.tokens[one.answer]] += sure
-        return wanted
+        target = torch.zeros(self.vocabulary)
+        target[list(self.tokens.values())] = (1 - sure) / len(WORDS)
+        target[self.tokens[one.answer]] += sure
+        return target
 
     @torch.no_grad()
     def examine(self, batch: Sequence[Example]) -> tuple[float, float]:

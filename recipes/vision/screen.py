@@ -193,10 +193,10 @@ class DashboardScreen(BaseTool):
 def _program() -> str:
     """Raises `ToolInfraError` where no Chromium is found."""
     names = (os.environ.get("PENSTOCK_CHROMIUM", ""), *PROGRAMS)
-    found = next(filter(None, map(shutil.which, filter(None, names))), None)
-    if found is None:
+    program = next(filter(None, map(shutil.which, filter(None, names))), None)
+    if program is None:
         raise ToolInfraError("browser", "no Chromium: install one, or name the program in PENSTOCK_CHROMIUM")
-    return found
+    return program
 
 
 def _failed(error: Exception) -> ToolInfraError:
