@@ -51,19 +51,19 @@ def test_dtypes_are_those_of_the_contract():
     assert output.version_spans.dtype == np.int32
 
 
-def test_segment_observe_does_not_repeat_stop():
-    for sampled, expected in (([7, STOP], [7, STOP, 8]), ([7], [7, STOP, 8])):
-        segment = SegmentBuilder([1], Budget(5, 100), {STOP})
-        sample(segment, sampled)
-        segment.observe([STOP, 8])
-        assert segment.output().response_ids.tolist() == expected
-
-
-def test_an_ordinary_token_that_happens_to_be_equal_is_kept():
+@pytest.mark.parametrize(
+    ("sampled", "observed", "response"),
+    [
+        ([7, STOP], [STOP, 8], [7, STOP, 8]),
+        ([7], [STOP, 8], [7, STOP, 8]),
+        ([7], [7, 8], [7, 7, 8]),  # an ordinary token that happens to be equal
+    ],
+)
+def test_segment_observe_does_not_repeat_a_sampled_stop(sampled, observed, response):
     segment = SegmentBuilder([1], Budget(5, 100), {STOP})
-    sample(segment, [7])
-    segment.observe([7, 8])
-    assert segment.output().response_ids.tolist() == [7, 7, 8]
+    sample(segment, sampled)
+    segment.observe(observed)
+    assert segment.output().response_ids.tolist() == response
 
 
 def test_the_ending_is_read_off_the_segment():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -156,10 +155,19 @@ async def test_turns_bound_the_requests_at_once(judge, endpoint: Endpoint, tasks
     assert len(endpoint.bodies) == 8
 
 
-async def test_the_rate_spreads_the_requests() -> None:
-    pace, began = Pace(per_minute=6000), time.monotonic()
-    await asyncio.gather(*(pace.turn() for _ in range(11)))
-    assert time.monotonic() - began >= 0.1, "ten gaps of 10 ms"
+async def test_the_rate_spreads_the_requests(monkeypatch) -> None:
+    """Turns are a gap apart, in the order in which they are asked for, however slow the clock is."""
+    waits = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr("penstock.agent_loops.rewards.service.time.monotonic", lambda: 7.0)
+    monkeypatch.setattr("penstock.agent_loops.rewards.service.asyncio.sleep", sleep)
+    pace = Pace(per_minute=120)
+    for _ in range(4):
+        await pace.turn()
+    assert waits == [0.0, 0.5, 1.0, 1.5]
 
 
 @pytest.mark.parametrize(
