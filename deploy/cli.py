@@ -22,17 +22,12 @@ with uncollected():
     from penstock.deploy.commands.eval import evaluate
     from penstock.deploy.commands.export import export
     from penstock.deploy.commands.guard import guarded as _guarded
-    from penstock.deploy.commands.init import init
-    from penstock.deploy.commands.quickstart import quickstart
-    from penstock.deploy.commands.recipes import recipes
-    from penstock.deploy.commands.redis_server import redis_server
     from penstock.deploy.commands.rehearse import rehearse
-    from penstock.deploy.commands.reward_server import reward_server
-    from penstock.deploy.commands.search_server import search_server
+    from penstock.deploy.commands.servers import redis_server, reward_server, search_server, teacher_server
     from penstock.deploy.commands.sft import sft
     from penstock.deploy.commands.simulate import simulate
+    from penstock.deploy.commands.start import init, quickstart, recipes
     from penstock.deploy.commands.status import status
-    from penstock.deploy.commands.teacher_server import teacher_server
     from penstock.deploy.commands.trace import trace
 
 app = typer.Typer(
@@ -42,34 +37,28 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-app.add_typer(compose.app, name="compose")
-app.add_typer(config.app, name="config")
-app.add_typer(data.app, name="data")
-app.add_typer(queue.app, name="queue")
-app.add_typer(ray.app, name="ray")
-app.add_typer(kubernetes.app, name="kubernetes")
-app.add_typer(slurm.app, name="slurm")
+START, TRAIN, CHECK, WATCH = "Start here", "Train and measure", "Check before a run", "Watch and steer a run"
+CLUSTERS, ROLES = "Several machines", "Roles and servers of a run"
+PANELS: dict[str, tuple[Callable[..., None], ...]] = {
+    START: (quickstart, init, recipes),
+    TRAIN: (sft, bench),
+    CHECK: (doctor, rehearse, simulate),
+    WATCH: (status, dashboard, trace, curriculum, clean),
+    ROLES: (redis_server, search_server, reward_server, teacher_server),
+}
+"""Of `penstock --help`; commands whose name is their function's."""
+for panel, commands in PANELS.items():
+    for function in commands:
+        app.command(rich_help_panel=panel)(function)
 train_app = typer.Typer(invoke_without_command=True)
-app.add_typer(train_app, name="train")
-app.command()(bench)
-app.command()(clean)
-app.command(name="redis-server")(redis_server)
+app.add_typer(data.app, name="data", rich_help_panel=START)
+app.add_typer(config.app, name="config", rich_help_panel=START)
+app.command(name="eval", rich_help_panel=TRAIN)(evaluate)
+app.add_typer(queue.app, name="queue", rich_help_panel=WATCH)
+app.add_typer(train_app, name="train", rich_help_panel=ROLES)
 app.command(name="ledger", hidden=True)(redis_server)  # the name of 0.1
-app.command()(search_server)
-app.command()(curriculum)
-app.command()(dashboard)
-app.command()(rehearse)
-app.command()(reward_server)
-app.command()(teacher_server)
-app.command()(sft)
-app.command(name="eval")(evaluate)
-app.command()(simulate)
-app.command()(doctor)
-app.command()(init)
-app.command()(quickstart)
-app.command()(recipes)
-app.command()(status)
-app.command()(trace)
+for name, group in (("slurm", slurm), ("ray", ray), ("compose", compose), ("kubernetes", kubernetes)):
+    app.add_typer(group.app, name=name, rich_help_panel=CLUSTERS)
 
 Recipe = Annotated[Path, typer.Argument(help="A recipe: one YAML file, see recipes/.", metavar="RECIPE")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")]
@@ -86,7 +75,7 @@ class Where(StrEnum):
     RAY = "ray"
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN)
 def run(
     recipe: Recipe,
     overrides: Overrides = None,
@@ -115,7 +104,7 @@ def run(
     raise typer.Exit(status)
 
 
-@app.command()
+@app.command(rich_help_panel=ROLES)
 def rollout(
     name: Annotated[
         str | None, typer.Option(help="Unique in the run; default: rollout- and this machine's name.")
@@ -136,7 +125,7 @@ def rollout(
     _run(lambda: roles.rollout(_link(queue, run), own, host, port, evaluates=evaluates, lent=lent, wait_s=wait_s))
 
 
-@app.command()
+@app.command(rich_help_panel=ROLES)
 def agent(
     name: Annotated[
         str | None, typer.Option(help="Unique in the run; default: agent- and this machine's name.")
@@ -214,7 +203,7 @@ def sft_ranks(folder: Path) -> None:
     _guarded(lambda: exec_sft_ranks(folder))
 
 
-@app.command()
+@app.command(rich_help_panel=ROLES)
 def sandbox(
     overrides: Annotated[list[str] | None, typer.Argument(help="sandbox.key=value …", metavar="[KEY=VALUE]…")] = None,
     recipe: Annotated[Path | None, typer.Option(help="A recipe; only its sandbox section is read.")] = None,

@@ -1,0 +1,120 @@
+"""The first commands: `penstock quickstart`, `penstock init` and `penstock recipes`."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.deploy.commands.guard import guarded
+from penstock.deploy.config import ConfigError
+
+
+def quickstart(
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")] = None,
+) -> None:
+    """Train the calculator, from nothing: makes its base model where there is none, trains it, shows page and result.
+
+    A model of 1.2 million parameters learns from reward alone to call a Python sandbox, in a minute or two on two CPU
+    cores. From a wheel its base model is made first, once, in ten minutes or more of one core, and kept
+    in ~/.cache/penstock. The run is in runs/quickstart-…; its page is served meanwhile, later by `penstock dashboard`.
+
+    Example: penstock quickstart trainer.steps=20 max_staleness=sync
+    """
+    guarded(lambda: _quickstart(overrides or []))
+
+
+def _quickstart(overrides: Sequence[str]) -> None:
+    from penstock.common.http_server import listen
+    from penstock.dashboard import DashboardConfig
+    from penstock.deploy.commands.run import run_recipe
+    from penstock.deploy.shipped import FOLDER, find_base_model, make_base_model
+
+    recipe = FOLDER / "calculator.yaml"
+    usual = DashboardConfig()
+    with listen(usual.host, usual.port, ports=50) as free:
+        page = f"dashboard.port={free.getsockname()[1]}"
+    given = [f"name=quickstart-{time.strftime('%Y%m%d-%H%M%S')}", "dashboard.enabled=true", page, *overrides]
+    _refuse_without_programs(recipe, given)
+    if not any(one.startswith("model=") for one in overrides):
+        model = find_base_model()
+        if model is None:
+            typer.echo("making the base model, once: ten minutes of one core", err=True)
+            model = make_base_model()
+        given.append(f"model={model}")
+    status = run_recipe(recipe, given, resume=False, dry_run=False)
+    if status == 0:
+        typer.echo("look at it: penstock dashboard    a project of your own: penstock init FOLDER", err=True)
+    raise typer.Exit(status)
+
+
+def _refuse_without_programs(recipe: Path, overrides: Sequence[str]) -> None:
+    """What a wheel cannot bring, before minutes go into a model. Raises `ConfigError`."""
+    from penstock.deploy.config import load_config
+    from penstock.deploy.preflight.network import check_redis
+    from penstock.deploy.preflight.sandbox import check_sandbox
+
+    if missing := [name for name in ("torch", "accelerate", "safetensors") if find_spec(name) is None]:
+        raise ConfigError(f"{', '.join(missing)}: not installed\n  fix: pip install 'penstock[train,hf]'")
+    config = load_config(recipe, overrides)
+    failed = [one for one in (check_redis(config), check_sandbox(config)) if one is not None and not one.ok]
+    if failed:
+        raise ConfigError("\n".join(f"{one.name}: {one.found}\n  fix: {one.fix}" for one in failed))
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(help="A new or empty folder.", metavar="FOLDER")],
+    template: Annotated[
+        str,
+        typer.Option("--from", help="calculator, retool, search_r1, swe, harbor or openai; each is described above."),
+    ] = "calculator",
+) -> None:
+    """Make a small project that trains at once: a recipe, the parts that are yours to change, a README of ten lines.
+
+    calculator: a loop, a tool and a reward of your own; a small model learns to call the tool. Start here.
+
+    retool: arithmetic with a Python sandbox, scripted policies that prove the environment, a cold start.
+
+    search_r1: questions answered by searching a corpus with a search server of yours, after a cold start.
+
+    swe: small Python packages broken one function at a time, hidden tests, a shell agent.
+
+    harbor: task folders of Harbor or Terminal-Bench as they are, with tools or a coding agent; no Python.
+
+    openai: any OpenAI client as the agent, recorded and trained; here one of the OpenAI Agents SDK.
+
+    Every file is yours to change; README.md has the commands in order. All of them run on two CPU cores.
+
+    Example: penstock init mine --from calculator && cd mine
+    """
+    from penstock.deploy.shipped import write_project
+
+    def work() -> None:
+        for name in write_project(folder, template):
+            typer.echo(f"  {folder / name}")
+        typer.echo(f"next: cd {shlex.quote(str(folder))}, then the commands of README.md:\n")
+        typer.echo((folder / "README.md").read_text(encoding="utf-8"))
+
+    guarded(work)
+
+
+def recipes() -> None:
+    """List the recipes that ship: name, what is learned, what it needs; and the templates of `penstock init`.
+
+    Their files are in the folder of the first line; `penstock init` makes a project of your own of one of them.
+    """
+    from penstock.deploy.shipped import FOLDER, shipped_recipes, templates
+
+    found = shipped_recipes()
+    width, wide = max(len(one.file) for one in found), max(len(one.needs) for one in found)
+    typer.echo(f"{FOLDER.resolve()}:")
+    for one in found:
+        typer.echo(f"  {one.file:{width}}  {one.needs:{wide}}  {one.about}")
+    typer.echo("\ntemplates, for `penstock init FOLDER --from NAME`:")
+    for template in templates().values():
+        typer.echo(f"  {template.name:{width}}  {'CPU':{wide}}  {template.about}")
