@@ -157,7 +157,7 @@ def check_segment(segment: Segment, min_version: int, where: str) -> None:
     if segment.routed_experts is not None:
         _check_experts(segment.routed_experts, len(segment.prompt_ids) + length, f"{where}.routed_experts")
     if segment.teacher_top_ids is not None or segment.teacher_top_logprobs is not None:
-        _check_tops(segment, np.count_nonzero(mask), where)
+        _check_tops(segment, int(np.count_nonzero(mask)), where)
     _check_turns(segment.turn_starts, length, f"{where}.turn_starts")
     _check_spans(segment.version_spans, mask, min_version, f"{where}.version_spans")
 
