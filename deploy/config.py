@@ -20,7 +20,7 @@ from penstock.deploy.removed_settings import removed
 from penstock.rollout_server import RolloutConfig
 from penstock.sandbox import SandboxConfig
 from penstock.tools import ToolConfig, read_tools
-from penstock.trainer import CurriculumConfig, SftConfig, TrainerConfig
+from penstock.trainer import DataConfig, SftConfig, TrainerConfig
 from penstock.transfer_queue import TransferQueueConfig
 
 NO_TASKS = "none"
@@ -30,22 +30,6 @@ STALENESS_NAMES = {"sync": 0, "one_step_off": 1, "fully_async": 2}
 
 def _staleness(value: Any) -> Any:
     return STALENESS_NAMES.get(value, value) if isinstance(value, str) else value
-
-
-class DataConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    train: str = Field(
-        description="Parquet or JSONL with verl's columns, generate:SPEC, harbor:FOLDER or reasoning_gym:TASK.."
-    )
-    eval: str | None = Field(None, description="Same for evaluation; None: no evaluation.")
-    eval_limit: int = Field(0, ge=0, description="Evaluate on the first rows only; 0 takes all.")
-    shuffle: bool = Field(True, description="A new order each epoch, from the seed.")
-    curriculum: CurriculumConfig | None = Field(
-        None,
-        description="Tasks come by the weights of their data sources and by how often they are passed, not epoch after"
-        " epoch; {} takes the defaults (docs/curriculum.md).",
-    )
 
 
 class PlacementConfig(BaseModel):

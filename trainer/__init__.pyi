@@ -7,7 +7,7 @@ from .checks import check_algorithm as check_algorithm
 from .checks import check_job as check_job
 from .config import TrainerConfig as TrainerConfig
 from .config import learning_rate as learning_rate
-from .data.curriculum import CurriculumConfig as CurriculumConfig
+from .data.config import DataConfig as DataConfig
 from .data.curriculum import CurriculumWeights as CurriculumWeights
 from .data.curriculum import RowPool as RowPool
 from .data.order import WEIGHTS_FILE as WEIGHTS_FILE

@@ -36,8 +36,8 @@ def check_job(job: TrainJob) -> None:
             f"trainer.ranks is {config.ranks}{copies}, groups_per_step only {job.limits.groups_per_step}: ranks train "
             "whole groups, and some would never have one. Raise groups_per_step or lower trainer.ranks"
         )
-    if job.transport in ("http", "broadcast") and not job.run.token:
-        raise BadJob(f"weights over {job.transport} need the run's token: anybody could read them")
+    if job.rollout.manifest_transport in ("http", "broadcast") and not job.run.token:
+        raise BadJob(f"weights over {job.rollout.manifest_transport} need the run's token: anybody could read them")
     if job.temperature <= 0:
         raise BadJob(f"temperature is {job.temperature}: training episodes must be sampled, not greedy")
 
@@ -58,7 +58,7 @@ def _check_filter(job: TrainJob) -> None:
             "transfer_queue.filter_groups is zero_variance and trainer.distill is on: groups of equal rewards would be "
             "filtered although the teacher judges their tokens. Set transfer_queue.filter_groups=none"
         )
-    if job.curriculum is not None:
+    if job.data.curriculum is not None:
         raise BadJob(
             "transfer_queue.filter_groups is zero_variance and data.curriculum is on: groups that are filtered never "
             "say how often their rows are passed. Set transfer_queue.filter_groups=none; easy and hard rows come "
@@ -95,8 +95,8 @@ def _check_top_k(job: TrainJob) -> None:
 
 def _check_stop(job: TrainJob) -> None:
     stop, every = job.config.stop, job.config.eval_every
-    if stop.enabled and stop.metric.startswith(EVALUATION) and not (job.eval_data and every):
-        missing = "data.eval is not set" if not job.eval_data else "trainer.eval_every is 0"
+    if stop.enabled and stop.metric.startswith(EVALUATION) and not (job.data.eval and every):
+        missing = "data.eval is not set" if not job.data.eval else "trainer.eval_every is 0"
         raise BadJob(f"trainer.stop.metric is {stop.metric}, and {missing}: it would never be there")
 
 

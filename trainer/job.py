@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.common import cores
+from penstock.rollout_server import RolloutConfig
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.data.curriculum import CurriculumConfig
+from penstock.trainer.data.config import DataConfig
 from penstock.trainer.ranks.layout import CORES_VARIABLE
 from penstock.trainer.sinks import MetricSink
 from penstock.transfer_queue import Limits, RunContext, TurnSettings
@@ -28,29 +29,11 @@ class TrainJob:
     """Checkpoints, metrics, trajectories and the final model go here."""
     weights_dir: Path
     """Published versions are written here; the folder is the trainer's own."""
-    train_data: str
-    """Path of a Parquet or JSONL file with verl's columns."""
-    eval_data: str | None = None
-    eval_limit: int = 0
-    """Evaluate on the first rows only; 0 takes all."""
-    shuffle: bool = True
-    curriculum: CurriculumConfig | None = None
-    """None: epoch after epoch, each row once."""
-    transport: Literal["shm", "disk", "http", "broadcast"] = "shm"
-    weights_host: str = "127.0.0.1"
-    """Under ``http`` and ``broadcast``: the address on which rank 0 serves the published files."""
-    weights_port: int = 0
-    """0 takes a free one."""
-    weights_from_gpus: bool = False
-    """Under ``broadcast``: over NCCL where rank 0 and the servers' workers have GPUs."""
-    weights_full_every: int = 1
-    """Every this many versions one is full; the others are deltas to the one before."""
-    publish_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """What the rollout engine computes in: more bytes would be rounded away there."""
+    data: DataConfig
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """How versions travel to the servers, and what these compute in: more bytes would be rounded away there."""
     temperature: float = 1.0
     """The sampling temperature of training episodes: the engine's logprobs are those of logits / temperature."""
-    eval_timeout_s: float = 600.0
-    """How long the end of the run waits for the last evaluation."""
     lost_payloads: Literal["drop", "strict"] = "drop"
     """Episodes of a step whose payload is gone: dropped and counted, or the trainer ends."""
     spill: bool = False

@@ -46,14 +46,14 @@ class Publisher:
     ) -> None:
         self._queue = job.run.queue
         self._timeline = timeline or Timeline()
-        self._dtype = getattr(torch, job.publish_dtype)
+        self._dtype = getattr(torch, job.rollout.dtype)
         self._write_timeout_s = job.config.publish_timeout_s
         self._engine = engine
         self._ranks = ranks
         self._in_torch = in_torch
         self._files = _weight_files(job) if ranks.is_rank0 else None
-        self._broadcasts = job.transport == "broadcast"
-        self._finds_changes = job.weights_full_every > 1 and not self._broadcasts
+        self._broadcasts = job.rollout.manifest_transport == "broadcast"
+        self._finds_changes = job.rollout.weights_full_every > 1 and not self._broadcasts
         """Whether versions are compared: what is broadcast is full."""
         self._is_spread = self._broadcasts or ranks.world > 1
         """Whether each rank keeps a copy of its own share."""
@@ -277,11 +277,11 @@ def _taken(weights: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
 def _weight_files(job: TrainJob) -> WeightFiles:
     return WeightFiles(
         job.weights_dir,
-        job.transport,
+        job.rollout.manifest_transport,
         token=job.run.token,
-        host=job.weights_host,
-        port=job.weights_port,
-        full_every=job.weights_full_every,
-        from_gpus=job.weights_from_gpus,
+        host=job.rollout.weights_host,
+        port=job.rollout.weights_port,
+        full_every=job.rollout.weights_full_every,
+        from_gpus=job.rollout.weight_transport == "nccl",
         model=find_model(job.run.model) if job.config.lora.rank else None,
     )

@@ -45,6 +45,8 @@ from penstock.trainer.trainer_devices import TrainerDevices
 from penstock.transfer_queue import DataCursor, QueueError, check_quotas
 
 CLOSE_TIMEOUT_S = 10.0
+LAST_EVALUATION_S = 600.0
+"""The end of a run waits so long for its last evaluation."""
 P = ParamSpec("P")
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -189,7 +191,7 @@ class Trainer:
 
     async def _observe(self, batch: StepBatch) -> dict[str, float]:
         """What the order of tasks learns from the groups of all ranks. A collective under a curriculum."""
-        if self.job.curriculum is None:
+        if self.job.data.curriculum is None:
             return {}
         parts = await self.in_torch(self.ranks.data.gather, batch.rewards_by_task)
         if self.feeder is None:
@@ -238,7 +240,7 @@ class Trainer:
         if not is_over:
             return
         if self.evaluator is not None:
-            await self.evaluator.finish(self.step, self.job.eval_timeout_s)
+            await self.evaluator.finish(self.step, LAST_EVALUATION_S)
         if self.recorder is not None:
             self.recorder.ended(self.step, self.over or f"all {self.step} steps are trained")
 
@@ -300,13 +302,13 @@ async def _close_ranks(in_torch: TorchThread, ranks: Ranks) -> None:
 
 def first_rank_parts(job: TrainJob, timeline: Timeline) -> tuple[Feeder, Recorder, Evaluator]:
     """Raises `BadJob`, `DataError`: bad data is found before anything is changed in the queue."""
-    rows = load_rows(job.train_data)
+    rows = load_rows(job.data.train)
     try:
         check_quotas(job.limits, {row.data_source for row in rows})
     except QueueError as error:
-        raise BadJob(f"{error} (dataset {job.train_data})") from error
+        raise BadJob(f"{error} (dataset {job.data.train})") from error
     rows = [_sized(row, job.config) for row in rows]
-    eval_rows = load_rows(job.eval_data, job.eval_limit) if job.eval_data else []
+    eval_rows = load_rows(job.data.eval, job.data.eval_limit) if job.data.eval else []
     feeder = Feeder(job.run.queue, job.limits, _order_of(job, rows), job.config.steps)
     stopping, sinks = Stopping(job.config.stop), [*job.watchers, *_sinks(job)]
     recorder = Recorder(job.run_dir, job.run.model, job.config.save_trajectories, stopping, sinks)
@@ -322,10 +324,11 @@ def _sized(row: DatasetRow, config: TrainerConfig) -> DatasetRow:
 def _order_of(job: TrainJob, rows: Sequence[DatasetRow]) -> TaskOrder:
     """Raises `BadJob`."""
     sampling = {"greedy_member": GREEDY_MEMBER} if "greedy" in needs_of_advantage(job.config) else None
-    if job.curriculum is None:
-        return StreamedTasks(rows, DataStream(len(rows), job.run.seed, job.shuffle), sampling)
+    data, seed = job.data, job.run.seed
+    if data.curriculum is None:
+        return StreamedTasks(rows, DataStream(len(rows), seed, data.shuffle), sampling)
     try:
-        return CurriculumTasks(rows, job.curriculum, job.run_dir, job.run.seed, shuffle=job.shuffle, sampling=sampling)
+        return CurriculumTasks(rows, data.curriculum, job.run_dir, seed, shuffle=data.shuffle, sampling=sampling)
     except ValueError as error:
         raise BadJob(f"data.curriculum: {error}") from error
 

@@ -237,10 +237,8 @@ def check_training_job(config: RunConfig) -> Check | None:
         limits=limits_of(config),
         run_dir=Path(),
         weights_dir=Path(),
-        train_data=config.data.train,
-        eval_data=config.data.eval,
-        curriculum=config.data.curriculum,
-        transport=config.rollout.manifest_transport,
+        data=config.data,
+        rollout=config.rollout,
         temperature=config.agent.temperature,
     )
     try:

@@ -158,7 +158,7 @@ async def test_a_crash_changes_nothing(tmp_path: Path, tiny_model: str, settings
 
 def test_a_filter_by_reward_beside_a_teacher_is_refused(tmp_path: Any) -> None:
     from penstock.testing import MemoryTransferQueue
-    from penstock.trainer import TrainJob
+    from penstock.trainer import DataConfig, TrainJob
     from penstock.transfer_queue import Limits, RunContext
 
     job = TrainJob(
@@ -167,7 +167,7 @@ def test_a_filter_by_reward_beside_a_teacher_is_refused(tmp_path: Any) -> None:
         limits=Limits(2, 2, 1, filter_groups="zero_variance"),
         run_dir=tmp_path,
         weights_dir=tmp_path,
-        train_data="",
+        data=DataConfig(train=""),
     )
     with pytest.raises(BadJob, match=r"filter_groups is zero_variance and trainer\.distill"):
         check_job(job)

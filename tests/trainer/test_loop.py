@@ -20,7 +20,7 @@ from trainer_support import Crash, make_job, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.common import UnknownName
-from penstock.trainer import BadJob, BatchTimeout, DataError, Ranks, train
+from penstock.trainer import BadJob, BatchTimeout, DataConfig, DataError, Ranks, train
 from penstock.trainer.state.checkpoint import save_timeout_s
 from penstock.transfer_queue import DataCursor
 from penstock.weight_sync import Manifest, read_verified
@@ -38,7 +38,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> dict
 
 async def test_a_run_leaves_everything(tmp_path: Path, tiny_model: str) -> None:
     evals = write_rows(tmp_path / "eval.jsonl", 5)
-    job = make_job(tmp_path, tiny_model, {"eval_every": 3}, eval_data=evals, eval_limit=3)
+    job = make_job(tmp_path, tiny_model, {"eval_every": 3}, data={"eval": evals, "eval_limit": 3})
     await train(job)
     check_accounts(job)
     metrics = lines(job, "metrics.jsonl")
@@ -83,7 +83,7 @@ async def test_versions_are_the_models_own_tensors_and_the_last_is_the_final_mod
 
 async def test_an_untied_head_is_published_too_and_in_the_engines_dtype(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model", tokenizer=True, tie_word_embeddings=False)
-    job = make_job(tmp_path, model, {"steps": 1}, publish_dtype="bfloat16")
+    job = make_job(tmp_path, model, {"steps": 1}, rollout={"dtype": "bfloat16"})
     await train(job)
     published = read_verified(Manifest.parse(job.run.queue.announced[-1].manifest))
     assert "lm_head.weight" in published
@@ -147,7 +147,7 @@ async def test_weights_that_went_with_the_machine_are_written_anew(tmp_path: Pat
     assert lost.keys() == final_weights(job).keys()
 
 
-DELTAS: dict[str, Any] = {"weights_full_every": 3, "publish_dtype": "bfloat16"}
+DELTAS: dict[str, Any] = {"weights_full_every": 3, "dtype": "bfloat16"}
 SMALL_STEPS: dict[str, Any] = {"lr": 1e-6}
 
 
@@ -155,7 +155,7 @@ SMALL_STEPS: dict[str, Any] = {"lr": 1e-6}
 async def test_versions_are_changes_of_the_one_before_and_a_new_trainer_begins_with_a_full_one(
     tmp_path: Path, tiny_model: str, gap: str
 ) -> None:
-    job = make_job(tmp_path, tiny_model, SMALL_STEPS, **DELTAS)
+    job = make_job(tmp_path, tiny_model, SMALL_STEPS, rollout=DELTAS)
     job.run.queue.crash_at = gap
     with pytest.raises(Crash):
         await train(job)
@@ -174,7 +174,7 @@ async def test_versions_are_changes_of_the_one_before_and_a_new_trainer_begins_w
 async def test_over_http_a_new_trainer_says_where_the_announced_files_are_now(tmp_path: Path, tiny_model: str) -> None:
     """While it replays, nothing is published: without this a server that starts then would ask a dead address."""
     settings = {**SMALL_STEPS, "checkpoint_every": 100}
-    job = make_job(tmp_path, tiny_model, settings, **DELTAS, transport="http", token="secret")
+    job = make_job(tmp_path, tiny_model, settings, rollout={**DELTAS, "weight_transport": "http"}, token="secret")
     job.run.queue.crash_at = "before:publish:4"
     with pytest.raises(Crash):
         await train(job)
@@ -194,12 +194,12 @@ async def test_over_http_a_new_trainer_says_where_the_announced_files_are_now(tm
 
 async def test_over_http_everyone_is_asked_for_the_token(tmp_path: Path, tiny_model: str) -> None:
     with pytest.raises(BadJob, match="need the run's token"):
-        await train(make_job(tmp_path, tiny_model, transport="http"))
+        await train(make_job(tmp_path, tiny_model, rollout={"weight_transport": "http"}))
 
 
 async def test_a_lost_link_is_lost_weights(tmp_path: Path, tiny_model: str) -> None:
     """Servers that run could do without the full version, those that start could not."""
-    job = make_job(tmp_path, tiny_model, {**SMALL_STEPS, "checkpoint_every": 100}, **DELTAS)
+    job = make_job(tmp_path, tiny_model, {**SMALL_STEPS, "checkpoint_every": 100}, rollout=DELTAS)
     job.run.queue.crash_at = "before:publish:4"
     with pytest.raises(Crash):
         await train(job)
@@ -346,7 +346,7 @@ async def test_what_cannot_be_right_is_refused_before_the_queue_is_touched(tmp_p
     with pytest.raises(BadJob, match=r"quotas: test 1 = 1 < groups_per_step = 2: .*train\.jsonl"):
         await train(starved)
     with pytest.raises(DataError, match="no such file"):
-        await train(replace(job, train_data=str(tmp_path / "none.jsonl")))
+        await train(replace(job, data=DataConfig(train=str(tmp_path / "none.jsonl"))))
     with pytest.raises(OSError, match="nowhere"):
         await train(replace(job, run=replace(job.run, model=str(tmp_path / "nowhere"))))
     assert job.run.queue.place == DataCursor()

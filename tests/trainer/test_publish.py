@@ -16,7 +16,8 @@ from tests.broadcasting import StagedServer
 torch = pytest.importorskip("torch")
 
 from penstock.common import cancel_and_wait
-from penstock.trainer import Ranks, TrainerConfig, TrainJob
+from penstock.rollout_server import RolloutConfig
+from penstock.trainer import DataConfig, Ranks, TrainerConfig, TrainJob
 from penstock.trainer.publish import Publisher, PublishTimeout
 from penstock.trainer.ranks.distributed import TorchThread
 from penstock.transfer_queue import Announcement, AnnouncementMark, Limits, RunContext, ServerInfo, TrainerFenced
@@ -94,8 +95,8 @@ async def open_setting(tmp_path: Path, ranks: Ranks) -> AsyncIterator[Callable[.
         queue, engine = VersionQueue(), OneTensor()
         job = TrainJob(
             RunContext(queue, "", TOKEN), TrainerConfig(), Limits(2, 1, 0), run_dir=tmp_path,  # type: ignore[arg-type]
-            weights_dir=tmp_path / "weights", train_data="", transport=transport,  # type: ignore[arg-type]
-            weights_full_every=full_every,
+            weights_dir=tmp_path / "weights", data=DataConfig(train=""),
+            rollout=RolloutConfig(weight_transport=transport, weights_full_every=full_every),  # type: ignore[arg-type]
         )  # fmt: skip
         setting = Setting(job, queue, Publisher(job, engine, ranks, in_torch), engine)  # type: ignore[arg-type]
         opened.append(setting)

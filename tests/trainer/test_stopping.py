@@ -77,7 +77,7 @@ TARGET = {"metric": "reward", "target": 0.6}
 
 def make(folder: Path, model: str, stop: dict[str, Any], **settings: Any) -> TrainJob:
     evals = write_rows(folder / "eval.jsonl", 3)
-    job = make_job(folder, model, {"checkpoint_every": 100, **settings, "stop": stop}, eval_data=evals)
+    job = make_job(folder, model, {"checkpoint_every": 100, **settings, "stop": stop}, data={"eval": evals})
     return replace(job, run=replace(job.run, queue=ScriptedQueue(job.limits, rising)))
 
 

@@ -219,7 +219,7 @@ async def test_a_queue_further_behind_than_the_checkpoint_remembers_is_refused(
 async def test_evaluation_splits_are_run_and_removed(tmp_path: Path, tiny_model: str) -> None:
     made = await make(tmp_path, tiny_model, 1)
     evals = write_rows(tmp_path / "eval.jsonl", 4)
-    job = make_job(tmp_path, tiny_model, {"steps": STEPS, "eval_every": 2}, queue=made.run.queue, eval_data=evals)
+    job = make_job(tmp_path, tiny_model, {"steps": STEPS, "eval_every": 2}, queue=made.run.queue, data={"eval": evals})
     await run(job, lives=1)
     lines = [json.loads(line) for line in (job.run_dir / "eval.jsonl").read_text().splitlines()]
     assert lines[-1]["version"] == STEPS

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from penstock.trainer import TrainerConfig, TrainJob
+from penstock.rollout_server import RolloutConfig
+from penstock.trainer import DataConfig, TrainerConfig, TrainJob
 from penstock.transfer_queue import (
     COMPLETED,
     Announcement,
@@ -297,8 +298,11 @@ def make_job(
     *,
     queue: Any = None,
     token: str = "",
+    data: Mapping[str, Any] | None = None,
+    rollout: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> TrainJob:
+    """A job of ten rows; `config`, `data` and `rollout` are settings of these sections."""
     limits = Limits(group_size=4, groups_per_step=2, max_staleness=changes.pop("max_staleness", 1))
     settings = {"steps": 6, "lr": 1e-3, "eps": 1e-4, "checkpoint_every": 2, "batch_timeout_s": 20.0, **(config or {})}
     values: dict[str, Any] = {
@@ -307,7 +311,8 @@ def make_job(
         "limits": limits,
         "run_dir": folder / "run",
         "weights_dir": folder / "weights",
-        "train_data": write_rows(folder / "train.jsonl"),
+        "data": DataConfig(**{"train": write_rows(folder / "train.jsonl"), **(data or {})}),
+        "rollout": RolloutConfig(**(rollout or {})),
         **changes,
     }
     return TrainJob(**values)

@@ -33,7 +33,7 @@ from penstock.transfer_queue import FieldValues, Limits, Task, Trajectory
 from penstock.weight_sync import Manifest, WeightFiles, WeightSource
 
 LATE_S = 6.0
-DELTAS: dict[str, Any] = {"weights_full_every": 9, "publish_dtype": "bfloat16"}
+DELTAS: dict[str, Any] = {"weights_full_every": 9, "dtype": "bfloat16"}
 BAD_TOKENS = {"nan": 7, "vocabulary": 64, "turn rewards": 0}
 
 
@@ -80,7 +80,7 @@ def job_of(case: str, folder: Path, model: str) -> Any:
     if case == "uneven":
         limits = Limits(group_size=4, groups_per_step=3, max_staleness=1)
         settings = {"steps": 2, "minibatches": 2, "micro_batch_tokens": 48, "lr": 1e-6}
-        return make_job(folder, model, settings, limits=limits, queue=ScriptedQueue(limits), **DELTAS)
+        return make_job(folder, model, settings, limits=limits, queue=ScriptedQueue(limits), rollout=DELTAS)
     limits = Limits(group_size=4, groups_per_step=2, max_staleness=1)
     if case in OTHER:
         return make_job(folder, model, {"steps": 3}, queue=OTHER[case](limits))

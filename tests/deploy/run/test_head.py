@@ -13,10 +13,10 @@ import pytest
 
 from penstock.common import process_has_ended, process_identity
 from penstock.deploy import RunConfig, RunConnection, RunDir, load_config
-from penstock.deploy.config import DataConfig
 from penstock.deploy.run.connection import connect_file
 from penstock.deploy.run.launcher import HeadLease, HeadTaken, describe_found, identity_of, launch
 from penstock.testing import MemoryTransferQueue
+from penstock.trainer import DataConfig
 from penstock.transfer_queue import Limits, RedisServer, RunTaken, TransferQueueConfig
 
 CALCULATOR = Path(__file__).parents[3] / "recipes/calculator.yaml"

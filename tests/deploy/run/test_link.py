@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from penstock.deploy import ConfigError, RunConfig, RunConnection, RunDir, dump_config, limits_of, roles_of
-from penstock.deploy.config import DataConfig
 from penstock.deploy.run.connection import connection_of_run, own_redis
 from penstock.rollout_server import RolloutConfig
+from penstock.trainer import DataConfig
 from penstock.transfer_queue import NoSuchRun, QueueError
 from penstock.transfer_queue.redis import Connection, RedisBinary, find_redis_server
 

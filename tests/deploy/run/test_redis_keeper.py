@@ -16,11 +16,11 @@ import pytest
 
 from penstock.common import Backoff
 from penstock.deploy import RoleSpec, RunConfig, RunDir
-from penstock.deploy.config import DataConfig
 from penstock.deploy.run.connection import RedisLost, keep_alive
 from penstock.deploy.run.launcher import launch
 from penstock.deploy.run.plan import Role
 from penstock.deploy.run.supervisor import Supervisor
+from penstock.trainer import DataConfig
 from penstock.transfer_queue import QueueError, RedisServer, TransferQueueConfig
 
 pytestmark = pytest.mark.redis

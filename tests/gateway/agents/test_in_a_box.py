@@ -226,7 +226,7 @@ async def test_an_agent_repairs_a_package_and_is_recorded_token_for_token(
 @pytest.mark.torch
 async def test_an_agent_is_trained_for_two_steps(data: Data, tmp_path: Path, long_model: str, agent: Agent) -> None:
     """One of each two episodes repairs its package, the other one does nothing."""
-    from penstock.trainer import TrainerConfig, TrainJob, train
+    from penstock.trainer import DataConfig, TrainerConfig, TrainJob, train
 
     tasks = tasks_of(data, 2)
     limits = Limits(group_size=2, groups_per_step=1, max_staleness=4, lease_ttl_s=60.0)
@@ -239,8 +239,7 @@ async def test_an_agent_is_trained_for_two_steps(data: Data, tmp_path: Path, lon
         limits=limits,
         run_dir=tmp_path / "run",
         weights_dir=tmp_path / "weights",
-        train_data=str(data.tasks),
-        shuffle=False,
+        data=DataConfig(train=str(data.tasks), shuffle=False),
     )
     worker = asyncio.create_task(run_worker(world.job))
     try:

@@ -124,7 +124,7 @@ AGENTS: Mapping[str, tuple[str, Mapping[str, Any], Says, str]] = {
     ],
 )
 async def test_an_agent_is_trained_for_two_steps(agent: str, folder: Path, tmp_path: Path, long_model: str) -> None:
-    from penstock.trainer import TrainerConfig, TrainJob, train
+    from penstock.trainer import DataConfig, TrainerConfig, TrainJob, train
 
     file, changes, says, mark = AGENTS[agent]
     recipe = load_config(ROOT / "recipes/harbor" / file)
@@ -152,8 +152,7 @@ async def test_an_agent_is_trained_for_two_steps(agent: str, folder: Path, tmp_p
         limits=limits,
         run_dir=tmp_path / "run",
         weights_dir=tmp_path / "weights",
-        train_data=data,
-        shuffle=False,
+        data=DataConfig(train=data, shuffle=False),
     )
     worker = asyncio.create_task(run_worker(worker_job))
     try:

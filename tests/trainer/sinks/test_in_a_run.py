@@ -22,7 +22,7 @@ async def test_a_sink_that_breaks_changes_nothing_of_a_run(tmp_path: Path, tiny_
     watcher = TrainerMetrics()
     settings = {"steps": 2, "sinks": ("tensorboard", BREAKING), "eval_every": 2}
     evals = write_rows(tmp_path / "eval.jsonl", 3)
-    job = make_job(tmp_path, tiny_model, settings, watchers=(watcher,), eval_data=evals)
+    job = make_job(tmp_path, tiny_model, settings, watchers=(watcher,), data={"eval": evals})
     with caplog.at_level(logging.WARNING, "penstock"):
         await train(job)
     assert [row["step"] for row in read_jsonl(job.run_dir / "metrics.jsonl")] == [0, 1]
