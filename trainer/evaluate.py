@@ -54,7 +54,7 @@ class Evaluator:
             return False
         self._raise_failure()
         self._version = version
-        self._task = asyncio.create_task(self._timed_run(version), name=f"evaluate version {version}")
+        self._task = asyncio.create_task(self._run(version), name=f"evaluate version {version}")
         return True
 
     async def finish(self, version: int, timeout_s: float) -> None:
@@ -84,10 +84,6 @@ class Evaluator:
         if self._task is not None:
             self._task.result()
 
-    async def _timed_run(self, version: int) -> None:
-        with self._timeline.during(Track.EVALUATION, "evaluation", version):
-            await self._run(version)
-
     async def _run(self, version: int) -> None:
         began = time.monotonic()
         split = evaluation_split(version)
@@ -95,17 +91,22 @@ class Evaluator:
             row.task(f"{split}/{number:08d}", split, sampling={"temperature": 0.0}, min_version=version)
             for number, row in enumerate(self._rows)
         ]
-        await self._queue.submit(tasks)
-        await self._until_done(split, version)
-        trajectories, _ = await self._queue.results(split)
-        result = summarise(trajectories, len(tasks)) | by_version(trajectories, version)
-        await asyncio.to_thread(self._recorder.evaluation, version, result, time.monotonic() - began)
-        await self._queue.drop_split(split)
+        with self._timeline.during(Track.EVALUATION, "evaluation", version):
+            await self._queue.submit(tasks)
+            await self._until_done(split, version)
+            trajectories, _ = await self._queue.results(split)
+            result = summarise(trajectories, len(tasks)) | by_version(trajectories, version)
+            await asyncio.to_thread(self._recorder.evaluation, version, result, time.monotonic() - began)
+            await self._queue.drop_split(split)
 
     async def _until_done(self, split: str, version: int) -> None:
         """Until every episode ended, or none did for `idle_timeout_s`: what is still out then counts as failed."""
         before, changed = -1, time.monotonic()
-        while out := await self._still_out(split):
+        while True:
+            counts = (await self._queue.status()).other_splits.get(split, {})
+            out = counts.get("queued", 0) + counts.get("leased", 0)
+            if not out:
+                return
             if out != before:
                 before, changed = out, time.monotonic()
             if time.monotonic() - changed > self._idle_timeout_s:
@@ -118,10 +119,6 @@ class Evaluator:
                 )
                 return
             await asyncio.sleep(POLL_S)
-
-    async def _still_out(self, split: str) -> int:
-        counts = (await self._queue.status()).other_splits.get(split, {})
-        return counts.get("queued", 0) + counts.get("leased", 0)
 
 
 def by_version(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:

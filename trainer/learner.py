@@ -34,10 +34,9 @@ from penstock.trainer.loss import (
     value_loss,
 )
 from penstock.trainer.losses import LOSSES
-from penstock.trainer.metrics import MetricAccumulator, exact_sum, step_metrics, tally_batch
+from penstock.trainer.metrics import MetricAccumulator, exact_sum, router_metrics, step_metrics, tally_batch
 from penstock.trainer.packing import Pack, pack_rows
 from penstock.trainer.ranks.distributed import Ranks
-from penstock.trainer.routing import router_metrics
 from penstock.trainer.state.bad_batch import keep_bad_batch
 from penstock.trainer.stopping import BadSteps
 
@@ -110,12 +109,9 @@ class Learner:
         self._watch.check(batch, [*updates, *of_critic], self._ranks)
         self._steer(batch, scored, tally)
         tally_batch(tally, batch, advantages.tokens)
-        return {**step_metrics(batch, tally.reduce(self._ranks), updates), **self._router_metrics()}
-
-    def _router_metrics(self) -> dict[str, float]:
-        """A collective, where the model is a mixture of experts."""
+        metrics = step_metrics(batch, tally.reduce(self._ranks), updates)
         loads = self._engine.take_router_loads()
-        return {} if loads is None else router_metrics(loads, self._ranks)
+        return metrics if loads is None else {**metrics, **router_metrics(loads, self._ranks)}
 
     def _score_reference(self, packs: Sequence[Pack]) -> list[Tensor]:
         """By the reference's own experts: those of the engine are another policy's choice."""
@@ -137,7 +133,10 @@ class Learner:
         # Nothing to train on (all masked, or no token was sampled): the version still advances, with equal weights.
         if not total:
             return None
-        weights = episode_weights(config.aggregation, tokens) * self._filter_weights(batch)
+        weights = episode_weights(config.aggregation, tokens)
+        if config.filter is not None:
+            weigh = FILTERS.bind(config.filter, config.filter_options)
+            weights = weights * weigh(torch.from_numpy(batch.rewards), torch.from_numpy(batch.group))
         chosen = select_tokens(config, packs, advantages.tokens, batch.step, self._ranks)
         targets = Targets(advantages.tokens.float(), weights, chosen, self._sequences(batch, packs, tokens))
         by = divisor(config.aggregation, total, episodes, config.aggregation_length)
@@ -170,13 +169,6 @@ class Learner:
         about["episodes"] = json.dumps([one.episode_id for one in batch.trajectories])
         about["config"] = self._config.model_dump_json()
         keep_bad_batch(self._bad_batches / name, packs, targets, about)
-
-    def _filter_weights(self, batch: StepBatch) -> Tensor:
-        """[E]"""
-        if self._config.filter is None:
-            return torch.ones(len(batch.trajectories), dtype=torch.float64)
-        weigh = FILTERS.bind(self._config.filter, self._config.filter_options)
-        return weigh(torch.from_numpy(batch.rewards), torch.from_numpy(batch.group))
 
     def _learn_values(self, scored: Scored, advantages: Advantages, tally: MetricAccumulator) -> list[Update]:
         assert scored.tokens.values is not None

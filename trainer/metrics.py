@@ -16,13 +16,12 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from penstock.trainer.batch import StepBatch
-from penstock.trainer.engine import Update
+from penstock.trainer.engine import RouterLoads, Update
 from penstock.trainer.ranks.distributed import Ranks, merge_by_name
 from penstock.trainer.stopping import tokens_without_logprob
 from penstock.transfer_queue import OutcomeKind, Trajectory
 
 MAX_FAULTS = 5
-MEANS = ("kl_k3",)
 COUNTS = (
     "tokens",
     "tokens_squared",
@@ -60,17 +59,6 @@ def tally_batch(tally: MetricAccumulator, batch: StepBatch, advantages: Tensor) 
             tally.count(f"fault/{fault}", 1)
         for name, value in trajectory.metrics.items():
             tally.add(f"episode/{name}", value)
-    _tally_tokens(tally, batch)
-
-
-def fault_of(trajectory: Trajectory) -> str:
-    """What was wrong with an episode, in words; empty where it came to its end and every call was answered."""
-    outcome = trajectory.outcome
-    ended = "" if outcome.kind is OutcomeKind.COMPLETED else f"{outcome.kind} ({outcome.reason})"
-    return str(trajectory.extra.get("fault") or ended)
-
-
-def _tally_tokens(tally: MetricAccumulator, batch: StepBatch) -> None:
     for row in batch.rows:
         tally.count("tokens", len(row.ids))
         tally.count("tokens_squared", len(row.ids) ** 2)
@@ -81,52 +69,45 @@ def _tally_tokens(tally: MetricAccumulator, batch: StepBatch) -> None:
             tally.count(f"staleness/{age}", number)
 
 
+def fault_of(trajectory: Trajectory) -> str:
+    """What was wrong with an episode, in words; empty where it came to its end and every call was answered."""
+    outcome = trajectory.outcome
+    ended = "" if outcome.kind is OutcomeKind.COMPLETED else f"{outcome.kind} ({outcome.reason})"
+    return str(trajectory.extra.get("fault") or ended)
+
+
 def step_metrics(batch: StepBatch, totals: Totals, updates: Sequence[Update | None]) -> dict[str, Any]:
     """Everything but times; `docs/trainer.md` says what each name means."""
+    mean = totals.mean("reward")
+    sources = totals.names("source/")
+    counts = totals.counts
+    ages = {int(name.removeprefix("staleness/")): n for name, n in counts.items() if name.startswith("staleness/")}
+    faults = {name.removeprefix("fault/"): n for name, n in counts.items() if name.startswith("fault/")}
     return {
         "step": batch.step,
         "version": batch.step + 1,
         "groups": len(batch.groups),
         "episodes": sum(len(group) for group in batch.groups),
-        **_reward(totals),
+        "reward": mean,
+        "reward_std": math.sqrt(max(0.0, totals.mean("reward_squared") - mean**2)),
+        "advantage_abs": totals.mean("advantage_abs"),
         **_updates(updates),
-        **{name: totals.mean(name) for name in MEANS},
-        **_policy(totals),
+        "kl_k3": totals.mean("kl_k3"),
+        "loss": 0.0,
+        **{name.removeprefix("policy/"): totals.mean(name) for name in totals.names("policy/")},
         **{name.replace("/", "_"): totals.mean(name) for name in (*totals.names("value/"), *totals.names("kl/"))},
         **_mismatch(totals),
-        **_staleness(totals),
-        **{name: totals.counts.get(name, 0) for name in COUNTS},
-        **_lengths(totals),
-        **{name: number for name, number in totals.counts.items() if name.startswith("outcome/")},
-        **_by_source(totals),
+        "staleness_mean": totals.mean("staleness"),
+        "staleness_max": int(totals.max("staleness")),
+        "staleness_tokens": {str(age): ages[age] for age in sorted(ages)},
+        **{name: counts.get(name, 0) for name in COUNTS},
+        **{f"{name}_mean": totals.mean(name) for name in ("response_length", "sampled_length", "num_turns")},
+        **{name: number for name, number in counts.items() if name.startswith("outcome/")},
+        **{f"{name}/reward": totals.mean(name) for name in sources},
+        **{f"{name}/episodes": totals.number(name) for name in sources},
         **{name: totals.mean(name) for name in totals.names("episode/")},
-        "faults": _faults(totals),
+        "faults": dict(sorted(faults.items(), key=lambda one: -one[1])[:MAX_FAULTS]),
     }
-
-
-def _faults(totals: Totals) -> dict[str, int]:
-    """Episodes by what was wrong with them, the commonest first."""
-    found = {name.removeprefix("fault/"): n for name, n in totals.counts.items() if name.startswith("fault/")}
-    return dict(sorted(found.items(), key=lambda one: -one[1])[:MAX_FAULTS])
-
-
-def _reward(totals: Totals) -> dict[str, float]:
-    mean = totals.mean("reward")
-    variance = max(0.0, totals.mean("reward_squared") - mean**2)
-    return {"reward": mean, "reward_std": math.sqrt(variance), "advantage_abs": totals.mean("advantage_abs")}
-
-
-def _by_source(totals: Totals) -> dict[str, float]:
-    """Mean reward and episodes of each data source."""
-    names = totals.names("source/")
-    rewards = {f"{name}/reward": totals.mean(name) for name in names}
-    return rewards | {f"{name}/episodes": totals.number(name) for name in names}
-
-
-def _policy(totals: Totals) -> dict[str, float]:
-    """Whatever the loss measures, under its own names."""
-    found = {name.removeprefix("policy/"): totals.mean(name) for name in totals.names("policy/")}
-    return {"loss": 0.0, **found}
 
 
 def _updates(updates: Sequence[Update | None]) -> dict[str, float]:
@@ -154,18 +135,45 @@ def _mismatch(totals: Totals) -> dict[str, float]:
     }
 
 
-def _staleness(totals: Totals) -> dict[str, Any]:
-    ages = {name.removeprefix("staleness/"): n for name, n in totals.counts.items() if name.startswith("staleness/")}
-    histogram = {age: ages[age] for age in sorted(ages, key=int)}
-    return {
-        "staleness_mean": totals.mean("staleness"),
-        "staleness_max": int(totals.max("staleness")),
-        "staleness_tokens": histogram,
+def router_metrics(loads: RouterLoads, ranks: Ranks) -> dict[str, float]:
+    """How evenly a mixture's routers share out tokens, and how often they would have chosen others than the engine's.
+
+        load_e = how often expert e was chosen / tokens                 summed over ranks and the step's updates
+        max over mean = max_e load_e / mean_e load_e                    1: even
+        entropy = −Σ_e q_e · log q_e / log E,  q_e = load_e / Σ load    1: even, 0: one expert has all
+        aux loss = E · Σ_e load_e · P_e                                 P_e: mean probability of e; k: both are even
+
+    Aux loss: Fedus et al. 2022, "Switch Transformers" (arXiv:2101.03961), equation 4, over all layers together, as
+    transformers' `load_balancing_loss_func` computes it, without the model's coefficient. It is measured and not
+    learned. A collective. Empty where no token was learned from.
+    """
+    # [2 · E + 3] of each layer
+    numbers = [torch.cat([layer.chosen, layer.probability, layer.tokens]).cpu() for layer in loads.layers]
+    summed: Tensor = sum(ranks.gather_numbers(torch.stack(numbers)))  # type: ignore[assignment]
+    tokens, replayed, other = summed[:, -3:].T
+    if not bool((tokens > 0).all()):
+        return {}
+    experts = (summed.shape[1] - 3) // 2
+    load, probability = (part / tokens[:, None] for part in (summed[:, :experts], summed[:, experts:-3]))
+    peaks = (load.amax(1) / load.mean(1)).tolist()
+    entropies = [_entropy_share(layer) for layer in load]
+    found = {
+        "moe/load_max_over_mean": max(peaks),
+        "moe/load_entropy": min(entropies),
+        **{f"moe/load_max_over_mean/{number}": peak for number, peak in enumerate(peaks)},
+        **{f"moe/load_entropy/{number}": entropy for number, entropy in enumerate(entropies)},
+        "moe/replayed": float(replayed.sum() / tokens.sum()),
+        "moe/rerouted": float(other.sum() / replayed.sum()) if bool(replayed.sum() > 0) else 0.0,
     }
+    if loads.has_aux_loss:
+        found["moe/aux_loss"] = float(experts * (load.mean(0) * probability.mean(0)).sum())
+    return found
 
 
-def _lengths(totals: Totals) -> dict[str, float]:
-    return {f"{name}_mean": totals.mean(name) for name in ("response_length", "sampled_length", "num_turns")}
+def _entropy_share(load: Tensor) -> float:
+    """load [E] → its entropy over that of an even one"""
+    share = load / load.sum()
+    return float(-torch.special.xlogy(share, share).sum()) / math.log(len(load))
 
 
 def means_by_episode(tokens: Tensor, batch: StepBatch) -> Tensor:

@@ -51,9 +51,21 @@ class Publisher:
         self._engine = engine
         self._ranks = ranks
         self._in_torch = in_torch
-        self._files = _weight_files(job) if ranks.is_rank0 else None
-        self._broadcasts = job.rollout.manifest_transport == "broadcast"
-        self._finds_changes = job.rollout.weights_full_every > 1 and not self._broadcasts
+        rollout = job.rollout
+        self._files: WeightFiles | None = None
+        if ranks.is_rank0:
+            self._files = WeightFiles(
+                job.weights_dir,
+                rollout.manifest_transport,
+                token=job.run.token,
+                host=rollout.weights_host,
+                port=rollout.weights_port,
+                full_every=rollout.weights_full_every,
+                from_gpus=rollout.weight_transport == "nccl",
+                model=find_model(job.run.model) if job.config.lora.rank else None,
+            )
+        self._broadcasts = rollout.manifest_transport == "broadcast"
+        self._finds_changes = rollout.weights_full_every > 1 and not self._broadcasts
         """Whether versions are compared: what is broadcast is full."""
         self._is_spread = self._broadcasts or ranks.world > 1
         """Whether each rank keeps a copy of its own share."""
@@ -74,7 +86,8 @@ class Publisher:
 
         `epoch`: this trainer's, of `TransferQueue.claim_training`.
         """
-        self.published = int(await self._in_torch(self._ranks.from_rank0, await self._queue_version()))
+        newest = (await self._queue.status()).version if self._ranks.is_rank0 else None
+        self.published = int(await self._in_torch(self._ranks.from_rank0, newest))
         self._out = self.published
         if version > self.published + 1:
             raise RuntimeError(
@@ -86,7 +99,10 @@ class Publisher:
             self._source = await self._in_torch(WeightSource.open, *place, finds_changes=self._finds_changes)
         if self._files is not None:
             await self._files.open(epoch)
-            await self._move_announcement(self._files)
+            # Servers may be waiting for the announced files, which this trainer serves at another place.
+            current = await self._queue.latest_version()
+            if current is not None and (moved := self._files.moved(current.manifest)) is not None:
+                await self._queue.renew_manifest(Announcement(current.version, moved.as_dict()))
         await self.announce(version)
         await self.settle()
 
@@ -103,7 +119,7 @@ class Publisher:
         write = await self._in_torch(self._copied, version)
         self.published = max(version, self.published)
         if self._files is not None:
-            work = self._timed_write(version, partial(write, self._files), renew)
+            work = self._write(version, partial(write, self._files), renew)
             self._task = asyncio.create_task(work, name=f"publish version {version}")
 
     async def settle(self) -> None:
@@ -152,29 +168,28 @@ class Publisher:
         if self._source is not None:
             await asyncio.to_thread(self._source.close)
 
-    async def _timed_write(self, version: int, write: Callable[[], Awaitable[Manifest]], renew: bool) -> None:
-        with self._timeline.during(Track.PUBLISH, "publish", version):
-            await self._write(version, write, renew)
-
     async def _write(self, version: int, write: Callable[[], Awaitable[Manifest]], renew: bool) -> None:
         assert self._files is not None
-        began = time.monotonic()
-        # A trainer that was replaced ends before it writes; one that is replaced meanwhile writes under another name.
-        await self._queue.check_training()
-        announcement = Announcement(version, (await write()).as_dict())
-        if renew:
-            logger.warning("the weights of version %d were gone; written again to %s", version, self._files.directory)
-            await self._queue.renew_manifest(announcement)
-        elif not await self._queue.publish_version(announcement):
-            raise TrainerFenced(
-                f"version {version} was published by another trainer of this run: the number names its weights, "
-                "and this trainer's are another set"
-            )
-        self._newest = announcement
-        self.last_s = time.monotonic() - began
-        async with self._changed:
-            self._out = max(self._out, version)
-            self._changed.notify_all()
+        with self._timeline.during(Track.PUBLISH, "publish", version):
+            began = time.monotonic()
+            # A trainer that was replaced ends here; one that is replaced meanwhile writes under another name.
+            await self._queue.check_training()
+            announcement = Announcement(version, (await write()).as_dict())
+            if renew:
+                logger.warning(
+                    "the weights of version %d were gone; written again to %s", version, self._files.directory
+                )
+                await self._queue.renew_manifest(announcement)
+            elif not await self._queue.publish_version(announcement):
+                raise TrainerFenced(
+                    f"version {version} was published by another trainer of this run: the number names its weights, "
+                    "and this trainer's are another set"
+                )
+            self._newest = announcement
+            self.last_s = time.monotonic() - began
+            async with self._changed:
+                self._out = max(self._out, version)
+                self._changed.notify_all()
 
     async def _written(self, version: int, weights: list[tuple[str, Tensor]], files: WeightFiles) -> Manifest:
         """Raises `PublishTimeout`; the version is not announced then."""
@@ -229,9 +244,6 @@ class Publisher:
             return own
         return spread_shards(self._engine.gathered_weights(), self._dtype, self._ranks.rank, self._ranks.world)
 
-    async def _queue_version(self) -> int | None:
-        return (await self._queue.status()).version if self._ranks.is_rank0 else None
-
     async def _is_gone(self) -> bool | None:
         """Whether no server could load the current version; version 0 is the model itself and is never announced."""
         if self._files is None:
@@ -240,12 +252,6 @@ class Publisher:
         if current is None or current.version < self.published:
             return self.published > 0
         return not self._files.offers(current.manifest)
-
-    async def _move_announcement(self, files: WeightFiles) -> None:
-        """A trainer that came back serves the announced files elsewhere: say where, servers may be waiting for them."""
-        current = await self._queue.latest_version()
-        if current is not None and (moved := files.moved(current.manifest)) is not None:
-            await self._queue.renew_manifest(Announcement(current.version, moved.as_dict()))
 
 
 class PublishTimeout(RuntimeError):
@@ -272,16 +278,3 @@ def _taken(weights: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     weights.reverse()
     while weights:
         yield weights.pop()
-
-
-def _weight_files(job: TrainJob) -> WeightFiles:
-    return WeightFiles(
-        job.weights_dir,
-        job.rollout.manifest_transport,
-        token=job.run.token,
-        host=job.rollout.weights_host,
-        port=job.rollout.weights_port,
-        full_every=job.rollout.weights_full_every,
-        from_gpus=job.rollout.weight_transport == "nccl",
-        model=find_model(job.run.model) if job.config.lora.rank else None,
-    )

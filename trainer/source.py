@@ -11,10 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Awaitable, Callable
 
 from penstock.common import Backoff
 from penstock.trainer.batch import ModelLimits, StepBatch, make_step_batch, row_cost, share_of, without_greedy
@@ -104,7 +101,19 @@ class BatchSource:
         return await self._read(batch)
 
     async def _read(self, batch: Batch) -> StepBatch:
-        costs = await self._costs(batch) if self._world > 1 else None
+        costs = None
+        if self._world > 1:
+            # Every rank asks the queue for the same, and decides alike. Response lengths only: those of prompts differ
+            # little, and to know them their ids would have to be moved.
+            ids = [episode for group in batch.groups for episode in group]
+            of_episode = {
+                one.episode_id: sum(
+                    row_cost(int(segment["version_spans"][:, 2].max(initial=0)), self._model.width)
+                    for segment in one.segments
+                )
+                for one in await self._queue.get(ids, ["version_spans"])
+            }
+            costs = [sum(of_episode[episode] for episode in group) for group in batch.groups]
         share = share_of(batch, self._rank, self._world, self._job.config.minibatches, costs)
         ids = [episode for group in share for episode in batch.groups[group]]
         trajectories = await self._queue.read(ids)
@@ -118,7 +127,11 @@ class BatchSource:
         A node of a cluster that lost its disk, or a replica that took over too early, loses payloads of episodes that
         the index still has. Their step is fixed: trained with them or not at all.
         """
-        lost = await self._unreadable([episode for group in batch.groups for episode in group])
+        lost, pauses = [episode for group in batch.groups for episode in group], READ_AGAIN.pauses()
+        for attempt in range(READS):
+            if attempt:
+                await pauses.sleep()
+            lost = [episode for episode in lost if not await self._is_readable(episode)]
         if not lost:
             return batch
         named = f"step {batch.step}: the payloads of {len(lost)} episodes are gone ({', '.join(lost[:5])}): {error}"
@@ -136,33 +149,12 @@ class BatchSource:
         logger.error("%s; %d episodes are dropped from the step", named, dropped)
         return await self._lease(batch.step)
 
-    async def _unreadable(self, episode_ids: Sequence[str]) -> list[str]:
-        """Those that cannot be read in `READS` attempts."""
-        pauses = READ_AGAIN.pauses()
-        for attempt in range(READS):
-            if attempt:
-                await pauses.sleep()
-            episode_ids = [episode for episode in episode_ids if not await self._is_readable(episode)]
-        return list(episode_ids)
-
     async def _is_readable(self, episode_id: str) -> bool:
         try:
             await self._queue.read([episode_id])
         except BadPayload:
             return False
         return True
-
-    async def _costs(self, batch: Batch) -> list[float]:
-        """By group; every rank asks the queue for the same, and decides alike. Response lengths only: those of prompts
-        differ little, and to know them their ids would have to be moved."""
-        ids = [episode for group in batch.groups for episode in group]
-        found = await self._queue.get(ids, ["version_spans"])
-        costs = {one.episode_id: sum(self._cost(segment["version_spans"]) for segment in one.segments) for one in found}
-        return [sum(costs[episode] for episode in group) for group in batch.groups]
-
-    def _cost(self, spans: NDArray[np.int32]) -> float:
-        """Of a segment, from its [S, 3] spans (version, start, end)."""
-        return row_cost(int(spans[:, 2].max(initial=0)), self._model.width)
 
     async def _lease(self, step: int) -> Batch:
         pauses, reminded_at = POLL.pauses(), time.monotonic()
@@ -172,19 +164,15 @@ class BatchSource:
             answer = await self._queue.lease_batch(step)
             if isinstance(answer, Batch):
                 return answer
-            await self._check_deadline(step, answer.cause)
+            waited_s = 0.0 if self._waiting_since is None else time.monotonic() - self._waiting_since
+            if waited_s > self._job.config.batch_timeout_s:
+                status = await self._queue.status()
+                raise BatchTimeout(
+                    f"no batch for step {step} within {waited_s:.0f} s (trainer.batch_timeout_s): {answer.cause}. "
+                    f"TransferQueue: version {status.version}, groups {dict(status.groups)}, episodes "
+                    f"{dict(status.episodes)}, workers {dict(status.workers)}"
+                )
             if self._remind is not None and time.monotonic() - reminded_at > REMIND_S:
                 await self._remind()
                 reminded_at = time.monotonic()
             await pauses.sleep()
-
-    async def _check_deadline(self, step: int, cause: str) -> None:
-        waited_s = 0.0 if self._waiting_since is None else time.monotonic() - self._waiting_since
-        if waited_s <= self._job.config.batch_timeout_s:
-            return
-        status = await self._queue.status()
-        raise BatchTimeout(
-            f"no batch for step {step} within {waited_s:.0f} s (trainer.batch_timeout_s): {cause}. "
-            f"TransferQueue: version {status.version}, groups {dict(status.groups)}, episodes {dict(status.episodes)}, "
-            f"workers {dict(status.workers)}"
-        )

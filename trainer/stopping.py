@@ -19,6 +19,11 @@ from penstock.common import nearest
 from penstock.trainer.config import StopConfig
 from penstock.trainer.job import BadJob
 
+if TYPE_CHECKING:
+    from penstock.trainer.batch import StepBatch
+    from penstock.trainer.engine import Update
+    from penstock.trainer.ranks.distributed import Ranks
+
 EVALUATION = "eval/"
 SOMETIMES = (EVALUATION, "episode/", "outcome/", "source/", "curriculum/")
 """Names that begin so are not in every line."""
@@ -61,25 +66,16 @@ class Stopping:
         if not config.enabled or len(values) < window:
             return None
         means = np.convolve([value for _, value in values], np.ones(window), mode="valid") / window
-        better = means if config.better == "higher" else -means
+        sign = 1 if config.better == "higher" else -1
         what = config.metric if window == 1 else f"the mean of {window} values of {config.metric}"
-        version, best = values[-1][0], int(better.argmax())
-        if config.target is not None and _reached(means[-1], config.target, config.better):
+        version, best = values[-1][0], int((sign * means).argmax())
+        if config.target is not None and sign * means[-1] >= sign * config.target:
             return f"{what} is {means[-1]:.6g} at version {version}: the target {config.target:g} is reached"
         if config.patience and len(means) - 1 - best >= config.patience:
             since = values[best + window - 1][0]
             return f"{what} is no better than {means[best]:.6g}, of version {since}, in {config.patience} values since"
         return None
 
-
-def _reached(value: float, target: float, better: str) -> bool:
-    return value >= target if better == "higher" else value <= target
-
-
-if TYPE_CHECKING:
-    from penstock.trainer.batch import StepBatch
-    from penstock.trainer.engine import Update
-    from penstock.trainer.ranks.distributed import Ranks
 
 logger = logging.getLogger(__name__)
 

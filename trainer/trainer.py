@@ -19,7 +19,6 @@ from torch import Tensor
 
 from penstock.common import pattern_of
 from penstock.trainer.batch import GREEDY_MEMBER, BadBatch, StepBatch
-from penstock.trainer.config import TrainerConfig
 from penstock.trainer.data.order import CurriculumTasks, StreamedTasks
 from penstock.trainer.data.rows import DatasetRow, DataStream, Feeder, TaskOrder, load_rows
 from penstock.trainer.engine import Engine, peak_tflops
@@ -167,7 +166,12 @@ class Trainer:
 
     async def record(self, batch: StepBatch, metrics: Mapping[str, Any], advantages: Tensor) -> None:
         """The step is trained: its numbers and times are written, and the next one begins. advantages [N]"""
-        of_order = await self._observe(batch)
+        of_order: dict[str, float] = {}
+        if self.job.data.curriculum is not None:
+            parts = await self.in_torch(self.ranks.data.gather, batch.rewards_by_task)
+            if self.feeder is not None:
+                rewards = {task: rewards for part in parts for task, rewards in part.items()}
+                of_order = self.feeder.observe(batch.step, rewards)
         now = time.monotonic()
         wall_s, self.step_began, self.step = now - self.step_began, now, batch.step + 1
         if self.recorder is None:
@@ -188,15 +192,6 @@ class Trainer:
         with self.timeline.during(Track.STEPS, "record", batch.step):
             await asyncio.to_thread(self.recorder.step, batch, {**metrics, **of_order, **times}, by_episode)
         await asyncio.to_thread(self.timeline.write)
-
-    async def _observe(self, batch: StepBatch) -> dict[str, float]:
-        """What the order of tasks learns from the groups of all ranks. A collective under a curriculum."""
-        if self.job.data.curriculum is None:
-            return {}
-        parts = await self.in_torch(self.ranks.data.gather, batch.rewards_by_task)
-        if self.feeder is None:
-            return {}
-        return self.feeder.observe(batch.step, {task: rewards for part in parts for task, rewards in part.items()})
 
     def _speed(self, metrics: Mapping[str, Any], busy_s: float) -> dict[str, float]:
         """Arithmetic of the update, per second and rank, and as a share of the peak where that is known."""
@@ -235,7 +230,15 @@ class Trainer:
         await self.publisher.settle()
         if is_over or not self.saver.has(self.step):
             async with self.turn():
-                await self._save_last(is_over=is_over)
+                await self.save()
+                await self.saver.settle()
+                if is_over:
+                    # Rank 0 alone waited for the last version and the commit.
+                    await self.in_torch(self.ranks.meet)
+                    folder, model = self.job.run_dir / "final_model", self.job.run.model
+                    await self.in_torch(save_final_model, self.engine, self.ranks, model, folder)
+                    if self.engine.adapter_settings is not None:
+                        await self.in_torch(self.engine.save_adapter, self.job.run_dir / "final_adapter")
         await self.saver.settle()
         if not is_over:
             return
@@ -244,38 +247,22 @@ class Trainer:
         if self.recorder is not None:
             self.recorder.ended(self.step, self.over or f"all {self.step} steps are trained")
 
-    async def _save_last(self, *, is_over: bool) -> None:
-        await self.save()
-        await self.saver.settle()
-        if not is_over:
-            return
-        # Rank 0 alone waited for the last version and the commit.
-        await self.in_torch(self.ranks.meet)
-        folder = self.job.run_dir / "final_model"
-        await self.in_torch(save_final_model, self.engine, self.ranks, self.job.run.model, folder)
-        if self.engine.adapter_settings is not None:
-            await self.in_torch(self.engine.save_adapter, self.job.run_dir / "final_adapter")
-
-    async def _claim(self) -> int:
-        """Fence off every earlier trainer of the run, also one that is alive because its lock lapsed. Our epoch."""
+    async def _resume(self) -> None:
+        # Fence off every earlier trainer of the run, also one that is alive because its lock lapsed.
         queue = self.job.run.queue
         holder = f"the trainer on {socket.gethostname()}, process {os.getpid()}"
         claimed = await queue.claim_training(holder) if self.ranks.is_rank0 else None
         epoch = int(await self.in_torch(self.ranks.from_rank0, claimed))
         queue.join_training(epoch)
-        return epoch
-
-    async def _resume(self) -> None:
-        epoch = await self._claim()
         self.step = await self.saver.restore()
         if self.ranks.is_rank0:
-            again = await self.job.run.queue.rewind(self.step)
+            again = await queue.rewind(self.step)
             logger.info("step %d of %d, %d recorded batches to replay", self.step, self.job.config.steps, again)
         # No rank leases before the queue is rewound.
         await self.in_torch(self.ranks.meet)
         await self.publisher.start(self.step, epoch)
         if self.feeder is not None and self.recorder is not None:
-            await self.job.run.queue.commit(self.step)
+            await queue.commit(self.step)
             await asyncio.to_thread(self.recorder.rewind, self.step)
             await self.feeder.start(self.step)
         self.step_began = time.monotonic()
@@ -307,18 +294,15 @@ def first_rank_parts(job: TrainJob, timeline: Timeline) -> tuple[Feeder, Recorde
         check_quotas(job.limits, {row.data_source for row in rows})
     except QueueError as error:
         raise BadJob(f"{error} (dataset {job.data.train})") from error
-    rows = [_sized(row, job.config) for row in rows]
+    sources = job.config.sources
+    for number, row in enumerate(rows):
+        if (pattern := pattern_of(row.data_source, sources)) is not None:
+            rows[number] = replace(row, group_size=sources[pattern].group_size)
     eval_rows = load_rows(job.data.eval, job.data.eval_limit) if job.data.eval else []
     feeder = Feeder(job.run.queue, job.limits, _order_of(job, rows), job.config.steps)
     stopping, sinks = Stopping(job.config.stop), [*job.watchers, *_sinks(job)]
     recorder = Recorder(job.run_dir, job.run.model, job.config.save_trajectories, stopping, sinks)
     return feeder, recorder, Evaluator(job.run.queue, eval_rows, recorder, timeline)
-
-
-def _sized(row: DatasetRow, config: TrainerConfig) -> DatasetRow:
-    """With the group size of its data source."""
-    pattern = pattern_of(row.data_source, config.sources)
-    return row if pattern is None else replace(row, group_size=config.sources[pattern].group_size)
 
 
 def _order_of(job: TrainJob, rows: Sequence[DatasetRow]) -> TaskOrder:

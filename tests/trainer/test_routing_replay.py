@@ -34,8 +34,8 @@ from penstock.rollout_server import (
 from penstock.trainer import BadBatch, BadJob, ModelLimits, Ranks, TrainerConfig, make_row, pack_rows
 from penstock.trainer.batch import Row
 from penstock.trainer.engines.fsdp import FSDPEngine
+from penstock.trainer.metrics import router_metrics
 from penstock.trainer.packing import join_rows
-from penstock.trainer.routing import router_metrics
 from penstock.transfer_queue import Segment
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300, func_only=True)]

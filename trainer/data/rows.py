@@ -65,22 +65,20 @@ def load_rows(path: str | Path, limit: int = 0) -> list[DatasetRow]:
     path = Path(path)
     if not path.is_file():
         raise DataError(f"dataset {path}: no such file")
+    if path.suffix == ".parquet":
+        raw_rows = _parquet_rows(path)
+    elif path.suffix in (".jsonl", ".ndjson"):
+        raw_rows = _jsonl_rows(path)
+    else:
+        raise DataError(f"dataset {path}: unknown kind {path.suffix!r}; give a .parquet or .jsonl file")
     rows = []
-    for number, raw in enumerate(_raw_rows(path), start=1):
+    for number, raw in enumerate(raw_rows, start=1):
         rows.append(_check_row(raw, f"dataset {path}, row {number}", path.parent))
         if number == limit:
             break
     if not rows:
         raise DataError(f"dataset {path} has no rows")
     return rows
-
-
-def _raw_rows(path: Path) -> Iterator[dict[str, Any]]:
-    if path.suffix == ".parquet":
-        return _parquet_rows(path)
-    if path.suffix in (".jsonl", ".ndjson"):
-        return _jsonl_rows(path)
-    raise DataError(f"dataset {path}: unknown kind {path.suffix!r}; give a .parquet or .jsonl file")
 
 
 def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -99,20 +97,17 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
 def _jsonl_rows(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
-            yield _json_row(line, f"dataset {path}, row {number}")
-
-
-def _json_row(line: str, where: str) -> dict[str, Any]:
-    if not line.strip():
-        raise DataError(f"{where}: the line is empty")
-    try:
-        raw = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where}: not valid JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise DataError(f"{where}: expected an object, found {type(raw).__name__}")
-    _check_columns(list(raw), where)
-    return raw
+            where = f"dataset {path}, row {number}"
+            if not line.strip():
+                raise DataError(f"{where}: the line is empty")
+            try:
+                raw = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{where}: not valid JSON: {error}") from error
+            if not isinstance(raw, dict):
+                raise DataError(f"{where}: expected an object, found {type(raw).__name__}")
+            _check_columns(list(raw), where)
+            yield raw
 
 
 def _check_columns(found: Sequence[str], where: str) -> None:
@@ -122,7 +117,8 @@ def _check_columns(found: Sequence[str], where: str) -> None:
 
 
 def _check_row(raw: Mapping[str, Any], where: str, folder: Path) -> DatasetRow:
-    """`folder`: of the dataset; paths of pictures are relative to it."""
+    """verl's extra_info gets the other columns, too; a key that it has stays. Paths of pictures are relative to
+    `folder`, that of the dataset."""
     reward_model = raw["reward_model"]
     if not isinstance(reward_model, Mapping) or reward_model.get("ground_truth") is None:
         raise DataError(f"{where}: reward_model.ground_truth is missing; found {reward_model!r}")
@@ -131,12 +127,24 @@ def _check_row(raw: Mapping[str, Any], where: str, folder: Path) -> DatasetRow:
     agent_name = raw.get("agent_name")
     if not (agent_name is None or isinstance(agent_name, str)):
         raise DataError(f"{where}: agent_name must be text, found {agent_name!r}")
+    messages = _check_messages(raw["prompt"], where)
+    if raw.get("videos"):
+        raise DataError(f"{where}: column 'videos' has some, and only images are read")
+    if raw.get(COLUMN) is not None:
+        try:
+            messages = with_pictures(messages, raw[COLUMN], folder)
+        except BadImages as error:
+            raise DataError(f"{where}: {error}") from error
+    own = raw.get("extra_info") or {}
+    if not isinstance(own, Mapping):
+        raise DataError(f"{where}: extra_info must be a mapping, found {own!r}")
+    others = {key: value for key, value in raw.items() if key not in (*NEEDED, "extra_info", "agent_name", COLUMN)}
     return DatasetRow(
-        messages=_with_pictures(_check_messages(raw["prompt"], where), raw, where, folder),
+        messages=messages,
         data_source=raw["data_source"],
         ground_truth=_check_plain(reward_model["ground_truth"], f"{where}: reward_model.ground_truth"),
         agent_name=agent_name,
-        extra_info=_extra_info(raw, where),
+        extra_info=_check_plain({**others, **own}, f"{where}: extra_info"),
     )
 
 
@@ -144,38 +152,10 @@ def _check_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(prompt, list) or not prompt:
         raise DataError(f"{where}: prompt must be a list of chat messages, found {prompt!r}")
     for index, message in enumerate(prompt):
-        if not _is_message(message):
+        named = isinstance(message, dict) and isinstance(message.get("role"), str)
+        if not named or not (message.get("content") or message.get("tool_calls")):
             raise DataError(f"{where}: prompt[{index}] must be {{'role', 'content'}}, found {message!r}")
     return [{key: value for key, value in message.items() if value is not None} for message in prompt]
-
-
-def _with_pictures(
-    messages: list[dict[str, Any]], raw: Mapping[str, Any], where: str, folder: Path
-) -> list[dict[str, Any]]:
-    if raw.get("videos"):
-        raise DataError(f"{where}: column 'videos' has some, and only images are read")
-    if raw.get(COLUMN) is None:
-        return messages
-    try:
-        return with_pictures(messages, raw[COLUMN], folder)
-    except BadImages as error:
-        raise DataError(f"{where}: {error}") from error
-
-
-def _is_message(message: Any) -> bool:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        return False
-    return bool(message.get("content") or message.get("tool_calls"))
-
-
-def _extra_info(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """verl's extra_info with the other columns beside it; a key that extra_info itself has is kept."""
-    own = raw.get("extra_info") or {}
-    if not isinstance(own, Mapping):
-        raise DataError(f"{where}: extra_info must be a mapping, found {own!r}")
-    others = {key: value for key, value in raw.items() if key not in (*NEEDED, "extra_info", "agent_name", COLUMN)}
-    checked: dict[str, Any] = _check_plain({**others, **own}, f"{where}: extra_info")
-    return checked
 
 
 def _check_plain(value: Any, where: str) -> Any:

@@ -19,7 +19,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -106,16 +106,23 @@ class CheckpointStore:
         Raises `OSError` where a file is not as long as the rank that wrote it says.
         """
         temporary, final = self.unfinished(step), self.unfinished(step).with_suffix("")
-        found = CheckpointInfo(final, step, data_cursor, ranks, batches)
         files = _taken_fingerprints(temporary)
-        (temporary / COMPLETE).write_text(json.dumps(_marker(found, files), indent=1))
+        marker = {
+            "step": step,
+            "data_cursor": asdict(data_cursor),
+            "ranks": ranks,
+            "batches": {str(step): [list(group) for group in groups] for step, groups in batches.items()},
+            "files": files,
+        }
+        (temporary / COMPLETE).write_text(json.dumps({**marker, "xxh3": _digest(marker)}, indent=1))
         fsync_tree(temporary)
         if final.exists():  # of an earlier life of the run that went back behind this step
             shutil.rmtree(final)
         temporary.rename(final)
         fsync_path(self.folder)
-        self._delete_old()
-        return found
+        for path in self._newest_first()[self._keep :]:
+            shutil.rmtree(path)
+        return CheckpointInfo(final, step, data_cursor, ranks, batches)
 
     def newest(self) -> CheckpointInfo | None:
         """The newest whole checkpoint, found by this process alone (several ranks: `restore.newest_whole`). A damaged
@@ -147,10 +154,6 @@ class CheckpointStore:
 
     def _newest_first(self) -> list[Path]:
         return sorted((p for p in self.folder.glob("step_*") if not p.suffix), reverse=True)
-
-    def _delete_old(self) -> None:
-        for path in self._newest_first()[self._keep :]:
-            shutil.rmtree(path)
 
 
 def read_whole(path: Path) -> CheckpointInfo:
@@ -192,18 +195,6 @@ def damage_in(folder: Path, expected: Mapping[str, Fingerprint], timeout_s: floa
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _marker(found: CheckpointInfo, files: Mapping[str, Any]) -> dict[str, Any]:
-    batches = {str(step): [list(group) for group in groups] for step, groups in found.batches.items()}
-    marker = {
-        "step": found.step,
-        "data_cursor": asdict(found.data_cursor),
-        "ranks": found.ranks,
-        "batches": batches,
-        "files": files,
-    }
-    return {**marker, "xxh3": _digest(marker)}
-
-
 def _digest(marker: Mapping[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(marker, sort_keys=True).encode())
 
@@ -212,15 +203,9 @@ def fingerprint(path: Path) -> dict[str, Any]:
     """{"bytes", "xxh3"} of a file."""
     digest = xxhash.xxh3_64()
     with path.open("rb") as file:
-        for block in _blocks(file):
+        while block := file.read(1 << 22):
             digest.update(block)
     return {"bytes": path.stat().st_size, "xxh3": digest.hexdigest()}
-
-
-def fingerprints(folder: Path) -> dict[str, dict[str, Any]]:
-    """Of all files below `folder`, by their path in it."""
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): fingerprint(path) for path in sorted(files)}
 
 
 def leave_fingerprints(folder: Path, rank: int, written: Mapping[str, Mapping[str, Any]]) -> None:
@@ -241,11 +226,6 @@ def _taken_fingerprints(folder: Path) -> dict[str, dict[str, Any]]:
         if (size := (folder / name).stat().st_size) != left[name]["bytes"]:
             raise OSError(f"{folder / name} has {size} bytes, its writer wrote {left[name]['bytes']}")
     return {name: left.get(name) or fingerprint(folder / name) for name in names}
-
-
-def _blocks(file: Any, size: int = 1 << 22) -> Iterator[bytes]:
-    while block := file.read(size):
-        yield block
 
 
 KEEP_S = 60.0

@@ -69,7 +69,10 @@ class Recorder:
     def step(self, batch: StepBatch, metrics: Mapping[str, Any], advantages: Tensor) -> None:
         """Everything of one step. The step's episodes are written first: the account is never behind the metrics."""
         episodes = [episode for group in batch.groups for episode in group]
-        records = self._readable(batch, advantages)
+        chosen = kept_of([t.reward for t in batch.trajectories], self._save_trajectories)
+        self._keep_images([batch.trajectories[n] for n in chosen])
+        weights = advantages.tolist()
+        records = [readable_trajectory(batch.trajectories[n], weights[n], self._tokenizer) for n in chosen]
         with self._one_at_a_time:
             append_jsonl(self._steps, [{"step": batch.step, "version": batch.step + 1, "episodes": episodes}])
             for sink in self._sinks:
@@ -99,12 +102,6 @@ class Recorder:
     def close(self) -> None:
         for sink in self._sinks:
             sink.close()
-
-    def _readable(self, batch: StepBatch, advantages: Tensor) -> list[dict[str, Any]]:
-        weights = advantages.tolist()
-        chosen = kept_of([t.reward for t in batch.trajectories], self._save_trajectories)
-        self._keep_images([batch.trajectories[n] for n in chosen])
-        return [readable_trajectory(batch.trajectories[n], weights[n], self._tokenizer) for n in chosen]
 
     def _keep_images(self, trajectories: Sequence[Trajectory]) -> None:
         """For people: a record without its images is better than no record."""
@@ -151,16 +148,15 @@ def readable_trajectory(trajectory: Trajectory, advantage: float | None, tokeniz
         "metrics": dict(trajectory.metrics),
         "extra": dict(trajectory.extra),
         **({} if trajectory.images is None else {"images": [list(names) for names in trajectory.images.by_segment]}),
-        "segments": [_segment(segment, tokenizer) for segment in trajectory.segments],
-    }
-
-
-def _segment(segment: Segment, tokenizer: Any) -> dict[str, Any]:
-    return {
-        "prompt": _text(segment.prompt_ids, tokenizer),
-        "prompt_tokens": len(segment.prompt_ids),
-        "prompt_ids": segment.prompt_ids.tolist(),
-        "runs": [_run(segment, start, end, tokenizer) for start, end in mask_runs(segment.response_mask)],
+        "segments": [
+            {
+                "prompt": _text(segment.prompt_ids, tokenizer),
+                "prompt_tokens": len(segment.prompt_ids),
+                "prompt_ids": segment.prompt_ids.tolist(),
+                "runs": [_run(segment, start, end, tokenizer) for start, end in mask_runs(segment.response_mask)],
+            }
+            for segment in trajectory.segments
+        ],
     }
 
 
@@ -209,11 +205,7 @@ def token_ends(ids: Sequence[int], text: str, tokenizer: Any) -> list[int]:
     pieces = {number: tokenizer.decode([number], skip_special_tokens=False) for number in set(ids)}
     if "".join(pieces[number] for number in ids) == text:
         return list(accumulate(len(pieces[number]) for number in ids))
-    return _in_context(ids, text, tokenizer)
-
-
-def _in_context(ids: Sequence[int], text: str, tokenizer: Any) -> list[int]:
-    """Each token decoded behind those before it: bytes join there, and blanks are kept as decoders keep them."""
+    # Each token is decoded behind those before it: bytes join there, and blanks are kept as decoders keep them.
     ends: list[int] = []
     behind, read, length = 0, 0, 0
     for end in range(1, len(ids) + 1):

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from penstock.trainer.ranks.distributed import Ranks
 from penstock.trainer.state.checkpoint import (
     CheckpointInfo,
     CheckpointStore,
     Fingerprint,
-    MarkedCheckpoint,
     damage_in,
     read_timeout_s,
 )
@@ -42,12 +40,17 @@ def newest_whole(store: CheckpointStore, ranks: Ranks) -> CheckpointInfo | None:
     """
     while True:
         marked = store.newest_marked() if ranks.is_rank0 else None
-        named = ranks.from_rank0(None if marked is None else _named(marked))
+        about = None
+        if marked is not None:
+            info = marked.info
+            about = {"name": info.path.name, "step": info.step, "ranks": info.ranks, "files": marked.files}
+        named = ranks.from_rank0(about)
         if named is None:
             return None
         problem = _verdict(store.folder / named["name"], named["files"], ranks)
         if not problem:
-            return marked.info if marked is not None else _info(store.folder, named)
+            found = CheckpointInfo(store.folder / named["name"], named["step"], DataCursor(), named["ranks"])
+            return marked.info if marked is not None else found
         if marked is not None:
             store.set_aside(marked.info.path, problem)
 
@@ -66,27 +69,16 @@ def shares_of(files: Mapping[str, Fingerprint], ranks: int) -> list[dict[str, Fi
 def _verdict(path: Path, files: Mapping[str, Fingerprint], ranks: Ranks) -> str:
     """A collective: what is wrong with the checkpoint, or nothing; the same on all ranks."""
     shares = shares_of(files, ranks.world)
-    timeout_s = read_timeout_s(max(_bytes(share) for share in shares))
+    sizes = [sum(int(one["bytes"]) for one in share.values()) for share in shares]
+    timeout_s = read_timeout_s(max(sizes))
     mine, damage, late = shares[ranks.rank], "", ""
     try:
         damage = damage_in(path, mine, timeout_s)
     except TimeoutError:
-        late = f"rank {ranks.rank} has not read its {len(mine)} files, {_bytes(mine)} bytes, within {timeout_s:.0f} s"
+        size = sizes[ranks.rank]
+        late = f"rank {ranks.rank} has not read its {len(mine)} files, {size} bytes, within {timeout_s:.0f} s"
     ranks.meet(timeout_s + REPORT_S)
     found = ranks.gather([damage, late])
     if too_late := "; ".join(late for _, late in found if late):
         raise CheckpointNotRead(f"checkpoint {path}: {too_late}. Is its disk slower than 20 MB/s, or away?")
     return next((damage for damage, _ in found if damage), "")
-
-
-def _bytes(share: Mapping[str, Fingerprint]) -> int:
-    return sum(int(one["bytes"]) for one in share.values())
-
-
-def _named(marked: MarkedCheckpoint) -> dict[str, Any]:
-    info = marked.info
-    return {"name": info.path.name, "step": info.step, "ranks": info.ranks, "files": marked.files}
-
-
-def _info(folder: Path, named: Mapping[str, Any]) -> CheckpointInfo:
-    return CheckpointInfo(folder / named["name"], named["step"], DataCursor(), named["ranks"])

@@ -68,7 +68,16 @@ class Saver:
             await asyncio.to_thread(self._store.open)
         found = await self._in_torch(newest_whole, self._store, self._ranks)
         # No rank loads before rank 0 has found the checkpoint to be of this run.
-        committed = await self._in_torch(self._ranks.from_rank0, await self._matched(found))
+        committed = 0
+        if self._ranks.is_rank0:
+            status = await self._queue.status()
+            committed = status.committed_step
+            if committed > (found.step if found else 0):
+                self._report_lost_updates(found, committed)
+            if found is not None:
+                await self._catch_up(found, status)
+                self._recent.update(found.batches)
+        committed = await self._in_torch(self._ranks.from_rank0, committed)
         if found is None:
             return 0
         await self._in_torch(self._engine.load, found.path, found.ranks)
@@ -115,18 +124,6 @@ class Saver:
         self._timeout_s = save_timeout_s(self._publish_timeout_s, largest)
         self._ranks.await_saves(self._timeout_s)
 
-    async def _matched(self, found: CheckpointInfo | None) -> int:
-        """Steps committed; the queue knows all that the checkpoint holds. Rank 0 asks, and its answer counts."""
-        if not self._ranks.is_rank0:
-            return 0
-        status = await self._queue.status()
-        if status.committed_step > (found.step if found else 0):
-            self._report_lost_updates(found, status.committed_step)
-        if found is not None:
-            await self._catch_up(found, status)
-            self._recent.update(found.batches)
-        return status.committed_step
-
     async def _catch_up(self, found: CheckpointInfo, status: Status) -> None:
         """Redis may lose its last second with its machine; the checkpoint tells it what was trained meanwhile."""
         if status.step >= found.step and status.version + 1 >= found.step:
@@ -165,20 +162,17 @@ class Saver:
 
     async def _finish(self, found: CheckpointInfo, future: Future[Any], publisher: Publisher) -> None:
         with self._timeline.during(Track.CHECKPOINT, "checkpoint", found.step):
-            await self._until_committed(found, future, publisher)
-
-    async def _until_committed(self, found: CheckpointInfo, future: Future[Any], publisher: Publisher) -> None:
-        async with asyncio.timeout(self._timeout_s):
-            await asyncio.wrap_future(future)
-            if not self._ranks.is_rank0:
-                return
-            # A checkpoint of a trainer that was replaced would stand for the steps of the one in its place.
-            await self._queue.check_training()
-            await asyncio.to_thread(self._store.seal, found.step, found.data_cursor, found.ranks, found.batches)
-            # A step counts as trained when its version is out; the queue commits trained steps only.
-            await publisher.until_published(found.step)
-            await self._queue.commit(found.step, found.batches)
-            self._recent.committed(found.step)
+            async with asyncio.timeout(self._timeout_s):
+                await asyncio.wrap_future(future)
+                if not self._ranks.is_rank0:
+                    return
+                # A checkpoint of a trainer that was replaced would stand for the steps of the one in its place.
+                await self._queue.check_training()
+                await asyncio.to_thread(self._store.seal, found.step, found.data_cursor, found.ranks, found.batches)
+                # A step counts as trained when its version is out; the queue commits trained steps only.
+                await publisher.until_published(found.step)
+                await self._queue.commit(found.step, found.batches)
+                self._recent.committed(found.step)
 
 
 SPILL_TIMEOUT_S = 600.0

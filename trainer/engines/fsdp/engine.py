@@ -37,9 +37,6 @@ from penstock.trainer.packing import Pack, RowLayout
 from penstock.trainer.ranks.distributed import Ranks
 from penstock.weight_sync import Shard
 
-STEP_BYTES = 4
-"""AdamW's step number beside each weight, float32."""
-
 
 class FSDPEngine:
     """Any `AutoModelForCausalLM`, and models of images and text. One rank by default; more give the same numbers, up to
@@ -64,7 +61,14 @@ class FSDPEngine:
         self.policy: Policy = load_policy(model, temperature, config, in_slices=True)
         if routing_replay and self.policy.routers is None:
             raise no_replay(self.policy.unrouted_because)
-        self.limits = _model_limits(self.policy, routing_replay=routing_replay)
+        settings, vision = self.policy.model.config.get_text_config(), self.policy.vision
+        self.limits = ModelLimits(
+            settings.max_position_embeddings,
+            settings.vocab_size,
+            settings.hidden_size,
+            self.policy.routers.mixtures if routing_replay and self.policy.routers else None,
+            vision.image_token if vision else None,
+        )
         self.flops = Flops.of(self.policy.model, learns_all=self.policy.adapter is None)
         use_flash(self.policy, getattr(torch, config.dtype), ranks.device)
         self._actor = TrainableModule(self.policy, config, ranks)
@@ -82,7 +86,7 @@ class FSDPEngine:
         self.kl_coefficient = config.kl.in_reward
         self._modules: list[ShardedModule] = [one for one in (self._actor, self.reference, self.critic) if one]
         check_copies([one.module for one in self._modules], ranks)
-        self._states = HostStates(self._kept_states, ranks.device)
+        self._states = HostStates(lambda: [state for one in self._modules for state in one.states()], ranks.device)
         self._used = self._measured()
         """Bytes on a device that is a CPU, as of the last call that changed them much."""
 
@@ -172,11 +176,7 @@ class FSDPEngine:
     def state_bytes(self) -> int:
         trained = [self.policy, *([self.critic.module] if self.critic else [])]
         learning = [one for module in trained for one in module.parameters() if one.requires_grad]
-        return sum(3 * local_part(one)[0].nbytes + STEP_BYTES for one in learning)
-
-    def _kept_states(self) -> Iterator[Tensor]:
-        for module in self._modules:
-            yield from module.states()
+        return sum(3 * local_part(one)[0].nbytes + 4 for one in learning)  # AdamW's step number: 4 bytes
 
     @property
     def turn_bytes(self) -> int:
@@ -223,7 +223,10 @@ class FSDPEngine:
             state[rng] = torch.get_rng_state()
         # Ranks may read for as long as they may write; the checkpoint is whole, so each reads what it needs.
         dcp.load(state, checkpoint_id=checkpoint, process_group=self._ranks.background)
-        _restore(self, state)
+        self._actor.restore(state["model"], state["optimizer"], strict=self.adapter_settings is None)
+        self.kl_coefficient = float(state["kl_coefficient"])
+        if self.critic is not None:
+            self.critic.restore(state["critic"], state["critic_optimizer"])
         if existed:
             torch.set_rng_state(state[rng])
 
@@ -240,14 +243,6 @@ class FSDPEngine:
         tensors = dict(self.adapter_weights())
         if self._ranks.is_rank0 and self.policy.adapter is not None:
             self.policy.adapter.save(folder, tensors)
-
-
-def _model_limits(policy: Policy, *, routing_replay: bool) -> ModelLimits:
-    config = policy.model.config.get_text_config()
-    mixtures = policy.routers.mixtures if routing_replay and policy.routers else None
-    image_token = policy.vision.image_token if policy.vision else None
-    sizes = config.max_position_embeddings, config.vocab_size, config.hidden_size
-    return ModelLimits(*sizes, mixtures, image_token)
 
 
 def refuse_beside_images(model: str, config: TrainerConfig) -> None:
@@ -267,23 +262,11 @@ def refuse_beside_images(model: str, config: TrainerConfig) -> None:
 
 def _model_state(engine: FSDPEngine) -> dict[str, Any]:
     model, optimizer = get_state_dict(engine.policy, engine.optimizer)
-    state: dict[str, Any] = {"model": _learned(engine, model), "optimizer": optimizer}
+    if engine.adapter_settings is not None:  # all but its matrices is in the run's model folder
+        learning = {name for name, parameter in engine.policy.named_parameters() if parameter.requires_grad}
+        model = {name: value for name, value in model.items() if name in learning}
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
     state["kl_coefficient"] = torch.tensor(engine.kl_coefficient, dtype=torch.float64)
     if engine.critic is not None:
         state["critic"], state["critic_optimizer"] = get_state_dict(engine.critic.module, engine.critic.optimizer)
     return state
-
-
-def _learned(engine: FSDPEngine, model: dict[str, Any]) -> dict[str, Any]:
-    """Under LoRA its matrices alone: all else is in the run's model folder."""
-    if engine.adapter_settings is None:
-        return model
-    learning = {name for name, parameter in engine.policy.named_parameters() if parameter.requires_grad}
-    return {name: value for name, value in model.items() if name in learning}
-
-
-def _restore(engine: FSDPEngine, state: dict[str, Any]) -> None:
-    engine._actor.restore(state["model"], state["optimizer"], strict=engine.adapter_settings is None)
-    engine.kl_coefficient = float(state["kl_coefficient"])
-    if engine.critic is not None:
-        engine.critic.restore(state["critic"], state["critic_optimizer"])

@@ -60,17 +60,14 @@ class Adapter:
             )
         model.requires_grad_(False)
         self._layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, LoraLayer)}
-        self._refuse_vocabulary(model)
+        # Logprobs are computed from the head's own weight; an adapter beside it would learn nothing.
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        for name, layer in self._layers.items():
+            if any(layer is end for end in ends):
+                raise ValueError(f"trainer.lora.targets has {name}: embedding and head get no low-rank matrices here")
         for layer in self._layers.values():
             for side in (layer.lora_A, layer.lora_B):
                 side[NAME].requires_grad_(True)
-
-    def _refuse_vocabulary(self, model: PreTrainedModel) -> None:
-        """Logprobs are computed from the head's own weight; an adapter beside it would learn nothing."""
-        ends = (model.get_input_embeddings(), model.get_output_embeddings())
-        found = [name for name, layer in self._layers.items() if any(layer is end for end in ends)]
-        if found:
-            raise ValueError(f"trainer.lora.targets has {found[0]}: embedding and head get no low-rank matrices here")
 
     def lower_base(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         """Keep what does not learn in `dtype`, in place. Before the model is sharded."""
@@ -109,15 +106,6 @@ class Adapter:
             for layer, scale in zip(self._layers.values(), scales, strict=True):
                 layer.scaling[NAME] = scale
 
-    @torch.no_grad()
-    def load(self, folder: Path) -> None:
-        """Take the matrices of a peft folder. Before the model is sharded. Raises `OSError`, `KeyError`."""
-        from safetensors.torch import load_file
-
-        saved = load_file(folder / "adapter_model.safetensors")
-        for name, tensor in self.tensors():
-            tensor.copy_(saved[name])
-
     def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         """A peft folder of `tensors`, whole and on the host."""
         from safetensors.torch import save_file
@@ -137,7 +125,9 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> str | list[str]:
     """For peft, whose all-linear would also reach experts that are one parameter, and layers that it then refuses."""
     if config.targets != "all-linear":
         return config.targets if isinstance(config.targets, str) else list(config.targets)
-    stacked = _has_stacked_experts(model)
+    owners = (module for module in model.modules() if not isinstance(module, nn.Conv1d))
+    # All experts of a layer in one parameter [E, …].
+    stacked = any(one.dim() == 3 for module in owners for one in module.parameters(recurse=False))
     if not stacked and model.config.model_type not in MAMBAS:
         return "all-linear"
     head = model.get_output_embeddings()
@@ -147,12 +137,6 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> str | list[str]:
     }
     left = (EXPERTS_TOO if stacked else set()) | ({"out_proj"} if model.config.model_type in MAMBAS else set())
     return sorted(linear - left)
-
-
-def _has_stacked_experts(model: PreTrainedModel) -> bool:
-    """All experts of a layer in one parameter [E, …]."""
-    owners = (module for module in model.modules() if not isinstance(module, nn.Conv1d))
-    return any(one.dim() == 3 for module in owners for one in module.parameters(recurse=False))
 
 
 @contextmanager
@@ -176,7 +160,7 @@ def named_weights(model: nn.Module, adapter: Adapter | None) -> Iterator[tuple[s
     A tied embedding comes once, under its first name.
     """
     for name, parameter in model.named_parameters():
-        if not _is_adapters(name):
+        if f".lora_A.{NAME}." not in name and f".lora_B.{NAME}." not in name:
             yield name.replace(".base_layer.", "."), parameter, adapter.of(name) if adapter else None
     persistent = model.state_dict().keys()
     yield from ((name, buffer, None) for name, buffer in model.named_buffers() if name in persistent)
@@ -195,7 +179,3 @@ def merged(tensor: Tensor, change: LowRank | None) -> Tensor:
         return full
     product = gathered(change.b).float() @ gathered(change.a).float()
     return torch.add(full.float(), product, alpha=change.scale)
-
-
-def _is_adapters(name: str) -> bool:
-    return f".lora_A.{NAME}." in name or f".lora_B.{NAME}." in name

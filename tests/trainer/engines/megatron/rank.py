@@ -39,7 +39,7 @@ from penstock.trainer import BadJob, Learner, Ranks, TrainerConfig, make_step_ba
 from penstock.trainer.batch import share_of
 from penstock.trainer.engines.fsdp.saved_model import save_tensors
 from penstock.trainer.engines.megatron.engine import MegatronEngine
-from penstock.trainer.routing import router_metrics
+from penstock.trainer.metrics import router_metrics
 from penstock.trainer.state.checkpoint import CheckpointStore
 from penstock.transfer_queue import Batch, DataCursor
 

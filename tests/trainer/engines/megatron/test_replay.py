@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.trainer import Ranks, TrainerConfig
 from penstock.trainer.engines.fsdp import FSDPEngine
-from penstock.trainer.routing import router_metrics
+from penstock.trainer.metrics import router_metrics
 
 pytestmark = ON_CPU
 
