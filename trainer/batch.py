@@ -111,22 +111,17 @@ def share_of(batch: Batch, rank: int, world: int, minibatches: int, costs: Seque
     the same on all ranks; each group, the dearest first, goes to the rank that has the least so far (Graham 1969,
     "Bounds on Multiprocessing Timing Anomalies", section on LPT). None: in turn.
     """
-    given = [1.0] * len(batch.groups) if costs is None else costs
-    shares = [
-        _dealt(range(start, end), given, world) for start, end in minibatch_bounds(len(batch.groups), minibatches)
-    ]
-    return [group for share in shares for group in share[rank]]
-
-
-def _dealt(groups: Sequence[int], costs: Sequence[float], world: int) -> list[list[int]]:
-    """By rank, in rising order. Equal costs are dealt in turn."""
-    shares: list[list[int]] = [[] for _ in range(world)]
-    spent = [0.0] * world
-    for group in sorted(groups, key=lambda g: (-costs[g], g)):
-        rank = min(range(world), key=lambda r: (spent[r], len(shares[r]), r))
-        shares[rank].append(group)
-        spent[rank] += costs[group]
-    return [sorted(share) for share in shares]
+    price = [1.0] * len(batch.groups) if costs is None else costs
+    mine: list[int] = []
+    for start, end in minibatch_bounds(len(batch.groups), minibatches):
+        shares: list[list[int]] = [[] for _ in range(world)]
+        spent = [0.0] * world
+        for group in sorted(range(start, end), key=lambda g: (-price[g], g)):
+            poorest = min(range(world), key=lambda r: (spent[r], len(shares[r]), r))
+            shares[poorest].append(group)
+            spent[poorest] += price[group]
+        mine += sorted(shares[rank])
+    return mine
 
 
 def row_cost(tokens: int, width: int) -> float:

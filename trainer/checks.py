@@ -20,7 +20,10 @@ def check_job(job: TrainJob) -> None:
     check_algorithm(config, job.limits.group_size)
     _check_filter(job)
     _check_top_k(job)
-    _check_stop(job)
+    stop = config.stop
+    if stop.enabled and stop.metric.startswith(EVALUATION) and not (job.data.eval and config.eval_every):
+        missing = "data.eval is not set" if not job.data.eval else "trainer.eval_every is 0"
+        raise BadJob(f"trainer.stop.metric is {stop.metric}, and {missing}: it would never be there")
     for sink in config.sinks:
         SINKS.get(sink)
     if config.minibatches > job.limits.groups_per_step:
@@ -93,16 +96,9 @@ def _check_top_k(job: TrainJob) -> None:
         )
 
 
-def _check_stop(job: TrainJob) -> None:
-    stop, every = job.config.stop, job.config.eval_every
-    if stop.enabled and stop.metric.startswith(EVALUATION) and not (job.data.eval and every):
-        missing = "data.eval is not set" if not job.data.eval else "trainer.eval_every is 0"
-        raise BadJob(f"trainer.stop.metric is {stop.metric}, and {missing}: it would never be there")
-
-
 def check_algorithm(config: TrainerConfig, group_size: int) -> None:
     """Raises `BadJob`, `UnknownName` or `BadOptions`."""
-    from penstock.trainer.advantages import ADVANTAGES, needs_of
+    from penstock.trainer.advantages import ADVANTAGES
     from penstock.trainer.corrections import CORRECTIONS
     from penstock.trainer.filters import FILTERS
     from penstock.trainer.losses import LOSSES
@@ -113,9 +109,7 @@ def check_algorithm(config: TrainerConfig, group_size: int) -> None:
         CORRECTIONS.bind(config.correction, config.correction_options)
     if config.filter is not None:
         FILTERS.bind(config.filter, config.filter_options)
-    _check_needs(config, needs_of_advantage(config), group_size)
-    smallest = min([group_size, *(own.group_size or group_size for own in config.sources.values())])
-    _check_loss_needs(config, needs_of(LOSSES.get(config.loss)), smallest)
+    _check_needs(config, group_size)
     _check_sources(config, group_size)
     _check_settings(config)
 
@@ -149,7 +143,12 @@ def _check_sources(config: TrainerConfig, group_size: int) -> None:
             )
 
 
-def _check_needs(config: TrainerConfig, needs: frozenset[str], group_size: int) -> None:
+def _check_needs(config: TrainerConfig, group_size: int) -> None:
+    """Of estimator and loss."""
+    from penstock.trainer.advantages import needs_of
+    from penstock.trainer.losses import LOSSES
+
+    needs = needs_of_advantage(config)
     if needs & {"groups", "greedy"} and group_size < 2:
         raise BadJob(
             f"trainer.advantage={config.advantage} compares the episodes of one task, and group_size is {group_size}: "
@@ -160,10 +159,9 @@ def _check_needs(config: TrainerConfig, needs: frozenset[str], group_size: int) 
             f"trainer.critic.warmup_steps is {config.critic.warmup_steps}, and trainer.advantage={config.advantage} "
             "has no critic: use gae, turn_gae, vapo or prime"
         )
-
-
-def _check_loss_needs(config: TrainerConfig, needs: frozenset[str], group_size: int) -> None:
-    if "groups" in needs and group_size < 2:
+    needs = needs_of(LOSSES.get(config.loss))
+    smallest = min([group_size, *(own.group_size or group_size for own in config.sources.values())])
+    if "groups" in needs and smallest < 2:
         raise BadJob(f"trainer.loss={config.loss} compares the episodes of one task: set group_size to 2 or more")
     if "sequences" in needs and config.aggregation not in ("episode_sum", "constant"):
         raise BadJob(

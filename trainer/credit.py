@@ -29,8 +29,6 @@ from penstock.trainer.metrics import exact_sum
 from penstock.trainer.ranks.distributed import Ranks
 from penstock.transfer_queue import Segment, Trajectory
 
-WHITEN_EPSILON = 1e-8
-
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
@@ -53,13 +51,15 @@ def episodes_of(batch: StepBatch, config: TrainerConfig, scores: TokenScores) ->
     lengths = np.array([trajectory.num_sampled for trajectory in batch.trajectories], dtype=np.int64)
     tokens = sum(len(row.targets) for row in batch.rows)
     nothing = torch.zeros(tokens, dtype=torch.float64)
+    starts = [0, *accumulate(segment.num_turns for one in batch.trajectories for segment in one.segments)]
+    token_turns = [row.turn + start for row, start in zip(batch.rows, starts, strict=False)]
     episodes = Episodes(
         rewards=torch.from_numpy(batch.rewards + overlong_penalties(lengths, config.overlong)),
         group=torch.from_numpy(batch.group),
         turn_rewards=_turn_rewards(batch.trajectories, counts) * config.turn_reward_weight,
         turn_episode=torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.long)),
         turn_state=_turn_states(batch.trajectories, turns),
-        token_turn=_token_turns(batch),
+        token_turn=_joined(token_turns, np.int64),
         token_rewards=nothing if scores.kl_rewards is None else scores.kl_rewards.double(),
         trained=_joined([row.mask for row in batch.rows], np.bool_),
         values=None if scores.values is None else scores.values.double(),
@@ -85,18 +85,14 @@ class Estimators:
         """`data_sources`: of each episode. A collective: every rank calls each estimator, also for no episode."""
         if not self._of_sources:
             return whitened(self._usual(episodes), episodes.trained, self._ranks)
-        patterns = [self._pattern(source) for source in data_sources]
+        patterns = [pattern_of(source, self._sources) for source in data_sources]
         tokens = torch.zeros(len(episodes.token_turn), dtype=torch.float64)
         for pattern, estimate in ((None, self._usual), *self._of_sources.items()):
-            chosen = torch.tensor([one == pattern for one in patterns], dtype=torch.bool)
+            own = [(one if one in self._of_sources else None) == pattern for one in patterns]
+            chosen = torch.tensor(own, dtype=torch.bool)
             part = episodes.only(chosen)
             tokens[chosen[episodes.token_episode]] = whitened(estimate(part), part.trained, self._ranks).tokens
         return Advantages(tokens)
-
-    def _pattern(self, data_source: str) -> str | None:
-        """Under which an estimator of its own stands; None: it has the run's."""
-        pattern = pattern_of(data_source, self._sources)
-        return pattern if pattern in self._of_sources else None
 
 
 def whitened(advantages: Advantages, trained: Tensor, ranks: Ranks) -> Advantages:
@@ -108,7 +104,7 @@ def whitened(advantages: Advantages, trained: Tensor, ranks: Ranks) -> Advantage
     mean = exact_sum(values, ranks) / number
     # Two passes: a difference of large sums would lose the variance of nearly equal advantages.
     variance = exact_sum((values - mean).square(), ranks) / max(number - 1, 1.0)
-    return replace(advantages, tokens=(advantages.tokens - mean) / (variance + WHITEN_EPSILON) ** 0.5)
+    return replace(advantages, tokens=(advantages.tokens - mean) / (variance + 1e-8) ** 0.5)
 
 
 def _states(segment: Segment) -> list[int]:
@@ -148,12 +144,6 @@ def _turn_rewards(trajectories: Sequence[Trajectory], counts: Sequence[int]) -> 
             raise BadBatch(f"episode {trajectory.episode_id}: turn rewards {given} for {count} turns")
         rewards += given
     return torch.tensor(rewards, dtype=torch.float64)
-
-
-def _token_turns(batch: StepBatch) -> Tensor:
-    counts = [segment.num_turns for trajectory in batch.trajectories for segment in trajectory.segments]
-    starts = [0, *accumulate(counts)]
-    return _joined([row.turn + start for row, start in zip(batch.rows, starts, strict=False)], np.int64)
 
 
 def _joined(arrays: Sequence[NDArray], dtype: type) -> Tensor:

@@ -37,7 +37,6 @@ Machines Lab). The teacher's logprobs are recorded with the trajectory, at tempe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -87,33 +86,18 @@ def coarse_divergence(student: Tensor, teacher: Tensor, config: DistillConfig) -
     A bucket in which the student has nothing is left out: ids that are not there, and the rest of a whole vocabulary.
     """
     there = student != -math.inf
-    terms = DIVERGENCES[config.divergence](
-        student.masked_fill(~there, 0.0), teacher.masked_fill(~there, 0.0), config.jsd_beta
-    )
+    student, teacher = student.masked_fill(~there, 0.0), teacher.masked_fill(~there, 0.0)
+    if config.divergence == "reverse_kl":
+        terms = _kl(student, teacher)
+    elif config.divergence == "forward_kl":
+        terms = _kl(teacher, student)
+    else:
+        beta = config.jsd_beta
+        mixture = torch.logaddexp(teacher + math.log(beta), student + math.log(1 - beta))
+        terms = beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
     return torch.where(there, terms, 0.0).sum(-1)
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
     """By bucket. The last two parts add up to 0 over all of them; with them no term is negative, but for rounding."""
     return log_a.exp() * (log_a - log_b) - log_a.exp() + log_b.exp()
-
-
-def _reverse_kl(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    return _kl(student, teacher)
-
-
-def _forward_kl(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    return _kl(teacher, student)
-
-
-def _jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log(1 - beta))
-    return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
-
-
-DIVERGENCES: Mapping[str, Callable[[Tensor, Tensor, float], Tensor]] = {
-    "reverse_kl": _reverse_kl,
-    "forward_kl": _forward_kl,
-    "jsd": _jsd,
-}
-"""By trainer.distill.divergence: (log π̃, log p̃, β) → a term for each bucket."""

@@ -74,10 +74,6 @@ class Policy(nn.Module):
         self.unrouted_because = loaded.traits.unrouted_because
         self.shares_prompts = loaded.traits.shares_prompts
 
-    @property
-    def chunked(self) -> bool:
-        return self.head is not None
-
     def forward(self, pack: Pack) -> Outputs:
         """Of `pack.targets`."""
         part = self.context.part(pack) if self.context else whole_part(pack)
@@ -147,7 +143,7 @@ def load_policy(
         policy.unrouted_because = "trainer.compile compiles the routers too: set one of the two"
     elif not loaded.traits.unrouted_because:
         policy.routers = Routers(loaded.model)
-    head = "in tiles" if policy.chunked else "whole"
+    head = "in tiles" if policy.head is not None else "whole"
     logger.info("%s: attention %s, head %s, %s", model, policy.rows.attention, head, policy.rows)
     return policy
 
@@ -168,8 +164,10 @@ def keep_in(module: nn.Module, dtype: torch.dtype) -> None:
 
 def load_model(model: str, *, in_slices: bool = False) -> LoadedModel:
     """`in_slices`: without weights where that can be, for each rank to read its own slices. Raises `BadJob`."""
-    if sees_images(model):
-        return _load_seeing(model)
+    if sees_images(model):  # whole; all of it learns, the vision tower too
+        seeing = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+        vision = Vision.of(model, seeing.eval())
+        return LoadedModel(seeing, find_traits(seeing, vision), names_of(seeing, model), vision=vision)
     if in_slices:
         try:
             shell = open_shell(model)
@@ -185,14 +183,6 @@ def load_model(model: str, *, in_slices: bool = False) -> LoadedModel:
     loaded.eval()
     freeze_choosers(loaded)
     return LoadedModel(loaded, find_traits(loaded), names_of(loaded, model))
-
-
-def _load_seeing(model: str) -> LoadedModel:
-    """A model of images and text, whole. All of it learns, the vision tower too. Raises `BadJob`."""
-    loaded = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
-    loaded.eval()
-    vision = Vision.of(model, loaded)
-    return LoadedModel(loaded, find_traits(loaded, vision), names_of(loaded, model), vision=vision)
 
 
 def freeze_choosers(model: PreTrainedModel) -> None:

@@ -212,7 +212,8 @@ def choose_rows(model: PreTrainedModel, vision: Vision | None = None) -> RowPlan
         raise BadJob(f"{_refusal(model)}: {first_sentence(error)}") from error
     if not torch.isfinite(reference).all():
         raise BadJob(f"{type(model).__name__} cannot be trained: {_not_finite(model)}")
-    because = _unpackable(model)
+    config = model.config.get_text_config()
+    because = next((f"{why}: {name}" for name, why in UNPACKABLE.items() if getattr(config, name, None)), "")
     if not because:
         packed, because = _packed_plan(model, probe, reference)
         if packed is not None:
@@ -224,12 +225,6 @@ def _refusal(model: PreTrainedModel) -> str:
     return f"{type(model).__name__} cannot be trained by trainer.engine fsdp"
 
 
-def _unpackable(model: PreTrainedModel) -> str:
-    """What the model's settings say."""
-    config = model.config.get_text_config()
-    return next((f"{why}: {name}" for name, why in UNPACKABLE.items() if getattr(config, name, None)), "")
-
-
 def _packed_plan(model: PreTrainedModel, probe: TrialRows, reference: Tensor) -> tuple[RowPlan | None, str]:
     """(the plan, why there is none)"""
     because, mixers = "", kinds_of_mixers(model)
@@ -239,7 +234,10 @@ def _packed_plan(model: PreTrainedModel, probe: TrialRows, reference: Tensor) ->
         for name in (attention.NAME, "sdpa"):
             plan = RowPlan(RowLayout.PACKED, name, mixers=mixers, row_by_row=row_by_row)
             try:
-                _set_attention(model, name)
+                # A vision tower's own attention goes both ways, and keeps its images apart by itself.
+                seeing = name == attention.NAME and hasattr(model.config, "vision_config")
+                parts = {"text_config": name, "vision_config": "sdpa"}
+                model.set_attn_implementation(parts if seeing else name)
                 packed = probe.by(plan)
             except NoBounds as error:  # transformers' own mask is a substitute: exact, and slower
                 because = first_sentence(error)
@@ -252,13 +250,6 @@ def _packed_plan(model: PreTrainedModel, probe: TrialRows, reference: Tensor) ->
             because = "its packed rows differ from the same rows alone"
             break
     return None, because
-
-
-def _set_attention(model: PreTrainedModel, name: str) -> None:
-    """A vision tower's own attention goes both ways, and keeps its images apart by itself: ours is for the text."""
-    parts = {"text_config": name, "vision_config": "sdpa"}
-    seeing = name == attention.NAME and hasattr(model.config, "vision_config")
-    model.set_attn_implementation(parts if seeing else name)
 
 
 def _unpacked_plan(model: PreTrainedModel, probe: TrialRows, reference: Tensor, because: str) -> RowPlan:
@@ -325,7 +316,7 @@ class TrialRows:
     def with_images(cls, model: PreTrainedModel, vision: Vision) -> TrialRows:
         """Places of images among other ids, which are none of its vision."""
         words = [word for word in range(1, 61) if word != vision.image_token]
-        images = tuple(tuple(_noise(size) for size in sizes) for sizes in TRIED_IMAGES)
+        images = tuple(tuple(_noise(*size) for size in sizes) for sizes in TRIED_IMAGES)
         rows = []
         for number, of_row in enumerate(images):
             ids = words[number : number + 3]
@@ -377,11 +368,10 @@ class TrialRows:
         return torch.tensor(list(numbers), dtype=torch.long, device=self.model.device)
 
 
-def _noise(size: tuple[int, int]) -> bytes:
+def _noise(width: int, height: int) -> bytes:
     """An encoded image, the same in every process."""
     from PIL import Image
 
-    width, height = size
     pixels = torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     written = io.BytesIO()
     Image.fromarray(pixels.numpy()).save(written, "PNG")

@@ -182,11 +182,15 @@ def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
     if mesh.context is not None:
         _check_context(module, ranks.layout)
         module.context = mesh.context
+    computed = getattr(torch, config.dtype)
+    as_kept = {parameter.dtype for parameter in module.parameters()} == {computed}
     arguments: dict[str, Any] = {
         "mesh": mesh.shards,
         "reshard_after_forward": mesh.size > mesh.replicate,
-        **_policies(module, config, ranks),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=None if as_kept else computed, reduce_dtype=torch.float32),
     }
+    if config.offload:
+        arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
     blocks = _blocks(module)
     for block in blocks:
         fully_shard(block, **arguments)
@@ -194,7 +198,7 @@ def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
     if shell is not None:
         shell.fill(module, ranks, torch.device("cpu") if config.offload else ranks.device)
     for block in blocks:
-        _prepare(block, config)
+        _wrap(block, config)
     if config.activation_offload:
         offload_activations(blocks, ranks.device)
     return module
@@ -219,19 +223,7 @@ def _check_context(module: Any, layout: RankLayout) -> None:
         )
 
 
-def _policies(module: nn.Module, config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
-    kept = {parameter.dtype for parameter in module.parameters()}
-    computed = getattr(torch, config.dtype)
-    as_kept = kept == {computed}
-    policies: dict[str, Any] = {
-        "mp_policy": MixedPrecisionPolicy(param_dtype=None if as_kept else computed, reduce_dtype=torch.float32)
-    }
-    if config.offload:
-        policies["offload_policy"] = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
-    return policies
-
-
-def _prepare(block: Any, config: TrainerConfig) -> None:
+def _wrap(block: Any, config: TrainerConfig) -> None:
     """The block's `forward` alone is wrapped: FSDP's hooks stay outside, and no parameter gets another name."""
     if config.compile:
         block.forward = torch.compile(block.forward, dynamic=True)
@@ -239,7 +231,7 @@ def _prepare(block: Any, config: TrainerConfig) -> None:
         block.forward = recomputed(block.forward, config.recompute)
 
 
-def _blocks(module: Any) -> list[nn.Module]:
+def _blocks(module: Any) -> list[Any]:
     """The decoder layers: the modules that the model itself says must not be split."""
     names = set(getattr(module.model, "_no_split_modules", None) or ())
     return [part for part in module.modules() if type(part).__name__ in names]
@@ -254,17 +246,10 @@ class Mesh:
         """Sets of ranks that hold all shards."""
         self.size = dist.get_world_size() // layout.tensor
         """Ranks over which gradients are averaged."""
-        self._whole = self._device_mesh(device_type)
+        sizes = {"replicate": self.replicate, "shards": self.size // self.replicate, "tensor": layout.tensor}
+        dimensions = {name: size for name, size in sizes.items() if size > 1 or name == "shards"}
+        self._whole = init_device_mesh(device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
         self.context = _context(layout, timeout) if layout.context > 1 else None
-
-    def _device_mesh(self, device_type: str) -> DeviceMesh:
-        sizes = {
-            "replicate": self.replicate,
-            "shards": self.size // self.replicate,
-            "tensor": self._tensor_size,
-        }
-        kept = {name: size for name, size in sizes.items() if size > 1 or name == "shards"}
-        return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
     def close(self) -> None:
         """Let go of the groups. DTensor's caches keep every device mesh as long as the process lives, and a mesh keeps

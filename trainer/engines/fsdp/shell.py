@@ -12,7 +12,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,6 @@ from penstock.weight_sync import HubNames, UnmappedTensors
 
 WHOLE_BYTES = 2 << 30
 """Where a copy of a smaller model is refused, the model itself is asked."""
-ADAPTERS = re.compile(r"\.lora_[AB]\.")
 
 
 class NeedsWholeModel(ValueError):
@@ -57,7 +55,9 @@ class ModelShell:
         bad: list[str] = []
         with TensorFiles(self.files) as files:
             for key, parameter in self.model.named_parameters():
-                if parameter.is_meta or ADAPTERS.search(key):  # of a critic's body, the head that it has no use for
+                if parameter.is_meta or re.search(
+                    r"\.lora_[AB]\.", key
+                ):  # of a critic's body, the head that it has no use for
                     continue
                 name = key.replace(".base_layer.", ".")
                 local, where = local_part(parameter)
@@ -116,8 +116,21 @@ def open_shell(model: str) -> ModelShell:
         raise NeedsWholeModel("it has no safetensors")
     if getattr(config, "quantization_config", None):
         raise NeedsWholeModel("its weights are quantised")
-    traits = _traits(config, files)
-    shell = _on_meta(config, model)
+    try:
+        traits = find_traits(small_copy(config))
+    except NoCopy as error:
+        raise NeedsWholeModel(str(error)) from error
+    except BadJob as error:
+        if sum(file.stat().st_size for file in files) <= WHOLE_BYTES:
+            raise NeedsWholeModel(f"a copy of it is refused: {error}") from error
+        raise
+    try:
+        with torch.device("meta"):
+            shell: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    except Exception as error:  # a model's own code may raise anything
+        raise NeedsWholeModel(f"it cannot be made without weights: {first_sentence(error)}") from error
+    if (folder / "generation_config.json").is_file():
+        shell.generation_config = GenerationConfig.from_pretrained(model)
     with TensorFiles(files) as stored:
         names = _mapped(shell, model, stored)
         _make_buffers(shell, names, stored)
@@ -132,28 +145,6 @@ def folder_of(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors"]))
-
-
-def _traits(config: Any, files: Sequence[Path]) -> Traits:
-    try:
-        return find_traits(small_copy(config))
-    except NoCopy as error:
-        raise NeedsWholeModel(str(error)) from error
-    except BadJob as error:
-        if sum(file.stat().st_size for file in files) <= WHOLE_BYTES:
-            raise NeedsWholeModel(f"a copy of it is refused: {error}") from error
-        raise
-
-
-def _on_meta(config: Any, model: str) -> PreTrainedModel:
-    try:
-        with torch.device("meta"):
-            shell: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except Exception as error:  # a model's own code may raise anything
-        raise NeedsWholeModel(f"it cannot be made without weights: {first_sentence(error)}") from error
-    if (folder_of(model) / "generation_config.json").is_file():
-        shell.generation_config = GenerationConfig.from_pretrained(model)
-    return shell.eval()
 
 
 def _mapped(shell: PreTrainedModel, model: str, stored: TensorFiles) -> HubNames:

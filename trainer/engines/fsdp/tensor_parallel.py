@@ -33,12 +33,12 @@ class Whole(ParallelStyle):
         return distribute_module(module, device_mesh, _replicate, self._enter, _leave)
 
     def _enter(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
-        return tuple(self._as_dtensor(value, mesh) for value in inputs)
-
-    def _as_dtensor(self, value: Any, mesh: DeviceMesh) -> Any:
-        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-            return value
-        return DTensor.from_local(value, mesh, [self._placement(value)], run_check=False)
+        return tuple(
+            DTensor.from_local(value, mesh, [self._placement(value)], run_check=False)
+            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            else value
+            for value in inputs
+        )
 
     def _placement(self, value: torch.Tensor) -> Any:
         return Replicate()
@@ -80,16 +80,10 @@ def split_over(owner: Any, mesh: DeviceMesh) -> None:
                 f"{name} ({type(module).__name__}) has parameters of its own beside those of its parts"
             )
         # Every rank has loaded the same weights: each takes its part without asking another.
-        parallelize_module(module, mesh, _style(plan.get(name)), src_data_rank=None)
+        kind, arguments = STYLES[plan[name]] if name in plan else (Whole, {})
+        parallelize_module(module, mesh, kind(**arguments), src_data_rank=None)
     if tied:  # each of the two was distributed by itself
         head.weight = model.get_input_embeddings().weight
-
-
-def _style(name: str | None) -> ParallelStyle:
-    if name is None:
-        return Whole()
-    kind, arguments = STYLES[name]
-    return kind(**arguments)
 
 
 def plan_of(model: PreTrainedModel, size: int) -> dict[str, str]:
@@ -102,7 +96,13 @@ def plan_of(model: PreTrainedModel, size: int) -> dict[str, str]:
     patterns = {re.compile(re.escape(name).replace(r"\*", r"\d+")): style for name, style in given.items()}
     names = [name for name, _ in model.named_modules()]
     plan = {name: style for name in names for pattern, style in patterns.items() if pattern.fullmatch(name)}
-    plan = _with_vocabulary(model, size, plan)
+    # Embedding and head share out the vocabulary where that goes up; else both stay whole.
+    named = {id(module): name for name, module in model.named_modules()}
+    vocabulary: Any = model.get_input_embeddings()
+    embedding, head = named[id(vocabulary)], named.get(id(model.get_output_embeddings()))
+    plan = {name: style for name, style in plan.items() if name not in (embedding, head)}
+    if vocabulary.weight.shape[0] % size == 0:
+        plan |= {embedding: "embedding_rowwise"} | ({head: "colwise_gather_output"} if head else {})
     plan = _with_adapters(plan, set(names))
     unknown = sorted(set(plan.values()) - STYLES.keys())
     if unknown:
@@ -111,17 +111,6 @@ def plan_of(model: PreTrainedModel, size: int) -> dict[str, str]:
         )
     _check_sizes(model, size)
     return plan
-
-
-def _with_vocabulary(model: PreTrainedModel, size: int, plan: Mapping[str, str]) -> dict[str, str]:
-    """Embedding and head share out the vocabulary where that goes up; else both stay whole."""
-    names = {id(module): name for name, module in model.named_modules()}
-    vocabulary: Any = model.get_input_embeddings()
-    embedding, head = names[id(vocabulary)], names.get(id(model.get_output_embeddings()))
-    others = {name: style for name, style in plan.items() if name not in (embedding, head)}
-    if vocabulary.weight.shape[0] % size:
-        return others
-    return others | {embedding: "embedding_rowwise"} | ({head: "colwise_gather_output"} if head else {})
 
 
 def _with_adapters(plan: Mapping[str, str], names: set[str]) -> dict[str, str]:

@@ -49,22 +49,18 @@ def main(model: str) -> None:
     """The child's."""
     from penstock.trainer.job import BadJob
 
-    copied = not Path(model).is_dir() or _bytes(Path(model)) > WHOLE_BYTES
+    files = [file for pattern in ("*.safetensors", "*.bin") for file in Path(model).glob(pattern)]
+    copied = not Path(model).is_dir() or sum(file.stat().st_size for file in files) > WHOLE_BYTES
     try:
-        found = try_copy(model) if copied else _try_whole(model)
+        if copied:
+            found = try_copy(model)
+        else:
+            from penstock.trainer.engines.fsdp.models import load_model
+
+            found = Trial(unpacked_because=load_model(model).traits.rows.unpacked_because)
     except BadJob as error:
         found = Trial(refused=str(error), copied=copied)
     print(json.dumps(asdict(found)))
-
-
-def _bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern))
-
-
-def _try_whole(model: str) -> Trial:
-    from penstock.trainer.engines.fsdp.models import load_model
-
-    return Trial(unpacked_because=load_model(model).traits.rows.unpacked_because)
 
 
 def try_copy(model: str) -> Trial:

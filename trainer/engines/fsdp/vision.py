@@ -27,8 +27,6 @@ from transformers import PreTrainedModel
 from penstock.trainer.job import BadJob
 
 KEPT_BYTES = 256 << 20
-BLANK = (56, 56)
-"""Width and height of the blank image."""
 GIVEN = {"pixel_values", "image_grid_thw"}
 """What a processor has to make of an image: that of Qwen2-VL and the models after it."""
 
@@ -133,7 +131,10 @@ class Vision:
         """
         seen = self._seen(images, len(ids))
         if not any(seen):
-            ids, seen = self._with_blank(ids), [*seen, [self.blank]]
+            wide = ids.new_zeros(len(ids) + 1, max(ids.shape[1], self.blank.tokens))
+            wide[:-1, : ids.shape[1]] = ids
+            wide[-1, : self.blank.tokens] = self.image_token
+            ids, seen = wide, [*seen, [self.blank]]
         ids, marks = self._marked(ids, seen)
         return ids, {"mm_token_type_ids": marks, **_arguments(seen, ids.device)}
 
@@ -174,13 +175,6 @@ class Vision:
         own, _ = self._rope_index(input_ids=ids, mm_token_type_ids=marks, image_grid_thw=grid)
         return torch.cat([plain[None], own])
 
-    def _with_blank(self, ids: Tensor) -> Tensor:
-        wide = max(ids.shape[1], self.blank.tokens)
-        found = ids.new_zeros(len(ids) + 1, wide)
-        found[:-1, : ids.shape[1]] = ids
-        found[-1, : self.blank.tokens] = self.image_token
-        return found
-
 
 def _arguments(seen: Sequence[Sequence[Pixels]], device: torch.device) -> dict[str, Tensor]:
     flat = [one for of_row in seen for one in of_row]
@@ -193,4 +187,4 @@ def _arguments(seen: Sequence[Sequence[Pixels]], device: torch.device) -> dict[s
 def _blank() -> Any:
     from PIL import Image
 
-    return Image.new("RGB", BLANK)
+    return Image.new("RGB", (56, 56))

@@ -50,7 +50,7 @@ def test_packed_equals_one_by_one(tiny_model: str, temperature: float) -> None:
     with torch.no_grad():
         packed = loaded(join_rows(given)).logprobs
     alone = torch.cat([plain_logprobs(tiny_model, row, temperature) for row in given])
-    assert loaded.chunked
+    assert loaded.head is not None
     assert loaded.model.config._attn_implementation == "penstock_packed"
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
 
@@ -142,7 +142,7 @@ def test_a_head_that_is_not_understood_is_called_whole(tmp_path: Path, monkeypat
 def assert_exact(model: Path, *, in_tiles: bool) -> None:
     loaded = load_policy(str(model), 1.0)
     given = rows(4)
-    assert loaded.chunked == in_tiles
+    assert (loaded.head is not None) == in_tiles
     with torch.no_grad():
         packed = loaded(join_rows(given)).logprobs
     alone = torch.cat([plain_logprobs(str(model), row) for row in given])
