@@ -20,7 +20,7 @@ from trainer_support import Crash, make_job, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.common import UnknownName
-from penstock.trainer import BadJob, BatchTimeout, DataConfig, DataError, Ranks, train
+from penstock.trainer import BadJob, BatchTimeout, DataError, Ranks, TrainJob, train
 from penstock.trainer.state.checkpoint import save_timeout_s
 from penstock.transfer_queue import DataCursor
 from penstock.weight_sync import Manifest, read_verified
@@ -34,6 +34,18 @@ def reference(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> dict
     job = make_job(tmp_path_factory.mktemp("reference"), tiny_model)
     asyncio.run(train(job))
     return final_weights(job)
+
+
+async def crash(job: TrainJob, gap: str) -> None:
+    """Train until the gap."""
+    job.run.queue.crash_at = gap
+    with pytest.raises(Crash):
+        await train(job)
+
+
+def assert_weights(job: TrainJob, expected: dict[str, torch.Tensor]) -> None:
+    for name, tensor in final_weights(job).items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 async def test_a_run_leaves_everything(tmp_path: Path, tiny_model: str) -> None:
@@ -61,9 +73,7 @@ async def test_ranks_wait_for_each_others_part_of_a_checkpoint_by_its_bytes(
     job = make_job(tmp_path, tiny_model, {"steps": 1})
     await train(job)
     weights = load_file(Path(tiny_model) / "model.safetensors")
-    numbers = 3 * sum(tensor.numel() for tensor in weights.values()) + len(
-        weights
-    )  # and AdamW's count of steps for each
+    numbers = 3 * sum(tensor.numel() for tensor in weights.values()) + len(weights)  # AdamW counts steps for each
     assert given == [save_timeout_s(job.config.publish_timeout_s, 4 * numbers)]
 
 
@@ -102,13 +112,10 @@ async def test_a_crash_in_any_gap_changes_nothing(
     tmp_path: Path, tiny_model: str, gap: str, reference: dict[str, torch.Tensor]
 ) -> None:
     job = make_job(tmp_path, tiny_model)
-    job.run.queue.crash_at = gap
-    with pytest.raises(Crash):
-        await train(job)
+    await crash(job, gap)
     await train(job)
     check_accounts(job)
-    for name, tensor in final_weights(job).items():
-        assert torch.equal(tensor, reference[name]), name
+    assert_weights(job, reference)
 
 
 async def test_a_crash_between_rename_and_commit_and_in_the_middle_of_a_save(
@@ -129,15 +136,13 @@ async def test_a_crash_between_rename_and_commit_and_in_the_middle_of_a_save(
     assert (job.run_dir / "checkpoints" / "step_00000002.tmp").exists()
     await train(job)
     check_accounts(job)
-    assert all(torch.equal(tensor, reference[name]) for name, tensor in final_weights(job).items())
+    assert_weights(job, reference)
 
 
 async def test_weights_that_went_with_the_machine_are_written_anew(tmp_path: Path, tiny_model: str) -> None:
     """No checkpoint of version 4 may be there, or the restarted trainer goes on to publish 4 and need not renew 3."""
     job = make_job(tmp_path, tiny_model, {"checkpoint_every": 100})
-    job.run.queue.crash_at = "before:publish:4"
-    with pytest.raises(Crash):
-        await train(job)
+    await crash(job, "before:publish:4")
     lost = read_verified(Manifest.parse(job.run.queue.announced[-1].manifest))
     for path in job.weights_dir.iterdir():
         path.unlink()
@@ -156,9 +161,7 @@ async def test_versions_are_changes_of_the_one_before_and_a_new_trainer_begins_w
     tmp_path: Path, tiny_model: str, gap: str
 ) -> None:
     job = make_job(tmp_path, tiny_model, SMALL_STEPS, rollout=DELTAS)
-    job.run.queue.crash_at = gap
-    with pytest.raises(Crash):
-        await train(job)
+    await crash(job, gap)
     before = len(job.run.queue.announced)
     assert read_verified(Manifest.parse(job.run.queue.announced[-1].manifest)), "who joins late finds the whole chain"
     await train(job)
@@ -175,13 +178,9 @@ async def test_over_http_a_new_trainer_says_where_the_announced_files_are_now(tm
     """While it replays, nothing is published: without this a server that starts then would ask a dead address."""
     settings = {**SMALL_STEPS, "checkpoint_every": 100}
     job = make_job(tmp_path, tiny_model, settings, rollout={**DELTAS, "weight_transport": "http"}, token="secret")
-    job.run.queue.crash_at = "before:publish:4"
-    with pytest.raises(Crash):
-        await train(job)
+    await crash(job, "before:publish:4")
     first = job.run.queue.announced[-1].manifest
-    job.run.queue.crash_at = "before:lease:1"
-    with pytest.raises(Crash):
-        await train(job)
+    await crash(job, "before:lease:1")
     moved = job.run.queue.announced[-1].manifest
     assert job.run.queue.renewed == [3]
     assert moved["url"] != first["url"]
@@ -192,17 +191,10 @@ async def test_over_http_a_new_trainer_says_where_the_announced_files_are_now(tm
     check_accounts(job)
 
 
-async def test_over_http_everyone_is_asked_for_the_token(tmp_path: Path, tiny_model: str) -> None:
-    with pytest.raises(BadJob, match="need the run's token"):
-        await train(make_job(tmp_path, tiny_model, rollout={"weight_transport": "http"}))
-
-
 async def test_a_lost_link_is_lost_weights(tmp_path: Path, tiny_model: str) -> None:
     """Servers that run could do without the full version, those that start could not."""
     job = make_job(tmp_path, tiny_model, {**SMALL_STEPS, "checkpoint_every": 100}, rollout=DELTAS)
-    job.run.queue.crash_at = "before:publish:4"
-    with pytest.raises(Crash):
-        await train(job)
+    await crash(job, "before:publish:4")
     (link,) = job.weights_dir.glob("weights-00000001-e*.safetensors")
     link.unlink()
     await train(job)
@@ -214,15 +206,13 @@ async def test_spilled_steps_do_not_pile_up_and_are_replayed_from_the_log(
 ) -> None:
     """A step has 8 episodes. Held at once: the step that is read ahead, the one in training, and the one on its way."""
     job = make_job(tmp_path, tiny_model, {"checkpoint_every": 100}, spill=True)
-    job.run.queue.crash_at = "after:lease:4"
-    with pytest.raises(Crash):
-        await train(job)
+    await crash(job, "after:lease:4")
     assert set(job.run.queue.spilled) >= {e for step in range(2) for group in job.run.queue.steps[step] for e in group}
     await train(job)
     check_accounts(job)
     assert job.run.queue.most_held <= 3 * 8
     assert "trainer:spill" in job.run.queue.waits
-    assert all(torch.equal(tensor, reference[name]) for name, tensor in final_weights(job).items())
+    assert_weights(job, reference)
 
 
 async def test_cancelling_saves_commits_and_the_next_start_goes_on(
@@ -242,7 +232,7 @@ async def test_cancelling_saves_commits_and_the_next_start_goes_on(
     assert not (job.run_dir / "final_model").exists()
     await train(job)
     check_accounts(job)
-    assert all(torch.equal(tensor, reference[name]) for name, tensor in final_weights(job).items())
+    assert_weights(job, reference)
 
 
 async def test_a_forgotten_announcement_is_said_again(
@@ -289,9 +279,7 @@ async def test_a_damaged_checkpoint_is_passed_over_aloud(
     tmp_path: Path, tiny_model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = make_job(tmp_path, tiny_model)
-    job.run.queue.crash_at = "before:commit:4"
-    with pytest.raises(Crash):
-        await train(job)
+    await crash(job, "before:commit:4")
     shard = job.run_dir / "checkpoints" / "step_00000004" / "__0_0.distcp"
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
@@ -306,9 +294,7 @@ async def test_lost_updates_are_said_and_lost_checkpoints_stop(
     tmp_path: Path, tiny_model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = make_job(tmp_path, tiny_model)
-    job.run.queue.crash_at = "after:commit:4"
-    with pytest.raises(Crash):
-        await train(job)
+    await crash(job, "after:commit:4")
     (job.run_dir / "checkpoints" / "step_00000004" / "complete").unlink()
     with caplog.at_level(logging.ERROR):
         await train(job)
@@ -334,21 +320,34 @@ async def test_a_batch_that_does_not_come_names_the_cause(tmp_path: Path, tiny_m
         await train(job)
 
 
-async def test_what_cannot_be_right_is_refused_before_the_queue_is_touched(tmp_path: Path, tiny_model: str) -> None:
-    with pytest.raises(BadJob, match=r"max_staleness is 1 and trainer\.correction is null.*Set trainer\.correction"):
-        await train(make_job(tmp_path, tiny_model, {"correction": None}))
-    with pytest.raises(BadJob, match=r"trainer\.minibatches is 3, groups_per_step only 2"):
-        await train(make_job(tmp_path, tiny_model, {"minibatches": 3}))
-    with pytest.raises(UnknownName, match="unknown advantage estimator 'grop'; did you mean 'grpo'"):
-        await train(make_job(tmp_path, tiny_model, {"advantage": "grop"}))
-    job = make_job(tmp_path, tiny_model)
-    starved = replace(job, limits=replace(job.limits, quotas={"test": 1}))
-    with pytest.raises(BadJob, match=r"quotas: test 1 = 1 < groups_per_step = 2: .*train\.jsonl"):
-        await train(starved)
-    with pytest.raises(DataError, match="no such file"):
-        await train(replace(job, data=DataConfig(train=str(tmp_path / "none.jsonl"))))
-    with pytest.raises(OSError, match="nowhere"):
-        await train(replace(job, run=replace(job.run, model=str(tmp_path / "nowhere"))))
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"config": {"correction": None}}, BadJob, r"max_staleness is 1 and trainer\.correction is null"),
+        ({"config": {"minibatches": 3}}, BadJob, r"trainer\.minibatches is 3, groups_per_step only 2"),
+        ({"config": {"advantage": "grop"}}, UnknownName, "'grop'; did you mean 'grpo'"),
+        ({"rollout": {"weight_transport": "http"}}, BadJob, "need the run's token"),
+        ({"data": {"train": "none.jsonl"}}, DataError, "no such file"),
+        ({"model": "nowhere"}, OSError, "nowhere"),
+        ({"limits": {"quotas": {"test": 1}}}, BadJob, r"quotas: test 1 = 1 < groups_per_step = 2: .*train\.jsonl"),
+        (
+            {
+                "config": {"sources": {"x": {"advantage": "reinforce_plus_plus", "group_size": 1}}},
+                "limits": {"filter_groups": "zero_variance"},
+            },
+            BadJob,
+            r"trainer\.sources\.x\.group_size 1",
+        ),
+    ],
+)
+async def test_what_cannot_be_right_is_refused_before_the_queue_is_touched(
+    tmp_path: Path, tiny_model: str, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    changes = dict(changes)
+    model, limits = changes.pop("model", tiny_model), changes.pop("limits", {})
+    job = make_job(tmp_path, model, **changes)
+    with pytest.raises(error, match=message):
+        await train(replace(job, limits=replace(job.limits, **limits)))
     assert job.run.queue.place == DataCursor()
 
 
@@ -364,9 +363,3 @@ async def test_groups_of_a_data_source_have_its_own_size(tmp_path: Path, tiny_mo
     await train(job)
     steps = lines(job, "steps.jsonl")
     assert [[name.rpartition("#")[2] for name in step["episodes"]] for step in steps] == [["0", "1", "2"] * 2] * 2
-
-
-async def test_single_episodes_beside_a_filter_of_groups_are_refused(tmp_path: Path, tiny_model: str) -> None:
-    job = make_job(tmp_path, tiny_model, {"sources": {"x": {"advantage": "reinforce_plus_plus", "group_size": 1}}})
-    with pytest.raises(BadJob, match=r"trainer\.sources\.x\.group_size 1"):
-        await train(replace(job, limits=replace(job.limits, filter_groups="zero_variance")))

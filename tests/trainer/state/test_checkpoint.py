@@ -33,12 +33,17 @@ CONFIG = TrainerConfig(lr=1e-3)
 WITH_CRITIC = TrainerConfig(lr=1e-3, advantage="gae", kl={"in_reward": 0.1, "target": 0.5})
 
 
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    made = CheckpointStore(tmp_path / "checkpoints", keep=2)
+    made.open()
+    return made
+
+
 @pytest.mark.parametrize("config", [CONFIG, WITH_CRITIC], ids=["grpo", "critic"])
 def test_the_step_after_a_restore_is_bitwise_the_same(
-    config: TrainerConfig, tmp_path: Path, tiny_model: str, ranks: Ranks
+    config: TrainerConfig, store: CheckpointStore, tiny_model: str, ranks: Ranks
 ) -> None:
-    store = CheckpointStore(tmp_path, keep=2)
-    store.open()
     engine = FSDPEngine(tiny_model, config, ranks)
     train_one(engine, ranks, 0)
     torch.manual_seed(5)
@@ -56,10 +61,10 @@ def test_the_step_after_a_restore_is_bitwise_the_same(
     assert other.kl_coefficient == engine.kl_coefficient
 
 
-def test_moments_of_an_optimizer_without_kernels_go_on_with_them(tmp_path: Path, tiny_model: str, ranks: Ranks) -> None:
+def test_moments_of_an_optimizer_without_kernels_go_on_with_them(
+    store: CheckpointStore, tiny_model: str, ranks: Ranks
+) -> None:
     """A checkpoint says how its process computed updates; who loads it computes as it does itself, to the same."""
-    store = CheckpointStore(tmp_path, keep=2)
-    store.open()
     plain, fused = (FSDPEngine(tiny_model, WITH_CRITIC, ranks) for _ in range(2))
     assert fused.critic is not None
     assert plain.critic is not None
@@ -82,9 +87,7 @@ def test_moments_of_an_optimizer_without_kernels_go_on_with_them(tmp_path: Path,
     assert fused.kl_coefficient == plain.kl_coefficient
 
 
-def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, tiny_model: str, ranks: Ranks) -> None:
-    store = CheckpointStore(tmp_path, keep=2)
-    store.open()
+def test_what_is_saved_is_the_state_at_the_call(store: CheckpointStore, tiny_model: str, ranks: Ranks) -> None:
     engine = FSDPEngine(tiny_model, CONFIG, ranks)
     before = train_one(engine, ranks, 0)
     writing = engine.begin_save(store.unfinished(1))
@@ -111,11 +114,9 @@ def test_the_newest_are_kept_private_and_leftovers_go(tmp_path: Path, tiny_model
 
 
 def test_a_seal_reads_no_file_that_a_rank_has_written(
-    tmp_path: Path, tiny_model: str, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    store: CheckpointStore, tiny_model: str, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checksums were taken while the files were written; they are those of the files."""
-    store = CheckpointStore(tmp_path, keep=2)
-    store.open()
     engine = FSDPEngine(tiny_model, WITH_CRITIC, ranks)
     train_one(engine, ranks, 0)
     read: list[str] = []
@@ -135,10 +136,8 @@ def test_a_seal_reads_no_file_that_a_rank_has_written(
 
 @pytest.mark.parametrize("damage", ["cut", "gone"])
 def test_a_file_that_is_not_as_its_writer_left_it_is_not_sealed(
-    damage: str, tmp_path: Path, tiny_model: str, ranks: Ranks
+    damage: str, store: CheckpointStore, tiny_model: str, ranks: Ranks
 ) -> None:
-    store = CheckpointStore(tmp_path, keep=2)
-    store.open()
     engine = FSDPEngine(tiny_model, CONFIG, ranks)
     engine.begin_save(store.unfinished(1)).result(timeout=60)
     file = store.unfinished(1) / "__0_0.distcp"
@@ -158,10 +157,8 @@ def test_a_save_has_time_for_its_bytes_and_for_its_version() -> None:
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "marker", "no marker", "batches"])
 def test_every_damage_is_seen(
-    tmp_path: Path, tiny_model: str, ranks: Ranks, damage: str, caplog: pytest.LogCaptureFixture
+    store: CheckpointStore, tmp_path: Path, tiny_model: str, ranks: Ranks, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = CheckpointStore(tmp_path, keep=2)
-    store.open()
     engine = FSDPEngine(tiny_model, CONFIG, ranks)
     save(engine, ranks, store, 1)
     newest = save(engine, ranks, store, 2)
@@ -180,7 +177,7 @@ def test_every_damage_is_seen(
     assert found is not None
     assert found.step == 1
     assert "step_00000002 is damaged" in caplog.text
-    assert (tmp_path / "step_00000002.damaged").exists()
+    assert (store.folder / "step_00000002.damaged").exists()
 
 
 @pytest.fixture(scope="module")

@@ -198,7 +198,7 @@ def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
     if shell is not None:
         shell.fill(module, ranks, torch.device("cpu") if config.offload else ranks.device)
     for block in blocks:
-        _wrap(block, config)
+        _prepare(block, config)
     if config.activation_offload:
         offload_activations(blocks, ranks.device)
     return module
@@ -223,7 +223,7 @@ def _check_context(module: Any, layout: RankLayout) -> None:
         )
 
 
-def _wrap(block: Any, config: TrainerConfig) -> None:
+def _prepare(block: Any, config: TrainerConfig) -> None:
     """The block's `forward` alone is wrapped: FSDP's hooks stay outside, and no parameter gets another name."""
     if config.compile:
         block.forward = torch.compile(block.forward, dynamic=True)
