@@ -16,7 +16,6 @@ from penstock.trainer.engines.fsdp.engine import FSDPEngine
 from penstock.trainer.ranks.distributed import Ranks
 
 TIMEOUT_S = 60.0
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +31,18 @@ def save_final_model(engine: Engine, ranks: Ranks, source: str, folder: Path, *,
     engine.save_model(temporary, with_adapter=with_adapter)
     if not ranks.is_rank0:
         return
-    _save_tokenizer(source, temporary)
-    if sees_images(source):
-        _save_image_processor(source, temporary)
+    from transformers import AutoTokenizer
+    from transformers.utils import cached_file
+
+    try:
+        AutoTokenizer.from_pretrained(source).save_pretrained(temporary)
+    except (OSError, ValueError) as error:
+        logger.warning("model without tokenizer: %s has none (%s)", source, error)
+    if sees_images(source):  # by whose settings pixels were made is part of the model: the file as the source has it
+        for name in ("preprocessor_config.json", "processor_config.json"):
+            found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+            if found:
+                shutil.copyfile(found, temporary / name)
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)
 
@@ -61,22 +69,3 @@ def export_checkpoint(checkpoint: Path, model: str, config: TrainerConfig, folde
     finally:
         ranks.close()
     return found.step
-
-
-def _save_image_processor(source: str, folder: Path) -> None:
-    """As the folder has it: by whose settings pixels were made is part of the model."""
-    from transformers.utils import cached_file
-
-    for name in PROCESSOR_FILES:
-        found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-        if found:
-            shutil.copyfile(found, folder / name)
-
-
-def _save_tokenizer(source: str, folder: Path) -> None:
-    from transformers import AutoTokenizer
-
-    try:
-        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-    except (OSError, ValueError) as error:
-        logger.warning("model without tokenizer: %s has none (%s)", source, error)

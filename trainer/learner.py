@@ -107,7 +107,11 @@ class Learner:
         if not self._engine.has_critic or batch.step >= self._config.critic.warmup_steps:
             updates = [self._update_one(batch, scored, number, advantages, tally) for number in range(len(updates))]
         self._watch.check(batch, [*updates, *of_critic], self._ranks)
-        self._steer(batch, scored, tally)
+        if (kl := self._config.kl).in_reward:
+            coefficient, episodes = self._engine.kl_coefficient, sum(len(group) for group in batch.groups)
+            tally.add("kl/coefficient", coefficient)
+            tally.add("kl/per_episode", scored.kl)
+            self._engine.kl_coefficient = steered(coefficient, scored.kl, kl.target, episodes, kl.horizon)
         tally_batch(tally, batch, advantages.tokens)
         metrics = step_metrics(batch, tally.reduce(self._ranks), updates)
         loads = self._engine.take_router_loads()
@@ -254,15 +258,6 @@ class Learner:
             kl[pack.token] = ESTIMATORS[self._config.kl.estimator](pack.proximal - pack.reference)
         episodes = max(self._ranks.sum(len(batch.trajectories)), 1.0)
         return -self._engine.kl_coefficient * kl, exact_sum(kl, self._ranks) / episodes
-
-    def _steer(self, batch: StepBatch, scored: Scored, tally: MetricAccumulator) -> None:
-        if not self._config.kl.in_reward:
-            return
-        tally.add("kl/coefficient", self._engine.kl_coefficient)
-        tally.add("kl/per_episode", scored.kl)
-        episodes = sum(len(group) for group in batch.groups)
-        kl = self._config.kl
-        self._engine.kl_coefficient = steered(self._engine.kl_coefficient, scored.kl, kl.target, episodes, kl.horizon)
 
     def _with(
         self, minibatches: Sequence[Sequence[Pack]], score: Callable[[Sequence[Pack]], list[Tensor]], name: str

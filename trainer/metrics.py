@@ -21,7 +21,6 @@ from penstock.trainer.ranks.distributed import Ranks, merge_by_name
 from penstock.trainer.stopping import tokens_without_logprob
 from penstock.transfer_queue import OutcomeKind, Trajectory
 
-MAX_FAULTS = 5
 COUNTS = (
     "tokens",
     "tokens_squared",
@@ -106,7 +105,7 @@ def step_metrics(batch: StepBatch, totals: Totals, updates: Sequence[Update | No
         **{f"{name}/reward": totals.mean(name) for name in sources},
         **{f"{name}/episodes": totals.number(name) for name in sources},
         **{name: totals.mean(name) for name in totals.names("episode/")},
-        "faults": dict(sorted(faults.items(), key=lambda one: -one[1])[:MAX_FAULTS]),
+        "faults": dict(sorted(faults.items(), key=lambda one: -one[1])[:5]),
     }
 
 

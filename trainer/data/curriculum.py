@@ -161,7 +161,8 @@ class Curriculum:
             return
         rows = self._sources[self._source_of[row]]
         rate = (rows.rates[row] + passed) / 2 if row in rows.rates else passed
-        rows.observe(row, rate, self._pool_of(rate))
+        pool = RowPool.EASY if rate >= EASY_FROM else RowPool.HARD if rate <= HARD_UP_TO else RowPool.LEARNABLE
+        rows.observe(row, rate, pool)
 
     def has_passed(self, reward: float) -> bool:
         return reward >= self._config.pass_reward
@@ -177,8 +178,3 @@ class Curriculum:
             own |= {str(pool): len(members) for pool, members in rows.pools.items()}
             found |= {f"curriculum/{source}/{name}": float(value) for name, value in own.items()}
         return found
-
-    def _pool_of(self, rate: float) -> RowPool:
-        if rate >= EASY_FROM:
-            return RowPool.EASY
-        return RowPool.HARD if rate <= HARD_UP_TO else RowPool.LEARNABLE

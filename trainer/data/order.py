@@ -23,7 +23,6 @@ from penstock.trainer.data.curriculum import Curriculum, CurriculumConfig, Curri
 from penstock.trainer.data.rows import DatasetRow, DataStream
 from penstock.transfer_queue import DataCursor, Task
 
-RESULTS_FILE = "curriculum.jsonl"
 WEIGHTS_FILE = "curriculum.json"
 logger = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ class CurriculumTasks:
         self._sampling = sampling
         self._new = lambda: Curriculum([row.data_source for row in rows], config, seed, shuffle=shuffle)
         self._curriculum = self._new()
-        self._results = run_dir / RESULTS_FILE
+        self._results = run_dir / "curriculum.jsonl"
         self._digest = _digest(rows)
         self._weights = WeightsFile(run_dir, [row.data_source for row in rows])
 
@@ -90,7 +89,11 @@ class CurriculumTasks:
     def next(self, start: DataCursor, count: int) -> tuple[list[Task], DataCursor]:
         self._curriculum.weights = self._weights.newest(self._curriculum.weights)
         places = [DataCursor(start.epoch, start.index + number) for number in range(count)]
-        tasks = [self._task(place, self._curriculum.draw()) for place in places]
+        rows = [self._curriculum.draw() for _ in places]
+        tasks = [
+            self._rows[row].task(f"{_name(place)}/{row}", "train", sampling=self._sampling)
+            for place, row in zip(places, rows, strict=True)
+        ]
         return tasks, DataCursor(start.epoch, start.index + count)
 
     def observe(self, step: int, rewards: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -106,9 +109,6 @@ class CurriculumTasks:
             # Tasks of a run that had no curriculum before are still on their way: they name no row.
             if (row := row_of(task_id)) is not None:
                 self._curriculum.observe(row, share)
-
-    def _task(self, place: DataCursor, row: int) -> Task:
-        return self._rows[row].task(f"{_name(place)}/{row}", "train", sampling=self._sampling)
 
 
 class WeightsFile:

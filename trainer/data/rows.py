@@ -177,9 +177,15 @@ class DataStream:
 
     def __init__(self, count: int, seed: int, shuffle: bool) -> None:
         self._count = count
-        self._seed = seed
-        self._shuffle = shuffle
-        self._order = lru_cache(maxsize=2)(self._make_order)
+
+        @lru_cache(maxsize=2)
+        def order_of(epoch: int) -> list[int]:
+            order = list(range(count))
+            if shuffle:
+                random.Random(f"{seed}/{epoch}").shuffle(order)
+            return order
+
+        self._order = order_of
 
     def places(self, start: DataCursor, count: int) -> list[DataCursor]:
         """`count` places in order, the first at or after `start`."""
@@ -199,12 +205,6 @@ class DataStream:
 
     def _existing(self, place: DataCursor) -> DataCursor:
         return place if place.index < self._count else DataCursor(place.epoch + 1, 0)
-
-    def _make_order(self, epoch: int) -> list[int]:
-        order = list(range(self._count))
-        if self._shuffle:
-            random.Random(f"{self._seed}/{epoch}").shuffle(order)
-        return order
 
 
 class TaskOrder(Protocol):

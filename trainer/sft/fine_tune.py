@@ -16,7 +16,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ from penstock.common import append_jsonl, iter_jsonl, rewrite_jsonl, write_atomi
 from penstock.trainer.batch import Row, make_row, number_tokens
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.data.rows import DataStream
-from penstock.trainer.engine import Update, peak_tflops
+from penstock.trainer.engine import peak_tflops
 from penstock.trainer.engines import check_engine
 from penstock.trainer.engines.fsdp.engine import FSDPEngine
 from penstock.trainer.export import save_final_model
@@ -96,7 +96,11 @@ async def fine_tune(job: SftJob) -> None:
 
 
 def _fine_tune(job: SftJob, stopped: Callable[[], bool]) -> None:
-    _check(job)
+    if job.config.engine != "fsdp":
+        raise BadJob(f"trainer.engine is {job.config.engine}: `penstock sft` trains with fsdp alone; set it to fsdp")
+    check_engine(job.config)
+    for sink in job.config.sinks:
+        SINKS.get(sink)
     ranks = Ranks.open(RANKS_TIMEOUT_S, job.config.parallel.layout)
     try:
         tuning = FineTuning(job, ranks)
@@ -106,15 +110,6 @@ def _fine_tune(job: SftJob, stopped: Callable[[], bool]) -> None:
             tuning.close()
     finally:
         ranks.close()
-
-
-def _check(job: SftJob) -> None:
-    """Raises `BadJob`, `UnknownName`."""
-    if job.config.engine != "fsdp":
-        raise BadJob(f"trainer.engine is {job.config.engine}: `penstock sft` trains with fsdp alone; set it to fsdp")
-    check_engine(job.config)
-    for sink in job.config.sinks:
-        SINKS.get(sink)
 
 
 class FineTuning:
@@ -140,8 +135,11 @@ class FineTuning:
             self._validate(0)
         why = ""
         for step in range(began, self._config.steps):
-            if why := self._why_over():
-                break
+            if self._config.stop.enabled:
+                verdict = self._records.why_over() if self._records is not None else None
+                why = str(self._ranks.from_rank0(verdict or ""))
+                if why:
+                    break
             if self._ranks.any(stopped()):
                 self._checkpoints.save(step)
                 self._checkpoints.settle()
@@ -166,7 +164,15 @@ class FineTuning:
         sums = [len(row.ids) for row in rows], [len(row.targets) for row in rows], [len(row.ids) ** 2 for row in rows]
         tokens, trained, squares = (int(self._ranks.data.sum(sum(part))) for part in sums)
         update = self._engine.update(packs, negative_log_likelihood, trained, step)
-        self._refuse_divergence(step, update)
+        self._bad_steps = self._bad_steps + 1 if update.skipped else 0  # all ranks count the same
+        if update.skipped:
+            said = f"step {step}: loss {update.loss}, gradient norm {update.grad_norm}: not finite, the step is skipped"
+            if self._bad_steps > self._config.max_bad_steps:
+                raise TrainingDiverged(
+                    f"{said}; {self._bad_steps} in a row (trainer.max_bad_steps is {self._config.max_bad_steps}). "
+                    "Lower sft.lr, or start from a checkpoint"
+                )
+            logger.error("%s", said)
         self._checkpoints.step_done = step + 1
         if self._records is None:
             return
@@ -197,19 +203,6 @@ class FineTuning:
         ]
         return number_tokens(rows)
 
-    def _refuse_divergence(self, step: int, update: Update) -> None:
-        """All ranks count the same. Raises `TrainingDiverged`."""
-        self._bad_steps = self._bad_steps + 1 if update.skipped else 0
-        if not update.skipped:
-            return
-        said = f"step {step}: loss {update.loss}, gradient norm {update.grad_norm}: not finite, the step is skipped"
-        if self._bad_steps > self._config.max_bad_steps:
-            raise TrainingDiverged(
-                f"{said}; {self._bad_steps} in a row (trainer.max_bad_steps is {self._config.max_bad_steps}). "
-                "Lower sft.lr, or start from a checkpoint"
-            )
-        logger.error("%s", said)
-
     def _speed(self, tokens: int, trained: int, squares: int, wall_s: float) -> dict[str, float]:
         if self._engine.flops is None:
             return {}
@@ -227,13 +220,6 @@ class FineTuning:
             self._validate(version)
         if version % self._config.checkpoint_every == 0:
             self._checkpoints.save(version)
-
-    def _why_over(self) -> str:
-        """What trainer.stop says; empty where the run is to continue."""
-        if not self._config.stop.enabled:
-            return ""
-        verdict = self._records.why_over() if self._records is not None else None
-        return str(self._ranks.from_rank0(verdict or ""))
 
     def _packs(self, rows: Sequence[Row]) -> list[Pack]:
         share, layout = self._engine.shares_prompts, self._engine.row_layout
@@ -347,7 +333,7 @@ class SftRecords:
     """Rank 0's files: metrics.jsonl, eval.jsonl, ended.json, and the recipe's sinks."""
 
     def __init__(self, job: SftJob) -> None:
-        self._run_dir = job.run_dir
+        self._evaluations, self._ended = job.run_dir / "eval.jsonl", job.run_dir / "ended.json"
         self._lines = JsonLines(job.run_dir)
         names = [name for name in dict.fromkeys(job.config.sinks) if name != "jsonl"]
         sink_job = SinkJob(job.run_dir, job.settings)
@@ -356,7 +342,9 @@ class SftRecords:
 
     def rewind(self, step: int) -> None:
         """Forget `step` and later: they are trained again. A line that a crash cut short goes too."""
-        rewrite_jsonl(self._evaluations, list(self._kept(step)))
+        # Version 0 is measured again where nothing is trained.
+        known = [line for line in iter_jsonl(self._evaluations) if line["version"] <= step and step]
+        rewrite_jsonl(self._evaluations, known)
         for sink in self._sinks:
             sink.rewind(step)
         self._ended.unlink(missing_ok=True)
@@ -384,15 +372,3 @@ class SftRecords:
     def close(self) -> None:
         for sink in self._sinks:
             sink.close()
-
-    @property
-    def _evaluations(self) -> Path:
-        return self._run_dir / "eval.jsonl"
-
-    @property
-    def _ended(self) -> Path:
-        return self._run_dir / "ended.json"
-
-    def _kept(self, step: int) -> Iterator[dict[str, Any]]:
-        """Lines of versions that the checkpoint holds; version 0 is measured again where nothing is trained."""
-        return (line for line in iter_jsonl(self._evaluations) if line["version"] <= step and step)

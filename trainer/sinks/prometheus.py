@@ -8,9 +8,6 @@ from typing import Any
 from penstock.common import Metrics
 from penstock.trainer.sinks import Record, numbers
 
-STEP_BUCKETS_S = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
-PHASES = ("wait_s", "train_s", "publish_s")
-
 
 class TrainerMetrics(Metrics):
     """`MetricSink`, asked on rank 0. Every number of ``metrics.jsonl`` is a label of ``penstock_trainer_metric``."""
@@ -19,7 +16,8 @@ class TrainerMetrics(Metrics):
         super().__init__("trainer")
         self._version = self.gauge("policy_version", "Version of the newest step")
         self._steps = self.counter("steps", "Steps trained, replayed ones too")
-        self._step_s = self.histogram("step_seconds", "Whole steps", buckets=STEP_BUCKETS_S)
+        buckets_s = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
+        self._step_s = self.histogram("step_seconds", "Whole steps", buckets=buckets_s)
         self._phase_s = self.counter("phase_seconds", "Time by phase: wait, train, publish", ["phase"])
         self._tokens = self.counter("tokens", "Tokens of trained rows")
         self._episodes = self.counter("episodes", "Episodes trained")
@@ -33,8 +31,8 @@ class TrainerMetrics(Metrics):
         self._version.set(version)
         self._steps.inc()
         self._step_s.observe(found.get("wall_s", 0.0))
-        for phase in PHASES:
-            self._phase_s.labels(phase.removesuffix("_s")).inc(max(0.0, found.get(phase, 0.0)))
+        for phase in ("wait", "train", "publish"):
+            self._phase_s.labels(phase).inc(max(0.0, found.get(f"{phase}_s", 0.0)))
         self._tokens.inc(found.get("tokens", 0))
         self._episodes.inc(found.get("episodes", 0))
         self._set(found)

@@ -8,9 +8,6 @@ from typing import Any
 from penstock.trainer.sinks import SINKS, MetricSink, Record, SinkJob, numbers
 from penstock.trainer.sinks.text import plain_text
 
-SAMPLES = 2
-"""Episodes per step whose text is written: event files are read from their beginning every time."""
-
 
 class Board:
     def __init__(self, writer: Any) -> None:
@@ -28,7 +25,8 @@ class Board:
         self.step(version, values)
 
     def trajectories(self, step: int, records: Sequence[Record]) -> None:
-        for number, record in enumerate(records[:SAMPLES]):
+        # The texts of two: event files are read from their beginning every time.
+        for number, record in enumerate(records[:2]):
             self._writer.add_text(f"episode/{number}", as_code(plain_text(record)), step + 1)
 
     def close(self) -> None:

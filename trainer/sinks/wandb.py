@@ -19,8 +19,6 @@ from penstock.trainer.sinks.text import plain_text
 VERSION = "version"
 """The axis of every curve: evaluations come late, and W&B's own step may never go back."""
 START_TIMEOUT_S = 60.0
-WITHOUT_KEY = ("offline", "disabled", "dryrun")
-_SECRET = re.compile(r"key|token|secret|password|credential|url", re.IGNORECASE)
 
 
 class WandbRun:
@@ -59,7 +57,7 @@ def wandb(job: SinkJob) -> MetricSink:
     """Raises `ImportError` without the extra, `LookupError` without a key, and what W&B raises of itself."""
     import wandb as library
 
-    if os.environ.get("WANDB_MODE") not in WITHOUT_KEY and not os.environ.get("WANDB_API_KEY"):
+    if os.environ.get("WANDB_MODE") not in ("offline", "disabled", "dryrun") and not os.environ.get("WANDB_API_KEY"):
         # W&B would prompt on the terminal, and wait.
         raise LookupError("WANDB_API_KEY is not set; WANDB_MODE=offline needs none")
     chosen = job.settings.get("trainer", {}).get("wandb", {})
@@ -90,9 +88,10 @@ def resume_id(run_dir: Path) -> str:
 def without_secrets(settings: Any) -> Any:
     """Plain data without the values of keys that may hold a secret, addresses with logins in them among these."""
     if isinstance(settings, Mapping):
-        return {key: without_secrets(value) for key, value in settings.items() if not _hides(key, value)}
+        secret = re.compile(r"key|token|secret|password|credential|url", re.IGNORECASE)
+        return {
+            key: without_secrets(value)
+            for key, value in settings.items()
+            if not (isinstance(value, str) and secret.search(str(key)))
+        }
     return [without_secrets(item) for item in settings] if isinstance(settings, list | tuple) else settings
-
-
-def _hides(key: str, value: Any) -> bool:
-    return isinstance(value, str) and _SECRET.search(str(key)) is not None

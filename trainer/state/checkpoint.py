@@ -33,8 +33,6 @@ from penstock.transfer_queue import DataCursor
 COMPLETE = "complete"
 WRITTEN = "written_{rank}.json"
 """A rank's fingerprints, until the checkpoint is sealed."""
-READERS = 4
-"""Threads that compare the files of a checkpoint with their checksums."""
 SAVE_BASE_S = 900.0
 """Time to write, seal and commit a checkpoint, beside that for its bytes and for the version that it waits for."""
 READ_BASE_S = 600.0
@@ -179,7 +177,7 @@ def read_marker(path: Path) -> MarkedCheckpoint:
 
 def damage_in(folder: Path, expected: Mapping[str, Fingerprint], timeout_s: float | None = None) -> str:
     """Reads these files of `folder`; says which is missing or different, or nothing. Raises `TimeoutError`."""
-    pool = ThreadPoolExecutor(READERS, "checksum")  # hashing and reading leave the interpreter to others
+    pool = ThreadPoolExecutor(4, "checksum")  # hashing and reading leave the interpreter to others
     try:
         found = pool.map(lambda name: fingerprint(folder / name), expected, timeout=timeout_s)
         for name, one in zip(expected, found, strict=True):

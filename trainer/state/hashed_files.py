@@ -19,8 +19,6 @@ from torch import Tensor
 from penstock.trainer.state.checkpoint import Fingerprint
 
 CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
-ALIGNED = 8
-"""The tensors begin at a multiple of this."""
 
 
 class HashingStream(io.RawIOBase):
@@ -75,7 +73,7 @@ def save_hashed(tensors: Mapping[str, Tensor], path: Path) -> Fingerprint:
         begin, end = end, end + tensor.nbytes
         header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % ALIGNED)
+    encoded += b" " * (-len(encoded) % 8)  # the tensors begin at a multiple of 8
     with HashingStream(path.open("wb")) as stream:
         stream.write(len(encoded).to_bytes(8, "little") + encoded)
         for _, tensor in ordered:

@@ -38,17 +38,16 @@ PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm")
 
 def recomputed(forward: Callable[..., Any], how: Literal[True, "selective"]) -> Callable[..., Any]:
     """`forward` of a layer, with the same result and gradients."""
-    contexts: dict[str, Any] = {"context_fn": _contexts} if how == "selective" else {}
+
+    def contexts_of_a_call() -> Any:
+        return create_selective_checkpoint_contexts(partial(_keep, Counter()))
+
+    contexts: dict[str, Any] = {"context_fn": contexts_of_a_call} if how == "selective" else {}
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **contexts, **kwargs)
 
     return wrapped
-
-
-def _contexts() -> Any:
-    """Of one call of one layer."""
-    return create_selective_checkpoint_contexts(partial(_keep, Counter()))
 
 
 def _keep(

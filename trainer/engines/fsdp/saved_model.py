@@ -13,10 +13,8 @@ from transformers import PreTrainedModel
 
 from penstock.trainer.engines.fsdp.tensor_files import INDEX, WEIGHTS
 
-FILE_BYTES = 4 << 30
 
-
-def save_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path, file_bytes: int = FILE_BYTES) -> None:
+def save_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path, file_bytes: int = 4 << 30) -> None:
     """As transformers names the files: one, or numbered ones of about `file_bytes` with an index."""
     folder.mkdir(parents=True, exist_ok=True)
     written: list[tuple[Path, list[str]]] = []

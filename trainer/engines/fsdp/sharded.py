@@ -40,9 +40,6 @@ from penstock.trainer.ranks.distributed import Ranks
 from penstock.trainer.ranks.layout import RankLayout
 from penstock.trainer.ranks.preemption import Preemption, StepGivenUp
 
-COMPARED = 1 << 24
-"""Values that `check_copies` has on the host at a time."""
-
 
 class ShardedModule:
     """A module that takes packs. Every method is a collective over the ranks."""
@@ -309,6 +306,6 @@ def check_copies(modules: Sequence[nn.Module], ranks: Ranks) -> None:
 @torch.no_grad()
 def _digest(local: Tensor) -> str:
     digest = xxhash.xxh3_64()
-    for piece in local.reshape(-1).split(COMPARED):
+    for piece in local.reshape(-1).split(1 << 24):
         digest.update(piece.cpu().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()

@@ -28,8 +28,11 @@ PIECE_BYTES = 4 << 20
 MOST_HEADER_BYTES = 100 << 20
 """safetensors' own limit."""
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-WHOLE_NUMBERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
-CODES = {**DTYPES, **WHOLE_NUMBERS, "BOOL": torch.bool}
+CODES = {
+    **DTYPES,
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
+    "BOOL": torch.bool,
+}
 
 
 @dataclass(frozen=True, slots=True)
