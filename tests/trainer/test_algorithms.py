@@ -11,49 +11,29 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from one_step import Step
 from trainer_support import make_trajectory
 
 from penstock.trainer import (
     BadJob,
-    Learner,
     Ranks,
-    StepBatch,
     TrainerConfig,
     TrainingDiverged,
     check_algorithm,
-    make_step_batch,
 )
 from penstock.trainer.advantages import ADVANTAGES, Advantages, needs_of
 from penstock.trainer.corrections import CORRECTIONS
-from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.trainer.losses import LOSSES
-from penstock.transfer_queue import Batch, Trajectory
+from penstock.transfer_queue import Trajectory
 
 pytestmark = pytest.mark.torch
 CRITICS = [name for name in ADVANTAGES.names() if "values" in needs_of(ADVANTAGES.get(name))]
 SHARES = {"kl_cov": {"share": 0.1}, "clip_cov": {"share": 0.1, "lower": 0.01}}
 
 
-class Step:
-    """One step of a fresh learner on the same trajectories."""
-
-    def __init__(self, model: str, ranks: Ranks, **settings: Any) -> None:
-        config = TrainerConfig(**{"lr": 1e-2, "eps": 1e-4, "max_grad_norm": 1e9, **settings})
-        self.engine = FSDPEngine(model, config, ranks)
-        self.learner = Learner(config, self.engine, ranks)
-
-    def batch(self, groups: list[list[Trajectory]], step: int = 1) -> StepBatch:
-        ids = Batch(step, [[t.episode_id for t in group] for group in groups])
-        flat = [t for group in groups for t in group]
-        return make_step_batch(ids, list(range(len(groups))), flat, 2, self.engine.limits)
-
+class FreshStep(Step):
     def run(self, groups: list[list[Trajectory]], step: int = 1) -> dict[str, Any]:
-        batch = self.batch(groups, step)
-        scored = self.learner.score(batch)
-        return self.learner.update(batch, scored, self.learner.advantages(batch, scored))
-
-    def weights(self) -> torch.Tensor:
-        return torch.cat([tensor.flatten() for _, tensor in self.engine.weights(torch.float32)])
+        return self.train(self.batch_of(groups, step))
 
 
 def trajectories(groups: int = 3) -> list[list[Trajectory]]:
@@ -68,7 +48,7 @@ def trajectories(groups: int = 3) -> list[list[Trajectory]]:
 
 @pytest.mark.parametrize("name", ADVANTAGES.names())
 def test_every_estimator_trains(name: str, tiny_model: str, ranks: Ranks) -> None:
-    step = Step(tiny_model, ranks, advantage=name, turn_reward_weight=0.5)
+    step = FreshStep(tiny_model, ranks, advantage=name, turn_reward_weight=0.5)
     before = step.weights()
     metrics = step.run(trajectories())
     assert metrics["updates"] == 1
@@ -82,7 +62,7 @@ def test_packed_split_and_one_by_one_are_the_same(name: str, aggregation: str, t
     """Two minibatches: the second is trained after the weights have moved, where clips bind."""
     results = []
     for budget in (1, 4096):
-        step = Step(
+        step = FreshStep(
             tiny_model,
             ranks,
             loss=name,
@@ -113,7 +93,9 @@ def test_masked_tokens_carry_no_gradient(name: str, tiny_model: str, ranks: Rank
         split = np.array([[0, 0, 1], [5, 1, spans[0, 2]], *[[5, *span[1:]] for span in spans[1:]]], dtype=np.int32)
         changed = replace(segment, response_logprobs=logprobs, version_spans=split)
         groups[0][1] = replace(groups[0][1], segments=[changed])
-        step = Step(tiny_model, ranks, loss=name, loss_options=SHARES.get(name, {}), advantage="reinforce_plus_plus")
+        step = FreshStep(
+            tiny_model, ranks, loss=name, loss_options=SHARES.get(name, {}), advantage="reinforce_plus_plus"
+        )
         fresh = [[_at_version(t, 5) if t is not groups[0][1] else t for t in group] for group in groups]
         metrics = step.run(fresh, step=6)
         assert metrics["tokens_masked"] == 1
@@ -133,7 +115,7 @@ def _at_version(trajectory: Trajectory, version: int) -> Trajectory:
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("name", CORRECTIONS.names())
 def test_every_correction_trains(name: str, level: str, tiny_model: str, ranks: Ranks) -> None:
-    step = Step(tiny_model, ranks, correction=name, correction_options={"level": level})
+    step = FreshStep(tiny_model, ranks, correction=name, correction_options={"level": level})
     metrics = step.run(trajectories(1))
     assert metrics["updates"] == 1
     assert 0 <= metrics["tokens_rejected_share"] <= 1
@@ -143,7 +125,7 @@ def test_every_correction_trains(name: str, level: str, tiny_model: str, ranks: 
 @pytest.mark.parametrize("name", CRITICS)
 def test_the_critic_learns_the_returns(name: str, tiny_model: str, ranks: Ranks) -> None:
     groups = [[replace(t, reward=1.0, turn_rewards=()) for t in group] for group in trajectories(1)]
-    step = Step(tiny_model, ranks, advantage=name, critic={"lr": 3e-3, "warmup_steps": 100, "clip": 10.0})
+    step = FreshStep(tiny_model, ranks, advantage=name, critic={"lr": 3e-3, "warmup_steps": 100, "clip": 10.0})
     before = step.weights()
     losses = [step.run(groups)["value_loss"] for _ in range(8)]
     assert losses[0] == pytest.approx(0.5), "values begin at 0, returns are 1"
@@ -152,7 +134,7 @@ def test_the_critic_learns_the_returns(name: str, tiny_model: str, ranks: Ranks)
 
 
 def test_after_the_warm_up_the_policy_learns_too(tiny_model: str, ranks: Ranks) -> None:
-    step = Step(tiny_model, ranks, advantage="gae", critic={"warmup_steps": 1})
+    step = FreshStep(tiny_model, ranks, advantage="gae", critic={"warmup_steps": 1})
     before = step.weights()
     assert step.run(trajectories(1), step=0)["updates"] == 0
     assert torch.equal(step.weights(), before)
@@ -161,7 +143,7 @@ def test_after_the_warm_up_the_policy_learns_too(tiny_model: str, ranks: Ranks) 
 
 
 def test_the_reference_is_the_model_before_training(tiny_model: str, ranks: Ranks) -> None:
-    step = Step(tiny_model, ranks, kl={"in_loss": 0.1, "estimator": "k3"})
+    step = FreshStep(tiny_model, ranks, kl={"in_loss": 0.1, "estimator": "k3"})
     found = [step.run(trajectories(1))["kl_reference"] for _ in range(3)]
     assert found[0] == pytest.approx(0.0, abs=1e-7)
     assert min(found[1:]) > 1e-5
@@ -170,16 +152,16 @@ def test_the_reference_is_the_model_before_training(tiny_model: str, ranks: Rank
 def test_kl_in_the_loss_holds_the_policy_back(tiny_model: str, ranks: Ranks) -> None:
     found = []
     for coefficient in (1e-6, 10.0):
-        step = Step(tiny_model, ranks, kl={"in_loss": coefficient}, lr=1e-3)
+        step = FreshStep(tiny_model, ranks, kl={"in_loss": coefficient}, lr=1e-3)
         found.append([step.run(trajectories(1))["kl_reference"] for _ in range(6)][-1])
     assert found[1] < 0.5 * found[0]
 
 
 def test_kl_in_the_reward_is_a_reward_of_tokens(tiny_model: str, ranks: Ranks) -> None:
-    step = Step(tiny_model, ranks, advantage="reinforce_plus_plus", kl={"in_reward": 0.2, "estimator": "k1"})
+    step = FreshStep(tiny_model, ranks, advantage="reinforce_plus_plus", kl={"in_reward": 0.2, "estimator": "k1"})
     groups = trajectories(1)
     step.run(groups)
-    batch = step.batch(groups)
+    batch = step.batch_of(groups)
     scored = step.learner.score(batch)
     expected = torch.cat([pack.proximal - pack.reference for packs in scored.minibatches for pack in packs])
     token = torch.cat([pack.token for packs in scored.minibatches for pack in packs])
@@ -190,7 +172,7 @@ def test_kl_in_the_reward_is_a_reward_of_tokens(tiny_model: str, ranks: Ranks) -
 
 
 def test_the_coefficient_of_kl_follows_its_target(tiny_model: str, ranks: Ranks) -> None:
-    step = Step(tiny_model, ranks, kl={"in_reward": 0.2, "estimator": "k3", "target": 1e-9, "horizon": 100})
+    step = FreshStep(tiny_model, ranks, kl={"in_reward": 0.2, "estimator": "k3", "target": 1e-9, "horizon": 100})
     step.run(trajectories(1))
     held = step.engine.kl_coefficient
     step.run(trajectories(1))
@@ -200,7 +182,7 @@ def test_the_coefficient_of_kl_follows_its_target(tiny_model: str, ranks: Ranks)
 
 def test_the_bonus_raises_entropy(tiny_model: str, ranks: Ranks) -> None:
     silent = [[replace(t, reward=1.0, turn_rewards=()) for t in group] for group in trajectories(1)]
-    step = Step(tiny_model, ranks, entropy_bonus=1.0)
+    step = FreshStep(tiny_model, ranks, entropy_bonus=1.0)
     found = [step.run(silent)["entropy"] for _ in range(4)]
     assert found == sorted(found)
     assert found[-1] > found[0] + 0.01
@@ -216,8 +198,8 @@ def test_a_filtered_episode_carries_no_gradient(tiny_model: str, ranks: Ranks) -
             segment = groups[0][1].segments[0]
             other = replace(segment, response_ids=segment.response_ids[::-1].copy())
             groups[0][1] = replace(groups[0][1], segments=[other])
-        step = Step(tiny_model, ranks, advantage="rloo", filter="pf_ppo", filter_options={"mode": "max_min"})
-        batch = step.batch(groups)
+        step = FreshStep(tiny_model, ranks, advantage="rloo", filter="pf_ppo", filter_options={"mode": "max_min"})
+        batch = step.batch_of(groups)
         scored = step.learner.score(batch)
         tokens = torch.cat([torch.full((len(row.targets),), 1.0 + row.episode) for row in batch.rows]).double()
         step.learner.update(batch, scored, Advantages(tokens))
@@ -227,7 +209,7 @@ def test_a_filtered_episode_carries_no_gradient(tiny_model: str, ranks: Ranks) -
 
 @pytest.mark.parametrize("proximal", ["recomputed", "interpolated", "behaviour"])
 def test_every_proximal_policy_trains(proximal: str, tiny_model: str, ranks: Ranks) -> None:
-    step = Step(tiny_model, ranks, proximal=proximal, correction=None, loss="ppo", minibatches=2)
+    step = FreshStep(tiny_model, ranks, proximal=proximal, correction=None, loss="ppo", minibatches=2)
     metrics = step.run(trajectories())
     assert metrics["updates"] == 2
     assert metrics["kl_k3"] > 0
@@ -257,7 +239,7 @@ def test_a_group_of_one_is_refused_where_groups_are_compared(name: str) -> None:
 
 
 def test_a_critic_that_breaks_stops_the_run(tiny_model: str, ranks: Ranks) -> None:
-    step = Step(tiny_model, ranks, advantage="gae", max_bad_steps=1, critic={"warmup_steps": 10})
+    step = FreshStep(tiny_model, ranks, advantage="gae", max_bad_steps=1, critic={"warmup_steps": 10})
     with torch.no_grad():
         next(iter(step.engine.critic.module.parameters())).fill_(float("nan"))
     step.run(trajectories(1))

@@ -10,42 +10,33 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from one_step import Step
 from safetensors.torch import load_file
 from trainer_support import Crash, make_job, make_trajectory, taught
 
-from penstock.trainer import BadJob, Learner, Ranks, TrainerConfig, check_job, make_step_batch, pack_rows, train
-from penstock.trainer.engines.fsdp import FSDPEngine
-from penstock.transfer_queue import Batch
+from penstock.trainer import BadJob, Ranks, TrainerConfig, check_job, pack_rows, train
 
 pytestmark = pytest.mark.torch
 ALONE = {"reward_weight": 0.0}
 
 
-class Step:
+class TaughtStep(Step):
     """Two groups of three; the first group has a teacher, and its first episode two segments."""
 
     def __init__(self, model: str, ranks: Ranks, teachers: bool = True, top_k: int = 0, **settings: Any) -> None:
-        config = TrainerConfig(**{"lr": 1e-2, "eps": 1e-4, "max_grad_norm": 1e9, "correction": None, **settings})
-        self.engine = FSDPEngine(model, config, ranks)
-        self.learner = Learner(config, self.engine, ranks)
+        super().__init__(model, ranks, **{"correction": None, **settings})
         groups = [[make_trajectory(f"train/{g}", m, 1) for m in range(3)] for g in range(2)]
         groups[0][0] = replace(groups[0][0], segments=[*groups[0][0].segments, *groups[0][1].segments], num_turns=4)
         if teachers:
             groups[0] = [taught(one, top_k) for one in groups[0]]
-        flat = [one for group in groups for one in group]
-        ids = Batch(1, [[one.episode_id for one in group] for group in groups])
-        self.batch = make_step_batch(ids, [0, 1], flat, 2, self.engine.limits)
+        self.batch = self.batch_of(groups)
 
     def run(self) -> dict[str, Any]:
-        scored = self.learner.score(self.batch)
-        return self.learner.update(self.batch, scored, self.learner.advantages(self.batch, scored))
-
-    def weights(self) -> Any:
-        return torch.cat([tensor.flatten() for _, tensor in self.engine.weights(torch.float32)])
+        return self.train(self.batch)
 
 
 def test_rows_and_packs_have_the_teacher_of_each_token(tiny_model: str, ranks: Ranks) -> None:
-    step = Step(tiny_model, ranks)
+    step = TaughtStep(tiny_model, ranks)
     packs = pack_rows(step.batch.rows, 64) + pack_rows(step.batch.rows, 4096)
     for pack in packs:
         for token, value in zip(pack.token.tolist(), (pack.teacher if pack.teacher is not None else []), strict=False):
@@ -58,9 +49,9 @@ def test_rows_and_packs_have_the_teacher_of_each_token(tiny_model: str, ranks: R
 
 
 def test_advantages_by_hand(tiny_model: str, ranks: Ranks) -> None:
-    plain = Step(tiny_model, ranks)
+    plain = TaughtStep(tiny_model, ranks)
     expected = plain.learner.advantages(plain.batch, plain.learner.score(plain.batch)).tokens
-    mixed = Step(tiny_model, ranks, distill={"in_advantage": 0.5, "reward_weight": 2.0, "clip": 3.0})
+    mixed = TaughtStep(tiny_model, ranks, distill={"in_advantage": 0.5, "reward_weight": 2.0, "clip": 3.0})
     scored = mixed.learner.score(mixed.batch)
     found = mixed.learner.advantages(mixed.batch, scored).tokens
     gap = torch.zeros_like(found)
@@ -83,7 +74,7 @@ def test_the_gradient_is_that_of_the_reverse_kl(
     """Alone, both forms move the policy along Σ ρ · d · ∇logπ / N, with d held within ±clip."""
     options, cap = ({"level": "token", "cap": 0.5}, 0.5) if correction == "masked_is" else ({}, 2.0)
     settings = {"correction": correction, "correction_options": options}
-    step = Step(tiny_model, ranks, distill={where: 0.7, "reward_weight": 0.0, "clip": clip}, **settings)
+    step = TaughtStep(tiny_model, ranks, distill={where: 0.7, "reward_weight": 0.0, "clip": clip}, **settings)
     (pack,) = pack_rows(step.batch.rows, 100000)
     logprobs = step.engine.policy(pack).logprobs
     gap = torch.where(pack.teacher.isnan(), 0.0, logprobs.detach() - pack.teacher).clamp(-clip, clip)
@@ -103,7 +94,7 @@ def test_the_gradient_is_that_of_the_reverse_kl(
 def test_a_teacher_alone_needs_no_reward(tiny_model: str, ranks: Ranks) -> None:
     found = []
     for reward in (0.0, 1.0):
-        step = Step(tiny_model, ranks, distill={"in_loss": 1.0, **ALONE})
+        step = TaughtStep(tiny_model, ranks, distill={"in_loss": 1.0, **ALONE})
         step.batch = replace(step.batch, trajectories=[replace(t, reward=reward) for t in step.batch.trajectories])
         step.run()
         found.append(step.weights())
@@ -112,7 +103,7 @@ def test_a_teacher_alone_needs_no_reward(tiny_model: str, ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("where", ["in_advantage", "in_loss"])
 def test_tokens_without_a_teacher_carry_none(where: str, tiny_model: str, ranks: Ranks) -> None:
-    step = Step(tiny_model, ranks, teachers=False, distill={where: 1.0, **ALONE})
+    step = TaughtStep(tiny_model, ranks, teachers=False, distill={where: 1.0, **ALONE})
     before = step.weights()
     metrics = step.run()
     assert torch.equal(step.weights(), before)
@@ -120,7 +111,7 @@ def test_tokens_without_a_teacher_carry_none(where: str, tiny_model: str, ranks:
 
 
 def test_the_policy_comes_nearer_to_its_teacher(tiny_model: str, ranks: Ranks) -> None:
-    step = Step(tiny_model, ranks, lr=3e-3, distill={"in_loss": 1.0, **ALONE})
+    step = TaughtStep(tiny_model, ranks, lr=3e-3, distill={"in_loss": 1.0, **ALONE})
     found = []
     for _ in range(6):
         metrics = step.run()

@@ -9,56 +9,34 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from trainer_support import make_trajectory
+from one_step import Step
+from trainer_support import episodes, make_trajectory
 
 from penstock.trainer import (
     BadBatch,
     BadJob,
-    Learner,
     Ranks,
-    StepBatch,
     TrainerConfig,
     check_algorithm,
-    make_step_batch,
     pack_rows,
 )
-from penstock.trainer.advantages import ADVANTAGES, Episodes
+from penstock.trainer.advantages import ADVANTAGES
 from penstock.trainer.advantages.prime import outcome_loss
-from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.trainer.grouping import best_and_worst
 from penstock.trainer.logprobs import Outputs
 from penstock.trainer.loss import Objective, Targets
 from penstock.trainer.losses import LOSSES, LossInput, Sequences
 from penstock.trainer.metrics import MetricAccumulator
-from penstock.transfer_queue import Batch
 
 pytestmark = pytest.mark.torch
 prime, sppo = ADVANTAGES.get("prime"), ADVANTAGES.get("sppo")
 sppo_loss, spin = LOSSES.get("sppo"), LOSSES.get("spin")
 
 
-def episodes(rewards: list[float], group: list[int], lengths: list[int], **more: Any) -> Episodes:
-    """One turn each."""
-    turns = torch.arange(len(rewards))
-    tokens = torch.repeat_interleave(turns, torch.tensor(lengths))
-    nothing = torch.zeros(len(tokens), dtype=torch.float64)
-    return Episodes(
-        rewards=torch.tensor(rewards, dtype=torch.float64),
-        group=torch.tensor(group),
-        turn_rewards=torch.zeros(len(rewards), dtype=torch.float64),
-        turn_episode=turns,
-        turn_state=turns,
-        token_turn=tokens,
-        token_rewards=nothing,
-        trained=torch.ones(len(tokens), dtype=torch.bool),
-        **more,
-    )
-
-
 def test_prime_by_hand() -> None:
     """r̄ of the three: 0.2, −0.1, 0.4. Returns 1, 0, 0. The fourth is alone in its group."""
-    process = torch.tensor([0.1, 0.3, -0.1, 0.4, 0.4, 9.0], dtype=torch.float64)
-    found = prime(episodes([1, 0, 0, 1], [0, 0, 0, 1], [2, 1, 2, 1], process_rewards=process)).tokens
+    process = [0.1, 0.3, -0.1, 0.4, 0.4, 9.0]
+    found = prime(episodes([1, 0, 0, 1], [0, 0, 0, 1], [[2], [1], [2], [1]], process_rewards=process)).tokens
     first = [(0.1 - 0.15) + (0.3 - 0.15) + 1.0, (0.3 - 0.15) + 1.0]
     second = [(-0.1 - 0.3) - 0.5]
     third = [2 * (0.4 - 0.05) - 0.5, (0.4 - 0.05) - 0.5]
@@ -66,8 +44,8 @@ def test_prime_by_hand() -> None:
 
 
 def test_prime_discounts() -> None:
-    process = torch.tensor([0.1, 0.3, -0.1], dtype=torch.float64)
-    found = prime(episodes([0, 0], [0, 0], [2, 1], process_rewards=process), gamma=0.5).tokens
+    process = [0.1, 0.3, -0.1]
+    found = prime(episodes([0, 0], [0, 0], [[2], [1]], process_rewards=process), gamma=0.5).tokens
     assert found.tolist() == pytest.approx([(0.1 + 0.1) + 0.5 * (0.3 + 0.1), 0.3 + 0.1, -0.1 - 0.2])
 
 
@@ -79,12 +57,12 @@ def test_the_outcome_loss_by_hand() -> None:
 
 
 def test_sppo_is_the_win_rate_over_one_half() -> None:
-    found = sppo(episodes([1.0, 0.0, 0.0, 7.0], [0, 0, 0, 1], [1, 2, 1, 1])).tokens
+    found = sppo(episodes([1.0, 0.0, 0.0, 7.0], [0, 0, 0, 1], [[1], [2], [1], [1]])).tokens
     assert found.tolist() == pytest.approx([0.5, -0.25, -0.25, -0.25, 0.0])
 
 
 def test_sppo_of_two_is_one_half_each_way() -> None:
-    found = sppo(episodes([1.0, 0.0, 2.0, 2.0], [0, 0, 1, 1], [1, 1, 1, 1])).tokens
+    found = sppo(episodes([1.0, 0.0, 2.0, 2.0], [0, 0, 1, 1], [[1], [1], [1], [1]])).tokens
     assert found.tolist() == [0.5, -0.5, 0.0, 0.0]
 
 
@@ -129,24 +107,19 @@ def test_the_loss_of_spin_by_hand() -> None:
     assert slopes.tolist() == pytest.approx([-slope, -slope, slope, slope, 0, 0], rel=1e-5)
 
 
-class Step:
+class SplitStep(Step):
     """Two groups of three; the first episode of each has two segments, so that small packs split it."""
 
     def __init__(self, model: str, ranks: Ranks, **settings: Any) -> None:
-        self.config = TrainerConfig(**{"lr": 1e-2, "eps": 1e-4, "max_grad_norm": 1e9, "correction": None, **settings})
-        self.engine = FSDPEngine(model, self.config, ranks)
-        self.learner = Learner(self.config, self.engine, ranks)
+        super().__init__(model, ranks, **{"correction": None, **settings})
         groups = [[make_trajectory(f"train/{g}", m, 1) for m in range(3)] for g in range(2)]
         for group in groups:
             group[0] = replace(group[0], segments=[*group[0].segments, *group[1].segments], num_turns=4)
             group[:] = [replace(t, reward=r) for t, r in zip(group, (0.5, 1.0, 0.0), strict=True)]
-        flat = [one for group in groups for one in group]
-        ids = Batch(1, [[one.episode_id for one in group] for group in groups])
-        self.batch: StepBatch = make_step_batch(ids, [0, 1], flat, 2, self.engine.limits)
+        self.batch = self.batch_of(groups)
 
     def run(self) -> dict[str, Any]:
-        scored = self.learner.score(self.batch)
-        return self.learner.update(self.batch, scored, self.learner.advantages(self.batch, scored))
+        return self.train(self.batch)
 
     def sums(self, logprobs: Any, pack: Any) -> Any:
         """[N] → [E]"""
@@ -160,7 +133,7 @@ def test_the_gradient_over_packs_is_that_of_whole_episodes(
 ) -> None:
     """Also away from ratio 0: the proximal policy is the engine's."""
     settings: dict[str, Any] = {"proximal": "behaviour", "aggregation": "episode_sum", "advantage": "sppo"}
-    step = Step(tiny_model, ranks, loss=loss, micro_batch_tokens=budget, **settings)
+    step = SplitStep(tiny_model, ranks, loss=loss, micro_batch_tokens=budget, **settings)
     (pack,) = pack_rows(step.batch.rows, 100000)
     ratio = step.sums(step.engine.policy(pack).logprobs - pack.behaviour, pack)
     if loss == "sppo":
@@ -178,7 +151,7 @@ def test_the_gradient_over_packs_is_that_of_whole_episodes(
 
 @pytest.mark.parametrize("budget", [1, 100000])
 def test_the_implicit_reward_model_learns_outcomes(budget: int, tiny_model: str, ranks: Ranks) -> None:
-    step = Step(tiny_model, ranks, advantage="prime", micro_batch_tokens=budget, critic={"lr": 3e-3})
+    step = SplitStep(tiny_model, ranks, advantage="prime", micro_batch_tokens=budget, critic={"lr": 3e-3})
     first = step.run()
     assert first["value_process_reward"] == pytest.approx(0.0, abs=1e-6), "it begins as the reference"
     assert first["value_loss"] == pytest.approx(0.6931, abs=1e-3)
@@ -197,7 +170,7 @@ def test_the_implicit_reward_model_learns_outcomes(budget: int, tiny_model: str,
 
 
 def test_prime_refuses_rewards_that_are_no_labels(tiny_model: str, ranks: Ranks) -> None:
-    step = Step(tiny_model, ranks, advantage="prime")
+    step = SplitStep(tiny_model, ranks, advantage="prime")
     bad = replace(step.batch.trajectories[2], reward=-1.0)
     step.batch = replace(step.batch, trajectories=[*step.batch.trajectories[:2], bad, *step.batch.trajectories[3:]])
     with pytest.raises(BadBatch, match=r"reward -1 is not from 0 to 1"):
@@ -223,7 +196,7 @@ def test_spin_needs_a_pair() -> None:
 
 
 def test_the_objective_takes_sequences_by_episode(tiny_model: str, ranks: Ranks) -> None:
-    step = Step(tiny_model, ranks, loss="sppo", aggregation="episode_sum")
+    step = SplitStep(tiny_model, ranks, loss="sppo", aggregation="episode_sum")
     (pack,) = pack_rows(step.batch.rows, 100000)
     counts = torch.bincount(pack.episode, minlength=6).float()
     sequences = torch.stack([torch.full((6,), 0.5), counts, torch.zeros(6), torch.zeros(6)], dim=1)

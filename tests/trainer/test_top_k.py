@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_distillation import ALONE, Step
+from test_distillation import ALONE, TaughtStep
 from torch import Tensor
 from trainer_support import VOCAB, make_job, make_segment, taught, with_tops
 
@@ -185,7 +185,7 @@ def test_the_gradient_is_that_of_the_divergence(
 ) -> None:
     """From the logits of the plain model, row by row. A correction's weights are those of sampled tokens, not of it."""
     distill = {"in_loss": 0.7, "divergence": kind, "jsd_beta": BETA, **ALONE}
-    step = Step(tiny_model, ranks, top_k=6, distill=distill, correction=correction)
+    step = TaughtStep(tiny_model, ranks, top_k=6, distill=distill, correction=correction)
     model = plain_model(tiny_model)
     total, masses, divergences = torch.zeros(()), [], []
     for row in step.batch.rows:
@@ -216,7 +216,7 @@ def plain_model(folder: str) -> Any:
 
 def test_rows_without_likeliest_ids_learn_from_sampled_tokens(tiny_model: str, ranks: Ranks) -> None:
     """Of two teachers one gives them: each token learns in its own way, in one pack."""
-    step = Step(tiny_model, ranks, top_k=0, distill={"in_loss": 0.7, **ALONE})
+    step = TaughtStep(tiny_model, ranks, top_k=0, distill={"in_loss": 0.7, **ALONE})
     first = step.batch.trajectories[0]
     trajectories = [taught(first, 4), *step.batch.trajectories[1:]]
     rows = [
@@ -240,7 +240,7 @@ def test_rows_without_likeliest_ids_learn_from_sampled_tokens(tiny_model: str, r
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_policy_comes_nearer_to_its_teacher(kind: str, tiny_model: str, ranks: Ranks) -> None:
-    step = Step(tiny_model, ranks, top_k=8, lr=3e-3, distill={"in_loss": 1.0, "divergence": kind, **ALONE})
+    step = TaughtStep(tiny_model, ranks, top_k=8, lr=3e-3, distill={"in_loss": 1.0, "divergence": kind, **ALONE})
     found = [step.run()["teacher_divergence"] for _ in range(5)]
     assert found[-1] < found[0]
     assert min(found) >= 0
@@ -248,7 +248,7 @@ def test_the_policy_comes_nearer_to_its_teacher(kind: str, tiny_model: str, rank
 
 def test_scoring_computes_no_other_ids(tiny_model: str, ranks: Ranks) -> None:
     """Advantages need the sampled token alone."""
-    step = Step(tiny_model, ranks, top_k=8, distill={"in_loss": 1.0, "in_advantage": 1.0})
+    step = TaughtStep(tiny_model, ranks, top_k=8, distill={"in_loss": 1.0, "in_advantage": 1.0})
     seen: list[bool] = []
     step.engine.policy.register_forward_pre_hook(lambda module, given: seen.append(given[0].top_ids is not None))
     scored = step.learner.score(step.batch)

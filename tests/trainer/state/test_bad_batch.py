@@ -14,23 +14,20 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from one_step import Step
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tests.tiny_model import save_poisoned_model
 from trainer_support import make_trajectory
 
 from penstock.trainer import (
-    Learner,
     Ranks,
     StepBatch,
     TrainerConfig,
     TrainingDiverged,
-    make_step_batch,
 )
-from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.trainer.losses import LOSSES, LossInput, TokenLoss
 from penstock.trainer.stopping import NothingToTrain
-from penstock.transfer_queue import Batch
 
 pytestmark = pytest.mark.torch
 
@@ -51,27 +48,16 @@ def broken() -> Iterator[Callable[..., str]]:
     LOSSES._entries.pop("broken", None)
 
 
-class Run:
+class Run(Step):
     """A learner that keeps bad batches."""
 
     def __init__(self, folder: Path, model: str, ranks: Ranks, **settings: Any) -> None:
-        self.config = TrainerConfig(**{"lr": 1e-2, "eps": 1e-4, "max_bad_steps": 2, **settings})
-        self.engine = FSDPEngine(model, self.config, ranks)
         self.folder = folder / "bad_batches"
-        self.learner = Learner(self.config, self.engine, ranks, self.folder)
+        super().__init__(model, ranks, bad_batches=self.folder, **{"max_bad_steps": 2, **settings})
 
-    def batch(self, groups: int = 4, step: int = 1, spoil: Callable[[Any], Any] = lambda t: t) -> StepBatch:
-        made = [[spoil(make_trajectory(f"train/{g}", m, 0)) for m in range(4)] for g in range(groups)]
-        ids = Batch(step, [[t.episode_id for t in group] for group in made])
-        flat = [t for group in made for t in group]
-        return make_step_batch(ids, list(range(groups)), flat, 9, self.engine.limits)
-
-    def step(self, batch: StepBatch) -> dict[str, Any]:
-        scored = self.learner.score(batch)
-        return self.learner.update(batch, scored, self.learner.advantages(batch, scored))
-
-    def weights(self) -> torch.Tensor:
-        return torch.cat([tensor.flatten() for _, tensor in self.engine.weights(torch.float32)])
+    def batch(self, step: int = 1, spoil: Callable[[Any], Any] = lambda t: t) -> StepBatch:
+        made = [[spoil(make_trajectory(f"train/{g}", m, 0)) for m in range(4)] for g in range(4)]
+        return self.batch_of(made, step, bound=9)
 
     def dumps(self) -> list[str]:
         return sorted(path.name for path in self.folder.iterdir()) if self.folder.exists() else []
@@ -80,7 +66,7 @@ class Run:
 def test_a_nan_weight_changes_nothing_and_the_batch_is_kept(tmp_path: Path, ranks: Ranks) -> None:
     run = Run(tmp_path, save_poisoned_model(tmp_path / "model"), ranks)
     before, batch = run.weights(), run.batch()
-    metrics = run.step(batch)
+    metrics = run.train(batch)
     assert (metrics["updates"], metrics["updates_skipped"]) == (0, 1)
     torch.testing.assert_close(run.weights(), before, rtol=0, atol=0, equal_nan=True)
     assert run.dumps() == ["step_000001_0_rank_00.safetensors"]
@@ -110,7 +96,7 @@ def test_a_later_minibatch_alone_is_skipped_and_kept(
     batch = run.batch()
     wanted.append(int(run.learner.score(batch).minibatches[1][0].mask.sum()))
     before = run.weights()
-    metrics = run.step(batch)
+    metrics = run.train(batch)
     assert (metrics["updates"], metrics["updates_skipped"]) == (1, 1)
     assert not torch.equal(run.weights(), before), "the first minibatch was trained"
     assert run.dumps() == ["step_000001_1_rank_00.safetensors"]
@@ -122,7 +108,7 @@ def test_a_loss_alone_that_is_not_finite_is_skipped_too(
     """An infinite constant has no gradient: the norm says nothing of it."""
     run = Run(tmp_path, tiny_model, ranks, loss=broken(lambda batch, per_token: per_token + math.inf))
     before = run.weights()
-    metrics = run.step(run.batch())
+    metrics = run.train(run.batch())
     assert math.isfinite(metrics["grad_norm"])
     assert (metrics["updates"], metrics["updates_skipped"]) == (0, 1)
     assert torch.equal(run.weights(), before)
@@ -134,11 +120,11 @@ def test_the_log_names_the_file_and_there_are_no_more_than_three(
     loss = broken(lambda batch, per_token: per_token * math.nan)
     run = Run(tmp_path, tiny_model, ranks, max_bad_steps=4, loss=loss)
     for step in range(4):
-        run.step(run.batch(step=step))
+        run.train(run.batch(step=step))
     assert "step 1 is skipped: loss nan" in caplog.text
     assert str(run.folder / "step_000001_0_rank_00.safetensors") in caplog.text
     with pytest.raises(TrainingDiverged, match="5 steps in a row"):
-        run.step(run.batch(step=4))
+        run.train(run.batch(step=4))
     assert run.dumps() == [f"step_00000{step}_0_rank_00.safetensors" for step in range(3)]
 
 
@@ -166,7 +152,7 @@ def test_a_disk_that_refuses_ends_no_run(
 ) -> None:
     run = Run(tmp_path, tiny_model, ranks, loss=broken(lambda batch, per_token: per_token * math.nan))
     monkeypatch.setattr("penstock.trainer.state.bad_batch.save_file", refusing)
-    assert run.step(run.batch())["updates_skipped"] == 1
+    assert run.train(run.batch())["updates_skipped"] == 1
     assert re.search(f"is not kept in .*: {said}", caplog.text)
     assert run.dumps() == []
 
@@ -181,15 +167,15 @@ def test_steps_without_a_token_to_train_are_counted_and_then_stop_the_run(
     run = Run(tmp_path, tiny_model, ranks)
     before = run.weights()
     for _ in range(2):
-        metrics = run.step(run.batch(spoil=without_logprobs))
+        metrics = run.train(run.batch(spoil=without_logprobs))
         assert metrics["tokens_without_logprob"] == metrics["tokens_masked"] == metrics["tokens_sampled"] > 0
         assert (metrics["updates"], metrics["updates_skipped"], metrics["loss"]) == (0, 1, 0.0)
         assert torch.equal(run.weights(), before)
-    run.step(run.batch())
+    run.train(run.batch())
     for _ in range(2):
-        run.step(run.batch(spoil=without_logprobs))
+        run.train(run.batch(spoil=without_logprobs))
     with pytest.raises(NothingToTrain, match=r"have no finite logprob.*3 steps in a row.*return logprobs"):
-        run.step(run.batch(spoil=without_logprobs))
+        run.train(run.batch(spoil=without_logprobs))
     assert run.dumps() == []
 
 
@@ -199,10 +185,8 @@ def test_episodes_without_tokens_and_groups_of_one_are_counted_and_the_rest_is_t
     run = Run(tmp_path, tiny_model, ranks)
     groups = [[make_trajectory("train/0", m, 0) for m in range(4)], [make_trajectory("train/1", 0, 0)]]
     groups[0][1] = replace(groups[0][1], segments=[])
-    ids = Batch(1, [[t.episode_id for t in group] for group in groups])
-    flat = [t for group in groups for t in group]
-    batch = make_step_batch(ids, [0, 1], flat, 9, run.engine.limits)
-    metrics = run.step(batch)
+    batch = run.batch_of(groups, bound=9)
+    metrics = run.train(batch)
     assert (metrics["empty_episodes"], metrics["single_member_groups"], metrics["updates"]) == (1, 1, 1)
     scored = run.learner.score(batch)
     advantages = run.learner.advantages(batch, scored).tokens
