@@ -85,7 +85,11 @@ class Objective:
         kept = pack.mask
         behaviour, logprobs = pack.behaviour[kept], outputs.logprobs[kept]
         proximal = proximal_logprobs(self._config.proximal, pack, outputs.logprobs)[kept]
-        corrected = self._corrected(CorrectionInput(proximal, behaviour, pack.segment[kept]))
+        if self._correction is None:
+            ones = torch.ones_like(proximal)
+            corrected = Corrected(ones, ones.bool())
+        else:
+            corrected = self._correction(CorrectionInput(proximal, behaviour, pack.segment[kept]))
         given = LossInput(
             logprobs,
             proximal,
@@ -114,12 +118,6 @@ class Objective:
     def _of_tokens(self, values: Tensor, token: Tensor) -> Tensor:
         return values.to(token.device)[token]
 
-    def _corrected(self, given: CorrectionInput) -> Corrected:
-        if self._correction is None:
-            ones = torch.ones_like(given.proximal)
-            return Corrected(ones, ones.bool())
-        return self._correction(given)
-
     def _penalties(self, pack: Pack, outputs: Outputs, corrected: Corrected, metrics: dict[str, Tensor]) -> Tensor:
         """[kept] coefficients · KL to reference and teacher − bonus · entropy"""
         total = torch.zeros_like(outputs.logprobs[pack.mask])
@@ -146,22 +144,17 @@ class Objective:
         estimated = weights * ESTIMATORS[config.estimator](gap)
         if outputs.coarse is None:
             return config.in_loss * estimated
-        has_top, divergence = self._divergence(pack, outputs.coarse[pack.mask], metrics)
-        computed = torch.where(corrected.kept, divergence, 0.0)
-        return config.in_loss * torch.where(has_top, computed, estimated)
-
-    def _divergence(self, pack: Pack, student: Tensor, metrics: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """[kept] each: whether the teacher gave its likeliest ids, and its divergence from `student` [kept, k + 1]."""
         assert pack.top_ids is not None
         assert pack.top_logprobs is not None
-        ids = pack.top_ids[pack.mask]
-        teacher = teacher_coarse(ids, pack.top_logprobs[pack.mask])
+        ids, student = pack.top_ids[pack.mask], outputs.coarse[pack.mask]
+        coarse = teacher_coarse(ids, pack.top_logprobs[pack.mask])
         has_top = (ids >= 0).any(-1)
-        divergence = coarse_divergence(student, teacher, self._config.distill)
+        divergence = coarse_divergence(student, coarse, config)
         metrics["teacher_divergence"] = divergence[has_top]
-        metrics["teacher_top_mass"] = top_mass(teacher)[has_top]
+        metrics["teacher_top_mass"] = top_mass(coarse)[has_top]
         metrics["student_top_mass"] = top_mass(student)[has_top]
-        return has_top, divergence
+        computed = torch.where(corrected.kept, divergence, 0.0)
+        return config.in_loss * torch.where(has_top, computed, estimated)
 
     def _measure(self, pack: Pack, logprobs: Tensor, proximal: Tensor, corrected: Corrected) -> None:
         """The mismatch between trainer and engine, always: against the start of the step, whatever `proximal` is."""

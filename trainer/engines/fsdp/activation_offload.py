@@ -20,7 +20,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -123,7 +122,9 @@ class HostBuffers:
         self._collect()
         pieces = []
         while nbytes:
-            chunk = self._with_room()
+            if self._filled is None or self._filled.used == self._chunk_bytes:
+                self._filled = self._free.pop() if self._free else self._new()
+            chunk = self._filled
             piece = chunk.bytes[chunk.used : chunk.used + nbytes]
             chunk.used = min(self._chunk_bytes, -(-(chunk.used + len(piece)) // ALIGNMENT) * ALIGNMENT)
             chunk.pieces += 1
@@ -142,11 +143,6 @@ class HostBuffers:
                 chunk.used = 0
                 if chunk is not self._filled:
                     self._free.append(chunk)
-
-    def _with_room(self) -> _Chunk:
-        if self._filled is None or self._filled.used == self._chunk_bytes:
-            self._filled = self._free.pop() if self._free else self._new()
-        return self._filled
 
     def _new(self) -> _Chunk:
         try:
@@ -317,27 +313,19 @@ class ActivationOffload:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            with self._layer(block):
+            if self._leaving is not None:
+                for activation in self._leaving.living():
+                    activation.free()
+            if self._newest is not None:
+                for activation in self._newest.living():
+                    activation.leave()
+            self._leaving = self._newest
+            layer = self._newest = _Layer(self._newest)
+            staying = {on_this_rank(one).untyped_storage()._cdata for one in (*block.parameters(), *block.buffers())}
+            with saved_tensors_hooks(partial(self._pack, layer, staying), _unpack):
                 return forward(*args, **kwargs)
 
         block.forward = wrapped
-
-    @contextmanager
-    def _layer(self, block: nn.Module) -> Iterator[None]:
-        self._advance()
-        layer = self._newest = _Layer(self._newest)
-        staying = {on_this_rank(one).untyped_storage()._cdata for one in (*block.parameters(), *block.buffers())}
-        with saved_tensors_hooks(partial(self._pack, layer, staying), _unpack):
-            yield
-
-    def _advance(self) -> None:
-        if self._leaving is not None:
-            for activation in self._leaving.living():
-                activation.free()
-        if self._newest is not None:
-            for activation in self._newest.living():
-                activation.leave()
-        self._leaving = self._newest
 
     def _pack(self, layer: _Layer, staying: set[int], tensor: Tensor) -> _Saved | _Kept:
         local = on_this_rank(tensor)
