@@ -58,7 +58,7 @@ def no_replay(cause: object) -> BadJob:
 
 
 def needs_of_advantage(config: TrainerConfig) -> frozenset[str]:
-    """What the run must have for its estimator, see `registry.needs_of`."""
+    """What the run must have for its estimator, see `advantages.needs_of`."""
     from penstock.trainer.advantages import ADVANTAGES, needs_of
 
     return needs_of(ADVANTAGES.get(config.advantage))

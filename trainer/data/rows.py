@@ -208,7 +208,7 @@ class DataStream:
 
 
 class TaskOrder(Protocol):
-    """Which training tasks come next, see `task_order`."""
+    """Which training tasks come next, see `order`."""
 
     def begin(self, step: int) -> None:
         """Before the first task of a trainer that continues with `step`."""

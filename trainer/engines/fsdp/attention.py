@@ -85,7 +85,7 @@ def packed_attention(  # noqa: PLR0917 - the order is that of transformers' inte
 
     With `context`, L is this rank's part of the tokens, and the bounds are those of the whole pack. `seen`: made once
     for all layers; None: it is read from the bounds, and the host waits for the device. Models are loaded without
-    dropout (`policy.load_model`).
+    dropout (`models.load_model`).
     """
     assert dropout == 0.0
     _refuse_unknown(module, {**others, "attention_mask": attention_mask})
