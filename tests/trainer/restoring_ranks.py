@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +21,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
+from forked_ranks import fork_ranks
 
 from penstock.trainer import Ranks
 from penstock.trainer.state.checkpoint import CheckpointStore
@@ -88,32 +89,18 @@ def save(folder: Path, case: str) -> dict[str, Any]:
     return {"step": 1}
 
 
-def become(folder: Path, case: str, rank: int, address: dict[str, str]) -> None:
-    os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank))
-    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+def leave(folder: Path, case: str) -> None:
     try:
         said = (save if "writer" in case else restore)(folder, case)
     except Exception as error:  # noqa: BLE001 - how it ended is what the test asks
         said = {"error": f"{type(error).__name__}: {error}"}
-    (folder / f"found_{rank}").write_text(json.dumps(said))
-    os._exit(0)
+    (folder / f"found_{os.environ['RANK']}").write_text(json.dumps(said))
 
 
 def main(folder: Path, cases: list[str]) -> None:
     for case in cases:
         (folder / case).mkdir(exist_ok=True)
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            port = str(taken.getsockname()[1])
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(WORLD)}
-        ranks = {}
-        for rank in range(WORLD):
-            pid = os.fork()
-            if not pid:
-                become(folder / case, case, rank, address)
-            ranks[pid] = rank
+        ranks = fork_ranks(WORLD, folder / case / "log", partial(leave, folder / case, case))
         ended = {ranks[pid]: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks}
         (folder / case / "ended.json").write_text(json.dumps(ended))
 

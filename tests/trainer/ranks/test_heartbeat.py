@@ -41,7 +41,7 @@ ENDING = {
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for each case."""
     folder = tmp_path_factory.mktemp("ranks")
-    program = HERE / "ranks" / "beating_ranks.py"
+    program = HERE / "beating_ranks.py"
     command = [sys.executable, str(program), str(folder), str(TIMEOUT_S), *ENDING, "locked"]
     with subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True) as process:
         try:

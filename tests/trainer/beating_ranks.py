@@ -12,13 +12,14 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
+from forked_ranks import fork_ranks
 
 from penstock.trainer import Ranks
 from penstock.trainer.ranks.distributed import TorchThread
@@ -74,34 +75,17 @@ async def live(folder: Path, case: str, timeout_s: float) -> None:
         in_torch.close()
 
 
-def become(folder: Path, case: str, timeout_s: float, rank: int, address: dict[str, str]) -> None:
-    os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank))
-    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    code = 1
-    try:
-        asyncio.run(live(folder, case, timeout_s))
-        code = 0
-    except Exception as error:  # noqa: BLE001 - told by the log and the exit code
-        print(f"rank {rank} raised {error!r}", file=sys.stderr, flush=True)
-    finally:
-        os._exit(code)
+def run(folder: Path, case: str, timeout_s: float) -> None:
+    asyncio.run(live(folder, case, timeout_s))
 
 
 def main(folder: Path, timeout_s: float, cases: list[str]) -> None:
     running: dict[int, tuple[str, int]] = {}
     for case in cases:
         (folder / case).mkdir()
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            port = str(taken.getsockname()[1])
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(WORLD)}
-        for rank in range(WORLD):
-            pid = os.fork()
-            if not pid:
-                become(folder / case, case, timeout_s, rank, address)
-            running[pid] = case, rank
+        work = partial(run, folder / case, case, timeout_s)
+        ranks = fork_ranks(WORLD, folder / case / "log", work)
+        running |= {pid: (case, rank) for pid, rank in ranks.items()}
     ended: dict[str, dict[int, tuple[int, float]]] = {case: {} for case in cases}
     while running:
         pid, status = os.wait()
