@@ -35,7 +35,6 @@ from penstock.transfer_queue import COMPLETED, Batch, EpisodeImages, Trajectory
 from penstock.weight_sync import WeightPublisher
 
 pytestmark = pytest.mark.torch
-"""Of a rank."""
 
 
 @pytest.fixture(scope="module")
