@@ -167,7 +167,7 @@ async def test_the_torch_thread_has_its_ranks_threads(monkeypatch: pytest.Monkey
 
 def test_ranks_share_the_cores_that_are_reserved_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("penstock.trainer.ranks.distributed.cores", lambda: 32)
+    monkeypatch.setattr("penstock.trainer.job.cores", lambda: 32)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for reserved, share in ((None, 8), ("4", 1), ("16", 4), ("64", 8)):
         if reserved is not None:

@@ -79,11 +79,7 @@ def _head_of(model: PreTrainedModel, rows: RowPlan) -> Head | None:
         return None
     probe, body = TrialRows(model, (FIRST_ROW,)), body_of(model)
     hidden = run_rows(lambda inputs: body(**inputs).last_hidden_state, probe.part(), rows)
-    # Gemma caps its logits, Cohere and Falcon-H1 multiply and Granite divides them.
-    config = model.config.get_text_config()
-    factors = [getattr(config, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier")]
-    scale = math.prod(factors) / (getattr(config, "logits_scaling", None) or 1.0)
-    settings = Head(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
+    settings = _head_settings(model)
     found = settings.logits(hidden, head.weight, head.bias)
     return settings if torch.allclose(found, probe.by(rows).float(), atol=1e-5, rtol=1e-4) else None
 
@@ -92,3 +88,11 @@ def body_of(model: PreTrainedModel) -> Any:
     """What makes the hidden states that the output head is given. Llama 4 names another part of a larger model as its
     base, so that `base_model` is the model itself."""
     return model.base_model if model.base_model is not model else model.model
+
+
+def _head_settings(model: PreTrainedModel) -> Head:
+    """Gemma caps its logits, Cohere and Falcon-H1 multiply and Granite divides them."""
+    config = model.config.get_text_config()
+    factors = [getattr(config, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier")]
+    scale = math.prod(factors) / (getattr(config, "logits_scaling", None) or 1.0)
+    return Head(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
