@@ -31,7 +31,7 @@ async def test_a_checkpoint_becomes_a_folder_that_a_run_starts_from(
 ) -> None:
     job = make_job(tmp_path, tiny_model, {"steps": 4, **settings})
     await train(job)
-    config = RunConfig(model=tiny_model, data={"train": job.train_data}, trainer=job.config)
+    config = RunConfig(model=tiny_model, data=job.data, trainer=job.config)
     (job.run_dir / "config.yaml").write_text(dump_config(config))
     newest, older = tmp_path / "newest", tmp_path / "older"
     for arguments in ([str(newest)], [str(older), "--step", "2"]):

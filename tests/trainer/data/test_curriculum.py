@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from penstock.testing import MemoryTransferQueue
-from penstock.trainer import WEIGHTS_FILE, CurriculumConfig, CurriculumWeights, DatasetRow, RowPool, write_weights
-from penstock.trainer.data.curriculum import Curriculum, RoundRobin
+from penstock.trainer import WEIGHTS_FILE, CurriculumWeights, DatasetRow, RowPool, write_weights
+from penstock.trainer.data.curriculum import Curriculum, CurriculumConfig, RoundRobin
 from penstock.trainer.data.order import CurriculumTasks
 from penstock.trainer.data.rows import Feeder
 from penstock.transfer_queue import DataCursor, Limits
