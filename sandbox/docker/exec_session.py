@@ -172,7 +172,12 @@ class ExecSession(OneBoxSession[Container]):
     async def _outcome(self, container: Container, program: Program) -> tuple[int | None, str | None]:
         """(exit code, limit)"""
         if not container.alive:
-            return None, await self._why_gone(container, program)
+            limit = container.broken_limit
+            if limit is None and not await container.ran_out_of_memory():
+                await self.close()  # from inside, nothing but lack of memory can end the first process
+                raise SandboxLost(f"the box of session {self.session_id} ended during a run")
+            await self._end_box()
+            return None, limit or "memory"
         code = program.exit_code
         if code is None:
             gone = False
@@ -188,16 +193,6 @@ class ExecSession(OneBoxSession[Container]):
         if code == 128 + signal.SIGXCPU:
             return None, "cpu"
         return (128 - code if code > 128 else code), program.limit
-
-    async def _why_gone(self, container: Container, program: Program) -> str:
-        if container.broken_limit is not None:
-            await self._end_box()
-            return container.broken_limit
-        if not await container.ran_out_of_memory():
-            await self.close()  # from inside, nothing but lack of memory can end the first process
-            raise SandboxLost(f"the box of session {self.session_id} ended during a run")
-        await self._end_box()
-        return "memory"
 
     async def _ran_out_of_memory(self, container: Container, ask: bool) -> bool:
         """Since the last time; where only the box itself knows it is asked, if at all, which takes another program."""

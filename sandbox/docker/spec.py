@@ -36,8 +36,14 @@ def container_spec(
 ) -> dict[str, Any]:
     """Body of the engine's create call for a box whose first process is `command`."""
     uid = 0 if own_root else uid_of(slot, engine.remaps_uids)
-    environment = ["HOME=/tmp", "LANG=C.UTF-8"]
-    if own_root:  # the rest is the image's
+    environment, host = ["HOME=/tmp", "LANG=C.UTF-8"], _host_config(config, image, uid)
+    if own_root:  # the image's file system to write; what is written has no limit here: `Container` watches it
+        capabilities = list(OWN_ROOT_CAPABILITIES)
+        host |= {
+            "ReadonlyRootfs": False,
+            "CapAdd": capabilities,
+            "Tmpfs": dict.fromkeys(image.volumes, _tmpfs(config, 0)),
+        }
         entrypoint = shlex.join(image.entrypoint)
         environment = [f"{WORKDIR_VARIABLE}={image.workdir}", f"{ENTRYPOINT_VARIABLE}={entrypoint}"]
     return {
@@ -53,16 +59,7 @@ def container_spec(
         "NetworkDisabled": True,
         # the engine closes stdin when the one attached connection is gone: that ends the box of a killed worker
         **{"AttachStdin": True, "AttachStdout": True, "AttachStderr": True, "OpenStdin": True, "StdinOnce": True},
-        "HostConfig": _host_config(config, image, uid) | (_own_root(config, image) if own_root else {}),
-    }
-
-
-def _own_root(config: SandboxConfig, image: DockerImage) -> dict[str, Any]:
-    """The image's file system to write; what is written has no limit here: `Container` watches it."""
-    return {
-        "ReadonlyRootfs": False,
-        "CapAdd": list(OWN_ROOT_CAPABILITIES),
-        "Tmpfs": dict.fromkeys(image.volumes, _tmpfs(config, 0)),
+        "HostConfig": host,
     }
 
 

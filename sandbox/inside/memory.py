@@ -61,7 +61,10 @@ class MemoryWatch:
         if rough > self.limit_bytes:
             # Twice: processes are read one after the other, and one that executes a program meanwhile may count double.
             rough = rest + min(processes_bytes(), processes_bytes())
-        free = -1 if self._too_many_locks() else self.limit_bytes - rough
+        free = self.limit_bytes - rough
+        if time.monotonic() >= self._locks_due_s:  # many processes at once take some 10 MB of locks in that time
+            self._locks_due_s = time.monotonic() + LOCKS_LOOK_S
+            free = -1 if has_many_locks() else free
         self.pause_s = min(max(free / FILL_BYTES_PER_S, LOOK_S[0]), LOOK_S[1])
         return free < 0
 
@@ -75,13 +78,6 @@ class MemoryWatch:
     def _without_processes(self) -> int:
         files = sum(map(_folder_bytes, FOLDERS)) + len(os.listdir(TERMINALS)) * (128 << 10)
         return files + sum(socket_bytes(self.send_bytes))
-
-    def _too_many_locks(self) -> bool:
-        """Looked at every `LOCKS_LOOK_S`: by many processes at once they grow by some 10 MB in that time."""
-        if time.monotonic() < self._locks_due_s:
-            return False
-        self._locks_due_s = time.monotonic() + LOCKS_LOOK_S
-        return has_many_locks()
 
 
 def has_many_locks() -> bool:
@@ -213,13 +209,12 @@ def _borrowers(living: list[ProcessMemory]) -> set[int]:
     return {
         min(several, key=lambda child: abs(child.anonymous - by_pid[parent].anonymous)).pid
         for parent, several in children.items()
-        if _has_waiting_thread(parent)
+        if any(words[:1] == [b"D"] for words in _states_of_threads(parent))
     }
 
 
-def _has_waiting_thread(pid: int) -> bool:
-    states = (_read_status(f"{pid}/task/{name}").get(b"State", b"").split() for name in _threads(pid))
-    return any(words and words[0] == b"D" for words in states)
+def _states_of_threads(pid: int) -> Iterator[list[bytes]]:
+    return (_read_status(f"{pid}/task/{name}").get(b"State", b"").split() for name in _threads(pid))
 
 
 # ---- sockets
@@ -253,7 +248,8 @@ def socket_bytes(send_bytes: int) -> Iterator[int]:
             inet = struct.pack("=BBBBI48x", family, protocol, 1 << (_INET_MEMINFO - 1), 0, _ALL_STATES)
             for attributes in _ask(diagnosis, inet, _INET_MESSAGE):
                 yield _held(attributes.get(_INET_MEMINFO))
-    yield from _netlink_bytes()
+    for fields in map(str.split, _lines("/proc/net/netlink")[1:]):
+        yield int(fields[4]) + int(fields[5])
 
 
 def _in_use() -> Iterator[tuple[int, int]]:
@@ -296,11 +292,6 @@ def _held(meminfo: bytes | None) -> int:
     figures = _MEMINFO.unpack_from(meminfo) if meminfo else (0,) * 9
     # of a socket's memory figures: bytes to read, to send, reserved ahead, in the backlog
     return sum(figures[index] for index in (0, 2, 4, 7))
-
-
-def _netlink_bytes() -> Iterator[int]:
-    for fields in map(str.split, _lines("/proc/net/netlink")[1:]):
-        yield int(fields[4]) + int(fields[5])
 
 
 def _lines(path: str) -> list[str]:

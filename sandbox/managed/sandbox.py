@@ -141,9 +141,17 @@ class ManagedSandbox(LimitedSandbox):
         self._living.add(box_id)
         self._boxes[slot.session_id] = box_id
         root = slot.needs.own_root
+        settings: dict[str, object] = {
+            "boxed": False,
+            "reaper": True,
+            "counts_oom_kills": True,
+            "cpu_s": self.config.cpu_s,
+            "output_bytes": self.config.output_bytes,
+            "workdir_variable": WORKDIR_VARIABLE,
+        }
         return await ManagedBox.start(
             f"penstock-{request}",
-            self._driver_settings(),
+            settings,
             lambda argv: self._bounded(lambda: self._api.open(box_id, argv, root=root), "opening a box"),
             lambda: self._finish(box_id, request),
         )
@@ -275,16 +283,6 @@ class ManagedSandbox(LimitedSandbox):
             logger.error("sandbox: boxes may live on until their age ends them (%d s): %s", self.ttl_s, error)
         finally:
             await self._api.close()
-
-    def _driver_settings(self) -> dict[str, object]:
-        return {
-            "boxed": False,
-            "reaper": True,
-            "counts_oom_kills": True,
-            "cpu_s": self.config.cpu_s,
-            "output_bytes": self.config.output_bytes,
-            "workdir_variable": WORKDIR_VARIABLE,
-        }
 
 
 async def end_abandoned(api: ManagedApi, labels: dict[str, str]) -> int:
