@@ -156,7 +156,8 @@ class MemoryTransferQueue(MemorySteps):
 
     async def complete(self, lease: Lease, trajectory: Trajectory) -> None:
         result = finish(lease, trajectory)
-        if self._is_repeat(lease):
+        known = self._member(lease.episode_id)
+        if known is not None and (known.state, known.fence) == ("done", lease.fence):
             return
         group, member = self._state.owned(lease.episode_id, lease.fence)
         if result.highest_version > self._state.version:
@@ -182,10 +183,6 @@ class MemoryTransferQueue(MemorySteps):
             except (LeaseLost, BadPayload) as refusal:
                 refusals.append(refusal)
         return refusals
-
-    def _is_repeat(self, lease: Lease) -> bool:
-        member = self._member(lease.episode_id)
-        return member is not None and (member.state, member.fence) == ("done", lease.fence)
 
     async def fail(self, lease: Lease, outcome: Outcome) -> bool:
         known = self._member(lease.episode_id)
@@ -214,7 +211,8 @@ class MemoryTransferQueue(MemorySteps):
         return [decode_trajectory(blob) for blob in done], sum(not group.ended for group in groups)
 
     async def drop_split(self, split: str) -> None:
-        _refuse_train(split)
+        if split == TRAIN:
+            raise QueueError("split train cannot be dropped by itself; drop the run")
         for name in [name for name, group in self._state.groups.items() if group.task.split == split]:
             del self._state.groups[name]
             self._state.drop_letter(f"{name}#0")
@@ -265,8 +263,3 @@ def _describe(group: MemoryGroup, index: int, fence: int) -> Lease:
 
 def _place(cursor: DataCursor) -> str:
     return f"{cursor.epoch}:{cursor.index}"
-
-
-def _refuse_train(split: str) -> None:
-    if split == TRAIN:
-        raise QueueError("split train cannot be dropped by itself; drop the run")

@@ -78,7 +78,12 @@ class MemorySteps(MemoryRun):
             return Waiting(f"version {step - 1} is not published yet; only one step ahead is leased")
         if state.limits.overage != "mask":
             state.drop_over_age(step)
-        self._check_filtered(step)
+        limits = state.limits
+        if 0 < limits.max_filtered_steps * limits.groups_per_step < state.filtered_since:
+            raise TooManyFiltered(
+                f"step {step}: {state.filtered_since} groups had equal rewards and were filtered, more than"
+                f" {limits.max_filtered_steps} steps of {limits.groups_per_step} (max_filtered_steps)"
+            )
         ready = sorted(state.in_state("ready"), key=lambda group: (group.due, group.seq))
         batch, running = ready[:per_step], state.in_state("admitted")
         if len(batch) < per_step:
@@ -96,14 +101,6 @@ class MemorySteps(MemoryRun):
         self._state.batches[step] = [group.task.task_id for group in batch]
         self._state.next_step += 1
         return Batch(step, [group.rewarded_episodes() for group in batch])
-
-    def _check_filtered(self, step: int) -> None:
-        filtered, limits = self._state.filtered_since, self._state.limits
-        if 0 < limits.max_filtered_steps * limits.groups_per_step < filtered:
-            raise TooManyFiltered(
-                f"step {step}: {filtered} groups had equal rewards and were filtered, more than"
-                f" {limits.max_filtered_steps} steps of {limits.groups_per_step} (max_filtered_steps)"
-            )
 
     async def read(self, episode_ids: Sequence[str]) -> list[Trajectory]:
         return [decode_trajectory(self._payload(episode_id)) for episode_id in episode_ids]
@@ -145,7 +142,9 @@ class MemorySteps(MemoryRun):
             raise BadPayload(f"step {step}: the payloads of too many episodes are gone, no group of it is left")
         leaving = [name for group in groups for name in group.rewarded_episodes() if group not in kept or name in gone]
         for name in leaving:
-            self._forget_payload(name)
+            member = self._member(name)
+            assert member is not None
+            member.payload, member.spilled, member.reward = None, False, None
         state.batches[step] = [group.task.task_id for group in kept]
         state.counts["payload_lost"] += len(leaving)
         # Its publication counted them as trained; the account would have them in two places.
@@ -155,11 +154,6 @@ class MemorySteps(MemoryRun):
             if group not in kept:
                 del state.groups[group.task.task_id]
         return len(leaving)
-
-    def _forget_payload(self, episode_id: str) -> None:
-        member = self._member(episode_id)
-        assert member is not None
-        member.payload, member.spilled, member.reward = None, False, None
 
     async def publish_version(self, announcement: Announcement) -> bool:
         await self.check_training()

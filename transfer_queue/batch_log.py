@@ -72,7 +72,9 @@ class BatchLog:
             raise ValueError(f"writer is {writer!r}; letters, digits, '_', '.' and '-' only, at most 64")
         if not blobs:
             return
-        self._make_folder()
+        if not self.folder.is_dir():
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            fsync_path(self.folder.parent)
         with self._appending:
             number = 1 + max((file.number for file in self._files()), default=0)
             final = self.folder / f"{step:08d}-{number:08d}-{writer}.batch"
@@ -108,11 +110,6 @@ class BatchLog:
         """Steps with at least one file, in order."""
         return sorted({file.step for file in self._files() if file.whole})
 
-    def _make_folder(self) -> None:
-        if not self.folder.is_dir():
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            fsync_path(self.folder.parent)
-
     def _files(self) -> Iterator[_BatchFile]:
         """Every file of the log; none if the folder does not exist yet."""
         if not self.folder.is_dir():
@@ -136,7 +133,9 @@ class BatchLog:
             found |= {name: table[name] for name in missing & table.keys()}
             missing -= table.keys()
         if missing:
-            raise BadPayload(self._what_is_missing(step, min(missing), damaged))
+            where = f"the batch log {self.folder}" + ("" if step is None else f", step {step}")
+            also = f"; files that cannot be read: {', '.join(damaged)}" if damaged else ""
+            raise BadPayload(f"{min(missing)}: not in {where}{also}")
         return found
 
     def _newest_first(self, step: int | None) -> list[_BatchFile]:
@@ -157,11 +156,6 @@ class BatchLog:
                 except FileNotFoundError:
                     return {}
             return self._tables[file.path]
-
-    def _what_is_missing(self, step: int | None, name: str, damaged: Sequence[str]) -> str:
-        where = f"the batch log {self.folder}" + ("" if step is None else f", step {step}")
-        also = f"; files that cannot be read: {', '.join(damaged)}" if damaged else ""
-        return f"{name}: not in {where}{also}"
 
 
 MAGIC = b"PNBL"
@@ -184,7 +178,9 @@ class PayloadLocation:
 
 def pack_head(step: int, blobs: Mapping[str, bytes]) -> bytes:
     """The head and table of contents of a file."""
-    table = b"".join(_pack_row(episode_id, blob) for episode_id, blob in blobs.items())
+    names = [episode_id.encode() for episode_id in blobs]
+    rows = zip(names, blobs.values(), strict=True)
+    table = b"".join(_ROW.pack(len(name), len(blob), xxh3_64_intdigest(blob)) + name for name, blob in rows)
     preamble = _PREAMBLE.pack(MAGIC, FORMAT, 0, step, len(blobs), len(table), xxh3_64_intdigest(table))
     return preamble + _CHECKSUM.pack(xxh3_64_intdigest(preamble)) + table
 
@@ -218,11 +214,6 @@ def read_payload(episode_id: str, place: PayloadLocation) -> bytes:
     if xxh3_64_intdigest(blob) != place.checksum:
         raise BadPayload(f"{where}: payload: wrong checksum; the file was damaged")
     return blob
-
-
-def _pack_row(episode_id: str, blob: bytes) -> bytes:
-    name = episode_id.encode()
-    return _ROW.pack(len(name), len(blob), xxh3_64_intdigest(blob)) + name
 
 
 def _read_head(head: bytes, step: int, name: str) -> tuple[int, int, int]:

@@ -50,7 +50,10 @@ class QueueGauges(Collector):
         yield counter_family(PREFIX + "waited_seconds", "By role and cause", ["run", "waiter"], waited)
         yield self._by("worker_episodes", "Episodes that a worker holds", "worker", status.workers)
         text = "Share of over-age episodes by decile of response length, shortest first"
-        shares = [((self._run, decile), share) for decile, share in _over_age_shares(status).items()]
+        shares = [
+            ((self._run, str(number)), row.over_age / row.episodes if row.episodes else 0.0)
+            for number, row in enumerate(status.over_age, start=1)
+        ]
         yield gauge_family(PREFIX + "over_age_share", text, ["run", "decile"], shares)
         text = "Versions that a rollout server is behind the newest one"
         yield self._by("server_version_lag", text, "server", version_lags(status, self._servers()))
@@ -61,11 +64,6 @@ class QueueGauges(Collector):
     def _by(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
         rows = [((self._run, key), value) for key, value in sorted(values.items())]
         return gauge_family(PREFIX + name, text, ["run", label], rows)
-
-
-def _over_age_shares(status: Status) -> dict[str, float]:
-    rows = enumerate(status.over_age, start=1)
-    return {str(number): row.over_age / row.episodes if row.episodes else 0.0 for number, row in rows}
 
 
 def version_lags(status: Status, servers: Sequence[ServerInfo]) -> dict[str, int]:

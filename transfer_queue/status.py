@@ -76,10 +76,5 @@ def under_evaluation(status: Status, version: int) -> bool:
     An evaluation of a newer version does not count: it waits until a server has that version.
     """
     busy = (split for split, counts in status.other_splits.items() if counts.get("queued", 0) + counts.get("leased", 0))
-    return any(_oldest(split) <= version for split in busy)
-
-
-def _oldest(split: str) -> int:
-    """The oldest version that may sample a split's episodes; 0 for splits of other names."""
-    number = split.removeprefix(_PREFIX)
-    return int(number) if split.startswith(_PREFIX) and number.isdecimal() else 0
+    numbers = [split.removeprefix(_PREFIX) if split.startswith(_PREFIX) else "" for split in busy]
+    return any(not number.isdecimal() or int(number) <= version for number in numbers)

@@ -49,7 +49,6 @@ PREAMBLE = struct.Struct("<4sHHIIQQ")
 HEAD_GUESS = 4096
 """Bytes to read first: the preamble and the head of nearly every payload."""
 Arrays = dict[str, NDArray[Any]]
-_ALIGNED = attrgetter("aligned")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ def pack(kind: int, columns: Iterable[Column], plain: Mapping[str, Any], compres
     """
     check_compression(compression)
     stored = [store(column, compression) for column in columns]
-    stored.sort(key=_ALIGNED, reverse=True)
+    stored.sort(key=attrgetter("aligned"), reverse=True)
     body_len = raw_bytes = 0
     for one in stored:
         body_len += one.row[3]

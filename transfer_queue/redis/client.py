@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import redis.asyncio as aioredis
@@ -103,12 +104,12 @@ class Connection:
         Raises `QueueUnavailable`, or `QueueError` if a server does not meet the requirements.
         """
         where = redact(url)
-        connection = cls(OneServer(Node(url, password, username)), where, deadline_s, loading_timeout_s)
+        connection = cls(OneServer(Node.of_url(url, password, username)), where, deadline_s, loading_timeout_s)
         try:
             (info,) = await connection.infos()
             if info.get("cluster_enabled"):
                 await connection.close()
-                connection = cls(Cluster(Node(url, password, username)), where, deadline_s, loading_timeout_s)
+                connection = cls(Cluster(Node.of_url(url, password, username)), where, deadline_s, loading_timeout_s)
             infos = await connection.infos()
             for each in infos:
                 check_server(each, where)
@@ -280,25 +281,25 @@ class Connection:
         return RedisCall((*command, 1 + len(keys), key, *keys, *args), script=name)
 
     async def _teach(self, calls: Sequence[RedisCall]) -> bool:
-        """True once Redis knows the calls' scripts; otherwise each call says why it does not."""
+        """True once Redis knows the calls' scripts; otherwise each call says why it does not.
+
+        The library is loaded on every server that holds keys; its name is that of its contents.
+        """
         if not self._functions:
             for call in calls:
                 call.args = ("EVAL", script(call.script).source, *call.args[2:])
             return True
-        error = await self._load_functions()
-        for call in calls if error is not None else ():
-            call.error = error
-        return error is None
-
-    async def _load_functions(self) -> FunctionsMissing | None:
-        """Load the library on every server that holds keys; its name is that of its contents."""
-        if not self._may_load:
-            return FunctionsMissing(library().name, None)
-        loads = [RedisCall(("FUNCTION", "LOAD", library().source), node) for node in self._routes.masters]
-        await self._routes.run(loads)
-        failed = [load.error for load in loads if load.error and "already exists" not in str(load.error)]
-        self._may_load = not any(isinstance(error, NoPermissionError) for error in failed)
-        return FunctionsMissing(library().name, failed[0] if self._may_load else None) if failed else None
+        failed: list[Exception] = []
+        if self._may_load:
+            loads = [RedisCall(("FUNCTION", "LOAD", library().source), node) for node in self._routes.masters]
+            await self._routes.run(loads)
+            failed = [load.error for load in loads if load.error and "already exists" not in str(load.error)]
+            self._may_load = not any(isinstance(error, NoPermissionError) for error in failed)
+            if not failed:
+                return True
+        for call in calls:
+            call.error = FunctionsMissing(library().name, failed[0] if self._may_load else None)
+        return False
 
 
 def _is_unknown(call: RedisCall) -> bool:
@@ -310,17 +311,13 @@ def _is_unknown(call: RedisCall) -> bool:
 
 def _limit_s(calls: Sequence[RedisCall]) -> float:
     """Longest time of one attempt at them."""
-    return ATTEMPT_S + sum(map(_bytes_of, calls)) / SLOWEST_BYTES_PER_S
-
-
-def _bytes_of(call: RedisCall) -> int:
-    total = 0
-    for arg in call.args:
+    size = 0
+    for arg in chain.from_iterable(call.args for call in calls):
         if type(arg) is Packed:
-            total += arg.size
+            size += arg.size
         elif type(arg) is bytes or type(arg) is memoryview:
-            total += len(arg)
-    return total
+            size += len(arg)
+    return ATTEMPT_S + size / SLOWEST_BYTES_PER_S
 
 
 def _in_python(call: RedisCall) -> Any:

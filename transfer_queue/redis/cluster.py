@@ -66,7 +66,20 @@ class RedisCall:
 class Node:
     """The connections to one redis-server. Safe for concurrent tasks of one event loop."""
 
-    def __init__(self, url: str, password: str | None = None, username: str | None = None) -> None:
+    def __init__(self, kind: Any, settings: dict[str, Any]) -> None:
+        """`kind` is a class of redis-py's connections, made with `settings`."""
+        self._kind = kind
+        self._settings = settings
+        self._idle: list[_Link] = []
+        self._buffer, self._arena = bytearray(READ_BYTES), HugePageArena()
+        self._free = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._closed = False
+        self.host = str(settings.get("host", "localhost"))
+        self.port = int(settings.get("port", 6379))
+
+    @classmethod
+    def of_url(cls, url: str, password: str | None, username: str | None) -> Node:
+        """Raises `QueueError` for a URL that redis-py does not take."""
         login = {name: value for name, value in (("password", password), ("username", username)) if value is not None}
         try:
             pool = aioredis.ConnectionPool.from_url(
@@ -80,23 +93,11 @@ class Node:
             )
         except ValueError as error:
             raise QueueError(f"queue URL {redact(url)!r}: {error}") from error
-        self._take(pool.connection_class, {**_driver(), **pool.connection_kwargs})
-
-    def _take(self, kind: Any, settings: dict[str, Any]) -> None:
-        self._kind = kind
-        self._settings = settings
-        self._idle: list[_Link] = []
-        self._buffer, self._arena = bytearray(READ_BYTES), HugePageArena()
-        self._free = asyncio.Semaphore(MAX_CONNECTIONS)
-        self._closed = False
-        self.host = str(settings.get("host", "localhost"))
-        self.port = int(settings.get("port", 6379))
+        return cls(pool.connection_class, {**_driver(), **pool.connection_kwargs})
 
     def beside(self, host: str, port: int) -> Node:
         """Another server of the same cluster: same login, same TLS."""
-        node = Node.__new__(Node)
-        node._take(self._kind, {**self._settings, "host": host, "port": port})
-        return node
+        return Node(self._kind, {**self._settings, "host": host, "port": port})
 
     async def run(self, calls: Sequence[RedisCall], *, asking: bool = False) -> None:
         """All commands in one round trip, in order. Each call ends with its reply or its error.
@@ -110,7 +111,12 @@ class Node:
             try:
                 await link.exchange(calls, asking)
             except (RedisError, OSError) as error:
-                await self._lost(link, calls, error)
+                await link.disconnect()
+                if isinstance(error, RedisConnectionError | OSError):
+                    await self._drop_idle()  # what ended this connection has ended the idle ones too
+                for call in calls:
+                    if isinstance(call.error, NotSent):
+                        call.error = error
             except BaseException:
                 await link.disconnect()  # unread replies must not reach the next caller
                 raise
@@ -124,14 +130,6 @@ class Node:
         """Running calls fail or end; then their connections are closed."""
         self._closed = True
         await self._drop_idle()
-
-    async def _lost(self, link: _Link, calls: Sequence[RedisCall], error: Exception) -> None:
-        await link.disconnect()
-        if isinstance(error, RedisConnectionError | OSError):
-            await self._drop_idle()  # what ended this connection has ended the idle ones too
-        for call in calls:
-            if isinstance(call.error, NotSent):
-                call.error = error
 
     async def _drop_idle(self) -> None:
         while self._idle:
@@ -251,11 +249,20 @@ class Cluster:
         for call in calls:
             call.forget()
         if error := await self._map():
-            _give_up(calls, error)
+            for call in calls:
+                call.error = error
             return
         try:
             await self._send([(call.node or self._node_of(call.args), call) for call in calls])
-            await self._redirect([call for call in calls if isinstance(call.error, AskError)])
+            # MOVED is permanent: the map is stale. ASK is for one command.
+            for asking in (False, True):
+                again = [
+                    (self._known(error.host, error.port), call)
+                    for call in calls
+                    if isinstance(error := call.error, AskError) and isinstance(error, MovedError) != asking
+                ]
+                self._stale = self._stale or bool(again and not asking)
+                await self._send(again, asking)
         finally:  # a node that stays silent until the caller's timeout leaves no other trace
             self._stale = self._stale or any(_map_is_old(call.error) for call in calls)
 
@@ -267,7 +274,7 @@ class Cluster:
         for node in [self._seed, *self._nodes.values()]:
             await node.close()
 
-    async def _send(self, targets: Sequence[tuple[Node | None, RedisCall]], *, asking: bool = False) -> None:
+    async def _send(self, targets: Sequence[tuple[Node | None, RedisCall]], asking: bool = False) -> None:
         shares: dict[Node, list[RedisCall]] = {}
         for node, call in targets:
             if node is None:
@@ -279,17 +286,6 @@ class Cluster:
                 group.create_task(node.run(share, asking=asking))
             for node, share in list(shares.items())[:1]:  # here: most calls have one server, and a task costs time
                 await node.run(share, asking=asking)
-
-    async def _redirect(self, calls: Sequence[RedisCall]) -> None:
-        """Repeat redirected calls at the node named. MOVED is permanent: the map is stale. ASK is for one command."""
-        for asking in (False, True):
-            targets: list[tuple[Node | None, RedisCall]] = []
-            for call in calls:
-                if isinstance(call.error, AskError) and isinstance(call.error, MovedError) != asking:
-                    targets.append((self._known(call.error.host, call.error.port), call))
-            self._stale = self._stale or bool(targets and not asking)
-            if targets:
-                await self._send(targets, asking=asking)
 
     def _node_of(self, args: Sequence[Any]) -> Node | None:
         key = key_of(args)
@@ -347,8 +343,3 @@ def _map_is_old(error: Exception | None) -> bool:
     if isinstance(error, ResponseError):
         return isinstance(error, MovedError | ClusterDownError | ReadOnlyError)
     return error is not None
-
-
-def _give_up(calls: Sequence[RedisCall], error: Exception) -> None:
-    for call in calls:
-        call.error = error

@@ -214,7 +214,15 @@ class PayloadReader:
         stored, spilled = await self._split(episode_ids)
         logged = await self._from_log(spilled)
         found = {name: _in_payload(name, get_fields, blob, fields, start, stop) for name, blob in logged.items()}
-        found |= await self._cut_fields(stored, fields, start, stop)
+        heads = await self._heads(stored)
+        tables = {name: _in_payload(name, wanted_fields, head, fields) for name, head in heads.items()}
+        wanted = [(name, field) for name, table in tables.items() for field in table]
+        cuts = [ByteRange(stored[name], *heads[name].fields[field].byte_range(start, stop)) for name, field in wanted]
+        arrays: dict[str, dict[str, bytes]] = {name: {} for name in stored}
+        for (name, field), raw in zip(wanted, await self._payloads.cut(cuts), strict=True):
+            arrays[name][field] = raw
+        for name, head in heads.items():
+            found[name] = _in_payload(name, values_of, head, arrays[name], fields, start, stop)
         return [found[episode_id] for episode_id in episode_ids]
 
     async def held(self, episode_ids: Sequence[str]) -> dict[str, bytes]:
@@ -244,20 +252,6 @@ class PayloadReader:
                 f"{episode_ids[0]} was spilled to the trainer's batch log; connect with its folder to read it"
             )
         return await asyncio.to_thread(self._batch_log.read, None, episode_ids)
-
-    async def _cut_fields(
-        self, stored: Mapping[str, StoredPayload], fields: Sequence[str], start: int, stop: int | None
-    ) -> dict[str, FieldValues]:
-        heads = await self._heads(stored)
-        tables = {name: _in_payload(name, wanted_fields, head, fields) for name, head in heads.items()}
-        wanted = [(name, field) for name, table in tables.items() for field in table]
-        cuts = [ByteRange(stored[name], *heads[name].fields[field].byte_range(start, stop)) for name, field in wanted]
-        arrays: dict[str, dict[str, bytes]] = {name: {} for name in stored}
-        for (name, field), raw in zip(wanted, await self._payloads.cut(cuts), strict=True):
-            arrays[name][field] = raw
-        return {
-            name: _in_payload(name, values_of, head, arrays[name], fields, start, stop) for name, head in heads.items()
-        }
 
     async def _heads(self, stored: Mapping[str, StoredPayload]) -> dict[str, PayloadHead]:
         first = await self._payloads.cut([ByteRange(one, 0, min(HEAD_GUESS, one.size)) for one in stored.values()])

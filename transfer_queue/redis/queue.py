@@ -308,10 +308,9 @@ class RedisTransferQueue:
 
     async def latest_mark(self) -> AnnouncementMark | None:
         packed = await self._connection.command("HGET", self._keys.steps, "announced")
-        return unpack_mark(packed) if packed is not None else await self._made_mark()
-
-    async def _made_mark(self) -> AnnouncementMark | None:
-        """A release before marks has announced."""
+        if packed is not None:
+            return unpack_mark(packed)
+        # A release before marks has announced.
         blob = await self._connection.command("HGET", self._keys.steps, "announcement")
         return None if blob is None else mark_of(unpack_announcement(blob).version, blob)
 

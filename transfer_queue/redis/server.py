@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -175,16 +175,13 @@ class RedisServer:
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock.acquire()
         try:
-            self._choose_port()
+            if not self._options.unix_socket:
+                self.port = self.port or free_port(cluster=self._options.cluster)
+                check_free(self.port, cluster=self._options.cluster)
             self._write_config()
         except BaseException:
             self._lock.release()
             raise
-
-    def _choose_port(self) -> None:
-        if not self._options.unix_socket:
-            self.port = self.port or free_port(cluster=self._options.cluster)
-            check_free(self.port, cluster=self._options.cluster)
 
     def _write_config(self) -> None:
         config = self.directory / "redis.conf"
@@ -194,9 +191,11 @@ class RedisServer:
             file.write(self._options.config(self.directory, self.log_file, self.port))
 
     async def _spawn(self, binary: str) -> None:
+        setpriv = shutil.which("setpriv")
+        dies_with_parent = [setpriv, "--pdeathsig", "TERM"] if setpriv else []
         with self.log_file.open("ab") as log:  # what is wrong in its configuration it says before it opens its log
             self._process = await asyncio.create_subprocess_exec(
-                *_dies_with_parent(),
+                *dies_with_parent,
                 binary,
                 str(self.directory / "redis.conf"),
                 stdin=subprocess.DEVNULL,
@@ -207,14 +206,21 @@ class RedisServer:
             )
 
     def _start_sync(self) -> None:
-        """But where Redis syncs before it answers."""
+        """Syncs its file every second, unless Redis does before it answers."""
         process, loop = self._process, asyncio.get_running_loop()
         if self._options.appendfsync == "always" or process is None:
             return
 
+        def end_unsynced(error: OSError) -> None:
+            """As Redis does under ``always``; its keeper starts it again from what the disk has."""
+            what = "the append-only file cannot be synced"
+            logger.error("%s: %s (%s): redis-server is ended", self.directory, what, error.strerror)
+            if process.returncode is None:
+                process.kill()
+
         def failed(error: OSError) -> None:
             with suppress(RuntimeError):  # the loop is closed: its owner is gone, and the server with it
-                loop.call_soon_threadsafe(_end_unsynced, process, self.directory, error)
+                loop.call_soon_threadsafe(end_unsynced, error)
 
         self._sync = FileSync(self.directory, failed)
 
@@ -262,18 +268,6 @@ class RedisServer:
         except FileNotFoundError:
             lines = []
         return " | ".join(lines[-3:]) or "it wrote no log"
-
-
-def _dies_with_parent() -> list[str]:
-    setpriv = shutil.which("setpriv")
-    return [setpriv, "--pdeathsig", "TERM"] if setpriv else []
-
-
-def _end_unsynced(process: asyncio.subprocess.Process, directory: Path, error: OSError) -> None:
-    """As Redis does under ``always``; its keeper starts it again from what the disk has."""
-    logger.error("%s: the append-only file cannot be synced (%s): redis-server is ended", directory, error.strerror)
-    if process.returncode is None:
-        process.kill()
 
 
 async def _end(process: asyncio.subprocess.Process, timeout_s: float) -> None:
@@ -340,7 +334,7 @@ class RedisCluster:
 
     async def until_ok(self) -> None:
         """Wait until every node sees all slots served. Raises `QueueError` after `start_timeout_s`."""
-        await asyncio.gather(*(self._until(server, _is_ok(len(self.servers))) for server in self.servers))
+        await asyncio.gather(*map(self._until_ok, self.servers))
 
     async def ask(self, server: RedisServer, *command: Any) -> Any:
         """Run a command at one node, regardless of slots. Raises `TimeoutError` after `start_timeout_s`."""
@@ -362,11 +356,11 @@ class RedisCluster:
         for server in self.servers[1:]:
             await self.ask(server, "CLUSTER MEET", "127.0.0.1", self.servers[0].port)
 
-    async def _until(self, server: RedisServer, holds: Callable[[bytes], bool]) -> None:
-        info = b""
+    async def _until_ok(self, server: RedisServer) -> None:
+        wanted, info = {b"cluster_state:ok", f"cluster_known_nodes:{len(self.servers)}".encode()}, b""
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                while not holds(info := await self._info(server)):  # noqa: ASYNC110 - another process: no event
+                while not wanted <= set((info := await self._info(server)).split(b"\r\n")):  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
         except TimeoutError as error:
             raise QueueError(
@@ -376,8 +370,3 @@ class RedisCluster:
     async def _info(self, server: RedisServer) -> bytes:
         reply = await self.ask(server, "CLUSTER", "INFO")
         return bytes(reply)
-
-
-def _is_ok(nodes: int) -> Callable[[bytes], bool]:
-    wanted = (b"cluster_state:ok", f"cluster_known_nodes:{nodes}".encode())
-    return lambda info: all(line in info.split(b"\r\n") for line in wanted)

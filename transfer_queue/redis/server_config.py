@@ -104,9 +104,16 @@ class ServerOptions:
 
     def config(self, directory: Path, log_file: Path, port: int) -> str:
         """The text of redis.conf."""
+        # Without duplicates: redis-server reports a repeated address as in use.
+        addresses = ["0.0.0.0"] if self.host == "0.0.0.0" else dict.fromkeys(("127.0.0.1", self.host))  # noqa: S104
+        cluster: list[str] = []
+        if self.cluster:
+            login = f'masterauth "{_escape(self.password)}"'
+            cluster = ["cluster-enabled yes", "cluster-config-file nodes.conf", "cluster-node-timeout 2000", login]
+            cluster += ["tls-cluster yes"] if self.tls_cert else []
         return "\n".join(
             [
-                f"bind {' '.join(self._addresses())}",
+                f"bind {' '.join(addresses)}",
                 *self._listen(port),
                 "protected-mode yes",
                 f'requirepass "{_escape(self.password)}"',
@@ -120,14 +127,10 @@ class ServerOptions:
                 f"appendfsync {'always' if self.appendfsync == 'always' else 'no'}",
                 f"maxmemory {self.maxmemory}",
                 "maxmemory-policy noeviction",
-                *self._cluster(),
+                *cluster,
                 "",
             ]
         )
-
-    def _addresses(self) -> list[str]:
-        """Without duplicates: redis-server reports a repeated address as in use."""
-        return ["0.0.0.0"] if self.host == "0.0.0.0" else list(dict.fromkeys(("127.0.0.1", self.host)))  # noqa: S104
 
     def _listen(self, port: int) -> list[str]:
         if self.unix_socket:
@@ -137,13 +140,6 @@ class ServerOptions:
         files = (("cert", self.tls_cert), ("key", self.tls_key), ("ca-cert", self.tls_ca))
         lines = [f'tls-{name}-file "{path}"' for name, path in files]
         return ["port 0", f"tls-port {port}", *lines, "tls-auth-clients no"]
-
-    def _cluster(self) -> list[str]:
-        if not self.cluster:
-            return []
-        bus = ["tls-cluster yes"] if self.tls_cert else []
-        login = f'masterauth "{_escape(self.password)}"'
-        return ["cluster-enabled yes", "cluster-config-file nodes.conf", "cluster-node-timeout 2000", login, *bus]
 
 
 def free_port(*, cluster: bool = False) -> int:
@@ -228,14 +224,10 @@ def repair_append_only_file(binary: str, directory: Path) -> None:
     Blocking: it reads the whole file once. Raises `QueueError` if the file is damaged before its end, or cannot be read
     in a time that grows with its size.
     """
-    for name in ("appendonlydir/appendonly.aof.manifest", "appendonly.aof"):  # Redis 7, and before
-        path = directory / name
-        if path.exists():
-            _check_and_fix(binary, path)
-            return
-
-
-def _check_and_fix(binary: str, path: Path) -> None:
+    names = ("appendonlydir/appendonly.aof.manifest", "appendonly.aof")  # Redis 7, and before
+    path = next((directory / name for name in names if (directory / name).exists()), None)
+    if path is None:
+        return
     size = sum(file.stat().st_size for file in path.parent.glob("*appendonly.aof*"))
     timeout_s = REPAIR_TIMEOUT_S + size / REPAIR_SLOWEST_BYTES_PER_S
     try:
@@ -297,14 +289,12 @@ class FileSync:
     def _run(self) -> None:
         try:
             while not self._stopping.wait(SYNC_EVERY_S):
-                for file in self._appended():
-                    _sync_file(file)
+                # The part that a rewrite began, too; what it replaces Redis syncs when it closes it.
+                for pattern in ("appendonlydir/*.incr.aof", "appendonly.aof"):
+                    for file in self._directory.glob(pattern):
+                        _sync_file(file)
         except OSError as error:
             self._failed(error)
-
-    def _appended(self) -> list[Path]:
-        """The part that a rewrite began, too; what it replaces Redis syncs when it closes it."""
-        return [*self._directory.glob("appendonlydir/*.incr.aof"), *self._directory.glob("appendonly.aof")]
 
 
 def _sync_file(path: Path) -> None:
