@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from queue_samples import INFRA, LIMITS, at, task, tasks
+from queue_samples import LIMITS, at, tasks
 
 from penstock.testing import MemoryTransferQueue
-from penstock.transfer_queue import Head, RunIdentity, RunRecord, ServerInfo, TurnCall, WeightUpdate
+from penstock.transfer_queue import Head, RunIdentity, RunRecord, ServerInfo, TurnCall
 
 TTL_S = 100.0
 TIMED = replace(LIMITS, group_size=3, lease_ttl_s=TTL_S)
@@ -87,28 +87,3 @@ async def test_memory_run_knows_its_age(clock: Clock) -> None:
 async def test_memory_drops_a_run_and_counts_it(queue: MemoryTransferQueue) -> None:
     assert await queue.drop_run() == 5
     assert await queue.drop_run() == 0
-
-
-async def test_memory_keeps_the_newest_updates(queue: MemoryTransferQueue) -> None:
-    for version in range(10_001):
-        await queue.report_update(WeightUpdate("one", version, 0.02, 0.1, 0.01, 0))
-    kept = await queue.updates()
-    assert (len(kept), kept[0].version, kept[-1].version) == (10_000, 1, 10_000)
-
-
-async def test_memory_keeps_the_newest_turn_reports(queue: MemoryTransferQueue) -> None:
-    for number in range(1, 4002):
-        await queue.take_turn(TurnCall("engine", "a", number, holds=True, ttl_s=10.0, used=number))
-    kept = await queue.turn_reports()
-    assert (len(kept), kept[0].used, kept[-1].used) == (4000, 2, 4001)
-
-
-async def test_memory_gives_the_first_hundred_letters(clock: Clock) -> None:
-    queue = MemoryTransferQueue(clock=clock)
-    await queue.create_run(replace(LIMITS, max_attempts=1), "x")
-    await queue.submit([task(number, "eval/1") for number in range(101)])
-    for lease in await queue.lease_episodes("worker", 101, 0):
-        assert await queue.fail(lease, INFRA) is False
-    found, every = await queue.dead_letters(), await queue.dead_letters(1000)
-    assert (len(found), len(every)) == (100, 101)
-    assert found == every[:100]

@@ -272,16 +272,6 @@ async def test_redis_does_not_grow_with_the_checkpoint_interval(queue: RedisTran
     assert await queue.held() == set()
 
 
-@pytest.mark.deep
-@pytest.mark.redis
-async def test_without_spilling_it_would_grow(queue: RedisTransferQueue) -> None:
-    """What the test above measures is there to be seen."""
-    await queue.create_run(replace(LIMITS, max_staleness=0), "x")
-    await queue.submit(tasks(100), cursor=at(100))
-    held = await run_steps(queue, 12, spill=False)
-    assert held[-1] - held[0] > 10 * 4 * TOKENS * 21
-
-
 @pytest.mark.redis
 async def test_committed_steps_give_all_their_memory_back(queue: RedisTransferQueue) -> None:
     await queue.create_run(replace(LIMITS, max_staleness=0), "x")

@@ -247,11 +247,6 @@ async def test_an_error_inside_an_old_script_is_looked_into() -> None:
         await answered(inside_a_script("WRONGTYPE Operation"), b"1").command("GET", "a")
 
 
-async def test_a_slow_answer_is_waited_for() -> None:
-    """An attempt may take as long as is left to the deadline."""
-    assert await answered(b"1", pause_s=0.1).command("GET", "a") == b"1"
-
-
 @pytest.mark.parametrize(
     "sent",
     [bytes(1000), memoryview(bytes(1000)), Packed([bytes(600), bytes(400)], 1000)],
@@ -362,11 +357,6 @@ async def test_a_call_that_outlives_close_takes_its_connection_along(
         del waiting, closed
 
 
-async def test_more_calls_than_connections(connection: Connection) -> None:
-    replies = await asyncio.gather(*(connection.command("INCR", "n") for _ in range(500)))
-    assert sorted(replies) == list(range(1, 501))
-
-
 async def test_one_server_gets_64_connections(connection: Connection, server: RedisServer) -> None:
     waiting = [asyncio.create_task(connection.command("BLPOP", "list", 0)) for _ in range(70)]
     other = await open_to(server.url)
@@ -386,14 +376,6 @@ async def test_calls_outlive_a_restart(connection: Connection, server: RedisServ
     calls = [asyncio.create_task(connection.command("GET", "a")) for _ in range(20)]
     await server.restart()
     assert await asyncio.gather(*calls) == [b"1"] * 20
-
-
-async def test_a_unix_socket_serves_too(tmp_path: Path) -> None:
-    async with RedisServer(tmp_path / "data", PASSWORD, unix_socket=tmp_path / "s") as server:
-        connection = await open_to(server.url)
-        assert server.url == f"unix://{tmp_path / 's'}"
-        assert await connection.many([("SET", "a", 1), ("GET", "a")]) == [True, b"1"]
-        await connection.close()
 
 
 async def test_tls(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import random
 import secrets
-import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -360,59 +359,6 @@ async def test_close_closes_the_connections(redis_server: RedisServer) -> None:
         del closed
 
 
-async def test_a_late_writer_leaves_no_payload_behind(queue: RedisTransferQueue) -> None:
-    await queue.submit(tasks(1), cursor=at(1))
-    (old,) = await queue.lease_episodes("old", 1, 0)
-    await queue.release(old)
-    (new,) = await queue.lease_episodes("new", 1, 0)
-    await queue.complete(new, trajectory(new, reward=0.5))
-    with pytest.raises(LeaseLost):
-        await queue.complete(old, trajectory(old, reward=0.9))
-    payloads = [key for key in await keys_of(queue) if key.startswith("penstock:payload")]
-    assert payloads == [f"penstock:payload:{queue._run}:train/0000#0@{new.fence}"]
-    assert (await queue.read([new.episode_id]))[0].reward == 0.5
-
-
-async def test_calls_wait_for_a_paused_redis(tmp_path: Path) -> None:
-    async with RedisServer(tmp_path, PASSWORD) as server:
-        queue = await RedisTransferQueue.connect(server.url, "paused", CONFIG, PASSWORD)
-        await queue.create_run(LIMITS, "x")
-        server._process.send_signal(signal.SIGSTOP)
-        asking = asyncio.create_task(queue.submit(tasks(2), cursor=at(2)))
-        await asyncio.sleep(0.3)
-        assert not asking.done()
-        server._process.send_signal(signal.SIGCONT)
-        assert await asking == 2
-        await queue.close()
-
-
-async def test_a_redis_that_is_gone_is_named_after_the_deadline(tmp_path: Path) -> None:
-    async with RedisServer(tmp_path, PASSWORD, appendfsync="always") as server:
-        queue = await RedisTransferQueue.connect(server.url, "gone", replace_deadline(0.5), PASSWORD)
-        await queue.create_run(LIMITS, "x")
-        await server.kill()
-        with pytest.raises(QueueUnavailable, match=rf"submit: no answer from {server.url} for \d+\.\d s"):
-            await queue.submit(tasks(1))
-        await server.restart()
-        assert await queue.submit(tasks(1)) == 1
-        await queue.close()
-
-
-async def test_an_unfit_redis_is_refused(redis_server: RedisServer, queue: RedisTransferQueue) -> None:
-    with pytest.raises(QueueError, match="refused the login"):
-        await RedisTransferQueue.connect(redis_server.url, "x", CONFIG, "wrong-password")
-    with pytest.raises(QueueError, match="queue URL 'http://nowhere'"):
-        await RedisTransferQueue.connect("http://user:secret@nowhere", "x", CONFIG)
-    with pytest.raises(QueueError, match="run name"):
-        await RedisTransferQueue.connect(redis_server.url, "x*", CONFIG, PASSWORD)
-    await queue._connection.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
-    try:
-        with pytest.raises(QueueError, match="maxmemory-policy allkeys-lru"):
-            await RedisTransferQueue.connect(redis_server.url, "x", CONFIG, PASSWORD)
-    finally:
-        await queue._connection.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
-
-
 async def test_a_cancelled_call_ends(queue: RedisTransferQueue) -> None:
     """A worker that drains cancels its calls; one that went on would never end."""
 
@@ -427,11 +373,6 @@ async def test_a_cancelled_call_ends(queue: RedisTransferQueue) -> None:
             one.cancel()
         _, alive = await asyncio.wait(polling, timeout=60)
         assert not alive
-    assert await queue.submit(tasks(1)) == 1
-
-
-async def test_scripts_are_sent_again_to_a_redis_that_forgot_them(queue: RedisTransferQueue) -> None:
-    await queue._connection.command("FUNCTION", "FLUSH")
     assert await queue.submit(tasks(1)) == 1
 
 
@@ -462,10 +403,6 @@ async def test_two_runs_do_not_see_each_other(queue: RedisTransferQueue, redis_s
     await other.drop_run()
     assert (await queue.status()).groups["queued"] == 2
     await other.close()
-
-
-def replace_deadline(deadline_s: float) -> TransferQueueConfig:
-    return CONFIG.model_copy(update={"deadline_s": deadline_s})
 
 
 async def test_compressed_trajectories_are_smaller_and_equal(
