@@ -27,7 +27,7 @@ class MemoryRun:
         self._config: str | None = None
         self._identity = RunIdentity("", "", "")
         self._created: float
-        """As `create_run` sets it."""
+        """Time at which `create_run` made the run."""
         self._head: tuple[str, float] = ("", 0.0)
         self._servers: dict[str, tuple[ServerInfo, float]] = {}
         self._updates: deque[WeightUpdate] = deque(maxlen=KEPT_UPDATES)

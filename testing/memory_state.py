@@ -45,7 +45,7 @@ class MemoryState:
         self.counts: Counter[str] = Counter()
         self.letters: dict[str, DeadLetter] = {}
         self.letter_bytes: dict[str, list[int]] = {}
-        """What the journals of dead letters count for."""
+        """Accounted bytes of the journals of dead letters."""
         self.most_held: dict[str, float] = {}
         """Worker → the most episodes that it may hold until it holds none."""
         self.epoch = 0

@@ -72,7 +72,7 @@ def most_together(losses: int) -> float:
 
 
 LEAST_LOST_LEASES = 4
-"""Of `Limits.max_lost_leases`: the last of the leases must have been lost alone, see `most_together`."""
+"""Least `Limits.max_lost_leases`: the last of the leases must be lost alone, see `most_together`."""
 
 
 BYTES_PER_TOKEN = 9

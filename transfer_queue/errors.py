@@ -1,4 +1,4 @@
-"""What the queue raises. All of it is a `QueueError`; the docstrings say what a caller may do about it."""
+"""Errors of the queue. All are `QueueError`; the docstrings say what a caller may do about them."""
 
 from __future__ import annotations
 

@@ -282,7 +282,7 @@ class TransferQueue(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What every role of a run gets: part of the jobs of agent worker, rollout server, gateway and trainer."""
+    """Part of a run that every role gets: in the jobs of agent worker, rollout server, gateway and trainer."""
 
     queue: TransferQueue
     """Connected; the caller closes it."""
@@ -303,4 +303,4 @@ class RunContext:
     max_model_len: int = 0
     """Tokens that an engine's context holds; 0: not known."""
     teacher_top_k: tuple[int, ...] = ()
-    """Of each teacher, how many likeliest ids it gives per sampled token; 0: none."""
+    """Number of likeliest ids per sampled token that each teacher gives; 0: none."""

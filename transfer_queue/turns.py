@@ -39,13 +39,13 @@ REST_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class TurnCall:
-    """What one process asks for, or says."""
+    """Request or report of one process."""
 
     side: Side
     holder: str
     """One process, by a name that no other life of it has."""
     number: int
-    """Of the holder's calls, ascending: a repeat, or one that was overtaken, changes nothing."""
+    """Number of the holder's call, ascending: a repeat, or one that was overtaken, changes nothing."""
     holds: bool
     """It wants to hold the devices, or holds them; False: it rests."""
     ttl_s: float
@@ -68,7 +68,7 @@ class TurnHolder:
     bytes: int
     used: int
     fence: int = 0
-    """Of its turn, above those of all earlier ones; 0 where it does not hold."""
+    """Fence of its turn, above those of all earlier turns; 0 if it holds none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class TurnTimeout(RuntimeError):
 
 
 class OverBudget(RuntimeError):
-    """What this side needs and what the others keep exceeds the budget; the message has the sums and the fix."""
+    """This side's need and the bytes that the others keep exceed the budget; the message has the sums and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ class TurnSettings:
     hand_over_s: float = 900.0
     """Longest wait for the other side to hand over."""
     sleep_level: Literal[1, 2] = 1
-    """Of engines in the trainer's turn: 1 keeps their weights in host memory, 2 drops them."""
+    """Level of the engines' sleep in the trainer's turn: 1 keeps their weights in host memory, 2 drops them."""
 
 
 class DeviceTurn:
@@ -207,7 +207,7 @@ class DeviceTurn:
         self.wanted = False
         """The other side waits for the devices, as last heard while this one holds them."""
         self.fence = 0
-        """Of the turn that is held; 0: none."""
+        """Fence of the turn that is held; 0: none."""
         self.used: Callable[[], int] = lambda: 0
         """Measures what this process has on the devices; called in the event loop."""
         self._queue, self._side, self._holder = queue, side, holder
@@ -302,8 +302,8 @@ class DeviceTurn:
         return self.holds
 
     def _check_budget(self, found: Turns, needs: int) -> None:
-        """Who waits may get what others on the devices leave, and entries of killed ones end after their time; those
-        that rest keep what they have."""
+        """Raises `OverBudget` if the budget is exceeded although no holder may still leave bytes and no entry of a
+        killed process may still end."""
         waits, others_hold = found.fence == 0, any(one.holds for one in self._others)
         if not found.over_budget or (waits and others_hold):
             self._over_since = None

@@ -266,7 +266,7 @@ class RunIdentity:
     run_id: str
     """Made once, kept in the run's folder."""
     config_hash: str
-    """Of the resolved YAML; a run that is resumed may have other settings."""
+    """Hash of the resolved YAML; a run that is resumed may have other settings."""
     model: str
     """Name of the model without its folder; a run keeps it."""
 
@@ -282,7 +282,7 @@ class RunRecord:
     """A run that the queue holds already."""
 
     identity: RunIdentity
-    """As it was before this call."""
+    """The record as it was before this call."""
     age_s: float
     """Since its creation, by the queue's clock."""
 
@@ -345,7 +345,7 @@ class AnnouncementMark:
 
     version: int
     digest: str
-    """Of the announcement's content, so that a renewed manifest, and a number that is given out again, have others."""
+    """Hash of the announcement's content: a renewed manifest, or a number that is used again, has another one."""
 
 
 @dataclass(frozen=True, slots=True)

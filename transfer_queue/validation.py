@@ -139,7 +139,7 @@ _I4, _F4, _U1, _U2 = (np.dtype(name) for name in ("<i4", "<f4", "u1", "<u2"))
 LEAST_EXPERTS = 2
 """Per token and layer: of one alone an unknown choice could not be distinguished from a known one."""
 MOST_MASS = 1.01
-"""Of the likeliest ids of one token together: servers round, in half precision by some thousandths."""
+"""Largest probability of one token's likeliest ids together: servers round, in half precision by some thousandths."""
 
 
 def check_segment(segment: Segment, min_version: int, where: str) -> None:

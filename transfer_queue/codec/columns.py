@@ -18,7 +18,7 @@ from penstock.transfer_queue.errors import BadPayload, QueueError
 
 BLOCK = 64 << 10
 MAX_RAW_BYTES = 1 << 30
-"""Of all fields of a payload, unpacked: no head makes a reader allocate more."""
+"""Limit of all fields of a payload, unpacked: no head makes a reader allocate more."""
 DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name).newbyteorder("<") for name in ("i4", "f4", "u1", "u2")}
 MOST_DIMENSIONS = 3
 _DIGEST_BYTES = 8

@@ -285,7 +285,7 @@ def unpack_announcement(blob: bytes) -> Announcement:
 
 
 def mark_of(version: int, packed: bytes) -> AnnouncementMark:
-    """Of an announcement as `pack_announcement` gives it."""
+    """Returns the mark of an announcement that `pack_announcement` packed."""
     return AnnouncementMark(version, hashlib.sha256(packed).hexdigest()[:MARK_DIGITS])
 
 

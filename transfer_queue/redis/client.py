@@ -86,7 +86,7 @@ class Connection:
         self._functions = True
         """False for a Redis 6.2: scripts are sent by EVALSHA."""
         self._may_load = True
-        """Whether this login may load functions, as far as Redis has not refused it."""
+        """False once Redis has refused this login to load functions."""
 
     @classmethod
     async def connect(
@@ -227,7 +227,7 @@ class Connection:
             await pauses.sleep()
 
     async def _loaded_bytes(self, before: int) -> int:
-        """How much of their files the servers have read, grows while one makes progress; `before` where none says."""
+        """Returns the bytes of their files that the servers have read; `before` if no server answers."""
         calls = [RedisCall(("INFO", "persistence"), node) for node in self._routes.masters]
         try:
             async with asyncio.timeout(ATTEMPT_S):

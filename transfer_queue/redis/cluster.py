@@ -53,7 +53,7 @@ class RedisCall:
 
     args: Sequence[Any]
     node: Node | None = None
-    """Where it must run; None: where its key lives."""
+    """The server that must run it; None: the one that holds its key."""
     script: str = ""
     """Name of the script that an FCALL or EVALSHA means."""
     reply: Any = None
@@ -165,7 +165,7 @@ class _Link:
                 call.reply, call.error = found, None
 
     async def disconnect(self) -> None:
-        """What is not sent yet is dropped: a server that was stopped would take it later, beside its repeat."""
+        """Closes the connection and drops unsent bytes: a server that was stopped would run them and their repeat."""
         if self._wire is not None:
             self._wire.abort()
             self._wire = None
@@ -174,8 +174,8 @@ class _Link:
 
 @cache
 def _driver() -> dict[str, Any]:
-    """What redis-py says of itself to a server, made once: else every connection reads the package's metadata first, a
-    millisecond in which the event loop stands still."""
+    """Settings by which redis-py introduces itself to a server. Made once: each connection would read the package's
+    metadata, which blocks the event loop for a millisecond."""
     try:
         from redis.driver_info import DriverInfo
     except ImportError:  # an older redis-py

@@ -161,7 +161,7 @@ class Payloads:
 
 
 def _shares(pieces: Sequence[_Piece]) -> Iterator[Sequence[_Piece]]:
-    """As many for each round trip as `PIPELINE_BYTES` allow, at least one."""
+    """Yields the pieces of each round trip: as many as `PIPELINE_BYTES` allow, at least one."""
     first = size = 0
     for place, piece in enumerate(pieces):
         if place > first and size + piece.size > PIPELINE_BYTES:
@@ -186,7 +186,7 @@ SPILLED = -1
 """Size that script ``locate`` gives a payload in the batch log."""
 Value = TypeVar("Value")
 Locate = Callable[[Sequence[str]], Awaitable[list[StoredPayload]]]
-"""Where the payloads of episodes are; an empty name where there is none."""
+"""Returns the payloads of episodes; the name is empty if an episode has none."""
 
 
 class PayloadReader:

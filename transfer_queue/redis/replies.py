@@ -68,7 +68,7 @@ def journal_from_values(values: Sequence[bytes]) -> list[JournalEntry]:
 
 
 def turns_from_map(found: Mapping[str, Any]) -> Turns:
-    """Of scripts ``take_turn`` and ``turns``; Lua has no empty list, and packs one as it packs an empty map."""
+    """Decodes the reply of scripts ``take_turn`` and ``turns``. An empty list arrives as an empty map."""
     rows = [
         TurnHolder(side, name, bool(holds), bool(waits), *rest) for side, name, holds, waits, *rest in found["rows"]
     ]
@@ -76,7 +76,7 @@ def turns_from_map(found: Mapping[str, Any]) -> Turns:
 
 
 def turn_report_from_map(found: Mapping[str, Any]) -> TurnReport:
-    """Of the list ``turn_reports``."""
+    """Decodes an entry of the list ``turn_reports``."""
     rest = {name: found[name] for name in ("side", "holder", "bytes", "used", "total_bytes", "total_used")}
     return TurnReport(at_s=found["at"] / 1000, holds=bool(found["holds"]), **rest)
 

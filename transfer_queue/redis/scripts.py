@@ -30,7 +30,7 @@ from penstock.transfer_queue.redis.keys import LAYOUT
 _SECTION = re.compile(r"^-- (script|part): (\w+)\n", re.M)
 _EACH_CALL = "-- each call:\n"
 _PART_FILES = ("shared_run.lua", "shared_groups.lua")
-"""What stands later uses what stands earlier."""
+"""Files of the parts, in order: a later one may use an earlier one."""
 _MAKES_ROOM = {"full", "trainer"}
 """Parts of scripts that must also run at maxmemory."""
 _LAYOUT = f"local LAYOUT = '{LAYOUT}'"
@@ -45,7 +45,7 @@ class Script:
     flags: tuple[str, ...] = ()
     """``allow-oom``: it makes room, so it also runs at maxmemory. ``no-writes``: it only reads."""
     body: str = ""
-    """What its function runs in a library that begins with the definitions of all parts; empty: `source`."""
+    """Body of its function in a library that begins with the definitions of all parts; empty: `source`."""
 
     @property
     def sha(self) -> str:
@@ -61,7 +61,7 @@ class Library:
     source: str
 
     def function(self, script: str) -> str:
-        """What FCALL names a script by."""
+        """Returns the name by which FCALL calls a script."""
         return f"{self.name}_{script}"
 
 

@@ -212,7 +212,7 @@ class RedisServer:
             return
 
         def end_unsynced(error: OSError) -> None:
-            """As Redis does under ``always``; its keeper starts it again from what the disk has."""
+            """Kills redis-server, which does so itself under ``always``; its keeper starts it again from the disk."""
             what = "the append-only file cannot be synced"
             logger.error("%s: %s (%s): redis-server is ended", self.directory, what, error.strerror)
             if process.returncode is None:
@@ -255,7 +255,7 @@ class RedisServer:
             return False
 
     async def _loaded_bytes(self, client: aioredis.Redis) -> int:
-        """How much of its file it has loaded; 0 where it does not say."""
+        """Returns the bytes of its file that it has loaded; 0 if it does not answer."""
         try:
             info = await client.info("persistence")
         except (RedisError, OSError):
@@ -314,7 +314,7 @@ class RedisCluster:
 
     @property
     def url(self) -> str:
-        """Of the first node; clients find the others through it. Without the password."""
+        """URL of the first node, without the password; clients find the other nodes through it."""
         return self.servers[0].url
 
     async def start(self) -> None:

@@ -38,8 +38,9 @@ COPIES_SMALL_PAGES = (5, 8)
 
 
 def server_environment() -> dict[str, str]:
-    """Of a redis-server. Its allocator uses huge pages unless the environment already configures it: storing a
-    payload takes two thirds of the time, and a fork, which copies the page tables, a tenth (docs/benchmarks.md)."""
+    """Environment of a redis-server. Its allocator uses huge pages unless the environment already configures it.
+
+    Storing a payload takes two thirds of the time then, and a fork, which copies the page tables, a tenth."""
     environment = environment_without_secrets()
     kernel = re.match(r"(\d+)\.(\d+)", platform.release())
     if kernel and (int(kernel[1]), int(kernel[2])) >= COPIES_SMALL_PAGES:
