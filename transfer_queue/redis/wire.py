@@ -25,11 +25,7 @@ from penstock.common import HugePageArena
 from penstock.transfer_queue.codec.packing import Packed
 
 READ_BYTES = 1 << 16
-LONG_BYTES = READ_BYTES
-"""A string of at least this length is received where it stays."""
-_HEAD_BYTES = 16
-"""Within these a head ``$LENGTH\\r\\n`` ends."""
-_STRING = ord("$")
+"""Size of a node's buffer. A string of at least this length is received where it stays."""
 _NOTHING = object()
 _NOT_COPIED = frozenset({Packed, memoryview})
 
@@ -132,16 +128,24 @@ class Wire(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         if self._long is not None:
             self._filled += nbytes
-            self._end_long()
+            if self._filled < len(self._long):
+                return
+            if self._long[-2:] == b"\r\n":
+                self._received.append(self._long[:-2].toreadonly())
+            else:
+                problem = f"a string of {len(self._long) - 2} bytes is not followed by a line end"
+                self._lost = InvalidResponse(problem)
+            self._long = None
         elif length := self._long_begins(nbytes):
             head = self._buffer.index(b"\n") + 1
             self._long = self._arena.allocate(length + 2)
             self._filled = nbytes - head
             self._long[: self._filled] = self._view[head:nbytes]
+            return
         else:
             self._parser.feed(self._buffer, 0, nbytes)
             self._parsing = True
-            self._wake()
+        self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = exc if isinstance(exc, OSError) else RedisConnectionError("Connection closed by server.")
@@ -149,21 +153,10 @@ class Wire(asyncio.BufferedProtocol):
 
     def _long_begins(self, nbytes: int) -> int:
         """Length of the long string whose head the buffer begins with, where it is a reply by itself; else 0."""
-        if self._parsing or self._buffer[0] != _STRING:
+        if self._parsing or self._buffer[0] != ord("$"):
             return 0
-        length, end, _ = bytes(self._view[1 : min(nbytes, _HEAD_BYTES)]).partition(b"\r\n")
-        return int(length) if end and length.isdigit() and int(length) >= LONG_BYTES else 0
-
-    def _end_long(self) -> None:
-        long = self._long
-        if long is None or self._filled < len(long):
-            return
-        if long[-2:] != b"\r\n":
-            self._lost = InvalidResponse(f"a string of {len(long) - 2} bytes is not followed by a line end")
-        else:
-            self._received.append(long[:-2].toreadonly())
-        self._long = None
-        self._wake()
+        length, end, _ = bytes(self._view[1 : min(nbytes, 16)]).partition(b"\r\n")  # a head is shorter than 16 bytes
+        return int(length) if end and length.isdigit() and int(length) >= READ_BYTES else 0
 
     def _wake(self) -> None:
         if self._arrived is not None and not self._arrived.done():
