@@ -56,15 +56,6 @@ def test_another_process_reads_what_it_has_never_seen(log: BatchLog) -> None:
     assert reader.read(None, [A, B]) == {A: b"a", B: b"b"}
 
 
-def test_an_episode_counts_as_it_was_appended_last(log: BatchLog) -> None:
-    log.append(2, {A: b"first", B: b"b"}, "w")
-    log.append(2, {A: b"second"}, "w")
-    assert log.read(2, [A, B]) == {A: b"second", B: b"b"}
-    log.append(1, {A: b"third"}, "v")
-    assert log.read(None, [A]) == {A: b"third"}
-    assert log.read(2, [A]) == {A: b"second"}
-
-
 def test_a_repeat_is_harmless_and_repairs_what_was_damaged(log: BatchLog) -> None:
     log.append(2, {A: b"alpha", B: b"beta"}, "w")
     flip(only_file(log), -1)
