@@ -21,12 +21,10 @@ from numpy.typing import NDArray
 
 from penstock.transfer_queue import RoutedExperts
 
-MOST_IN_A_BYTE = 256
-
 
 def experts_dtype(experts: int) -> type[np.unsignedinteger[Any]]:
     """For numbers below `experts`."""
-    return np.uint8 if experts <= MOST_IN_A_BYTE else np.uint16
+    return np.uint8 if experts <= 256 else np.uint16
 
 
 @dataclass(frozen=True, slots=True)

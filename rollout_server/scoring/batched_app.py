@@ -15,8 +15,6 @@ from penstock.common import serve as serve_http
 from penstock.common.prometheus import CONTENT_TYPE
 from penstock.rollout_server.scoring.batcher import Batcher
 
-LAST_REQUESTS_S = 5
-"""Longest time that requests in progress may take when the server stops."""
 logger = logging.getLogger(__name__)
 
 
@@ -57,6 +55,5 @@ def guarded(app: FastAPI, token: str, whose: str) -> ASGIApp:
 
 async def serve_batched(app: ASGIApp, host: str, port: int, name: str) -> None:
     """Serves until it is cancelled or gets SIGTERM. `name` is for the log. Raises `OSError` where the port is taken."""
-    await serve_http(
-        app, listen(host, port), stop_s=LAST_REQUESTS_S, on_ready=lambda url: logger.info("%s on %s", name, url)
-    )
+    # When it stops, requests in progress may take five seconds.
+    await serve_http(app, listen(host, port), stop_s=5, on_ready=lambda url: logger.info("%s on %s", name, url))

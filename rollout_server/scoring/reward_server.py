@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -34,9 +34,6 @@ MAX_ANSWER_CHARS = 1 << 20
 
 class BadScore(Exception):
     """The model returned NaN or an infinity."""
-
-
-STATUSES: Mapping[type[Exception], int] = {Busy: 429, Late: 504, BadScore: 503, BadConversation: 422}
 
 
 class Item(BaseModel):
@@ -98,7 +95,7 @@ def _finite(scores: list[float]) -> list[float]:
 
 
 def _refusal(error: Exception, counters: RewardMetrics) -> JSONResponse:
-    status = STATUSES[type(error)]
+    status = {Busy: 429, Late: 504, BadScore: 503, BadConversation: 422}[type(error)]
     counters.requests.labels(type(error).__name__.lower()).inc()
     headers = {"Retry-After": "1"} if status == 429 else None
     return JSONResponse({"detail": str(error)}, status, headers=headers)

@@ -126,8 +126,12 @@ class _UntilGone:
         task = asyncio.current_task()
         assert task is not None
         self._task, self._cancelling = task, task.cancelling()
-        self._watch = asyncio.ensure_future(_disconnected(self._receive))
+        self._watch = asyncio.ensure_future(self._until_disconnected())
         self._watch.add_done_callback(self._on_gone)
+
+    async def _until_disconnected(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
 
     def _on_gone(self, watch: asyncio.Future[None]) -> None:
         if not self._left and not watch.cancelled():
@@ -139,11 +143,6 @@ class _UntilGone:
         await cancel_and_wait([self._watch])
         ours = self._gone and self._task.uncancel() <= self._cancelling
         return ours and kind is not None and issubclass(kind, asyncio.CancelledError)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def chunk_line(chunk: Chunk) -> bytes:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from penstock.common import Metrics
 from penstock.weight_sync import LoadReport
 
-PAUSE_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-
 
 class RolloutMetrics(Metrics):
     """``penstock_rollout_*`` of one server."""
@@ -21,7 +19,8 @@ class RolloutMetrics(Metrics):
         self.updates = self.counter("weight_updates", "Weight swaps done")
         self.refused = self.counter("weights_refused", "Weights that did not verify")
         self.restarts = self.counter("engine_restarts", "Engine restarts")
-        self.pause_s = self.histogram("pause_seconds", "Decoding paused per swap", buckets=PAUSE_BUCKETS_S)
+        pauses_s = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+        self.pause_s = self.histogram("pause_seconds", "Decoding paused per swap", buckets=pauses_s)
         self.fetch_s = self.histogram("fetch_seconds", "Fetch and check of new weights")
 
     def updated(self, report: LoadReport) -> None:

@@ -214,15 +214,12 @@ def bound_logs(folder: Path, max_bytes: int = MAX_LOG_BYTES) -> None:
     Truncated in place, not renamed: a running engine has the file open, and appends at the end wherever the end is.
     """
     for log in folder.glob("*.log"):
-        if log.stat().st_size > max_bytes:
-            _rotate(log)
-
-
-def _rotate(log: Path) -> None:
-    for number in range(KEPT_LOGS, 1, -1):
-        older = log.with_name(f"{log.name}.{number - 1}")
-        if older.exists():
-            older.replace(log.with_name(f"{log.name}.{number}"))
-    with log.open("rb") as current, open_private(log.with_name(f"{log.name}.1"), "wb") as kept:
-        shutil.copyfileobj(current, kept)
-    os.truncate(log, 0)
+        if log.stat().st_size <= max_bytes:
+            continue
+        for number in range(KEPT_LOGS, 1, -1):
+            older = log.with_name(f"{log.name}.{number - 1}")
+            if older.exists():
+                older.replace(log.with_name(f"{log.name}.{number}"))
+        with log.open("rb") as current, open_private(log.with_name(f"{log.name}.1"), "wb") as copy:
+            shutil.copyfileobj(current, copy)
+        os.truncate(log, 0)

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import NoReturn, Protocol, TypeVar
 
 from penstock.rollout_server.protocol import EngineError, EngineInfo
@@ -22,8 +22,6 @@ LOOK_AGAIN_S = 0.1
 """Between two looks at a server of another build that may give way."""
 UNDECIDED_S = 10.0
 """It has so long to do so: more than a call to the queue takes, and than the entry of a dead server is kept."""
-SETTING_OF_BUILD = {"vllm": "rollout.vllm_python", "sglang": "rollout.sglang_python"}
-"""What chooses the environment that an engine is in; others are in this process's own."""
 T = TypeVar("T")
 
 
@@ -137,11 +135,6 @@ class BuildCheck:
         except QueueError as error:
             logger.warning("engines of other servers are not compared: %s", error)
             return
-        await self._outlast(info, others)
-        self._alike = info
-
-    async def _outlast(self, info: EngineInfo, others: Sequence[ServerInfo]) -> None:
-        """Returns once those of another build have left. Raises `EngineError` where this server is to give way."""
         give_up_at = time.monotonic() + UNDECIDED_S
         while others:
             stays = next((one for one in others if one.accepting or one.server_id < self._name), None)
@@ -150,14 +143,17 @@ class BuildCheck:
             await asyncio.sleep(LOOK_AGAIN_S)
             with contextlib.suppress(QueueError):  # `give_up_at` ends this too
                 others = await self._unlike(info)
+        self._alike = info
 
     async def _unlike(self, info: EngineInfo) -> list[ServerInfo]:
         servers = await self._connection.ask(self._connection.queue.servers())
         return [one for one in servers if one.server_id != self._name and one.engine not in ("", build_of(info))]
 
     def _refuse(self, info: EngineInfo, other: ServerInfo) -> NoReturn:
+        # The environment of a stock server has a setting; other engines are in this process's own.
+        setting = f"rollout.{info.name}_python" if info.name in ("vllm", "sglang") else "rollout.engine"
         raise EngineError(
-            f"{SETTING_OF_BUILD.get(info.name, 'rollout.engine')}: the engine of {self._name} is {build_of(info)}, and"
+            f"{setting}: the engine of {self._name} is {build_of(info)}, and"
             f" {other.server_id} at {other.url} has {other.engine}: tokens of one step would be sampled by two"
             f" builds. Install {other.engine} for this server, or stop {other.server_id} first"
         )

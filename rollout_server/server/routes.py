@@ -31,7 +31,6 @@ REFUSALS = {
     "422": "The request is invalid at every server; `field` says where",
 }
 """Of every route but those of episodes, which declare their own, in OpenAI's shape."""
-EPISODES = "/episodes"
 GENERATE_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
         "description": 'One `Chunk` per line; the last has `finish_reason`, or is `{"error": …}`.',
@@ -97,7 +96,7 @@ def make_routes(sidecar: Sidecar, model: str, on_drain: Callable[[], None]) -> F
     """The routes without access control."""
     app = FastAPI(title="Penstock rollout server", docs_url=None, redoc_url=None)
     add_error_handlers(app, dict.fromkeys(REFUSED, refusal))
-    complete_openapi(app, lambda path: {} if path.startswith(EPISODES) else REFUSALS, (Chunk, GenerateRequest))
+    complete_openapi(app, lambda path: {} if path.startswith("/episodes") else REFUSALS, (Chunk, GenerateRequest))
     _add_generate(app, sidecar)
     _add_weights(app, sidecar)
     _add_health(app, sidecar, model)

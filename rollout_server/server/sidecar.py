@@ -49,9 +49,6 @@ STABLE_S = 300.0
 """An engine that ran this long has its restarts forgotten."""
 BACKOFF = Backoff(0.5, 15.0, jitter=(0.8, 1.2))
 STRAGGLER_DRAIN_S = 20.0
-RECEIVES = "a version is received in place"
-MOST_REFUSAL = 500
-"""Characters of a refusal in the registry."""
 
 
 class NewEngine(Protocol):
@@ -337,7 +334,7 @@ class Sidecar:
             return None
         self.metrics.version.set(self.version)
         tokens, evaluates = self.requests.in_flight_tokens, self.pin is not None
-        number, cause = (None, "") if refused is None else (refused.version, self.weights.cause[:MOST_REFUSAL])
+        number, cause = (None, "") if refused is None else (refused.version, self.weights.cause[:500])
         asleep = self._devices is not None and self._devices.asleep
         return ServerInfo(
             self.name,
@@ -375,9 +372,12 @@ class Sidecar:
         receives = self.open and self._stands_still
         most_s = STALL_S if self.requests.in_flight else 2 * PROBE_S + PROBE_TIMEOUT_S
         stalled = self.open and not receives and silent_s > most_s
+        cause = "a version is received in place" if receives else self.cause
+        if stalled:
+            cause = f"no token sampled for {silent_s:.0f} s"
         return Health(
             ok=self.open and not self.draining and not stalled,
-            cause=f"no token sampled for {silent_s:.0f} s" if stalled else RECEIVES if receives else self.cause,
+            cause=cause,
             draining=self.draining,
             engine=self.info,
             version=self.version,
