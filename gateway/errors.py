@@ -98,8 +98,6 @@ def refusal_of(error: InvalidRequest | GatewayError, errors: ErrorFormat = OPENA
 
 
 PREFIX = "/episodes/"
-ANTHROPIC_VERSION = b"anthropic-version"
-"""A header that all clients of Anthropic's API send."""
 
 
 def errors_for(scope: Scope) -> ErrorFormat:
@@ -107,7 +105,8 @@ def errors_for(scope: Scope) -> ErrorFormat:
     wire = wire_at(scope["path"].removeprefix(PREFIX).partition("/v1/")[2])
     if wire is not None:
         return wire.errors
-    return ANTHROPIC_ERRORS if header(scope, ANTHROPIC_VERSION) else OPENAI_ERRORS
+    # All clients of Anthropic's API send this header.
+    return ANTHROPIC_ERRORS if header(scope, b"anthropic-version") else OPENAI_ERRORS
 
 
 class ClientErrors:
@@ -146,20 +145,20 @@ class _ErrorRewriter:
             await self._flush(self._start)
 
     async def _flush(self, start: Message) -> None:
-        body = json.dumps(_body_as(self._errors, start["status"], self._body)).encode()
+        status, sent = start["status"], self._body
+        try:
+            whole = json.loads(sent)
+            error = whole["error"]
+            if "type" not in error:
+                whole = self._errors.body(status, error["message"], error.get("field") or None)
+        except (ValueError, KeyError, TypeError):
+            text = sent.decode(errors="replace") or f"the request failed with status {status}"
+            whole = self._errors.body(status, text)
+        body = json.dumps(whole).encode()
         kept = [(name, value) for name, value in start["headers"] if name not in (b"content-length", b"content-type")]
         new = [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
         await self._send({**start, "headers": [*kept, *new]})
         await self._send({"type": "http.response.body", "body": body})
-
-
-def _body_as(errors: ErrorFormat, status: int, body: bytes) -> Mapping[str, Any]:
-    try:
-        whole = json.loads(body)
-        error = whole["error"]
-        return whole if "type" in error else errors.body(status, error["message"], error.get("field") or None)
-    except (ValueError, KeyError, TypeError):
-        return errors.body(status, body.decode(errors="replace") or f"the request failed with status {status}")
 
 
 log = logging.getLogger(__name__)

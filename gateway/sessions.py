@@ -109,8 +109,7 @@ class SessionManager:
             ended = self._ended.get(handle)
             if ended is not None:
                 raise Gone(ended if isinstance(ended, str) else f"the episode is finished: {ended.outcome}")
-            episode = self._open.get(handle)
-            return episode if episode is not None else await self._adopt(handle)
+            return self._open.get(handle) or await self._adopt(handle)
 
     async def _adopt(self, handle: str) -> GatewaySession:
         try:
@@ -147,22 +146,17 @@ class SessionManager:
                 if not isinstance(self._ended.get(handle), FinishResult):
                     self._forget(handle, await finish(episode, outcome))
         except Gone:
-            if not isinstance(self._ended.get(handle), FinishResult):
-                self._forget(handle, await self._finished_before(handle))
+            known = self._ended.get(handle)
+            if not isinstance(known, FinishResult):  # it may have been finished before a restart of this server
+                try:
+                    earlier = await finished_earlier(lease_of(handle)[0], handle, self.context.queue)
+                except QueueError as error:
+                    raise NotNow(f"the queue: {error}") from error
+                if earlier is None:
+                    raise Gone(known or "the episode has ended, or it was leased anew") from None
+                self._forget(handle, earlier)
         ending = self._ended[handle]
         assert isinstance(ending, FinishResult)
-        return ending
-
-    async def _finished_before(self, handle: str) -> FinishResult:
-        """The result of an episode finished before a restart, from the queue. Raises `Gone` where there is none."""
-        episode_id, _ = lease_of(handle)
-        try:
-            ending = await finished_earlier(episode_id, handle, self.context.queue)
-        except QueueError as error:
-            raise NotNow(f"the queue: {error}") from error
-        if ending is None:
-            known = self._ended.get(handle)
-            raise Gone(known if isinstance(known, str) else "the episode has ended, or it was leased anew")
         return ending
 
     def _forget(self, handle: str, ending: FinishResult | str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.sandbox import RunResult, SandboxError, SandboxLost
+from penstock.sandbox import RunResult, Sandbox, SandboxError, SandboxLost
 from penstock.tools.base import ToolInfraError, ToolResult
 from penstock.tools.episode_box import BoxTool, EpisodeBox
 
@@ -35,6 +35,10 @@ class PythonTool(BoxTool):
         "properties": {"code": {"type": "string"}},
         "required": ["code"],
     }
+
+    def __init__(self, sandbox: Sandbox | None = None) -> None:
+        """Takes no settings. Raises `ValueError` without a sandbox."""
+        super().__init__(sandbox)
 
     async def execute(self, state: EpisodeBox, arguments: Mapping[str, Any]) -> ToolResult:
         code = arguments["code"]

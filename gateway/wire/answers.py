@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
+
+from penstock.gateway.wire.types import SampledToken
 
 
 class Shape(BaseModel):
@@ -57,6 +59,11 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
     """Body of an error; statuses that are not in the table are treated as 400 or 500."""
     kind, usual = _TYPES.get(status) or _TYPES[400 if status < 500 else 500]
     return {"error": {"message": message, "type": kind, "param": param, "code": code or usual}}
+
+
+def token_logprobs(tokens: Sequence[SampledToken]) -> list[dict[str, Any]]:
+    """`top_logprobs` is empty: only the sampled token's log-probability is known."""
+    return [{"token": one.text, "bytes": list(one.raw), "logprob": one.logprob, "top_logprobs": []} for one in tokens]
 
 
 SSE_DONE = b"data: [DONE]\n\n"

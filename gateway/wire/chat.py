@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from penstock.gateway.wire.answers import SSE_DONE, error_body, sse_data
+from penstock.gateway.wire.answers import SSE_DONE, error_body, sse_data, token_logprobs
 from penstock.gateway.wire.reader import TextDelta
 from penstock.gateway.wire.schema import (
     HARMLESS,
@@ -126,7 +126,12 @@ def plain_message(message: MessageIn, where: str, *, images: bool = False) -> di
     if message.name is not None:
         plain["name"] = message.name
     if isinstance(message, AssistantMessage):
-        return _plain_assistant(plain, message)
+        if message.reasoning_content is not None:
+            plain["reasoning_content"] = message.reasoning_content
+        if message.tool_calls:
+            plain["tool_calls"] = [
+                plain_call(one.id, one.function.name, one.function.arguments) for one in message.tool_calls
+            ]
     if isinstance(message, ToolMessage):
         plain["tool_call_id"] = message.tool_call_id
     return plain
@@ -157,16 +162,6 @@ def message_of(choice: Choice) -> dict[str, Any]:
     plain: dict[str, Any] = {"role": "assistant", "content": choice.content}
     if choice.calls:
         plain["tool_calls"] = [plain_call(one.call_id, one.name, arguments_text(one)) for one in choice.calls]
-    return plain
-
-
-def _plain_assistant(plain: dict[str, Any], message: AssistantMessage) -> dict[str, Any]:
-    if message.reasoning_content is not None:
-        plain["reasoning_content"] = message.reasoning_content
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            plain_call(one.id, one.function.name, one.function.arguments) for one in message.tool_calls
-        ]
     return plain
 
 
@@ -215,6 +210,8 @@ def parse_chat(body: Any, *, images: bool = False) -> CompletionRequest:
     functions = [tool.function for tool in chat.tools or []]
     check_names(functions)
     check_tool_choice(chat.tool_choice)
+    if None not in (chat.max_tokens, chat.max_completion_tokens) and chat.max_tokens != chat.max_completion_tokens:
+        raise InvalidRequest("max_tokens", "differs from max_completion_tokens; it is its old name", "invalid_value")
     messages = tuple(plain_message(one, f"messages.{i}", images=images) for i, one in enumerate(chat.messages))
     return CompletionRequest(
         api="chat",
@@ -225,18 +222,12 @@ def parse_chat(body: Any, *, images: bool = False) -> CompletionRequest:
         tool_choice=chat.tool_choice or "auto",
         parallel_tool_calls=chat.parallel_tool_calls is not False,
         n=chat.n or 1,
-        sampling=sampling_of(chat, _max_new_tokens(chat)),
+        sampling=sampling_of(chat, chat.max_completion_tokens or chat.max_tokens),
         stop=chat.stops,
         logprobs=bool(chat.logprobs),
         stream=bool(chat.stream),
         include_usage=chat.wants_usage,
     )
-
-
-def _max_new_tokens(chat: ChatBody) -> int | None:
-    if None not in (chat.max_tokens, chat.max_completion_tokens) and chat.max_tokens != chat.max_completion_tokens:
-        raise InvalidRequest("max_tokens", "differs from max_completion_tokens; it is its old name", "invalid_value")
-    return chat.max_completion_tokens or chat.max_tokens
 
 
 def chat_body(request: CompletionRequest, head: AnswerHead, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -250,20 +241,40 @@ def chat_body(request: CompletionRequest, head: AnswerHead, choices: Sequence[Ch
         }
         for choice in choices
     ]
-    return {**_frame(head, "chat.completion"), "choices": whole, "usage": usage(head, choices)}
+    return {**frame_of(head, "chat.completion"), "choices": whole, "usage": usage(head, choices)}
 
 
-class ChatStream:
+class ChoicesStream:
+    """The end of a stream, and the frame of its events, in chat and completions."""
+
+    def __init__(self, request: CompletionRequest, head: AnswerHead, kind: str) -> None:
+        self._request, self._head = request, head
+        self._frame = frame_of(head, kind)
+        self._shown = [0] * request.n
+        """Characters of content sent, by choice."""
+        self._done: list[Choice] = []
+
+    def end(self) -> bytes:
+        """Usage if requested, and the end of the stream."""
+        if not self._request.include_usage:
+            return SSE_DONE
+        return sse_data({**self._frame, "choices": [], "usage": usage(self._head, self._done)}) + SSE_DONE
+
+    def fail(self, status: int, message: str) -> bytes:
+        """In place of `end`, where the answer broke off: an error that clients raise, without ``[DONE]``."""
+        return sse_data(error_body(status, message))
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        more = {"usage": None} if self._request.include_usage else {}
+        return sse_data({**self._frame, "choices": [choice], **more})
+
+
+class ChatStream(ChoicesStream):
     """`start` once, `feed` and one `finish` per choice, `end` once; each returns bytes for the client, maybe none."""
 
     def __init__(self, request: CompletionRequest, head: AnswerHead) -> None:
-        self._request = request
-        self._frame = _frame(head, "chat.completion.chunk")
-        self._head = head
-        self._shown = [0] * request.n
-        """Characters of content sent, by choice."""
+        super().__init__(request, head, "chat.completion.chunk")
         self._tokens = [0] * request.n
-        self._done: list[Choice] = []
 
     def start(self) -> bytes:
         """The role of each choice, sent before the first token."""
@@ -287,23 +298,11 @@ class ChatStream:
         self._done.append(choice)
         return b"".join(events)
 
-    def end(self) -> bytes:
-        """Usage if requested, and the end of the stream."""
-        if not self._request.include_usage:
-            return SSE_DONE
-        return sse_data({**self._frame, "choices": [], "usage": usage(self._head, self._done)}) + SSE_DONE
-
-    def fail(self, status: int, message: str) -> bytes:
-        """In place of `end`, where the answer broke off: an error that clients raise, without ``[DONE]``."""
-        return sse_data(error_body(status, message))
-
     def _chunk(
         self, index: int, delta: dict[str, Any], tokens: Sequence[SampledToken] = (), finish_reason: str | None = None
     ) -> bytes:
         logprobs = _logprobs(tokens) if tokens else None
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        more = {"usage": None} if self._request.include_usage else {}
-        return sse_data({**self._frame, "choices": [choice], **more})
+        return self._event({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
 
 
 def usage(head: AnswerHead, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -317,7 +316,7 @@ def usage(head: AnswerHead, choices: Sequence[Choice]) -> dict[str, Any]:
     }
 
 
-def _frame(head: AnswerHead, kind: str) -> dict[str, Any]:
+def frame_of(head: AnswerHead, kind: str) -> dict[str, Any]:
     return {"id": head.answer_id, "object": kind, "created": head.created_s, "model": head.model}
 
 
@@ -337,8 +336,4 @@ def _call(call: ToolCall, position: int | None = None) -> dict[str, Any]:
 
 
 def _logprobs(tokens: Sequence[SampledToken]) -> dict[str, Any]:
-    """`top_logprobs` is empty: only the sampled token's log-probability is known."""
-    content = [
-        {"token": one.text, "bytes": list(one.raw), "logprob": one.logprob, "top_logprobs": []} for one in tokens
-    ]
-    return {"content": content, "refusal": None}
+    return {"content": token_logprobs(tokens), "refusal": None}

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from penstock.gateway.wire.answers import SSE_DONE, error_body, sse_data
-from penstock.gateway.wire.chat import usage
+from penstock.gateway.wire.chat import ChoicesStream, frame_of, usage
 from penstock.gateway.wire.reader import TextDelta
 from penstock.gateway.wire.schema import (
     HARMLESS,
@@ -69,10 +68,15 @@ def parse_completion(body: Any) -> CompletionRequest:
         raise InvalidRequest("logprobs", f"above 1 is not supported here: {ONE_LOGPROB}", "unsupported_parameter")
     if completion.echo and completion.logprobs is not None:
         raise InvalidRequest("echo", f"is not supported here with logprobs: {PROMPT_LOGPROBS}", "unsupported_parameter")
+    prompt: Any = completion.prompt
+    if isinstance(prompt, list) and not isinstance(prompt[0], int):
+        if len(prompt) > 1:
+            raise InvalidRequest("prompt", "one prompt per request: each is its own answer", "unsupported_parameter")
+        (prompt,) = prompt
     return CompletionRequest(
         api="completions",
         model=completion.model,
-        prompt=_one_prompt(completion.prompt),
+        prompt=prompt if isinstance(prompt, str) else tuple(prompt),
         n=n,
         sampling=sampling_of(completion, completion.max_tokens),
         stop=completion.stops,
@@ -81,14 +85,6 @@ def parse_completion(body: Any) -> CompletionRequest:
         include_usage=completion.wants_usage,
         echo_prompt=bool(completion.echo),
     )
-
-
-def _one_prompt(prompt: Any) -> str | tuple[int, ...]:
-    several = isinstance(prompt, list) and not isinstance(prompt[0], int)
-    if several and len(prompt) > 1:
-        raise InvalidRequest("prompt", "one prompt per request: each is its own answer", "unsupported_parameter")
-    one = prompt[0] if several else prompt
-    return one if isinstance(one, str) else tuple(one)
 
 
 def completion_body(request: CompletionRequest, head: AnswerHead, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -102,24 +98,21 @@ def completion_body(request: CompletionRequest, head: AnswerHead, choices: Seque
         )
         for one in choices
     ]
-    return {**_frame(head), "choices": whole, "usage": usage(head, choices)}
+    return {**frame_of(head, "text_completion"), "choices": whole, "usage": usage(head, choices)}
 
 
-class CompletionStream:
+class CompletionStream(ChoicesStream):
     """The same calls as `ChatStream`."""
 
     def __init__(self, request: CompletionRequest, head: AnswerHead) -> None:
-        self._request = request
-        self._head = head
-        self._shown = [0] * request.n
+        super().__init__(request, head, "text_completion")
         self._tokens: list[list[SampledToken]] = [[] for _ in range(request.n)]
-        self._done: list[Choice] = []
 
     def start(self) -> bytes:
         """The prompt of each choice, where it is repeated."""
         if not self._head.echoed:
             return b""
-        return b"".join(self._event(index, self._head.echoed, None, None) for index in range(self._request.n))
+        return b"".join(self._event(_choice(index, self._head.echoed, None, None)) for index in range(self._request.n))
 
     def feed(self, index: int, delta: TextDelta) -> bytes:
         """Text that can be shown and tokens that were sampled meanwhile."""
@@ -131,31 +124,12 @@ class CompletionStream:
         self._done.append(choice)
         return self._chunk(choice.index, TextDelta(choice.content[shown:], choice.tokens[sent:]), choice.finish_reason)
 
-    def end(self) -> bytes:
-        """Usage where asked for, and the end of the stream."""
-        if not self._request.include_usage:
-            return SSE_DONE
-        return sse_data({**_frame(self._head), "choices": [], "usage": usage(self._head, self._done)}) + SSE_DONE
-
-    def fail(self, status: int, message: str) -> bytes:
-        """In place of `end`, where the answer broke off."""
-        return sse_data(error_body(status, message))
-
     def _chunk(self, index: int, delta: TextDelta, finish_reason: str | None) -> bytes:
         offset = _characters(self._tokens[index])
         logprobs = _logprobs(delta.tokens, offset) if delta.tokens else None
         self._tokens[index].extend(delta.tokens)
         self._shown[index] += len(delta.text)
-        return self._event(index, delta.text, logprobs, finish_reason)
-
-    def _event(self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None) -> bytes:
-        choice = _choice(index, text, logprobs, finish_reason)
-        more = {"usage": None} if self._request.include_usage else {}
-        return sse_data({**_frame(self._head), "choices": [choice], **more})
-
-
-def _frame(head: AnswerHead) -> dict[str, Any]:
-    return {"id": head.answer_id, "object": "text_completion", "created": head.created_s, "model": head.model}
+        return self._event(_choice(index, delta.text, logprobs, finish_reason))
 
 
 def _choice(index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None) -> dict[str, Any]:

@@ -37,7 +37,6 @@ from penstock.gateway.wire.schema import (
 from penstock.gateway.wire.thinking_blocks import text_before
 from penstock.gateway.wire.types import CompletionRequest, InvalidRequest
 
-MAX_STOPS = 64
 ACCOUNTING = "x-anthropic-billing-header:"
 """Begins a system block of Claude Code's that differs from call to call and is not for the model: ignored."""
 
@@ -150,7 +149,10 @@ Turns = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="ro
 
 def plain_turns(system: str | Sequence[TextBlock] | None, turns: Sequence[Turns], *, images: bool) -> tuple[Any, ...]:
     """Messages as a chat template takes them. Raises `InvalidRequest`."""
-    messages = [] if not system else [{"role": "system", "content": _system_text(system)}]
+    messages: list[dict[str, Any]] = []
+    if system:
+        blocks = [] if isinstance(system, str) else [one.text for one in system if not one.text.startswith(ACCOUNTING)]
+        messages.append({"role": "system", "content": system if isinstance(system, str) else "".join(blocks)})
     for i, turn in enumerate(turns):
         where = f"messages.{i}.content"
         if isinstance(turn, AssistantTurn):
@@ -165,12 +167,6 @@ def plain_turns(system: str | Sequence[TextBlock] | None, turns: Sequence[Turns]
         problem = "is the assistant's: an answer that the client began cannot be continued; ask in a user message"
         raise InvalidRequest(f"messages.{len(turns) - 1}", problem, "unsupported_parameter")
     return tuple(messages)
-
-
-def _system_text(system: str | Sequence[TextBlock]) -> str:
-    if isinstance(system, str):
-        return system
-    return "".join(block.text for block in system if not block.text.startswith(ACCOUNTING))
 
 
 def _user(blocks: Sequence[Any], where: str, images: bool) -> list[dict[str, Any]]:
@@ -298,7 +294,7 @@ class MessagesBody(SamplingBody, MessagesPrompt):
     model_config = ConfigDict(json_schema_extra=ignored_fields(UNREAD))
 
     max_tokens: Count = Field(description="A bound: where agent.max_new_tokens is lower, that one holds.")
-    stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop_sequences: Annotated[list[Stop], Field(max_length=64)] | None = None
 
 
 FIELDS = BodyFields(MessagesBody, harmless=UNREAD, refused=NOT_MESSAGES)

@@ -95,12 +95,10 @@ def _frame(head: AnswerHead) -> dict[str, Any]:
     return {"id": head.answer_id, "type": "message", "role": "assistant", "model": head.model}
 
 
-_REASONS: dict[Finish, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-
-
 def _ending(choice: Choice) -> dict[str, Any]:
     by_string = choice.finish_reason == "stop" and choice.stop_string is not None
-    reason = "stop_sequence" if by_string else _REASONS[choice.finish_reason]
+    reasons: dict[Finish, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+    reason = "stop_sequence" if by_string else reasons[choice.finish_reason]
     return {"stop_reason": reason, "stop_sequence": choice.stop_string if by_string else None}
 
 

@@ -82,7 +82,12 @@ class AnswerReader:
             if not self.stopped:
                 self._take(ids[start : start + step])
         self.logprobs.extend(logprobs[: len(self.token_ids) - taken])
-        return TextDelta(self._next_text(), self._new_tokens(taken))
+        if not self._request.logprobs:
+            return TextDelta(self._next_text())
+        pairs = zip(self.token_ids[taken:], self.logprobs[taken:], strict=True)
+        tokens = tuple(token_of(self._of.token_bytes(one), logprob) for one, logprob in pairs)
+        self._tokens.extend(tokens)
+        return TextDelta(self._next_text(), tokens)
 
     def finish(self, reason: EngineFinish) -> Choice:
         """The whole answer. `reason` is the engine's; an end found here takes precedence."""
@@ -124,14 +129,6 @@ class AnswerReader:
             self.stopped = True
         elif self._one_call and self._of.syntax.one_is_whole(self._held):
             self.stopped = True
-
-    def _new_tokens(self, taken: int) -> tuple[SampledToken, ...]:
-        if not self._request.logprobs:
-            return ()
-        pairs = zip(self.token_ids[taken:], self.logprobs[taken:], strict=True)
-        new = [token_of(self._of.token_bytes(one), logprob) for one, logprob in pairs]
-        self._tokens.extend(new)
-        return tuple(new)
 
     # text out -------------------------------------------------------------------------------------------------------
     def _next_text(self) -> str:
@@ -300,7 +297,9 @@ def token_of(raw: bytes, logprob: float) -> SampledToken:
 def token_bytes_of(tokenizer: Any) -> TokenBytes:
     """Bytes of each id of a Hugging Face fast tokenizer: exact for byte-level BPE, else of the decoded text."""
     added = {index: str(token.content).encode() for index, token in tokenizer.added_tokens_decoder.items()}
-    if b"ByteLevel" not in _decoder_state(tokenizer):
+    decoder = tokenizer.backend_tokenizer.decoder
+    state = decoder.__getstate__() if decoder is not None else b""
+    if b"ByteLevel" not in (state if isinstance(state, bytes) else json.dumps(state).encode()):
         return lambda index: added.get(index) or tokenizer.decode([index]).encode()
 
     def token_bytes(index: int) -> bytes:
@@ -321,9 +320,3 @@ def byte_of_character() -> dict[str, int]:
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-def _decoder_state(tokenizer: Any) -> bytes:
-    decoder = tokenizer.backend_tokenizer.decoder
-    state = decoder.__getstate__() if decoder is not None else b""
-    return state if isinstance(state, bytes) else json.dumps(state).encode()

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from penstock.gateway.wire.answers import token_logprobs
 from penstock.gateway.wire.chat import arguments_text, plain_call
 from penstock.gateway.wire.schema import (
     HARMLESS,
@@ -133,29 +134,20 @@ def plain_items(items: Sequence[Item], *, images: bool = False) -> tuple[dict[st
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
         if isinstance(item, MessageItem):
-            messages.append(_plain_message(item, f"input.{i}.content", images))
+            role = "system" if item.role == "developer" else item.role
+            messages.append({"role": role, "content": plain_content(item.content, f"input.{i}.content", images)})
         elif isinstance(item, CallItem):
-            _add_call(messages, item)
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            calls = messages[-1].setdefault("tool_calls", [])
+            calls.append(plain_call(item.call_id, item.name, item.arguments))
         elif isinstance(item, OutputItem):
             content = plain_content(item.output, f"input.{i}.output", images)
             messages.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
     return tuple(messages)
 
 
-def _plain_message(item: MessageItem, where: str, images: bool) -> dict[str, Any]:
-    role = "system" if item.role == "developer" else item.role
-    return {"role": role, "content": plain_content(item.content, where, images)}
-
-
-def _add_call(messages: list[dict[str, Any]], item: CallItem) -> None:
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
-    calls = messages[-1].setdefault("tool_calls", [])
-    calls.append(plain_call(item.call_id, item.name, item.arguments))
-
-
 LOGPROBS = "message.output_text.logprobs"
-ECHOED = ["instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature", "top_p", "user"]
 
 
 class FunctionTool(Function):
@@ -211,6 +203,7 @@ def parse_response(body: Any, *, images: bool = False) -> CompletionRequest:
     tools = asked.tools or []
     check_names(tools)
     check_tool_choice(asked.tool_choice)
+    repeated = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature", "top_p", "user")
     return CompletionRequest(
         api="responses",
         model=asked.model,
@@ -224,7 +217,12 @@ def parse_response(body: Any, *, images: bool = False) -> CompletionRequest:
         include_usage=True,
         instructions=asked.instructions,
         previous_response_id=asked.previous_response_id,
-        echo=_echo(asked),
+        echo={
+            **{name: getattr(asked, name) for name in repeated},
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "tool_choice": asked.tool_choice or "auto",
+            "tools": [tool.model_dump() for tool in tools],
+        },
     )
 
 
@@ -235,16 +233,6 @@ def _messages(asked: ResponseBody, images: bool) -> tuple[dict[str, Any], ...]:
     if not messages and asked.previous_response_id is None:
         raise InvalidRequest("input", "there is no message in it", "invalid_value")
     return messages
-
-
-def _echo(asked: ResponseBody) -> dict[str, Any]:
-    """Fields that a ``response`` repeats, with their defaults where they were not given."""
-    return {
-        **{name: getattr(asked, name) for name in ECHOED},
-        "parallel_tool_calls": asked.parallel_tool_calls is not False,
-        "tool_choice": asked.tool_choice or "auto",
-        "tools": [tool.model_dump() for tool in asked.tools or []],
-    }
 
 
 def response_body(request: CompletionRequest, head: AnswerHead, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -306,11 +294,6 @@ def call_item(head: AnswerHead, call: ToolCall, position: int, status: str = "co
         "arguments": arguments_text(call) if status == "completed" else "",
         "status": status,
     }
-
-
-def token_logprobs(tokens: Sequence[SampledToken]) -> list[dict[str, Any]]:
-    """`top_logprobs` is empty: only the sampled token's log-probability is known."""
-    return [{"token": one.text, "bytes": list(one.raw), "logprob": one.logprob, "top_logprobs": []} for one in tokens]
 
 
 def _usage(head: AnswerHead, choice: Choice) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.gateway.wire.answers import sse_event
+from penstock.gateway.wire.answers import sse_event, token_logprobs
 from penstock.gateway.wire.chat import arguments_text
 from penstock.gateway.wire.reader import TextDelta
 from penstock.gateway.wire.responses import (
@@ -23,7 +23,6 @@ from penstock.gateway.wire.responses import (
     output_items,
     output_text,
     response_body,
-    token_logprobs,
 )
 from penstock.gateway.wire.types import AnswerHead, Choice, CompletionRequest, SampledToken
 from penstock.tools.parsers import ToolCall
@@ -65,7 +64,12 @@ class ResponseStream:
             events.append(self._open_message())
             seen = self._told + len(self._waiting)
             events.append(self.feed(0, TextDelta(choice.content[self._shown :], choice.tokens[seen:])))
-            events.append(self._close_message(choice, items[0]))
+            part = items[0]["content"][0]
+            events += [
+                self._event("output_text.done", **self._position(), text=choice.content, logprobs=part["logprobs"]),
+                self._event("content_part.done", **self._position(), part=part),
+                self._event("output_item.done", output_index=0, item=items[0]),
+            ]
         first = len(items) - len(choice.calls)
         events += [self._call(call, i, first + i) for i, call in enumerate(choice.calls)]
         return b"".join(events)
@@ -98,15 +102,6 @@ class ResponseStream:
         self._told += len(tokens)
         self._shown += len(text)
         return self._event("output_text.delta", **self._position(), delta=text, logprobs=token_logprobs(tokens))
-
-    def _close_message(self, choice: Choice, item: dict[str, Any]) -> bytes:
-        part = item["content"][0]
-        events = [
-            self._event("output_text.done", **self._position(), text=choice.content, logprobs=part["logprobs"]),
-            self._event("content_part.done", **self._position(), part=part),
-            self._event("output_item.done", output_index=0, item=item),
-        ]
-        return b"".join(events)
 
     def _call(self, call: ToolCall, position: int, output_index: int) -> bytes:
         opened, whole = (call_item(self._head, call, position, status) for status in ("in_progress", "completed"))

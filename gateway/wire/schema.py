@@ -61,15 +61,15 @@ class BodyFields(Generic[Body]):
         check_plain(given)
         known = {*self.body.model_fields, *self.harmless, *self.refused}
         for name, value in given.items():
-            self._check_name(name, value, known)
+            if name not in known:
+                raise InvalidRequest(path_text([name]), f"unknown field{nearest(name, known)}", "unknown_parameter")
+            refused = self.refused.get(name)
+            # False is not 0 here.
+            if refused is not None and not any(
+                value == one and isinstance(value, bool) == isinstance(one, bool) for one in (None, *refused.neutral)
+            ):
+                raise InvalidRequest(name, f"is not supported here: {refused.reason}", "unsupported_parameter")
         return validated(self.body, {name: given[name] for name in self.body.model_fields if name in given})
-
-    def _check_name(self, name: str, value: Any, known: set[str]) -> None:
-        if name not in known:
-            raise InvalidRequest(path_text([name]), f"unknown field{nearest(name, known)}", "unknown_parameter")
-        refused = self.refused.get(name)
-        if refused is not None and not _is_one_of(value, (None, *refused.neutral)):
-            raise InvalidRequest(name, f"is not supported here: {refused.reason}", "unsupported_parameter")
 
 
 def validated(model: type[Body], given: Any, where: Sequence[str | int] = ()) -> Body:
@@ -109,11 +109,6 @@ def path_text(where: Sequence[str | int]) -> str:
     return ".".join(str(part).encode(errors="backslashreplace").decode() or '""' for part in where)
 
 
-def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """False is not 0 here."""
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
-
-
 def _inside(value: Any) -> list[tuple[str | int, Any]]:
     if isinstance(value, Mapping):
         return list(value.items())
@@ -150,7 +145,6 @@ def _path_in(given: Any, location: tuple[str | int, ...]) -> tuple[str | int, ..
 
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1
-MAX_CHOICES = 16
 Count = Annotated[int, Field(ge=1, le=INT32)]
 Stop = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(min_length=1)]
@@ -215,7 +209,7 @@ class SamplingBody(WireModel):
 class ChoicesBody(SamplingBody):
     """Fields of chat and completions, not of the Responses API."""
 
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    n: int | None = Field(None, ge=1, le=16)
     seed: int | None = Field(None, ge=-INT64 - 1, le=INT64)
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     stream_options: StreamOptions | None = None
@@ -269,16 +263,13 @@ ToolChoice = Annotated[Any, Field(json_schema_extra={"enum": ["auto", "none", No
 def check_tool_choice(choice: Any) -> None:
     """Raises `InvalidRequest` for a choice that would force the model."""
     if choice not in (None, "auto", "none"):
+        name = repr(choice) if isinstance(choice, str) else "a named tool"
         raise InvalidRequest(
             "tool_choice",
-            f"{_shown(choice)} is not supported here: sampling is not constrained, so no call can be forced; "
+            f"{name} is not supported here: sampling is not constrained, so no call can be forced; "
             "use 'auto' or 'none', and ask for the call in the prompt",
             "unsupported_parameter",
         )
-
-
-def _shown(choice: Any) -> str:
-    return repr(choice) if isinstance(choice, str) else "a named tool"
 
 
 class ContentPart(WireModel):
