@@ -14,6 +14,7 @@ policy must earn the full reward on every task, and one that does nothing must e
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -21,13 +22,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.agent_loops.chat.chat import ChatTokens, chat_of
-from penstock.agent_loops.config import AgentConfig
-from penstock.agent_loops.episode import Episode
-from penstock.agent_loops.errors import InfraFailure, WorkerStopped
-from penstock.agent_loops.worker import WorkerJob, build_services, run_worker
+from penstock.agent_loops import (
+    AgentConfig,
+    ChatTokens,
+    Episode,
+    InfraFailure,
+    WorkerJob,
+    WorkerStopped,
+    build_services,
+    run_worker,
+)
+from penstock.agent_loops.chat import chat_of
 from penstock.rollout_server import Chunk, GenerateRequest, Generation
-from penstock.sandbox import Sandbox, SandboxConfig, make_sandbox
+from penstock.sandbox import SandboxConfig, make_sandbox
 from penstock.testing.fake_client import FakeClient
 from penstock.testing.memory_queue import MemoryTransferQueue
 from penstock.tools import ToolConfig
@@ -35,9 +42,6 @@ from penstock.tools.parsers import ToolCall
 from penstock.transfer_queue import DataCursor, DeadLetter, Limits, RunContext, Task, Trajectory
 
 SPLIT = "rehearsal"
-LEASE_TTL_S = 60.0
-POLL_S = 0.05
-_RESULT = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
 Says = Sequence[str] | Callable[[str], str]
 """The model's answers in order, the last one repeated; or a function of the context's text."""
 
@@ -62,7 +66,8 @@ class EpisodeState:
     @property
     def results(self) -> list[str]:
         """Texts of tool results, oldest first; without ``<tool_response>`` in the template, everything fed."""
-        return [text for fed in self.observed for text in (_RESULT.findall(fed) or [fed])]
+        marked = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
+        return [text for fed in self.observed for text in (marked.findall(fed) or [fed])]
 
     def call(self, name: str, **arguments: object) -> str:
         """A tool call as rendered by the model's template. Raises `ValueError` if the template has no tool calls."""
@@ -87,17 +92,14 @@ class ScriptedClient:
         """Episode → its context with the last answer, texts fed after each answer."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        return await self._speaker(request).generate(request)
+        return await FakeClient(lambda _: self._say(request)).generate(request)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
-        async for chunk in self._speaker(request).stream(request):
+        async for chunk in FakeClient(lambda _: self._say(request)).stream(request):
             yield chunk
 
     async def best_version(self) -> int | None:
         return 0
-
-    def _speaker(self, request: GenerateRequest) -> FakeClient:
-        return FakeClient(lambda _: self._say(request))
 
     def _say(self, request: GenerateRequest) -> list[int]:
         context = list(request.token_ids)
@@ -148,13 +150,13 @@ async def check_env(
     staged = [replace(task, split=SPLIT, task_id=f"{SPLIT}/{number:08d}") for number, task in enumerate(tasks)]
     queue = MemoryTransferQueue()
     await queue.create_run(
-        Limits(group_size=1, groups_per_step=1, max_staleness=0, max_attempts=1, lease_ttl_s=LEASE_TTL_S), "{}"
+        Limits(group_size=1, groups_per_step=1, max_staleness=0, max_attempts=1, lease_ttl_s=60.0), "{}"
     )
     await queue.submit(staged)
     player = ScriptedClient(chat_of(model, config), {task.task_id: task for task in staged}, policy)
     job = WorkerJob(
         name="rehearsal",
-        run=RunContext(queue, model, sandbox_token or "", recipe_dir=recipe_dir, lease_ttl_s=LEASE_TTL_S),
+        run=RunContext(queue, model, sandbox_token or "", recipe_dir=recipe_dir, lease_ttl_s=60.0),
         config=config,
         client=player,
         tools=list(tools),
@@ -173,7 +175,7 @@ async def _play(
     try:
         ended, since = 0, time.monotonic()
         while ended < count:
-            await asyncio.wait({worker}, timeout=POLL_S)
+            await asyncio.wait({worker}, timeout=0.05)
             if worker.done():
                 worker.result()  # a worker runs until it is cancelled: it can only have failed
             split = (await queue.status()).other_splits[SPLIT]
@@ -198,56 +200,44 @@ async def try_loop(
     sandbox: SandboxConfig | None = None,
     **agent: Any,
 ) -> Trajectory:
-    """One episode of `loop`, as a worker runs it. `agent`: fields of `AgentConfig`; without `reward`, the loop's own.
+    """Runs one episode of `loop` as a worker does.
 
-    `model` is the folder or hub name of a tokenizer; no weights are loaded. `task.split` is an evaluation's. `sandbox`:
-    for tools that need one. Raises `AgentError` and `SandboxError` as a worker does at its start, and `InfraFailure`
-    if the episode fails.
+    Args:
+        task: its split is an evaluation's, any name but ``train``.
+        model: folder or hub name of a tokenizer; no weights are loaded.
+        says: the model's answers.
+        recipe_dir: where files that `loop`, `tools` and `reward` name are looked for.
+        sandbox: for tools that need one.
+        agent: fields of `AgentConfig`; without `reward`, the loop's own reward counts.
+
+    Raises:
+        AgentError, SandboxError: as a worker does at its start.
+        InfraFailure: the episode failed, with the cause.
     """
-    made = make_sandbox(sandbox, "trial") if sandbox is not None else None
-    try:
-        return await _try(loop, task, model, says, list(tools), recipe_dir, made, agent)
-    finally:
-        if made is not None:
-            await made.close()
-
-
-async def _try(  # noqa: PLR0917 - called in one place
-    loop: str,
-    task: Task,
-    model: str,
-    says: Says,
-    tools: list[ToolConfig],
-    recipe_dir: Path,
-    sandbox: Sandbox | None,
-    agent: dict[str, Any],
-) -> Trajectory:
-    queue = MemoryTransferQueue()
-    await queue.create_run(Limits(group_size=1, groups_per_step=1, max_staleness=0, max_attempts=1), "trial: true")
-    client = FakeClient(lambda context: [])
+    queue, client = MemoryTransferQueue(), FakeClient(lambda context: [])
     run = RunContext(queue, model, recipe_dir=recipe_dir)
-    job = WorkerJob("trial", run, AgentConfig(loop=loop, **agent), client, tools)
-    services = build_services(job, sandbox)
-    client.reply = _player(services.chat, says)
-    await queue.submit([task], cursor=DataCursor(0, 1))
-    (lease,) = await queue.lease_episodes("trial", 1, 0)
+    job = WorkerJob("trial", run, AgentConfig(loop=loop, **agent), client, list(tools))
+    boxes = make_sandbox(sandbox, "trial") if sandbox is not None else None
     try:
-        outcome = await Episode(services, lease).run()
+        await queue.create_run(Limits(group_size=1, groups_per_step=1, max_staleness=0, max_attempts=1), "trial: true")
+        services = build_services(job, boxes)
+        turns = itertools.count()
+
+        def reply(context: list[int]) -> list[int]:
+            text = says(services.chat.decode(context)) if callable(says) else says[min(next(turns), len(says) - 1)]
+            return [*services.chat.encode(text), services.chat.turn_end_id]
+
+        client.reply = reply
+        await queue.submit([task], cursor=DataCursor(0, 1))
+        (lease,) = await queue.lease_episodes("trial", 1, 0)
+        try:
+            outcome = await Episode(services, lease).run()
+        finally:
+            await services.shared.close()
     finally:
-        await services.shared.close()
+        if boxes is not None:
+            await boxes.close()
     if not outcome.may_carry_reward:
         raise InfraFailure(outcome.component or str(outcome.kind), outcome.reason)
     (trajectory,) = await queue.read([lease.episode_id])
     return trajectory
-
-
-def _player(chat: ChatTokens, says: Says) -> Callable[[list[int]], list[int]]:
-    answered = 0
-
-    def reply(context: list[int]) -> list[int]:
-        nonlocal answered
-        text = says(chat.decode(context)) if callable(says) else says[min(answered, len(says) - 1)]
-        answered += 1
-        return [*chat.encode(text), chat.turn_end_id]
-
-    return reply
