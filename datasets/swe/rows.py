@@ -71,11 +71,16 @@ _READERS = {".parquet": _parquet, ".jsonl": _jsonl, ".json": _whole}
 
 
 # ---- fields
-def text(row: Raw, field: str, *, may_be_empty: bool = False) -> str:
-    """Raises `BadRow`."""
+def _value(row: Raw, field: str) -> Any:
     value = row.get(field)
     if value is None:
         raise BadRow(f"field {field!r} is missing; found {', '.join(sorted(row))}")
+    return value
+
+
+def text(row: Raw, field: str, *, may_be_empty: bool = False) -> str:
+    """Raises `BadRow`."""
+    value = _value(row, field)
     if not isinstance(value, str):
         raise BadRow(f"field {field!r} must be text, found {type(value).__name__}")
     if not value.strip() and not may_be_empty:
@@ -85,11 +90,7 @@ def text(row: Raw, field: str, *, may_be_empty: bool = False) -> str:
 
 def texts(row: Raw, field: str, *, may_be_empty: bool = False) -> list[str]:
     """A list of texts, or one written as JSON. Raises `BadRow`."""
-    value = row.get(field)
-    if value is None:
-        raise BadRow(f"field {field!r} is missing; found {', '.join(sorted(row))}")
-    if isinstance(value, str):
-        value = _inner_json(value, field)
+    value = _decoded(row, field)
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise BadRow(f"field {field!r} must be a list of texts, or such a list as JSON text")
     if not value and not may_be_empty:
@@ -99,19 +100,16 @@ def texts(row: Raw, field: str, *, may_be_empty: bool = False) -> list[str]:
 
 def mapping(row: Raw, field: str) -> dict[str, Any]:
     """An object, or one written as JSON. Raises `BadRow`."""
-    value = row.get(field)
-    if value is None:
-        raise BadRow(f"field {field!r} is missing; found {', '.join(sorted(row))}")
-    if isinstance(value, str):
-        value = _inner_json(value, field)
+    value = _decoded(row, field)
     if not isinstance(value, dict):
         raise BadRow(f"field {field!r} must be an object, or one as JSON text, found {type(value).__name__}")
     return value
 
 
-def _inner_json(value: str, field: str) -> Any:
+def _decoded(row: Raw, field: str) -> Any:
+    value = _value(row, field)
     try:
-        return json.loads(value)
+        return json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
         raise BadRow(f"field {field!r} is not JSON: {error}") from error
 

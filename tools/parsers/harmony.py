@@ -30,25 +30,24 @@ class HarmonyParser:
         turn = TurnBuilder(SHAPE)
         position = 0
         while not turn.full and (found := text.find(MESSAGE, position)) >= 0:
-            start = _header_start(text, position, found)
+            # What comes before a header is content. The first message of an answer has its ``<|start|>`` in the prompt.
+            start = max(position, text.rfind(START, position, found))
             turn.say(text[position:start])
             position = _read_message(text, start, found, turn)
         turn.say("" if turn.full else text[position:])
         return turn.done()
 
 
-def _header_start(text: str, position: int, message: int) -> int:
-    """What comes before a header is content. The first message of an answer has its ``<|start|>`` in the prompt."""
-    start = text.rfind(START, position, message)
-    return start if start >= 0 else position
-
-
 def _read_message(text: str, start: int, message: int, turn: TurnBuilder) -> int:
-    words = _words_of(text[start:message])
+    header = text[start:message]
+    for mark in (START, CHANNEL, CONSTRAIN):
+        header = header.replace(mark, f" {mark} ")
+    words = header.split()
     body = message + len(MESSAGE)
     addresses = [word.removeprefix("to=") for word in words if word.startswith("to=")]
     if not addresses:
-        end = _message_end(text, body)
+        match = _END.search(text, body)
+        end = match.end() if match else len(text)
         turn.say(text[start:end])
         return end
     try:
@@ -60,19 +59,8 @@ def _read_message(text: str, start: int, message: int, turn: TurnBuilder) -> int
         return len(text)
 
 
-def _words_of(header: str) -> list[str]:
-    for mark in (START, CHANNEL, CONSTRAIN):
-        header = header.replace(mark, f" {mark} ")
-    return header.split()
-
-
 def _read_call(text: str, body: int, name: str, turn: TurnBuilder) -> int:
     arguments, end = read_arguments(text, body, tool_name(name))
     end = expect(text, end, CALL) if text[skip_space(text, end) :] else len(text)
     turn.call(name, arguments)
     return end
-
-
-def _message_end(text: str, body: int) -> int:
-    end = _END.search(text, body)
-    return end.end() if end else len(text)

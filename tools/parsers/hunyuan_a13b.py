@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.tools.parsers.base import ParsedTurn
 from penstock.tools.parsers.json_call import named_calls, read_call_list, read_json
-from penstock.tools.parsers.turn import MAX_CALLS, NamedCall, TurnBuilder, expect, read_marked, skip_space
+from penstock.tools.parsers.turn import MAX_CALLS, TurnBuilder, expect, read_marked, skip_space
 
 OPEN, CLOSE = "<tool_calls>", "</tool_calls>"
 SHAPE = f'calls are written {OPEN}[{{"name": ..., "arguments": {{...}}}}, ...]{CLOSE}'
@@ -26,18 +26,15 @@ class HunyuanA13bParser:
 
 def _read_calls(text: str, body: int, turn: TurnBuilder) -> int:
     if text.startswith("{", skip_space(text, body)):
-        calls, end = _read_lines(text, body)
+        values: list[Any] = []
+        end = body
+        while len(values) <= MAX_CALLS and text.startswith("{", skip_space(text, end)):
+            value, end = read_json(text, end)
+            values.append(value)
+        calls = named_calls(values, KEYS, ALSO)
     else:
         calls, end = read_call_list(text, body, KEYS, ALSO)
     end = expect(text, end, CLOSE)
     for name, arguments in calls:
         turn.call(name, arguments)
     return end
-
-
-def _read_lines(text: str, position: int) -> tuple[list[NamedCall], int]:
-    values: list[Any] = []
-    while len(values) <= MAX_CALLS and text.startswith("{", skip_space(text, position)):
-        value, position = read_json(text, position)
-        values.append(value)
-    return named_calls(values, KEYS, ALSO), position

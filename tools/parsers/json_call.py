@@ -12,10 +12,6 @@ MAX_DEPTH = 64
 """Levels of nesting. What checks and writes arguments later recurses, on a deeper stack than this."""
 
 
-USUAL_BITS = 64
-"""Of an integer; Python writes down those of some thousand digits."""
-
-
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is no JSON")
 
@@ -132,7 +128,7 @@ def _is_usual(value: Any, levels: int = 3) -> bool:
         return levels > 0 and all(_is_usual(one, levels - 1) for pair in value.items() for one in pair)
     if isinstance(value, str):
         return value.isascii()
-    return value is None or (isinstance(value, int) and value.bit_length() <= USUAL_BITS)
+    return value is None or (isinstance(value, int) and value.bit_length() <= 64)
 
 
 def _is_deep(value: Any) -> bool:

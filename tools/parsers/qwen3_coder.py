@@ -43,7 +43,9 @@ def _read_call(text: str, body: int, turn: TurnBuilder, tools: Sequence[Mapping[
 def read_function(
     text: str, body: int, tools: Sequence[Mapping[str, Any]], marks: Sequence[str], *, own_lines: bool
 ) -> tuple[str, dict[str, Any], int]:
-    """Name, arguments and where the function ends. `own_lines`: a value stands on lines of its own.
+    """Name, arguments and where the function ends.
+
+    `own_lines`: a value stands on lines of its own; the line break before it and the one after it are not part of it.
 
     Raises `Malformed`.
     """
@@ -54,7 +56,8 @@ def read_function(
         end = text.find(END_PARAMETER, start)
         if end < 0:
             raise Malformed(f"{END_PARAMETER} is missing")
-        reader.add(key, _own_lines(text[start:end]) if own_lines else text[start:end])
+        value = text[start:end]
+        reader.add(key, value.removeprefix("\n").removesuffix("\n") if own_lines else value)
         position = end + len(END_PARAMETER)
     return name, reader.done(), expect(text, position, END_FUNCTION)
 
@@ -65,8 +68,3 @@ def _read_word(text: str, start: int) -> tuple[str, int]:
     if match is None:
         raise Malformed("a name and > belong behind =")
     return match[1].strip(), match.end()
-
-
-def _own_lines(value: str) -> str:
-    """Without the one line break that sets a value apart from the tag before it, and the one after it."""
-    return value.removeprefix("\n").removesuffix("\n")

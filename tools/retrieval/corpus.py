@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 
 class BadCorpus(ValueError):
@@ -79,15 +79,11 @@ def _to_passage(line: bytes, where: str, number: int) -> Passage:
         raise BadCorpus(f"{where}: an object is needed, not {type(row).__name__}")
     passage_id = str(row.get("id", number - 1))
     if isinstance(row.get("text"), str):
-        return Passage(passage_id, _title(row, where), row["text"])
+        title = row.get("title", "")
+        if not isinstance(title, str):
+            raise BadCorpus(f"{where}: `title` must be a string, not {type(title).__name__}")
+        return Passage(passage_id, title, row["text"])
     if isinstance(row.get("contents"), str):
         title, _, text = row["contents"].partition("\n")
         return Passage(passage_id, title.strip('"'), text)
     raise BadCorpus(f"{where}: needs a string `text` (or `contents`); it has: {', '.join(row) or 'nothing'}")
-
-
-def _title(row: dict[str, Any], where: str) -> str:
-    title = row.get("title", "")
-    if not isinstance(title, str):
-        raise BadCorpus(f"{where}: `title` must be a string, not {type(title).__name__}")
-    return title

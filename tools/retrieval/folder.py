@@ -5,10 +5,9 @@ INDEX.building/  ──write, manifest, rename──►  INDEX/      a killed bu
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -49,26 +48,18 @@ def ensure_built(corpus: Path, folder: Path, kind: str, write: Callable[[Path], 
     if _manifest_in(folder) == manifest:
         return
     try:
-        with _only_builder(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # One process at a time: two that share a half-written folder would publish it. Waits for another's whole build.
+        # The kernel's lock goes with its holder, however that ends; the empty file stays.
+        lock = FileLock(folder.with_name(f"{folder.name}.lock"), "another process builds this index")
+        lock.wait()
+        try:
             if _manifest_in(folder) != manifest:  # another process may have built it meanwhile
                 _build(corpus, folder, manifest, write)
+        finally:
+            lock.release()
     except OSError as error:
         raise IndexFailed(f"{folder}: the index cannot be written: {error}") from error
-
-
-@contextlib.contextmanager
-def _only_builder(folder: Path) -> Iterator[None]:
-    """One process at a time: two that share a half-written folder would publish it. Waits for another's whole build.
-
-    The kernel's lock goes with its holder, however that ends; the empty file stays.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder.with_name(f"{folder.name}.lock"), "another process builds this index")
-    lock.wait()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _manifest_in(folder: Path) -> Manifest | None:
@@ -86,12 +77,7 @@ def _build(corpus: Path, folder: Path, manifest: Manifest, write: Callable[[Path
         shutil.rmtree(building)
         raise BadCorpus(f"{corpus}: holds no passage")
     (building / MANIFEST).write_text(json.dumps(asdict(manifest)))
-    _replace(folder, building)
-
-
-def _replace(folder: Path, building: Path) -> None:
-    """Only what an earlier build made is removed, never a folder that holds something else."""
-    if folder.exists():
+    if folder.exists():  # only what an earlier build made is removed, never a folder that holds something else
         if not (folder / MANIFEST).is_file() and any(folder.iterdir()):
             raise IndexFailed(f"{folder} exists and is no index of ours; choose another folder")
         shutil.rmtree(folder)
