@@ -123,15 +123,12 @@ async def _run(plan: EvalPlan, file: ResultsFile, console: Console) -> None:
         await queue.create_run(limits_of(config), dump_config(config), identity_of(config, run))
         write_atomically(run.config, dump_config(config))
         with connect_file(link, run):
-            async with open_weights(config, link.token), placement.open(_all_gpus(config), run):
+            # As the placement reads it: no GPU is the trainer's.
+            without_trainer = config.model_copy(update={"trainer": config.trainer.model_copy(update={"ranks": 0})})
+            async with open_weights(config, link.token), placement.open(without_trainer, run):
                 supervisor = Supervisor(lambda role: placement.place(role, run), _no_more)
                 collector = Collector(plan, file, queue, console)
                 await _supervise(config, link, queue, supervisor, collector, [*keepers, keeping])
-
-
-def _all_gpus(config: RunConfig) -> RunConfig:
-    """As the placement reads it: no GPU is the trainer's."""
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"ranks": 0})})
 
 
 def _no_more(kind: str, number: int) -> Any:

@@ -78,7 +78,7 @@ class EvalPlan:
             "weights": _weights_digest(config),
             "samples": self.samples,
             "temperature": self.temperature,
-            "rows": _rows_digest(self.rows),
+            "rows": _digest([_plain(row) for row in self.rows]),
             "agent": _digest(config.agent.model_dump(mode="json", exclude=set(NOT_RESULTS))),
             "tools": _digest([tool.model_dump(mode="json") for tool in config.tools]),
             "rollout": config.rollout.model_dump(mode="json", include={"engine", "dtype", "max_model_len", "url"}),
@@ -204,10 +204,6 @@ def _weights_digest(config: RunConfig) -> str:
         return ""
     files = sorted(path for path in folder.glob("*") if path.is_file())
     return _digest([[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files])
-
-
-def _rows_digest(rows: Sequence[DatasetRow]) -> str:
-    return _digest([_plain(row) for row in rows])
 
 
 def _plain(row: DatasetRow) -> Mapping[str, Any]:

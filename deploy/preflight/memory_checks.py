@@ -150,13 +150,13 @@ def busiest(config: RunConfig, shape: ModelShape, gpus: Gpus) -> dict[str, float
             devices.append({ENGINES: (awake + sleepers) * claim, ASLEEP: RESIDUE})
         else:
             devices.append({**on_it, ENGINES: (awake + sleepers) * claim})
-    return max(devices, key=lambda parts: _fullness(parts, gpus))
 
+    def fullness(parts: Mapping[str, float]) -> float:
+        """Sorts devices. That an engine fills its share of a device of its own says little."""
+        share = sum(parts.values()) / limit_of(parts, gpus)
+        return share if share > 1 or not parts.keys() <= OF_ENGINES else 0.0
 
-def _fullness(parts: Mapping[str, float], gpus: Gpus) -> float:
-    """Sorts devices. That an engine fills its share of a device of its own says little."""
-    share = sum(parts.values()) / limit_of(parts, gpus)
-    return share if share > 1 or not parts.keys() <= OF_ENGINES else 0.0
+    return max(devices, key=fullness)
 
 
 def limit_of(parts: Mapping[str, float], gpus: Gpus) -> float:
@@ -175,7 +175,8 @@ def _claim(config: RunConfig) -> float:
     if config.rollout.engine not in CLAIMS:
         return 0.0
     name, usual = CLAIMS[config.rollout.engine]
-    given = {key.replace("-", "_"): value for key, value in _engine_arguments(config).items()}
+    arguments = config.rollout.vllm_args if config.rollout.engine == "vllm" else config.rollout.sglang_args
+    given = {key.replace("-", "_"): value for key, value in arguments.items()}
     try:
         return float(given.get(name) or usual)
     except (TypeError, ValueError):
@@ -184,10 +185,6 @@ def _claim(config: RunConfig) -> float:
 
 def _claim_key(config: RunConfig) -> str:
     return f"rollout.{config.rollout.engine}_args.{CLAIMS[config.rollout.engine][0]}"
-
-
-def _engine_arguments(config: RunConfig) -> Mapping[str, Any]:
-    return config.rollout.vllm_args if config.rollout.engine == "vllm" else config.rollout.sglang_args
 
 
 CHANGES: Mapping[str, Mapping[str, Any]] = {

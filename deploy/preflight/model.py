@@ -196,17 +196,13 @@ def check_context(config: RunConfig) -> Check | None:
     except BadModelFiles:
         return None  # `check_model` says so
     most, wanted = declared.get("max_position_embeddings"), config.rollout.max_model_len
-    if not isinstance(most, int) or wanted <= most or _is_stretched(declared):
+    scaling = declared.get("rope_scaling") or declared.get("rope_parameters") or {}
+    # YaRN and its like: the engine works the length out.
+    kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else "default"
+    if not isinstance(most, int) or wanted <= most or kind != "default":
         return Check("context length", True, f"{wanted} of {most} positions")
     found = f"rollout.max_model_len is {wanted}, the model has {most} positions (max_position_embeddings)"
     fix = f"set rollout.max_model_len to {most} or less, or take a model with a longer context"
     if config.rollout.engine == "hf":
         return warning("context length", found, fix)
     return Check("context length", False, found, fix)
-
-
-def _is_stretched(declared: dict[str, Any]) -> bool:
-    """YaRN and its like: the engine works the length out."""
-    settings = declared.get("rope_scaling") or declared.get("rope_parameters") or {}
-    kind = settings.get("rope_type", settings.get("type", "default")) if isinstance(settings, dict) else "default"
-    return kind != "default"

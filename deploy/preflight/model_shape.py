@@ -74,16 +74,13 @@ def _matrices(declared: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, int
     head = int(declared.get("head_dim") or hidden // heads)
     key_value = int(declared.get("num_key_value_heads") or heads) * head
     vocabulary = (int(declared["vocab_size"]), hidden)
-    yield from ((name, vocabulary) for name in ("embed_tokens", "lm_head")[: 1 if _is_tied(declared) else 2])
+    outer = ("embed_tokens",) if declared.get("tie_word_embeddings") else ("embed_tokens", "lm_head")
+    yield from ((name, vocabulary) for name in outer)
     for layer in range(int(declared["num_hidden_layers"])):
         at = f"layers.{layer}"
         yield from ((f"{at}.{name}_proj", (heads * head, hidden)) for name in "qo")
         yield from ((f"{at}.{name}_proj", (key_value, hidden)) for name in "kv")
         yield from ((f"{at}.{name}", (width, hidden)) for name, width in _mlps(declared, layer))
-
-
-def _is_tied(declared: Mapping[str, Any]) -> bool:
-    return bool(declared.get("tie_word_embeddings", False))
 
 
 def _mlps(declared: Mapping[str, Any], layer: int) -> Iterator[tuple[str, int]]:

@@ -40,16 +40,12 @@ async def _try(config: RunConfig) -> None:
     sandbox = open_sandbox(config)
     try:
         if config.sandbox.backend == "remote":
-            await _ask_server(sandbox)
+            from penstock.sandbox import RemoteSandbox
+
+            assert isinstance(sandbox, RemoteSandbox)
+            await sandbox.client.request("GET", "/health", ANSWER_DEADLINE_S)
     finally:
         await sandbox.close()
-
-
-async def _ask_server(sandbox: Sandbox) -> None:
-    from penstock.sandbox import RemoteSandbox
-
-    assert isinstance(sandbox, RemoteSandbox)
-    await sandbox.client.request("GET", "/health", ANSWER_DEADLINE_S)
 
 
 def needs_boxes(config: RunConfig) -> bool:

@@ -36,14 +36,11 @@ def check_engine(config: RunConfig) -> Check:
             "rollout.engine", not missing, f"hf, missing {missing}" if missing else "hf", "pip install 'penstock[hf]'"
         )
     if config.rollout.engine == "served":
-        return _check_served(config.rollout)
+        # The engine itself asks the server, when it starts.
+        url = config.rollout.url
+        fix = "set rollout.url, or give `penstock eval` --url"
+        return Check("rollout.engine", bool(url), f"served by {url or 'no server'}", fix)
     return asyncio.run(_check_stock_server(config.rollout))
-
-
-def _check_served(config: RolloutConfig) -> Check:
-    """The engine itself asks the server, when it starts."""
-    found = f"served by {config.url or 'no server'}"
-    return Check("rollout.engine", bool(config.url), found, "set rollout.url, or give `penstock eval` --url")
 
 
 def check_trainable(config: RunConfig) -> Check | None:

@@ -80,8 +80,6 @@ def _another(service: dict[str, Any]) -> dict[str, Any]:
 
 
 USERS = ("owner", "agent", "rollout", "watch")
-NOBODY = "user default off resetpass resetkeys resetchannels -@all"
-"""Redis's own user, who would need no password."""
 
 
 def make_secrets(run: str) -> dict[str, str]:
@@ -97,7 +95,8 @@ def make_secrets(run: str) -> dict[str, str]:
         "page_login": _exports({**shared, **users["agent"], VIEW_TOKEN_VARIABLE: view_token}),
         "sandbox_login": _exports(shared),
         "token": token,
-        "redis_users": "\n".join([NOBODY, *lines, ""]),
+        # Redis's own user would need no password.
+        "redis_users": "\n".join(["user default off resetpass resetkeys resetchannels -@all", *lines, ""]),
     }
 
 
@@ -177,7 +176,8 @@ def _fill(folder: Path, stack: Stack, config: RunConfig) -> None:
         text = gpu_file(folder / "compose.yaml", stack.trainer_gpus or "", stack.rollout_gpus)
         (folder / "gpu.yaml").write_text(text)
     write_secrets(folder / "secrets", make_secrets(config.name), uid, gid)
-    (folder / ".env").write_text(_env_file(_settings(stack, config, uid, gid, gpus=gpus)))
+    settings = _settings(stack, config, uid, gid, gpus=gpus)
+    (folder / ".env").write_text("".join(f"{name}={_quoted(name, value)}\n" for name, value in settings.items()))
 
 
 def _settings(stack: Stack, config: RunConfig, uid: int, gid: int, *, gpus: bool) -> dict[str, str]:
@@ -197,10 +197,6 @@ def _settings(stack: Stack, config: RunConfig, uid: int, gid: int, *, gpus: bool
         # images are built of a checkout; a Penstock that pip installed runs images that are there
         **({"PENSTOCK_SOURCE": str(SOURCE)} if (SOURCE / "pyproject.toml").is_file() else {}),
     }
-
-
-def _env_file(settings: Mapping[str, str]) -> str:
-    return "".join(f"{name}={_quoted(name, value)}\n" for name, value in settings.items())
 
 
 def _quoted(name: str, value: str) -> str:

@@ -7,6 +7,7 @@ nodes T …             rollout servers and agent workers in turn, a sandbox ser
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
@@ -57,7 +58,7 @@ def place(
     """As many servers and workers as the recipe says, spread evenly. Raises `ConfigError` where they do not fit."""
     found = JobLayout(
         nodes=nodes,
-        trainer_nodes=trainer_nodes or _nodes_needed(config.trainer.ranks, gpus_per_node),
+        trainer_nodes=trainer_nodes or (math.ceil(config.trainer.ranks / gpus_per_node) if gpus_per_node else 1),
         ranks_per_node=0,
         servers=config.rollout.servers,
         evaluation_server=config.rollout.evaluation_server,
@@ -80,10 +81,6 @@ def place(
 def server_gpus(rollout: RolloutConfig) -> int:
     """GPUs of one rollout server on nodes that have some; at least one, as a node's CPUs are shared out by its GPUs."""
     return max(gpus_of_server(rollout), 1)
-
-
-def _nodes_needed(ranks: int, gpus_per_node: int) -> int:
-    return -(-ranks // gpus_per_node) if gpus_per_node else 1
 
 
 def _check_machines(config: RunConfig, found: JobLayout) -> None:

@@ -34,7 +34,11 @@ def write_secrets(folder: Path, config: RunConfig) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
-    logins = _outside_logins() if config.transfer_queue.url else _new_logins()
+    if config.transfer_queue.url:  # the login in this environment, for every role
+        user, password = redis_login()
+        logins = dict.fromkeys((OWNER, *ROLES), (user or "", password or ""))
+    else:
+        logins = _new_logins()
     for role, (user, password) in logins.items():
         _write(folder / f"{role}.env", {USER_VARIABLE: user, PASSWORD_VARIABLE: password, TOKEN_VARIABLE: token})
     _write(folder / f"{SANDBOX}.env", {TOKEN_VARIABLE: token})
@@ -48,12 +52,6 @@ def write_private(path: Path, text: str) -> None:
     with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
     fresh.replace(path)
-
-
-def _outside_logins() -> dict[str, tuple[str, str]]:
-    """Of a Redis that the recipe names: the login in this environment, for every role."""
-    user, password = redis_login()
-    return dict.fromkeys((OWNER, *ROLES), (user or "", password or ""))
 
 
 def _new_logins() -> dict[str, tuple[str, str]]:
