@@ -344,7 +344,8 @@ async def test_what_cannot_be_right_is_refused_before_the_queue_is_touched(
     tmp_path: Path, tiny_model: str, changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     changes = dict(changes)
-    model, limits = changes.pop("model", tiny_model), changes.pop("limits", {})
+    model = str(tmp_path / changes.pop("model")) if "model" in changes else tiny_model
+    limits = changes.pop("limits", {})
     job = make_job(tmp_path, model, **changes)
     with pytest.raises(error, match=message):
         await train(replace(job, limits=replace(job.limits, **limits)))
