@@ -234,4 +234,4 @@ def test_a_sandbox_server_is_asked_with_the_runs_token(health: str, monkeypatch:
     monkeypatch.setenv("PENSTOCK_TOKEN", "another")
     assert "refuses this token" in failures(*remote)["sandbox"].fix
     monkeypatch.delenv("PENSTOCK_TOKEN")
-    assert "set PENSTOCK_TOKEN" in failures(*remote)["sandbox"].fix
+    assert "PENSTOCK_TOKEN" in failures(*remote)["sandbox"].fix
