@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Coroutine
 from enum import StrEnum
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +32,6 @@ with uncollected():
     from penstock.deploy.commands.trace import trace
 
 app = typer.Typer(
-    help="Asynchronous, disaggregated reinforcement learning for agents that use tools.",
     epilog="First run: penstock quickstart    A project: penstock init FOLDER    What ships: penstock recipes",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -59,6 +59,22 @@ app.add_typer(train_app, name="train", rich_help_panel=ROLES)
 app.command(name="ledger", hidden=True)(redis_server)  # the name of 0.1
 for name, group in (("slurm", slurm), ("ray", ray), ("compose", compose), ("kubernetes", kubernetes)):
     app.add_typer(group.app, name=name, rich_help_panel=CLUSTERS)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"penstock {metadata.version('penstock')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Asynchronous, disaggregated reinforcement learning for agents that use tools."""
+
 
 Recipe = Annotated[Path, typer.Argument(help="A recipe: one YAML file, see recipes/.", metavar="RECIPE")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")]

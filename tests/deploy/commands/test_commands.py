@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import os
+import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -45,6 +46,12 @@ async def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 async def invoke(*words: str) -> Result:
     return await asyncio.to_thread(CliRunner().invoke, app, list(words))
+
+
+async def test_version_is_that_of_the_project() -> None:
+    with (Path(__file__).parents[3] / "pyproject.toml").open("rb") as file:
+        version = tomllib.load(file)["project"]["version"]
+    assert (await invoke("--version")).stdout == f"penstock {version}\n"
 
 
 @pytest.mark.redis
