@@ -8,7 +8,6 @@ transitions; the protocol is implemented on top of it: the run itself in `memory
 from __future__ import annotations
 
 import copy
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -110,10 +109,8 @@ class MemoryTransferQueue(MemorySteps):
     def _give_open(self, worker: str, count: int, version: int, leases: list[Lease], *, train: bool) -> bool:
         """Adds to `leases`. False if the worker takes no more: it has enough, or too many for an episode that lost
         leases and waits for it."""
-        state, held = self._state, self._state.holds(worker)
-        if not held:
-            state.most_held.pop(worker, None)
-        most = state.most_held.get(worker, math.inf)
+        state = self._state
+        held, most = state.holds(worker)
         for group, index in state.open_episodes(train=train, version=version):
             most = min(most, most_together(len(group.members[index].lost_by)))
             if len(leases) >= count or held >= most:

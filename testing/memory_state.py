@@ -46,8 +46,6 @@ class MemoryState:
         self.letters: dict[str, DeadLetter] = {}
         self.letter_bytes: dict[str, list[int]] = {}
         """Accounted bytes of the journals of dead letters."""
-        self.most_held: dict[str, float] = {}
-        """Worker → the most episodes that it may hold until it holds none."""
         self.epoch = 0
         self.trainer = ""
         """Holder of `epoch`."""
@@ -163,9 +161,6 @@ class MemoryState:
         return group, member
 
     def hold(self, member: GroupMember) -> None:
-        most = most_together(len(member.lost_by))
-        if most < math.inf:
-            self.most_held[member.worker] = min(most, self.most_held.get(member.worker, most))
         member.state = "leased"
         member.expires_at = self.clock() + self.limits.lease_ttl_s
 
@@ -179,8 +174,10 @@ class MemoryState:
                 if len(member.lost_by) >= self.limits.max_lost_leases:
                     self.give_up(group, index, _worker_died(member.lost_by))
 
-    def holds(self, worker: str) -> int:
-        return sum(member.worker == worker for _, _, member in self.leased())
+    def holds(self, worker: str) -> tuple[int, float]:
+        """Episodes that a worker holds, and the most that it may hold beside those that lost leases."""
+        held = [member for _, _, member in self.leased() if member.worker == worker]
+        return len(held), min((most_together(len(member.lost_by)) for member in held), default=math.inf)
 
     def give_up(self, group: MemoryGroup, index: int, outcome: Outcome) -> None:
         """The episode becomes a dead letter; its journal moves there."""

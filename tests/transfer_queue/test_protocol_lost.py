@@ -146,3 +146,17 @@ async def test_an_episode_that_lost_three_leases_waits_for_a_worker_alone(make_q
     assert await queue.lease_episodes("busy", 5, 0) == []
     await queue.complete(alone, trajectory(alone))
     assert len(await queue.lease_episodes("busy", 5, 0)) == 5
+
+
+async def test_a_worker_takes_all_it_can_once_the_episode_that_lost_two_leases_has_ended(make_queue) -> None:
+    """A busy worker never holds none: its other episodes must not keep the bound of one that has ended."""
+    queue = await make_queue(replace(SHORT, lease_ttl_s=0.5, groups_per_step=4))
+    await queue.submit(tasks(4), cursor=at(4))
+    for _ in range(2):
+        await queue.lease_episodes("dead", 1, 0)
+        await asyncio.sleep(0.6)
+    first, *others = await queue.lease_episodes("busy", 12, 0)
+    assert len(others) == 7
+    assert await queue.lease_episodes("busy", 5, 0) == []
+    await queue.complete(first, trajectory(first))
+    assert len(await queue.lease_episodes("busy", 5, 0)) == 4

@@ -18,7 +18,7 @@ local function take_back(episode)
     give_up(episode, member, cmsgpack.pack({'infra_error', reason, 'worker'}))
     return
   end
-  unhold(episode, member.split, member.worker)
+  unhold(episode, member.split, member.worker, member.lost_by)
   call('HSET', member.group, 's' .. member.m, 'q')
   open_episode(episode, member.split, member.floor, member.seq)
 end
@@ -44,8 +44,10 @@ if before then return before end
 take_back_expired()
 local rows, given = {}, {}
 local held = tonumber(call('HGET', key('workers'), worker) or 0)
-if held == 0 then call('HDEL', key('most_held'), worker) end
-local most = tonumber(call('HGET', key('most_held'), worker) or math.huge)
+local most = math.huge
+for _, each in ipairs({8, 1}) do
+  if call('HEXISTS', key('most_held'), each .. ' ' .. worker) == 1 then most = each end
+end
 
 local function give(episode, group, m)
   local v = call('HMGET', group, 'split', 'f' .. m, 'z' .. m, 'l' .. m)
@@ -126,8 +128,8 @@ local held, reward, lowest = tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7])
 local highest, tokens, outcome = tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10]
 local task_id, m = split_episode(episode)
 local group = group_key(task_id)
-local state, known_fence, split, worker, size, journal_bytes, ended, rewarded, group_lowest, rmin, rmax =
-  unpack(call('HMGET', group, 's' .. m, 'f' .. m, 'split', 'w' .. m, 'size', 'n' .. m, 'ended', 'rewarded',
+local state, known_fence, split, worker, size, journal_bytes, lost_by, ended, rewarded, group_lowest, rmin, rmax =
+  unpack(call('HMGET', group, 's' .. m, 'f' .. m, 'split', 'w' .. m, 'size', 'n' .. m, 'l' .. m, 'ended', 'rewarded',
     'lowest', 'rmin', 'rmax'))
 if known_fence == fence and state == 'd' then return 0 end
 if known_fence ~= fence or (state ~= 'l' and state ~= 'q') then return lease_lost(episode, fence) end
@@ -148,7 +150,7 @@ if pieces > 0 and stored < bytes then
 end
 
 -- A lease that ran out and was not given on is in the queue.
-if state == 'l' then unhold(episode, split, worker) else close_episode(episode, split) end
+if state == 'l' then unhold(episode, split, worker, lost_by or '') else close_episode(episode, split) end
 if journal_bytes then
   call('DEL', key('journal:' .. episode))
   call('HDEL', group, 'n' .. m)

@@ -59,20 +59,25 @@ local function most_together(lost_by)
   return losses == 2 and 8 or 1
 end
 
--- `most_held`: worker → the most episodes that it may hold until it holds none.
-local function hold(episode, split, worker, lost_by, now)
+-- `most_held`: most_together and worker → how many such episodes it holds.
+local function count_held(worker, lost_by, by)
   local most = most_together(lost_by)
-  if most < math.huge then
-    local known = tonumber(call('HGET', key('most_held'), worker) or most)
-    call('HSET', key('most_held'), worker, math.min(most, known))
-  end
+  if most == math.huge then return end
+  local field = most .. ' ' .. worker
+  if call('HINCRBY', key('most_held'), field, by) <= 0 then call('HDEL', key('most_held'), field) end
+end
+
+local function hold(episode, split, worker, lost_by, now)
+  count_held(worker, lost_by, 1)
   call('ZADD', key('leases'), now + run.lease_ttl_ms, episode)
   call('HINCRBY', key('workers'), worker, 1)
   count_split(split, 'leased', 1)
   if split == 'train' then count('leased', 1) end
 end
 
-local function unhold(episode, split, worker)
+-- `lost_by`: as it was when the episode was held.
+local function unhold(episode, split, worker, lost_by)
+  count_held(worker, lost_by, -1)
   call('ZREM', key('leases'), episode)
   if call('HINCRBY', key('workers'), worker, -1) <= 0 then
     call('HDEL', key('workers'), worker)
@@ -129,7 +134,7 @@ end
 
 -- Back to the queue under a new fence: the old owner is refused from now on.
 local function hand_back(episode, member)
-  unhold(episode, member.split, member.worker)
+  unhold(episode, member.split, member.worker, member.lost_by)
   call('HSET', member.group, 's' .. member.m, 'q', 'f' .. member.m, new_fence())
   open_episode(episode, member.split, member.floor, member.seq)
 end
@@ -213,7 +218,7 @@ local function forget_group(task_id, consumed)
   local payloads, gone = {}, {group, key('task:' .. task_id)}
   for m = 0, tonumber(v.size) - 1 do
     local episode, state = task_id .. '#' .. m, v['s' .. m]
-    if state == 'l' then unhold(episode, v.split, v['w' .. m]) end
+    if state == 'l' then unhold(episode, v.split, v['w' .. m], v['l' .. m] or '') end
     if state == 'q' then close_episode(episode, v.split) end
     if v['b' .. m] then
       payloads[#payloads + 1] = payload_name(episode, v['f' .. m]) .. ' ' .. v['b' .. m]
@@ -291,7 +296,7 @@ end
 -- The episode becomes a dead letter, and its journal moves there: it no longer counts for back-pressure, but still for
 -- memory.
 local function give_up(episode, member, outcome)
-  unhold(episode, member.split, member.worker)
+  unhold(episode, member.split, member.worker, member.lost_by)
   if member.journal_bytes > 0 then
     call('RENAME', key('journal:' .. episode), key('letter_journal:' .. episode))
     call('HSET', key('letter:' .. episode), 'bytes', member.journal_bytes)
