@@ -172,6 +172,7 @@ class MemoryState:
                 member.state = "queued"
                 self.counts["expired"] += group.is_train
                 if len(member.lost_by) >= self.limits.max_lost_leases:
+                    self.counts["killed_workers"] += 1
                     self.give_up(group, index, _worker_died(member.lost_by))
 
     def holds(self, worker: str) -> tuple[int, float]:

@@ -23,6 +23,7 @@ class LengthDecile:
 EPISODE_TOTALS = (
     *("completed", "failed", "retried", "expired", "trained", "committed", "masked", "spilled"),
     *("dropped", "filtered", "unrewarded", "group_failed", "payload_lost"),
+    "killed_workers",
 )
 """Keys of `Status.episodes` that count what ever happened."""
 
@@ -44,7 +45,8 @@ class Status:
     (in published steps), committed, masked (trained although over-age, with their old tokens masked), spilled; and
     finished ones that will not be trained, by reason: dropped (over-age), filtered (rewards all equal), unrewarded (its
     group continued without it), group_failed (its group died), payload_lost (its step was fixed
-    and its payload gone). completed = committed + held + these five."""
+    and its payload gone). completed = committed + held + these five. And killed_workers: given up because their workers
+    died, of all splits."""
     bytes: int
     """Bytes of the run in the store: tasks, journals, payloads and bookkeeping; within 10 % of Redis's figure."""
     waits_s: Mapping[str, float]

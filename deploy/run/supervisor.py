@@ -212,8 +212,8 @@ class RefusalCheck:
 
 
 MOST_GIVEN_UP = 16
-"""Episodes given up in a row, with none completed between them, whose restarts are forgiven. After more, workers
-die of anything."""
+"""Episodes that killed their workers, in a row with none completed between them, whose restarts are forgiven. After
+more, workers die of anything."""
 
 
 class Watchdog:
@@ -231,7 +231,7 @@ class Watchdog:
         self._say = say
         self._forgive_workers = forgive_workers
         self._ended: tuple[int, int] | None = None
-        """Episodes given up and completed at the last look."""
+        """Episodes that killed their workers, and completed ones, at the last look."""
         self._given_up_in_a_row = 0
         self._refusals = RefusalCheck()
         self._fingerprint: tuple[int, ...] = ()
@@ -268,7 +268,7 @@ class Watchdog:
 
         A row of eight such episodes costs some twenty restarts, more than one worker may have.
         """
-        given_up, completed = status.episodes.get("failed", 0), status.episodes.get("completed", 0)
+        given_up, completed = status.episodes.get("killed_workers", 0), status.episodes.get("completed", 0)
         given_up_before, completed_before = self._ended or (given_up, completed)
         self._ended = given_up, completed
         if completed > completed_before:

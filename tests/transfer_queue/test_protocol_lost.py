@@ -68,7 +68,9 @@ async def test_a_poison_row_of_another_split_ends_too(make_queue) -> None:
     (letter,) = await queue.dead_letters()
     reason = "4 workers died or fell silent while they ran it: worker, worker, worker, worker"
     assert (letter.episode_id, letter.outcome) == ("eval/0/0000#0", Outcome(OutcomeKind.INFRA_ERROR, reason, "worker"))
-    assert (await queue.status()).other_splits == {"eval/0": {"queued": 0, "leased": 0, "done": 1}}
+    status = await queue.status()
+    assert status.other_splits == {"eval/0": {"queued": 0, "leased": 0, "done": 1}}
+    assert (status.episodes["killed_workers"], status.episodes["failed"]) == (1, 0)
 
 
 async def test_a_row_of_poison_takes_no_healthy_episode_along(make_queue) -> None:

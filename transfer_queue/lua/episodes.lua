@@ -13,6 +13,7 @@ local function take_back(episode)
   call('HSET', member.group, 'l' .. member.m, lost_by)
   if member.split == 'train' then count('expired', 1) end
   if losses >= run.max_lost_leases then
+    count('killed_workers', 1)
     local names = string.gsub(string.sub(lost_by, 1, -2), '\n', ', ')
     local reason = losses .. ' workers died or fell silent while they ran it: ' .. names
     give_up(episode, member, cmsgpack.pack({'infra_error', reason, 'worker'}))

@@ -94,6 +94,6 @@ async def test_restarts_before_a_resumed_run_are_not_forgiven() -> None:
     forgiven: list[int] = []
     watchdog = Watchdog(load_config(RECIPE), [], print, lambda: forgiven.append(1))
     for given_up, times in ((3, 0), (4, 1), (4, 1)):
-        queue._state.counts["failed"] = given_up
+        queue._state.counts["killed_workers"] = given_up
         await watchdog.look(0, await queue.status(), [])
         assert len(forgiven) == times
