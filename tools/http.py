@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,10 +39,16 @@ class JsonClient:
             ToolUnavailable: not reached, no answer in time, or busy: asking again may help.
             ToolInfraError: refused (the status and the beginning of the answer are named), or no JSON.
         """
+        # A model's text may hold lone surrogates and a row NaN, which httpx's own encoders refuse.
+        content = None if body is None else json.dumps(body).encode("ascii")
+        content_type = {} if body is None else {"Content-Type": "application/json"}
+        query = {name: value.encode("utf-8", "replace").decode() for name, value in (params or {}).items()} or None
         try:
             async with (
                 asyncio.timeout(self._timeout_s),
-                self._pool().stream(method, url, json=body, params=params, headers=headers) as answer,
+                self._pool().stream(
+                    method, url, content=content, params=query, headers={**content_type, **headers}
+                ) as answer,
             ):
                 data = bytearray()
                 async for piece in answer.aiter_bytes():
@@ -61,9 +68,10 @@ class JsonClient:
         if self._client is None:
             timeout = httpx.Timeout(None, connect=min(5.0, self._timeout_s))
             # The guard's `concurrency` is the limit; a second one here would be waited for within the call's time.
-            self._client = httpx.AsyncClient(
-                timeout=timeout, limits=httpx.Limits(max_connections=None), trust_env=False
-            )
+            limits = httpx.Limits(max_connections=None)
+            # The system's authorities and SSL_CERT_FILE: httpx's own list knows no private ones.
+            context = ssl.create_default_context()
+            self._client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False, verify=context)
         return self._client
 
     def _to_json(self, url: str, status: int, data: bytearray, retry_after: str | None) -> Any:
