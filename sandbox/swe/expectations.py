@@ -92,14 +92,6 @@ def _values(function: Function, source: Source, dice: random.Random) -> list[Edi
     return list({edit.start: edit for edit in edits}.values())
 
 
-def _fails_by_design(source: Source) -> bool:
-    """A class or the module as a whole is marked as expected to fail: then a failure is what passes."""
-    marks = [one for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef) for one in node.decorator_list]
-    assigned = [node for node in ast.walk(source.tree) if isinstance(node, ast.Assign)]
-    marks += [node.value for node in assigned if any(getattr(one, "id", "") == "pytestmark" for one in node.targets)]
-    return any("xfail" in source.text(mark) for mark in marks)
-
-
 def _sure(function: Function) -> Iterator[ast.stmt]:
     """Statements that a passing test has come to: those before anything that may have left the function."""
     for statement in function.body:
