@@ -222,7 +222,7 @@ class ExecSession(OneBoxSession[Container]):
                 await self._end_box()
                 raise SandboxError(f"no answer to a file command in {HOUSEKEEPING_S:.0f} s")
         if program.exit_code != 0:
-            raise _file_error(program.capture.texts()[1], path)
+            raise file_error(program.capture.texts()[1], path)
         return bytes(program.capture.stdout)
 
 
@@ -249,11 +249,15 @@ async def _reap(container: Container) -> None:
         await container.drain()
 
 
-def _file_error(text: str, path: str) -> OSError:
+def file_error(text: str, path: str) -> OSError:
     """Maps a shell's message to the error that open() would raise."""
-    numbers = (errno.EACCES, errno.EROFS, errno.EISDIR, errno.ENOSPC, errno.ENAMETOOLONG, errno.ENOTDIR)
+    numbers = (
+        *(errno.ENOENT, errno.EACCES, errno.EROFS, errno.EISDIR),
+        *(errno.ENOSPC, errno.ENAMETOOLONG, errno.ENOTDIR),
+    )
     words = {"no such file": errno.ENOENT, "nonexistent": errno.ENOENT}
-    for word, number in (words | {os.strerror(number).lower(): number for number in numbers}).items():
+    # A shell's own words last: they may be a part of the path, as in `can't open nonexistent: Permission denied`.
+    for word, number in ({os.strerror(number).lower(): number for number in numbers} | words).items():
         if word in text.lower():
             return OSError(number, os.strerror(number), path)
     return PermissionError(errno.EPERM, text.strip() or "cannot be opened", path)

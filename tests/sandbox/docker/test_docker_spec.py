@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from penstock.sandbox import SandboxConfig, SandboxError
 from penstock.sandbox.docker.engine import IMAGE_NAME, DockerEngine, DockerImage, find_image, require_memory_limit
+from penstock.sandbox.docker.exec_session import file_error
 from penstock.sandbox.docker.sandbox import describe
 from penstock.sandbox.docker.spec import container_spec, uid_of
 from penstock.sandbox.inside import driver as confine
@@ -115,3 +117,17 @@ def test_docker_engine_without_memory_limits_is_refused() -> None:
         require_memory_limit(unlimited, allowed=False)
     require_memory_limit(unlimited, allowed=True)
     require_memory_limit(ENGINE, allowed=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("sh: can't open nonexistent/x: Permission denied", errno.EACCES),
+        ("sh: 1: cannot create /tmp/no such file: Is a directory", errno.EISDIR),
+        ("sh: can't create a/b: nonexistent directory", errno.ENOENT),
+        ("sh: 1: cannot open a: No such file", errno.ENOENT),
+        ("sh: something else", errno.EPERM),
+    ],
+)
+def test_docker_shell_message_becomes_the_error_of_open(text: str, number: int) -> None:
+    assert file_error(text, "a").errno == number
