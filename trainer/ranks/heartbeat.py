@@ -42,6 +42,9 @@ FAREWELL_S = 6.0
 """A rank that ends with an error listens for so long: the loss of another one may be the cause."""
 START_S = 60.0
 """For all ranks to connect."""
+HELLO_S = 10.0
+"""For the first line of one connection."""
+HELLO_BYTES = 4096
 logger = logging.getLogger(__name__)
 
 
@@ -104,7 +107,13 @@ class Heartbeat:
         me = {"rank": ranks.rank, "host": socket.gethostname(), "identity": process_identity()}
         if not ranks.is_rank0:
             first = ranks.from_rank0(None)
-            link = socket.create_connection(first.pop("address"), START_S)
+            host, port = first.pop("address")
+            try:
+                link = socket.create_connection((host, port), START_S)
+            except OSError as error:
+                raise ConnectionError(
+                    f"the heartbeat of rank 0 is not reached at {host}, port {port}: {error}"
+                ) from error
             link.sendall(_line({"secret": first.pop("secret"), **me}))
             return cls(ranks.rank, [Peer(**first, link=link, heard_at=time.monotonic())], timeout_s, patience_s)
         # An announced name may mean loopback here, as Debian's 127.0.1.1 does: only strangers without the secret gain.
@@ -221,17 +230,24 @@ class Heartbeat:
 
 
 def _accept(server: socket.socket, secret: str, count: int) -> list[Peer]:
-    """Strangers are sent away. Raises `TimeoutError`."""
+    """Strangers are sent away. Raises `TimeoutError`, which names the ranks that are missing."""
     peers: list[Peer] = []
     deadline = time.monotonic() + START_S
     while len(peers) < count:
         server.settimeout(max(0.0, deadline - time.monotonic()) or 1e-3)
-        link, _ = server.accept()
-        link.settimeout(10.0)
+        try:
+            link, _ = server.accept()
+        except TimeoutError as error:
+            missing = sorted(set(range(1, count + 1)) - {peer.rank for peer in peers})
+            raise TimeoutError(f"no heartbeat of the ranks {missing} within {START_S:.0f} s") from error
+        until = min(deadline, time.monotonic() + HELLO_S)
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             received = b""
-            while b"\n" not in received and (data := link.recv(4096)):
-                received += data
+            while b"\n" not in received and len(received) < HELLO_BYTES:
+                link.settimeout(max(0.0, until - time.monotonic()) or 1e-3)
+                received += (data := link.recv(HELLO_BYTES))
+                if not data or time.monotonic() > until:
+                    break
             first, _, rest = received.partition(b"\n")
             hello = json.loads(first)
             if hmac.compare_digest(str(hello.pop("secret", "")).encode(), secret.encode()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -11,7 +12,9 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,6 +130,45 @@ def test_stranger_without_the_secret_is_sent_away() -> None:
         assert links[0].recv(1) == b""
         for link in (*links, peer.link):
             link.close()
+
+
+def test_stranger_that_sends_byte_by_byte_does_not_move_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.trainer.ranks.heartbeat.START_S", 1.0)
+    over = threading.Event()
+
+    def drip(address: tuple[str, int]) -> None:
+        with socket.create_connection(address) as link:
+            for _ in range(300):
+                if over.wait(0.2):
+                    return
+                with contextlib.suppress(OSError):
+                    link.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        stranger = threading.Thread(target=drip, args=(server.getsockname(),))
+        stranger.start()
+        with pytest.raises(TimeoutError, match=r"ranks \[1, 2\]"):
+            _accept(server, "s", 2)
+        assert stranger.is_alive(), "it would have gone on for a minute"
+        over.set()
+        stranger.join()
+
+
+def test_time_in_which_this_process_stood_still_is_nobodys_silence(
+    monkeypatch: pytest.MonkeyPatch, killed: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("penstock.trainer.ranks.heartbeat.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    mine, theirs = socket.socketpair()
+    heartbeat = Heartbeat(0, [replace(peer_of(mine), heard_at=0.0)], timeout_s=60.0, patience_s=60.0)
+    with theirs.makefile("rb") as beats:
+        beats.readline()
+        clock[0] = 100.0
+        for _ in range(5):
+            assert beats.readline() == b"{}\n"
+    heartbeat.close()
+    assert not caplog.text
+    assert not killed.is_set()
 
 
 def test_one_rank_alone_has_no_heartbeat(ranks: Any) -> None:
