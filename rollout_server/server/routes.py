@@ -13,6 +13,8 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from penstock.common import LimitBody, RequireToken, add_error_handlers, complete_openapi, content_of, opens, spans_on
@@ -126,11 +128,14 @@ def _add_generate(app: FastAPI, sidecar: Sidecar) -> None:
 
 
 async def _read_request(http: Request) -> GenerateRequest:
-    """Raises `RequestValidationError`, as FastAPI does."""
-    if http.headers.get("content-type", "").partition(";")[0] != "application/json":
+    """Raises `RequestValidationError`, and `HTTPException` where the client is gone before its body is whole, as FastAPI
+    does."""
+    if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RequestValidationError([{"loc": ("body",), "type": "json_type", "msg": "is not JSON"}])
     try:
         return GenerateRequest.model_validate_json(await http.body())
+    except ClientDisconnect as error:
+        raise HTTPException(400, "the body ended early") from error
     except ValidationError as error:
         raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors()]) from error
 

@@ -88,13 +88,31 @@ async def test_a_client_that_goes_closes_the_answer() -> None:
         await running
 
 
-WRONG = ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}, {"Authorization": "Bearer é"})
-
-
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[RunningServer]:
     async with rollout_server(StubQueue(), tmp_path) as running:
         yield running
+
+
+async def test_client_that_goes_before_its_body_is_whole_is_no_failure_of_the_server(
+    server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, port = httpx.URL(server.url).host, httpx.URL(server.url).port
+    head = f"POST /generate HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {TOKEN}\r\n"
+    _, writer = await asyncio.open_connection(host, port)
+    writer.write(f"{head}Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{{".encode())
+    await writer.drain()
+    async with httpx.AsyncClient(headers=HEADERS, timeout=60) as http:
+        await http.get(f"{server.url}/health")  # the server has read what was sent before
+        writer.close()
+        await writer.wait_closed()
+        body, headers = b'{"token_ids": [1]}', {"Content-Type": "Application/JSON; charset=utf-8"}
+        for _ in range(3):
+            assert (await http.post(f"{server.url}/generate", content=body, headers=headers)).status_code == 200
+    assert "ClientDisconnect" not in caplog.text
+
+
+WRONG = ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}, {"Authorization": "Bearer é"})
 
 
 async def test_every_route_refuses_a_missing_and_a_wrong_token(server: RunningServer) -> None:
