@@ -205,15 +205,21 @@ def _locked_record(manifest: Manifest) -> Iterator[Path | None]:
 
 
 def _add(record: Path | None, descriptor: int, *, place: bool = False) -> None:
-    """Records a verified file, with a `place` if others are to open it through this process."""
+    """Records a verified file, with a `place` if others are to open it through this process.
+
+    Where that cannot be written, a full file system for instance, the cause is logged and others verify for themselves.
+    """
     if record is None:
         return
     entry = {"identity": identity_of(descriptor), "place": f"/proc/{os.getpid()}/fd/{descriptor}" if place else ""}
-    append_jsonl(record, [entry])
-    for other in record.parent.iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - other.stat().st_mtime > RECORD_S:
-                other.unlink()
+    try:
+        append_jsonl(record, [entry])
+        for other in record.parent.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - other.stat().st_mtime > RECORD_S:
+                    other.unlink()
+    except OSError as error:
+        logger.warning("other processes verify this version too, it cannot be recorded: %s", error)
 
 
 def _entries(record: Path | None) -> list[dict[str, Any]]:

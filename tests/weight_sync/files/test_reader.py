@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -194,6 +195,21 @@ def test_folder_of_records_that_others_may_enter_is_not_used(
         check_holds(reader.read(manifest), small_tensors())
     assert [reader.verified for reader in readers] == [1, 1]
     assert "0700" in caplog.text
+
+
+def test_version_that_cannot_be_recorded_is_read(
+    manifest: Manifest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with a full /dev/shm, which is small in containers."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(reader_module, "append_jsonl", full)
+    for reader in (WeightReader(), WeightReader()):
+        assert sorted(reader.read(manifest)) == sorted(manifest.entries)
+        assert reader.verified == 1
+    assert "No space left" in caplog.text
 
 
 def test_old_records_are_removed(tmp_path: Path, records: Path) -> None:
