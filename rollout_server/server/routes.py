@@ -128,7 +128,7 @@ def _add_generate(app: FastAPI, sidecar: Sidecar) -> None:
 
 
 async def _read_request(http: Request) -> GenerateRequest:
-    """Raises `RequestValidationError`, and `HTTPException` where the client is gone before its body is whole, as FastAPI
+    """Raises `RequestValidationError`, and `HTTPException` if the client is gone before its body is whole, as FastAPI
     does."""
     if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RequestValidationError([{"loc": ("body",), "type": "json_type", "msg": "is not JSON"}])

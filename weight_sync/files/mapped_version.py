@@ -77,7 +77,12 @@ class MappedVersion(MappedTensors):
         with contextlib.suppress(OSError):  # an older kernel: pages are mapped when they are read, in the load's pause
             self._memory.madvise(MADV_POPULATE_READ)
 
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether nothing has written to the file, or cut it, since it was verified."""
+        return identity_of(self.descriptor) == self.identity
+
     def check_unchanged(self) -> None:
         """Raises `WeightsRefused` if the file was written to or cut since it was verified."""
-        if identity_of(self.descriptor) != self.identity:
+        if not self.is_unchanged:
             raise WeightsRefused(f"version {self.version}: its file was changed after it was verified")

@@ -91,7 +91,7 @@ class WeightReader:
         self._base = None
 
     def _read(self, manifest: Manifest, own: int) -> MappedVersion:
-        if self._base is not None and self._base.state == manifest.state:
+        if self._base is not None and self._base.state == manifest.state and self._base.is_unchanged:
             return MappedVersion(manifest, os.dup(self._base.descriptor))
         with _locked_record(manifest) as record:
             if manifest.base_version is None:

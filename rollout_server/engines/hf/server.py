@@ -54,6 +54,7 @@ with uncollected():
         HubNames,
         LoadReport,
         Manifest,
+        MappedVersion,
         Offer,
         StagedWeights,
         UnmappedTensors,
@@ -264,6 +265,8 @@ class HFServer:
         source = self._staged.take if manifest.transport == "broadcast" else self._weights.read
         tensors = source(manifest)
         copies = plan_copies(self.model, manifest, self._names.joined(tensors) if self._names else tensors)
+        if isinstance(tensors, MappedVersion):  # rounded and joined tensors got their checksums just now, from the file
+            tensors.check_unchanged()
         self._in_place.forget()
         return copies
 

@@ -17,7 +17,7 @@ import shutil
 from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import Shapes, check_complete
@@ -25,13 +25,16 @@ from penstock.rollout_server.engines.http.server_process import ChildServer
 from penstock.rollout_server.engines.http.stream import AnswerStream
 from penstock.rollout_server.engines.http.weights import HttpWeights
 from penstock.rollout_server.protocol import EngineError, SleepLevel
-from penstock.weight_sync import Manifest
+from penstock.weight_sync import Manifest, WeightsRefused
+
+if TYPE_CHECKING:
+    from penstock.weight_sync import MappedVersion  # and with it torch
 
 PAUSES = {"keep": "in_place", "recompute": "retract", "abort": "abort"}
 """rollout.pause → SGLang's word."""
 MEMORY_TAGS = ["weights", "kv_cache", "cuda_graph"]
-Fetched = tuple[Path, dict[str, str]]
-"""(a folder that holds the version, the checksums that SGLang must report after loading it)"""
+Fetched = tuple[Path, dict[str, str], "MappedVersion"]
+"""(a folder that holds the version, the checksums that SGLang must report after loading it, the version)"""
 
 
 class VersionReader:
@@ -45,8 +48,8 @@ class VersionReader:
         self._shapes = shapes
         self._reader = WeightReader()
 
-    def read(self, manifest: Manifest) -> tuple[int, Mapping[str, Any]]:
-        """(descriptor of a safetensors file with the whole version, its tensors).
+    def read(self, manifest: Manifest) -> tuple[int, MappedVersion]:
+        """(descriptor of a safetensors file with the whole version, the version).
 
         The descriptor is the caller's to close. A trainer that deletes the file meanwhile changes nothing. Raises
         `WeightsRefused`; `WeightsUnreachable` where the version's broadcast is not held.
@@ -141,13 +144,13 @@ class SGLangWeights(HttpWeights[Fetched]):
 
     @asynccontextmanager
     async def _fetch(self, manifest: Manifest) -> AsyncGenerator[Fetched]:
-        file, expected = await asyncio.to_thread(self._read, manifest)
+        file, expected, version = await asyncio.to_thread(self._read, manifest)
         with shown_as_folder(file, self.server.folder / f"weights-{manifest.version}") as folder:
-            yield folder, expected
+            yield folder, expected, version
 
-    def _read(self, manifest: Manifest) -> tuple[int, dict[str, str]]:
-        file, tensors = self.reader.read(manifest)
-        return file, expected_checksums(tensors, self.checked, self.config.dtype)
+    def _read(self, manifest: Manifest) -> tuple[int, dict[str, str], MappedVersion]:
+        file, version = self.reader.read(manifest)
+        return file, expected_checksums(version, self.checked, self.config.dtype), version
 
     async def _pause(self) -> None:
         await self.server.call("POST", "/pause_generation", {"mode": PAUSES[self.config.pause]})
@@ -167,12 +170,15 @@ class SGLangWeights(HttpWeights[Fetched]):
 
         Checksums are gathered from all ranks, so each has read it by then.
         """
-        _, expected = fetched
-        if not expected and self._ranks == 1:
-            return
-        for rank, held in enumerate(await self._checksums(all_of_them=bool(expected))):
+        _, expected, version = fetched
+        ranks = await self._checksums(all_of_them=bool(expected)) if expected or self._ranks > 1 else []
+        for rank, held in enumerate(ranks):
             if name := first_difference(expected, held):
                 raise EngineError(f"rank {rank} of SGLang loaded other values than the version has in {name}")
+        try:
+            version.check_unchanged()  # SGLang read the file itself, after it was verified
+        except WeightsRefused as error:
+            raise EngineError(str(error)) from error
 
     async def _resume(self) -> None:
         # Its default empties the cache of a GPU, and fails where there is none.

@@ -242,6 +242,16 @@ def test_same_weights_under_another_number_are_not_read_again(tmp_path: Path) ->
     check_holds(again, small_tensors())
 
 
+def test_held_version_whose_file_was_changed_is_of_no_use(tmp_path: Path) -> None:
+    publisher, reader = WeightPublisher(tmp_path / "published", "shm", full_every=8), WeightReader()
+    manifest = publisher.write(1, small_tensors().items())
+    reader.read(manifest)
+    whole = Path(manifest.place).read_bytes()
+    Path(manifest.place).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(WeightsRefused, match="checksum"):
+        reader.read(publisher.write(2, small_tensors().items()))
+
+
 def test_version_that_is_held_of_another_chain_is_of_no_use(tmp_path: Path) -> None:
     reader = WeightReader()
     reader.read(published(tmp_path / "a", full_every=8))

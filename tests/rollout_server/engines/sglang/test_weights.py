@@ -78,18 +78,25 @@ async def test_what_each_rank_holds_whole_is_compared_on_each(tmp_path: Path) ->
     assert weights.checked == ["norm"]
     assert limits[0].startswith("what 1 of 2 parameters hold is verified after loading")
     server.norms = (5.0, 5.0)
-    await weights._verify((tmp_path, {"norm": sha([5.0])}))
+    manifest = publish(tmp_path / "published").write(1, [("norm", torch.tensor([5.0]))])
+    _, version = VersionReader({}).read(manifest)
+    await weights._verify((tmp_path, {"norm": sha([5.0])}, version))
     server.norms = (5.0, 1.0)
     with pytest.raises(EngineError, match="rank 1 of SGLang loaded other values than the version has in norm"):
-        await weights._verify((tmp_path, {"norm": sha([5.0])}))
+        await weights._verify((tmp_path, {"norm": sha([5.0])}, version))
 
 
 async def test_ranks_are_waited_for_where_nothing_can_be_compared(tmp_path: Path) -> None:
     server = Ranks((7.0, 7.0), [1.0, 2.0])  # as if it hashed otherwise
     weights, limits = await weights_on(server, tmp_path)
     assert limits == ["weights are verified before loading only: this SGLang's checksums cannot be computed here"]
-    await weights._verify((tmp_path, {}))
+    manifest = publish(tmp_path / "published").write(1, [("w", torch.tensor([1.0, 2.0]))])
+    _, version = VersionReader({}).read(manifest)
+    await weights._verify((tmp_path, {}, version))
     assert server.asked == [{"action": "checksum"}, {"action": "checksum", "skip_tensor_list": [""]}]
+    Path(manifest.place).write_bytes(Path(manifest.place).read_bytes())
+    with pytest.raises(EngineError, match="was changed after it was verified"):
+        await weights._verify((tmp_path, {}, version))
 
 
 def publish(folder: Path) -> WeightPublisher:
