@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import re
+import stat
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ async def known_flags(product: Product, installation: Installation) -> frozenset
     digest = hashlib.sha256(f"{installation.version} {' '.join(command)}".encode()).hexdigest()[:16]
     file = _cache_folder() / f"flags-{product.key}-{digest}.json"
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return frozenset(json.loads(file.read_bytes()))
+        return frozenset(json.loads(_read_own(file)))
     found = flags_in(await _help(command))
     if len(found) < 20:  # the text of an error
         logger.warning("%s does not say which flags it takes; they are not checked", " ".join(command))
@@ -128,6 +129,15 @@ async def _help(command: Sequence[str]) -> str:
 
 def _plain(name: str) -> str:
     return name.partition(".")[0].replace("_", "-")
+
+
+def _read_own(path: Path) -> bytes:
+    """Raises `OSError`, also where another user could have written the file: then it is not read."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise PermissionError(f"{path} is not this user's alone")
+        return file.read()
 
 
 def _cache_folder() -> Path:

@@ -88,6 +88,17 @@ async def test_the_help_is_asked_once_for_each_version(tmp_path: Path, cache: Pa
     assert asked(tmp_path) == 2
 
 
+async def test_flags_that_others_could_have_written_are_not_read(tmp_path: Path, cache: Path) -> None:
+    installation = server(tmp_path)
+    await check_flags(VLLM, installation, {"option-1": 1})
+    (kept,) = cache.iterdir()
+    kept.write_text('["option-1", "planted"]')
+    kept.chmod(0o666)
+    with pytest.raises(EngineError, match="planted"):
+        await check_flags(VLLM, installation, {"planted": 1})
+    assert asked(tmp_path) == 2
+
+
 async def test_without_flags_of_the_user_nothing_is_asked(tmp_path: Path) -> None:
     await check_flags(VLLM, server(tmp_path), {})
     assert not asked(tmp_path)
