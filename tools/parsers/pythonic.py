@@ -125,7 +125,7 @@ def _read_argument(text: str, start: int, schema: Any) -> tuple[Any, int]:
     quote = text[start : start + 1]
     if quote in _ENDS:
         value, end = _read_quoted(text, start, quote)
-        return _of_schema(value, schema), end
+        return _of_schema(value, text[start + 1 : end - 1], schema), end
     try:
         value, end = read_literal(text, start)
         is_whole = text.startswith((",", ")"), skip_space(text, end))
@@ -159,13 +159,19 @@ def _read_unquoted(text: str, start: int, schema: Any, problem: Malformed) -> tu
     return found[0], found.end()
 
 
-def _of_schema(value: str, schema: Any) -> Any:
-    """Quoted text as its schema has it: some templates put quotes around every value."""
+def _of_schema(value: str, written: str, schema: Any) -> Any:
+    """Quoted text as its schema has it: some templates put quotes around every value, and escape nothing in it.
+
+    `written` is the text between the quotes, `value` what Python reads there.
+    """
     types = types_of(schema)
     if not types or "string" in types:
         return value
-    try:
-        found, end = read_literal(value, 0)
-    except Malformed:
-        return value
-    return found if not value[end:].strip() and type_of(found) in types else value
+    for text in (value, written):
+        try:
+            literal, end = read_literal(text, 0)
+        except Malformed:
+            continue
+        if not text[end:].strip() and type_of(literal) in types:
+            return literal
+    return value

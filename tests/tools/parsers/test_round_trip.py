@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.tools.parsers.families import (
     CODE_FAMILY,
@@ -115,6 +115,7 @@ def test_parser_guesses_types_without_a_schema(parser: str) -> None:
 
 @pytest.mark.parametrize(("template", "fit"), [(QUOTED, unescaped), (UNQUOTED, one_line)])
 @settings(max_examples=30)
+@example(calls=[("write_file", {"nested": {"\\": ["\\"]}})])
 @given(calls=calls)
 def test_pythonic_reads_texts_in_any_quotes(template: str, fit: Any, calls: list[tuple[str, dict[str, Any]]]) -> None:
     """As Llama 4 and ToolACE write them: around every value, around none. The schema says what is text."""
