@@ -169,7 +169,7 @@ async def _sandbox(config: RunConfig) -> AsyncIterator[Sandbox | None]:
 
 
 def _fix(config: RunConfig, reason: str) -> str:
-    if "ClientConnector" in reason or "Cannot connect" in reason:
+    if "ConnectError" in reason or "ConnectTimeout" in reason:
         return "start the service that agent.rewards names, or correct its url"
     if "HTTP 401" in reason or "HTTP 403" in reason:
         return "the service refuses the token: set the environment variable of its key as the service has it"
