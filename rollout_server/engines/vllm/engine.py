@@ -1,8 +1,8 @@
 """The vLLM engine: its token stream and its routes. `server` starts the process, `weights` swaps weights.
 
 Tokens are labelled with the engine's version when they are received. That is exact because versions change only while
-the engine is paused and idle, and only after every token sampled before the pause was received, in each process that
-reads them (`http/weights`); vLLM's own spans arrive with the last event.
+the engine is paused and idle, and only after every token sampled before the pause was received (`http/weights`);
+vLLM's own spans arrive with the last event.
 """
 
 from __future__ import annotations
