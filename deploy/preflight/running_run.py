@@ -28,7 +28,7 @@ from penstock.transfer_queue import Announcement, QueueError, ServerInfo, Transf
 PULL_S = 30.0
 """POST /weights answers after 10 s at most."""
 SERVED = ("http", "broadcast")
-UNREACHED = (httpx.HTTPError, httpx.InvalidURL)
+UNREACHED = (httpx.HTTPError, httpx.InvalidURL, TimeoutError)
 
 
 async def config_of(link: RunConnection) -> RunConfig:
@@ -56,7 +56,8 @@ async def check_run(link: RunConnection, config: RunConfig) -> list[Check]:
     queue = await link.connect(TransferQueueConfig(deadline_s=ANSWER_DEADLINE_S))
     headers = {"Authorization": f"Bearer {link.token}"}
     try:
-        async with httpx.AsyncClient(headers=headers, timeout=ANSWER_DEADLINE_S, trust_env=False) as http:
+        # No timeout of httpx's: it is for each read, and an answer that comes byte by byte would never be late.
+        async with httpx.AsyncClient(headers=headers, timeout=None, trust_env=False) as http:  # noqa: S113
             return redis + await _ask_all(queue, http, link)
     except QueueError as error:
         return [
@@ -81,7 +82,8 @@ async def _ask_all(queue: TransferQueue, http: httpx.AsyncClient, link: RunConne
 async def _server(http: httpx.AsyncClient, server: ServerInfo, link: RunConnection) -> list[Check]:
     name = f"server {server.server_id}"
     try:
-        answer = await http.get(f"{server.url}/health")
+        async with asyncio.timeout(ANSWER_DEADLINE_S):
+            answer = await http.get(f"{server.url}/health")
     except UNREACHED as error:
         found = f"{server.url}: {type(error).__name__} {error}".strip()
         return [Check(name, False, found, _unreached(server, link))]
@@ -110,7 +112,8 @@ async def _pulled(http: httpx.AsyncClient, server: ServerInfo) -> Check:
     name = f"server {server.server_id} → weights"
     fix = "set rollout.weights_host to an address of the trainer's machine that servers reach (0.0.0.0 for its name)"
     try:
-        health = _body(await http.post(f"{server.url}/weights", json={"action": "pull"}, timeout=PULL_S))
+        async with asyncio.timeout(PULL_S):
+            health = _body(await http.post(f"{server.url}/weights", json={"action": "pull"}))
     except UNREACHED as error:
         return Check(name, False, f"{type(error).__name__} {error}".strip(), fix)
     behind = int(health.get("behind_versions") or 0)
@@ -131,7 +134,10 @@ async def _weights(http: httpx.AsyncClient, newest: Announcement | None) -> list
     url = str(newest.manifest.get("url", ""))
     fix = "set rollout.weights_host to an address that this machine reaches, and let it through to its port"
     try:
-        async with http.stream("GET", url, headers={"Range": "bytes=0-0"}) as answer:
+        async with (
+            asyncio.timeout(ANSWER_DEADLINE_S),
+            http.stream("GET", url, headers={"Range": "bytes=0-0"}) as answer,
+        ):
             return [Check("weights", answer.status_code < 400, f"{url}: HTTP {answer.status_code}", fix)]
     except UNREACHED as error:
         return [Check("weights", False, f"{url}: {type(error).__name__} {error}".strip(), fix)]

@@ -92,6 +92,25 @@ async def test_a_server_that_cannot_be_reached_from_here(link: RunConnection, qu
     assert "reach its port" in found.fix
 
 
+async def test_a_server_whose_answer_never_ends_is_given_up(
+    link: RunConnection, queue: RedisTransferQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.deploy.preflight.running_run.ANSWER_DEADLINE_S", 2.0)
+
+    async def drip(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        while not writer.is_closing():
+            writer.write(b"1\r\n \r\n")
+            await asyncio.sleep(0.1)
+
+    async with await asyncio.start_server(drip, "127.0.0.1", 0) as listening, asyncio.timeout(60):
+        port = listening.sockets[0].getsockname()[1]
+        await queue.heartbeat(ServerInfo("slow", f"http://127.0.0.1:{port}", 0))
+        found = (await asked(link))["server slow"]
+    assert not found.ok
+    assert "TimeoutError" in found.found
+
+
 async def test_without_a_server_it_says_how_to_start_one(link: RunConnection, queue: RedisTransferQueue) -> None:
     found = (await asked(link))["servers"]
     assert (found.verdict, "penstock rollout" in found.fix) == ("warn", True)
