@@ -106,8 +106,11 @@ def _is_untrained(root: Path) -> bool:
     A living run has a connect.env, which names its head: the lock may say nothing of one on another machine.
     """
     run = RunDir(root)
-    if run.connect_env.exists():
+    try:
         lines = run.connect_env.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        pass  # also where the run ends at this moment
+    else:
         head = next((line.removeprefix(HEAD_LINE) for line in lines if line.startswith(HEAD_LINE)), "")
         if not process_has_ended(head):
             return False
