@@ -10,7 +10,7 @@ SINCE_0_2: dict[str, str] = {
     "placement.hand_over_timeout_s": "the trainer waits 900 s for the engines' devices; delete the line",
     "restart_window_s": "a role's max_restarts count within an hour; delete the line",
     "sft.warmup_share": "the rate warms up over the first twentieth of the steps; delete the line",
-    "stall_action": "a stalled run ends, and --resume continues it; a larger stall_timeout_s waits longer",
+    "stall_action": "a stalled run ends, --resume continues it, a larger stall_timeout_s waits longer; delete the line",
     "trainer.bad_batch_dumps": "the first three bad batches of each rank are kept; delete the line",
     "trainer.eval_timeout_s": "an evaluation of which no episode ends for half an hour is given up; delete the line",
     "sandbox.managed.call_timeout_s": "one request to a provider has 60 s; delete the line",
