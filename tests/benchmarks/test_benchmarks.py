@@ -95,15 +95,6 @@ async def test_the_rollout_servers(measure: Measure) -> None:
 
 
 @pytest.mark.deep
-async def test_the_processes_of_a_sidecar(measure: Measure) -> None:
-    short = {"PENSTOCK_BENCH_ROUNDS": "1", "PENSTOCK_BENCH_CONCURRENCY": "8", "PENSTOCK_BENCH_ANSWER_TOKENS": "64"}
-    measured = await measure("rollout", **short, PENSTOCK_BENCH_PROCESSES="1,2")
-    assert measured["ratio"]["tokens_2_processes_over_1"] > 0
-    assert set(measured["figures"]) == {"1", "2"}
-    assert all(value > 0 for of in measured["figures"].values() for value in of.values())
-
-
-@pytest.mark.deep
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 async def test_the_rollout_servers_beside_the_bare_engine(measure: Measure) -> None:
