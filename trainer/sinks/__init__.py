@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from penstock.common import Registry
 
 Record = Mapping[str, Any]
-"""A trajectory for people, see `readable.readable_trajectory`."""
+"""A trajectory for people, see `recorder.readable_trajectory`."""
 
 
 class MetricSink(Protocol):
