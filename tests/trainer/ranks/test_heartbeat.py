@@ -118,6 +118,23 @@ def test_rank_that_left_in_order_is_not_missed(killed: threading.Event) -> None:
     assert not killed.is_set()
 
 
+def test_ranks_that_end_with_errors_one_after_the_other_hear_of_each_other(
+    killed: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine, theirs = socket.socketpair()
+    heartbeats = [Heartbeat(rank, [peer_of(link)], 60.0, 60.0) for rank, link in enumerate((mine, theirs))]
+    heartbeats[1].leave(ValueError, ValueError("the cause"), None)
+    heartbeats[0]._thread.join(0.5)  # some beats: rank 0 hears of it before it ends itself
+    heartbeats[0].leave(RuntimeError, RuntimeError("connection reset by peer"), None)
+    assert heartbeats[1]._over.wait(30)
+    for heartbeat in heartbeats:
+        heartbeat.close()
+    assert "it ended with ValueError: the cause" in caplog.text
+    assert "it ended with RuntimeError: connection reset by peer" in caplog.text
+    assert "without a report" not in caplog.text
+    assert not killed.is_set()
+
+
 def test_stranger_without_the_secret_is_sent_away() -> None:
     me = {"rank": 1, "host": "here", "identity": process_identity()}
     with socket.create_server(("127.0.0.1", 0)) as server:
