@@ -162,3 +162,19 @@ async def test_a_worker_takes_all_it_can_once_the_episode_that_lost_two_leases_h
     assert await queue.lease_episodes("busy", 5, 0) == []
     await queue.complete(first, trajectory(first))
     assert len(await queue.lease_episodes("busy", 5, 0)) == 4
+
+
+async def test_a_lease_that_is_taken_up_again_and_released_leaves_no_bound(make_queue) -> None:
+    """It is counted with the losses that it has then, one fewer than when it ran out."""
+    queue = await make_queue(replace(SHORT, lease_ttl_s=0.5, groups_per_step=4))
+    await queue.submit(tasks(4), cursor=at(4))
+    for _ in range(2):
+        await queue.lease_episodes("dead", 1, 0)
+        await asyncio.sleep(0.6)
+    (first,) = await queue.lease_episodes("busy", 1, 0)
+    await asyncio.sleep(0.6)
+    assert await queue.lease_episodes("other", 0, 0) == []  # takes the expired lease back
+    await queue.release(first)
+    (again,) = await queue.lease_episodes("other", 1, 0)
+    await queue.complete(again, trajectory(again))
+    assert len(await queue.lease_episodes("busy", 11, 0)) == 11

@@ -106,10 +106,10 @@ local function owned(episode, fence, now)
   if not member or member.fence ~= fence or (member.state ~= 'l' and member.state ~= 'q') then return nil end
   if member.state == 'q' then
     -- First what needs memory: after a removal a full Redis 6.2 would let a script write whatever it likes.
-    local lost_by = string.gsub(member.lost_by, '[^\n]*\n$', '')
-    call('HSET', member.group, 's' .. member.m, 'l', 'l' .. member.m, lost_by)
+    member.lost_by = string.gsub(member.lost_by, '[^\n]*\n$', '')
+    call('HSET', member.group, 's' .. member.m, 'l', 'l' .. member.m, member.lost_by)
     close_episode(episode, member.split)
-    hold(episode, member.split, member.worker, lost_by, now)
+    hold(episode, member.split, member.worker, member.lost_by, now)
   else
     call('ZADD', key('leases'), now + run.lease_ttl_ms, episode)
   end
