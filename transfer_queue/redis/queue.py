@@ -141,7 +141,8 @@ class RedisTransferQueue:
         if how == b"limit":
             name, theirs, wanted = (part.decode() for part in rest)
             raise QueueError(
-                f"run {self._run} exists with {name} = {theirs}, not {wanted}; use another name or drop it"
+                f"run {self._run} exists with {name} = {theirs}, not {wanted}; "
+                f"set {name} to {theirs} to continue it, else use another name or drop it"
             )
         *names, age_ms = rest
         found = RunIdentity(*(name.decode() for name in names))
