@@ -1,7 +1,7 @@
 """Plant random mistakes in product code, one at a time, and report the share that the tests notice.
 
   scripts/mutate --count 200 --seed 17
-  scripts/mutate --folders trainer transfer_queue/codec.py --tests tests/trainer tests/transfer_queue
+  scripts/mutate --folders trainer transfer_queue/codec --tests tests/trainer tests/transfer_queue
   scripts/mutate --count 400 --state /tmp/mutants.jsonl     continues a run that was stopped, or extends it
 
 How it works:
