@@ -69,9 +69,9 @@ async def test_other_weights_than_the_versions_end_the_server_and_its_open_answe
     assert "model.layers.0.self_attn.qkv_proj.weight" in weights.checked
     read = weights._read
 
-    def of_another_file(manifest: Any) -> tuple[int, dict[str, str]]:
-        file, expected = read(manifest)
-        return file, {**expected, "model.layers.1.mlp.gate_up_proj.weight": "0" * 16}
+    def of_another_file(manifest: Any) -> tuple[int, dict[str, str], Any]:
+        file, expected, version = read(manifest)
+        return file, {**expected, "model.layers.1.mlp.gate_up_proj.weight": "0" * 16}, version
 
     monkeypatch.setattr(weights, "_read", of_another_file)
     manifest = await subject.publish(reference, reference.other(3))

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,7 +182,8 @@ def vllm_on(server: VLLM, folder: Path) -> Any:
 def sglang_on(server: SGLang, folder: Path) -> Any:
     engine = SGLangEngine(small_config(engine="sglang"), str(folder), folder, 0)
     weights = SGLangWeights(engine.config, str(folder), server, server.streams)  # type: ignore[arg-type]
-    weights._read = lambda manifest: (os.open("/dev/null", os.O_RDONLY), {})  # type: ignore[method-assign]
+    version: Any = SimpleNamespace(check_unchanged=lambda: None)
+    weights._read = lambda manifest: (os.open("/dev/null", os.O_RDONLY), {}, version)  # type: ignore[method-assign]
     return engine, weights
 
 
