@@ -6,6 +6,7 @@ cd tests/rollout_server/engines/vllm && python vllm_routes.py SITE_PACKAGES > vl
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import sys
 from collections.abc import Iterator
@@ -25,10 +26,19 @@ def read_routes(site_packages: Path) -> dict[str, Any]:
     for file in sorted((root / "entrypoints").rglob("*.py")):
         text = file.read_text()
         if "router." in text:
-            found |= dict(_routes(ast.parse(text)))
+            found |= dict(_routes(_parsed(text)))
     for name, place in CONSTANTS.items():
-        found[name] = next(_values(ast.parse((root / place).read_text()), name), None)
+        found[name] = next(_values(_parsed((root / place).read_text()), name), None)
     return dict(sorted(found.items()))
+
+
+def _parsed(text: str) -> ast.Module:
+    """Parses without collecting garbage: `ast` of CPython 3.11 fails if a finalizer uses it meanwhile (gh-106905)."""
+    gc.disable()
+    try:
+        return ast.parse(text)
+    finally:
+        gc.enable()
 
 
 def _routes(tree: ast.Module) -> Iterator[tuple[str, list[str]]]:
