@@ -352,6 +352,8 @@ class WeightSource:
         while not self._closed.wait(PING_S):
             if self._wire.acquire(blocking=False):
                 try:
+                    if self._closed.is_set():  # the others may have stopped: nobody would receive the ping
+                        return
                     for rank in range(1, self._world):
                         self._tell(rank, _PING)
                 except RuntimeError as error:
