@@ -46,7 +46,7 @@ PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     WATCH: (status, dashboard, trace, curriculum, clean),
     ROLES: (redis_server, search_server, reward_server, teacher_server),
 }
-"""Of `penstock --help`; commands whose name is their function's."""
+"""Groups of `penstock --help`, and the commands in each that are named as their function."""
 for panel, commands in PANELS.items():
     for function in commands:
         app.command(rich_help_panel=panel)(function)

@@ -1,4 +1,4 @@
-"""Servers beside a run: `penstock redis-server`, `search-server`, `reward-server` and `teacher-server`."""
+"""Servers next to a run: `penstock redis-server`, `search-server`, `reward-server` and `teacher-server`."""
 
 from __future__ import annotations
 

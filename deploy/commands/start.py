@@ -54,7 +54,7 @@ def _quickstart(overrides: Sequence[str]) -> None:
 
 
 def _refuse_without_programs(recipe: Path, overrides: Sequence[str]) -> None:
-    """What a wheel cannot bring, before minutes go into a model. Raises `ConfigError`."""
+    """Checks for the programs that a wheel cannot install, before a model is made. Raises `ConfigError`."""
     from penstock.deploy.config import load_config
     from penstock.deploy.preflight.network import check_redis
     from penstock.deploy.preflight.sandbox import check_sandbox

@@ -1,1 +1,1 @@
-"""Where a run's roles run other than on one machine: Ray, Slurm, Compose, Kubernetes."""
+"""Placements of a run's roles on several machines: Ray, Slurm, Compose, Kubernetes."""

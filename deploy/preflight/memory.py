@@ -137,7 +137,7 @@ def _kept_of_layer(shape: ModelShape, trainer: TrainerConfig) -> float:
 
 
 def needs_critic(config: RunConfig) -> bool:
-    """Whether a second model learns beside the policy."""
+    """True if a second model (the critic) is trained in addition to the policy."""
     if importlib.util.find_spec("torch") is None:
         return False
     from penstock.common import UnknownName
