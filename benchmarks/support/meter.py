@@ -18,6 +18,7 @@ class Meter:
 
     The peak is the most bytes of tensors that live at a time, above those from before: on a CPU from the profiler's
     record of every allocation of this thread, also those inside an operation; on a GPU as its allocator counts them.
+    `device` is the one that the tensors are on: by default a GPU if there is one.
     """
 
     seconds: float = 0.0
@@ -25,10 +26,11 @@ class Meter:
     """On a core, of all threads of this process: what a busy machine disturbs less"""
     peak_bytes: int = 0
 
-    def __init__(self, *, memory: bool = False) -> None:
+    def __init__(self, *, memory: bool = False, device: torch.device | None = None) -> None:
         self._record: Recorder | None = None
         if memory:
-            self._record = OnGpu() if torch.cuda.is_available() else OnHost()
+            on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
+            self._record = OnGpu() if on_gpu else OnHost()
 
     def __enter__(self) -> Meter:
         if self._record is not None:
@@ -52,7 +54,7 @@ def peak_bytes(work: Callable[[], None], module: nn.Module) -> int:
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
     gc.collect()  # else what earlier work left in cycles may be freed meanwhile, and be counted as given back
-    with Meter(memory=True) as meter:
+    with Meter(memory=True, device=next(module.parameters()).device) as meter:
         work()
     return meter.peak_bytes
 
