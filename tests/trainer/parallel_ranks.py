@@ -69,9 +69,18 @@ def run(everyone: Ranks, folder: Path, model: str, case: Mapping[str, Any]) -> N
         assert found is not None
         engine.load(found.path, found.ranks)
         first = found.step
+    check_timeouts(ranks)
     lines = [train_step(learner, engine, ranks, first + step) for step in range(case["steps"])]
     leave(folder, store, engine, ranks, first + case["steps"], lines)
     ranks.own(mesh_of).close()
+
+
+def check_timeouts(ranks: Ranks) -> None:
+    """Every group of the mesh has the timeout of the ranks, not the default of its backend."""
+    mesh = ranks.own(mesh_of)
+    parts = [mesh.shards, *([] if mesh.tensor is None else [mesh.tensor])]
+    for group in (group for part in parts for group in part.get_all_groups()):
+        assert group._get_backend(torch.device("cpu")).options._timeout == ranks.timeout
 
 
 def leave(

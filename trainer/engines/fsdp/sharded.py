@@ -22,7 +22,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -245,7 +245,9 @@ class Mesh:
         """Ranks over which gradients are averaged."""
         sizes = {"replicate": self.replicate, "shards": self.size // self.replicate, "tensor": layout.tensor}
         dimensions = {name: size for name, size in sizes.items() if size > 1 or name == "shards"}
-        self._whole = init_device_mesh(device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
+        mesh = torch.arange(dist.get_world_size()).view(*dimensions.values())
+        groups = [_group_along(mesh, axis, timeout) for axis in range(mesh.ndim)]
+        self._whole = DeviceMesh.from_group(groups, device_type, mesh, mesh_dim_names=tuple(dimensions))
         self.context = _context(layout, timeout) if layout.context > 1 else None
 
     def close(self) -> None:
@@ -267,6 +269,18 @@ class Mesh:
 
 def mesh_of(ranks: Ranks) -> Mesh:
     return Mesh(ranks.layout, ranks.device.type, ranks.timeout)
+
+
+def _group_along(mesh: torch.Tensor, axis: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Process group of this rank along `axis`. `init_device_mesh` would give it the backend's timeout of 10 or 30
+    minutes. A collective."""
+    if mesh.shape[axis] == mesh.numel():
+        group = dist.group.WORLD
+    else:
+        members = mesh.movedim(axis, -1).reshape(-1, mesh.shape[axis])
+        group, _ = dist.new_subgroups_by_enumeration(members.tolist(), timeout=timeout)
+    assert group is not None
+    return group
 
 
 def _context(layout: RankLayout, timeout: timedelta) -> ContextGroup:
