@@ -107,16 +107,19 @@ class MemoryTransferQueue(MemorySteps):
         return leases
 
     def _give_open(self, worker: str, count: int, version: int, leases: list[Lease], *, train: bool) -> bool:
-        """Adds to `leases`. False if the worker takes no more: it has enough, or too many for an episode that lost
-        leases and waits for it."""
+        """Adds open episodes to `leases`, oldest first. Returns whether the worker takes more.
+
+        An episode that lost leases and needs an emptier worker stays and holds up nothing.
+        """
         state = self._state
         held, most = state.holds(worker)
         for group, index in state.open_episodes(train=train, version=version):
-            most = min(most, most_together(len(group.members[index].lost_by)))
             if len(leases) >= count or held >= most:
                 return False
-            leases.append(self._lease(worker, group, index))
-            held += 1
+            bound = min(most, most_together(len(group.members[index].lost_by)))
+            if held < bound:
+                leases.append(self._lease(worker, group, index))
+                held, most = held + 1, bound
         return len(leases) < count and held < most
 
     def _lease(self, worker: str, group: MemoryGroup, index: int) -> Lease:

@@ -1,7 +1,4 @@
-"""Small tasks, trajectories and queues for the tests of this folder.
-
-Any trajectory that an engine could have made, and equality of what comes back.
-"""
+"""Small tasks, trajectories and queues; any trajectory that an engine could make; equality with arrays."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from penstock.testing import MemoryTransferQueue
 from penstock.transfer_queue import (
     COMPLETED,
     Announcement,
@@ -24,6 +22,7 @@ from penstock.transfer_queue import (
     Limits,
     Outcome,
     OutcomeKind,
+    RedisTransferQueue,
     Segment,
     Task,
     Trajectory,
@@ -110,6 +109,18 @@ async def train(queue: TransferQueue, step: int) -> Batch:
     assert isinstance(batch, Batch), batch
     assert await queue.publish_version(Announcement(step + 1, {"path": f"v{step + 1}"}))
     return batch
+
+
+async def expire_leases(queue: TransferQueue) -> None:
+    """All leases run out at once; the next `lease_episodes` takes them back."""
+    if isinstance(queue, MemoryTransferQueue):
+        for _, _, member in queue._state.leased():
+            member.expires_at = 0.0
+        return
+    assert isinstance(queue, RedisTransferQueue)
+    key = queue._keys.index + "leases"
+    for episode in await queue._connection.command("ZRANGE", key, 0, -1):
+        await queue._connection.command("ZADD", key, 0, episode)
 
 
 LEASE = Lease("train/0001#0", task(1), 0, 0, 1, 0)

@@ -61,18 +61,24 @@ local function give(episode, group, m)
   given[#given + 1] = episode .. ' ' .. fence .. '\n'
 end
 
--- False if the worker takes no more: it has enough, or too many for an episode that lost leases and now waits for it.
+-- Gives what is open, oldest first. An episode that lost leases and needs an emptier worker stays and holds up nothing.
+-- Returns whether the worker takes more.
 local function give_open(split_key)
+  local skipped = 0
   while #rows < wanted and held < most do
-    local open = call('ZRANGEBYSCORE', key(split_key), '-inf', up_to(version), 'LIMIT', 0, 64)
+    local open = call('ZRANGEBYSCORE', key(split_key), '-inf', up_to(version), 'LIMIT', skipped, 64)
     if #open == 0 then return true end
     for _, episode in ipairs(open) do
+      if #rows >= wanted or held >= most then return false end
       local task_id, m = split_episode(episode)
       local group = group_key(task_id)
-      most = math.min(most, most_together(call('HGET', group, 'l' .. m) or ''))
-      if #rows >= wanted or held >= most then return false end
-      give(episode, group, m)
-      held = held + 1
+      local bound = math.min(most, most_together(call('HGET', group, 'l' .. m) or ''))
+      if held < bound then
+        give(episode, group, m)
+        held, most = held + 1, bound
+      else
+        skipped = skipped + 1
+      end
     end
   end
   return false
