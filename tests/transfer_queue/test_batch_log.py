@@ -32,7 +32,7 @@ FILE = "00000001-00000001-w.batch"
 
 @pytest.fixture
 def log(tmp_path: Path) -> BatchLog:
-    return BatchLog(tmp_path / "batches")
+    return BatchLog(tmp_path / "run" / "batches")
 
 
 def only_file(log: BatchLog) -> Path:
@@ -46,14 +46,6 @@ def test_what_was_appended_is_read_in_the_order_asked(log: BatchLog) -> None:
     assert list(log.read(3, [C, A, B]).items()) == [(C, b"gamma"), (A, b"alpha"), (B, b"")]
     assert log.read(None, [B, C, B]) == {B: b"", C: b"gamma"}
     assert log.read(3, []) == {}
-
-
-def test_another_process_reads_what_it_has_never_seen(log: BatchLog) -> None:
-    reader = BatchLog(log.folder)
-    log.append(0, {A: b"a"}, "w")
-    assert reader.read(None, [A]) == {A: b"a"}
-    log.append(1, {B: b"b"}, "w")
-    assert reader.read(None, [A, B]) == {A: b"a", B: b"b"}
 
 
 def test_a_repeat_is_harmless_and_repairs_what_was_damaged(log: BatchLog) -> None:
@@ -109,12 +101,6 @@ def test_a_file_is_as_its_format_says(log: BatchLog) -> None:
     head = struct.pack("<4sHHQIIQ", b"PNBL", 1, 0, 3, 2, len(table), xxh3_64_intdigest(table))
     assert only_file(log).name == "00000003-00000001-w.batch"
     assert only_file(log).read_bytes() == head + struct.pack("<Q", xxh3_64_intdigest(head)) + table + b"alpha"
-
-
-def test_folders_above_the_log_are_made(tmp_path: Path) -> None:
-    log = BatchLog(tmp_path / "run" / "trainer" / "batches")
-    log.append(0, {A: b"a"}, "w" * 64)
-    assert log.read(0, [A]) == {A: b"a"}
 
 
 def test_only_the_owner_may_read(log: BatchLog) -> None:

@@ -135,28 +135,10 @@ def test_one_field_can_be_read_though_another_is_damaged() -> None:
         get_fields(blob[:-1], ["response_ids"])
 
 
-def test_arrays_are_packed_not_spelled_out() -> None:
-    long = replace(trajectory(LEASE), segments=[segment([0] * 100_000)])
-    assert len(encode_trajectory(long)) < 100_000 * (4 + 1 + 4 + 12) + 2_000
-    assert len(encode_trajectory(long, "zstd")) < 100_000 * (4 + 1 + 4 + 12) / 2
-
-
 def test_the_head_of_a_megabyte_fits_the_first_read() -> None:
     long = encode_trajectory(replace(trajectory(LEASE), segments=[segment([0] * 60_000)]))
     assert len(long) > 1 << 20
     assert head_length(long[:HEAD_GUESS]) <= HEAD_GUESS
-
-
-@settings(max_examples=40)
-@given(st.data())
-def test_any_flipped_byte_and_any_cut_is_refused(data: st.DataObject) -> None:
-    blob = encode_trajectory(trajectory(LEASE))
-    at = data.draw(st.integers(0, len(blob) - 1))
-    damaged = bytearray(blob)
-    damaged[at] ^= data.draw(st.integers(1, 255))
-    for payload in (bytes(damaged), blob[:at]):
-        with pytest.raises(BadPayload):
-            decode_trajectory(payload)
 
 
 @pytest.mark.parametrize(
@@ -277,12 +259,3 @@ def fits(truth: object) -> bool:
 def test_journal_entries_come_back_equal() -> None:
     entries = [turn(3), JournalEntry(JournalKind.TOOLS, data={"results": [{"text": "4"}], "sandbox_session": "s-1"})]
     assert all(same(decode_journal(encode_journal(entry)), entry) for entry in entries)
-
-
-def test_damaged_journal_entries_are_refused() -> None:
-    blob = encode_journal(turn(3))
-    for at in range(len(blob)):
-        damaged = bytearray(blob)
-        damaged[at] ^= 0x10
-        with pytest.raises(BadPayload):
-            decode_journal(bytes(damaged))

@@ -55,17 +55,6 @@ async def test_unrewarded_members_do_not_count_for_the_variance(make_queue) -> N
     assert (await queue.status()).episodes["unrewarded"] == 1
 
 
-async def test_a_run_that_filters_everything_stops_and_says_why(make_queue) -> None:
-    queue = await make_queue(replace(FILTERED, groups_per_step=1, max_filtered_steps=2))
-    await queue.submit(tasks(5), cursor=at(5))
-    for _ in range(2):
-        await finish_group(queue, [1.0, 1.0])
-    assert isinstance(await queue.lease_batch(0), Waiting)
-    await finish_group(queue, [1.0, 1.0])
-    with pytest.raises(TooManyFiltered, match=r"3 groups had equal rewards.*max_filtered_steps"):
-        await queue.lease_batch(0)
-
-
 async def test_filtered_groups_are_limited_by_whole_steps(make_queue) -> None:
     """One step of two groups may be filtered, and 0 is no limit."""
     one, endless = [await make_queue(replace(FILTERED, max_filtered_steps=steps)) for steps in (1, 0)]
@@ -98,23 +87,11 @@ async def test_a_step_resets_the_count_of_filtered_groups(make_queue) -> None:
 
 
 async def test_higher_priorities_are_admitted_first(make_queue) -> None:
-    queue = await make_queue(LIMITS)
+    queue = await make_queue(replace(LIMITS, group_size=1, min_group=1))
     order = [task(0), task(1, priority=5), task(2, priority=-3), task(3, priority=5)]
     await queue.submit(order, cursor=at(4))
-    leases = await queue.lease_episodes("worker", 8, 0)
-    admitted = sorted({(lease.fence // 2, lease.task.task_id) for lease in leases})
-    assert {name for _, name in admitted} == {f"train/{n:04d}" for n in range(4)}
-    one_by_one = await make_queue(replace(LIMITS, group_size=1, min_group=1))
-    await one_by_one.submit(order, cursor=at(4))
-    seen = [lease.task.task_id for _ in range(4) for lease in await one_by_one.lease_episodes("worker", 1, 0)]
+    seen = [lease.task.task_id for _ in range(4) for lease in await queue.lease_episodes("worker", 1, 0)]
     assert seen == ["train/0001", "train/0003", "train/0000", "train/0002"]
-
-
-@pytest.mark.parametrize("priority", [1001, -1001])
-async def test_priorities_out_of_range_are_refused(make_queue, priority: int) -> None:
-    queue = await make_queue(LIMITS)
-    with pytest.raises(QueueError, match="priority"):
-        await queue.submit([task(0, priority=priority)])
 
 
 async def test_a_quota_bounds_a_source_and_lets_others_pass(make_queue) -> None:
@@ -175,13 +152,11 @@ async def test_back_pressure_begins_above_max_bytes(make_queue) -> None:
         assert len(await queue.lease_episodes("worker", 2, 0)) == taken
 
 
-async def test_max_groups_of_one_is_a_limit(make_queue) -> None:
-    queue = await make_queue(replace(LIMITS, groups_per_step=1, max_staleness=2, max_groups=1))
-    await queue.submit(tasks(3), cursor=at(3))
-    assert len(await queue.lease_episodes("worker", 9, 0)) == 2
-
-
 async def test_max_groups_bounds_what_is_in_the_system(make_queue) -> None:
+    """Of one, too."""
+    one = await make_queue(replace(LIMITS, groups_per_step=1, max_staleness=2, max_groups=1))
+    await one.submit(tasks(3), cursor=at(3))
+    assert len(await one.lease_episodes("worker", 9, 0)) == 2
     queue = await make_queue(replace(LIMITS, max_staleness=4, max_groups=3))
     await queue.submit(tasks(8), cursor=at(8))
     assert len(await finish_all(queue)) == 6
@@ -190,21 +165,9 @@ async def test_max_groups_bounds_what_is_in_the_system(make_queue) -> None:
     assert len(await finish_all(queue, version=1)) == 4
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"max_groups": 1}, r"max_groups = 1 < groups_per_step = 2.*give at least 2"),
-        ({"filter_groups": "zero_variance", "group_size": 1}, "would filter every group"),
-        ({"filter_groups": "some"}, "filter_groups is 'some'; one of none, zero_variance"),
-        ({"overage": "keep"}, "overage is 'keep'; one of wait, mask, drop"),
-        ({"quotas": {"swe": 0}}, "quota of 'swe' is 0"),
-        ({"group_size": 0}, "group_size is 0"),
-        ({"max_staleness": -1}, "max_staleness is -1"),
-    ],
-)
-async def test_limits_that_no_run_can_work_with_are_refused(make_queue, change, said: str) -> None:
-    with pytest.raises(QueueError, match=said):
-        await make_queue(replace(LIMITS, **change))
+async def test_limits_that_no_run_can_work_with_are_refused(make_queue) -> None:
+    with pytest.raises(QueueError, match=r"max_groups = 1 < groups_per_step = 2.*give at least 2"):
+        await make_queue(replace(LIMITS, max_groups=1))
 
 
 async def test_a_run_keeps_its_quotas(make_queue) -> None:
@@ -253,8 +216,7 @@ def at_members(number: int, count: int) -> list[str]:
     return [f"train/{number:04d}#{member}" for member in range(count)]
 
 
-@pytest.mark.parametrize("size", [0, -1, 1.5, "2"])
-async def test_a_group_size_that_is_none_is_refused(make_queue, size) -> None:
+async def test_a_task_that_the_queue_cannot_keep_is_refused(make_queue) -> None:
     queue = await make_queue(LIMITS)
     with pytest.raises(QueueError, match="train/0000: group_size is"):
-        await queue.submit([task(0, group_size=size)])
+        await queue.submit([task(0, group_size=0)])

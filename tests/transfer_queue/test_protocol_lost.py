@@ -91,10 +91,16 @@ async def test_a_lease_taken_up_again_is_not_lost(make_queue) -> None:
     queue = await make_queue(LOSING)
     await queue.submit(tasks(1), cursor=at(1))
     leases = await queue.lease_episodes("worker", 1, 0)
-    for _ in range(4):
+    for number in range(4):
         await expire_leases(queue)
         assert await queue.lease_episodes("other", 0, 0) == []  # takes expired leases back
-        assert await queue.renew(leases) == []
+        status = await queue.status()
+        assert (status.episodes["queued"], status.workers) == (3, {})
+        if number % 2:
+            assert await queue.renew(leases) == []
+        else:
+            assert await queue.adopt(leases[0].episode_id, leases[0].fence) == leases[0]
+        assert (await queue.status()).workers == {"worker": 1}
     await finish(queue, leases)
     assert await queue.dead_letters() == []
 

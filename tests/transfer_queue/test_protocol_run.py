@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
-from queue_samples import LIMITS, tasks
+from queue_samples import LEASE, LIMITS, tasks, trajectory
 
 from penstock.transfer_queue import Announcement, NoSuchRun, QueueError, RunIdentity, RunTaken, TransferQueue
 
@@ -117,6 +117,7 @@ CALLS: dict[str, Callable[[TransferQueue], Awaitable[object]]] = {
     "config": lambda queue: queue.config(),
     "submit": lambda queue: queue.submit(tasks(1)),
     "lease_episodes": lambda queue: queue.lease_episodes("worker", 1, 0),
+    "complete_many": lambda queue: queue.complete_many([(LEASE, trajectory(LEASE))]),
     "claim_training": lambda queue: queue.claim_training("trainer"),
     "check_training": lambda queue: queue.check_training(),
     "lease_batch": lambda queue: queue.lease_batch(0),

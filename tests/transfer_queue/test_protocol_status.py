@@ -69,19 +69,6 @@ async def test_a_split_collects_results_and_goes_away(make_queue) -> None:
         await queue.drop_split("train")
 
 
-async def test_a_dead_evaluation_episode_can_be_requeued(make_queue) -> None:
-    queue = await make_queue(replace(LIMITS, max_attempts=1))
-    await queue.submit([task(0, "eval/1")])
-    (lease,) = await queue.lease_episodes("worker", 1, 0)
-    await queue.fail(lease, INFRA)
-    await queue.requeue(lease.episode_id)
-    assert (await queue.status()).other_splits == {"eval/1": {"queued": 1, "leased": 0, "done": 0}}
-    (lease,) = await queue.lease_episodes("worker", 1, 0)
-    await queue.complete(lease, trajectory(lease))
-    done, out = await queue.results("eval/1")
-    assert (len(done), out) == (1, 0)
-
-
 async def test_waits_add_up(make_queue) -> None:
     queue = await make_queue(LIMITS)
     await queue.add_wait("trainer", "batch: slow", 0.5)
@@ -185,21 +172,6 @@ async def test_bytes_of_many_dead_letters_end_at_zero(make_queue) -> None:
     assert [len(letter.journal) for letter in letters] == [0] * 3 + [1] * 100
     await queue.drop_split("eval/1")
     assert (await queue.status()).bytes == 0
-
-
-async def test_bytes_of_a_group_that_died_are_those_submitted(make_queue) -> None:
-    queue = await make_queue(replace(LIMITS, max_attempts=1, group_size=3))
-    await queue.submit(tasks(1), cursor=at(1))
-    submitted = (await queue.status()).bytes
-    leases = await queue.lease_episodes("worker", 3, 0)
-    for lease in leases:
-        await queue.journal(lease, turn(1), 0)
-    for lease in leases:
-        await queue.fail(lease, INFRA)
-    assert (await queue.status()).unconsumed_bytes == 0
-    await queue.requeue(leases[0].episode_id)
-    status = await queue.status()
-    assert (status.bytes, status.unconsumed_bytes, status.groups["dead"]) == (submitted, 0, 0)
 
 
 async def test_held_names_finished_episodes_until_committed(make_queue) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partialmethod
 from pathlib import Path
@@ -174,65 +175,31 @@ async def test_a_server_that_hangs_up_is_asked_ever_more_rarely() -> None:
     assert 1 < connections <= 5, "with half of each pause"
 
 
-class StuckLoading:
-    """`Routes` to a Redis that loads for ever without progress, and says so at every other question only."""
+class Scripted:
+    """`Routes` to a Redis of which a function gives the answers and errors; it raises what ends the whole attempt."""
 
     spreads = False
     masters = (None,)
 
-    def __init__(self) -> None:
-        self._questions = 0
-
-    async def run(self, calls: Sequence[RedisCall]) -> None:
-        for call in calls:
-            call.error = BusyLoadingError()
-            if call.args[0] == "INFO":
-                self._questions += 1
-                if self._questions % 2:
-                    raise TimeoutError
-                call.reply, call.error = b"loading_loaded_bytes:4096\r\n", None
-
-
-class Loading:
-    """`Routes` to a Redis that loads for a second and a half, reads on all the time, and then answers."""
-
-    spreads = False
-    masters = (None,)
-
-    def __init__(self) -> None:
-        self._clock = asyncio.get_running_loop().time
-        self._began, self._loaded = self._clock(), 0
-
-    async def run(self, calls: Sequence[RedisCall]) -> None:
-        for call in calls:
-            if call.args[0] == "INFO":
-                self._loaded += 4096
-                call.reply, call.error = b"loading_loaded_bytes:%d\r\n" % self._loaded, None
-            elif self._clock() - self._began < 1.5:
-                call.error = BusyLoadingError()
-            else:
-                call.reply, call.error = b"1", None
-
-
-class Answers:
-    """`Routes` to a Redis that takes `pause_s` and then gives the next of these answers, or errors."""
-
-    spreads = False
-    masters = (None,)
-
-    def __init__(self, *answers: object, pause_s: float = 0.0) -> None:
-        self._answers, self._pause_s = list(answers), pause_s
+    def __init__(self, answer: Callable[[str], object], pause_s: float = 0.0) -> None:
+        self._answer, self._pause_s = answer, pause_s
 
     async def run(self, calls: Sequence[RedisCall]) -> None:
         await asyncio.sleep(self._pause_s)
         for call in calls:
-            answer = self._answers.pop(0)
+            answer = self._answer(str(call.args[0]))
             call.reply, call.error = (None, answer) if isinstance(answer, Exception) else (answer, None)
 
 
-def answered(*answers: object, pause_s: float = 0.0, deadline_s: float = 10.0) -> Connection:
-    routes: Any = Answers(*answers, pause_s=pause_s)
-    return Connection(routes, "redis://answers", deadline_s=deadline_s)
+def scripted(answer: Callable[[str], object], *, pause_s: float = 0.0, **options: float) -> Connection:
+    routes: Any = Scripted(answer, pause_s)
+    return Connection(routes, "redis://scripted", **{"deadline_s": 10.0, **options})
+
+
+def answered(*answers: object, **options: float) -> Connection:
+    """Gives these answers, one after the other."""
+    rest = iter(answers)
+    return scripted(lambda _: next(rest), **options)
 
 
 def inside_a_script(error: str) -> ResponseError:
@@ -243,7 +210,7 @@ def inside_a_script(error: str) -> ResponseError:
 async def test_an_error_inside_an_old_script_is_looked_into() -> None:
     full = inside_a_script("OOM command not allowed when used memory > 'maxmemory'.")
     assert await answered(full, ResponseError("BUSY another script"), b"1").command("GET", "a") == b"1"
-    with pytest.raises(QueueError, match=r"redis://answers: ERR Error running script .*WRONGTYPE"):
+    with pytest.raises(QueueError, match=r"redis://scripted: ERR Error running script .*WRONGTYPE"):
         await answered(inside_a_script("WRONGTYPE Operation"), b"1").command("GET", "a")
 
 
@@ -261,18 +228,32 @@ async def test_an_attempt_has_time_for_what_it_sends(sent: object, monkeypatch: 
 
 
 async def test_a_redis_that_reads_on_is_waited_for() -> None:
-    loading: Any = Loading()
-    connection = Connection(loading, "redis://loading", deadline_s=0.5, loading_timeout_s=60)
+    clock, loaded = asyncio.get_running_loop().time, itertools.count(0, 4096)
+    ready_at = clock() + 1.5
+
+    def loading(command: str) -> object:
+        if command == "INFO":
+            return b"loading_loaded_bytes:%d\r\n" % next(loaded)
+        return BusyLoadingError() if clock() < ready_at else b"1"
+
     async with asyncio.timeout(60):
-        assert await connection.command("GET", "a") == b"1"
+        assert await scripted(loading, deadline_s=0.5, loading_timeout_s=60).command("GET", "a") == b"1"
 
 
 async def test_a_redis_that_loads_without_progress_is_given_up() -> None:
-    stuck: Any = StuckLoading()
-    connection = Connection(stuck, "redis://stuck", deadline_s=0.5, loading_timeout_s=2.5)
+    """It tells how far it is at every other question only."""
+    questions = itertools.count()
+
+    def stuck(command: str) -> object:
+        if command != "INFO":
+            return BusyLoadingError()
+        if next(questions) % 2 == 0:
+            raise TimeoutError
+        return b"loading_loaded_bytes:4096\r\n"
+
     async with asyncio.timeout(60):
         with pytest.raises(QueueUnavailable, match="GET"):
-            await connection.command("GET", "a")
+            await scripted(stuck, deadline_s=0.5, loading_timeout_s=2.5).command("GET", "a")
 
 
 async def test_a_redis_that_falls_silent_is_given_up(server: RedisServer) -> None:

@@ -376,25 +376,6 @@ async def test_a_cancelled_call_ends(queue: RedisTransferQueue) -> None:
     assert await queue.submit(tasks(1)) == 1
 
 
-async def test_scripts_of_a_redis_without_functions_run_a_whole_step(queue: RedisTransferQueue) -> None:
-    """Redis 6.2 gets each script with the parts that it needs, instead of a library."""
-    queue._connection._functions = False
-    await queue.submit(tasks(4), cursor=at(4))
-    leases = await queue.lease_episodes("worker", 8, 0)
-    await queue.journal(leases[0], turn(1), 0)
-    assert await queue.renew(leases) == []
-    await queue.release(leases[7])
-    leases[7:] = await queue.lease_episodes("worker", 1, 0)
-    await queue.complete(leases[0], trajectory(leases[0]))
-    assert await queue.complete_many([(lease, trajectory(lease)) for lease in leases]) == [None] * 8
-    for step in (0, 1):
-        assert isinstance(await queue.lease_batch(step), Batch)
-        assert await queue.publish_version(Announcement(step + 1, {}))
-    await queue.commit(2)
-    status = await queue.status()
-    assert (status.episodes["committed"], status.bytes) == (8, 0)
-
-
 async def test_two_runs_do_not_see_each_other(queue: RedisTransferQueue, redis_server: RedisServer) -> None:
     other = await RedisTransferQueue.connect(redis_server.url, queue._run + "-b", CONFIG, PASSWORD)
     await other.create_run(replace(LIMITS, group_size=5), "y")

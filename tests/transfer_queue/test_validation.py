@@ -306,6 +306,7 @@ def test_finish_of_nothing_sampled_names_no_version() -> None:
         ({"priority": -1001}, "priority is -1001"),
         ({"priority": 0.5}, "priority is 0.5"),
         ({"min_version": -1}, "task train/0001: min_version is -1, below 0"),
+        *(({"group_size": size}, "task train/0001: group_size is") for size in (0, -1, 1.5, "2")),
     ],
 )
 def test_tasks_that_the_queue_cannot_keep_are_refused(change: dict, message: str) -> None:
