@@ -43,7 +43,6 @@ from .http_server import listen as listen
 from .http_server import serve as serve
 from .http_server import url_host as url_host
 from .http_server import url_of as url_of
-from .huge_pages import HugePageArena as HugePageArena
 from .huge_pages import huge_area as huge_area
 from .process import ProcessTable as ProcessTable
 from .process import command_line as command_line

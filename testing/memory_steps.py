@@ -105,10 +105,8 @@ class MemorySteps(MemoryRun):
     async def read(self, episode_ids: Sequence[str]) -> list[Trajectory]:
         return [decode_trajectory(self._payload(episode_id)) for episode_id in episode_ids]
 
-    async def get(
-        self, episode_ids: Sequence[str], fields: Sequence[str], start: int = 0, stop: int | None = None
-    ) -> list[FieldValues]:
-        return [get_fields(self._payload(episode_id), fields, start, stop) for episode_id in episode_ids]
+    async def get(self, episode_ids: Sequence[str], fields: Sequence[str]) -> list[FieldValues]:
+        return [get_fields(self._payload(episode_id), fields) for episode_id in episode_ids]
 
     async def spill(self, step: int, episode_ids: Sequence[str]) -> int:
         if self._batch_log is None:

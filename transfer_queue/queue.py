@@ -166,13 +166,10 @@ class TransferQueue(Protocol):
         Raises `BadPayload` naming the damaged part.
         """
 
-    async def get(
-        self, episode_ids: Sequence[str], fields: Sequence[str], start: int = 0, stop: int | None = None
-    ) -> list[FieldValues]:
+    async def get(self, episode_ids: Sequence[str], fields: Sequence[str]) -> list[FieldValues]:
         """Only `fields` (names of `Segment` and `Trajectory`) in the order given; nothing else is transferred.
 
-        Fields with one value per response token are cut to positions ``start:stop`` of each segment's response; other
-        fields are complete. Raises `BadPayload`, and `QueueError` for an unknown field.
+        Raises `BadPayload`, and `QueueError` for an unknown field.
         """
 
     async def spill(self, step: int, episode_ids: Sequence[str]) -> int:

@@ -27,7 +27,7 @@ async def complete_one(queue, tokens: int):
 
 
 @pytest.mark.parametrize("tokens", [3, 3000, BIG])
-async def test_fields_and_slices_are_those_of_the_whole(make_queue, tokens: int) -> None:
+async def test_fields_are_those_of_the_whole(make_queue, tokens: int) -> None:
     queue = await make_queue(LIMITS)
     sent = await complete_one(queue, tokens)
     (values,) = await queue.get([sent.episode_id], ["response_mask", "response_logprobs", "reward"])
@@ -36,10 +36,6 @@ async def test_fields_and_slices_are_those_of_the_whole(make_queue, tokens: int)
     assert sorted(segment) == ["response_logprobs", "response_mask"]
     np.testing.assert_array_equal(segment["response_mask"], whole.response_mask)
     np.testing.assert_array_equal(segment["response_logprobs"], whole.response_logprobs)
-    for start, stop in ((0, 1), (1, 3), (tokens - 1, None), (tokens // 2, tokens // 2 + 100), (tokens + 9, None)):
-        (values,) = await queue.get([sent.episode_id], ["response_ids", "prompt_ids"], start, stop)
-        np.testing.assert_array_equal(values.segments[0]["response_ids"], whole.response_ids[start:stop])
-        np.testing.assert_array_equal(values.segments[0]["prompt_ids"], whole.prompt_ids)
 
 
 async def test_fields_come_from_behind_a_long_head(make_queue) -> None:
@@ -119,8 +115,8 @@ async def test_spilled_payloads_leave_the_store_and_are_still_read(make_queue) -
     assert await queue.held() == set(episodes)
     after = await queue.read([episodes[2], episodes[0]])
     assert repr(after) == repr([before[2], before[0]])
-    (values,) = await queue.get([episodes[1]], ["response_ids"], 10, 12)
-    assert values.segments[0]["response_ids"].tolist() == [10, 11]
+    (values,) = await queue.get([episodes[1]], ["response_ids"])
+    assert values.segments[0]["response_ids"].tolist() == list(range(5001))
     assert await queue.rewind(0) == 1
     assert await queue.lease_batch(0) == batch
     await queue.commit(1)

@@ -51,8 +51,8 @@ async def send_and_read(folder: Path, options: dict[str, Any]) -> None:
 
 
 async def test_a_long_string_stays_whatever_is_received_after_it(redis_server: RedisServer) -> None:
-    """They lie one after the other in areas that are made anew while some of the last one are still held."""
-    values = {str(n): random.Random(n).randbytes(600_000 + n) for n in range(40)}  # three areas
+    """Each has its memory for itself."""
+    values = {str(n): random.Random(n).randbytes(600_000 + n) for n in range(40)}
     connection = await open_to(redis_server.url)
     await connection.many([("SET", name, value) for name, value in values.items()])
     kept = []

@@ -1,8 +1,8 @@
-"""One array of a payload: how it is stored, its row in the head's table, and slices of it.
+"""One array of a payload: how it is stored, and its row in the head's table.
 
 A row is [name, dtype, shape, stored bytes, codec, block, checksums]: one xxh3-64 for every `block` stored bytes (the
-last block may be shorter), so that whole blocks can be read and verified without the rest of the field. A compressed
-field (zstd, by the package `zstandard`) is one block. Rows have no offset: fields follow each other in table order.
+last block may be shorter). A compressed field (zstd, by the package `zstandard`) is one block. Rows have no offset:
+fields follow each other in table order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Column(NamedTuple):
     values: Any
     """[rows], [rows, n] or [rows, n, m]"""
     sliced: bool = False
-    """Readers ask for some of its rows: long ones get a checksum per `BLOCK` instead of one."""
+    """A long one gets a checksum per `BLOCK` instead of one."""
 
 
 class StoredColumn(NamedTuple):
@@ -49,7 +49,7 @@ class StoredColumn(NamedTuple):
 
 
 class Field(NamedTuple):
-    """Position and encoding of an array. Rows are slices ``start:stop`` of the first axis."""
+    """Position and encoding of an array."""
 
     name: str
     dtype: str
@@ -69,45 +69,19 @@ class Field(NamedTuple):
     def raw_bytes(self) -> int:
         return self.shape[0] * self.row_bytes
 
-    def byte_range(self, start: int = 0, stop: int | None = None) -> tuple[int, int]:
-        """Range of payload bytes (first, last + 1) that `decode` needs for these rows.
+    @property
+    def byte_range(self) -> tuple[int, int]:
+        """Range of payload bytes (first, last + 1) that `decode` needs."""
+        return self.start, self.start + self.size
 
-        Whole blocks; a field in one block is read completely.
-        """
-        first, last = self._blocks(start, stop)
-        return self.start + first * self.block, self.start + min(last * self.block, self.size)
-
-    def decode(self, raw: Any, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """Rows from the bytes of `byte_range`: read-only, without a copy unless compressed. Raises `BadPayload`."""
-        first, last = self._blocks(start, stop)
-        expected = min(last * self.block, self.size) - first * self.block
-        raw = self._verified(raw, expected, self.checksums[first * _DIGEST_BYTES : last * _DIGEST_BYTES])
-        top, bottom = self._rows(start, stop)
-        offset = top * self.row_bytes - first * self.block
-        return np.ndarray((bottom - top, *self.shape[1:]), DTYPES[self.dtype], raw, offset)
-
-    def decode_whole(self, payload: memoryview) -> NDArray[Any]:
-        """All rows from the whole payload, as `decode`."""
-        raw = payload[self.start : self.start + self.size]
-        return np.ndarray(self.shape, DTYPES[self.dtype], self._verified(raw, self.size, self.checksums))
-
-    def _verified(self, raw: Any, expected: int, checksums: bytes) -> Any:
-        """The bytes of `raw`, unpacked."""
-        if len(raw) != expected:
-            raise BadPayload(f"{self.name}: {len(raw)} bytes, {expected} by the head; the payload is truncated")
-        if _checksums(raw, self.block) != checksums:
+    def decode(self, raw: Any) -> NDArray[Any]:
+        """The array from its bytes: read-only, without a copy unless compressed. Raises `BadPayload`."""
+        if len(raw) != self.size:
+            raise BadPayload(f"{self.name}: {len(raw)} bytes, {self.size} by the head; the payload is truncated")
+        if _checksums(raw, self.block) != self.checksums:
             raise BadPayload(f"{self.name}: wrong checksum; the payload was damaged")
-        return raw if self.codec == "none" else decompress(raw, self.raw_bytes, self.name)
-
-    def _rows(self, start: int, stop: int | None) -> tuple[int, int]:
-        top, bottom, _ = slice(start, stop).indices(self.shape[0])
-        return (top, bottom) if top < bottom else (0, 0)
-
-    def _blocks(self, start: int, stop: int | None) -> tuple[int, int]:
-        if self.block >= self.size:
-            return 0, 1
-        top, bottom = self._rows(start, stop)
-        return top * self.row_bytes // self.block, -(-bottom * self.row_bytes // self.block)
+        whole = raw if self.codec == "none" else decompress(raw, self.raw_bytes, self.name)
+        return np.ndarray(self.shape, DTYPES[self.dtype], whole)
 
 
 def store(column: Column, compression: str = "none") -> StoredColumn:
@@ -161,7 +135,7 @@ def _check_sizes(field: Field, raw_bytes: int) -> None:
 
 
 def _checksums(raw: Any, block: int) -> bytes:
-    """One per block; none for zero bytes: an empty field has no checksum, nor has a slice of no rows."""
+    """One per block; none for an empty field."""
     if 0 < len(raw) <= block:
         return xxh3_64_digest(raw)
     view = memoryview(raw)

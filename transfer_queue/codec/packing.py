@@ -12,12 +12,11 @@
     …           zeros up to a multiple of 8
     …       B   body: the fields in the order of their rows, nothing between them
 
-The head's checksum covers the fields' checksums, so a field, or some blocks of one, can be read and verified without
-the rest:
+The head's checksum covers the fields' checksums, so a field can be read and verified without the rest:
 
     prefix = read(0, HEAD_GUESS); prefix = read(0, head_length(prefix)) if that is more
     field = parse_head(prefix, kind).fields["0.response_mask"]
-    mask = field.decode(read(*field.byte_range(100, 200)), 100, 200)
+    mask = field.decode(read(*field.byte_range))
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ def whole_head(blob: bytes, kind: int) -> PayloadHead:
 def read_arrays(head: PayloadHead, blob: bytes) -> Arrays:
     """All fields of a whole payload: read-only, views of `blob` unless compressed. Raises `BadPayload`."""
     view = memoryview(blob)
-    return {name: field.decode_whole(view) for name, field in head.fields.items()}
+    return {name: field.decode(view[slice(*field.byte_range)]) for name, field in head.fields.items()}
 
 
 def blob_length(preamble: bytes) -> int:

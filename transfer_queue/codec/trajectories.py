@@ -58,7 +58,7 @@ OPTIONAL_DTYPES = {
 one of these dtypes, the array's own."""
 OPTIONAL_FIELDS = tuple(OPTIONAL_DTYPES)
 TOKEN_FIELDS = ("response_ids", "response_mask", "response_logprobs", "teacher_logprobs")
-"""Fields with one value per response token; readers may ask for some positions only."""
+"""Fields with one value per response token, checked block by block."""
 IMAGES = "images"
 """Field of the encoded images, end to end, and in the head's plain data which they are: [digest, bytes] of each, names
 by segment, URLs of those that are elsewhere. Neither is there where a trajectory has none."""
@@ -120,18 +120,12 @@ def wanted_fields(head: PayloadHead, fields: Sequence[str]) -> list[str]:
     return [name for name in found if name in head.fields]
 
 
-def values_of(
-    head: PayloadHead, raws: Mapping[str, Any], fields: Sequence[str], start: int, stop: int | None
-) -> FieldValues:
-    """`fields` from the bytes of each wanted field, as ``head.fields[name].byte_range(start, stop)`` cut them.
-
-    `TOKEN_FIELDS` are cut to positions ``start:stop``, others are whole. Raises `BadPayload`, `QueueError`.
-    """
-    rows = {name: (start, stop) if name in TOKEN_FIELDS else (0, None) for name in _segment_fields(fields)}
+def values_of(head: PayloadHead, raws: Mapping[str, Any], fields: Sequence[str]) -> FieldValues:
+    """`fields` from the bytes of each of `wanted_fields`. Raises `BadPayload`, `QueueError`."""
     segments = [
         {
-            name: head.fields[f"{index}.{name}"].decode(raws[f"{index}.{name}"], *cut)
-            for name, cut in rows.items()
+            name: head.fields[f"{index}.{name}"].decode(raws[f"{index}.{name}"])
+            for name in _segment_fields(fields)
             if f"{index}.{name}" in head.fields
         }
         for index in range(_count(head))
@@ -140,12 +134,12 @@ def values_of(
     return FieldValues(_plain_values(head, ["episode_id"])["episode_id"], plain, segments)
 
 
-def get_fields(blob: bytes, fields: Sequence[str], start: int = 0, stop: int | None = None) -> FieldValues:
+def get_fields(blob: bytes, fields: Sequence[str]) -> FieldValues:
     """`values_of` for a whole payload. Verifies the head and the requested fields only."""
     head = whole_head(blob, KIND_TRAJECTORY)
     view = memoryview(blob)
-    ranges = {name: head.fields[name].byte_range(start, stop) for name in wanted_fields(head, fields)}
-    return values_of(head, {name: view[first:last] for name, (first, last) in ranges.items()}, fields, start, stop)
+    raws = {name: view[slice(*head.fields[name].byte_range)] for name in wanted_fields(head, fields)}
+    return values_of(head, raws, fields)
 
 
 def encode_journal(entry: JournalEntry) -> bytes:

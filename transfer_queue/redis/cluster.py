@@ -32,7 +32,6 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from penstock.common import HugePageArena
 from penstock.transfer_queue.errors import QueueError
 from penstock.transfer_queue.redis.wire import READ_BYTES, Wire, pack_commands
 
@@ -71,7 +70,7 @@ class Node:
         self._kind = kind
         self._settings = settings
         self._idle: list[_Link] = []
-        self._buffer, self._arena = bytearray(READ_BYTES), HugePageArena()
+        self._buffer = bytearray(READ_BYTES)
         self._free = asyncio.Semaphore(MAX_CONNECTIONS)
         self._closed = False
         self.host = str(settings.get("host", "localhost"))
@@ -107,7 +106,7 @@ class Node:
         for call in calls:
             call.forget()
         async with self._free:
-            link = self._idle.pop() if self._idle else _Link(self._kind(**self._settings), self._buffer, self._arena)
+            link = self._idle.pop() if self._idle else _Link(self._kind(**self._settings), self._buffer)
             try:
                 await link.exchange(calls, asking)
             except (RedisError, OSError) as error:
@@ -139,16 +138,16 @@ class Node:
 class _Link:
     """A connection of redis-py and, while it is open, its wire."""
 
-    def __init__(self, connection: AbstractConnection, buffer: bytearray, arena: HugePageArena) -> None:
+    def __init__(self, connection: AbstractConnection, buffer: bytearray) -> None:
         self._connection = connection
-        self._buffer, self._arena = buffer, arena
+        self._buffer = buffer
         self._wire: Wire | None = None
 
     async def exchange(self, calls: Sequence[RedisCall], asking: bool) -> None:
         """Connects where it is not. Raises what ends the connection; refusals stay in the calls."""
         if self._wire is None:
             await self._connection.connect()
-            self._wire = Wire(self._connection, self._buffer, self._arena)
+            self._wire = Wire(self._connection, self._buffer)
         commands = [call.args for call in calls]
         if asking:
             commands = [command for args in commands for command in (("ASKING",), args)]

@@ -208,21 +208,19 @@ class PayloadReader:
             read[name] = _in_payload(name, decode_trajectory, blob)
         return [read[episode_id] for episode_id in episode_ids]
 
-    async def get(
-        self, episode_ids: Sequence[str], fields: Sequence[str], start: int, stop: int | None
-    ) -> list[FieldValues]:
+    async def get(self, episode_ids: Sequence[str], fields: Sequence[str]) -> list[FieldValues]:
         stored, spilled = await self._split(episode_ids)
         logged = await self._from_log(spilled)
-        found = {name: _in_payload(name, get_fields, blob, fields, start, stop) for name, blob in logged.items()}
+        found = {name: _in_payload(name, get_fields, blob, fields) for name, blob in logged.items()}
         heads = await self._heads(stored)
         tables = {name: _in_payload(name, wanted_fields, head, fields) for name, head in heads.items()}
         wanted = [(name, field) for name, table in tables.items() for field in table]
-        cuts = [ByteRange(stored[name], *heads[name].fields[field].byte_range(start, stop)) for name, field in wanted]
+        cuts = [ByteRange(stored[name], *heads[name].fields[field].byte_range) for name, field in wanted]
         arrays: dict[str, dict[str, bytes]] = {name: {} for name in stored}
         for (name, field), raw in zip(wanted, await self._payloads.cut(cuts), strict=True):
             arrays[name][field] = raw
         for name, head in heads.items():
-            found[name] = _in_payload(name, values_of, head, arrays[name], fields, start, stop)
+            found[name] = _in_payload(name, values_of, head, arrays[name], fields)
         return [found[episode_id] for episode_id in episode_ids]
 
     async def held(self, episode_ids: Sequence[str]) -> dict[str, bytes]:

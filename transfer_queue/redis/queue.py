@@ -239,10 +239,8 @@ class RedisTransferQueue:
     async def read(self, episode_ids: Sequence[str]) -> list[Trajectory]:
         return await self._reader.read(episode_ids)
 
-    async def get(
-        self, episode_ids: Sequence[str], fields: Sequence[str], start: int = 0, stop: int | None = None
-    ) -> list[FieldValues]:
-        return await self._reader.get(episode_ids, fields, start, stop)
+    async def get(self, episode_ids: Sequence[str], fields: Sequence[str]) -> list[FieldValues]:
+        return await self._reader.get(episode_ids, fields)
 
     async def _locate(self, episode_ids: Sequence[str]) -> list[StoredPayload]:
         rows = await self._script("locate", *episode_ids) if episode_ids else []
@@ -309,11 +307,7 @@ class RedisTransferQueue:
 
     async def latest_mark(self) -> AnnouncementMark | None:
         packed = await self._connection.command("HGET", self._keys.steps, "announced")
-        if packed is not None:
-            return unpack_mark(packed)
-        # A release before marks has announced.
-        blob = await self._connection.command("HGET", self._keys.steps, "announcement")
-        return None if blob is None else mark_of(unpack_announcement(blob).version, blob)
+        return None if packed is None else unpack_mark(packed)
 
     async def heartbeat(self, server: ServerInfo) -> None:
         await self._script("heartbeat", server.server_id, pack_record(server), self._registry_ttl_ms)

@@ -6,7 +6,7 @@ calls of redis-py's connection. A long string is received where it stays: throug
 its reader would be woken for every piece.
 
     socket ──► buffer of the node ──► hiredis ──► reply
-        └────► a buffer of the arena, once the node's buffer began with the head of a long string ──► reply
+        └────► a buffer of its own, once the node's buffer began with the head of a long string ──► reply
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import DataError, InvalidResponse
 
-from penstock.common import HugePageArena
 from penstock.transfer_queue.codec.packing import Packed
 
 READ_BYTES = 1 << 16
@@ -66,9 +65,9 @@ class Wire(asyncio.BufferedProtocol):
     """One caller at a time, which reads a reply for each command that it sent. `connection` stays the owner of the
     socket: it closes it."""
 
-    def __init__(self, connection: AbstractConnection, buffer: bytearray, arena: HugePageArena) -> None:
-        """`connection` is logged in and has no reply outstanding. `buffer` and `arena` may serve several wires of one
-        event loop: what `buffer` holds is parsed before it is filled again."""
+    def __init__(self, connection: AbstractConnection, buffer: bytearray) -> None:
+        """`connection` is logged in and has no reply outstanding. `buffer` may serve several wires of one event loop:
+        what it holds is parsed before it is filled again."""
         assert connection._writer is not None  # it is connected
         parse_error = connection._parser.parse_error
         self._parser: Any = hiredis.Reader(
@@ -76,7 +75,6 @@ class Wire(asyncio.BufferedProtocol):
         )
         self._buffer = buffer
         self._view = memoryview(buffer)
-        self._arena = arena
         self._long: memoryview | None = None
         """The long string that is being received, and its line end."""
         self._filled = 0
@@ -138,7 +136,7 @@ class Wire(asyncio.BufferedProtocol):
             self._long = None
         elif length := self._long_begins(nbytes):
             head = self._buffer.index(b"\n") + 1
-            self._long = self._arena.allocate(length + 2)
+            self._long = memoryview(bytearray(length + 2))
             self._filled = nbytes - head
             self._long[: self._filled] = self._view[head:nbytes]
             return
