@@ -24,7 +24,6 @@ from .journal import KeptScore as KeptScore
 from .journal import since_last_restart as since_last_restart
 from .llm import EpisodeLLM as EpisodeLLM
 from .llm import GenerateClient as GenerateClient
-from .llm import Reply as Reply
 from .llm import Watch as Watch
 from .llm import from_entry as from_entry
 from .llm import to_entry as to_entry

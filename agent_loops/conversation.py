@@ -14,8 +14,8 @@ from typing import Any
 
 from penstock.agent_loops.chat.chat import ChatTokens
 from penstock.agent_loops.chat.template import Message
-from penstock.agent_loops.llm import Reply
 from penstock.agent_loops.segment import TRUNCATED_LENGTH, TRUNCATED_TURNS, AgentLoopOutput, SegmentBuilder
+from penstock.rollout_server import Generation
 from penstock.transfer_queue import Outcome
 
 
@@ -42,7 +42,7 @@ class Conversation:
     def num_turns(self) -> int:
         return sum(segment.num_turns for segment in self._segments)
 
-    def go_on(self, reply: Reply, messages: Sequence[Message]) -> None:
+    def go_on(self, reply: Generation, messages: Sequence[Message]) -> None:
         """Appends `messages` after the model's `reply`. Raises `TemplateError`."""
         after = self._chat.go_on(self.segment, reply, messages)
         if after is not self.segment:

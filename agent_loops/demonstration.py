@@ -20,8 +20,8 @@ from penstock.agent_loops.chat.images import parts_of
 from penstock.agent_loops.chat.template import Message
 from penstock.agent_loops.conversation import Conversation
 from penstock.agent_loops.errors import AgentError, TemplateError
-from penstock.agent_loops.llm import Reply
 from penstock.agent_loops.segment import Budget
+from penstock.rollout_server import Generation
 from penstock.transfer_queue import Segment
 
 UNBOUNDED = 1 << 30
@@ -55,9 +55,10 @@ def segments_of(
                 f"the tokenizer cannot split prompt and reply: joined they read {joined[-SHOWN:]!r}, and the chat "
                 f"template writes {written[-SHOWN:]!r}"
             )
-        segment.append_sampled(ids, [0.0] * len(ids), [(0, 0, len(ids))], "stop")
+        reply = Generation(ids, [0.0] * len(ids), [(0, 0, len(ids))], "stop", text=text)
+        segment.append_sampled(reply)
         if new:
-            conversation.go_on(Reply(ids, text, [0.0] * len(ids), "stop"), new)
+            conversation.go_on(reply, new)
     return [*conversation.outputs()]
 
 

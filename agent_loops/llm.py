@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -98,20 +98,6 @@ def prefix_of(lease: Lease) -> str:
     return f"{task.task_id}/{lease.member // MEMBERS_TOGETHER}" if task.split == "train" else ""
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """One answer of the model, already appended to its segment. N = sampled tokens."""
-
-    ids: list[int]
-    """[N]"""
-    text: str
-    """Decoded from `ids`, special tokens kept."""
-    logprobs: list[float]
-    """[N]"""
-    finish_reason: str
-    """``stop`` or ``length``"""
-
-
 @dataclass(slots=True)
 class CallCounts:
     """Numbers of one episode's model calls."""
@@ -168,7 +154,7 @@ class EpisodeLLM:
         """The fields that all requests of the episode share."""
         self._decode = decode
 
-    async def generate(self, segment: SegmentBuilder, **overrides: Any) -> Reply:
+    async def generate(self, segment: SegmentBuilder, **overrides: Any) -> Generation:
         """Samples on the segment's exact context and appends the answer to it.
 
         `overrides` are fields of `Sampling`; an answer as long as their `max_new_tokens` is whole, as the caller wanted
@@ -192,17 +178,9 @@ class EpisodeLLM:
             raise
         if not any(known is segment for known in self.segments):
             self.segments.append(segment)
-        ids, reason = generation.token_ids, generation.finish_reason
-        whole = len(ids) == overrides.get("max_new_tokens")
-        segment.append_sampled(
-            ids,
-            generation.logprobs,
-            generation.version_spans,
-            "stop" if whole else reason,
-            generation.routed_experts,
-        )
+        segment.append_sampled(generation, whole=len(generation.token_ids) == overrides.get("max_new_tokens"))
         self.remember(before, (segment.context_len, segment.context_hash), generation)
-        return Reply(ids, self._decode(ids), generation.logprobs, reason)
+        return replace(generation, text=self._decode(generation.token_ids))
 
     async def draw(
         self,

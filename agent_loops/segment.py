@@ -18,8 +18,8 @@ import xxhash
 
 from penstock.agent_loops.errors import AgentError
 from penstock.agent_loops.token_row import SHARED, TokenRow
-from penstock.rollout_server import ImageRef
-from penstock.transfer_queue import COMPLETED, Outcome, OutcomeKind, RoutedExperts, Segment
+from penstock.rollout_server import Generation, ImageRef
+from penstock.transfer_queue import COMPLETED, Outcome, OutcomeKind, Segment
 
 TRUNCATED_LENGTH = Outcome(OutcomeKind.TRUNCATED, "length")
 SPOILED = Outcome(OutcomeKind.POLICY_ERROR, "the model sampled the place of an image that is not there")
@@ -190,24 +190,17 @@ class SegmentBuilder:
         return SHARED.of(np.frombuffer(self._row.ids, dtype=np.int32))
 
     # what happens to it --------------------------------------------------------------------------------------------
-    def append_sampled(
-        self,
-        ids: Sequence[int],
-        logprobs: Sequence[float],
-        version_spans: Sequence[Sequence[int]],
-        finish_reason: str,
-        routed_experts: RoutedExperts | None = None,
-    ) -> None:
-        """One model call's answer (N ids, N logprobs, spans over 0…N); for `EpisodeLLM`, which checked them.
+    def append_sampled(self, answer: Generation, *, whole: bool = False) -> None:
+        """Appends one model call's answer; for `EpisodeLLM`, which checked it.
 
-        `routed_experts` [R, layers, k]: of the R positions before the last id's.
+        `whole`: the answer is complete although it was cut by length, as its caller wanted it.
         """
-        self._row.append_sampled(ids, logprobs, version_spans, routed_experts)
-        self.budget.response_tokens += len(ids)
+        self._row.append_sampled(answer)
+        self.budget.response_tokens += len(answer.token_ids)
         self.budget.turns += 1
-        self.finish_reason = finish_reason
-        self._spoiled = not self._placeholders.isdisjoint(ids)
-        self._out_of_room = finish_reason == "length" or self._spoiled
+        self.finish_reason = "stop" if whole else answer.finish_reason
+        self._spoiled = not self._placeholders.isdisjoint(answer.token_ids)
+        self._out_of_room = self.finish_reason == "length" or self._spoiled
 
     def observe(self, delta: MessageDelta | Sequence[int]) -> bool:
         """Appends ids that the model reads but did not write (mask 0).

@@ -11,6 +11,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from penstock.rollout_server import Generation
 from penstock.transfer_queue import Ids, RoutedExperts
 
 MOST = 1 << 20
@@ -44,22 +45,15 @@ class TokenRow:
     def ends_sampled(self) -> bool:
         return bool(self.mask) and self.mask[-1] == 1
 
-    def append_sampled(
-        self,
-        ids: Sequence[int],
-        logprobs: Sequence[float],
-        version_spans: Sequence[Sequence[int]],
-        routed_experts: RoutedExperts | None = None,
-    ) -> None:
-        """One answer (N ids, N logprobs, spans over 0…N), and rows of the positions before its last id's."""
+    def append_sampled(self, answer: Generation) -> None:
         start = len(self.mask)
-        if routed_experts is not None:
-            self._route(routed_experts, len(self.ids) + len(ids) - 1)
+        if answer.routed_experts is not None:
+            self._route(answer.routed_experts, len(self.ids) + len(answer.token_ids) - 1)
         self.turn_starts.append(start)
-        for version, first, end in version_spans:
+        for version, first, end in answer.version_spans:
             self._spans.extend((version, start + first, start + end))
-        self._extend(ids, b"\x01")
-        self._logprobs.extend(logprobs)
+        self._extend(answer.token_ids, b"\x01")
+        self._logprobs.extend(answer.logprobs)
 
     def _route(self, rows: RoutedExperts, end: int) -> None:
         """What is known of a position stays: that pass sampled its token, or was the first that read it."""

@@ -232,13 +232,7 @@ class PrefixTree:
         else:
             turn.segment = SegmentBuilder(match.context, self.chat.budget, self.chat.stop_token_ids)
             self.segments.append(turn.segment)
-        turn.segment.append_sampled(
-            generation.token_ids,
-            generation.logprobs,
-            generation.version_spans,
-            generation.finish_reason,
-            generation.routed_experts,
-        )
+        turn.segment.append_sampled(generation)
         turn.end = turn.segment.context_len
         turn.match = replace(match, delta=(), context=())  # the segment holds them; copies would grow with turns²
         if parent is not None:

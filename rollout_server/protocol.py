@@ -104,6 +104,8 @@ class Generation:
     """Times that it was resumed at a server, with the tokens so far, after it broke off."""
     routed_experts: RoutedExperts | None = None
     """[R, layers, k] of the R positions before the last token's; None: not requested, or not reported."""
+    text: str = ""
+    """`token_ids` decoded, special tokens kept; set by `EpisodeLLM`, since a client has no tokenizer."""
 
 
 class EngineInfo(BaseModel):

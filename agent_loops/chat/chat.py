@@ -16,9 +16,8 @@ from penstock.agent_loops.chat.template import ChatTemplate, Message
 from penstock.agent_loops.chat.thinking import OldThinking, ThinkingHistory, thinks, written_again
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.errors import AgentError, TemplateError
-from penstock.agent_loops.llm import Reply
 from penstock.agent_loops.segment import Budget, MessageDelta, SegmentBuilder
-from penstock.rollout_server import ImageRef
+from penstock.rollout_server import Generation, ImageRef
 from penstock.tools import ToolResult
 from penstock.tools.parsers import ParsedTurn, ToolCall, ToolCallParser
 
@@ -64,7 +63,7 @@ class ChatTokens:
         self.budget = budget
         self._tools: dict[str, Mapping[str, Any]] = {}
         """Schemas that this episode's prompts showed, by name; they have the types of arguments written as text."""
-        self._read: tuple[Reply | None, ParsedTurn] = (None, ParsedTurn(""))
+        self._read: tuple[Generation | None, ParsedTurn] = (None, ParsedTurn(""))
         """The last parsed reply."""
         self._images: dict[str, ImageRef] = {}
         """Images of this episode, by content."""
@@ -87,7 +86,7 @@ class ChatTokens:
         messages = take(messages, self._images)
         return self._begin(self.rendering.prompt(key_of(messages, tools)), messages, tools)
 
-    def go_on(self, segment: SegmentBuilder, reply: Reply, messages: Sequence[Message]) -> SegmentBuilder:
+    def go_on(self, segment: SegmentBuilder, reply: Generation, messages: Sequence[Message]) -> SegmentBuilder:
         """The segment in which the model reads `messages` after its `reply`; for loops of several turns.
 
         Usually the same segment with the delta observed. A new segment, which begins with the history as rendered,
@@ -99,7 +98,7 @@ class ChatTokens:
         if not self._remembers:
             segment.observe(self.render(messages, segment.tools, calls))
             return segment
-        if segment.said_up_to != segment.context_len - len(reply.ids):
+        if segment.said_up_to != segment.context_len - len(reply.token_ids):
             raise AgentError("go_on() needs every message of the conversation: use it, not observe(), in each turn")
         new = self._said(segment, reply, calls, messages)
         renews = any(message.get("role") in self.renewing_roles for message in messages)
@@ -121,7 +120,7 @@ class ChatTokens:
         """Ids of a conversation up to the model's answer. Raises `TemplateError`."""
         return tuple(self.rendering.prompt(key_of(messages, tools)))
 
-    def tool_calls(self, reply: Reply) -> list[ToolCall]:
+    def tool_calls(self, reply: Generation) -> list[ToolCall]:
         """Calls in a reply, including malformed ones with their error. Empty for a reply cut by length."""
         return list(self._parsed(reply).calls)
 
@@ -178,7 +177,7 @@ class ChatTokens:
     def _images_of(self, messages: Sequence[Message]) -> list[ImageRef]:
         return [self._images[part["image"].removeprefix(NAMED)] for part in parts_of(messages)]
 
-    def _parsed(self, reply: Reply) -> ParsedTurn:
+    def _parsed(self, reply: Generation) -> ParsedTurn:
         """A reply cut by length is text without calls."""
         if self._read[0] is not reply:
             cut = reply.finish_reason == "length"
@@ -191,7 +190,7 @@ class ChatTokens:
         return self.thinking_history == "strip" and self.old_thinking.is_dropped_before(messages)
 
     def _said(
-        self, segment: SegmentBuilder, reply: Reply, calls: Sequence[ToolCall], messages: Sequence[Message]
+        self, segment: SegmentBuilder, reply: Generation, calls: Sequence[ToolCall], messages: Sequence[Message]
     ) -> list[Message]:
         """The reply and what follows it, for a history. Each call has an id that no other of the conversation has: a
         template may look up by it which call a result answers."""

@@ -25,10 +25,10 @@ from penstock.agent_loops.environments.settings import EnvironmentSettings, opti
 from penstock.agent_loops.environments.talk import Talk, WholeTalk, WindowedTalk
 from penstock.agent_loops.errors import InfraFailure
 from penstock.agent_loops.journal import EpisodeJournal
-from penstock.agent_loops.llm import Reply
 from penstock.agent_loops.loops.react import read_settings, with_system
 from penstock.agent_loops.segment import TRUNCATED_DEADLINE, TRUNCATED_TURNS, AgentLoopOutput
 from penstock.agent_loops.tracing import span
+from penstock.rollout_server import Generation
 from penstock.transfer_queue import COMPLETED, Lease, Outcome, OutcomeKind, Task
 
 THOUGHT = re.compile(r"^.*</think>", re.DOTALL)
@@ -160,9 +160,9 @@ class EnvironmentLoop(AgentLoopBase):
                 talk.observe(reply, text, self._told(now))
         return None
 
-    def _action(self, reply: Reply) -> tuple[str | None, str]:
+    def _action(self, reply: Generation) -> tuple[str | None, str]:
         """The action (None: there is none), and the answer's words without thoughts."""
-        answer = THOUGHT.sub("", self.chat.decode(reply.ids, special=False)).strip()[:4000]
+        answer = THOUGHT.sub("", self.chat.decode(reply.token_ids, special=False)).strip()[:4000]
         action: str | None = answer
         if self.settings.action_pattern:
             matches = list(self._pattern.finditer(answer))

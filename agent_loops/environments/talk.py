@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from penstock.agent_loops.base import AgentLoopBase
 from penstock.agent_loops.chat.chat import ChatTokens
 from penstock.agent_loops.conversation import Conversation
-from penstock.agent_loops.llm import Reply
 from penstock.agent_loops.segment import TRUNCATED_LENGTH, TRUNCATED_TURNS, AgentLoopOutput, SegmentBuilder
+from penstock.rollout_server import Generation
 from penstock.transfer_queue import Outcome
 
 Messages = Sequence[Mapping[str, Any]]
@@ -33,7 +33,7 @@ class Talk(Protocol):
     def done(self) -> bool:
         """No further answer fits."""
 
-    def observe(self, reply: Reply, action: str, text: str) -> None:
+    def observe(self, reply: Generation, action: str, text: str) -> None:
         """Appends the observation that follows the last answer. Raises `TemplateError`."""
 
     def outputs(self, outcome: Outcome | None, turn_rewards: Sequence[float]) -> list[AgentLoopOutput]:
@@ -54,7 +54,7 @@ class WholeTalk:
     def done(self) -> bool:
         return self._talk.done
 
-    def observe(self, reply: Reply, action: str, text: str) -> None:
+    def observe(self, reply: Generation, action: str, text: str) -> None:
         self._talk.go_on(reply, [{"role": "user", "content": text}])
 
     def outputs(self, outcome: Outcome | None, turn_rewards: Sequence[float]) -> list[AgentLoopOutput]:
@@ -80,7 +80,7 @@ class WindowedTalk:
     def done(self) -> bool:
         return self.segment.done
 
-    def observe(self, reply: Reply, action: str, text: str) -> None:
+    def observe(self, reply: Generation, action: str, text: str) -> None:
         self._actions.append(action)
         self._observed.append(text)
         if not self.done:

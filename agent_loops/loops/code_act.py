@@ -52,7 +52,7 @@ class CodeActLoop(AgentLoopBase):
         rewards, outcome = TurnRewards(), None
         while not talk.done:
             reply = await self.llm.generate(talk.segment)
-            blocks = code_blocks(self.chat.decode(reply.ids, special=False), self.settings.languages)
+            blocks = code_blocks(self.chat.decode(reply.token_ids, special=False), self.settings.languages)
             if not blocks or reply.finish_reason == "length":
                 break
             if talk.done:

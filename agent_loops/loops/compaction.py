@@ -24,9 +24,9 @@ from penstock.agent_loops.chat.template import Message
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.conversation import Conversation
 from penstock.agent_loops.errors import LoadError
-from penstock.agent_loops.llm import Reply
 from penstock.agent_loops.loops.react import ReactSettings, react, read_settings, wrong_setting
 from penstock.agent_loops.segment import AgentLoopOutput
+from penstock.rollout_server import Generation
 from penstock.transfer_queue import Task
 
 REQUEST = (
@@ -69,7 +69,7 @@ class CompactionLoop(AgentLoopBase):
     async def run(self, task: Task) -> list[AgentLoopOutput]:
         talk = Conversation(self.chat, task.messages, self.tools.schemas)
 
-        async def go_on(reply: Reply, messages: Sequence[Message]) -> None:
+        async def go_on(reply: Generation, messages: Sequence[Message]) -> None:
             # Two turns: the summary, and one to use it.
             compacts = self.chat.budget.turns_left >= 2 and talk.segment.context_len >= self.settings.compact_at
             if not compacts:
@@ -79,7 +79,7 @@ class CompactionLoop(AgentLoopBase):
             if talk.done:
                 return  # the budget has no room for a summary
             answer = await self.llm.generate(talk.segment, max_new_tokens=self.settings.max_summary_tokens)
-            summary = THOUGHT.sub("", self.chat.decode(answer.ids, special=False)).strip()
+            summary = THOUGHT.sub("", self.chat.decode(answer.token_ids, special=False)).strip()
             talk.restart(with_summary(task.messages, f"{self.settings.heading}\n{summary}"))
 
         return (await react(self, talk, self.settings, go_on)).outputs

@@ -17,8 +17,8 @@ from penstock.agent_loops.chat.chat import tool_messages
 from penstock.agent_loops.chat.template import Message
 from penstock.agent_loops.conversation import Conversation
 from penstock.agent_loops.errors import InfraFailure
-from penstock.agent_loops.llm import Reply
 from penstock.agent_loops.segment import TRUNCATED_DEADLINE, TRUNCATED_TURNS, AgentLoopOutput
+from penstock.rollout_server import Generation
 from penstock.tools import ToolResult
 from penstock.transfer_queue import Outcome, Task
 
@@ -64,7 +64,7 @@ class ReactResult:
     """Text of the tool result that was `final`; None if the model ended by itself, or was ended."""
 
 
-GoOn = Callable[[Reply, Sequence[Message]], Awaitable[None]]
+GoOn = Callable[[Generation, Sequence[Message]], Awaitable[None]]
 """How the conversation takes the messages after a reply; may ask the model for more."""
 
 

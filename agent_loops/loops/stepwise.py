@@ -95,5 +95,5 @@ class StepwiseLoop(AgentLoopBase):
         calls = self.chat.tool_calls(reply)
         results = await self.tools.call_all(calls) if calls else []
         if calls and final_answer(results) is None:
-            history.append(Step(self.chat.decode(reply.ids, special=False).strip(), calls, results))
+            history.append(Step(self.chat.decode(reply.token_ids, special=False).strip(), calls, results))
         return segment.output(turn_rewards=[sum(result.reward or 0.0 for result in results)])

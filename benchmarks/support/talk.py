@@ -15,13 +15,12 @@ from penstock.agent_loops import (
     ChatTokens,
     EpisodeJournal,
     EpisodeLLM,
-    Reply,
     SegmentBuilder,
     ToolBox,
     tool_messages,
 )
 from penstock.agent_loops.chat import Message
-from penstock.rollout_server import Sampling
+from penstock.rollout_server import Generation, Sampling
 from penstock.testing import FakeClient, MemoryTransferQueue
 from penstock.tools import BaseTool, ToolConfig, ToolResult
 from penstock.tools.parsers import ToolCall
@@ -118,8 +117,8 @@ class Talker:
     def _splice(self, talk: Talk, ids: list[int], result: str) -> float:
         began = time.perf_counter()
         asked = talk.segment.context_hash
-        talk.segment.append_sampled(ids, [-0.5] * len(ids), [(0, 0, len(ids))], "stop")
-        reply = Reply(ids, talk.chat.decode(ids), [-0.5] * len(ids), "stop")
+        reply = Generation(ids, [-0.5] * len(ids), [(0, 0, len(ids))], "stop", text=talk.chat.decode(ids))
+        talk.segment.append_sampled(reply)
         calls = talk.chat.tool_calls(reply)
         talk.chat.go_on(talk.segment, reply, tool_messages([ToolResult(result)]))
         took = time.perf_counter() - began

@@ -12,7 +12,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = {
         "penstock.agent_loops.Conversation",
         "penstock.agent_loops.SegmentBuilder",
         "penstock.agent_loops.EpisodeLLM",
-        "penstock.agent_loops.Reply",
         "penstock.agent_loops.ChatTokens",
         "penstock.agent_loops.ToolBox",
         "penstock.gateway.OpenAIAgentLoop",

@@ -1,23 +1,26 @@
-"""Real tokenizers with real templates, a tiny queue, and tools that remember what happened to them."""
+"""Real tokenizers with real templates, the queue in memory, and tools that remember what happened to them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from penstock.agent_loops import AgentConfig, ChatTokens, WorkerServices, find_loop
 from penstock.agent_loops.rewards import RewardFunction
+from penstock.testing import MemoryTransferQueue
+from penstock.testing.memory_groups import GroupMember
 from penstock.tools import BaseTool, ToolConfig, ToolResult
 from penstock.tools.parsers import get_parser
-from penstock.transfer_queue import JournalEntry, JournalMismatch, Lease, LeaseLost, Outcome, Task, Trajectory
+from penstock.transfer_queue import JournalEntry, Lease, Limits, Outcome, Task, Trajectory
 
+T = TypeVar("T")
 TEMPLATES = Path(__file__).parent / "templates"
 CORPUS = [
     "What is 12+34? Let me call the tool. The answer is 46. user assistant system tool result think",
@@ -105,77 +108,91 @@ def calculator() -> Calculator:
     return Calculator()
 
 
-class TinyQueue:
-    """Leases each task once, keeps journals, lets a test kill a worker: a dead worker's calls change nothing."""
+class EpisodeQueue(MemoryTransferQueue):
+    """The queue in memory with one episode per task, and its state by task id; a test may kill and rob workers."""
 
-    def __init__(self, tasks: list[Task], min_version: int = 0) -> None:
-        self.waiting = list(tasks)
-        self.journals: dict[str, list[JournalEntry]] = {task.task_id: [] for task in tasks}
-        self.held: dict[str, Lease] = {}
-        self.fences: dict[str, int] = {}
-        self.done: dict[str, Trajectory] = {}
-        self.failed: list[tuple[str, Outcome]] = []
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        super().__init__()
+        self.failed: list[Outcome] = []
         self.released: list[str] = []
-        self.waits: dict[str, float] = {}
         self.killed: set[str] = set()
-        self.min_version = min_version
-        self.max_attempts = 1
+        limits = Limits(1, max(1, len(tasks)), max_staleness=0, max_attempts=1000, max_lost_leases=1000)
+        at_once(self.create_run(limits, "{}"))
+        at_once(self.submit(tasks))
+        self._state.version = 9
+        """No test's client samples from a newer one."""
 
-    async def lease_episodes(self, worker: str, count: int, version: int) -> list[Lease]:
-        count = 0 if worker in self.killed else count
-        taken, self.waiting = self.waiting[:count], self.waiting[count:]
-        return [self.lease(task) for task in taken]
+    @property
+    def members(self) -> dict[str, GroupMember]:
+        return {name: group.members[0] for name, group in self._state.groups.items()}
+
+    @property
+    def done(self) -> dict[str, Trajectory]:
+        done = [name for name, member in self.members.items() if member.payload is not None]
+        read = at_once(self.read([f"{name}#0" for name in done]))
+        return {one.task_id: replace(one, turn_rewards=tuple(one.turn_rewards)) for one in read}
+
+    @property
+    def journals(self) -> dict[str, list[JournalEntry]]:
+        """Those of completed episodes too."""
+        return {name: [entry for entry, _ in member.journal] for name, member in self.members.items()}
+
+    @property
+    def leased(self) -> list[str]:
+        return [name for name, member in self.members.items() if member.state == "leased"]
+
+    @property
+    def waits(self) -> Mapping[str, float]:
+        return self._waits
 
     def lease(self, task: Task) -> Lease:
-        fence = self.fences[task.task_id] = self.fences.get(task.task_id, 0) + 1
-        journal = tuple(self.journals[task.task_id])
-        lease = Lease(task.task_id, task, 0, len(self.failed), fence, self.min_version, journal)
-        self.held[task.task_id] = lease
-        return lease
+        """The next worker's lease of `task`; an earlier one is lost."""
+        if task.task_id not in self._state.groups:
+            at_once(self.submit([task]))
+        group = self._state.groups[task.task_id]
+        if group.state == "queued":
+            self._state.change(group, "admitted")
+        return replace(self._lease("next", group, 0), task=task)
+
+    def rewind(self, name: str, journal: Sequence[JournalEntry]) -> None:
+        """As if the episode had not ended, and the queue had this much of its journal."""
+        self._state.change(self._state.groups[name], "admitted")
+        member = self.members[name]
+        member.state, member.payload, member.journal = "queued", None, [(entry, 0) for entry in journal]
 
     def expire_all(self, *killed: str) -> None:
-        """As if every worker had been killed and its leases had run out; those in `killed` lease nothing more."""
+        """As if every lease had run out; the workers in `killed` lease nothing more."""
         self.killed.update(killed)
-        for episode_id, lease in list(self.held.items()):
-            self.fences[episode_id] += 1
-            del self.held[episode_id]
-            self.waiting.append(lease.task)
+        for name in self.leased:
+            self.members[name].state, self.members[name].fence = "queued", self._state.new_fence()
 
-    def _check(self, lease: Lease) -> None:
-        if self.fences[lease.episode_id] != lease.fence:
-            raise LeaseLost(lease.episode_id)
-
-    async def renew(self, leases: list[Lease]) -> list[str]:
-        return [lease.episode_id for lease in leases if self.fences[lease.episode_id] != lease.fence]
-
-    async def journal(self, lease: Lease, entry: JournalEntry, position: int) -> None:
-        self._check(lease)
-        if (kept := len(self.journals[lease.episode_id])) != position:
-            raise JournalMismatch(lease.episode_id, position, kept)
-        self.journals[lease.episode_id].append(entry)
-
-    async def adopt(self, episode_id: str, fence: int) -> Lease:
-        return replace(self.held[episode_id], journal=tuple(self.journals[episode_id]))
+    async def lease_episodes(self, worker: str, count: int, version: int) -> list[Lease]:
+        return await super().lease_episodes(worker, 0 if worker in self.killed else count, version)
 
     async def complete(self, lease: Lease, trajectory: Trajectory) -> None:
-        self._check(lease)
-        self.done[lease.episode_id] = trajectory
-        del self.held[lease.episode_id]
+        journal = self.members[lease.task.task_id].journal
+        await super().complete(lease, trajectory)
+        self.members[lease.task.task_id].journal = journal
 
     async def fail(self, lease: Lease, outcome: Outcome) -> bool:
-        self._check(lease)
-        self.failed.append((lease.episode_id, outcome))
-        del self.held[lease.episode_id]
-        return False
+        retried = await super().fail(lease, outcome)
+        self.failed.append(outcome)
+        return retried
 
     async def release(self, lease: Lease) -> None:
-        self._check(lease)
-        self.released.append(lease.episode_id)
-        del self.held[lease.episode_id]
-        self.waiting.append(lease.task)
+        if self.members[lease.task.task_id].fence == lease.fence:
+            self.released.append(lease.task.task_id)
+        await super().release(lease)
 
-    async def add_wait(self, role: str, cause: str, seconds: float) -> None:
-        self.waits[f"{role}:{cause}"] = self.waits.get(f"{role}:{cause}", 0.0) + seconds
+
+def at_once(call: Coroutine[Any, Any, T]) -> T:
+    """The result of a call of the queue in memory, which never waits."""
+    try:
+        call.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise AssertionError("the queue in memory waited")
 
 
 @pytest.fixture
@@ -189,8 +206,8 @@ def tasks_of() -> Callable[..., list[Task]]:
 
 
 @pytest.fixture
-def queue_of() -> Callable[..., TinyQueue]:
-    return TinyQueue
+def queue_of() -> Callable[..., EpisodeQueue]:
+    return EpisodeQueue
 
 
 def call_text(*expressions: str) -> str:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.agent_loops.talking import TOOLS, USER, say, split_anyhow
+from tests.agent_loops.talking import TOOLS, USER, reply_of, say, split_anyhow
 
 from penstock.agent_loops import AgentConfig, Budget, TemplateError
 from penstock.agent_loops.chat import chat_of, name_of, new_budget, tools_problem, verify_template
@@ -94,17 +94,14 @@ def test_special_tokens_that_a_tool_prints_do_not_open_a_turn(chat_for):
 
 
 def test_chat_tool_calls_none_if_cut_by_length(chat_for):
-    from penstock.agent_loops import Reply
-
     chat = chat_for("qwen2_5")
-    whole = Reply([], CALL + "<|im_end|>", [], "stop")
-    cut = Reply([], CALL, [], "length")
+    whole = reply_of([], CALL + "<|im_end|>")
+    cut = reply_of([], CALL, "length")
     assert [(call.name, call.arguments) for call in chat.tool_calls(whole)] == [("calculator", {"expression": "12+34"})]
     assert chat.tool_calls(cut) == []
 
 
 def test_chat_tool_arguments_get_schema_types(chat_for):
-    from penstock.agent_loops import Reply
     from penstock.tools.parsers import get_parser
 
     chat = chat_for("qwen2_5")
@@ -112,8 +109,8 @@ def test_chat_tool_arguments_get_schema_types(chat_for):
     text = "<tool_call>calculator<arg_key>expression</arg_key><arg_value>46</arg_value></tool_call>"
     shown, other = chat.for_episode(Budget(5, 1000)), chat.for_episode(Budget(5, 1000))
     shown.start([USER], TOOLS)
-    assert shown.tool_calls(Reply([], text, [], "stop"))[0].arguments == {"expression": "46"}
-    assert other.tool_calls(Reply([], text, [], "stop"))[0].arguments == {"expression": 46}, "a guess, without schemas"
+    assert shown.tool_calls(reply_of([], text))[0].arguments == {"expression": "46"}
+    assert other.tool_calls(reply_of([], text))[0].arguments == {"expression": 46}, "a guess, without schemas"
 
 
 @pytest.mark.parametrize("template", ["qwen2_5", "qwen3"])
@@ -341,11 +338,9 @@ def test_chat_takes_the_parser_that_is_named_or_the_one_that_fits(tokenizer_for,
 
 
 def test_chat_without_a_parser_reads_text_and_shows_no_tools(tokenizer_for, tmp_path):
-    from penstock.agent_loops import Reply
-
     tokenizer_for("chatml").save_pretrained(tmp_path)
     chat = chat_of(str(tmp_path), AgentConfig()).for_episode(Budget(5, 1000))
-    assert chat.tool_calls(Reply([], f"{CALL}<|im_end|>", [], "stop")) == []
+    assert chat.tool_calls(reply_of([], f"{CALL}<|im_end|>")) == []
     assert chat.start([USER]).context_len > 1
     with pytest.raises(TemplateError, match="calls"):
         chat.start([USER], TOOLS)

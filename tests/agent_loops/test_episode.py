@@ -85,7 +85,7 @@ async def test_own_limit_of_a_call_does_not_truncate(run, calling_policy, tokens
         async def run(self, task):
             segment = self.chat.start(task.messages)
             reply = await self.llm.generate(segment, max_new_tokens=5)
-            assert (len(reply.ids), reply.finish_reason, segment.done) == (tokens, "length", ending != COMPLETED)
+            assert (len(reply.token_ids), reply.finish_reason, segment.done) == (tokens, "length", ending != COMPLETED)
             return segment.output(reward=1.0)
 
     config = AgentConfig(max_response_tokens=tokens + (tokens == 5))
@@ -107,7 +107,7 @@ async def test_episode_deadline_before_sampling_is_infra(run, calling_policy):
     config = AgentConfig(episode_deadline_s=0.05)
     outcome, trajectory, queue = await run(FakeClient(calling_policy(), latency_s=9), config=config)
     assert (outcome.kind, outcome.component, trajectory) == (OutcomeKind.INFRA_ERROR, "rollout", None)
-    assert queue.failed[0][1].reason == "nothing was sampled within 0.05 s"
+    assert queue.failed[0].reason == "nothing was sampled within 0.05 s"
 
 
 class Recording(AgentLoopBase):
@@ -340,7 +340,7 @@ async def test_episode_failed_reward_stores_nothing(run):
     outcome, trajectory, queue = await run(reward=RewardFunction(Broken(), "broken"))
     assert (outcome.kind, outcome.component) == (OutcomeKind.INFRA_ERROR, "maths")
     assert trajectory is None
-    assert [failed for _, failed in queue.failed] == [outcome]
+    assert queue.failed == [outcome]
 
 
 class Paid(BaseReward):
@@ -395,7 +395,7 @@ async def test_reward_of_dead_worker_is_in_the_journal(resumed):
 async def test_journaled_reward_is_of_these_tokens_only(resumed, chat_for):
     def sampled_anew(queue, client):
         """The machine of the queue died with the answer; what was told since is left."""
-        queue.journals["train/00000000"] = [one for one in queue.journals["train/00000000"] if one.ids is None]
+        queue.rewind("train/00000000", [one for one in queue.journals["train/00000000"] if one.ids is None])
         client.reply = lambda context: chat_for().encode("It is 47.<|im_end|>")
 
     paid = Paid()

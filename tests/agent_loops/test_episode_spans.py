@@ -65,7 +65,7 @@ async def test_an_episode_is_a_tree_of_turns(run, collected, calculator) -> None
     }
     assert len({span.context.trace_id for span in spans}) == 1
     root = spans[-1]
-    facts = {"penstock.episode": "train/00000000", "penstock.task": "train/00000000", "penstock.run": "mine"}
+    facts = {"penstock.episode": "train/00000000#0", "penstock.task": "train/00000000", "penstock.run": "mine"}
     assert all(facts.items() <= dict(span.attributes).items() for span in spans)
     assert root.attributes["penstock.outcome"] == outcome.kind.value == "completed"
     assert (root.attributes["penstock.reward"], root.attributes["penstock.version"]) == (1.0, 3)

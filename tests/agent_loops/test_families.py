@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.agent_loops.families import FAMILIES, FILES_FROM, GIVEN, THINKS_FIRST, Family, given_files, tokenizer_of
-from tests.agent_loops.talking import PARAMETERS, TOOLS, USER, say, split_anyhow
+from tests.agent_loops.talking import PARAMETERS, TOOLS, USER, reply_of, say, split_anyhow
 
-from penstock.agent_loops import AgentConfig, Budget, ChatTokens, Reply, TemplateError
+from penstock.agent_loops import AgentConfig, Budget, ChatTokens, TemplateError
 from penstock.agent_loops.chat import chat_of, verify_template
 from penstock.agent_loops.chat.template import MARK
 from penstock.tools import ToolResult
@@ -212,7 +212,7 @@ def test_families_unsupported_role_begins_a_segment(tools, case):
         chat.render([USER])
     segment = chat.start(history, tools)
     say(segment, [*chat.encode(" 46"), chat.turn_end_id])
-    after = chat.go_on(segment, reply_of(chat, " 46</s>"), [USER])
+    after = chat.go_on(segment, reply_of(chat.encode(" 46</s>"), " 46</s>"), [USER])
     assert after is not segment
     history += [{"role": "assistant", "content": "46"}, USER]
     assert chat.decode(after.context()) == chat.template.render(history, tools, prompt=True)
@@ -229,17 +229,12 @@ def test_gemma_takes_no_tools_and_says_so():
         verify_template(FAMILIES["gemma"].chat(), TOOLS)
 
 
-def reply_of(chat: ChatTokens, text: str) -> Reply:
-    ids = chat.encode(text)
-    return Reply(ids, text, [-0.1] * len(ids), "stop")
-
-
 def test_families_results_carry_name_or_id():
     gpt_oss = FAMILIES["gpt_oss"].chat()
     text = (
         "<|channel|>analysis<|message|>Add.<|end|><|start|>assistant to=functions.calculator<|channel|>commentary json"
     )
-    assert gpt_oss.tool_calls(reply_of(gpt_oss, text + '<|message|>{"expression": "1+2"}<|call|>'))
+    assert gpt_oss.tool_calls(reply_of([], text + '<|message|>{"expression": "1+2"}<|call|>'))
     assert gpt_oss.decode(gpt_oss.render_tools([ToolResult("3")])) == (
         '<|call|><|start|>functions.calculator to=assistant<|channel|>commentary<|message|>"3"<|end|><|start|>assistant'
     )
@@ -381,7 +376,7 @@ def test_the_parser_in_the_box_reads_what_the_template_writes(name):
     chat.start([USER], TOOLS)
     wanted = ToolCall("calculator", {"expression": "1 < 2 ü"}, "call00000")
     text = chat.template.reply_with_call(TOOLS, wanted)
-    (call,) = chat.tool_calls(reply_of(chat, text))
+    (call,) = chat.tool_calls(reply_of([], text))
     assert (call.name, call.arguments, call.error) == (wanted.name, wanted.arguments, None)
 
 

@@ -61,7 +61,7 @@ async def test_journal_appends_lost_entries_again(queue_of, tasks_of):
     journal = EpisodeJournal(queue, queue.lease(task))
     for number in range(3):
         await journal.append(JournalEntry(kind=JournalKind.TOOLS, context_hash=7, data={"results": [number]}))
-    del queue.journals[task.task_id][1:]
+    del queue.members[task.task_id].journal[1:]
     await journal.append(JournalEntry(kind=JournalKind.TOOLS, context_hash=7, data={"results": [3]}))
     again = EpisodeJournal(queue, queue.lease(task))
     answers = [again.take(JournalKind.TOOLS, 7) for _ in range(4)]
@@ -76,7 +76,7 @@ async def test_journal_has_two_writers(queue_of, tasks_of):
     here, there = EpisodeJournal(queue, lease), EpisodeJournal(queue, lease)
     for number, journal in enumerate((here, there, there, here)):
         await journal.append(JournalEntry(kind=JournalKind.TOOLS, context_hash=number))
-    del queue.journals[task.task_id][1:]
+    del queue.members[task.task_id].journal[1:]
     await here.append(JournalEntry(kind=JournalKind.TOOLS, context_hash=4))
     await there.append(JournalEntry(kind=JournalKind.TOOLS, context_hash=5))
     assert [entry.context_hash for entry in queue.journals[task.task_id]] == [0, 1, 2, 3, 4, 5]
@@ -185,7 +185,7 @@ async def test_journal_gives_up_an_append_that_others_always_precede(queue_of, t
         raise JournalMismatch(lease.episode_id, position, position + 1)
 
     queue.journal = always_behind
-    with pytest.raises(QueueError, match=f"{task.task_id}: its journal changed"):
+    with pytest.raises(QueueError, match=f"{task.task_id}#0: its journal changed"):
         await journal.append(SAMPLED)
 
 

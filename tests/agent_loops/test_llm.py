@@ -29,7 +29,7 @@ def echo(context: list[int]) -> list[int]:
 def make(queue_of, tasks_of):
     def build(client, queue=None, *, with_routes=False, **sampling):
         queue = queue or queue_of(tasks_of())
-        lease = queue.lease((queue.waiting or tasks_of())[0])
+        lease = queue.lease(tasks_of()[0])
         journal = EpisodeJournal(queue, lease)
         return EpisodeLLM(client, lease, journal, Sampling(**sampling), str, with_routes=with_routes), queue
 
@@ -41,7 +41,7 @@ async def test_the_exact_context_is_sent_and_the_answer_appended(make):
     llm, _queue = make(client, max_new_tokens=50)
     segment = SegmentBuilder([10, 11], Budget(4, 20))
     reply = await llm.generate(segment, temperature=0.5)
-    assert (reply.ids, reply.finish_reason) == ([2, 2], "stop")
+    assert (reply.token_ids, reply.finish_reason) == ([2, 2], "stop")
     segment.observe([30])
     await llm.generate(segment)
     assert [request.token_ids for request in client.requests] == [[10, 11], [10, 11, 2, 2, 30]]
@@ -194,7 +194,7 @@ async def test_llm_counts_its_calls_also_the_replayed_ones(make):
     counts = llm.counts
     assert (counts.calls, counts.continued_over_update, counts.resumed) == (2, 2, 4)
     assert 0 <= counts.latency_s < 600
-    assert [request.request_id for request in client.requests] == ["train/00000000:1:0", "train/00000000:1:1"]
+    assert [request.request_id for request in client.requests] == ["train/00000000#0:1:0", "train/00000000#0:1:1"]
     again, _ = make(Resumed(echo), queue)
     await again.generate(SegmentBuilder([1], Budget(4, 20)))
     assert (again.counts.calls, again.counts.continued_over_update, again.counts.resumed) == (1, 1, 2)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from tests.agent_loops.talking import say
 
 from penstock.agent_loops import AgentLoopOutput, Budget, InfraFailure, SegmentBuilder, TokenMismatch, check_output
 from penstock.transfer_queue import Segment
@@ -20,7 +21,7 @@ def finished() -> tuple[AgentLoopOutput, Any]:
     segment, seen = SegmentBuilder([1, 2], Budget(9, 99)), SimpleNamespace(before=set(), after=set())
     for sampled, observed in (([3, 4], [5]), ([6], [])):
         seen.before.add(mark(segment))
-        segment.append_sampled(sampled, [-0.5] * len(sampled), [(0, 0, len(sampled))], "stop")
+        say(segment, sampled)
         seen.after.add(mark(segment))
         segment.observe(observed)
     return segment.output(), seen

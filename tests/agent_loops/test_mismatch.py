@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 from tests.agent_loops.families import FAMILIES
+from tests.agent_loops.talking import say
 
 from penstock.agent_loops import Budget, SegmentBuilder, continuity
 from penstock.agent_loops.mismatch import classify
@@ -28,7 +29,7 @@ def test_a_history_that_is_not_the_one_before_is_named(prompt, kind):
 def output(prompt: list[int], turns: int = 1):
     segment = SegmentBuilder(prompt, Budget(9, 999))
     for _ in range(turns):
-        segment.append_sampled(ODD, [-0.1] * len(ODD), [(0, 0, len(ODD))], "stop")
+        say(segment, ODD)
         segment.observe(CHAT.encode("\n"))
     return segment.output()
 

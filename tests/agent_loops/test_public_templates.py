@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.agent_loops.families import TEMPLATES
-from tests.agent_loops.talking import USER, answer
+from tests.agent_loops.talking import USER, answer, say
 from tests.agent_loops.template_table import TOOLS, auto_chat, judge, main, templates_in
 from tests.tools.parsers.families import sorted_keys, unescaped
 from tests.tools.parsers.test_round_trip import PROPERTIES, arguments
@@ -226,7 +226,7 @@ def test_cohere_closing_of_two_tokens_is_written_once(said):
     turn = "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>What is 12+34?<|END_OF_TURN_TOKEN|>"
     assert chat.decode(segment.context()).endswith(f"{said}<|END_OF_TURN_TOKEN|>{turn}{OPENING}")
     cut = chat.for_episode(Budget(9, 9999)).start([USER])
-    cut.append_sampled(chat.encode("46"), [-0.1] * len(chat.encode("46")), [(0, 0, len(chat.encode("46")))], "stop")
+    say(cut, chat.encode("46"))
     cut.observe(chat.render([USER]))
     assert f"46<|END_RESPONSE|><|END_OF_TURN_TOKEN|>{turn}" in chat.decode(cut.context())
 

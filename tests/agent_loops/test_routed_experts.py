@@ -85,9 +85,7 @@ def test_each_token_keeps_the_experts_of_the_pass_that_read_it(prompt, played, c
             for position in range(start, len(whole) - 1):
                 version = versions[max(0, position - len(context) + 1)]
                 expected.setdefault(position, fake_experts(whole[position], version))
-        segment.append_sampled(
-            generation.token_ids, generation.logprobs, generation.version_spans, "stop", generation.routed_experts
-        )
+        segment.append_sampled(generation)
         segment.append_fed(turn.observed)
     tokens = segment.output()
     if not expected:

@@ -7,6 +7,7 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.agent_loops.talking import say
 
 from penstock.agent_loops import TRUNCATED_LENGTH, TRUNCATED_TURNS, AgentError, Budget, SegmentBuilder
 from penstock.transfer_queue import COMPLETED
@@ -15,16 +16,12 @@ STOP = 2
 ids_lists = st.lists(st.integers(0, 500), min_size=1, max_size=8)
 
 
-def sample(segment: SegmentBuilder, ids: list[int], version: int = 0, reason: str = "stop") -> None:
-    segment.append_sampled(ids, [-0.5] * len(ids), [(version, 0, len(ids))], reason)
-
-
 @given(prompt=ids_lists, turns=st.lists(st.tuples(ids_lists, ids_lists), max_size=5))
 def test_output_is_what_happened_in_order(prompt, turns):
     segment = SegmentBuilder(prompt, Budget(100, 10_000), {STOP})
     contexts = [segment.context()]
     for number, (sampled, observed) in enumerate(turns):
-        sample(segment, sampled, version=number)
+        say(segment, sampled, version=number)
         contexts.append(segment.context())
         segment.observe(observed)
         contexts.append(segment.context())
@@ -43,7 +40,7 @@ def test_output_is_what_happened_in_order(prompt, turns):
 
 def test_dtypes_are_those_of_the_contract():
     segment = SegmentBuilder([1], Budget(2, 10))
-    sample(segment, [5, 6])
+    say(segment, [5, 6])
     output = segment.output()
     kinds = [output.prompt_ids, output.response_ids, output.response_mask, output.response_logprobs]
     assert [array.dtype.name for array in kinds] == ["int32", "int32", "uint8", "float32"]
@@ -61,23 +58,23 @@ def test_dtypes_are_those_of_the_contract():
 )
 def test_segment_observe_does_not_repeat_a_sampled_stop(sampled, observed, response):
     segment = SegmentBuilder([1], Budget(5, 100), {STOP})
-    sample(segment, sampled)
+    say(segment, sampled)
     segment.observe(observed)
     assert segment.output().response_ids.tolist() == response
 
 
 def test_the_ending_is_read_off_the_segment():
     finished = SegmentBuilder([1], Budget(2, 100))
-    sample(finished, [7, STOP])
+    say(finished, [7, STOP])
     assert finished.output().outcome == COMPLETED
 
     cut = SegmentBuilder([1], Budget(2, 100))
-    sample(cut, [7, 8], reason="length")
+    say(cut, [7, 8], reason="length")
     assert cut.done
     assert cut.output().outcome == TRUNCATED_LENGTH
 
     out_of_turns = SegmentBuilder([1], Budget(1, 100))
-    sample(out_of_turns, [7, STOP])
+    say(out_of_turns, [7, STOP])
     out_of_turns.observe([9])
     assert out_of_turns.done
     assert out_of_turns.output().outcome == TRUNCATED_TURNS
@@ -85,7 +82,7 @@ def test_the_ending_is_read_off_the_segment():
 
 def test_segment_observe_refuses_without_room():
     segment = SegmentBuilder([1], Budget(5, 6), {STOP})
-    sample(segment, [7, STOP])
+    say(segment, [7, STOP])
     assert segment.observe([9, 9, 9, 9]) is False
     assert segment.done
     assert segment.output().response_ids.tolist() == [7, STOP]
@@ -96,7 +93,7 @@ def test_observe_refuses_what_outgrows_the_window():
     """An answer needs a token: the engine would refuse a context that fills its window."""
     for fed, fits in ((4, True), (5, False)):
         segment = SegmentBuilder([1, 2, 3], Budget(5, 1000, window=10), {STOP})
-        sample(segment, [7, STOP])
+        say(segment, [7, STOP])
         assert segment.observe([9] * fed) is fits
         assert segment.done is not fits
         assert (segment.context_len, segment.output().outcome == TRUNCATED_LENGTH) == (5 + fed * fits, True)
@@ -105,9 +102,9 @@ def test_observe_refuses_what_outgrows_the_window():
 def test_segments_of_one_episode_share_its_budget():
     budget = Budget(2, 100)
     first, second = SegmentBuilder([1], budget), SegmentBuilder([2], budget)
-    sample(first, [7])
+    say(first, [7])
     assert not second.done
-    sample(second, [7])
+    say(second, [7])
     assert first.done
     assert second.done
 
@@ -128,7 +125,7 @@ def test_segment_that_ends_in_what_it_read_is_cut():
     """With turns left, the answer to it is what is missing; a segment that was never sampled is whole."""
     segment = SegmentBuilder([1], Budget(2, 100))
     assert segment.output().outcome == COMPLETED
-    sample(segment, [7, STOP])
+    say(segment, [7, STOP])
     segment.observe([9])
     assert segment.output().outcome == TRUNCATED_LENGTH
 
@@ -144,7 +141,7 @@ def test_segment_fed_ids_draw_on_the_budget():
 def test_segment_makes_room_within_the_window(prompt_len, fits):
     """For the next one, of which 3 ids are new; its answer needs a token."""
     segment = SegmentBuilder([1, 2], Budget(5, 100, window=10))
-    sample(segment, [7, STOP])
+    say(segment, [7, STOP])
     assert segment.make_room(3, prompt_len) is fits
     assert (segment.done, segment.budget.response_tokens) == (not fits, 5 if fits else 2)
     assert not SegmentBuilder([1], Budget(0, 100)).make_room(1, 2), "out of turns"
@@ -153,7 +150,7 @@ def test_segment_makes_room_within_the_window(prompt_len, fits):
 def test_segment_context_is_searched_once():
     segment = SegmentBuilder([1, 2], Budget(5, 100))
     assert segment.take_unsearched() == [1, 2]
-    sample(segment, [7, STOP])
+    say(segment, [7, STOP])
     assert segment.take_unsearched() == [7, STOP]
     assert segment.take_unsearched() == []
 

@@ -62,7 +62,7 @@ async def test_an_episode_runs_as_its_source_has_it(
     services = parts_of(queue, FakeClient(calling_policy()), calculator, config=config)
     (lease,) = await queue.lease_episodes("w", 1, 0)
     await Episode(services, lease).run()
-    trajectory = queue.done[lease.episode_id]
+    trajectory = queue.done[lease.task.task_id]
     prompt = services.chat.decode(trajectory.segments[0].prompt_ids.tolist())
     assert (trajectory.num_turns, calculator.name in prompt) == (turns, turns == 2)
 

@@ -46,7 +46,7 @@ async def test_worker_respects_concurrency(worker_of, queue_of, tasks_of, callin
     async with running(worker):
         while len(queue.done) < 40:
             await asyncio.sleep(0.005)
-            most = max(most, len(queue.held))
+            most = max(most, len(queue.leased))
     assert most == 7
     assert all(trajectory.reward == 1.0 for trajectory in queue.done.values())
     assert (calculator.created, calculator.open) == (40, 0)
@@ -125,7 +125,7 @@ async def test_sigterm_hands_every_lease_back_with_its_journal(
     async with running(worker_of(queue, FakeClient(calling_policy()), calculator, tool_timeout_s=90)):
         await until(lambda: calculator.created == 5)
     assert sorted(queue.released) == sorted(queue.journals)
-    assert queue.held == {}
+    assert queue.leased == []
     assert calculator.open == 0
     assert all(len(journal) == 1 for journal in queue.journals.values())
 
@@ -136,9 +136,9 @@ async def test_a_lost_lease_stops_its_episode_only(worker_of, queue_of, tasks_of
     worker = worker_of(queue, FakeClient(calling_policy()), calculator, tool_timeout_s=90, lease_ttl_s=0.1)
     async with running(worker):
         await until(lambda: calculator.created == 2)
-        queue.fences["train/00000000"] += 1
+        queue.lease(tasks_of()[0])
         await until(lambda: len(worker.episodes.running) == 1)
-        assert list(worker.episodes.running) == ["train/00000001"]
+        assert list(worker.episodes.running) == ["train/00000001#0"]
         assert calculator.open == 1
     assert queue.released == ["train/00000001"]
 
@@ -167,14 +167,14 @@ async def test_failures_in_a_row_stop_the_worker_with_their_cause(worker_of, que
     with pytest.raises(WorkerStopped, match=r"infrastructure failures in a row.*rollout: ConnectionError: port 8000"):
         await worker_of(queue, FakeClient(broken), config=config).run()
     assert 20 <= len(queue.failed) <= 28
-    assert queue.held == {}
+    assert queue.leased == []
 
 
 async def test_worker_without_server_leases_nothing(worker_of, queue_of, tasks_of, calling_policy):
     queue, client = queue_of(tasks_of(1)), FakeClient(calling_policy(turns=0), version=None)
     async with running(worker_of(queue, client)):
         await asyncio.sleep(0.2)
-        assert queue.held == {}
+        assert queue.leased == []
         assert not queue.done
         client.version = 0
         await until(lambda: queue.done)
@@ -265,12 +265,12 @@ async def test_worker_adapts_concurrency_to_refusals(worker_of, queue_of, tasks_
     monkeypatch.setattr("penstock.agent_loops.worker.ADAPT_S", 0.02)
     monkeypatch.setattr("penstock.agent_loops.concurrency.HOLD_S", 0.05)
     client = Loaded(calling_policy(turns=0), latency_s=0.02)
-    queue = queue_of(tasks_of(2000))
+    queue = queue_of(tasks_of(300))
     worker = worker_of(queue, client, config=AgentConfig(concurrency=16, max_response_tokens=1000))
     async with running(worker):
-        await until(lambda: worker.concurrency.limit <= 2 and len(queue.held) <= 2)
+        await until(lambda: worker.concurrency.limit <= 2 and len(queue.leased) <= 2)
         client.pressed = False
-        await until(lambda: len(queue.held) == 16)
+        await until(lambda: len(queue.leased) == 16)
     assert not queue.failed
 
 
@@ -300,7 +300,7 @@ async def test_worker_drain_tears_down_and_leaves_states(worker_of, queue_of, ta
     worker = worker_of(queue, FakeClient(lambda context: [5, 2]), calculator, find_loop=lambda name: Careful)
     async with running(worker) as task:
         await until(lambda: ("in the middle", True) in happened)
-        queue.fences["train/00000000"] += 1
+        queue.lease(tasks_of()[0])
         await worker.episodes.renew()  # the lease is lost, and the worker is told to stop while the episode tears down
         task.cancel()
     assert happened == [("setup", True), ("in the middle", True), ("teardown", True), ("left", True)]

@@ -240,8 +240,7 @@ async def test_answers_of_sub_agents_are_found_again_in_whatever_order_they_were
     client, queue = FakeClient(calling_policy(turns=0)), queue_of(tasks_of())
     await run(agent, client, queue)
     entries = queue.journals["train/00000000"]
-    queue.journals["train/00000000"] = [entries[at] for at in kept]
-    queue.done.clear()
+    queue.rewind("train/00000000", [entries[at] for at in kept])
     asked = len(client.requests)
     _, trajectory, _ = await run(agent, client, queue)
     assert len(client.requests) - asked == 4 - len(kept)

@@ -111,7 +111,7 @@ async def test_an_episode_on_a_server(play: Play, serve, chat_for) -> None:
     served = await serve()
     given = {"url": served.url, "options": {"size": 3}, "observation_field": "text", "show": ["length"]}
     played = await play("openenv", ["go", "stop"], given, {"seed": 11})
-    assert served.resets == [{"seed": 11, "episode_id": "train/00000000", "size": 3}]
+    assert served.resets == [{"seed": 11, "episode_id": "train/00000000#0", "size": 3}]
     assert served.actions == [{"message": "go"}, {"message": "stop"}]
     done = played.done
     assert (done.reward, done.turn_rewards, done.outcome.kind) == (2.0, (1.0, 1.0), OutcomeKind.COMPLETED)

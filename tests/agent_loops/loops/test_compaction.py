@@ -114,8 +114,7 @@ async def test_a_killed_worker_loses_no_summary(run_loop, saying, calculator, qu
     _, before = await run_loop(CompactionLoop, client, calculator, queue=queue, settings=EACH_TURN)
     asked, entries = len(client.requests), queue.journals["train/00000000"]
     sampled = sum(entry.ids is not None for entry in entries[:kept])
-    queue.journals["train/00000000"] = entries[:kept]
-    queue.done.clear()
+    queue.rewind("train/00000000", entries[:kept])
     _, after = await run_loop(CompactionLoop, client, calculator, queue=queue, settings=EACH_TURN)
     assert len(client.requests) - asked == asked - sampled
     texts = [[segment.response_mask.tolist() for segment in one.segments] for one in (before, after)]

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.agent_loops.talking import answer
+from tests.agent_loops.talking import answer, say
 from tests.vision_model import png, save_vision_processor, vision_tokenizer
 
 from penstock.agent_loops import (
@@ -208,7 +208,7 @@ def test_images_sampled_placeholder_is_policy_error(chat):
     assert not segment.done
     segment.observe(chat.render([asks(text="more")]))
     (place,) = chat.rendering.placeholders
-    segment.append_sampled([place, chat.turn_end_id], [-0.1, -0.1], [(0, 0, 2)], "stop")
+    say(segment, [place, chat.turn_end_id])
     assert segment.done
     for given in (None, TRUNCATED_TURNS):
         outcome = segment.output(outcome=given).outcome

@@ -53,8 +53,7 @@ async def test_multi_agent_resumes_from_any_journal_order(run_loop, saying, queu
     queue, client = queue_of(tasks_of()), saying(plays)
     await run_loop(MultiAgentLoop, client, queue=queue)
     entries = queue.journals["train/00000000"]
-    queue.journals["train/00000000"] = [entries[0], entries[2], entries[1]][:kept]
-    queue.done.clear()
+    queue.rewind("train/00000000", [entries[0], entries[2], entries[1]][:kept])
     asked = len(client.requests)
     _, trajectory = await run_loop(MultiAgentLoop, client, queue=queue)
     assert len(client.requests) - asked == 4 - kept

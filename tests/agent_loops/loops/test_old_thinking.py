@@ -123,8 +123,7 @@ async def test_strip_results_draw_on_budget(run_loop, saying, calculator):
 async def test_a_killed_worker_goes_on_in_the_segment_where_it_was(run_loop, saying, calculator, queue_of, tasks_of):
     queue = queue_of(tasks_of())
     _, client, _, trajectory = await run_deepseek(run_loop, saying, calculator, "strip", queue=queue)
-    queue.journals["train/00000000"] = queue.journals["train/00000000"][:4]
-    queue.done.clear()
+    queue.rewind("train/00000000", queue.journals["train/00000000"][:4])
     calculator.executed.clear()
     _, client, _, again = await run_deepseek(run_loop, saying, calculator, "strip", queue=queue)
     assert (len(client.requests), calculator.executed) == (1, [])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from tests.agent_loops.conftest import (  # noqa: F401
-    TinyQueue,
+    EpisodeQueue,
     calling_policy,
     chat_for,
     parts_of,
@@ -74,7 +74,7 @@ class Ended:
 
     outcome: Outcome
     trajectory: Trajectory | None
-    queue: TinyQueue
+    queue: EpisodeQueue
 
     @property
     def program(self) -> Mapping[str, Any]:

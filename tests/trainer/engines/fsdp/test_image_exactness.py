@@ -20,8 +20,9 @@ torch = pytest.importorskip("torch")
 
 from tests.vision_model import save_vision_model
 
-from penstock.agent_loops import AgentConfig, Budget, ChatTokens, Reply, images_of, to_trajectory, tool_messages
+from penstock.agent_loops import AgentConfig, Budget, ChatTokens, images_of, to_trajectory, tool_messages
 from penstock.agent_loops.chat import chat_of
+from penstock.rollout_server import Generation
 from penstock.tools import ToolResult
 from penstock.trainer import ModelLimits, make_step_batch, pack_rows
 from penstock.trainer.engines.fsdp import Policy, load_policy
@@ -116,11 +117,11 @@ def converse(chat: ChatTokens, turns: Any, folder: Path | None) -> tuple[list[in
         following = turns[place + 1] if place + 1 < len(turns) else None
         says = CALL if following is not None and following[0] else "blue " * count
         ids = [*chat.encode(says), chat.turn_end_id]
-        segment.append_sampled(ids, [-0.1] * len(ids), [(0, 0, len(ids))], "stop")
+        reply = Generation(ids, [-0.1] * len(ids), [(0, 0, len(ids))], "stop", text=chat.decode(ids))
+        segment.append_sampled(reply)
         if following is not None:
             brought = shown(following[1])
             messages = tool_messages([ToolResult("see", tuple(brought))]) if following[0] else [user(brought)]
-            reply = Reply(ids, chat.decode(ids), [-0.1] * len(ids), "stop")
             assert chat.go_on(segment, reply, messages) is segment
     lease = Lease("t#0", Task("t", "train", [first], "looks", "red"), 0, 0, 1, 0)
     return segment.context(), pictures, lease, segment.output()
