@@ -15,7 +15,6 @@ import pytest
 from penstock.agent_loops import AgentConfig, ChatTokens, WorkerServices, find_loop
 from penstock.agent_loops.rewards import RewardFunction
 from penstock.testing import MemoryTransferQueue
-from penstock.testing.memory_groups import GroupMember
 from penstock.tools import BaseTool, ToolConfig, ToolResult
 from penstock.tools.parsers import get_parser
 from penstock.transfer_queue import JournalEntry, Lease, Limits, Outcome, Task, Trajectory
@@ -123,7 +122,7 @@ class EpisodeQueue(MemoryTransferQueue):
         """No test's client samples from a newer one."""
 
     @property
-    def members(self) -> dict[str, GroupMember]:
+    def members(self) -> dict[str, Any]:
         return {name: group.members[0] for name, group in self._state.groups.items()}
 
     @property
