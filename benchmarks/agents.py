@@ -12,8 +12,8 @@ differs. Each level has a separate process, each round all levels, in changing o
 
 PENSTOCK_BENCH_EPISODES_AT_ONCE (100,1000,10000), PENSTOCK_BENCH_ROUNDS (3), PENSTOCK_BENCH_TURNS_PER_S (200),
 PENSTOCK_BENCH_TURNS_BEFORE (1, of each episode before anything is counted), PENSTOCK_BENCH_SECONDS (30, of measuring at
-each level), PENSTOCK_BENCH_EQUAL_RESULTS (0, the share of the tool's results that are the same text, up to 1). Ask for
-fewer turns per second if one core cannot run that many: otherwise calls queue up, and leases expire.
+each level). Ask for fewer turns per second if one core cannot run that many: otherwise calls queue up, and leases
+expire.
 """
 
 from __future__ import annotations
@@ -58,8 +58,6 @@ class AgentsExtent:
     turns_before: float
     """Of each episode on average, before anything is counted: then all ages are there."""
     seconds: float
-    equal_results: float
-    """Share of the tool's results that are the same text, as those of one call by members of a group."""
 
     @classmethod
     def read(cls) -> AgentsExtent:
@@ -70,7 +68,6 @@ class AgentsExtent:
             float(os.environ.get("PENSTOCK_BENCH_TURNS_PER_S", "200")),
             float(os.environ.get("PENSTOCK_BENCH_TURNS_BEFORE", "1")),
             float(os.environ.get("PENSTOCK_BENCH_SECONDS", "30")),
-            float(os.environ.get("PENSTOCK_BENCH_EQUAL_RESULTS", "0")),
         )
 
 
@@ -107,7 +104,6 @@ def _at_work(level: int, extent: AgentsExtent) -> dict[str, Any]:
         "turns_before": extent.turns_before,
         "warm_up_s": min(5.0, extent.seconds),
         "seconds": extent.seconds,
-        "equal_results": extent.equal_results,
     }
 
 

@@ -2,7 +2,7 @@
 
     penstock bench compare --json
 
-fully_async, sync   `penstock run recipes/calculator.yaml`, without evaluation and checkpoints on the way
+fully_async         `penstock run recipes/calculator.yaml`, without evaluation and checkpoints on the way
 trl_in_process      TRL's GRPOTrainer with its `tools=` and `transformers.generate`; the tool computes in its process
 trl_bwrap           the same; each call of the tool makes a bubblewrap box for one Python
 
@@ -13,9 +13,9 @@ has reached its goal when the mean reward of three steps in a row is 0.9. The cl
 Each seed has its round, in which every side runs once, in changing order; one unmeasured step of each program comes
 before. All else about the machine should be quiet.
 
-Environment: PENSTOCK_BENCH_SEEDS (0,1,2,3,4), PENSTOCK_BENCH_SIDES (all four), PENSTOCK_BENCH_STEPS (50, at most),
+Environment: PENSTOCK_BENCH_SEEDS (0,1,2,3,4), PENSTOCK_BENCH_SIDES (all three), PENSTOCK_BENCH_STEPS (50, at most),
 PENSTOCK_BENCH_TRL (.venv-trl, from `scripts/setup-trl`; empty leaves TRL out), PENSTOCK_BENCH_RUN_TIMEOUT_S (900),
-PENSTOCK_BENCH_OVERRIDES (of our runs, separated by spaces), PENSTOCK_BENCH_PLOT (a picture is written there).
+PENSTOCK_BENCH_OVERRIDES (of our runs, separated by spaces).
 """
 
 from __future__ import annotations
@@ -30,15 +30,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.compare_figures import (
-    FULLY_ASYNC,
-    SYNC,
-    TRL_BWRAP,
-    TRL_IN_PROCESS,
-    draw,
-    figures_of,
-    ratios_of,
-)
+from benchmarks.support.compare_figures import FULLY_ASYNC, TRL_BWRAP, TRL_IN_PROCESS, figures_of, ratios_of
 from benchmarks.support.compare_run import Progress
 from benchmarks.support.compare_sides import (
     RECIPE,
@@ -53,7 +45,7 @@ from benchmarks.support.comparison import in_turn, say
 from benchmarks.support.measure import processor
 from benchmarks.support.trl_place import TRL, trl_version
 
-SIDES = (FULLY_ASYNC, SYNC, TRL_IN_PROCESS, TRL_BWRAP)
+SIDES = (FULLY_ASYNC, TRL_IN_PROCESS, TRL_BWRAP)
 
 
 class UnknownSide(Exception):
@@ -70,7 +62,6 @@ class CompareExtent:
     trl: str
     timeout_s: float
     overrides: tuple[str, ...]
-    plot: str
 
     @classmethod
     def read(cls) -> CompareExtent:
@@ -85,14 +76,13 @@ class CompareExtent:
             trl=_read("TRL", str(TRL)),
             timeout_s=float(_read("RUN_TIMEOUT_S", "900")),
             overrides=tuple(shlex.split(_read("OVERRIDES", ""))),
-            plot=_read("PLOT", ""),
         )
 
     def programs(self) -> list[CompareSide]:
         """Those of TRL only where it is."""
         there = trl_version(self.trl) is not None
         made: dict[str, CompareSide] = {
-            name: PenstockSide(name, name, self.steps, self.timeout_s, self.overrides) for name in (FULLY_ASYNC, SYNC)
+            FULLY_ASYNC: PenstockSide(FULLY_ASYNC, self.steps, self.timeout_s, self.overrides)
         }
         for name in (TRL_IN_PROCESS, TRL_BWRAP) if there else ():
             made[name] = TrlProgram(name, self.trl, name == TRL_BWRAP, self.steps, self.timeout_s)
@@ -112,8 +102,6 @@ def measure() -> dict[str, Any]:
                 run = _carry_out(side, seed, Path(folder) / f"{side.name}-{seed}")
                 check_schedule(side.name, seed, run, plan)
                 runs[side.name][seed] = run
-    if extent.plot:
-        draw(runs, Path(extent.plot))
     setup = {**asdict(extent), **processor(), "recipe": RECIPE.name, "plan": asdict(plan) | {"rows": None}}
     setup |= {"trl": trl_version(extent.trl) or f"not in {extent.trl or 'an empty name'}: scripts/setup-trl"}
     setup |= {package: version(package) for package in ("torch", "transformers")}

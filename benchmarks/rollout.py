@@ -5,12 +5,10 @@
     client   load generator ─► RolloutClient ─► sidecar ─► engine
     bare     load generator ───────────────────────────► the same engine process, over its own streaming route
 
-Both generators are processes that parse every id and logprob. Beside the `hf` engine a third side, `generate`, gives
-the same requests to `transformers.generate` as one batch; `hf_over_generate` compares tokens per CPU second of the two
-processes. Rounds take turns: in each, every side has the same load once. A small model follows, whose engine is quick,
-so that HTTP is what counts.
+Both generators are processes that parse every id and logprob. In each round both sides have the same load once, in
+changing order. A small model follows, whose engine is quick, so that HTTP is what counts.
 
-Environment: PENSTOCK_BENCH_ENGINE (vllm; hf, sglang), PENSTOCK_BENCH_ROUNDS (5), PENSTOCK_BENCH_MODEL (56m; a name of
+Environment: PENSTOCK_BENCH_ENGINE (vllm; sglang), PENSTOCK_BENCH_ROUNDS (5), PENSTOCK_BENCH_MODEL (56m; a name of
 `support.model.SIZES` or a model folder), PENSTOCK_BENCH_DTYPE (bfloat16), PENSTOCK_BENCH_CONCURRENCY (1,16,64,256),
 PENSTOCK_BENCH_ANSWER_TOKENS (64; a quarter of it at 256), PENSTOCK_BENCH_ENGINE_ARGS (further flags of it, JSON).
 """
@@ -27,15 +25,8 @@ from typing import Any
 import uvloop
 
 from benchmarks.support.comparison import say
-from benchmarks.support.engine_load import (
-    EngineSide,
-    Level,
-    alone_side,
-    bare_side,
-    client_side,
-    generate_side,
-    measure_levels,
-)
+from benchmarks.support.engine_load import EngineSide, measure_levels
+from benchmarks.support.load import Load
 from benchmarks.support.measure import processor
 from benchmarks.support.model import SIZES, save_model
 from benchmarks.support.rollout_run import engine_args, load_process, redis_host, rollout_servers
@@ -118,14 +109,12 @@ class Bench:
         async with AsyncExitStack() as stack:
             servers = rollout_servers(self.redis, self._settings(run, path, self.extent.rollout()), ["rollout-0"])
             (server,) = await stack.enter_async_context(servers)
+            bare = {"do": "bare", "engine": self.extent.engine, "address": server.address(self.extent.engine)}
             sides: list[EngineSide] = []
-            for make in (client_side, alone_side if self.extent.engine == "hf" else bare_side):
+            for question in ({"do": "client"}, bare):
                 child = await load_process(server)
                 stack.push_async_callback(child.stop)
-                sides.append(make(child, server, self.extent.engine, self.extent.rollout(), path))
-            if self.extent.engine == "hf":
-                sides.append(await generate_side(server, self.extent.rollout(), path))
-                stack.push_async_callback(sides[-1].child.stop)
+                sides.append(EngineSide(question["do"], child, server, question))
             return await measure_levels(sides, levels, self.extent.rounds)
 
     def _model(self, name: str) -> tuple[str, int]:
@@ -140,9 +129,9 @@ class Bench:
             self.values[name] = save_model(SIZES[name], path, self.extent.dtype)
         return str(path), SIZES[name].vocab
 
-    def _level(self, concurrency: int, vocab: int) -> Level:
+    def _level(self, concurrency: int, vocab: int) -> Load:
         answer = self.extent.answer_tokens // (4 if concurrency > 64 else 1)
-        return Level(concurrency, PROMPT_TOKENS, answer, vocab, waves=2 if concurrency == 1 else 1)
+        return Load(concurrency, PROMPT_TOKENS, answer, vocab, waves=2 if concurrency == 1 else 1)
 
     def _settings(self, run: str, model: str, rollout: dict[str, Any]) -> dict[str, Any]:
         return {"name": run, "runs_dir": str(self.folder / run), "model": model, "rollout": rollout}
@@ -168,6 +157,4 @@ def _ratios(figures: dict[str, Any]) -> dict[str, float]:
             ratios[f"first_token_over_bare_engine_{many}{suffix}"] = round(
                 client["first_p50_ms"] / bare["first_p50_ms"], 3
             )
-            if "hf_over_generate" in sides:
-                ratios[f"hf_over_generate_{many}{suffix}"] = sides["hf_over_generate"]
     return ratios

@@ -8,7 +8,7 @@ exec           start, one command, close             the same
 boxes_per_s    `exec` by several callers at once     the same by as many
 
 Each sample has every operation once on both sides, in changing order, so that what disturbs the machine disturbs all
-alike. Latencies are of a command that does nothing (`true`); `…_python` of an interpreter that prints a digit.
+alike. Every command is `true`, which does nothing.
 
 Environment: PENSTOCK_BENCH_ROUNDS (5), PENSTOCK_BENCH_SAMPLES (20, per round), PENSTOCK_BENCH_BACKENDS
 (bwrap,remote,docker; those that cannot work here are named in `setup`), PENSTOCK_BENCH_IMAGE (penstock-box:base).
@@ -26,12 +26,12 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.support.boxes import COMMANDS, BoxSide, open_side, run_bare, run_in
+from benchmarks.support.boxes import NOTHING, BoxSide, open_side, run_bare, run_in
 from benchmarks.support.comparison import in_turn, say
 from benchmarks.support.measure import processor, quantile
 from penstock.sandbox import SandboxConfig, SandboxError
 
-OPERATIONS = ("session_exec", "session_exec_python", "start", "exec")
+OPERATIONS = ("session_exec", "start", "exec")
 CALLERS = 4
 Samples = dict[str, list[float]]
 """operation, ours and ``bare_…`` → seconds"""
@@ -110,23 +110,20 @@ def _work(side: BoxSide) -> dict[str, Callable[[], Awaitable[Cleanup | None]]]:
     async def bare(command: list[str]) -> None:
         run_bare(command)
 
-    nothing, python = COMMANDS["true"], COMMANDS["python"]
     return {
-        "session_exec": lambda: run_in(side.session, nothing),
-        "bare_session_exec": lambda: bare([*side.bare_exec, *nothing]),
-        "session_exec_python": lambda: run_in(side.session, python),
-        "bare_session_exec_python": lambda: bare([*side.bare_exec, *python]),
+        "session_exec": lambda: run_in(side.session, NOTHING),
+        "bare_session_exec": lambda: bare([*side.bare_exec, *NOTHING]),
         "start": start,
         "exec": lambda: _once(side),
-        "bare_start": lambda: bare([*side.bare_run, *nothing]),
-        "bare_exec": lambda: bare([*side.bare_run, *nothing]),
+        "bare_start": lambda: bare([*side.bare_run, *NOTHING]),
+        "bare_exec": lambda: bare([*side.bare_run, *NOTHING]),
     }
 
 
 async def _once(side: BoxSide) -> None:
     session = await side.sandbox.start("bench")
     try:
-        await run_in(session, COMMANDS["true"])
+        await run_in(session, NOTHING)
     finally:
         await session.close()
 
@@ -135,7 +132,7 @@ async def _boxes_per_s(side: BoxSide, bare: bool, each: int) -> float:
     async def caller() -> None:
         for _ in range(each):
             if bare:
-                await asyncio.to_thread(run_bare, [*side.bare_run, *COMMANDS["true"]])
+                await asyncio.to_thread(run_bare, [*side.bare_run, *NOTHING])
             else:
                 await _once(side)
 

@@ -3,8 +3,6 @@
     penstock bench tokens --json
 
 splice     the reply is read for calls and appended, its result rendered as a delta and appended; both contexts hashed
-turn       the whole turn in a worker: `llm.generate` (an engine that answers at once, in this process), `call_all`,
-           journal in memory, `go_on`. It hands the engine the whole context, as every engine's API asks for it.
 rerender   the conversation so far by the chat template and the tokenizer, as is done where ids are not kept
 
 A reply is 900 characters, cut into ids at random places (where no tokenizer would), and a tool call; a result is 1 kB.
@@ -25,15 +23,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import uvloop
-
 from benchmarks.support.comparison import say
 from benchmarks.support.measure import median_of, microseconds, processor
 from benchmarks.support.talk import CUTS, RESULT_CHARS, THOUGHT_CHARS, Talk, Talker
 from penstock.agent_loops import ChatTokens
 from penstock.tools.parsers import get_parser
 
-SIDES = ("splice", "turn", "rerender")
+SIDES = ("splice", "rerender")
 Samples = dict[str, dict[int, list[float]]]
 """side → turn → seconds"""
 
@@ -59,19 +55,15 @@ class TokensExtent:
 
 
 def measure() -> dict[str, Any]:
-    return uvloop.run(_measure(TokensExtent.read()))
-
-
-async def _measure(extent: TokensExtent) -> dict[str, Any]:
+    extent = TokensExtent.read()
     chat = ChatTokens(_tokenizer(extent.model), get_parser("hermes"))
     talker = Talker(chat, random.Random(4711))
     last = max(extent.turns)
-    await talker.open(last + extent.rounds * extent.samples)
     talks: deque[Talk] = deque(maxlen=last)
-    await _ticks(talker, talks, extent.turns, last)
+    _ticks(talker, talks, extent.turns, last)
     taken = []
     for number in range(extent.rounds):
-        taken.append(await _ticks(talker, talks, extent.turns, extent.samples))
+        taken.append(_ticks(talker, talks, extent.turns, extent.samples))
         say(f"tokens: round {number + 1} of {extent.rounds}")
     figures = {side: _figures([one[side] for one in taken]) for side in SIDES}
     figures["context_tokens"] = {f"turn_{turn}": talker.context_tokens[turn] for turn in extent.turns}
@@ -88,14 +80,14 @@ def _tokenizer(model: str) -> Any:
     return load_tokenizer(model)
 
 
-async def _ticks(talker: Talker, talks: deque[Talk], turns: Sequence[int], count: int) -> Samples:
+def _ticks(talker: Talker, talks: deque[Talk], turns: Sequence[int], count: int) -> Samples:
     """In each tick a conversation begins and every one takes a turn; after its last one the oldest ends."""
     samples: Samples = {side: {turn: [] for turn in turns} for side in SIDES}
     for _ in range(count):
         talks.append(talker.begin())
         sampled = len(talks) == max(turns)
         for talk in talks:
-            took = await talker.take_turn(talk, rerender=sampled and talk.turns + 1 in turns)
+            took = talker.take_turn(talk, rerender=sampled and talk.turns + 1 in turns)
             if sampled and talk.turns in turns:
                 for side in SIDES:
                     samples[side][talk.turns].append(took[side])

@@ -1,10 +1,9 @@
-"""Our packed training step beside a padded loop and TRL's GRPOTrainer: tokens/s, memory, cost by shape of the batch.
+"""Our packed training step beside a padded loop and TRL's GRPOTrainer: tokens/s and memory.
 
     penstock bench trainer --json
 
 packed             pack, advantages, loss, update: `trainer.learner` with the engine fsdp, as a run has them
-padded             a plain loop over the transformers model: micro-batches in the order of the batch, padded, all logits
-padded_by_length   the same with rows of like length together
+padded             a plain loop over the transformers model: rows of similar length together, padded, all logits
 trl                TRL's GRPOTrainer, from `scripts/setup-trl`; its answers are given to it, so it generates nothing
 start              ranks that load a larger model: the most memory that one needs, over the bytes of its shard
 
@@ -13,9 +12,8 @@ Each side is a separate process; they train in turn, in changing order. A token 
 
 Environment: PENSTOCK_BENCH_ROUNDS (3), PENSTOCK_BENCH_MODEL (9m; a name of `support.model.SIZES`),
 PENSTOCK_BENCH_DTYPE (float32), PENSTOCK_BENCH_THREADS (1), PENSTOCK_BENCH_ROWS (32), PENSTOCK_BENCH_MEAN_TOKENS (128),
-PENSTOCK_BENCH_SIGMA (1.0), PENSTOCK_BENCH_MICRO_ROWS (8), PENSTOCK_BENCH_MICRO_TOKENS (2048), PENSTOCK_BENCH_LENGTHS
-(128,512,2048), PENSTOCK_BENCH_SEGMENTS (1,2,4,8), PENSTOCK_BENCH_TRL (.venv-trl; empty leaves TRL out),
-PENSTOCK_BENCH_LOAD_MODEL (100m).
+PENSTOCK_BENCH_SIGMA (1.0), PENSTOCK_BENCH_MICRO_ROWS (8), PENSTOCK_BENCH_MICRO_TOKENS (2048), PENSTOCK_BENCH_TRL
+(.venv-trl; empty leaves TRL out), PENSTOCK_BENCH_LOAD_MODEL (100m).
 """
 
 from __future__ import annotations
@@ -44,10 +42,6 @@ PROMPT_TOKENS = 32
 STEP_TIMEOUT_S = 3600.0
 LOAD_RANKS = 4
 LOAD_TIMEOUT_S = 900.0
-SHAPE_ROWS = 32
-"""Rows of a batch whose segments are counted."""
-SHAPE_TOKENS = 128
-"""Tokens of such a row."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +57,6 @@ class TrainerExtent:
     sigma: float
     micro_rows: int
     micro_tokens: int
-    lengths: list[int]
-    segments: list[int]
     trl: str
     load_model: str
 
@@ -80,8 +72,6 @@ class TrainerExtent:
             sigma=float(_read("SIGMA", "1.0")),
             micro_rows=int(_read("MICRO_ROWS", "8")),
             micro_tokens=int(_read("MICRO_TOKENS", "2048")),
-            lengths=[int(one) for one in _read("LENGTHS", "128,512,2048").split(",")],
-            segments=[int(one) for one in _read("SEGMENTS", "1,2,4,8").split(",")],
             trl=_read("TRL", str(ROOT / ".venv-trl")),
             load_model=_read("LOAD_MODEL", "100m"),
         )
@@ -95,16 +85,6 @@ class TrainerExtent:
         longest = min(self.size.context, 16 * round(self.mean_tokens)) - PROMPT_TOKENS
         lengths = log_normal_lengths(self.rows, self.mean_tokens, self.sigma, longest)
         return Work(lengths, PROMPT_TOKENS, self.size.vocab)
-
-    def of_length(self, tokens: int) -> Work:
-        """As many tokens at any length of its rows."""
-        rows = max(4, 4 * max(self.lengths) // tokens)
-        return Work((tokens - PROMPT_TOKENS,) * rows, PROMPT_TOKENS, self.size.vocab, group_size=2)
-
-    def of_segments(self, segments: int) -> Work:
-        """The same rows, as episodes of so many segments."""
-        lengths = (SHAPE_TOKENS - PROMPT_TOKENS,) * SHAPE_ROWS
-        return Work(lengths, PROMPT_TOKENS, self.size.vocab, segments=segments)
 
 
 def _read(name: str, default: str) -> str:
@@ -123,10 +103,6 @@ async def _measure(extent: TrainerExtent) -> dict[str, Any]:
         async with AsyncExitStack() as stack:
             sides = await _sides(extent, folder, stack, setup)
             figures["batch"] = await _compare(sides, extent)
-            packed = next(side for side in sides if side.name == "packed")
-            figures["logprob_peak_mb"] = await _logprob_peaks(packed)
-            figures["by_length"] = await _shapes(packed, extent, {n: extent.of_length(n) for n in extent.lengths})
-            figures["by_segments"] = await _shapes(packed, extent, {n: extent.of_segments(n) for n in extent.segments})
     figures["start"] = await asyncio.to_thread(starts, SIZES[extent.load_model])
     return {"bench": "trainer", "ratio": _ratios(figures), "figures": figures, "setup": setup}
 
@@ -167,7 +143,7 @@ async def _sides(extent: TrainerExtent, model: str, stack: AsyncExitStack, setup
         {"model": model, "dtype": extent.dtype, "micro_rows": extent.micro_rows, "micro_tokens": extent.micro_tokens}
     )
     env = {"OMP_NUM_THREADS": str(extent.threads), "MKL_NUM_THREADS": str(extent.threads)}
-    names = ["packed", "padded", "padded_by_length"]
+    names = ["packed", "padded"]
     if version := trl_version(extent.trl):
         names.append("trl")
     setup["trl"] = version or f"not in {extent.trl or 'an empty name'}: scripts/setup-trl"
@@ -211,44 +187,15 @@ async def _cell(side: TrainerSide, work: Work, first: Mapping[str, Any]) -> dict
     }
 
 
-async def _logprob_peaks(packed: TrainerSide) -> dict[str, float]:
-    peaks = await packed.child.ask({"do": "logprob_peaks"}, STEP_TIMEOUT_S)
-    return {name: round(held / 1e6, 1) for name, held in peaks.items()}
-
-
-async def _shapes(packed: TrainerSide, extent: TrainerExtent, works: Mapping[int, Work]) -> dict[str, dict[str, float]]:
-    """shape → figures: one unmeasured step, then rounds in which each shape has its turn."""
-    steps: dict[int, list[dict[str, Any]]] = {shape: [] for shape in works}
-    for number in range(-1, extent.rounds):
-        for shape in in_turn(list(works), number):
-            await packed.load(works[shape])
-            took = await packed.step()
-            if number >= 0:
-                steps[shape].append(took)
-    return {str(shape): _cost(works[shape], steps[shape]) for shape in works}
-
-
-def _cost(work: Work, steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    per_token = {
-        name: round(median(step[clock] for step in steps) / work.tokens * 1e6, 1)
-        for name, clock in (("us_per_token", "seconds"), ("cpu_us_per_token", "cpu_s"))
-    }
-    return {"tokens": work.tokens, "episodes": work.episodes, **per_token}
-
-
 def _ratios(figures: Mapping[str, Any]) -> dict[str, float | None]:
     """Each round's own ratio, then the median over the rounds; None: the side is not here."""
-    peaks, cells = figures["logprob_peak_mb"], figures["batch"]["sides"]
-    ratios = {
+    cells = figures["batch"]["sides"]
+    return {
         **_over(cells, "padded", "padded_loop"),
-        **_over(cells, "padded_by_length", "padded_loop_by_length"),
         **_over(cells, "trl", "trl"),
-        "logprob_peak_over_activations": round(peaks["in_tiles"] / peaks["layers"], 3),
-        "all_logits_peak_over_activations": round(peaks["all_logits"] / peaks["layers"], 3),
         "load_peak_over_shard": figures["start"]["load_peak_over_shard"],
         "peak_over_padded_loop": round(cells["packed"]["step_peak_mb"] / cells["padded"]["step_peak_mb"], 3),
     }
-    return {**ratios, **_growth(figures["by_length"], "length"), **_growth(figures["by_segments"], "segments")}
 
 
 def _over(cells: Mapping[str, Mapping[str, Any]], other: str, name: str) -> dict[str, float | None]:
@@ -259,12 +206,3 @@ def _over(cells: Mapping[str, Mapping[str, Any]], other: str, name: str) -> dict
         ratios = [mine / theirs for mine, theirs in pairs]
         found[f"{prefix}_over_{name}"] = round(median(ratios), 3) if ratios else None
     return found
-
-
-def _growth(cells: Mapping[str, Mapping[str, float]], name: str) -> dict[str, float]:
-    """Cost per token of the last shape over the first, by the clock and by time on a core."""
-    first, *_, last = cells
-    return {
-        f"{prefix}_{name}_{last}_over_{first}": round(cells[last][figure] / cells[first][figure], 3)
-        for prefix, figure in (("cost", "us_per_token"), ("cpu_cost", "cpu_us_per_token"))
-    }

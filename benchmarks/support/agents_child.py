@@ -2,7 +2,7 @@
 
 python -m benchmarks.support.agents_child REDIS_URL MODEL    (password in PENSTOCK_BENCH_PASSWORD)
 
-    {"episodes", "turns_per_s", "turns_before", "warm_up_s", "seconds", "equal_results"} ──► figures of a worker at work
+    {"episodes", "turns_per_s", "turns_before", "warm_up_s", "seconds"} ──► figures of a worker at work
     {"episodes", "turns_per_s", "held_turn"} ──► bytes of an episode that waits in that turn
 """
 
@@ -91,7 +91,7 @@ async def measure(url: str, password: str, model: str, question: dict[str, Any])
         url, f"agents-{secrets.token_hex(4)}", TransferQueueConfig(), password=password
     )
     try:
-        return await _measure(build_world(queue, model, lease_ttl_s, question.get("equal_results", 0.0)), question)
+        return await _measure(build_world(queue, model, lease_ttl_s), question)
     finally:
         await queue.drop_run()
         await queue.close()
@@ -204,13 +204,13 @@ def _task(number: int) -> Task:
     return Task(f"train/{number:08d}", "train", messages, "bench", "46")
 
 
-def build_world(queue: RedisTransferQueue, model: str, lease_ttl_s: float, equal_results: float = 0.0) -> World:
+def build_world(queue: RedisTransferQueue, model: str, lease_ttl_s: float) -> World:
     """A real worker's parts, but for the engine and the tool."""
     config = AgentConfig(max_turns=64, max_new_tokens=256, max_response_tokens=16384, episode_deadline_s=3600)
     model_clock, tool_clock = Clock(seed=1), Clock(seed=2)
     job = WorkerJob("bench", RunContext(queue, model), config, FakeClient(lambda _: ()))
     parts = build_services(job, None)
-    engine, tool = SlowEngine(model_clock, parts.chat, seed=3), SlowTool(tool_clock, equal_results)
+    engine, tool = SlowEngine(model_clock, parts.chat, seed=3), SlowTool(tool_clock)
     parts = replace(
         parts,
         client=engine,

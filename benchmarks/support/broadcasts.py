@@ -4,8 +4,7 @@
     ours     from the copies of the shards to the moment at which both workers have, and have checked, all tensors:
              places, group, fetch from the other rank, checksums, broadcast, checksums; of two ranks, and of one that
              has all and fetches nothing, as the bare one does
-    gather   the shards cast to bfloat16 and gathered by rank 0: what a training thread would stand for
-    stall    what it does stand for: the copy of this rank's own shards
+    stall    the copy of this rank's own shards, for which the training thread stands
 
 All are taken in turn, in one round. The peak is rank 0's resident memory during the first broadcast, above what it
 has before it with the copies of its own shards.
@@ -18,7 +17,6 @@ import json
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -68,8 +66,6 @@ def broadcast_ratios(figures: Figures) -> Figures:
     return {
         "broadcast_over_raw_gloo": round(figures["bare_s"] / figures["one_rank_s"], 3),
         "broadcast_of_two_ranks_over_raw_gloo": round(figures["bare_s"] / figures["two_ranks_s"], 3),
-        "broadcast_cpu_over_raw_gloo": round(figures["one_rank_cpu_s"] / figures["bare_cpu_s"], 3),
-        "trainer_stall_over_gather": round(figures["stall_s"] / figures["gather_s"], 3),
         "host_peak_over_bucket": round(figures["peak_buckets"], 2),
     }
 
@@ -102,7 +98,7 @@ class _Stage:
 
     def __init__(self, role: int, board: dist.Store, trainers: Any, receivers: Any, size_mb: int) -> None:
         self.figures: dict[str, list[float]] = {}
-        self._role, self._board, self._trainers, self._receivers = role, board, trainers, receivers
+        self._role, self._board, self._receivers = role, board, receivers
         values = size_mb * (1 << 20) // 2 // TENSORS // 2 * 2
         generator = torch.Generator().manual_seed(role)
         self._halves = [torch.randn(values // 2, generator=generator) for _ in range(TENSORS)] if role < 2 else []
@@ -119,25 +115,16 @@ class _Stage:
     def round(self, number: int, *, counts: bool) -> None:
         for name, part in (
             ("bare", self._bare),
-            ("gather", self._gather),
             ("stall", lambda: self._take(number, 2)),
             ("take_all", lambda: self._take(number, 1)),
             ("two_ranks", lambda: self._ours(number, 2)),
             ("one_rank", lambda: self._ours(number, 1)),
         ):
-            seconds, cpu_s = self._timed(part)
+            dist.barrier()
+            began = time.perf_counter()
+            part()
             if counts and self._role == 0:
-                self.figures.setdefault(f"{name}_s", []).append(seconds)
-                self.figures.setdefault(f"{name}_cpu_s", []).append(cpu_s)
-
-    def _timed(self, part: Callable[[], None]) -> tuple[float, float]:
-        """Seconds of this process, and CPU seconds of all."""
-        dist.barrier()
-        began, cpu_began = time.perf_counter(), time.process_time()
-        part()
-        took, cpu_s = time.perf_counter() - began, torch.tensor(time.process_time() - cpu_began)
-        dist.all_reduce(cpu_s)
-        return took, float(cpu_s)
+                self.figures.setdefault(f"{name}_s", []).append(time.perf_counter() - began)
 
     def _bare(self) -> None:
         if self._role == 1:
@@ -145,14 +132,6 @@ class _Stage:
         for bucket in self._wire.split(self._broadcaster.bucket_bytes):
             dist.broadcast(bucket, src=0, group=self._receivers)
         dist.barrier(self._receivers)
-
-    def _gather(self) -> None:
-        if self._role > 1:
-            return
-        for half in self._halves:
-            mine = half.bfloat16()
-            parts = [torch.empty_like(mine) for _ in range(2)] if self._role == 0 else None
-            dist.gather(mine, parts, dst=0, group=self._trainers)
 
     def _take(self, number: int, ranks: int) -> None:
         if self._role < ranks:

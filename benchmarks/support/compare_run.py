@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.cpu_account import CpuAccount, tree_cpu_s
 from benchmarks.support.grpo_plan import GrpoStep, goal_reached
-from benchmarks.support.reaper import reaped
+from benchmarks.support.reaper import reaped, tree_cpu_s
 from penstock.common import JsonlTail
 
 LOOK_S = 0.05
@@ -38,8 +37,6 @@ class Progress:
     """When the first was seen: start included"""
     cpu_end_s: float
     """When the program had ended"""
-    by_process: Mapping[str, float]
-    """Kind of process → CPU seconds; empty for a program of one process"""
 
     @property
     def reached(self) -> bool:
@@ -97,7 +94,7 @@ def follow(program: Program, timeout_s: float) -> Progress:
     """Run it to its end. Raises `ProgramFailed`."""
     before, began = _children_cpu_s(), time.monotonic()
     process = program.start()
-    watch, tail = _Watch(process.pid), JsonlTail(program.log)
+    watch, tail = _Watch(), JsonlTail(program.log)
     steps = lambda: [program.step_of(row, time.monotonic() - began) for row in tail.read()]  # noqa: E731
     try:
         while process.poll() is None:
@@ -120,11 +117,9 @@ def follow(program: Program, timeout_s: float) -> Progress:
 class _Watch:
     """What a program had cost when each step was seen, up to the goal."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self) -> None:
         self.steps: list[GrpoStep] = []
-        self._account = CpuAccount(pid)
         self._cpu: list[float] = []
-        self._by_process: dict[str, float] = {}
 
     def see(self, steps: Sequence[GrpoStep], cpu_s: Callable[[], float]) -> None:
         """What comes after the goal, on a program's way to its end, counts for nothing.
@@ -136,11 +131,9 @@ class _Watch:
                 return
             self.steps.append(step)
             self._cpu.append(cpu_s())
-            self._account.look()
-            self._by_process = self._account.by_process()
 
     def progress(self, cpu_end_s: float) -> Progress:
-        return Progress(tuple(self.steps), self._cpu[-1], self._cpu[0], cpu_end_s, self._by_process)
+        return Progress(tuple(self.steps), self._cpu[-1], self._cpu[0], cpu_end_s)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

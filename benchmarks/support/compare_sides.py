@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.boxes import COMMANDS, bare_bwrap
+from benchmarks.support.boxes import bare_bwrap
 from benchmarks.support.child import ROOT
 from benchmarks.support.compare_run import Program, Progress, follow
 from benchmarks.support.grpo_plan import GOAL, WINDOW, GrpoPlan, GrpoStep, TrlJob
@@ -80,10 +80,9 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 
 @dataclass(frozen=True)
 class PenstockSide:
-    """`penstock run`, in one of its modes."""
+    """`penstock run`."""
 
     name: str
-    staleness: str
     steps: int
     """At most"""
     timeout_s: float
@@ -91,8 +90,7 @@ class PenstockSide:
 
     def run(self, seed: int, folder: Path) -> Progress:
         """`folder`: empty, this run's own. Raises `ProgramFailed`."""
-        overrides = [f"max_staleness={self.staleness}", *self.overrides]
-        config, words = penstock_config(overrides, seed, self.steps, folder)
+        config, words = penstock_config(["max_staleness=fully_async", *self.overrides], seed, self.steps, folder)
         command = [sys.executable, "-m", "penstock.deploy.cli", "run", str(RECIPE), *words]
         path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
         log, output = RunDir.of(config).metrics, folder / "output.log"
@@ -101,8 +99,7 @@ class PenstockSide:
 
 def _our_step(row: Mapping[str, Any], wall_s: float) -> GrpoStep:
     sampled = round(row["sampled_length_mean"] * row["episodes"])
-    trained_s = row["wall_s"] - row["wait_s"]
-    return GrpoStep(wall_s, row["reward"], row["episodes"], sampled, row["lr"], row["wait_s"], trained_s)
+    return GrpoStep(wall_s, row["reward"], row["episodes"], sampled, row["lr"])
 
 
 @dataclass(frozen=True)
@@ -133,7 +130,7 @@ class TrlProgram:
         return TrlJob(
             plan=plan,
             tool=tool_schema(),
-            command=(*bare_bwrap(), *COMMANDS["python"][:-1]) if self.boxed else None,
+            command=(*bare_bwrap(), "python3", "-I", "-S", "-c") if self.boxed else None,
             tool_timeout_s=TOOL_TIMEOUT_S,
             micro_rows=plan.episodes,
             log=str(folder / "steps.jsonl"),

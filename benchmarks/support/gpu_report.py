@@ -13,7 +13,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 RATIOS = ("tokens_over_bare_engine_64", "first_token_over_bare_engine_64")
-PAUSES = ("pause_p99_over_engine_load", "pause_p99_over_idle_load", "others_tokens_during_update")
+PAUSES = ("pause_p99_over_engine_load", "others_tokens_during_update")
 ACCOUNTS = ("lost", "trained_twice", "token_mismatches", "episodes_failed", "restarts")
 MIB = 1 << 20
 

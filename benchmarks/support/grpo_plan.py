@@ -100,10 +100,6 @@ class GrpoStep:
     episodes: int
     sampled_tokens: int
     lr: float
-    waited_s: float = 0.0
-    """For its episodes"""
-    trained_s: float = 0.0
-    """The rest of the step; both 0 where the log has no such times"""
 
 
 def read_rows(path: str) -> list[dict[str, Any]]:

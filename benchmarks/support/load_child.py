@@ -4,7 +4,6 @@ python -m benchmarks.support.load_child    (the run and its secrets are in the e
 
     {"do": "client", "load": {…}}                       RolloutClient → sidecar → engine
     {"do": "bare", "load": {…}, "engine", "address"}    the same engine, asked directly
-    {"do": "alone", "load": {…}, "settings": {…}}       an engine without an address, started here and kept: hf
     {"do": "stop"}                                      has no answer: ends a load of 0 waves
 """
 
@@ -14,12 +13,10 @@ import asyncio
 import json
 import os
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from pathlib import Path
 from typing import IO, Any
 
 import uvloop
@@ -28,7 +25,7 @@ from benchmarks.support.bare import BareEngine
 from benchmarks.support.child import own_stdout
 from benchmarks.support.load import Ask, Load, Stream, Tally, Took, run_load
 from penstock.deploy import RunConnection
-from penstock.rollout_server import Chunk, Engine, GenerateRequest, RolloutClient, RolloutConfig, Sampling, make_engine
+from penstock.rollout_server import GenerateRequest, RolloutClient, Sampling
 from penstock.transfer_queue import RedisTransferQueue
 
 TIMEOUT_S = 600.0
@@ -41,7 +38,6 @@ class Generator:
         self._queue: RedisTransferQueue | None = None
         self._client_of_run: RolloutClient | None = None
         self._bare: dict[str, BareEngine] = {}
-        self._engine: Engine | None = None
         self.enough = asyncio.Event()
         """An endless load ends, with the answers that it has begun."""
 
@@ -56,10 +52,8 @@ class Generator:
 
     async def _stream(self, question: dict[str, Any]) -> Stream:
         if question["do"] == "client":
-            return stream_of((await self._client()).stream)
-        if question["do"] == "bare":
-            return self._bare_engine(question["engine"], question["address"]).stream
-        return stream_of((await self._alone(question["settings"], question["model"])).generate)
+            return stream_of(await self._client())
+        return self._bare_engine(question["engine"], question["address"]).stream
 
     async def _client(self) -> RolloutClient:
         if self._client_of_run is None:
@@ -74,34 +68,20 @@ class Generator:
             self._bare[where] = BareEngine(engine, address)
         return self._bare[where]
 
-    async def _alone(self, settings: dict[str, Any], model: str) -> Engine:
-        if self._engine is None:
-            logs = Path(tempfile.mkdtemp(prefix="penstock-bench-"))
-            self._engine = make_engine(RolloutConfig(**settings), model, logs, 0)
-            await self._engine.start()
-        return self._engine
-
     async def close(self) -> None:
         if self._client_of_run is not None:
             await self._client_of_run.close()
         for bare in self._bare.values():
             await bare.close()
-        if self._engine is not None:
-            await self._engine.stop()
         if self._queue is not None:
             await self._queue.close()
 
 
-def request_of(ask: Ask) -> GenerateRequest:
-    sampling = Sampling(max_new_tokens=ask.answer_tokens)
-    return GenerateRequest(token_ids=ask.token_ids, sampling=sampling, episode_id=ask.episode_id)
-
-
-def stream_of(answer: Callable[[GenerateRequest], AsyncGenerator[Chunk]]) -> Stream:
-    """`RolloutClient.stream` and `Engine.generate` are both asked so."""
-
+def stream_of(client: RolloutClient) -> Stream:
     async def stream(ask: Ask) -> AsyncGenerator[int]:
-        async with aclosing(answer(request_of(ask))) as chunks:
+        sampling = Sampling(max_new_tokens=ask.answer_tokens)
+        request = GenerateRequest(token_ids=ask.token_ids, sampling=sampling, episode_id=ask.episode_id)
+        async with aclosing(client.stream(request)) as chunks:
             async for chunk in chunks:
                 yield len(chunk.token_ids)
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.support import train_side
-from benchmarks.support.meter import Meter, peak_bytes
+from benchmarks.support.meter import Meter
 from benchmarks.support.train_side import Done, Settings
 from benchmarks.support.work import EPSILON, Work
-from penstock.trainer import Learner, Pack, Ranks, StepBatch, TrainerConfig, make_step_batch, pack_rows
-from penstock.trainer.engines.fsdp import FSDPEngine, Policy, load_policy, run_rows, whole_part
+from penstock.trainer import Learner, Ranks, StepBatch, TrainerConfig, make_step_batch, pack_rows
+from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.transfer_queue import COMPLETED, Batch, Segment, Trajectory
 
 COLLECTIVE_TIMEOUT_S = 600.0
@@ -26,13 +26,15 @@ class PackedSide:
         self._engine = FSDPEngine(settings.model, self._config, self._ranks)
         self._learner = Learner(self._config, self._engine, self._ranks.data)
         self._batch: StepBatch | None = None
-        self._made_before: dict[Work, StepBatch] = {}
 
     def load(self, work: Work) -> None:
         """The engine that sampled is the trainer's own model: importance weights are 1, as they are on other sides."""
-        if work not in self._made_before:
-            self._made_before[work] = self._scored(work)
-        self._batch = self._made_before[work]
+        unscored = self._made(work, None)
+        packs = pack_rows(unscored.rows, self._settings.micro_tokens)
+        logprobs = np.zeros(sum(work.lengths), dtype=np.float32)
+        for pack, scores in zip(packs, self._engine.score(packs), strict=True):
+            logprobs[pack.token.numpy()] = scores.numpy()
+        self._batch = self._made(work, logprobs)
 
     def step(self, *, memory: bool = False) -> Done:
         assert self._batch is not None
@@ -44,30 +46,8 @@ class PackedSide:
             raise ArithmeticError(f"the update was skipped: {metrics}")
         return Done(meter.seconds, meter.cpu_s, metrics["grad_norm"], meter.peak_bytes, metrics["tokens"])
 
-    def logprob_peaks(self) -> dict[str, int]:
-        """Bytes of one forward and backward over the largest pack: of the layers alone, of everything, and of
-        everything where all logits of the pack exist."""
-        assert self._batch is not None
-        packs = pack_rows(self._batch.rows, self._settings.micro_tokens)
-        pack = max(packs, key=lambda one: len(one.ids)).to(self._ranks.device)
-        policy = load_policy(self._settings.model, 1.0)
-        policy.to(self._ranks.device)
-        peaks = {"layers": peak_bytes(lambda: _layers(policy, pack), policy)}
-        peaks["in_tiles"] = peak_bytes(lambda: _everything(policy, pack), policy)
-        policy.head = None
-        peaks["all_logits"] = peak_bytes(lambda: _everything(policy, pack), policy)
-        return peaks
-
     def close(self) -> None:
         self._ranks.close()
-
-    def _scored(self, work: Work) -> StepBatch:
-        unscored = self._made(work, None)
-        packs = pack_rows(unscored.rows, self._settings.micro_tokens)
-        logprobs = np.zeros(sum(work.lengths), dtype=np.float32)
-        for pack, found in zip(packs, self._engine.score(packs), strict=True):
-            logprobs[pack.token.numpy()] = found.numpy()
-        return self._made(work, logprobs)
 
     def _made(self, work: Work, logprobs: Any) -> StepBatch:
         groups = _trajectories(work, logprobs)
@@ -95,15 +75,14 @@ def _trajectories(work: Work, logprobs: Any) -> list[list[Trajectory]]:
     if logprobs is not None:
         parts = np.split(logprobs, np.cumsum(work.lengths)[:-1])
         rows = [replace(row, response_logprobs=part) for row, part in zip(rows, parts, strict=True)]
-    episodes = [_trajectory(work, number, rows) for number in range(work.episodes)]
+    episodes = [_trajectory(work, number, row) for number, row in enumerate(rows)]
     return [episodes[start : start + work.group_size] for start in range(0, len(episodes), work.group_size)]
 
 
-def _trajectory(work: Work, number: int, rows: list[Segment]) -> Trajectory:
+def _trajectory(work: Work, number: int, row: Segment) -> Trajectory:
     group, member = divmod(number, work.group_size)
-    own = rows[number * work.segments : (number + 1) * work.segments]
     name = f"train/{group}"
-    return Trajectory(f"{name}#{member}", name, own, work.reward(number), COMPLETED, num_turns=len(own))
+    return Trajectory(f"{name}#{member}", name, [row], work.reward(number), COMPLETED, num_turns=1)
 
 
 def _segment(work: Work, index: int) -> Segment:
@@ -116,12 +95,3 @@ def _segment(work: Work, index: int) -> Segment:
         version_spans=np.array([[0, 0, length]], dtype=np.int32),
         turn_starts=np.array([0], dtype=np.int32),
     )
-
-
-def _layers(policy: Policy, pack: Pack) -> None:
-    base = policy.model.base_model
-    run_rows(lambda inputs: base(**inputs).last_hidden_state, whole_part(pack), policy.rows).sum().backward()
-
-
-def _everything(policy: Policy, pack: Pack) -> None:
-    policy(pack).logprobs.sum().backward()

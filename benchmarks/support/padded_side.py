@@ -15,9 +15,10 @@ PAD = 0
 
 
 class PaddedSide:
-    def __init__(self, settings: Settings, *, by_length: bool) -> None:
-        """`by_length`: rows of like length share a micro-batch, which needs less padding than the batch's order."""
-        self._rows, self._by_length = settings.micro_rows, by_length
+    """Rows of similar length share a micro-batch, which needs the least padding."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._rows = settings.micro_rows
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._low = torch.bfloat16 if settings.dtype == "bfloat16" else None
         model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
@@ -29,9 +30,7 @@ class PaddedSide:
 
     def load(self, work: Work) -> None:
         self._work = work
-        order = list(range(len(work.lengths)))
-        if self._by_length:
-            order.sort(key=lambda index: work.lengths[index])
+        order = sorted(range(len(work.lengths)), key=lambda index: work.lengths[index])
         self._micro_batches = [order[start : start + self._rows] for start in range(0, len(order), self._rows)]
 
     def step(self, *, memory: bool = False) -> Done:
@@ -40,7 +39,7 @@ class PaddedSide:
             advantages = self._work.advantages()
             for rows in self._micro_batches:
                 ids, sampled = self._padded(rows)
-                weights = torch.tensor([advantages[row // self._work.segments] for row in rows], device=self._device)
+                weights = torch.tensor([advantages[row] for row in rows], device=self._device)
                 self._loss(ids, sampled, weights).backward()
                 computed += ids.numel()
             norm = nn.utils.clip_grad_norm_(self._model.parameters(), train_side.MAX_GRAD_NORM)

@@ -17,6 +17,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from penstock.common import die_with_parent
 
 LEFT_S = 10.0
@@ -28,6 +30,26 @@ FILE = Path(__file__).resolve()
 def reaped(command: Sequence[str]) -> list[str]:
     """The command line that runs `command` under a reaper."""
     return [sys.executable, "-P", str(FILE), *command]
+
+
+def tree_cpu_s(root: int) -> float:
+    """CPU seconds of a living process and all below it, waited-for children included; 0 where it has ended.
+
+    A child that ends while this is read may be missed, or counted twice: by what it had spent.
+    """
+    total = 0.0
+    try:
+        parent = psutil.Process(root)
+        family = [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return 0.0
+    for process in family:
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.system + times.children_user + times.children_system
+    return total
 
 
 def main() -> int:

@@ -92,9 +92,6 @@ class Server:
     link: RunConnection
     queue: RedisTransferQueue
 
-    def engine_pids(self) -> list[int]:
-        return engine_pids(self.pid)
-
     def address(self, engine: str) -> dict[str, str]:
         return find_address(self.pid, engine)
 

@@ -126,8 +126,7 @@ class SlowEngine:
 
 
 class SlowTool(BaseTool):
-    """Keeps a state per episode, as tools with a sandbox do. `equal_results`: the share of its results that are all the
-    same, as those of one call by the members of a group; no other is like another one."""
+    """Keeps a state per episode, as tools with a sandbox do. No two results are alike."""
 
     name = "look"
     description = "Looks at something."
@@ -137,27 +136,19 @@ class SlowTool(BaseTool):
         "required": ["at"],
     }
 
-    def __init__(self, clock: Clock, equal_results: float = 0.0, seed: int = 4) -> None:
+    def __init__(self, clock: Clock) -> None:
         super().__init__()
         self._clock = clock
-        self._equal_results = equal_results
-        self._random = random.Random(seed)
         self._given = 0
-        self.open = 0
 
     async def create(self, task: Task) -> list[str]:
-        self.open += 1
         return []
 
     async def execute(self, state: list[str], arguments: Mapping[str, Any]) -> ToolResult:
         await self._clock.sleep()
         state.append(arguments["at"])
         self._given += 1
-        number = 0 if self._random.random() < self._equal_results else self._given
-        return ToolResult(f"{number:09d} " + "word " * (RESULT_CHARS // 5 - 2))
-
-    async def release(self, state: list[str]) -> None:
-        self.open -= 1
+        return ToolResult(f"{self._given:09d} " + "word " * (RESULT_CHARS // 5 - 2))
 
 
 def json_call(name: str, arguments: Mapping[str, Any]) -> str:

@@ -7,9 +7,7 @@ this    decode ───────────────┬─ fetch ─┬ 
              └ before ────────┘announced               └ its heartbeat says the new version
              └── the other's tokens/s here, and ───────┘ here are compared
 
-The reference is the engine's own load of a version while it is idle. For vllm these are its weight-update routes,
-called directly, with the bytes read and verified before, as they are before a pause. Other engines have no such route;
-there it is what they report for an update without load.
+The reference is the engine's own load within the pause, as the server reports both.
 """
 
 from __future__ import annotations
@@ -25,15 +23,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import aiohttp
-
 from benchmarks.support.child import Child
 from benchmarks.support.comparison import say
 from benchmarks.support.load import Load
 from benchmarks.support.measure import quantile
 from benchmarks.support.model import SIZES, make_model
 from benchmarks.support.queue_calls import make_ready
-from benchmarks.support.rollout_run import Server, cpu_s, engine_args, load_process, redis_host, rollout_servers
+from benchmarks.support.rollout_run import Server, engine_args, load_process, redis_host, rollout_servers
 from penstock.transfer_queue import Announcement, WeightUpdate
 from penstock.weight_sync import WeightPublisher
 
@@ -75,8 +71,6 @@ class Pair:
         self._loads: list[Child] = []
         self._publishers: list[WeightPublisher] = []
         self._versions = [0, 0]
-        self.manifests: list[Any] = [None, None]
-        """Of what each server was told last."""
 
     async def start(self, stack: AsyncExitStack, redis: tuple[str, str]) -> None:
         for number in range(2):
@@ -110,7 +104,6 @@ class Pair:
         version = self._versions[number]
         weights = self.weights[version % 2]
         manifest = await asyncio.to_thread(self._publishers[number].write, version, weights.items())
-        self.manifests[number] = manifest
         await make_ready(server.queue, version)
         await asyncio.sleep(SETTLE_S + BEFORE_S)
         announced = time.perf_counter()
@@ -138,14 +131,10 @@ async def measure_pauses(
     async with AsyncExitStack() as stack:
         stack.callback(pair.close)
         await pair.start(stack, redis)
-        swaps, arrivals = await pair.swaps(load)
-        idle = await idle_loads(pair, plan.engine, max(4, plan.updates // 2))
-    return _figures(swaps, arrivals, idle)
+        return _figures(*await pair.swaps(load))
 
 
-def _figures(
-    swaps: Sequence[Swap], arrivals: Sequence[Sequence[Sequence[float]]], idle: dict[str, Any]
-) -> dict[str, Any]:
+def _figures(swaps: Sequence[Swap], arrivals: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
     pauses = [swap.report.pause_s for swap in swaps]
     loads = [swap.report.load_s for swap in swaps]
     shares = [swap.report.pause_s / swap.report.load_s for swap in swaps]
@@ -153,18 +142,10 @@ def _figures(
     return {
         "updates": len(swaps),
         "pause_s": {"p50": _round(quantile(pauses, 0.5)), "p99": _round(quantile(pauses, 0.99))},
-        "pause_s_by_server": {
-            f"rollout-{number}": {
-                share: _round(quantile([swap.report.pause_s for swap in swaps if swap.server == number], at))
-                for share, at in (("p50", 0.5), ("p99", 0.99))
-            }
-            for number in {swap.server for swap in swaps}
-        },
         "pause_over_its_load": {"p50": _round(quantile(shares, 0.5)), "p99": _round(quantile(shares, 0.99))},
         "load_in_pause_s": {"p50": _round(quantile(loads, 0.5)), "p99": _round(quantile(loads, 0.99))},
         "fetch_s": {"p50": _round(median(swap.report.fetch_s for swap in swaps))},
         "in_flight": median(swap.report.in_flight for swap in swaps),
-        "engine_load_s": idle,
         "others_tokens_per_s": {"before": round(before, 1), "during": round(during, 1)},
     }
 
@@ -193,61 +174,6 @@ async def _reported(server: Server, version: int) -> WeightUpdate:
 
 def _round(seconds: float) -> float:
     return round(seconds, 4)
-
-
-QUIET_S = 0.2
-
-
-async def idle_loads(pair: Pair, engine: str, count: int) -> dict[str, Any]:
-    """Seconds: p50, p99 and how they were taken."""
-    direct = engine == "vllm"
-    took = [
-        await (_direct(pair, number % 2) if direct else _engine_reported(pair, number % 2)) for number in range(count)
-    ]
-    taken = "vLLM's own routes, called directly" if direct else "as the engine reports it"
-    return {"p50": round(quantile(took, 0.5), 4), "p99": round(quantile(took, 0.99), 4), "taken": taken}
-
-
-async def _engine_reported(pair: Pair, number: int) -> float:
-    report, _ = await pair.update(number)
-    return report.load_s
-
-
-async def _direct(pair: Pair, number: int) -> float:
-    """The newest version once more."""
-    server, manifest = pair.servers[number], pair.manifests[number]
-    async with _session(server.address("vllm")) as http:
-        await _post(http, "/start_weight_update")
-        await _post(http, "/update_weights", {"update_info": {"manifest": manifest.as_dict(), "phase": "fetch"}})
-        await _until_quiet(server.engine_pids())
-        began = time.perf_counter()
-        await _post(http, "/update_weights", {"update_info": {"manifest": manifest.as_dict(), "phase": "load"}})
-        await _post(http, "/finish_weight_update")
-        return time.perf_counter() - began
-
-
-def _session(address: dict[str, str]) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        address["url"],
-        connector=aiohttp.UnixConnector(address["socket"]),
-        headers={"Authorization": f"Bearer {address['key']}"},
-        timeout=aiohttp.ClientTimeout(total=120),
-    )
-
-
-async def _post(http: aiohttp.ClientSession, path: str, body: dict[str, Any] | None = None) -> None:
-    async with http.post(path, json=body) as response:
-        if response.status != 200:
-            raise RuntimeError(f"vLLM answered {path} with {response.status}: {(await response.text())[:500]}")
-
-
-async def _until_quiet(pids: list[int]) -> None:
-    """The engine's thread that reads and verifies has come to its end."""
-    async with asyncio.timeout(60):
-        before = -1.0
-        while (now := cpu_s(pids)) - before > QUIET_S / 4:
-            before = now
-            await asyncio.sleep(QUIET_S)
 
 
 CALLERS = 8
@@ -311,14 +237,12 @@ def cores_of_each() -> list[set[int]]:
 
 
 def swap_ratios(figures: dict[str, Any]) -> dict[str, float]:
-    """Pauses over the engine's own load: that within each, and of an idle engine (its median); the other's tokens/s."""
+    """Pauses over the engine's own load within each; the other's tokens/s."""
     if not figures:
         return {}
-    pause, load, others = figures["pause_s"], figures["engine_load_s"], figures["others_tokens_per_s"]
+    others = figures["others_tokens_per_s"]
     return {
         "pause_p50_over_engine_load": round(figures["pause_over_its_load"]["p50"], 3),
         "pause_p99_over_engine_load": round(figures["pause_over_its_load"]["p99"], 3),
-        "pause_p50_over_idle_load": round(pause["p50"] / load["p50"], 3),
-        "pause_p99_over_idle_load": round(pause["p99"] / load["p50"], 3),
         "others_tokens_during_update": round(others["during"] / others["before"], 3),
     }

@@ -8,54 +8,27 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.support.queue_calls import tasks
-from penstock.agent_loops import (
-    AgentError,
-    Budget,
-    ChatTokens,
-    EpisodeJournal,
-    EpisodeLLM,
-    SegmentBuilder,
-    ToolBox,
-    tool_messages,
-)
+from penstock.agent_loops import AgentError, Budget, ChatTokens, SegmentBuilder, tool_messages
 from penstock.agent_loops.chat import Message
-from penstock.rollout_server import Generation, Sampling
-from penstock.testing import FakeClient, MemoryTransferQueue
-from penstock.tools import BaseTool, ToolConfig, ToolResult
+from penstock.rollout_server import Generation
+from penstock.tools import BaseTool, ToolResult
 from penstock.tools.parsers import ToolCall
-from penstock.transfer_queue import Lease, Limits
 
 THOUGHT_CHARS, RESULT_CHARS = 900, 1_000
 CUTS = 40
 """Of a reply's text, where no tokenizer would cut it."""
-WORDS = (
-    "price",
-    "weight",
-    "table",
-    "page",
-    "given",
-    "shows",
-    "result",
-    "another",
-    "same",
-    "search",
-    "and",
-    "of",
-    "the",
-)
+WORDS = ["price", "weight", "table", "page", "shows", "result", "another", "same", "search", "and", "of", "the"]
 ASKED: Message = {"role": "user", "content": "What do they cost, and where is that written?"}
 
 
 class Look(BaseTool):
-    """Gives a page of text."""
+    """Its schema is in every prompt."""
 
     name, description = "look", "Shows a page."
     parameters = {"type": "object", "properties": {"page": {"type": "integer"}}, "required": ["page"]}  # noqa: RUF012
-    text = ""
 
     async def execute(self, state: Any, arguments: Any) -> ToolResult:
-        return ToolResult(self.text)
+        raise NotImplementedError
 
 
 @dataclass
@@ -64,11 +37,6 @@ class Talk:
 
     chat: ChatTokens
     segment: SegmentBuilder
-    """Of the splice alone."""
-    whole: SegmentBuilder
-    """Of whole turns."""
-    llm: EpisodeLLM
-    tools: ToolBox
     said: list[Message]
     turns: int = 0
 
@@ -80,35 +48,19 @@ class Talker:
         self.chat, self._dice = chat, dice
         self.context_tokens: dict[int, int] = {}
         """turn → length of the context that its reply is sampled on, in the newest conversation"""
-        self._look = Look()
-        self._client = FakeClient(lambda context: self._next_ids)
-        self._next_ids: list[int] = []
-        self._queue = MemoryTransferQueue()
-        self._leases: list[Lease] = []
-
-    async def open(self, conversations: int) -> None:
-        """Episodes for so many."""
-        await self._queue.create_run(Limits(1, conversations, max_staleness=0, min_group=1, lease_ttl_s=3600), "{}")
-        await self._queue.submit(tasks(0, conversations))
-        self._leases = await self._queue.lease_episodes("bench", conversations, 0)
+        self._schemas = [Look().schema]
 
     def begin(self) -> Talk:
-        lease = self._leases.pop()
         chat = self.chat.for_episode(Budget(10**6, 10**9))
-        journal = EpisodeJournal(self._queue, lease)
-        tools = ToolBox({"look": self._look}, {"look": ToolConfig(name="look")}, lease.task, journal)
-        sampling = Sampling(max_new_tokens=10_000, stop_token_ids=chat.stop_token_ids)
-        llm = EpisodeLLM(self._client, lease, journal, sampling, chat.decode)
-        talks = [chat.start([ASKED], tools.schemas) for _ in range(2)]
-        return Talk(chat, talks[0], talks[1], llm, tools, [ASKED])
+        return Talk(chat, chat.start([ASKED], self._schemas), [ASKED])
 
-    async def take_turn(self, talk: Talk, *, rerender: bool) -> dict[str, float]:
+    def take_turn(self, talk: Talk, *, rerender: bool) -> dict[str, float]:
         """side → seconds of the next turn."""
         thought, page, result = self._words(THOUGHT_CHARS), self._dice.randrange(10**6), self._words(RESULT_CHARS)
         call = f'<tool_call>\n{{"name": "look", "arguments": {{"page": {page}}}}}\n</tool_call>'
         ids = self._reply_ids(f"{thought}\n{call}")
         self.context_tokens[talk.turns + 1] = talk.segment.context_len
-        took = {"splice": self._splice(talk, ids, result), "turn": await self._turn(talk, ids, result)}
+        took = {"splice": self._splice(talk, ids, result)}
         talk.said += self._messages(thought, page, result)
         talk.turns += 1
         return {**took, "rerender": self._rerender(talk)} if rerender else took
@@ -126,22 +78,13 @@ class Talker:
             raise AgentError(f"{len(calls)} calls were read of one")
         return took
 
-    async def _turn(self, talk: Talk, ids: list[int], result: str) -> float:
-        self._next_ids, self._look.text = ids, result
-        self._client.requests.clear()
-        began = time.perf_counter()
-        reply = await talk.llm.generate(talk.whole)
-        results = await talk.tools.call_all(talk.chat.tool_calls(reply))
-        talk.chat.go_on(talk.whole, reply, tool_messages(results))
-        return time.perf_counter() - began
-
     def _rerender(self, talk: Talk) -> float:
         began = time.perf_counter()
-        text = talk.chat.template.render(talk.said, talk.tools.schemas, prompt=True)
+        text = talk.chat.template.render(talk.said, self._schemas, prompt=True)
         ids = talk.chat.encode(text)
         took = time.perf_counter() - began
         context = talk.segment.context()
-        if context != talk.whole.context() or talk.chat.decode(context) != text or len(ids) >= len(context):
+        if talk.chat.decode(context) != text or len(ids) >= len(context):
             raise AgentError("the sides do not hold the same conversation")
         return took
 

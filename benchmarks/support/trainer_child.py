@@ -26,7 +26,7 @@ def make_side(name: str, settings: Settings) -> TrainSide:
         return TrlSide(settings)
     from benchmarks.support.padded_side import PaddedSide
 
-    return PaddedSide(settings, by_length=name == "padded_by_length")
+    return PaddedSide(settings)
 
 
 def answer(side: Any, question: dict[str, Any]) -> dict[str, Any]:
@@ -36,8 +36,6 @@ def answer(side: Any, question: dict[str, Any]) -> dict[str, Any]:
             return {}
         case "step":
             return asdict(side.step(memory=question.get("memory", False)))
-        case "logprob_peaks":
-            return dict(side.logprob_peaks())
         case unknown:
             raise ValueError(f"no such question: {unknown}")
 

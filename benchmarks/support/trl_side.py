@@ -93,15 +93,15 @@ def _trainer(settings: Settings, work: Work, clock: _Clock) -> GRPOTrainer:
         reward_funcs=lambda prompts, **_: [work.reward(row) for row in _rows(prompts, work)],
         rollout_func=lambda prompts, _trainer: _answers(_rows(prompts, work), work),
         args=_config(settings, work),
-        train_dataset=Dataset.from_dict({"prompt": [str(n) for n in range(work.episodes // work.group_size)]}),
+        train_dataset=Dataset.from_dict({"prompt": [str(n) for n in range(len(work.lengths) // work.group_size)]}),
         processing_class=_tokenizer(work.vocab),
         callbacks=[clock],
     )
 
 
 def _config(settings: Settings, work: Work) -> GRPOConfig:
-    if work.segments != 1 or len(work.lengths) % settings.micro_rows:
-        raise ValueError(f"TRL wants episodes of one row each, and a number of them that {settings.micro_rows} divides")
+    if len(work.lengths) % settings.micro_rows:
+        raise ValueError(f"TRL wants a number of rows that {settings.micro_rows} divides")
     return GRPOConfig(
         output_dir=tempfile.mkdtemp(prefix="penstock-bench-trl-"),
         per_device_train_batch_size=settings.micro_rows,

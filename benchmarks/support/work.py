@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,6 @@ class Work:
     """Tokens before them, in each row."""
     vocab: int
     group_size: int = 4
-    segments: int = 1
-    """Rows of each episode; the rows of one follow each other."""
     seed: int = 0
 
     @classmethod
@@ -35,10 +33,6 @@ class Work:
     def dump(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
-
-    @property
-    def episodes(self) -> int:
-        return len(self.lengths) // self.segments
 
     @property
     def tokens(self) -> int:
@@ -57,7 +51,7 @@ class Work:
 
     def advantages(self) -> list[float]:
         """By episode: (R − mean) / (std + 1e-4), std with n − 1, as TRL has it. For sides that do not estimate."""
-        rewards = np.array([self.reward(episode) for episode in range(self.episodes)])
+        rewards = np.array([self.reward(episode) for episode in range(len(self.lengths))])
         grouped = rewards.reshape(-1, self.group_size)
         found = (grouped - grouped.mean(1, keepdims=True)) / (grouped.std(1, ddof=1, keepdims=True) + EPSILON)
         return [float(one) for one in found.flatten()]
@@ -72,14 +66,8 @@ def log_normal_lengths(rows: int, mean: float, sigma: float, longest: int, seed:
 
     Not drawn: a few dozen draws would have another longest row, and another share of padding, with every seed.
     """
-    normal = _normal_quantiles(rows)
-    raw = [mean * math.exp(sigma * z - sigma**2 / 2) for z in normal]
+    normal = NormalDist(-(sigma**2) / 2, sigma)
+    raw = [mean * math.exp(normal.inv_cdf((index + 0.5) / rows)) for index in range(rows)]
     lengths = [max(1, min(longest, round(length))) for length in raw]
     random.Random(seed).shuffle(lengths)
     return tuple(lengths)
-
-
-def _normal_quantiles(count: int) -> Sequence[float]:
-    from statistics import NormalDist
-
-    return [NormalDist().inv_cdf((index + 0.5) / count) for index in range(count)]

@@ -3,8 +3,7 @@
 A real vLLM of two tensor-parallel ranks loads full versions over ``shm``. Anonymous memory of each worker, from the
 kernel's smaps_rollup, is read every few milliseconds from the announcement until the comparison has ended. The workers'
 allocator gives back at once what is freed, so that only memory in use counts, vLLM's own while it reloads a layer
-included. Private_Dirty is read too: it is the same, but that pages of the machine's one copy count while only one
-worker has mapped them yet.
+included.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ import asyncio
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.support.comparison import say
 from benchmarks.support.model import SIZES, make_model
@@ -31,9 +29,6 @@ SAMPLE_S = 0.005
 UPDATES = 3
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - a folder of its own, removed at the end
 PROC = Path("/proc")
-FIELDS = ("Anonymous", "Private_Dirty")
-Memory = dict[str, int]
-"""Bytes by field."""
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """glibc's settings, in bytes; by default it keeps freed blocks of up to 32 MB for itself."""
 
@@ -44,23 +39,23 @@ async def measure_worker_copy(dtype: str, size: str = SIZE) -> dict[str, Any]:
         model.save_pretrained(Path(folder) / "model")
         first = {name: tensor.detach() for name, tensor in model.named_parameters()}
         engine: Any = make_engine(_config(dtype), f"{folder}/model", Path(folder), 0)
-        with _environment(GIVES_BACK):
+        with patch.dict(os.environ, GIVES_BACK):
             await engine.start()
         try:
             copies = await _updates(engine, first, Path(folder) / "published")
         finally:
             await engine.stop()
     size_bytes = sum(tensor.nbytes for tensor in first.values())
-    over_model = {field: [round(copy[field] / size_bytes, 4) for copy in copies] for field in FIELDS}
+    over_model = [round(copy / size_bytes, 4) for copy in copies]
     return {
         "model_mb": round(size_bytes / 1e6, 1),
         "ranks": RANKS,
         "over_model_by_update": over_model,
-        "private_over_model": max(over_model["Anonymous"]),
+        "private_over_model": max(over_model),
     }
 
 
-async def _updates(engine: Any, first: dict[str, Any], folder: Path) -> list[Memory]:
+async def _updates(engine: Any, first: dict[str, Any], folder: Path) -> list[int]:
     """Of each update the most bytes of all workers together, beyond those before the first one."""
     publisher, copies = WeightPublisher(folder, "shm"), []
     workers = worker_pids(engine.server.pid)
@@ -72,22 +67,10 @@ async def _updates(engine: Any, first: dict[str, Any], folder: Path) -> list[Mem
         with PrivateMemory(workers) as private:
             report = await engine.load_weights(manifest)
             await engine.weights.until_verified()
-        copies.append({field: private.most[field] - before[field] for field in FIELDS})
+        copies.append(private.most - before)
         say(f"weights: {RANKS} ranks v{version}: {copies[-1]} bytes, load {report.load_s:.3f} s")
     publisher.close()
     return copies
-
-
-@contextmanager
-def _environment(settings: dict[str, str]) -> Iterator[None]:
-    """For the processes that are started meanwhile."""
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 class PrivateMemory:
@@ -97,7 +80,7 @@ class PrivateMemory:
         self._pids = pids
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
-        self.most = dict.fromkeys(FIELDS, 0)
+        self.most = 0
 
     def __enter__(self) -> PrivateMemory:
         self._thread.start()
@@ -111,19 +94,13 @@ class PrivateMemory:
 
     def _sample(self) -> None:
         while not self._over.wait(SAMPLE_S):
-            now = memory_of(self._pids)
-            self.most = {field: max(self.most[field], now[field]) for field in FIELDS}
+            self.most = max(self.most, memory_of(self._pids))
 
 
-def memory_of(pids: list[int]) -> Memory:
-    """Bytes of all of them together, by field of the kernel's smaps_rollup."""
-    total = dict.fromkeys(FIELDS, 0)
-    for pid in pids:
-        for line in (PROC / str(pid) / "smaps_rollup").read_text().splitlines():
-            name, _, rest = line.partition(":")
-            if name in total:
-                total[name] += int(rest.split()[0]) * 1024
-    return total
+def memory_of(pids: list[int]) -> int:
+    """Anonymous bytes of all of them together, as the kernel's smaps_rollup has them."""
+    lines = (line for pid in pids for line in (PROC / str(pid) / "smaps_rollup").read_text().splitlines())
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous:"))
 
 
 def worker_pids(group: int) -> list[int]:
