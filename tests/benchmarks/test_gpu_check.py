@@ -10,6 +10,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.support.child import ROOT
 from benchmarks.support.gpu_report import main
 from benchmarks.support.gpu_runs import parse
@@ -26,44 +28,37 @@ def executable(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def path_with(folder: Path, nvidia_smi: str | None) -> dict[str, str]:
-    """An environment whose nvidia-smi prints that, or that has none."""
+@pytest.mark.parametrize(
+    ("nvidia_smi", "variables", "reason"),
+    [
+        (None, {}, "needs an NVIDIA GPU"),
+        ("No devices were found", {}, "lists no GPU"),
+        (
+            "GPU 0: NVIDIA X",
+            {"GPU_CHECK_STEPS": "conformence-*"},
+            "GPU_CHECK_STEPS=conformence-* names no step",
+        ),
+    ],
+)
+def test_refusals_come_before_anything_is_installed(
+    nvidia_smi: str | None, variables: dict[str, str], reason: str, tmp_path: Path
+) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
     for name in ("bash", "dirname", "grep"):
-        (folder / name).symlink_to(next(p for p in map(Path, ("/bin/" + name, "/usr/bin/" + name)) if p.exists()))
+        (programs / name).symlink_to(next(p for p in map(Path, ("/bin/" + name, "/usr/bin/" + name)) if p.exists()))
     if nvidia_smi is not None:
-        executable(folder / "nvidia-smi", f"#!/bin/sh\necho '{nvidia_smi}'\n")
-    return {**os.environ, "PATH": str(folder)}
-
-
-def check(tmp_path: Path, nvidia_smi: str | None, **variables: str) -> subprocess.CompletedProcess[str]:
-    (tmp_path / "bin").mkdir()
-    return subprocess.run(
+        executable(programs / "nvidia-smi", f"#!/bin/sh\necho '{nvidia_smi}'\n")
+    refused = subprocess.run(
         [ROOT / "scripts" / "gpu-check", tmp_path / "out"],
-        env={**path_with(tmp_path / "bin", nvidia_smi), **variables},
+        env={**os.environ, "PATH": str(programs), **variables},
         capture_output=True,
         check=False,
         text=True,
         timeout=60,
     )
-
-
-def test_it_refuses_where_there_is_no_gpu(tmp_path: Path) -> None:
-    refused = check(tmp_path, None)
     assert refused.returncode == 2
-    assert "needs an NVIDIA GPU" in refused.stderr
-    assert not (tmp_path / "out").exists()
-
-
-def test_it_refuses_where_the_driver_sees_none(tmp_path: Path) -> None:
-    refused = check(tmp_path, "No devices were found")
-    assert refused.returncode == 2
-    assert "lists no GPU" in refused.stderr
-
-
-def test_it_refuses_steps_that_there_are_not_before_it_installs_anything(tmp_path: Path) -> None:
-    refused = check(tmp_path, "GPU 0: NVIDIA X", GPU_CHECK_STEPS="conformence-*")
-    assert refused.returncode == 2
-    assert "GPU_CHECK_STEPS=conformence-* names no step" in refused.stderr
+    assert reason in refused.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -98,10 +93,8 @@ class Checkout:
             timeout=60,
         )
         assert done.returncode == 0, done.stderr
-        return [line.split(" ", 1)[:1] + shlex.split(line.split(" ", 1)[1]) for line in self._noted()]
-
-    def _noted(self) -> list[str]:
-        return self.notes.read_text().splitlines()
+        notes = [line.split(" ", 1) for line in self.notes.read_text().splitlines()]
+        return [[first, *shlex.split(rest)] for first, rest in notes]
 
     def left_out(self) -> dict[str, str]:
         return {file.stem: file.read_text() for file in (self.folder / "out").glob("*.left-out")}
@@ -141,25 +134,25 @@ def test_its_steps_on_two_gpus_with_a_model(tmp_path: Path) -> None:
     assert checkout.left_out() == {}
 
 
-def report(**changes: Any) -> dict[str, Any]:
-    """As `gpu_runs.report_of` writes it."""
-    figures = {
-        **{"steps": 20, "step_s_mean": 61.5, "waited_share": 0.625, "publish_s_mean": 1.25},
-        **{"reward_first_3": [0.1, 0.2, 0.3], "reward_last_3": [0.4, 0.5, 0.625]},
-        **{"kl_k3_mean": 0.00045, "kl_k3_max": 0.0009, "logprob_abs_diff_mean": 0.0125},
-        **{"staleness_mean": 0.5, "staleness_max": 1, "trainer_tokens_per_s": 9000.4, "rollout_tokens_per_s": 4000.2},
-        **{"mfu_mean": 0.31, "pause_s_mean": 0.05, "pause_s_max": 0.25, "episodes": 5120, "lost": 0},
-        **{"trained_twice": 0, "token_mismatches": 0, "episodes_failed": 3, "restarts": 0},
-    }
-    return {"run": "gsm8k", "dtype": "bfloat16", "figures": figures | changes, "wrong": ["episodes_failed is 3"]}
+FIGURES = {
+    **{"steps": 20, "step_s_mean": 61.5, "waited_share": 0.625, "publish_s_mean": 1.25},
+    **{"reward_first_3": [0.1, 0.2, 0.3], "reward_last_3": [0.4, 0.5, 0.625]},
+    **{"kl_k3_mean": 0.00045, "kl_k3_max": 0.0009, "logprob_abs_diff_mean": 0.0125},
+    **{"staleness_mean": 0.5, "staleness_max": 1, "trainer_tokens_per_s": 9000.4, "rollout_tokens_per_s": 4000.2},
+    **{"episodes": 5120, "lost": 0, "trained_twice": 0, "token_mismatches": 0, "episodes_failed": 3, "restarts": 0},
+}
+"""As `gpu_runs.report_of` writes them."""
 
 
 def test_the_table_has_the_figures_of_runs(tmp_path: Path) -> None:
-    in_turns = report(turns={"engine": 21, "trainer": 20}, device_bytes={"engine": 40 << 30, "trainer": 30 << 30})
-    (tmp_path / "run-gsm8k.json").write_text(json.dumps(in_turns))
-    on_cpu = report(turns={"engine": 2, "trainer": 1}, device_bytes={})
-    del on_cpu["figures"]["mfu_mean"], on_cpu["figures"]["pause_s_mean"], on_cpu["figures"]["pause_s_max"]
-    (tmp_path / "run-other.json").write_text(json.dumps({**on_cpu, "wrong": []}))
+    def write(name: str, wrong: list[str], **more: Any) -> None:
+        report = {"run": name, "dtype": "bfloat16", "figures": FIGURES | more, "wrong": wrong}
+        (tmp_path / f"run-{name}.json").write_text(json.dumps(report))
+
+    speeds = {"mfu_mean": 0.31, "pause_s_mean": 0.05, "pause_s_max": 0.25}
+    sizes = {"engine": 40 << 30, "trainer": 30 << 30}
+    write("gsm8k", ["episodes_failed is 3"], turns={"engine": 21, "trainer": 20}, device_bytes=sizes, **speeds)
+    write("other", [], turns={"engine": 2, "trainer": 1}, device_bytes={})
     (tmp_path / "ranks-nccl.left-out").write_text("two trainer ranks need two GPUs, this machine has 1\n")
     main(tmp_path)
     lines = (tmp_path / "table.md").read_text().splitlines()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from benchmarks.support.gpu_runs import (
 from penstock.deploy import RunDir, load_config
 
 MODEL = ROOT / "recipes" / "calculator" / "model"
-deep = pytest.mark.deep
 RUNS = [pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch, pytest.mark.timeout(1500)]
 SMALL = ("group_size=4", "groups_per_step=2", "agent.workers=1", "trainer.steps=3", "trainer.checkpoint_every=3")
 
@@ -77,34 +76,22 @@ def test_memory_is_told_by_the_turn_in_which_it_was_used() -> None:
     assert memory_by_turn(TURNS, []) == {}
 
 
-@pytest.fixture
-def driver_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Puts an nvidia-smi there that prints this, and looks at it often."""
-
-    def put(text: str) -> None:
-        program = tmp_path / "nvidia-smi"
-        program.write_text(f"#!/bin/sh\nprintf '{text}'\n")
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-        monkeypatch.setattr(gpu_runs, "SAMPLE_S", 0.01)
-
-    return put
-
-
-def test_memory_of_all_gpus_is_watched(driver_says: Callable[[str], None]) -> None:
-    driver_says("1000\\n24\\n")
-    with memory_watched() as samples:
-        until_in_threads(lambda: bool(samples))
-    assert {sample.bytes for sample in samples} == {1024 * MIB}
-
-
-def test_a_driver_that_does_not_say_its_memory_costs_the_figure_alone(
-    driver_says: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("printed", "sizes"), [("1000\\n24\\n", {1024 * MIB}), ("[N/A]\\n", set())])
+def test_memory_of_all_gpus_is_watched_if_the_driver_reports_it(
+    printed: str,
+    sizes: set[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    driver_says("[N/A]\\n")
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\nprintf '{printed}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(gpu_runs, "SAMPLE_S", 0.01)
     with memory_watched() as samples:
-        until_in_threads(lambda: "not watched" in capsys.readouterr().err)
-    assert samples == []
+        until_in_threads(lambda: bool(samples) or "not watched" in capsys.readouterr().err)
+    assert {sample.bytes for sample in samples} == sizes
 
 
 ROW = {
@@ -188,18 +175,13 @@ def test_rows_that_are_not_there_are_named(tmp_path: Path) -> None:
         main(["gsm8k", str(tmp_path), "--model", str(MODEL), "--data", str(tmp_path)])
 
 
-def problem(pens: int) -> dict[str, str]:
-    """As a line of GSM8K."""
-    solution = f"{pens}+2=<<{pens}+2={pens + 2}>>{pens + 2} pens\n#### {pens + 2}"
-    return {"question": f"Ann has {pens} pens and buys 2 more. How many has she now?", "answer": solution}
+def report_written(folder: Path, name: str) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((folder / f"run-{name}.json").read_text())
+    assert report["wrong"] == []
+    return report
 
 
-def wrote(folder: Path, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / f"run-{name}.json").read_text())
-    return found
-
-
-@deep
+@pytest.mark.deep
 class TestRuns:
     """On this machine."""
 
@@ -208,28 +190,26 @@ class TestRuns:
     @pytest.mark.parametrize("level", [1, 2])
     def test_colocated(self, level: int, tmp_path: Path) -> None:
         main(["colocated", str(tmp_path), "--level", str(level), *SMALL])
-        report = wrote(tmp_path, f"colocated-hf-{level}")
-        assert report["wrong"] == []
-        assert report["figures"]["turns"]["trainer"] >= 2
-        assert report["figures"]["rollout_tokens_per_s"] > 0
+        figures = report_written(tmp_path, f"colocated-hf-{level}")["figures"]
+        assert figures["turns"]["trainer"] >= 2
+        assert figures["rollout_tokens_per_s"] > 0
 
     def test_ranks(self, tmp_path: Path) -> None:
         main(["ranks", str(tmp_path), *SMALL])
-        assert wrote(tmp_path, "ranks")["wrong"] == []
+        report_written(tmp_path, "ranks")
 
     def test_gsm8k(self, tmp_path: Path) -> None:
         """Rows of GSM8K's form; the small model answers none of them right."""
         (tmp_path / "rows").mkdir()
-        lines = "".join(json.dumps(problem(number)) + "\n" for number in range(3, 35))
+        row = {"question": "Ann has 3 pens and buys 2 more. How many?", "answer": "3+2=<<3+2=5>>5 pens\n#### 5"}
         for split in ("train", "test"):
-            (tmp_path / "rows" / f"{split}.jsonl").write_text(lines)
+            (tmp_path / "rows" / f"{split}.jsonl").write_text(32 * (json.dumps(row) + "\n"))
         own = ("rollout.engine=hf", "rollout.vllm_args={}", "rollout.dtype=float32", "trainer.dtype=float32")
         lengths = ("agent.max_new_tokens=40", "agent.max_response_tokens=160", "rollout.max_model_len=512")
         words = (*SMALL, *own, *lengths, "data.eval_limit=4", "sandbox.run_timeout_s=60", "agent.concurrency=16")
         main(["gsm8k", str(tmp_path), "--model", str(MODEL), "--data", str(tmp_path / "rows"), *words])
-        report = wrote(tmp_path, "gsm8k")
-        assert report["wrong"] == []
-        assert report["figures"]["steps"] == 3
-        assert report["figures"]["turns"]["trainer"] >= 2
+        figures = report_written(tmp_path, "gsm8k")["figures"]
+        assert figures["steps"] == 3
+        assert figures["turns"]["trainer"] >= 2
         write_table(tmp_path)
         assert "| run-gsm8k: turns of engine, trainer |" in (tmp_path / "table.md").read_text()

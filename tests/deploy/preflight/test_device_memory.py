@@ -9,7 +9,7 @@ from typing import Any
 
 import huggingface_hub.constants
 import pytest
-from tests.deploy.preflight.planting import MODEL, REPOSITORY
+from tests.deploy.preflight.preflight_support import MODEL, REPOSITORY
 from typer.testing import CliRunner, Result
 
 from penstock.deploy import app, load_config

@@ -48,7 +48,6 @@ def no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("path", GPU_RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_a_recipe_for_gpus_is_refused_without_one_whatever_its_model(path: Path) -> None:
-    """With the field and what CPUs compute instead."""
     config = load_config(path, [f"model={RECIPE.parent / 'calculator/model'}"])
     found = check_devices(config)
     assert found is not None
@@ -59,18 +58,20 @@ def test_a_recipe_for_gpus_is_refused_without_one_whatever_its_model(path: Path)
     assert ("trainer.offload=false" in found.fix) == ("offload: true" in path.read_text())
 
 
-@pytest.mark.usefixtures("no_gpu")
-@pytest.mark.parametrize("path", CPU_RECIPES, ids=lambda path: path.parent.name)
-def test_a_recipe_for_cpus_needs_no_gpu(path: Path) -> None:
-    assert check_devices(load_config(path)) is None
+VLLM_ON_CPU = [
+    *("rollout.engine=vllm", "rollout.dtype=bfloat16"),
+    "rollout.vllm_args={gpu_memory_utilization: 0.5, tensor_parallel_size: 2}",
+]
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_what_cpus_have_too_needs_no_gpu() -> None:
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [*((path, []) for path in CPU_RECIPES), (RECIPE, VLLM_ON_CPU), (RECIPE, ["rollout.weight_transport=nccl"])],
+)
+def test_what_computes_on_cpus_needs_no_gpu(path: Path, words: list[str]) -> None:
     """vLLM's CPU build takes its share of the host's memory by the same name; nccl falls back to gloo."""
-    words = ["rollout.engine=vllm", "rollout.vllm_args={gpu_memory_utilization: 0.5, tensor_parallel_size: 2}"]
-    assert check_devices(load_config(RECIPE, [*words, "rollout.dtype=bfloat16"])) is None
-    assert check_devices(load_config(RECIPE, ["rollout.weight_transport=nccl"])) is None
+    assert check_devices(load_config(path, words)) is None
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -95,11 +96,6 @@ def test_a_ranks_share_of_the_cores_is_not_too_many(monkeypatch: pytest.MonkeyPa
     assert "2 ranks of 4" in share.found
     assert "2 ranks of 1" in one.found
     assert "trainer.threads=8" in many.fix
-
-
-@pytest.mark.usefixtures("no_gpu")
-def test_what_computes_on_cpus_too_is_not_asked() -> None:
-    assert check_devices(load_config(RECIPE)) is None
 
 
 @pytest.mark.usefixtures("gpu")

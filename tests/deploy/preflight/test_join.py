@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.dashboard.living_run import LivingRun
-from tests.deploy.preflight.planting import RECIPE, unused_port
+from tests.deploy.preflight.preflight_support import RECIPE, unused_port
 from tests.rollout_server.conftest import small_config
 from typer.testing import CliRunner
 
@@ -50,10 +51,11 @@ async def queue(link: RunConnection) -> AsyncIterator[RedisTransferQueue]:
 
 @pytest.fixture
 async def server(queue: RedisTransferQueue, tmp_path: Path) -> AsyncIterator[None]:
-    async for _ in served(queue, tmp_path, TOKEN):
+    async with served(queue, tmp_path, TOKEN):
         yield
 
 
+@contextlib.asynccontextmanager
 async def served(queue: TransferQueue, folder: Path, token: str) -> AsyncIterator[None]:
     """One sidecar with a fake engine, registered while this is open."""
     job = ServerJob("s0", RunContext(queue, "fake", token), small_config(), folder, drain_s=1)
@@ -77,15 +79,15 @@ async def test_everybody_reaches_everybody(link: RunConnection) -> None:
     names = {"redis", "clock", "queue", "server s0", "server s0 → queue", "server s0 → weights"}
     assert names <= set(found)
 
-
-@pytest.mark.usefixtures("server")
-async def test_another_token_is_named(link: RunConnection) -> None:
     found = (await asked(replace(link, token="of another run")))["server s0"]
-    assert "PENSTOCK_TOKEN" in found.fix
-    assert not found.ok
+    assert (found.ok, "PENSTOCK_TOKEN" in found.fix) == (False, True)
 
 
-async def test_a_server_that_cannot_be_reached_from_here(link: RunConnection, queue: RedisTransferQueue) -> None:
+async def test_without_servers_and_with_one_that_cannot_be_reached(
+    link: RunConnection, queue: RedisTransferQueue
+) -> None:
+    none = (await asked(link))["servers"]
+    assert (none.verdict, "penstock rollout" in none.fix) == ("warn", True)
     await queue.heartbeat(ServerInfo("far", f"http://127.0.0.1:{unused_port()}", 0))
     found = (await asked(link))["server far"]
     assert not found.ok
@@ -111,11 +113,6 @@ async def test_a_server_whose_answer_never_ends_is_given_up(
     assert "TimeoutError" in found.found
 
 
-async def test_without_a_server_it_says_how_to_start_one(link: RunConnection, queue: RedisTransferQueue) -> None:
-    found = (await asked(link))["servers"]
-    assert (found.verdict, "penstock rollout" in found.fix) == ("warn", True)
-
-
 async def test_weights_that_this_machine_cannot_fetch(link: RunConnection, queue: RedisTransferQueue) -> None:
     manifest = {"transport": "http", "url": f"http://127.0.0.1:{unused_port()}/weights-00000000.safetensors"}
     assert await queue.renew_manifest(Announcement(0, manifest))
@@ -132,7 +129,7 @@ async def test_weights_that_a_server_cannot_fetch(tmp_path: Path) -> None:
         run.beating.cancel()
         link = RunConnection.from_lines((run.root / "connect.env").read_text())
         url = f"http://127.0.0.1:{unused_port()}/weights-00000001.safetensors"
-        async for _ in served(run.queue, tmp_path, link.token):
+        async with served(run.queue, tmp_path, link.token):
             file = ChainFile(1, None, url, 10, "0" * 16, "0" * 16)
             await run.train(Manifest("http", (file,), ()).as_dict())
             found = await asked(link)

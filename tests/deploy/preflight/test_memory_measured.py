@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.deploy.preflight.planting import MODEL
+from tests.deploy.preflight.preflight_support import MODEL
 
 from penstock.deploy.preflight.memory import trainer_bytes
 from penstock.deploy.preflight.model import read_config, read_weights

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.deploy.preflight.planting import MODEL, RECIPE, write_huge_model
+from tests.deploy.preflight.preflight_support import MODEL, RECIPE, write_huge_model
 
 from penstock.deploy import load_config
 from penstock.deploy.preflight.memory import copied_bytes, host_parts, received_bytes, trainer_bytes

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from tests.deploy.preflight.planting import REPOSITORY
+from tests.deploy.preflight.preflight_support import RECIPE
 
 from penstock.deploy import RunConfig, RunConnection, load_config, roles_of
 from penstock.deploy.placements.slurm.placement import place
@@ -22,7 +22,6 @@ from penstock.deploy.preflight.stop_grace import (
     with_stop_grace,
 )
 
-RECIPE = REPOSITORY / "recipes" / "calculator.yaml"
 LINK = RunConnection("redis://127.0.0.1:1", "mine", None, "a token")
 LARGE = (
     '{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 28,'

@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.deploy.preflight.preflight_support import RECIPE
 
 from penstock.deploy import ConfigError, load_config
 from penstock.deploy.preflight.check import Check
 from penstock.deploy.preflight.routing import token_bytes
 from penstock.deploy.preflight.teachers import check_teachers
-
-RECIPE = Path(__file__).parents[3] / "recipes" / "calculator.yaml"
 
 
 def found(*overrides: str) -> list[Check]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.deploy.preflight.planting import REPOSITORY
+from tests.deploy.preflight.preflight_support import RECIPE
 
 from penstock.deploy import ConfigError, RunConfig, load_config, run_recipe
 from penstock.deploy.preflight.check import Check
@@ -11,7 +11,6 @@ from penstock.deploy.preflight.memory_checks import Gpus, check_device
 from penstock.deploy.preflight.model_shape import ModelShape, shape_from_config
 from penstock.deploy.preflight.turns import check_turns, refuse_elsewhere, turn_bytes
 
-RECIPE = REPOSITORY / "recipes" / "calculator.yaml"
 SHARED = "placement.colocated=true"
 
 
@@ -44,12 +43,12 @@ def test_the_recipe_with_one_key_changed_passes() -> None:
             "placement.memory_budget_bytes",
             "rollout.vllm_args",
         ),
-        (("placement.memory_budget_bytes=1000000",), "1.0 MiB|976", "placement.memory_budget_bytes="),
+        (("placement.memory_budget_bytes=1000000",), "the budget is 976.6 KiB", "placement.memory_budget_bytes="),
     ],
 )
 def test_what_cannot_work_is_named_with_its_fix(words: tuple[str, ...], named: str, fix: str) -> None:
     (found,) = failures(*words)
-    assert any(name in found.found for name in named.split("|"))
+    assert named in found.found
     assert fix in found.fix
 
 
@@ -94,10 +93,8 @@ def test_the_suggested_budget_is_enough() -> None:
 def test_dry_run_prints_both_turns(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_recipe(RECIPE, [SHARED], resume=False, dry_run=True) == 0
     printed = capsys.readouterr().err
-    assert "in turns on the same devices" in printed
-    assert "engines" in printed
-    assert "trainer" in printed
-    assert "in their turn" in printed
+    for words in ("in turns on the same devices", "engines", "trainer", "in their turn"):
+        assert words in printed
 
 
 def test_the_sums_are_of_weights_cache_and_states() -> None:
