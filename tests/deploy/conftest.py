@@ -19,6 +19,7 @@ from tests.living import alive, living_below
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = REPOSITORY / "recipes" / "calculator.yaml"
+SMALL = ("groups_per_step=2", "group_size=4", "data.eval_limit=8", "trainer.checkpoint_every=2", "agent.workers=1")
 HELD_LOOP = """
 import asyncio
 from pathlib import Path
@@ -49,7 +50,7 @@ class LivingRun:
         self.root = runs_dir / name
         self.weights_of_others = weights_of(name)
         self.started: dict[int, float] = {}
-        """When each process that was seen began: its number may be another's by the end."""
+        """Start time of each process seen: its number may be another's by the end."""
         self.log = runs_dir / f"{name}.log"
         argv = [sys.executable, "-m", "penstock.deploy.cli", "run", str(recipe), f"name={name}", f"runs_dir={runs_dir}"]
         with self.log.open("ab") as log:
@@ -75,6 +76,10 @@ class LivingRun:
         os.kill(pid, signal.SIGKILL)
         return pid
 
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        file = self.root / name
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
     def steps(self) -> int:
         metrics = self.root / "metrics.jsonl"
         return metrics.read_text().count("\n") if metrics.exists() else 0
@@ -95,31 +100,25 @@ class LivingRun:
         return json.loads((self.root / "summary.json").read_text())
 
     def tail(self) -> str:
-        texts = [f"== {file.name}\n{file.read_text(errors='replace')[-2500:]}" for file in self._logs()]
-        return "\n".join(texts)
-
-    def _logs(self) -> list[Path]:
-        return [self.log, *sorted((self.root / "logs").glob("*.log"))]
+        logs = [self.log, *sorted((self.root / "logs").glob("*.log"))]
+        return "\n".join(f"== {file.name}\n{file.read_text(errors='replace')[-2500:]}" for file in logs)
 
 
 def assert_accounts_balance(summary: dict[str, Any]) -> None:
     """Invariants 1 to 3 as a run's summary states them."""
-    assert summary["trained_twice"] == 0
-    assert summary["lost"] == 0
-    assert summary["token_mismatches"] == 0
-    assert summary["episodes_failed"] == 0
+    wrong = {name: summary[name] for name in ("trained_twice", "lost", "token_mismatches", "episodes_failed")}
+    assert not any(wrong.values()), wrong
 
 
 def held_by(hold: Path) -> tuple[str, str]:
-    """Settings of the recipe's loop which waits while there is this file: a run cannot end before what the test has in
-    store for it."""
+    """Settings of the recipe's loop that waits as long as the file `hold` exists."""
     loop = hold.with_name("held_loop.py")
     loop.write_text(HELD_LOOP.format(hold=str(hold)))
     return f"agent.loop={loop}:HeldLoop", "agent.episode_deadline_s=1200"
 
 
 def weights_of(name: str) -> set[Path]:
-    """Folders of published weights that runs of this name have on this machine, be they killed ones' of another day."""
+    """Folders of published weights of runs with this name on this machine, killed ones of another day included."""
     return set(Path("/dev/shm").glob(f"penstock-{name}-*"))
 
 
@@ -128,16 +127,8 @@ def assert_nothing_left(run: LivingRun, pids: list[int]) -> None:
     deadline = time.monotonic() + 60
     while (left := [pid for pid in pids if alive(pid, run.started.get(pid))]) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert left == [], [_command(pid) for pid in left]
+    assert left == [], [process for process in psutil.process_iter(["ppid", "cmdline"]) if process.pid in left]
     assert weights_of(run.root.name) <= run.weights_of_others
-
-
-def _command(pid: int) -> str:
-    try:
-        process = psutil.Process(pid)
-        return f"{pid} child of {process.ppid()}: {' '.join(process.cmdline())[:200]}"
-    except psutil.NoSuchProcess:
-        return f"{pid} is gone by now"
 
 
 @pytest.fixture

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
-from tests.deploy.conftest import LivingRun, assert_accounts_balance, assert_nothing_left
+from tests.deploy.conftest import SMALL, LivingRun, assert_accounts_balance, assert_nothing_left
 
 from penstock.deploy import RunConnection
 from penstock.transfer_queue import TransferQueue, Turns
@@ -20,19 +19,14 @@ pytestmark = [
     pytest.mark.timeout(1500),
 ]
 
-T = TypeVar("T")
 BUDGET = 72 << 20
 """Above what either side needs of the calculator's model, and below what both need together."""
 SHARED = ("placement.colocated=true", f"placement.memory_budget_bytes={BUDGET}")
 
 
-def reports_of(run: LivingRun) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run.root / "turns.jsonl").read_text().splitlines()]
-
-
 def assert_the_budget_holds(run: LivingRun) -> None:
     """Both sides report, their claims and what they measure are never above it together, and each had turns."""
-    reports = reports_of(run)
+    reports = run.rows("turns.jsonl")
     assert max(report["total_bytes"] for report in reports) <= BUDGET
     assert max(report["total_used"] for report in reports) <= BUDGET
     for side in ("engine", "trainer"):
@@ -43,7 +37,6 @@ def assert_the_budget_holds(run: LivingRun) -> None:
         assert {report["used"] for report in own if not report["holds"]} == {0}
 
 
-SMALL = ("groups_per_step=2", "group_size=4", "data.eval_limit=8", "trainer.checkpoint_every=2", "agent.workers=1")
 VICTIMS = [
     ("trainer", ("train-rank",)),
     ("engine", ("penstock.deploy.cli rollout",)),
@@ -70,23 +63,17 @@ def test_each_side_killed_in_its_turn(start_run) -> None:
 
 def kill_in_its_turn(run: LivingRun, side: str, *victim: str) -> int:
     """Stops the process, looks whose turn it is, and kills it where it is its own. Returns the fence of that turn."""
-    killed = []
+    fences: list[int] = []
 
-    def tried() -> bool:
-        pids = run.pids(*victim)
-        if not pids:
-            return False
-        os.kill(pids[0], signal.SIGSTOP)
-        holding = {one.side: one.fence for one in turns_of(run).holders if one.holds}
-        if side in holding:
-            killed.append(holding[side])
-            os.kill(pids[0], signal.SIGKILL)
-            return True
-        os.kill(pids[0], signal.SIGCONT)
-        return False
+    def is_killed() -> bool:
+        for pid in run.pids(*victim)[:1]:
+            os.kill(pid, signal.SIGSTOP)
+            fences.extend(one.fence for one in turns_of(run).holders if one.holds and one.side == side)
+            os.kill(pid, signal.SIGKILL if fences else signal.SIGCONT)
+        return bool(fences)
 
-    run.wait_for(tried)
-    return killed[0]
+    run.wait_for(is_killed)
+    return fences[0]
 
 
 def gets_on(run: LivingRun, fence: int, dead: str) -> bool:
@@ -94,13 +81,14 @@ def gets_on(run: LivingRun, fence: int, dead: str) -> bool:
 
 
 def turns_of(run: LivingRun) -> Turns:
-    return asked(run, lambda queue: queue.turns())
+    turns: Turns = asked(run, lambda queue: queue.turns())
+    return turns
 
 
-def asked(run: LivingRun, question: Callable[[TransferQueue], Awaitable[T]]) -> T:
-    """What the run's queue answers."""
+def asked(run: LivingRun, question: Callable[[TransferQueue], Awaitable[Any]]) -> Any:
+    """The answer of the run's queue."""
 
-    async def ask() -> T:
+    async def ask() -> Any:
         link = RunConnection.from_lines((run.root / "connect.env").read_text())
         queue, _ = await link.join()
         try:
@@ -129,7 +117,7 @@ def test_a_lent_server_samples_between_steps(start_run) -> None:
     assert_accounts_balance(summary)
     assert (summary["restarts"]["rollout-lent-0"], summary["restarts"]["rollout-0"]) == (1, 0)
     assert_the_budget_holds(run)
-    holders = {report["holder"].split()[0] for report in reports_of(run) if report["side"] == "engine"}
+    holders = {report["holder"].split()[0] for report in run.rows("turns.jsonl") if report["side"] == "engine"}
     assert holders == {"rollout-lent-0"}
     assert_nothing_left(run, seen)
 
@@ -137,3 +125,20 @@ def test_a_lent_server_samples_between_steps(start_run) -> None:
 def samples(run: LivingRun, server: str) -> bool:
     servers = asked(run, lambda queue: queue.servers())
     return any(one.server_id == server and one.in_flight and not one.asleep for one in servers)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_the_quickstart_learns_in_turns(start_run, level: int) -> None:
+    """The recipe with one key changed, and a budget; under level 2, which only loads more, in few steps."""
+    steps = 26 if level == 1 else 3
+    words = ("trainer.warmup_steps=2", f"trainer.steps={steps}", f"placement.sleep_level={level}")
+    run = start_run(f"shared-{level}", *SHARED, *words)
+    summary = run.finish()
+    assert summary["steps"] == steps
+    assert_accounts_balance(summary)
+    assert (summary["staleness_max"] <= 2, sum(summary["restarts"].values())) == (True, 0)
+    assert summary["logprob_abs_diff_mean"] <= 1e-3
+    assert_the_budget_holds(run)
+    assert summary["turns"]["trainer"] >= steps
+    assert summary["device_bytes_claimed_max"] <= BUDGET
+    assert level == 2 or summary["eval_reward"] >= 0.9

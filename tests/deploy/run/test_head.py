@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.deploy.conftest import RECIPE
 
 from penstock.common import process_has_ended, process_identity
 from penstock.deploy import RunConfig, RunConnection, RunDir, load_config
@@ -19,40 +20,50 @@ from penstock.testing import MemoryTransferQueue
 from penstock.trainer import DataConfig
 from penstock.transfer_queue import Limits, RedisServer, RunTaken, TransferQueueConfig
 
-CALCULATOR = Path(__file__).parents[3] / "recipes/calculator.yaml"
 LIMITS = Limits(group_size=2, groups_per_step=1, max_staleness=1)
 NAMES_ITSELF = "from penstock.common import process_identity; print(process_identity(), flush=True); input()"
 
 
-async def make_queue() -> MemoryTransferQueue:
+@pytest.fixture
+async def queue() -> MemoryTransferQueue:
     queue = MemoryTransferQueue()
     await queue.create_run(LIMITS, "")
     return queue
 
 
+@pytest.fixture
+def mine(tmp_path: Path) -> tuple[RunConfig, RunDir]:
+    return run_in(tmp_path)
+
+
+def run_in(folder: Path) -> tuple[RunConfig, RunDir]:
+    config = load_config(RECIPE, [f"runs_dir={folder}", "name=mine"])
+    run = RunDir.of(config)
+    run.root.mkdir(parents=True)
+    return config, run
+
+
 def lease(queue: MemoryTransferQueue, holder: str, ttl_s: float = 30.0) -> HeadLease:
-    made = HeadLease(queue, ttl_s=ttl_s, renew_s=0.01, poll_s=0.01)
-    made.holder = holder
-    return made
+    lease = HeadLease(queue, ttl_s=ttl_s, renew_s=0.01, poll_s=0.01)
+    lease.holder = holder
+    return lease
 
 
-async def test_a_second_head_is_refused_and_told_which() -> None:
-    queue = await make_queue()
-    first, second = lease(queue, "first"), lease(queue, "second")
+async def test_a_second_head_is_refused_with_the_name_of_the_first(queue: MemoryTransferQueue) -> None:
+    first = lease(queue, "first")
     await first.claim()
     keeping = asyncio.create_task(first.keep())
     with pytest.raises(HeadTaken, match="first heads this run"):
         async with asyncio.timeout(60):
-            await second.claim()
+            await lease(queue, "second").claim()
     keeping.cancel()
 
 
-async def test_a_silent_head_is_replaced_and_ends() -> None:
-    queue = await make_queue()
-    first, second = lease(queue, "first", ttl_s=0.1), lease(queue, "second")
+async def test_a_silent_head_is_replaced_and_ends(queue: MemoryTransferQueue) -> None:
+    first = lease(queue, "first", ttl_s=0.1)
     await first.claim()
     async with asyncio.timeout(60):
-        await second.claim()
+        await lease(queue, "second").claim()
         with pytest.raises(HeadTaken, match="second has taken this run over"):
             await first.keep()
 
@@ -89,8 +100,7 @@ async def test_a_launch_is_refused_beside_a_living_head(tmp_path: Path, monkeypa
         await first
 
 
-async def test_a_head_that_died_here_is_replaced_at_once() -> None:
-    queue = await make_queue()
+async def test_a_head_that_died_here_is_replaced_at_once(queue: MemoryTransferQueue) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", NAMES_ITSELF], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -113,34 +123,24 @@ def test_a_process_of_another_machine_is_not_judged() -> None:
 
 
 async def test_a_recipe_does_not_enter_the_run_of_another(tmp_path: Path) -> None:
-    queue = MemoryTransferQueue()
-    runs = []
-    for folder in ("a", "b"):
-        config = load_config(CALCULATOR, [f"runs_dir={tmp_path / folder}", "name=same"])
-        run = RunDir.of(config)
-        run.root.mkdir(parents=True)
-        runs.append(identity_of(config, run))
-        assert identity_of(config, run) == runs[-1], "the id stays with the folder"
-    await queue.create_run(LIMITS, "config of a", runs[0])
-    with pytest.raises(RunTaken, match=rf"{runs[0].run_id}.*{runs[1].run_id}"):
-        await queue.create_run(LIMITS, "config of b", runs[1])
+    queue, runs = MemoryTransferQueue(), [run_in(tmp_path / folder) for folder in "ab"]
+    first, second = (identity_of(*run) for run in runs)
+    assert identity_of(*runs[0]) == first, "the id stays with the folder"
+    await queue.create_run(LIMITS, "config of a", first)
+    with pytest.raises(RunTaken, match=rf"{first.run_id}.*{second.run_id}"):
+        await queue.create_run(LIMITS, "config of b", second)
 
 
-def test_a_kill_leaves_a_whole_id_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run without an id would be told apart by its settings alone, and could not be resumed with others."""
-    config = load_config(CALCULATOR, [f"runs_dir={tmp_path}", "name=mine"])
-    run = RunDir.of(config)
-    run.root.mkdir(parents=True)
-
+def test_a_kill_leaves_a_whole_id_or_none(mine: tuple[RunConfig, RunDir], monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(_descriptor: int) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr("penstock.common.files.os.fsync", killed)
         with pytest.raises(KeyboardInterrupt):
-            identity_of(config, run)
-    assert not run.identity.exists()
-    assert len(identity_of(config, run).run_id) == 16
+            identity_of(*mine)
+    assert not mine[1].identity.exists()
+    assert len(identity_of(*mine).run_id) == 16
 
 
 def test_a_head_takes_only_its_own_connect_file_away(tmp_path: Path) -> None:
@@ -156,16 +156,14 @@ def test_a_head_takes_only_its_own_connect_file_away(tmp_path: Path) -> None:
     assert not run.connect_env.exists()
 
 
-async def test_resume_names_what_it_found(tmp_path: Path) -> None:
-    queue = MemoryTransferQueue()
-    before = load_config(CALCULATOR, [f"runs_dir={tmp_path}", "name=mine"])
-    after = load_config(CALCULATOR, [f"runs_dir={tmp_path}", "name=mine", "trainer.lr=1e-7"])
-    run = RunDir.of(before)
-    run.root.mkdir(parents=True)
+async def test_resume_names_the_run_in_the_queue(mine: tuple[RunConfig, RunDir]) -> None:
+    queue, (before, run) = MemoryTransferQueue(), mine
+    after = before.model_copy(update={"seed": before.seed + 1})
     identity, changed = identity_of(before, run), identity_of(after, run)
     assert await queue.create_run(LIMITS, "", identity) is None
     assert "new in this queue" in describe_found(None, await queue.status(), identity)
-    found = await queue.create_run(LIMITS, "", changed)
-    line = describe_found(found, await queue.status(), changed)
-    for named in (identity.run_id, "version 0", "0 steps", "begun", identity.config_hash, changed.config_hash):
-        assert named in line
+    for now in (identity, changed):
+        line = describe_found(await queue.create_run(LIMITS, "", now), await queue.status(), now)
+        for name in (identity.run_id, "version 0", "0 steps", "begun"):
+            assert name in line
+        assert (identity.config_hash in line, changed.config_hash in line) == (now is changed, now is changed)

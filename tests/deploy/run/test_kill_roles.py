@@ -3,19 +3,14 @@
 from pathlib import Path
 
 import pytest
-from tests.deploy.conftest import assert_accounts_balance, assert_nothing_left, held_by
+from tests.deploy.conftest import SMALL, assert_accounts_balance, assert_nothing_left, held_by
 
 from penstock.transfer_queue import BatchLog
 
 pytestmark = [
-    pytest.mark.crash,
-    pytest.mark.slow,
-    pytest.mark.redis,
-    pytest.mark.bwrap,
-    pytest.mark.torch,
+    *(pytest.mark.crash, pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch),
     pytest.mark.timeout(2700),
 ]
-
 VICTIMS = [
     ("penstock.deploy.cli agent", "agent-0"),
     ("penstock.deploy.cli rollout", "rollout-0"),
@@ -23,9 +18,6 @@ VICTIMS = [
     ("train-rank",),
     ("redis-server",),
 ]
-
-
-SMALL = ("groups_per_step=2", "group_size=4", "data.eval_limit=8", "trainer.checkpoint_every=2", "agent.workers=1")
 RUNS = [
     pytest.param(len(VICTIMS) + 7, 1, SMALL, False, id="small"),
     pytest.param(24, 3, (), True, id="until-it-has-learned", marks=pytest.mark.deep),

@@ -1,43 +1,126 @@
-"""The reporter of a run beside a disk that fails it."""
+"""The reporter next to a failing disk, and the summary of a run's folder."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.deploy.conftest import RECIPE
 from tests.until import until
 
 from penstock.common import cancel_and_wait
-from penstock.deploy import RunDir, load_config
-from penstock.deploy.run.report import Reporter
-from penstock.deploy.run_dir import LivesFile
+from penstock.deploy import RunConfig, RunDir, limits_of, load_config
+from penstock.deploy.run.report import Reporter, write_summary
+from penstock.deploy.run_dir import LivesFile, LivesTotal
 from penstock.testing import MemoryTransferQueue
+from penstock.transfer_queue import WeightUpdate
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "calculator.yaml"
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return load_config(RECIPE, [f"runs_dir={tmp_path}", "name=mine"])
 
 
-async def test_a_disk_that_fails_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = load_config(RECIPE, [f"runs_dir={tmp_path}", "name=full"])
-    run = RunDir.of(config)  # its folder is not there: nothing can be written, as on a full disk
+@pytest.fixture
+async def queue(config: RunConfig) -> MemoryTransferQueue:
+    queue = MemoryTransferQueue()
+    await queue.create_run(limits_of(config), "")
+    return queue
+
+
+async def test_a_disk_that_fails_ends_no_run(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDir.of(config)  # its folder does not exist: every write fails, as on a full disk
     reporter = Reporter(config, run, MemoryTransferQueue(), [], LivesFile(run.lives))
-    said = ""
+    output = ""
 
-    def has_said_so() -> bool:
-        nonlocal said
-        said += capsys.readouterr().err
-        return said.count("run full:") == 1 and "not recorded" in said
+    def is_reported() -> bool:
+        nonlocal output
+        output += capsys.readouterr().err
+        return output.count("run mine:") == 1 and "not recorded" in output
 
     reporting = asyncio.create_task(reporter.run())
-    await until(has_said_so)
-    await asyncio.sleep(1.5)  # another look of the reporter, which says nothing new
+    await until(is_reported)
+    await asyncio.sleep(1.5)  # the reporter looks again, and reports nothing new
     run.root.mkdir()
     await until(run.lives.exists)
     assert not reporting.done()
-    said += capsys.readouterr().err
-    assert said.count("not recorded") == 1
-    assert "lives.json" in said
+    output += capsys.readouterr().err
+    assert output.count("not recorded") == 1
+    assert "lives.json" in output
     assert [life["restarts"] for life in json.loads(run.lives.read_text())] == [{}]
     await cancel_and_wait([reporting])
     reporter.close()
+
+
+def write_lines(path: Path, rows: Iterable[Mapping[str, Any]], rest: str = "") -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows) + rest)
+
+
+def step(number: int, tokens: int, mean: float | None) -> dict[str, Any]:
+    """One line of metrics.jsonl, of four episodes of which one call each was resumed."""
+    learned = {"reward": 0.25 * number, "staleness_max": number, "staleness_mean": 0.5 * number}
+    exact = {f"logprob_abs_diff_{name}": value for name, value in (("tokens", tokens), ("mean", mean), ("max", mean))}
+    return {"step": number, "episodes": 4, "tokens_sampled": 10, "episode/calls_resumed": 0.25, **learned, **exact}
+
+
+async def test_the_summary_counts_a_replayed_step_once(config: RunConfig, queue: MemoryTransferQueue) -> None:
+    run = RunDir.of(config)
+    rows = [step(0, 30, 0.1), step(1, 7, 0.9), step(1, 10, 0.5), step(2, 0, None)]
+    write_lines(run.metrics, rows, '{"step": 3, "rew')
+    for version in (1, 2, 3):
+        await queue.report_update(WeightUpdate("s", version, 0.01 * version, fetch_s=0, load_s=0, in_flight=3))
+    summary = await write_summary(config, run, queue, LivesTotal(2, 101.04, {"trainer": 3}))
+    assert summary == json.loads(run.summary.read_text())
+    assert (summary["steps"], summary["lives"], summary["wall_s"], summary["restarts"]) == (3, 2, 101.0, {"trainer": 3})
+    assert (summary["reward_first"], summary["staleness_max"], summary["staleness_mean"]) == (0.25, 2, 0.5)
+    assert (summary["tokens_sampled"], summary["requests_resumed"]) == (30, 3)
+    assert summary["logprob_abs_diff_mean"] == pytest.approx(0.2), "weighted by tokens"
+    assert summary["logprob_abs_diff_max"] == 0.5
+    assert (summary["weight_updates"], summary["requests_in_flight_at_updates"]) == (3, 9)
+    assert summary["pause_ms_p50"] == 20.0
+    assert run.plot.exists()
+
+
+@pytest.mark.parametrize(
+    ("steps", "completed", "dropped", "held", "lost", "twice", "still_held"),
+    [
+        (["ab", "c"], 6, 1, "cde", 0, 0, 2),
+        (["ab", "a"], 4, 0, "", 2, 1, 0),
+    ],
+)
+async def test_the_accounts_of_a_run_name_lost_and_repeated_episodes(
+    config: RunConfig, queue: MemoryTransferQueue, monkeypatch: pytest.MonkeyPatch, steps: list[str],
+    completed: int, dropped: int, held: str, lost: int, twice: int, still_held: int,
+) -> None:  # fmt: skip
+    async def held_episodes() -> set[str]:
+        return set(held)
+
+    monkeypatch.setattr(queue, "held", held_episodes)
+    queue._state.counts.update(completed=completed, dropped=dropped)
+    run = RunDir.of(config)
+    write_lines(run.steps, [{"step": number, "episodes": list(episodes)} for number, episodes in enumerate(steps)])
+    summary = await write_summary(config, run, queue, LivesTotal(1, 1.0, {}))
+    assert (summary["lost"], summary["trained_twice"], summary["episodes_held"]) == (lost, twice, still_held)
+
+
+def test_lives_are_summed_without_the_time_between_them(tmp_path: Path) -> None:
+    now, path = 1000.0, tmp_path / "lives.json"
+    killed = LivesFile(path, lambda: now)
+    now += 70
+    killed.write({"trainer": 2, "agent-0": 0})  # and then its supervisor is killed
+    now += 500
+    last = LivesFile(path, lambda: now)
+    now += 1
+    last.write({"trainer": 1})  # counts from its first seconds on
+    assert LivesFile(path, lambda: now).total({}).lives == 3
+    now += 30
+    total = last.total({"trainer": 1, "rollout-0": 3})
+    assert (total.lives, total.wall_s) == (2, 101.0)
+    assert total.restarts == {"trainer": 3, "agent-0": 0, "rollout-0": 3}
+    path.write_text('[{"wall_s": 1')
+    assert LivesFile(path).total({}).lives == 1, "a damaged file is an empty one"
