@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -28,12 +31,18 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
+@contextlib.contextmanager
+def index_of(run: Path, place: str = "trajectories.sqlite") -> Iterator[TrajectoryIndex]:
+    index = TrajectoryIndex(run / "trajectories", run / place)
+    yield index
+    index.close()
+
+
 @pytest.fixture
-def index(run: Path):
-    made = TrajectoryIndex(run / "trajectories", run / "trajectories.sqlite")
-    made.refresh(10)
-    yield made
-    made.close()
+def index(run: Path) -> Iterator[TrajectoryIndex]:
+    with index_of(run) as index:
+        index.refresh(10)
+        yield index
 
 
 def test_newest_first_and_columns(index: TrajectoryIndex) -> None:
@@ -83,91 +92,78 @@ def test_a_step_that_is_trained_again_replaces_itself(index: TrajectoryIndex, ru
 def test_work_stops_at_the_budget_and_goes_on(tmp_path: Path) -> None:
     for step in range(5):
         write_step(tmp_path, step, [record(f"train/{step}#0", [said("x")])])
-    index = TrajectoryIndex(tmp_path / "trajectories", tmp_path / "trajectories.sqlite")
-    assert [index.refresh(0) for _ in range(5)] == [4, 3, 2, 1, 0]
-    assert episodes(index)[0] == "train/4#0"
-    index.close()
+    with index_of(tmp_path) as index:
+        assert [index.refresh(0) for _ in range(5)] == [4, 3, 2, 1, 0]
+        assert episodes(index)[0] == "train/4#0"
 
 
-def test_two_pages_share_an_index(index: TrajectoryIndex, run: Path) -> None:
+def test_two_pages_share_an_index(index: TrajectoryIndex, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(episodes(index)) == 4
-    other = TrajectoryIndex(run / "trajectories", run / "trajectories.sqlite")
-    write_step(run, 1, [record("train/c#0", [said("another")])])
-    other.refresh(10)
-    other.close()
+    with index_of(run) as other:
+        with monkeypatch.context() as patch:
+            patch.setattr(other, "_read_file", lambda *_: pytest.fail("it was indexed already"))
+            assert other.refresh(10) == 0
+        assert len(episodes(other)) == 4
+        write_step(run, 1, [record("train/c#0", [said("another")])])
+        other.refresh(10)
     assert "train/c#0" in episodes(index)
     assert index.refresh(10) == 0
     assert len(episodes(index)) == 4
 
 
-def test_a_second_start_reads_nothing_again(index: TrajectoryIndex, run: Path, monkeypatch) -> None:
-    again = TrajectoryIndex(run / "trajectories", run / "trajectories.sqlite")
-    monkeypatch.setattr(again, "_read_file", lambda *_: pytest.fail("it was indexed already"))
-    assert again.refresh(10) == 0
-    assert len(episodes(again)) == 4
-    again.close()
-
-
-@pytest.mark.parametrize("damage", [b"no database at all" * 100, b""])
-def test_a_damaged_index_is_made_anew(run: Path, damage: bytes) -> None:
-    (run / "trajectories.sqlite").write_bytes(damage)
-    index = TrajectoryIndex(run / "trajectories", run / "trajectories.sqlite")
-    index.refresh(10)
-    assert len(episodes(index)) == 4
-    index.close()
-
-
-def test_an_index_of_another_shape_is_made_anew(run: Path) -> None:
-    with sqlite3.connect(run / "trajectories.sqlite") as database:
+def of_another_shape(path: Path) -> None:
+    with sqlite3.connect(path) as database:
         database.executescript("CREATE TABLE files(other); PRAGMA user_version = 999;")
-    index = TrajectoryIndex(run / "trajectories", run / "trajectories.sqlite")
-    index.refresh(10)
-    assert len(episodes(index)) == 4
-    index.close()
 
 
-def test_where_no_file_can_be_kept_it_is_kept_in_memory(run: Path) -> None:
-    index = TrajectoryIndex(run / "trajectories", run / "nowhere" / "trajectories.sqlite")
-    index.refresh(10)
-    assert len(episodes(index)) == 4
-    index.close()
+@pytest.mark.parametrize(
+    ("place", "spoil"),
+    [
+        ("trajectories.sqlite", lambda path: path.write_bytes(b"no database at all" * 100)),
+        ("trajectories.sqlite", lambda path: path.write_bytes(b"")),
+        ("trajectories.sqlite", of_another_shape),
+        ("nowhere/trajectories.sqlite", lambda path: None),
+    ],
+    ids=["damaged", "empty", "of another shape", "cannot be written"],
+)
+def test_an_index_that_cannot_be_used_is_made_anew(run: Path, place: str, spoil: Callable[[Path], None]) -> None:
+    spoil(run / place)
+    with index_of(run, place) as index:
+        index.refresh(10)
+        assert len(episodes(index)) == 4
 
 
 def test_a_line_that_is_no_trajectory_hides_no_other(tmp_path: Path) -> None:
     path = write_step(tmp_path, 0, [record("train/a#0", [said("x")])])
     whole = path.read_text()
     path.write_text("[1]\n{}\n" + whole + '{"episode_id": "cut')
-    index = TrajectoryIndex(tmp_path / "trajectories", tmp_path / "trajectories.sqlite")
-    index.refresh(10)
-    assert episodes(index) == ["train/a#0"]
-    assert index.record("train/a#0", 0) == json.loads(whole)
-    index.close()
+    with index_of(tmp_path) as index:
+        index.refresh(10)
+        assert episodes(index) == ["train/a#0"]
+        assert index.record("train/a#0", 0) == json.loads(whole)
 
 
-async def test_calls_are_read_by_the_parser_of_the_episode(page: httpx.AsyncClient, run: Path) -> None:
-    """`agent.parser: auto` names none; each episode says which one read it."""
-    write_config(run, "agent: {parser: auto}")
-    write_step(run, 2, [record("train/c#0", [said(CALL, 1)], parser="hermes")])
-    await page.get("/api/runs/mine/trajectories")
-    one = (await page.get("/api/runs/mine/trajectory", params={"episode": "train/c#0", "step": 2})).json()
-    assert [call["name"] for call in one["segments"][0]["runs"][0]["calls"]] == ["python"]
-
-
-async def test_over_http(page: httpx.AsyncClient, run: Path) -> None:
-    told = (await page.get("/api/runs/mine/trajectories", params={"limit": 2, "offset": 1})).json()
-    assert (told["total"], told["pending"], [row["episode"] for row in told["rows"]]) == (
-        4,
-        0,
-        ["train/a#0", "train/a#1"],
-    )
+async def test_trajectories_over_http(page: httpx.AsyncClient, run: Path) -> None:
+    answer = (await page.get("/api/runs/mine/trajectories", params={"limit": 2, "offset": 1})).json()
+    assert (answer["total"], answer["pending"]) == (4, 0)
+    assert [row["episode"] for row in answer["rows"]] == ["train/a#0", "train/a#1"]
     assert (await page.get("/api/runs/mine/trajectories", params={"colour": "red"})).status_code == 422
-    one = (await page.get("/api/runs/mine/trajectory", params={"episode": "train/b#0", "step": 1})).json()
-    called, answered, _ = one["segments"][0]["runs"]
+    called, answered, _ = await runs_of(page, "train/b#0", 1)
     assert [(call["name"], call["arguments"]) for call in called["calls"]] == [("python", {"code": "print(6*7)"})]
     assert "".join(called["pieces"]) == called["text"]
     assert (answered["calls"], answered["pieces"]) == ([], [ANSWER])
     missing = await page.get("/api/runs/mine/trajectory", params={"episode": "train/z#0", "step": 1})
     assert (missing.status_code, missing.json()["error"]["field"]) == (404, "episode")
+    write_config(run, "agent: {parser: auto}")  # names no parser; each episode says which one read it
+    write_step(run, 2, [record("train/c#0", [said(CALL, 1)], parser="hermes")])
+    await page.get("/api/runs/mine/trajectories")
+    assert [call["name"] for call in (await runs_of(page, "train/c#0", 2))[0]["calls"]] == ["python"]
+
+
+async def runs_of(page: httpx.AsyncClient, episode: str, step: int) -> list[dict[str, Any]]:
+    answer = (await page.get("/api/runs/mine/trajectory", params={"episode": episode, "step": step})).json()
+    runs: list[dict[str, Any]] = answer["segments"][0]["runs"]
+    return runs
 
 
 async def test_images_of_a_record_are_served_by_their_name(run: Path, page: httpx.AsyncClient) -> None:

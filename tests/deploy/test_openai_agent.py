@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 from tests.deploy.conftest import REPOSITORY, LivingRun, assert_accounts_balance
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.redis,
-    pytest.mark.bwrap,
-    pytest.mark.torch,
-    pytest.mark.timeout(900),
-]
+from penstock.transfer_queue.redis import free_port
+
+pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch, pytest.mark.timeout(900)]
 pytest.importorskip("agents", reason="the OpenAI Agents SDK (openai-agents) is not installed")
 STEPS = 2
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@pytest.fixture
-def run(start_run: Callable[..., LivingRun]) -> Iterator[tuple[LivingRun, int]]:
-    port = free_port()
-    recipe = REPOSITORY / "recipes/openai_agent.yaml"
-    settings = (f"rollout.port={port}", f"trainer.steps={STEPS}", "groups_per_step=2")
-    return start_run("foreign", *settings, recipe=recipe), port
 
 
 def start_agents(run: LivingRun, port: int, api: str) -> subprocess.Popen[bytes]:
@@ -51,14 +29,10 @@ def start_agents(run: LivingRun, port: int, api: str) -> subprocess.Popen[bytes]
         return subprocess.Popen(argv, env=environment, stdout=log, stderr=log)
 
 
-def shown(run: LivingRun) -> list[dict[str, Any]]:
-    """The episodes that a run writes down for people: some of each step."""
-    files: list[Path] = sorted((run.root / "trajectories").glob("step_*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
-
-
-def test_run_trains_on_an_unmodified_framework(run: tuple[LivingRun, int]) -> None:
-    living, port = run
+def test_run_trains_on_an_unmodified_framework(start_run: Callable[..., LivingRun]) -> None:
+    port = free_port()
+    settings = (f"rollout.port={port}", f"trainer.steps={STEPS}", "groups_per_step=2")
+    living = start_run("foreign", *settings, recipe=REPOSITORY / "recipes/openai_agent.yaml")
     living.wait_for(lambda: (living.root / "connect.env").exists() and (living.root / "logs").exists())
     agents = [start_agents(living, port, api) for api in ("chat", "responses")]
     try:
@@ -69,7 +43,8 @@ def test_run_trains_on_an_unmodified_framework(run: tuple[LivingRun, int]) -> No
             process.wait()
     assert summary["steps"] == STEPS
     assert_accounts_balance(summary)
-    episodes = shown(living)
+    files = sorted((living.root / "trajectories").glob("step_*.jsonl"))
+    episodes = [episode for file in files for episode in living.rows(f"trajectories/{file.name}")]
     assert summary["episodes_trained"] == STEPS * 2 * 8
     assert {episode["extra"]["agent"] for episode in episodes} == {"openai client"}
     with_tools = [episode for episode in episodes if episode["metrics"]["tool_calls"] > 0]

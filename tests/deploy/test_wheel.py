@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
-import time
 import venv
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +46,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Installed:
     """The wheel in an environment that has nothing else.
 
-    Dependencies are those of this environment, put on the path behind the new one's own packages: `.pth` files there
-    are not followed, so that the editable Penstock is not found.
+    Its dependencies are those of this environment, behind its own packages on the path: `.pth` files there are not
+    followed, so that the editable Penstock is not found.
     """
 
     def __init__(self, wheel: Path, environment: Path, cache: Path) -> None:
@@ -63,60 +58,22 @@ class Installed:
         packages = next(environment.glob("lib/python*/site-packages"))
         (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
-    def run(self, folder: Path, program: str, *arguments: str, **variables: str) -> str:
+    def run(self, folder: Path, program: str, *arguments: str) -> str:
         """Runs a program of the environment in `folder`, and returns what it printed."""
-        ended = subprocess.run(
-            [self.bin / program, *arguments],
-            cwd=folder,
-            env=self._variables(variables),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=900,
-            check=False,
-        )
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        argv, env = [str(self.bin / program), *arguments], {**env, "XDG_CACHE_HOME": str(self._cache)}
+        pipe, stdout = subprocess.PIPE, subprocess.STDOUT
+        ended = subprocess.run(argv, cwd=folder, env=env, stdout=pipe, stderr=stdout, timeout=900, check=False)
         assert ended.returncode == 0, ended.stdout
-        return ended.stdout
-
-    @contextmanager
-    def beside(
-        self, folder: Path, program: str, *arguments: str, **variables: str
-    ) -> Iterator[subprocess.Popen[bytes]]:
-        """The same in the background, ended at the end of the block; its output is in FOLDER/beside.log."""
-        with (folder / "beside.log").open("ab") as log:
-            process = subprocess.Popen(
-                [self.bin / program, *arguments], cwd=folder, env=self._variables(variables), stdout=log, stderr=log
-            )
-        try:
-            yield process
-        finally:
-            process.terminate()
-            process.wait(120)
-
-    def _variables(self, given: Mapping[str, str]) -> dict[str, str]:
-        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        return {**inherited, "XDG_CACHE_HOME": str(self._cache), **given}
+        return ended.stdout.decode()
 
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    made = Installed(wheel, tmp_path_factory.mktemp("environment"), tmp_path_factory.mktemp("cache"))
-    where = made.run(made.bin, "python", "-c", "import penstock; print(penstock.__file__)").strip()
-    assert Path(where).is_relative_to(made.bin.parent)
-    return made
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
-
-
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.2)
+    installed = Installed(wheel, tmp_path_factory.mktemp("environment"), tmp_path_factory.mktemp("cache"))
+    where = installed.run(installed.bin, "python", "-c", "import penstock; print(penstock.__file__)").strip()
+    assert Path(where).is_relative_to(installed.bin.parent)
+    return installed
 
 
 def assert_trained(root: Path) -> dict[str, Any]:
@@ -151,68 +108,3 @@ def test_quickstart_trains(installed: Installed, tmp_path: Path) -> None:
     assert "page: 127.0.0.1, port " in said
     (found,) = (tmp_path / "runs").glob("quickstart-*")
     assert_trained(found)
-
-
-def test_a_retool_project_trains(installed: Installed, tmp_path: Path) -> None:
-    pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'penstock[math]'")
-    project = tmp_path / "mine"
-    installed.run(tmp_path, "penstock", "init", "mine", "--from", "retool")
-    shutil.copytree(MODEL, project / "model")
-    data = ("data.py", "arithmetic", "--out", "data/retool", "--train", "64", "--eval", "8")
-    installed.run(project, "python", *data)
-    check = ("recipe.yaml", "--policy", "policies.py:oracle", "--rows", "8", "--expect", "1")
-    installed.run(project, "penstock", "rehearse", *check)
-    installed.run(project, "penstock", "run", "recipe.yaml", *SHORT)
-    assert_trained(project / "runs/retool-cpu")
-
-
-def test_a_search_r1_project_trains(installed: Installed, tmp_path: Path) -> None:
-    """With a search server and a cold start of a few steps."""
-    pytest.importorskip("tantivy", reason="tantivy is not installed: pip install 'penstock[search]'")
-    project, port = tmp_path / "mine", free_port()
-    installed.run(tmp_path, "penstock", "init", "mine", "--from", "search_r1")
-    installed.run(project, "python", "data.py", "small", "--out", "data/search-r1")
-    installed.run(project, "python", "make_model.py", "--out", "data/search-r1/base")
-    server = (
-        "search-server",
-        "--corpus",
-        "corpus/corpus.jsonl",
-        "--index",
-        "data/search-r1/index",
-        "--port",
-        str(port),
-    )
-    tools = f"tools=[{{name: search, settings: {{topk: 2, url: 'http://127.0.0.1:{port}/retrieve'}}}}]"
-    token = {"PENSTOCK_SEARCH_TOKEN": "only-for-this-test"}
-    model = ("recipe.yaml", "model=data/search-r1/base", tools)
-    with installed.beside(project, "penstock", *server, **token) as process:
-        wait_for(lambda: is_listening(port), process, project / "beside.log")
-        check = ("--policy", "policies.py:oracle", "--rows", "8")
-        installed.run(project, "penstock", "rehearse", *model, *check, "--expect", "1", **token)
-        cold = ("sft.policy=policies.py:oracle", "sft.policy_rows=8", "sft.steps=4")
-        installed.run(project, "penstock", "sft", *model, *cold, **token)
-        installed.run(project, "penstock", "run", "recipe.yaml", tools, "group_size=4", *SHORT, **token)
-    assert_trained(project / "runs/search-r1-cpu")
-
-
-def test_an_openai_project_trains(installed: Installed, tmp_path: Path) -> None:
-    pytest.importorskip("agents", reason="the OpenAI Agents SDK (openai-agents) is not installed")
-    project, port = tmp_path / "mine", free_port()
-    installed.run(tmp_path, "penstock", "init", "mine", "--from", "openai")
-    shutil.copytree(MODEL, project / "model")
-    root = project / "runs/openai-agent"
-    agent = ("agent.py", "--url", f"http://127.0.0.1:{port}", "--concurrency", "6")
-    overrides = ("trainer.steps=3", "groups_per_step=2", f"rollout.port={port}")
-    with installed.beside(project, "penstock", "run", "recipe.yaml", *overrides) as run:
-        wait_for(lambda: (root / "connect.env").exists() and is_listening(port), run, project / "beside.log")
-        found = re.search(r"PENSTOCK_TOKEN=(\S+)", (root / "connect.env").read_text())
-        assert found
-        with installed.beside(project, "python", *agent, PENSTOCK_TOKEN=found[1]):
-            run.wait(600)
-    assert run.returncode == 0, (project / "beside.log").read_text()
-    assert_trained(root)
-
-
-def is_listening(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import pytest
 import typer
 from tests.docs.pages import ROOT
-from tests.docs.shell import simple_commands
 
 from penstock.agent_loops import find_loop, load_object
 from penstock.deploy import app, load_config, load_sandbox
@@ -27,6 +27,9 @@ FOREIGN = frozenset(
     [ sbatch scancel sed sh sinfo sleep source squeue srun ssh tail tar torchrun wait watch""".split()  # noqa: SIM905
 )
 """Programs that are not ours: their lines are split, and no more. Pages about them are run by tests of their own."""
+LEADING = {"then", "do", "else", "if", "while", "until", "!", "time", "sudo", "nohup", "exec", "{"}
+CLOSING = {"fi", "done", "}", "esac"}
+ASSIGNMENT = re.compile(r"^\w+=")
 PLACEHOLDER = re.compile(r"^[A-Z][A-Z_0-9]*$|^…$|^<\w+>$")
 ANY_RECIPE = ROOT / "recipes" / "calculator.yaml"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -192,3 +195,37 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # recipes' folders join it
     return tmp_path
+
+
+def simple_commands(text: str) -> Iterator[list[str]]:
+    """Shell text as lists of words. Comments, redirections, leading assignments and here-documents are left out."""
+    lines = iter(re.sub(r"\\\n\s*", " ", text).splitlines())
+    for line in lines:
+        yield from filter(None, map(_bare, _split(line)))
+        for marker in re.findall(r"<<-?\s*['\"]?(\w+)", line):
+            while next(lines, marker).strip() != marker:
+                continue
+
+
+def _split(line: str) -> Iterator[list[str]]:
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    words: list[str] = []
+    tokens = iter(lexer)
+    for token in tokens:
+        if token[0] in "<>":
+            if words and words[-1].isdigit():
+                words.pop()  # of `2>file`
+            next(tokens, None)
+        elif set(token) <= set(";&|()"):
+            yield words
+            words = []
+        else:
+            words.append(token)
+    yield words
+
+
+def _bare(words: list[str]) -> list[str]:
+    while words and (words[0] in LEADING or ASSIGNMENT.match(words[0])):
+        words = words[1:]
+    return [] if words and (words[0] in CLOSING or words[0] == "for") else words

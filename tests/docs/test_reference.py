@@ -1,4 +1,4 @@
-"""The generated pages are current, and what they name is there."""
+"""The generated pages are current, and what they name exists."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ import importlib
 from pathlib import Path
 
 import pytest
-from scripts.reference import PAGES, PUBLIC, describe, main, python, stale, type_text
+from pydantic import BaseModel
+from scripts.reference import PAGES, PUBLIC, describe, main, python, render_configuration, section_of, stale, type_text
+
+from penstock.deploy import RunConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
+COMMANDS = ("run", "doctor", "queue dead-letters requeue", "train", "train export", "data calculator", "dashboard")
+SERVERS = ("Rollout server", "Sandbox server", "Dashboard", "Reward server", "Teacher server", "Search server")
+ROUTES = ("generate", "episodes/{handle}/v1/chat/completions", "sessions", "run_code", "score")
 
 
 def test_generated_pages_are_current() -> None:
     assert stale(DOCS) == [], "run: python -m scripts.reference"
+    assert (DOCS / "configuration.md").read_text() == render_configuration(), "run: python -m scripts.reference"
 
 
 def test_stale_and_missing_pages_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,8 +28,21 @@ def test_stale_and_missing_pages_are_named(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "reference/cli.md").write_text("# Command line\n")
     (tmp_path / "reference/http.md").unlink()
     assert main(["--docs", str(tmp_path), "--check"]) == 1
-    said = capsys.readouterr().err
-    assert [name for name in PAGES if name in said] == ["reference/cli.md", "reference/http.md"]
+    errors = capsys.readouterr().err
+    assert [name for name in PAGES if name in errors] == ["reference/cli.md", "reference/http.md"]
+
+
+def test_every_setting_has_a_description() -> None:
+    assert list(undescribed(RunConfig)) == []
+
+
+def undescribed(model: type[BaseModel], prefix: str = ""):
+    for name, field in model.model_fields.items():
+        inner = section_of(field.annotation)
+        if inner is not None:
+            yield from undescribed(inner, f"{prefix}{name}.")
+        elif not field.description:
+            yield prefix + name
 
 
 @pytest.mark.parametrize("dotted", [name for names in PUBLIC.values() for name in names])
@@ -34,47 +54,19 @@ def test_public_names_can_be_imported_and_are_documented(dotted: str) -> None:
     assert f"from {module} import {name}" in (DOCS / "reference/python.md").read_text()
 
 
-def test_a_name_that_moved_is_told() -> None:
+def test_a_name_that_moved_is_an_error() -> None:
     with pytest.raises(LookupError, match=r"penstock\.tools has no NoSuchTool"):
         python.find("penstock.tools", "NoSuchTool")
 
 
-def test_every_command_of_the_program_is_there() -> None:
-    page = (DOCS / "reference/cli.md").read_text()
-    for command in (
-        "run",
-        "doctor",
-        "queue dead-letters requeue",
-        "train",
-        "train export",
-        "data calculator",
-        "dashboard",
-    ):
-        assert f"\n## penstock {command}\n" in page
-    assert "train-rank" not in page, "hidden commands stay hidden"
-
-
-def test_every_server_and_its_refusals_are_there() -> None:
-    page = (DOCS / "reference/http.md").read_text()
-    titles = [section.splitlines()[0] for section in page.split("\n## ")[1:]]
-    assert titles == [
-        "Rollout server",
-        "Sandbox server",
-        "Dashboard",
-        "Reward server",
-        "Teacher server",
-        "Search server",
-    ]
-    for route in (
-        "POST /generate",
-        "POST /episodes/{handle}/v1/chat/completions",
-        "POST /sessions",
-        "POST /run_code",
-        "POST /score",
-    ):
-        assert f"\n### {route}\n" in page
-    assert "- **429** `ErrorBody`: The queue here is full: ask another server" in page
-    assert "HTTPValidationError" not in page
+def test_commands_servers_and_refusals_are_on_the_pages() -> None:
+    cli, http = ((DOCS / "reference" / name).read_text() for name in ("cli.md", "http.md"))
+    assert [command for command in COMMANDS if f"\n## penstock {command}\n" not in cli] == []
+    assert "train-rank" not in cli, "hidden commands stay hidden"
+    assert tuple(section.splitlines()[0] for section in http.split("\n## ")[1:]) == SERVERS
+    assert [route for route in ROUTES if f"\n### POST /{route}\n" not in http] == []
+    assert "- **429** `ErrorBody`: The queue here is full: ask another server" in http
+    assert "HTTPValidationError" not in http
 
 
 @pytest.mark.parametrize(
@@ -92,7 +84,7 @@ def test_schemas_as_words(schema: dict[str, object], text: str) -> None:
     assert type_text(schema) == text
 
 
-def test_a_row_says_what_is_needed() -> None:
+def test_a_row_has_default_and_description_or_is_needed() -> None:
     row = describe("topk", {"type": "integer", "default": 3, "description": "Most\n  passages."}, False)
     assert row == "| `topk` | `integer` | `3` | Most passages. |"
     assert describe("queries", {"type": "array"}, True) == "| `queries` | `[any]` | *needed* |  |"

@@ -15,8 +15,6 @@ from penstock.deploy.commands.train import exec_trainer
 from penstock.trainer import BadJob, TrainerConfig
 from penstock.trainer.engines import check_nodes
 
-HERE = Path("/dev/shm/here")
-
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +45,11 @@ def become(
     return found
 
 
+def options_of(words: list[str]) -> dict[str, str]:
+    """Of torchrun: what stands between ``python -m torch.distributed.run`` and the three words of a rank."""
+    return dict(zip(words[3:-3:2], words[4:-3:2], strict=True))
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_only_several_ranks_are_started_by_torchrun(
     ranks: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -63,7 +66,14 @@ def test_only_several_ranks_are_started_by_torchrun(
         assert not environment.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "PENSTOCK_RANKS_FILE"}
     else:
         assert words[1:3] == ["-m", "torch.distributed.run"]
-        assert words[words.index("--nproc-per-node") + 1] == "2"
+        options = options_of(words)
+        assert (options["--nproc-per-node"], options["--rdzv-id"], options["--local-addr"]) == (
+            "2",
+            "mine",
+            "127.0.0.1",
+        )
+        assert options["--rdzv-conf"] == "store_type=file"
+        assert options["--rdzv-endpoint"].endswith("/nodes")
         assert environment["PENSTOCK_RANKS_FILE"].endswith("/ranks")
         assert environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "30", "more than the trainer's grace"
 
@@ -79,17 +89,16 @@ def test_ranks_of_several_machines_meet_at_a_port_and_take_one_interface(
         monkeypatch.setenv("NCCL_SOCKET_IFNAME", chosen)
     monkeypatch.setattr(train, "own_host", lambda: "127.0.0.1")
     words, environment = become(Rendezvous(2, 1, "n1:4000"), monkeypatch, tmp_path, "trainer.ranks=4")
-    told = dict(zip(words[3:-3:2], words[4:-3:2], strict=True))
-    assert (told["--nnodes"], told["--node-rank"], told["--nproc-per-node"]) == ("2", "1", "2")
-    assert (told["--rdzv-backend"], told["--rdzv-endpoint"]) == ("static", "n1:4000")
+    options = options_of(words)
+    assert (options["--nnodes"], options["--node-rank"], options["--nproc-per-node"]) == ("2", "1", "2")
+    assert (options["--rdzv-backend"], options["--rdzv-endpoint"], options["--rdzv-id"]) == (
+        "static",
+        "n1:4000",
+        "mine",
+    )
     assert environment["GLOO_SOCKET_IFNAME"] == "lo"
     assert environment["NCCL_SOCKET_IFNAME"] == (chosen or "lo"), "what the user has set stays"
     assert "PENSTOCK_RANKS_FILE" not in environment, "a file of this machine is no place to meet others"
-
-
-def test_ranks_that_machines_cannot_share_end_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.ranks=3 is not divisible by 2"):
-        become(Rendezvous(2, 0, "n1:4000"), monkeypatch, tmp_path, "trainer.ranks=3")
 
 
 def test_a_lone_rank_is_started_as_such(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -117,20 +126,6 @@ def test_a_lone_rank_leaves_the_torchrun_around_it(monkeypatch: pytest.MonkeyPat
     assert not os.environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
 
 
-def test_one_machine_meets_in_a_file() -> None:
-    words = Rendezvous.of(None, 0, None).arguments(2, "mine", HERE)
-    told = dict(zip(words[::2], words[1::2], strict=True))
-    assert (told["--nproc-per-node"], told["--rdzv-id"], told["--local-addr"]) == ("2", "mine", "127.0.0.1")
-    assert (told["--rdzv-conf"], told["--rdzv-endpoint"]) == ("store_type=file", "/dev/shm/here/nodes")
-
-
-def test_several_machines_share_the_ranks_out_evenly() -> None:
-    words = Rendezvous.of(2, 1, "n1:4000").arguments(8, "mine", HERE)
-    told = dict(zip(words[::2], words[1::2], strict=True))
-    assert (told["--nnodes"], told["--node-rank"], told["--nproc-per-node"]) == ("2", "1", "4")
-    assert (told["--rdzv-backend"], told["--rdzv-endpoint"], told["--rdzv-id"]) == ("static", "n1:4000", "mine")
-
-
 def test_the_head_passes_it_on_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_TRAIN_NODES", "4")
     monkeypatch.setenv("PENSTOCK_TRAIN_RENDEZVOUS", "n1:4000")
@@ -139,28 +134,39 @@ def test_the_head_passes_it_on_in_the_environment(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("nodes", "node_rank", "endpoint", "message"),
     [
-        ((2, 0, None), "2 machines need HOST:PORT"),
-        ((2, 0, "n1"), "2 machines need HOST:PORT"),
-        ((2, 2, "n1:4000"), "must be less than --nnodes 2"),
+        (2, 0, None, "2 machines need HOST:PORT"),
+        (2, 0, "n1", "2 machines need HOST:PORT"),
+        (2, 2, "n1:4000", "must be less than --nnodes 2"),
+        (None, 0, None, "PENSTOCK_TRAIN_NODES='two'"),
     ],
 )
-def test_what_cannot_meet_is_refused(given, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Rendezvous.of(*given)
-
-
-def test_ranks_that_cannot_be_shared_out_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BadJob, match=r"trainer\.ranks=3 is not divisible by 2"):
-        check_nodes(TrainerConfig(ranks=3), 2)
-    with pytest.raises(BadJob, match=r"trainer\.parallel\.tensor is 4, and 2 of 4 ranks"):
-        check_nodes(TrainerConfig(engine="megatron", ranks=4, parallel={"tensor": 4}), 2)
-    check_nodes(TrainerConfig(engine="megatron", ranks=4, parallel={"tensor": 2, "pipeline": 2}), 2)
-    with pytest.raises(BadJob, match=r"trainer\.parallel\.replicate is 2: each 6 consecutive .* Set it to 3"):
-        check_nodes(TrainerConfig(ranks=12, parallel={"replicate": 2}), 3)
-    for replicate, nodes in ((2, 2), (4, 2), (2, 4), (3, 3)):
-        check_nodes(TrainerConfig(ranks=12, parallel={"replicate": replicate}), nodes)
+def test_a_rendezvous_that_cannot_be_is_refused(
+    nodes: int | None, node_rank: int, endpoint: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PENSTOCK_TRAIN_NODES", "two")
-    with pytest.raises(ConfigError, match="PENSTOCK_TRAIN_NODES='two'"):
-        Rendezvous.of(None, 0, None)
+    with pytest.raises(ConfigError, match=message):
+        Rendezvous.of(nodes, node_rank, endpoint)
+
+
+@pytest.mark.parametrize(
+    ("settings", "nodes", "message"),
+    [
+        ({"ranks": 3}, 2, r"trainer\.ranks=3 is not divisible by 2"),
+        (
+            {"ranks": 12, "parallel": {"replicate": 2}},
+            3,
+            r"parallel\.replicate is 2: each 6 consecutive .* Set it to 3",
+        ),
+        ({"engine": "megatron", "ranks": 4, "parallel": {"tensor": 4}}, 2, r"tensor is 4, and 2 of 4 ranks"),
+        ({"engine": "megatron", "ranks": 4, "parallel": {"tensor": 2, "pipeline": 2}}, 2, ""),
+        *(({"ranks": 12, "parallel": {"replicate": r}}, n, "") for r, n in ((2, 2), (4, 2), (2, 4), (3, 3))),
+    ],
+)
+def test_ranks_must_be_shared_out_evenly(settings: dict[str, Any], nodes: int, message: str) -> None:
+    if not message:
+        check_nodes(TrainerConfig(**settings), nodes)
+        return
+    with pytest.raises(BadJob, match=message):
+        check_nodes(TrainerConfig(**settings), nodes)
