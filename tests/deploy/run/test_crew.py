@@ -33,17 +33,15 @@ class Roles:
             "    time.sleep(0.01)\n"
         )
         argv = [sys.executable, "-c", code if role.name != "agent-9" else "raise SystemExit('no such model')"]
-        return Told(RoleSpec(role.name, argv, dict(os.environ), self.folder / f"{role.name}.log", 0, 5), self.ended)
+        process = RoleProcess(RoleSpec(role.name, argv, dict(os.environ), self.folder / f"{role.name}.log", 0, 5))
+        run = process.run
 
+        async def run_to_its_end() -> None:
+            await run()
+            self.ended.append(role.name)
 
-class Told(RoleProcess):
-    def __init__(self, spec: RoleSpec, ended: list[str]) -> None:
-        super().__init__(spec)
-        self._told = ended
-
-    async def run(self) -> None:
-        await super().run()
-        self._told.append(self.spec.name)
+        process.run = run_to_its_end  # type: ignore[method-assign]
+        return process
 
 
 @pytest.fixture
@@ -84,23 +82,20 @@ async def test_roles_come_and_go_and_the_trainer_ends_it(roles: Roles) -> None:
     assert sorted(roles.ended[4:]) == ["rollout-0", "rollout-1", "rollout-2"]
 
 
-async def test_one_that_was_added_and_fails_for_good_ends_the_run(roles: Roles) -> None:
-    supervisor = crew_of(roles)
-    running = asyncio.create_task(supervisor.run([]))
-    supervisor.add(roles.role("agent", 9))
-    with pytest.raises(RoleFailed, match="no such model"):
+@pytest.mark.parametrize(("added", "message"), [(True, "no such model"), (False, "the board is gone")])
+async def test_a_role_or_helper_that_fails_for_good_ends_the_run(roles: Roles, *, added: bool, message: str) -> None:
+    async def helper() -> None:
+        if not added:
+            raise RuntimeError("the board is gone")
+        await asyncio.Event().wait()
+
+    supervisor, helping = crew_of(roles), asyncio.create_task(helper())
+    running = asyncio.create_task(supervisor.run([helping]))
+    if added:
+        supervisor.add(roles.role("agent", 9))
+    with pytest.raises((RoleFailed, RuntimeError), match=message):
         async with asyncio.timeout(60):
             await running
     await supervisor.stop()
     assert all(member.pid is None for member in supervisor.members)
-
-
-async def test_a_helper_that_fails_ends_the_run(roles: Roles) -> None:
-    async def fails() -> None:
-        raise RuntimeError("the board is gone")
-
-    supervisor = crew_of(roles)
-    with pytest.raises(RuntimeError, match="the board is gone"):
-        await supervisor.run([asyncio.create_task(fails())])
-    await supervisor.stop()
-    assert all(member.pid is None for member in supervisor.members)
+    helping.cancel()

@@ -1,6 +1,7 @@
+"""The GPUs of each role on one machine."""
+
 from __future__ import annotations
 
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,9 @@ from penstock.deploy.run.plan import gpus_of, gpus_of_server, visible_gpus
 from penstock.deploy.run.supervisor import LocalPlacement
 
 LINK = RunConnection("redis://127.0.0.1:1", "r", None, "token")
-EIGHT = tuple("01234567")
 VLLM = ("rollout.engine=vllm", "agent.workers=1")
-
-
-def shares(gpus: tuple[str, ...], *words: str) -> dict[str, str | None]:
-    """Role → its GPUs."""
-    config = load_config(RECIPE, [*VLLM, *words])
-    found = {role.name: gpus_of(role, config, gpus) for role in roles_of(config, LINK)}
-    return {name: own and "".join(own) for name, own in found.items()}
+BY_TWO = 'rollout.vllm_args={"tensor_parallel_size":2}'
+EIGHT = {f"rollout-{number}": str(number) for number in range(8)}
 
 
 @pytest.mark.parametrize(
@@ -42,94 +37,67 @@ def test_a_server_takes_what_its_model_is_split_over(words, count):
     assert gpus_of_server(load_config(RECIPE, words).rollout) == count
 
 
-def test_lent_servers_are_on_the_trainers_gpus():
-    split = "rollout.vllm_args={tensor_parallel_size: 2}"
-    assert shares(EIGHT, "trainer.ranks=4", "rollout.servers=2", "placement.lend=true", split) == {
-        **{"rollout-0": "45", "rollout-1": "67", "rollout-lent-0": "01", "rollout-lent-1": "23"},
-        **{"agent-0": None, "trainer": "0123"},
-    }
-
-
-def test_ranks_and_servers_have_gpus_of_their_own():
-    found = shares(EIGHT, "trainer.ranks=4", "rollout.servers=4")
-    assert found == {
-        **{"rollout-0": "4", "rollout-1": "5", "rollout-2": "6", "rollout-3": "7"},
-        **{"agent-0": None, "trainer": "0123"},
-    }
-    found = shares(
-        EIGHT,
-        "trainer.ranks=2",
-        "rollout.servers=2",
-        "rollout.evaluation_server=true",
-        "rollout.vllm_args={tensor_parallel_size: 2}",
-    )
-    assert sorted(chain.from_iterable(own for own in found.values() if own)) == list(EIGHT)
-    assert (found["trainer"], found["rollout-0"], found["rollout-eval"]) == ("01", "23", "67")
-
-
-def test_gpus_too_few_are_shared_from_the_first():
-    assert shares(("0",), "rollout.servers=2") == {"rollout-0": "0", "rollout-1": "0", "agent-0": None, "trainer": "0"}
-    found = shares(("0", "1", "2"), "trainer.ranks=2", "rollout.servers=2")
-    assert (found["rollout-0"], found["rollout-1"]) == ("2", "0")
-    assert shares(("0", "1"), "rollout.vllm_args={tensor_parallel_size: 4}")["rollout-0"] == "10"
-
-
-def test_colocated_servers_begin_with_the_trainers_gpus():
-    found = shares(EIGHT, "placement.colocated=true", "trainer.ranks=8", "rollout.servers=8")
-    assert [found[f"rollout-{n}"] for n in range(8)] == list(EIGHT)
-    assert found["trainer"] == "01234567"
-    found = shares(("0",), "placement.colocated=true")
-    assert (found["rollout-0"], found["trainer"]) == ("0", "0")
-
-
-def test_the_hf_engine_and_a_machine_without_gpus_are_left_alone():
-    assert shares(EIGHT, "rollout.engine=hf")["rollout-0"] is None
-    assert set(shares(()).values()) == {None}
+@pytest.mark.parametrize(
+    ("count", "words", "expected"),
+    [
+        (8, "trainer.ranks=4 rollout.servers=4",
+         {"trainer": "0123", "rollout-0": "4", "rollout-1": "5", "rollout-2": "6", "rollout-3": "7"}),
+        (8, f"trainer.ranks=2 rollout.servers=2 rollout.evaluation_server=true {BY_TWO}",
+         {"trainer": "01", "rollout-0": "23", "rollout-1": "45", "rollout-eval": "67"}),
+        (8, f"trainer.ranks=4 rollout.servers=2 placement.lend=true {BY_TWO}",
+         {"trainer": "0123", "rollout-0": "45", "rollout-1": "67", "rollout-lent-0": "01", "rollout-lent-1": "23"}),
+        (8, "trainer.ranks=8 rollout.servers=8 placement.colocated=true", {"trainer": "01234567", **EIGHT}),
+        (1, "placement.colocated=true", {"trainer": "0", "rollout-0": "0"}),
+        (1, "rollout.servers=2", {"trainer": "0", "rollout-0": "0", "rollout-1": "0"}),
+        (3, "trainer.ranks=2 rollout.servers=2", {"trainer": "01", "rollout-0": "2", "rollout-1": "0"}),
+        (2, 'rollout.vllm_args={"tensor_parallel_size":4}', {"trainer": "0", "rollout-0": "10"}),
+        (8, "rollout.engine=hf", {"trainer": "0", "rollout-0": None}),
+        (0, "", {"trainer": None, "rollout-0": None}),
+    ],
+)  # fmt: skip
+def test_each_role_has_its_own_gpus_from_the_trainers_on(count: int, words: str, expected: dict[str, str | None]):
+    config = load_config(RECIPE, [*VLLM, *words.split()])
+    gpus = tuple(map(str, range(count)))
+    shares = {role.name: gpus_of(role, config, gpus) for role in roles_of(config, LINK)}
+    assert {name: own and "".join(own) for name, own in shares.items()} == {"agent-0": None, **expected}
 
 
 @pytest.mark.parametrize(
     ("value", "expected"),
     [("", ()), ("-1", ()), ("3", ("3",)), ("2, 5", ("2", "5")), ("1,-1,2", ("1",)), ("GPU-ab", ("GPU-ab",))],
 )
-def test_what_the_environment_leaves_us_is_all_there_is(value, expected, monkeypatch):
+def test_the_environment_limits_the_gpus(value, expected, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     assert visible_gpus() == expected
 
 
-@pytest.fixture
-def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with a driver; the program that is nvidia-smi there."""
+QUERY = '[ "$*" = "--query-gpu=index --format=csv,noheader,nounits" ]'
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [(f'{QUERY} && printf "0\\n1\\n"', ("0", "1")), ("exit 9", ()), (None, ())],
+    ids=["answers", "fails", "is not installed"],
+)
+def test_the_driver_is_asked_without_a_variable(tmp_path: Path, monkeypatch, caplog, program, expected):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr("penstock.deploy.run.plan.DRIVER", tmp_path)
-    return tmp_path / "nvidia-smi"
+    if program:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{program}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    assert visible_gpus() == expected
+    assert ("nvidia-smi does not say which GPUs there are" in caplog.text) == (expected == ())
 
 
-def test_else_nvidia_smi_is_asked(driver):
-    driver.write_text('#!/bin/sh\n[ "$*" = "--query-gpu=index --format=csv,noheader,nounits" ] && printf "0\\n1\\n"\n')
-    driver.chmod(0o755)
-    assert visible_gpus() == ("0", "1")
-
-
-@pytest.mark.parametrize("text", [None, "#!/bin/sh\nexit 9\n"])
-def test_a_driver_that_does_not_answer_is_told_of(driver, text, caplog):
-    if text:
-        driver.write_text(text)
-        driver.chmod(0o755)
-    assert visible_gpus() == ()
-    assert "nvidia-smi does not say which GPUs there are" in caplog.text
-
-
-async def test_processes_on_this_machine_are_told(tmp_path, monkeypatch):
+async def test_processes_of_this_machine_get_their_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     config = load_config(RECIPE, [*VLLM, f"runs_dir={tmp_path}", "rollout.servers=2"])
-    placement = LocalPlacement()
-    async with placement.open(config, RunDir.of(config)):
-        told = {
-            role.name: placement.place(role, RunDir.of(config)).spec.env["CUDA_VISIBLE_DEVICES"]
-            for role in roles_of(config, LINK)
-        }
-    assert told == {"trainer": "4", "rollout-0": "5", "rollout-1": "6", "agent-0": "4,5,6"}
+    run, placement = RunDir.of(config), LocalPlacement()
+    async with placement.open(config, run):
+        environments = {role.name: placement.place(role, run).spec.env for role in roles_of(config, LINK)}
+    own = {name: environment["CUDA_VISIBLE_DEVICES"] for name, environment in environments.items()}
+    assert own == {"trainer": "4", "rollout-0": "5", "rollout-1": "6", "agent-0": "4,5,6"}
 
 
 @pytest.mark.parametrize(
@@ -138,13 +106,13 @@ async def test_processes_on_this_machine_are_told(tmp_path, monkeypatch):
         (("rollout.servers=3",), 4, [True]),
         (("rollout.servers=4",), 4, [False]),
         (("rollout.servers=1",), 1, [False]),
-        (("rollout.servers=1", "rollout.vllm_args={tensor_parallel_size: 2}"), 2, [True]),
+        (("rollout.servers=1", BY_TWO), 2, [True]),
         (("rollout.servers=1", "rollout.weight_transport=broadcast"), 1, []),
     ],
 )
-def test_nccl_is_refused_where_a_member_has_rank_0s_gpu(words: tuple[str, ...], count: int, sound: list[bool]) -> None:
+def test_nccl_is_refused_if_a_member_has_rank_0s_gpu(words: tuple[str, ...], count: int, sound: list[bool]) -> None:
     config = load_config(RECIPE, ["rollout.engine=vllm", "rollout.weight_transport=nccl", *words])
     assert config.rollout.manifest_transport == "broadcast"
-    found = list(check_apart(config, count))
-    assert [check.ok for check in found] == sound
-    assert all("weight_transport" in check.name and (check.ok or "broadcast" in check.fix) for check in found)
+    checks = list(check_apart(config, count))
+    assert [check.ok for check in checks] == sound
+    assert all("weight_transport" in check.name and (check.ok or "broadcast" in check.fix) for check in checks)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import signal
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.living import living_below
+from tests.until import until
 
 from penstock.common import Backoff
 from penstock.deploy import RoleSpec, RunConfig, RunDir
 from penstock.deploy.run.connection import RedisLost, keep_alive
 from penstock.deploy.run.launcher import launch
 from penstock.deploy.run.plan import Role
-from penstock.deploy.run.supervisor import Supervisor
+from penstock.deploy.run.supervisor import LocalPlacement
 from penstock.trainer import DataConfig
 from penstock.transfer_queue import QueueError, RedisServer, TransferQueueConfig
 
@@ -51,18 +48,9 @@ async def test_keep_alive_tries_again(tmp_path: Path, monkeypatch: pytest.Monkey
         keeper = asyncio.create_task(keep_alive(server))
         break_restarts(monkeypatch, attempts=4)
         await server.kill()
-        while not server.alive:
-            assert not keeper.done()
-            await asyncio.sleep(0.01)
+        await until(lambda: server.alive or keeper.done())
+        assert not keeper.done()
         keeper.cancel()
-
-
-async def test_keep_alive_names_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with RedisServer(tmp_path, PASSWORD) as server, asyncio.timeout(60):
-        break_restarts(monkeypatch, attempts=99)
-        await server.kill()
-        with pytest.raises(RedisLost, match="did not come up again in 5 attempts: port 6379"):
-            await keep_alive(server)
 
 
 async def test_keep_alive_ends_a_crash_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,27 +85,14 @@ class Idle:
         self._stopped.set()
 
 
-class IdlePlacement:
+class IdlePlacement(LocalPlacement):
     """Kills the run's redis-server once all roles are placed."""
-
-    @asynccontextmanager
-    async def open(self, config: RunConfig, run: RunDir) -> AsyncIterator[None]:
-        yield
 
     def place(self, role: Role, run: RunDir) -> Idle:
         if role.kind == "trainer":
-            asyncio.get_running_loop().call_soon(self._kill_redis, run)
+            (redis,) = living_below(os.getpid(), "redis-server")
+            redis.kill()
         return Idle(role.spec(run.logs))
-
-    def _kill_redis(self, run: RunDir) -> None:
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # another process ended meanwhile
-                words = (process / "cmdline").read_bytes()
-                if b"redis-server" in words and os.path.samefile(process / "cwd", run.redis):
-                    os.kill(int(process.name), signal.SIGKILL)
-
-    def helpers(self, supervisor: Supervisor) -> Sequence[Coroutine[Any, Any, None]]:
-        return ()
 
 
 async def test_run_ends_where_its_redis_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +105,7 @@ async def test_run_ends_where_its_redis_is_lost(tmp_path: Path, monkeypatch: pyt
         transfer_queue=TransferQueueConfig(deadline_s=1.0),
     )
     async with asyncio.timeout(60):
-        with pytest.raises(RedisLost, match="did not come up again"):
+        with pytest.raises(RedisLost, match="did not come up again in 5 attempts: port 6379"):
             await launch(config, placement=IdlePlacement())
     ended = json.loads(RunDir.of(config).ended.read_text())
     assert "redis-server ended and did not come up again" in ended["why"]

@@ -7,18 +7,20 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import redis
+from tests.deploy.conftest import REPOSITORY
 from tests.living import living_below
+from tests.until import until_in_threads
+from typer.testing import CliRunner
 
+from penstock.deploy import app
 from penstock.transfer_queue.redis import free_port, role_users
 
 pytestmark = pytest.mark.redis
-REPOSITORY = Path(__file__).parents[3]
 PASSWORD, AGENT = "the-owners-password", "the-agents-password"
 
 
@@ -35,7 +37,7 @@ class TransferQueue:
             stderr=subprocess.PIPE,
             text=True,
         )
-        wait_for(self.answers)
+        until_in_threads(self.answers)
 
     def client(self, user: str = "default", password: str = PASSWORD) -> redis.Redis:
         return redis.Redis(self.host, self.port, username=user, password=password, protocol=2)
@@ -50,13 +52,6 @@ class TransferQueue:
 
     def redis_pid(self) -> int | None:
         return next((process.pid for process in living_below(self.process.pid, "redis-server")), None)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -84,7 +79,7 @@ def test_redis_server_outlives_the_head_on_sigterm(start, tmp_path: Path) -> Non
     assert first
     for pid in (first, queue.process.pid):
         os.kill(pid, signal.SIGTERM)
-    wait_for(lambda: queue.redis_pid() not in (None, first) and queue.answers())
+    until_in_threads(lambda: queue.redis_pid() not in (None, first) and queue.answers())
     with queue.client() as client:
         client.set("after", 2)
         assert client.get("before") == b"1"
@@ -109,41 +104,24 @@ def test_roles_have_their_own_rights(start) -> None:
         client.ping()
 
 
-def test_it_listens_where_it_is_told_and_on_loopback(start) -> None:
-    queue = start()
-    for host, there in (("127.0.0.1", True), ("127.0.0.2", True), ("127.0.0.3", False)):
-        with socket.socket() as probe:
-            assert (probe.connect_ex((host, queue.port)) == 0) == there
+def is_open(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((host, port)) == 0
+
+
+def test_it_listens_at_its_address_and_on_loopback(start) -> None:
+    port = start().port
+    assert [is_open(host, port) for host in ("127.0.0.1", "127.0.0.2", "127.0.0.3")] == [True, True, False]
 
 
 def test_redis_server_of_a_loopback_name_listens_everywhere(start) -> None:
     """Debian's /etc/hosts: a machine's own name is 127.0.1.1 to itself, and its address to others."""
     if not socket.gethostbyname(socket.gethostname()).startswith("127."):
         pytest.skip("this machine's name is no loopback address")
-    queue = start(host=socket.gethostname())
-    with socket.socket() as probe:
-        assert probe.connect_ex(("127.0.0.3", queue.port)) == 0
+    assert is_open("127.0.0.3", start(host=socket.gethostname()).port)
 
 
-def test_without_a_password_it_does_not_start(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "PENSTOCK_REDIS_PASSWORD"}
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "penstock.deploy.cli",
-            "redis-server",
-            str(tmp_path),
-            "--host",
-            "localhost",
-            "--port",
-            "1",
-        ],
-        env={**environment, "PYTHONPATH": str(REPOSITORY / "src")},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "PENSTOCK_REDIS_PASSWORD is not set" in done.stderr
+def test_without_a_password_it_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PENSTOCK_REDIS_PASSWORD", raising=False)
+    done = CliRunner().invoke(app, ["redis-server", str(tmp_path), "--host", "localhost", "--port", "1"])
+    assert (done.exit_code, "PENSTOCK_REDIS_PASSWORD is not set" in done.stderr) == (2, True)
