@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 BUCKET_BYTES = 1 << 20
@@ -80,11 +80,14 @@ def state(tensors: dict[str, Any]) -> dict[str, float]:
     return {name: float(tensor.double().sum()) for name, tensor in tensors.items()}
 
 
-def _serve() -> None:
+def _serve(cleanups: ExitStack) -> None:
     if library := os.environ.get("PENSTOCK_FAKE_NCCL_LIBRARY"):
+        from tests.weight_sync.broadcast.fake_cuda import streams_of
+
         from penstock.weight_sync.broadcast.nccl import Nccl
 
         Nccl.path = library
+        cleanups.enter_context(streams_of(library))
     from penstock.weight_sync import (
         Manifest,
         Offer,
@@ -137,4 +140,5 @@ def _stop_after(count: int, piece_s: float) -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    with ExitStack() as stack:
+        _serve(stack)

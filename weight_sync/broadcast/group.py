@@ -13,7 +13,7 @@ import contextlib
 import socket
 import time
 from abc import ABC, abstractmethod
-from contextlib import nullcontext
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -104,11 +104,9 @@ class NcclGroup(BroadcastGroup):
 
     def __init__(self, store: dist.TCPStore, member: Member, device: torch.device) -> None:
         super().__init__(store, member)
-        self._cuda = device.type == "cuda"
-        if self._cuda:
-            torch.cuda.set_device(device)  # of this thread
+        torch.cuda.set_device(device)  # of this thread
         self._buffer = torch.empty(member.bucket_bytes, dtype=torch.uint8, device=device)
-        self._stream = torch.cuda.Stream(device) if self._cuda else None
+        self._stream = torch.cuda.Stream(device)
         nccl = _library()
         if member.rank == 0:
             self._store.set("nccl", nccl.unique_id().hex())
@@ -119,33 +117,38 @@ class NcclGroup(BroadcastGroup):
         self._communicator = nccl.join(member.size, unique_id, member.rank, member.silence_s)
 
     def begin(self, bucket: torch.Tensor) -> Transfer:
-        held = self._buffer[: len(bucket)]
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-            if self._member.rank == 0:
-                held.copy_(bucket, non_blocking=True)
-            stream = self._stream.cuda_stream if self._stream is not None else None
-            self._communicator.broadcast(held.data_ptr(), len(held), stream)
-            moved = torch.cuda.Event() if self._stream is not None else None
-            if moved is not None:
-                moved.record(self._stream)
-        return _NcclTransfer(self, bucket, held, moved)
+        """See `BroadcastGroup.begin`. The transfer before it must have been waited for."""
+        if self._member.rank == 0:
+            with torch.cuda.stream(self._stream):
+                self._buffer[: len(bucket)].copy_(bucket, non_blocking=True)
+        self._communicator.broadcast(self._buffer.data_ptr(), len(bucket), self._stream.cuda_stream)
+        return _NcclTransfer(self, bucket)
+
+    def finish(self, bucket: torch.Tensor) -> None:
+        """See `Transfer.wait`."""
+        # NCCL posts its kernel from a thread of its own: an event that is recorded before comes ahead of the kernel.
+        self._wait_while(lambda: self._communicator.busy)
+        received = torch.cuda.Event()
+        received.record(self._stream)
+        self._wait_while(lambda: self._communicator.busy or not received.query())
+        if self._member.rank:
+            # The copy has no deadline, so it begins when the bytes are there.
+            with torch.cuda.stream(self._stream):
+                bucket.copy_(self._buffer[: len(bucket)])
 
     def close(self) -> None:
         self._communicator.abort()
 
-    def finish(self, bucket: torch.Tensor, held: torch.Tensor, moved: torch.cuda.Event | None) -> None:
-        """See `Transfer.wait`."""
-        until_idle(lambda: self._communicator.busy or not (moved is None or moved.query()), self._member.silence_s)
-        if self._member.rank:
-            bucket.copy_(held)
+    def _wait_while(self, busy: Callable[[], bool]) -> None:
+        until_idle(busy, self._member.silence_s)
 
 
 class _NcclTransfer:
-    def __init__(self, group: NcclGroup, *parts: Any) -> None:
-        self._group, self._parts = group, parts
+    def __init__(self, group: NcclGroup, bucket: torch.Tensor) -> None:
+        self._group, self._bucket = group, bucket
 
     def wait(self) -> None:
-        self._group.finish(*self._parts)
+        self._group.finish(self._bucket)
 
 
 def _library() -> Nccl:

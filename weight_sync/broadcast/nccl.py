@@ -51,7 +51,10 @@ class NcclCommunicator:
 
     @property
     def busy(self) -> bool:
-        """A call is still under way. Raises `NcclError` where it failed."""
+        """Whether a call is being set up. False once a broadcast is posted on its stream, before its bytes arrive.
+
+        Raises `NcclError` if a call failed or a member is gone.
+        """
         state = ctypes.c_int(_SUCCESS)
         _check(self._library, self._library.ncclCommGetAsyncError(self._handle, ctypes.byref(state)))
         if state.value not in (_SUCCESS, _IN_PROGRESS):
@@ -59,7 +62,10 @@ class NcclCommunicator:
         return state.value == _IN_PROGRESS
 
     def broadcast(self, address: int, nbytes: int, stream: int | None) -> None:
-        """From rank 0's memory at `address` to all others', on the CUDA stream. Returns before it is done."""
+        """Sends from rank 0's memory at `address` to all others', on the CUDA stream.
+
+        Returns before it is posted there: see `busy`.
+        """
         arguments = (address, address, nbytes, _UINT8, 0, self._handle, stream)
         code = self._library.ncclBroadcast(*arguments)
         if code != _IN_PROGRESS:

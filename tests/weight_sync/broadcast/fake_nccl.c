@@ -1,6 +1,7 @@
 /* The calls of nccl.h that a broadcast makes, with their signatures, between the memories of processes on one machine.
  *
- * Like NCCL with blocking = 0: what is under way goes on in a thread of its own, and ncclCommGetAsyncError says so.
+ * As NCCL with blocking = 0: ncclCommGetAsyncError reports success when a thread has posted the broadcast on the stream.
+ * The bytes arrive later. A stream counts what was posted on it and what is done; fake_cuda.py has the Python side.
  * A unique id is the path of rank 0's socket. PENSTOCK_FAKE_NCCL is the folder of those.
  */
 #include <errno.h>
@@ -15,6 +16,8 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+enum { POST_US = 1000, KERNEL_US = 3000 };
+
 typedef enum { ncclSuccess = 0, ncclInvalidArgument = 4, ncclRemoteError = 6, ncclInProgress = 7 } ncclResult_t;
 typedef struct { char internal[128]; } ncclUniqueId;
 typedef struct {
@@ -23,6 +26,7 @@ typedef struct {
   int blocking, cgaClusterSize, minCTAs, maxCTAs;
   const char *netName;
 } ncclConfig_t;
+typedef struct { atomic_int posted, done; } stream_t;
 typedef struct {
   int rank, size, listener, *peers;
   struct sockaddr_un at;
@@ -31,7 +35,12 @@ typedef struct {
   int has_thread;
   char *buffer;
   size_t count;
+  stream_t *stream;
 } comm_t;
+
+void *fakeStream(void) { return calloc(1, sizeof(stream_t)); }
+int fakeStreamPosted(stream_t *stream) { return stream->posted; }
+int fakeStreamDone(stream_t *stream) { return stream->done; }
 
 const char *ncclGetErrorString(ncclResult_t code) { return code == ncclRemoteError ? "remote process exited" : "other"; }
 ncclResult_t ncclGetVersion(int *version) { *version = 22703; return ncclSuccess; }
@@ -98,20 +107,32 @@ ncclResult_t ncclCommInitRankConfig(void **made, int size, ncclUniqueId id, int 
   return ncclInProgress;
 }
 
+/* Until they are done, the bytes of a receiver are elsewhere: whoever reads its buffer too early finds the ones before. */
 static void *move(void *given) {
   comm_t *comm = given;
+  char *arrived = comm->rank ? malloc(comm->count) : comm->buffer;
   int sound = 1;
+  usleep(POST_US);
+  comm->stream->posted++;
+  if (comm->state == ncclInProgress) comm->state = ncclSuccess;
+  usleep(KERNEL_US);
   for (int peer = 0; peer < comm->size && sound; peer++)
-    if (comm->rank == 0 ? peer > 0 : peer == 0) sound = whole(comm->peers[peer], comm->buffer, comm->count, !comm->rank);
-  comm->state = sound ? ncclSuccess : ncclRemoteError;
+    if (comm->rank == 0 ? peer > 0 : peer == 0) sound = whole(comm->peers[peer], arrived, comm->count, !comm->rank);
+  if (comm->rank) {
+    if (sound) memcpy(comm->buffer, arrived, comm->count);
+    free(arrived);
+  }
+  if (sound) comm->stream->done++;
+  else comm->state = ncclRemoteError;
   return NULL;
 }
 
 ncclResult_t ncclBroadcast(const void *from, void *to, size_t count, int type, int root, void *given, void *stream) {
   comm_t *comm = given;
-  if (from != to || type != 1 || root != 0 || stream) return ncclInvalidArgument;
+  if (from != to || type != 1 || root != 0 || !stream) return ncclInvalidArgument;
   comm->buffer = to;
   comm->count = count;
+  comm->stream = stream;
   start(comm, move);
   return ncclInProgress;
 }

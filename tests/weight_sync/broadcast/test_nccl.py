@@ -1,4 +1,6 @@
-"""Broadcasts over the wire between GPUs, between memories of hosts here: NCCL's calls are those of `fake_nccl.c`.
+"""Broadcasts over the wire between GPUs, between memories of hosts here.
+
+NCCL's calls are those of `fake_nccl.c`, CUDA's streams those of `fake_cuda.py`.
 
 What NCCL itself does with them needs GPUs; `scripts/gpu-check` runs that.
 """
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 from tests.broadcasting import BroadcastingTrainer, StagedServer, broadcasting
 from tests.until import until
+from tests.weight_sync.broadcast.fake_cuda import streams_of
 from tests.weight_sync.broadcast.test_broadcast import Killable, Members, same
 from tests.weight_sync.conftest import next_version, small_tensors
 from tests.weight_sync.processes import BUCKET_BYTES, big, receiving, state
@@ -50,7 +53,8 @@ def loaded(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any
     monkeypatch.setenv("PENSTOCK_FAKE_NCCL_LIBRARY", library)
     monkeypatch.setattr(Nccl, "path", library)
     Nccl.load.cache_clear()  # type: ignore[attr-defined]
-    yield
+    with streams_of(library):
+        yield
     Nccl.load.cache_clear()  # type: ignore[attr-defined]
 
 
@@ -144,7 +148,7 @@ def test_call_that_is_refused_is_an_error() -> None:
     with pytest.raises(NcclError, match="NCCL: other"):
         library.join(1, name, 0, 20.0)
     with pytest.raises(NcclError, match="NCCL: other"):
-        alone.broadcast(memory.data_ptr(), 8, 1)  # a stream, without a GPU
+        alone.broadcast(memory.data_ptr(), 8, None)  # no stream
     for _ in range(2):
         alone.abort()
 
@@ -154,7 +158,7 @@ async def test_member_whose_group_broke_says_why() -> None:
     name, memory = library.unique_id(), torch.zeros(8, dtype=torch.uint8)
     first, second = await asyncio.gather(*(asyncio.to_thread(library.join, 2, name, rank, 20.0) for rank in range(2)))
     first.abort()
-    second.broadcast(memory.data_ptr(), 8, None)
+    second.broadcast(memory.data_ptr(), 8, torch.cuda.Stream(memory.device).cuda_stream)
     with pytest.raises(NcclError, match="NCCL: remote process exited"):
         await until(lambda: not second.busy)
     second.abort()
