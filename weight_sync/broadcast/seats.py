@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.weight_sync.broadcast.offer import BUCKET_BYTES, GLOO, SILENCE_S, Member, Offer, StreamTensor
+from penstock.weight_sync.broadcast.offer import BUCKET_BYTES, GLOO, NCCL, SILENCE_S, Member, Offer, StreamTensor
 
 logger = logging.getLogger(__name__)
 PARK_S = 20.0
@@ -78,6 +78,7 @@ class Broadcaster:
         self._numbers = itertools.count(1)
         self._parked: list[_Parked] = []
         self._closed = threading.Event()
+        self._warned: set[str] = set()
 
     @property
     def parked(self) -> int:
@@ -99,6 +100,7 @@ class Broadcaster:
                 f"over {wires!r:.80}: members of one group must be of one build. Install the same release for both, or "
                 "set it to http"
             )
+        self._warn_of_gloo(wires, wire)
         if not 1 <= count <= MOST_WORKERS:
             raise ValueError(f"count is {count}, not 1 to {MOST_WORKERS}")
         parked = _Parked(count, wire, alive, asyncio.get_running_loop().create_future())
@@ -113,6 +115,18 @@ class Broadcaster:
         finally:
             if parked in self._parked:
                 self._parked.remove(parked)
+
+    def _warn_of_gloo(self, offered: str, wire: str) -> None:
+        """Logs once for each server's build that two versions of NCCL make a broadcast go through host memory."""
+        theirs = next((one for one in offered.split(",") if one.startswith(NCCL)), None)
+        ours = next((one for one in self._wires if one.startswith(NCCL)), None)
+        if wire == GLOO and ours and theirs and theirs not in self._warned:
+            self._warned.add(theirs)
+            logger.warning(
+                "rollout.weight_transport: weights go over gloo, which is slower: the trainer has %s, a server has %s. "
+                "Install the same torch for both (TORCH_VERSION=… scripts/install-torch)",
+                *(one.replace(NCCL, "NCCL ") for one in (ours, theirs)),
+            )
 
     def open(self, version: int, tensors: Sequence[StreamTensor]) -> Sending:
         """Give all that wait their places. Without any of them where the trainer cannot listen.

@@ -1,0 +1,25 @@
+"""Seats of a broadcast: which wire a group gets, and what is said of a slower one."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.weight_sync import Broadcaster
+
+
+async def test_two_versions_of_nccl_go_over_gloo_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    broadcaster = Broadcaster(wires=("nccl/2.29.7", "gloo/1"))
+    for _ in range(2):
+        assert await broadcaster.park(1, "nccl/2.30.7,gloo/1", wait_s=0.01) is None
+    (warning,) = caplog.messages
+    for part in ("gloo", "NCCL 2.29.7", "NCCL 2.30.7", "scripts/install-torch"):
+        assert part in warning
+
+
+@pytest.mark.parametrize("offered", ["nccl/2.29.7,gloo/1", "gloo/1"])
+async def test_same_nccl_or_a_server_without_a_gpu_is_no_reason_to_warn(
+    caplog: pytest.LogCaptureFixture, offered: str
+) -> None:
+    broadcaster = Broadcaster(wires=("nccl/2.29.7", "gloo/1"))
+    assert await broadcaster.park(1, offered, wait_s=0.01) is None
+    assert caplog.messages == []
