@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fastapi import APIRouter
-from starlette.types import ASGIApp
 from tests.rollout_server.precision import HEAD_DIM, rounded
 from tests.tiny_model import save_tiny_model
+from tests.virtual_clock import VirtualClock
 
 from penstock.rollout_server import (
     AnswerBuilder,
@@ -30,11 +29,10 @@ from penstock.rollout_server import (
     RolloutConfig,
     Sampling,
     ServerJob,
-    Sidecar,
     serve,
 )
 from penstock.rollout_server.protocol import extend_spans
-from penstock.testing import FakeEngine, fake_manifest, next_token
+from penstock.testing import FakeEngine, MemoryTransferQueue, fake_manifest, next_token
 from penstock.transfer_queue import (
     Announcement,
     AnnouncementMark,
@@ -201,91 +199,103 @@ def check_answer(ids: list[int], logprobs: list[float], spans: list[tuple[int, i
     assert not ids or spans[-1][2] == len(ids)
 
 
-class StubQueue:
-    """The few calls that servers and clients make, in memory. `down` makes all of them fail."""
+def _unless_down(name: str) -> Any:
+    async def call(queue: RunQueue, *arguments: Any) -> Any:
+        if queue.down:
+            raise QueueUnavailable("the queue is down")
+        return await getattr(MemoryTransferQueue, name)(queue, *arguments)
+
+    return call
+
+
+class RunQueue(MemoryTransferQueue):
+    """The queue in memory. A test sets what is announced, older versions too; entries of servers do not expire."""
 
     def __init__(self) -> None:
-        self.announced: Announcement | None = None
+        self.clock = VirtualClock()
+        super().__init__(clock=self.clock)
+        self._config = "a test's"
         self.registered: dict[str, ServerInfo] = {}
         self.heartbeats: list[ServerInfo] = []
-        self.reported: list[WeightUpdate] = []
         self.splits: dict[str, dict[str, int]] = {}
         """Of evaluations, as `Status.other_splits`."""
         self.down = False
+        """Calls raise `QueueUnavailable`."""
         self.manifests_read = 0
 
-    def _check(self) -> None:
-        if self.down:
-            raise QueueUnavailable("the stub is down")
+    report_update, take_turn = map(_unless_down, ("report_update", "take_turn"))
+    _status, _latest_version = map(_unless_down, ("status", "latest_version"))
 
     def announce(self, version: int, **manifest: str) -> None:
         self.announced = Announcement(version, fake_manifest(version, **manifest))
 
+    @property
+    def announced(self) -> Announcement | None:
+        return self._state.announcement
+
+    @announced.setter
+    def announced(self, announcement: Announcement | None) -> None:
+        self._state.announcement = announcement
+
+    @property
+    def reported(self) -> list[WeightUpdate]:
+        return list(self._updates)
+
     async def latest_version(self) -> Announcement | None:
-        self._check()
         self.manifests_read += 1
-        return self.announced
+        return await self._latest_version()
 
     async def latest_mark(self) -> AnnouncementMark | None:
-        self._check()
-        announced = self.announced
-        return announced and AnnouncementMark(announced.version, json.dumps(announced.manifest))
+        await self._status()
+        known = self.announced
+        return known and AnnouncementMark(known.version, repr(known.manifest))  # of malformed manifests too
 
     async def heartbeat(self, server: ServerInfo) -> None:
-        self._check()
+        await self._status()
         self.registered[server.server_id] = server
         self.heartbeats.append(server)
 
     async def deregister(self, server_id: str) -> None:
-        self._check()
+        await self._status()
         self.registered.pop(server_id, None)
 
     async def servers(self) -> list[ServerInfo]:
-        self._check()
+        await self._status()
         return list(self.registered.values())
 
     async def status(self) -> Status:
-        self._check()
-        return Status(0, 0, 0, {}, {}, 0, {}, {}, other_splits=self.splits)
-
-    async def report_update(self, update: WeightUpdate) -> None:
-        self._check()
-        self.reported.append(update)
+        return replace(await self._status(), other_splits=self.splits)
 
 
-class Mount:
-    """Further routes: none. Keeps the sidecar, whose processes the tests look at."""
+@pytest.fixture
+def queue() -> RunQueue:
+    return RunQueue()
 
-    def __init__(self) -> None:
-        self.router = APIRouter()
-        self.sidecar: Any = None
 
-    def __call__(self, sidecar: Sidecar, url: str) -> Mount:
-        self.sidecar = sidecar
-        return self
-
-    def allows(self, path: str, token: str) -> bool:
-        return False
-
-    def wrap(self, app: ASGIApp) -> ASGIApp:
-        return app
-
-    async def close(self) -> None:
-        self.sidecar = None
+@pytest.fixture
+async def client(queue: RunQueue) -> AsyncIterator[RolloutClient]:
+    made = RolloutClient(queue, TOKEN, timeout_s=200)
+    yield made
+    await made.close()
 
 
 @dataclass
 class RunningServer:
     """A rollout server in this process and every engine it has started."""
 
-    queue: StubQueue
+    queue: RunQueue
     task: asyncio.Task[None]
     engines: list[Engine]
     name: str
 
+    address: str = ""
+
     @property
     def url(self) -> str:
-        return self.queue.registered[self.name].url
+        """Known also once it has left the registry."""
+        if self.name in self.queue.registered:
+            self.address = self.queue.registered[self.name].url
+        return self.address
 
     @property
     def engine(self) -> Any:
@@ -298,6 +308,21 @@ class RunningServer:
                     self.task.result()
                 await asyncio.sleep(0.01)
 
+    async def post(self, body: Any, path: str = "/generate", headers: Mapping[str, str] = HEADERS) -> httpx.Response:
+        async with httpx.AsyncClient(base_url=self.url, timeout=60) as http:
+            return await http.post(path, json=body, headers=headers)
+
+    async def get(self, path: str) -> httpx.Response:
+        async with httpx.AsyncClient(base_url=self.url, timeout=60) as http:
+            return await http.get(path, headers=HEADERS)
+
+    async def status(self, path: str, condition: Callable[[dict[str, Any]], bool] = lambda _: True) -> dict[str, Any]:
+        """JSON of a GET, asked for until it fulfils the condition."""
+        async with asyncio.timeout(60):
+            while not condition(found := (await self.get(path)).json()):
+                await asyncio.sleep(0.02)
+        return dict(found)
+
     async def up(self, timeout_s: float = 60.0) -> None:
         registered = self.queue.registered
         await self.until(lambda: self.name in registered and registered[self.name].accepting, timeout_s)
@@ -305,7 +330,7 @@ class RunningServer:
 
 @asynccontextmanager
 async def rollout_server(
-    queue: StubQueue,
+    queue: RunQueue,
     folder: Path,
     *,
     name: str = "s0",
@@ -323,7 +348,7 @@ async def rollout_server(
         engines.append(make(config, model, log_dir, seed))
         return engines[-1]
 
-    run = RunContext(queue, model, TOKEN)  # type: ignore[arg-type]
+    run = RunContext(queue, model, TOKEN)
     server_job = ServerJob(name, run, log_dir=folder, **{"config": small_config(), "drain_s": 5.0, **job})
     running = RunningServer(queue, asyncio.create_task(serve(server_job, remember)), engines, name)
     try:
@@ -333,6 +358,23 @@ async def rollout_server(
     finally:
         running.task.cancel()
         await asyncio.gather(running.task, return_exceptions=True)
+
+
+def answer_of(response: httpx.Response) -> tuple[list[int], list[Any], str]:
+    """(ids, spans, finish reason) of NDJSON; every line but an error is checked."""
+    ids: list[int] = []
+    spans: list[Any] = []
+    last: dict[str, Any] = {}
+    for last in (json.loads(line) for line in response.text.splitlines() if line):
+        if "error" not in last:
+            check_answer(last["token_ids"], last["logprobs"], last["version_spans"])
+            ids, spans = ids + last["token_ids"], spans + last["version_spans"]
+    return ids, spans, last["error"]["field"] if "error" in last else last["finish_reason"]
+
+
+def body(count: int = 5, **changes: Any) -> dict[str, Any]:
+    """Of POST /generate."""
+    return {"token_ids": [1], "sampling": {"max_new_tokens": count}, **changes}
 
 
 def fake_answer(context: list[int], count: int, version: int = 0) -> list[int]:

@@ -8,36 +8,17 @@ from functools import partial
 from pathlib import Path
 
 from penstock.rollout_server import RolloutConfig, ServerJob, serve
-from penstock.testing import FakeEngine
-from penstock.transfer_queue import Announcement, AnnouncementMark, RunContext, ServerInfo, WeightUpdate
+from penstock.testing import FakeEngine, MemoryTransferQueue
+from penstock.transfer_queue import RunContext, ServerInfo
 
 
-class PrintingQueue:
-    """Knows no weights; prints the URL of the first heartbeat that takes requests."""
-
-    printed = False
-
-    async def latest_version(self) -> Announcement | None:
-        return None
-
-    async def latest_mark(self) -> AnnouncementMark | None:
-        return None
-
+class PrintingQueue(MemoryTransferQueue):
     async def heartbeat(self, server: ServerInfo) -> None:
-        if server.accepting and not self.printed:
+        if server.accepting and not await self.servers():
             print(server.url, flush=True)
-            self.printed = True
-
-    async def deregister(self, server_id: str) -> None:
-        return
-
-    async def servers(self) -> list[ServerInfo]:
-        return []
-
-    async def report_update(self, update: WeightUpdate) -> None:
-        return
+            await super().heartbeat(server)
 
 
-run = RunContext(PrintingQueue(), "fake", sys.argv[1])  # type: ignore[arg-type]
+run = RunContext(PrintingQueue(registry_ttl_s=1e9), "fake", sys.argv[1])
 job = ServerJob("killed", run, RolloutConfig(), Path(sys.argv[2]))
 asyncio.run(serve(job, partial(FakeEngine, token_s=0.02)))

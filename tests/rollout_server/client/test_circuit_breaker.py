@@ -40,17 +40,6 @@ def test_a_server_that_is_gone_rests_ever_longer_and_a_whole_answer_forgets_it()
     assert breaker.allows(now + REST_S)
 
 
-def test_half_open_lets_one_trial_through() -> None:
-    breaker = CircuitBreaker()
-    lose(breaker, 0.0)
-    trial = object()
-    assert breaker.allows(1.0)
-    breaker.begin(trial)
-    assert not breaker.allows(1.0)
-    breaker.first_tokens(trial)
-    assert breaker.allows(1.0)
-
-
 def test_a_trial_that_fails_opens_it_again_for_longer() -> None:
     breaker = CircuitBreaker()
     lose(breaker, 0.0)

@@ -10,7 +10,7 @@ from tests.rollout_server.conformance.subject import engine_config, prompt
 from tests.rollout_server.conftest import (
     TOKEN,
     Reference,
-    StubQueue,
+    RunQueue,
     ask,
     begun,
     check_answer,
@@ -30,7 +30,7 @@ LENGTH = 1200
 async def test_the_client_goes_on_with_what_an_aborted_answer_has(
     tiny_model: str, tmp_path: Path, reference: Reference
 ) -> None:
-    queue, config = StubQueue(), engine_config("hf", pause="abort", max_model_len=2048, kv_cache_tokens=16384)
+    queue, config = RunQueue(), engine_config("hf", pause="abort", max_model_len=2048, kv_cache_tokens=16384)
     job = {"config": config, "model": tiny_model, "new_engine": HFEngine}
     client = RolloutClient(queue, TOKEN, timeout_s=200)
     manifest = reference.publish(1, reference.other(1)).as_dict()

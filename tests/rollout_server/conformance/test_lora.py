@@ -19,7 +19,7 @@ from tests.rollout_server.conftest import (
     TOKEN,
     Reference,
     RunningServer,
-    StubQueue,
+    RunQueue,
     all_sampling,
     rollout_server,
     small_config,
@@ -97,7 +97,7 @@ class Borrowed:
 async def setting(subject: Subject, reference: Reference, tmp_path: Path) -> AsyncIterator[Setting]:
     version = await subject.hold_first(reference)
     publisher = WeightPublisher(tmp_path / "published", "shm", keep=4, model=Path(subject.model))
-    queue = StubQueue()
+    queue = RunQueue()
     job = {"config": subject.engine.config, "model": subject.model}
     async with rollout_server(queue, tmp_path, new_engine=lambda *_: Borrowed(subject, version), **job) as server:
         client = RolloutClient(queue, TOKEN, timeout_s=60)
@@ -218,7 +218,7 @@ async def test_over_http_the_adapter_alone_travels_and_nothing_is_left(tiny_mode
     files = FileServer(tmp_path / "published", TOKEN)
     await files.start()
     publisher = WeightPublisher(tmp_path / "published", "http", base_url=files.url, model=Path(tiny_model))
-    queue, policy = StubQueue(), PeftPolicy(tiny_model)
+    queue, policy = RunQueue(), PeftPolicy(tiny_model)
     job = {"config": small_config(), "model": tiny_model, "new_engine": make_engine}
     async with rollout_server(queue, tmp_path, **job) as server:
         client = RolloutClient(queue, TOKEN, timeout_s=60)

@@ -16,9 +16,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from tests.rollout_server.conftest import ask, join_chunks, small_config, whole
-from tests.rollout_server.engines.http.event_server import serving
-from tests.rollout_server.engines.sglang.test_stream import event as sglang_event
-from tests.rollout_server.engines.vllm.test_stream import event as vllm_event
+from tests.rollout_server.engines.http.event_server import serving, sglang_event, vllm_event
 
 from penstock.rollout_server import Chunk, EngineError, EngineInfo
 from penstock.rollout_server.engines.http.event_client import EventClient
@@ -145,7 +143,7 @@ class VLLM(StandIn):
         return said
 
     def event(self, ids: list[int], reason: str | None, count: int) -> dict[str, Any]:
-        return vllm_event(ids, reason, [(self.version, 0, count)] if reason else None)
+        return vllm_event(ids, reason, [(int(self.version), 0, count)] if reason else None)
 
 
 class SGLang(StandIn):
@@ -169,8 +167,8 @@ class SGLang(StandIn):
         return {"weight_version": self.version, "ranks": []}
 
     def event(self, ids: list[int], reason: str | None, count: int) -> dict[str, Any]:
-        versions = {"weight_versions": [{"version": self.version, "start": 0, "end": count}]} if reason else {}
-        return sglang_event(ids, self.version, reason and {"type": reason}, **versions)
+        version = int(self.version)
+        return sglang_event(ids, reason, [(version, 0, count)] if reason else None, version)
 
 
 def vllm_on(server: VLLM, folder: Path) -> Any:

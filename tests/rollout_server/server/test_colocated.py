@@ -10,31 +10,20 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from tests.rollout_server.conftest import TOKEN, RunningServer, StubQueue, ask, begun, fake_answer, rollout_server
+from tests.rollout_server.conftest import RunningServer, RunQueue, ask, begun, fake_answer, rollout_server
+from tests.until import until
 
 from penstock.rollout_server import RolloutClient
 from penstock.testing import FakeEngine
-from penstock.transfer_queue import DeviceTurn, OverBudget, TurnCall, TurnHolder, Turns, TurnSettings, TurnTable
+from penstock.transfer_queue import DeviceTurn, OverBudget, TurnCall, TurnSettings
 
 BUDGET = 250
 CONTEXT = [5, 6, 7]
 PATIENCE_S = 60
 
 
-class TurnStub(StubQueue):
-    """With turns, by a clock that a test may move."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-        self.table = TurnTable(lambda: self.now)
-
-    async def take_turn(self, call: TurnCall) -> Turns:
-        self._check()
-        return self.table.take(call)
-
-    def holding(self) -> list[TurnHolder]:
-        return [one for one in self.table.look().holders if one.holds]
+def holding(queue: RunQueue) -> list[str]:
+    return [one.side for one in queue._turns.look().holders if one.holds]
 
 
 def settings(level: int = 1) -> TurnSettings:
@@ -42,26 +31,23 @@ def settings(level: int = 1) -> TurnSettings:
 
 
 @asynccontextmanager
-async def trainer_of(queue: TurnStub) -> AsyncIterator[DeviceTurn]:
+async def trainer_of(queue: RunQueue) -> AsyncIterator[DeviceTurn]:
     turn = DeviceTurn(queue, "trainer", "the trainer", settings())
     async with turn.kept():
         yield turn
 
 
-async def awake(server: RunningServer, queue: TurnStub) -> None:
+async def awake(server: RunningServer, queue: RunQueue) -> None:
     await server.until(lambda: queue.registered["s0"].accepting)
 
 
-async def test_it_starts_and_serves_in_turns(tmp_path: Path) -> None:
-    queue = TurnStub()
+async def test_it_starts_and_serves_in_turns(queue: RunQueue, tmp_path: Path) -> None:
     async with trainer_of(queue) as trainer, rollout_server(queue, tmp_path, turn=settings(), up=False) as server:
         await trainer.take(200)  # before the server asked, or after its first turn
-        async with asyncio.timeout(PATIENCE_S):
-            while queue.holding()[0].side != "trainer":
-                await asyncio.sleep(0.02)
+        await until(lambda: holding(queue) == ["trainer"])
         await trainer.give_back(40)
         await server.up()
-        assert [(one.side, one.bytes) for one in queue.table.look().holders] == [("engine", 100), ("trainer", 40)]
+        assert [(one.side, one.bytes) for one in queue._turns.look().holders] == [("engine", 100), ("trainer", 40)]
         for _ in range(2):
             await trainer.take(200)
             assert queue.registered["s0"].asleep
@@ -69,25 +55,28 @@ async def test_it_starts_and_serves_in_turns(tmp_path: Path) -> None:
             await trainer.give_back()
             await awake(server, queue)
         assert server.engine.sleeps[0] == 1
-        assert all(report.total_bytes <= BUDGET and report.used <= report.bytes for report in queue.table.reports)
+        assert all(report.total_bytes <= BUDGET and report.used <= report.bytes for report in queue._turns.reports)
         assert len(server.engines) == 1
-    assert queue.holding() == []
+    assert holding(queue) == []
 
 
-async def test_answers_in_flight_continue_after_the_turn(tmp_path: Path) -> None:
-    """From their last token, under the weights that the trainer has published meanwhile."""
-    queue = TurnStub()
+async def test_answers_in_flight_continue_after_the_turn(
+    client: RolloutClient, queue: RunQueue, tmp_path: Path
+) -> None:
+    """From their last token, under the weights that the trainer has published meanwhile. Its turn is no time of theirs:
+    neither of these, nor of one that begins in it."""
     async with trainer_of(queue) as trainer, rollout_server(queue, tmp_path, turn=settings(), token_s=0.02) as server:
-        client = RolloutClient(queue, TOKEN, timeout_s=PATIENCE_S)
-        try:
-            (answer,) = await begun(client, [ask(CONTEXT, 100)])
-            await trainer.take(200)
-            assert server.engine.running == 0
-            queue.announce(1)
-            await trainer.give_back()
-            found = await answer
-        finally:
-            await client.close()
+        (answer,) = await begun(client, [ask(CONTEXT, 100)])
+        await trainer.take(200)
+        assert server.engine.running == 0
+        client.timeout_s = 2.0
+        other = asyncio.create_task(client.generate(ask(CONTEXT, 5)))
+        await asyncio.sleep(4.0)
+        assert not other.done()
+        queue.announce(1)
+        await trainer.give_back()
+        found = await answer
+        assert (await other).token_ids == fake_answer(CONTEXT, 5, version=1)
     (_, _, cut), *_ = found.version_spans
     assert [version for version, _, _ in found.version_spans] == [0, 1]
     assert found.resumed == 1
@@ -95,37 +84,19 @@ async def test_answers_in_flight_continue_after_the_turn(tmp_path: Path) -> None
     assert found.token_ids == first + fake_answer(CONTEXT + first, 100 - cut, version=1)
 
 
-async def test_the_trainers_turn_is_no_time_of_an_answer(tmp_path: Path) -> None:
-    queue = TurnStub()
-    async with trainer_of(queue) as trainer, rollout_server(queue, tmp_path, turn=settings()) as server:
-        client = RolloutClient(queue, TOKEN, timeout_s=2.0)
-        try:
-            await trainer.take(200)
-            answer = asyncio.create_task(client.generate(ask(CONTEXT, 5)))
-            await asyncio.sleep(4.0)
-            assert not answer.done()
-            await trainer.give_back()
-            assert (await answer).token_ids == fake_answer(CONTEXT, 5)
-        finally:
-            await client.close()
-    assert server.task.done()
-
-
-async def test_an_engine_that_dies_asleep_is_replaced_in_the_next_turn(tmp_path: Path) -> None:
-    queue = TurnStub()
+async def test_an_engine_that_dies_asleep_is_replaced_in_the_next_turn(queue: RunQueue, tmp_path: Path) -> None:
     async with trainer_of(queue) as trainer, rollout_server(queue, tmp_path, turn=settings()) as server:
         await trainer.take(200)
         server.engine.crash()
         await server.until(lambda: len(server.engines) == 2)
         assert server.engine.asked == 0
-        assert [one.side for one in queue.holding()] == ["trainer"]
+        assert holding(queue) == ["trainer"]
         await trainer.give_back()
         await server.until(lambda: queue.registered["s0"].accepting)
-        assert [one.side for one in queue.holding()] == ["engine"]
+        assert holding(queue) == ["engine"]
 
 
-async def test_an_engine_that_cannot_sleep_is_ended_for_the_trainer(tmp_path: Path) -> None:
-    queue = TurnStub()
+async def test_an_engine_that_cannot_sleep_is_ended_for_the_trainer(queue: RunQueue, tmp_path: Path) -> None:
     async with trainer_of(queue) as trainer, rollout_server(queue, tmp_path, turn=settings()) as server:
         server.engine.crash()  # between two looks at its health
         async with asyncio.timeout(PATIENCE_S):
@@ -134,19 +105,17 @@ async def test_an_engine_that_cannot_sleep_is_ended_for_the_trainer(tmp_path: Pa
         await server.until(lambda: len(server.engines) == 2 and queue.registered["s0"].accepting)
 
 
-async def test_a_trainer_that_is_killed_gives_its_turn_back(tmp_path: Path) -> None:
-    queue = TurnStub()
+async def test_a_trainer_that_is_killed_gives_its_turn_back(queue: RunQueue, tmp_path: Path) -> None:
     async with rollout_server(queue, tmp_path, turn=settings()) as server:
         killed = TurnCall("trainer", "killed", 1, holds=True, ttl_s=15.0, bytes=200)
-        await server.until(lambda: bool(queue.table.take(killed)) and not queue.registered["s0"].accepting)
-        await server.until(lambda: bool(queue.table.take(replace(killed, number=2)).fence))
-        queue.now += 20.0
+        await server.until(lambda: bool(queue._turns.take(killed)) and not queue.registered["s0"].accepting)
+        await server.until(lambda: bool(queue._turns.take(replace(killed, number=2)).fence))
+        queue.clock.now += 20.0
         await awake(server, queue)
 
 
-async def test_dropped_weights_are_loaded_again_before_anything_is_sampled(tmp_path: Path) -> None:
+async def test_dropped_weights_are_loaded_again_before_anything_is_sampled(queue: RunQueue, tmp_path: Path) -> None:
     """Under level 2 also where no newer version came; the model itself, which is announced nowhere, is not dropped."""
-    queue = TurnStub()
     async with trainer_of(queue) as trainer, rollout_server(queue, tmp_path, turn=settings(2)) as server:
         for announced in (None, 1, None):
             await trainer.take(200)
@@ -158,16 +127,14 @@ async def test_dropped_weights_are_loaded_again_before_anything_is_sampled(tmp_p
         assert server.engine.loaded == [1, 1]
 
 
-async def test_an_engine_over_the_budget_ends_the_server(tmp_path: Path) -> None:
-    queue = TurnStub()
+async def test_an_engine_over_the_budget_ends_the_server(queue: RunQueue, tmp_path: Path) -> None:
     small = TurnSettings(budget=99, ttl_s=0.5)
     async with rollout_server(queue, tmp_path, turn=small, up=False) as server:
         with pytest.raises(OverBudget, match="99"):
             await asyncio.wait_for(server.task, PATIENCE_S)
 
 
-async def test_a_queue_that_is_away_changes_nothing(tmp_path: Path) -> None:
-    queue = TurnStub()
+async def test_a_queue_that_is_away_changes_nothing(queue: RunQueue, tmp_path: Path) -> None:
     slow = partial(FakeEngine, token_s=0.01)
     async with (
         trainer_of(queue) as trainer,

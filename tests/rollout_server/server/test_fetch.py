@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.broadcasting import broadcasting
-from tests.rollout_server.conftest import TOKEN, RunningServer, StubQueue, rollout_server, small_config
+from tests.rollout_server.conftest import TOKEN, RunningServer, RunQueue, rollout_server, small_config
 
 from penstock.rollout_server import Sidecar
 from penstock.testing import FakeEngine
@@ -72,7 +72,7 @@ async def metrics(server: RunningServer) -> str:
 
 
 async def test_versions_are_pulled_and_the_files_go_with_the_server(tmp_path: Path) -> None:
-    queue, files = StubQueue(), FileServer(tmp_path / "published", TOKEN)
+    queue, files = RunQueue(), FileServer(tmp_path / "published", TOKEN)
     await files.start()
     publisher = WeightPublisher(files._directory, "http", full_every=3, base_url=files.url)
     weights = torch.arange(1000.0)
@@ -94,7 +94,7 @@ async def test_a_server_that_missed_links_of_a_chain_takes_what_it_needs(
 ) -> None:
     """The announcements that it did not see, a link that is gone, and the full version that mends it."""
     monkeypatch.setattr("penstock.weight_sync.files.reader.SHARED_MEMORY", tmp_path)
-    queue, publisher = StubQueue(), WeightPublisher(tmp_path / "published", "shm", keep=1, full_every=6)
+    queue, publisher = RunQueue(), WeightPublisher(tmp_path / "published", "shm", keep=1, full_every=6)
     weights = torch.arange(1000.0)
     async with rollout_server(queue, tmp_path, new_engine=ReadingEngine) as server:
         for version in range(1, 9):
@@ -129,7 +129,7 @@ async def test_a_server_that_missed_links_of_a_chain_takes_what_it_needs(
 
 async def test_a_draining_server_waits_for_no_broadcast() -> None:
     """Its end would cost all other members theirs."""
-    sidecar = Sidecar("s0", "http://s0", lambda: FakeEngine(small_config(), "", None, 0), StubQueue(), slots=1)
+    sidecar = Sidecar("s0", "http://s0", lambda: FakeEngine(small_config(), "", None, 0), RunQueue(), slots=1)
     sidecar.weights.newest = Announcement(1, {"round": "http://trainer/broadcasts/1"})
     assert sidecar._meeting() == "http://trainer/broadcasts/1"
     await sidecar.drain(0.0)
@@ -137,7 +137,7 @@ async def test_a_draining_server_waits_for_no_broadcast() -> None:
 
 
 async def test_servers_receive_broadcasts_and_hand_on_what_came_as_a_file(tmp_path: Path) -> None:
-    queue = StubQueue()
+    queue = RunQueue()
     config = small_config(engine="hf", weight_transport="broadcast")
     async with broadcasting(tmp_path / "published", token=TOKEN, full_every=2) as trainer:
         # The first announcement says where servers wait; its version is a file.
@@ -162,7 +162,7 @@ async def test_servers_receive_broadcasts_and_hand_on_what_came_as_a_file(tmp_pa
 
 
 async def test_engine_that_lost_what_it_received_takes_the_file(tmp_path: Path) -> None:
-    queue = StubQueue()
+    queue = RunQueue()
     config = small_config(engine="hf", weight_transport="broadcast")
     async with broadcasting(tmp_path / "published", token=TOKEN, full_every=5) as trainer:
         queue.announced = Announcement(1, (await trainer.publish(1, {"w": torch.zeros(9)}, members=0)).as_dict())
@@ -179,7 +179,7 @@ async def test_engine_that_lost_what_it_received_takes_the_file(tmp_path: Path) 
 
 
 async def test_a_trainer_that_is_away_is_waited_for_and_old_weights_serve(tmp_path: Path) -> None:
-    queue, files = StubQueue(), FileServer(tmp_path / "published", TOKEN)
+    queue, files = RunQueue(), FileServer(tmp_path / "published", TOKEN)
     await files.start()
     publisher = WeightPublisher(files._directory, "http", base_url=files.url)
     await files.stop()
@@ -199,7 +199,7 @@ async def test_a_trainer_that_is_away_is_waited_for_and_old_weights_serve(tmp_pa
 async def test_a_file_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
     """A run was killed with its weights: a server that is back before the trainer finds them announced, and later the
     trainer writes the same file again, under the same announcement."""
-    queue, weights = StubQueue(), {"w": torch.arange(10.0)}
+    queue, weights = RunQueue(), {"w": torch.arange(10.0)}
     manifest = WeightPublisher(tmp_path / "published", "shm").write(1, weights.items())
     file = Path(manifest.files[-1].place)
     kept = file.rename(tmp_path / "kept")

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 from tests.broadcasting import BroadcastingTrainer, HeldTrainer, broadcasting, receive_in_place
-from tests.rollout_server.conftest import TOKEN, RunningServer, StubQueue, ask, rollout_server, small_config, whole
+from tests.rollout_server.conftest import (
+    TOKEN,
+    RunningServer,
+    RunQueue,
+    ask,
+    rollout_server,
+    small_config,
+    whole,
+)
 
 from penstock.rollout_server import Sidecar
 from penstock.testing import FakeEngine
@@ -81,7 +89,7 @@ def holds(server: RunningServer, version: int) -> bool:
 
 
 class Setting:
-    def __init__(self, queue: StubQueue, trainer: BroadcastingTrainer, server: RunningServer) -> None:
+    def __init__(self, queue: RunQueue, trainer: BroadcastingTrainer, server: RunningServer) -> None:
         self.queue, self.trainer, self.server = queue, trainer, server
 
     async def announce(self, version: int, members: int) -> None:
@@ -104,7 +112,7 @@ class Setting:
 @pytest.fixture
 async def setting(tmp_path: Path) -> AsyncIterator[Setting]:
     """A server that has version 1, as a file, and waits for the broadcast of the next one."""
-    queue = StubQueue()
+    queue = RunQueue()
     async with broadcasting(tmp_path / "published", token=TOKEN, full_every=1) as trainer:
         first = await trainer.publish(1, weights(1), members=0)
         queue.announced = Announcement(1, first.as_dict())
@@ -179,7 +187,7 @@ async def test_version_that_is_not_announced_is_loaded_over(setting: Setting, mo
 
 async def test_evaluation_servers_take_files_where_others_receive_in_place(tmp_path: Path) -> None:
     """An evaluation is of one version: nothing may be received over it."""
-    queue = StubQueue()
+    queue = RunQueue()
     async with broadcasting(tmp_path / "published", token=TOKEN, full_every=1) as trainer:
         queue.announced = Announcement(1, (await trainer.publish(1, weights(1), members=0)).as_dict())
         async with rollout_server(queue, tmp_path, new_engine=InPlaceFake, config=CONFIG, evaluates=True) as server:
@@ -193,7 +201,7 @@ async def test_evaluation_servers_take_files_where_others_receive_in_place(tmp_p
 def test_a_server_that_is_not_open_is_no_member_in_place() -> None:
     """It loads a file, and could not pause for a broadcast at once."""
     member = BroadcastMember(TOKEN, in_place=True)
-    sidecar = Sidecar("s0", "http://s0", lambda: FakeEngine(CONFIG, "", Path(), 0), StubQueue(), slots=1, member=member)
+    sidecar = Sidecar("s0", "http://s0", lambda: FakeEngine(CONFIG, "", Path(), 0), RunQueue(), slots=1, member=member)
     sidecar.weights.newest = Announcement(1, {"round": "http://trainer/broadcasts/1"})
     assert sidecar._meeting() == ""
     sidecar.open = True

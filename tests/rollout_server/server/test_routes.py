@@ -13,8 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.rollout_server.conftest import HEADERS, TOKEN, RunningServer, StubQueue, rollout_server
+from tests.rollout_server.conftest import HEADERS, TOKEN, RunningServer, RunQueue, rollout_server
 from tests.rollout_server.scripted import Script
+from tests.until import until
 
 from penstock.rollout_server import BadRequest, Chunk, EngineError
 from penstock.rollout_server.server.answers import GenerateResponse
@@ -80,17 +81,26 @@ async def test_silence_is_filled_with_empty_lines(monkeypatch: pytest.MonkeyPatc
 async def test_a_client_that_goes_closes_the_answer() -> None:
     exchange = Exchange(ONE, 3600.0)
     running = asyncio.create_task(exchange.run())
-    while len(exchange.sent) < 2:
-        await asyncio.sleep(0.01)
+    await until(lambda: len(exchange.sent) == 2)
     assert not exchange.closed
     exchange.gone.set()
     async with asyncio.timeout(60):
         await running
 
 
+async def test_cancelled_response_closes_the_answer_and_is_cancelled() -> None:
+    exchange = Exchange(ONE, 3600.0)
+    running = asyncio.create_task(exchange.run())
+    await until(lambda: len(exchange.sent) == 2)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert exchange.closed
+
+
 @pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[RunningServer]:
-    async with rollout_server(StubQueue(), tmp_path) as running:
+async def server(queue: RunQueue, tmp_path: Path) -> AsyncIterator[RunningServer]:
+    async with rollout_server(queue, tmp_path) as running:
         yield running
 
 
@@ -131,10 +141,10 @@ async def test_every_route_refuses_a_missing_and_a_wrong_token(server: RunningSe
     assert not server.task.done()
 
 
-async def test_the_token_for_metrics_opens_them_alone(tmp_path: Path) -> None:
+async def test_token_for_metrics_opens_them_alone(queue: RunQueue, tmp_path: Path) -> None:
     headers = {"Authorization": "Bearer for metrics"}
     async with (
-        rollout_server(StubQueue(), tmp_path, metrics_token="for metrics") as running,
+        rollout_server(queue, tmp_path, metrics_token="for metrics") as running,
         httpx.AsyncClient(timeout=60, headers=headers) as http,
     ):
         found = await http.get(f"{running.url}/metrics")
@@ -143,44 +153,60 @@ async def test_the_token_for_metrics_opens_them_alone(tmp_path: Path) -> None:
             assert (await http.request(method, running.url + path, json={})).status_code == 401, path
 
 
-async def test_an_unsound_request_is_explained_by_the_schema(server: RunningServer) -> None:
-    sound = {"token_ids": [1], "sampling": {"max_new_tokens": 1}}
-    json_type = {"Content-Type": "application/json"}
-    long = json.dumps({**sound, "request_id": "x" * (MAX_BODY_BYTES + 1)})
-    cases: list[tuple[dict[str, str], str, int, str]] = [
-        (json_type, json.dumps(sound), 200, ""),
-        ({"Content-Type": "application/json; charset=utf-8"}, json.dumps(sound), 200, ""),
-        (json_type, json.dumps({**sound, "token_ids": [1.5]}), 422, "token_ids.0"),
-        (json_type, json.dumps({**sound, "token_ids": [True]}), 422, "token_ids.0"),
-        (json_type, json.dumps({**sound, "unknown": 1}), 422, "unknown"),
-        (json_type, '{"token_ids": [1], "deadline_s": NaN}', 422, "deadline_s"),
-        (json_type, json.dumps({**sound, "token_ids": [1 << 20]}), 422, "token_ids.0"),
-        (json_type, json.dumps({**sound, "min_version": 99}), 409, "min_version"),
-        (json_type, '{"token_ids": [1]', 422, ""),
-        ({"Content-Type": "text/plain"}, json.dumps(sound), 422, ""),
-        (json_type, long, 413, ""),
-    ]
-    async with httpx.AsyncClient(timeout=60, headers=HEADERS) as http:
-        for headers, body, status, field in cases:
-            response = await http.post(f"{server.url}/generate", headers=headers, content=body)
-            assert response.status_code == status, body[:80]
+def sampling(**changes: Any) -> bytes:
+    return json.dumps({"token_ids": [1], "sampling": {"max_new_tokens": 1, **changes}}).encode()
+
+
+JSON, SOUND = "application/json", sampling()
+BODIES: list[tuple[bytes | dict[str, Any] | list[Any], int, str]] = [
+    (SOUND, 200, ""),
+    ({}, 422, "token_ids"),
+    ([], 422, ""),
+    *(({"token_ids": ids}, 422, field) for ids, field in [([], "token_ids"), ([1] * 600, "token_ids")]),
+    *(({"token_ids": [one]}, 422, "token_ids.0") for one in (-1, "a", "1", 10**30, 1 << 20, 1.5, True)),
+    ({"token_ids": [1, 512]}, 422, "token_ids.1"),
+    ({"token_ids": [1], "prompt": "x"}, 422, "prompt"),
+    ({"token_ids": [1], "deadline_s": 0}, 422, "deadline_s"),
+    (b'{"token_ids": [1], "deadline_s": NaN}', 422, "deadline_s"),
+    (sampling(max_tokens=4), 422, "sampling.max_tokens"),
+    (sampling(temperature=-1), 422, "sampling.temperature"),
+    (sampling(temperature=float("nan")), 422, "sampling.temperature"),
+    (b'{"token_ids": [1], "sampling": {"temperature": 1e999}}', 422, "sampling.temperature"),
+    (sampling(seed=10**30), 422, "sampling.seed"),
+    (sampling(max_new_tokens=10**30), 422, "sampling.max_new_tokens"),
+    (sampling(top_p=0.9), 422, "sampling.top_p"),
+    (sampling(top_k=5), 422, "sampling.top_k"),
+    ({"token_ids": [1], "min_version": 99}, 409, "min_version"),
+    (b'{"token_ids": [1]', 422, ""),
+    (b"{", 422, ""),
+    (b"", 422, ""),
+    (b"[" * 200_000, 422, ""),
+    (b"\xff\xfe", 422, ""),
+    (b'{"token_ids": [' + b"9" * 5000 + b"]}", 422, ""),
+    (b'{"token_ids": [1], "request_id": "' + b"x" * MAX_BODY_BYTES + b'"}', 413, ""),
+]
+TYPES = [(f"{JSON}; charset=utf-8", 200), ("text/plain", 422), ("application/x-www-form-urlencoded", 422)]
+
+
+async def test_unsound_request_is_refused_by_field(server: RunningServer) -> None:
+    cases = [(JSON, *case) for case in BODIES] + [(kind, SOUND, status, "") for kind, status in TYPES]
+    async with httpx.AsyncClient(base_url=server.url, timeout=60, headers=HEADERS) as http:
+        for kind, body, status, field in cases:
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            response = await http.post("/generate", headers={"Content-Type": kind}, content=content)
+            assert response.status_code == status, content[:80]
             if status != 200:
-                assert response.json()["error"]["field"] == field, body[:80]
+                assert response.json()["error"]["field"] == field, content[:80]
+                assert response.json()["error"]["message"]
 
         async def endless() -> AsyncIterator[bytes]:
             for _ in range(MAX_BODY_BYTES // (1 << 20) + 2):
                 yield b" " * (1 << 20)
 
-        response = await http.post(f"{server.url}/generate", headers=json_type, content=endless())
+        response = await http.post("/generate", headers={"Content-Type": JSON}, content=endless())
         assert response.status_code == 413
-
-
-async def test_a_cancelled_response_closes_the_answer_and_is_cancelled() -> None:
-    exchange = Exchange(ONE, 3600.0)
-    running = asyncio.create_task(exchange.run())
-    while len(exchange.sent) < 2:
-        await asyncio.sleep(0.01)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert exchange.closed
+        for wrong in ({"action": "push"}, {}, {"action": "pull", "version": 2}):
+            assert (await http.post("/weights", json=wrong)).status_code == 422
+        for method, path, status in (("GET", "/nothing", 404), ("GET", "/generate", 405), ("DELETE", "/weights", 405)):
+            response = await http.request(method, path)
+            assert (response.status_code, f"{method} {path}" in response.json()["error"]["message"]) == (status, True)

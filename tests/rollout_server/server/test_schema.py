@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
-import httpx
 import pytest
 import uvicorn
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
-from tests.rollout_server.conftest import HEADERS, TOKEN, StubQueue, small_config
+from tests.rollout_server.conftest import HEADERS, TOKEN, RunQueue, small_config
 
 from penstock.rollout_server import Sidecar, make_app
 from penstock.testing import FakeEngine
@@ -34,7 +33,7 @@ class ServerThread:
 
     async def _run(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        sidecar = Sidecar("s0", "http://s0", lambda: FakeEngine(small_config(), "", None, 0), StubQueue(), slots=16)
+        sidecar = Sidecar("s0", "http://s0", lambda: FakeEngine(small_config(), "", None, 0), RunQueue(), slots=16)
         app = make_app(sidecar, "fake", TOKEN, lambda: None)
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
         server.install_signal_handlers = lambda: None
@@ -87,34 +86,3 @@ def try_out(operation: Any, mode: Any) -> None:
         conforms()
     except Unsatisfiable:
         assert operation.body is None or not operation.body.items  # nothing in it that could be wrong
-
-
-@pytest.mark.parametrize(
-    ("content", "content_type", "status"),
-    [
-        (b"{", "application/json", 422),
-        (b"[" * 200_000, "application/json", 422),
-        (b"\xff\xfe", "application/json", 422),
-        (b'{"token_ids": [1]}', "text/plain", 422),
-        (b"token_ids=1", "application/x-www-form-urlencoded", 422),
-        (b"", "application/json", 422),
-        (b'{"token_ids": [1], "sampling": {"temperature": NaN}}', "application/json", 422),
-        (b'{"token_ids": [1], "sampling": {"temperature": 1e999}}', "application/json", 422),
-        (b'{"token_ids": [' + b"9" * 5000 + b"]}", "application/json", 422),
-    ],
-)
-def test_bodies_that_are_no_request(url: str, content: bytes, content_type: str, status: int) -> None:
-    headers = {**HEADERS, "Content-Type": content_type}
-    response = httpx.post(f"{url}/generate", content=content, headers=headers)
-    assert response.status_code == status, response.text
-    assert set(response.json()["error"]) == {"field", "message"}
-    assert response.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", "/nothing", 404), ("GET", "/generate", 405), ("DELETE", "/weights", 405)]
-)
-def test_routes_that_there_are_not(url: str, method: str, path: str, status: int) -> None:
-    response = httpx.request(method, url + path, headers=HEADERS)
-    assert response.status_code == status
-    assert f"{method} {path}" in response.json()["error"]["message"]

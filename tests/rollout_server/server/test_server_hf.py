@@ -14,7 +14,7 @@ from tests.rollout_server.conftest import (
     VOCAB,
     Reference,
     RunningServer,
-    StubQueue,
+    RunQueue,
     begun,
     check_answer,
 )
@@ -35,7 +35,7 @@ PROMPT = [(7 * i + 3) % VOCAB for i in range(40)]
 async def server(tiny_model: str, tmp_path: Path) -> AsyncIterator[RunningServer]:
     config = small_config(max_model_len=1024, kv_cache_tokens=16384)
     job = {"config": config, "model": tiny_model, "new_engine": HFEngine}
-    queue = StubQueue()
+    queue = RunQueue()
     async with rollout_server(queue, tmp_path / "logs", **job) as running:
         yield running
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
-from tests.rollout_server.conftest import TOKEN, StubQueue, rollout_server
+from tests.rollout_server.conftest import rollout_server
+from tests.until import until
 
 from penstock.common import current_context, start_span, trace_headers, use_span
 from penstock.common.tracing import install_tracer
-from penstock.rollout_server import GenerateRequest, RolloutClient, Sampling
+from penstock.rollout_server import GenerateRequest, Sampling
 
 
 @pytest.fixture
@@ -30,20 +29,15 @@ def ask(count: int = 4) -> GenerateRequest:
     return GenerateRequest(token_ids=[5, 6, 7], sampling=Sampling(max_new_tokens=count), episode_id="train/0#1")
 
 
-@pytest.fixture
-async def client(tmp_path):
-    queue = StubQueue()
-    async with rollout_server(queue, tmp_path):
-        made = RolloutClient(queue, TOKEN, timeout_s=15)
-        yield made
-        await made.close()
+@pytest.fixture(autouse=True)
+async def server(queue, tmp_path):
+    async with rollout_server(queue, tmp_path) as running:
+        yield running
 
 
 async def finished(collected, count: int):
-    async with asyncio.timeout(60):
-        while len(spans := collected.get_finished_spans()) < count:
-            await asyncio.sleep(0.01)
-    return {span.name: span for span in spans}
+    await until(lambda: len(collected.get_finished_spans()) == count)
+    return {span.name: span for span in collected.get_finished_spans()}
 
 
 async def test_the_servers_span_is_under_the_one_that_asked(collected, client) -> None:
@@ -57,28 +51,18 @@ async def test_the_servers_span_is_under_the_one_that_asked(collected, client) -
     said = dict(answered.attributes)
     assert said["penstock.episode"] == "train/0#1"
     assert (said["gen_ai.usage.input_tokens"], said["gen_ai.usage.output_tokens"]) == (3, 4)
-    assert (said["penstock.version"], said["penstock.finish_reason"], said["penstock.server_name"]) == (
-        0,
-        "length",
-        "s0",
-    )
+    assert [said[f"penstock.{name}"] for name in ("version", "finish_reason", "server_name")] == [0, "length", "s0"]
 
 
-async def test_who_asks_without_a_trace_begins_one_at_the_server(collected, client) -> None:
-    await client.generate(ask())
+async def test_answer_that_is_given_up_ends_its_span_which_without_a_caller_has_no_parent(
+    collected, client, server
+) -> None:
+    server.engine.token_s = 0.05
+    stream = client.stream(ask(400))
+    await anext(stream)
+    await stream.aclose()
     spans = await finished(collected, 1)
     assert spans["sample"].parent is None
-
-
-async def test_an_answer_that_is_given_up_ends_its_span(collected, tmp_path) -> None:
-    queue = StubQueue()
-    async with rollout_server(queue, tmp_path, token_s=0.05):
-        made = RolloutClient(queue, TOKEN, timeout_s=15)
-        stream = made.stream(ask(400))
-        await anext(stream)
-        await stream.aclose()
-        spans = await finished(collected, 1)
-        await made.close()
     assert spans["sample"].attributes["penstock.finish_reason"] == "broken"
 
 

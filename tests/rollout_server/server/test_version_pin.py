@@ -6,12 +6,12 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
-from tests.rollout_server.conftest import TOKEN, RunningServer, StubQueue, ask, rollout_server
+from tests.rollout_server.conftest import RunningServer, RunQueue, ask, rollout_server
 
 from penstock.rollout_server import GenerateRequest, Generation, RolloutClient
-from penstock.transfer_queue import ServerInfo
 
 BUSY = {"queued": 3, "leased": 1, "done": 0}
 OVER = {"queued": 0, "leased": 0, "done": 4}
@@ -20,21 +20,9 @@ WHILE_IT_COULD_PULL_S = 0.8
 
 
 @pytest.fixture
-def queue() -> StubQueue:
-    return StubQueue()
-
-
-@pytest.fixture
-async def server(queue: StubQueue, tmp_path: Path) -> AsyncIterator[RunningServer]:
+async def server(queue: RunQueue, tmp_path: Path) -> AsyncIterator[RunningServer]:
     async with rollout_server(queue, tmp_path, token_s=0.002, evaluates=True) as running:
         yield running
-
-
-@pytest.fixture
-async def client(queue: StubQueue) -> AsyncIterator[RolloutClient]:
-    made = RolloutClient(queue, TOKEN)
-    yield made
-    await made.close()
 
 
 def evaluating(tokens: int, min_version: int = 0) -> GenerateRequest:
@@ -46,7 +34,7 @@ def versions(answer: Generation) -> set[int]:
 
 
 async def test_it_stays_while_an_evaluation_is_on_and_goes_on_after_it(
-    queue: StubQueue, server: RunningServer, client: RolloutClient
+    queue: RunQueue, server: RunningServer, client: RolloutClient
 ) -> None:
     queue.splits["eval/0"] = BUSY
     answering = asyncio.create_task(client.generate(evaluating(60)))
@@ -62,7 +50,7 @@ async def test_it_stays_while_an_evaluation_is_on_and_goes_on_after_it(
 
 
 async def test_an_evaluation_of_newer_weights_does_not_hold_it_back(
-    queue: StubQueue, server: RunningServer, client: RolloutClient
+    queue: RunQueue, server: RunningServer, client: RolloutClient
 ) -> None:
     """Else that evaluation and the server would wait for each other."""
     queue.splits["eval/1"] = BUSY
@@ -76,12 +64,9 @@ async def test_an_evaluation_of_newer_weights_does_not_hold_it_back(
 
 
 async def test_without_the_queues_word_it_stays(
-    queue: StubQueue, server: RunningServer, monkeypatch: pytest.MonkeyPatch
+    queue: RunQueue, server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def away() -> None:
-        raise TimeoutError
-
-    monkeypatch.setattr(queue, "status", away)
+    monkeypatch.setattr(queue, "status", AsyncMock(side_effect=TimeoutError))
     queue.announce(1)
     await asyncio.sleep(WHILE_IT_COULD_PULL_S)
     assert server.engine.version == 0
@@ -89,15 +74,9 @@ async def test_without_the_queues_word_it_stays(
     await server.until(lambda: server.engine.version == 1)
 
 
-async def test_a_server_for_training_waits_for_nobody(queue: StubQueue, tmp_path: Path) -> None:
-    queue.splits["eval/0"] = BUSY
-    async with rollout_server(queue, tmp_path) as server:
-        queue.announce(1)
-        await server.until(lambda: server.engine.version == 1)
-
-
-async def test_each_goes_to_its_own_server(queue: StubQueue, server: RunningServer, tmp_path: Path) -> None:
-    client = RolloutClient(queue, TOKEN)
+async def test_each_goes_to_its_own_server(
+    queue: RunQueue, server: RunningServer, client: RolloutClient, tmp_path: Path
+) -> None:
     async with rollout_server(queue, tmp_path / "other", name="s1") as other:
         assert await client.best_version() == 0
         for split in ("eval/0", "train", "eval/0", "train"):
@@ -108,27 +87,24 @@ async def test_each_goes_to_its_own_server(queue: StubQueue, server: RunningServ
         await other.until(lambda: queue.registered["s1"].version == 5)
         await asyncio.sleep(0.4)
         assert await client.best_version() == 5, "training is admitted by its own servers' version"
-    await client.close()
+    await asyncio.sleep(0.4)
+    assert await client.best_version() is None, "a server for evaluations admits no training"
 
 
-async def test_where_there_is_none_evaluations_go_where_training_goes(queue: StubQueue, tmp_path: Path) -> None:
-    client = RolloutClient(queue, TOKEN)
+async def test_server_for_training_waits_for_nobody_and_evaluates_if_there_is_no_other(
+    queue: RunQueue, client: RolloutClient, tmp_path: Path
+) -> None:
+    queue.splits["eval/0"] = BUSY
     async with rollout_server(queue, tmp_path) as server:
+        queue.announce(1)
+        await server.until(lambda: server.engine.version == 1)
         await client.generate(evaluating(2))
         assert server.engine.asked == 1
-    await client.close()
-
-
-async def test_only_a_server_for_evaluations_admits_no_training(queue: StubQueue) -> None:
-    queue.registered["e"] = ServerInfo("e", "http://e", 7, evaluates=True)
-    client = RolloutClient(queue, TOKEN)
-    assert await client.best_version() is None
-    await client.close()
 
 
 @pytest.mark.parametrize("evaluations", [4, pytest.param(24, marks=pytest.mark.deep)])
 async def test_whatever_happens_when_an_evaluation_has_one_version(
-    queue: StubQueue, server: RunningServer, client: RolloutClient, evaluations: int
+    queue: RunQueue, server: RunningServer, client: RolloutClient, evaluations: int
 ) -> None:
     """Evaluations begin and end at random moments, new weights come all the time."""
     chance = random.Random(0)

@@ -51,3 +51,31 @@ async def stream_events(
         await asyncio.Event().wait()
     await response.write(b"data: [DONE]\n\n")
     return response
+
+
+Event = dict[str, Any]
+Spans = list[tuple[int, int, int]]
+
+
+def vllm_event(ids: list[int], finish: str | None = None, spans: Spans | None = None, **more: Any) -> dict[str, Any]:
+    """As vLLM sends it; token t has the logprob -t / 10. `spans`: (version, start, end) of the whole answer."""
+    found = spans and [{"version": str(version), "start": start, "end": end} for version, start, end in spans]
+    content = [{"token_id": token, "logprob": -token / 10} for token in ids]
+    choice = {"token_ids": ids, "logprobs": {"content": content}, "finish_reason": finish, "weight_versions": found}
+    return {"choices": [choice | more]}
+
+
+def sglang_event(
+    ids: list[int],
+    finish: str | dict[str, Any] | None = None,
+    spans: Spans | None = None,
+    version: int = 0,
+    **more: Any,
+) -> dict[str, Any]:
+    """The same of SGLang 0.5.23, whose events have the version of its front end at their receipt."""
+    if spans:
+        more |= {"weight_versions": [{"version": str(v), "start": start, "end": end} for v, start, end in spans]}
+    reason = {"type": finish, "length": 4} if isinstance(finish, str) else finish
+    pairs = [[-token / 10, token, None] for token in ids]
+    meta = {"id": "ab" * 16, "finish_reason": reason, "weight_version": str(version), "output_token_logprobs": pairs}
+    return {"output_ids": ids, "meta_info": meta | more}

@@ -141,20 +141,46 @@ async def test_the_installation_is_refused_with_its_flags(tmp_path: Path) -> Non
         await find_installation(config)
 
 
-@pytest.mark.parametrize(("cpu", "word"), [(True, "--enforce-eager"), (False, "--no-enforce-eager")])
-def test_graphs_are_captured_where_there_is_a_gpu(cpu: bool, word: str, tmp_path: Path) -> None:
-    made = VLLMServer(RolloutConfig(), "m", tmp_path, 0)
-    assert word in made._flags(tmp_path / "s", Installation("python", "0.32.0", cpu=cpu))
-    own = RolloutConfig(vllm_args={"enforce_eager": True})
-    assert "--enforce-eager" in VLLMServer(own, "m", tmp_path, 0)._flags(
-        tmp_path / "s", Installation("python", "0.32.0", cpu=cpu)
-    )
+def vllm_command(tmp_path: Path, *, cpu: bool, **settings: Any) -> str:
+    made = VLLMServer(RolloutConfig(engine="vllm", **settings), "m", tmp_path, 0)
+    made.folder = tmp_path
+    return " ".join(made.prepare(Installation("python", "0.33.1", cpu=cpu))[1])
 
 
-def test_one_front_end_keeps_the_label_of_the_weights(tmp_path: Path) -> None:
-    made = VLLMServer(RolloutConfig(vllm_args={"data_parallel_size": 4}), "m", tmp_path, 0)
-    words = made._flags(tmp_path / "s", Installation("python", "0.33.0", cpu=False))
-    assert words[words.index("--api-server-count") + 1] == "1"
+@pytest.mark.parametrize(
+    ("cpu", "settings", "words"),
+    [
+        (True, {}, "--enforce-eager"),
+        (False, {}, "--no-enforce-eager"),
+        (True, {"vllm_args": {"enforce_eager": False}}, "--no-enforce-eager"),
+        (False, {"vllm_args": {"enforce_eager": True}}, "--enforce-eager"),
+        (False, {"vllm_args": {"data_parallel_size": 4}}, "--api-server-count 1"),  # one label of the weights
+        (False, {"vllm_args": {"block_size": 32}}, "--block-size 32"),
+        (False, {"vllm_args": {"compilation_config": {"mode": 0}}}, '--compilation-config {"mode": 0}'),
+        (False, {"kv_offload_gb": 40}, "--kv-offloading-size 40"),
+    ],
+)
+def test_vllm_is_started_with_our_flags_or_the_users(
+    cpu: bool, settings: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    assert f" {words} " in f"{vllm_command(tmp_path, cpu=cpu, **settings)} "
+
+
+def test_vllm_is_started_without_flags_that_are_removed_or_not_needed(tmp_path: Path) -> None:
+    command = vllm_command(tmp_path, cpu=False)
+    assert "--seed" in command
+    assert "--seed" not in vllm_command(tmp_path, cpu=False, vllm_args={"seed": None})
+    assert "--kv-offloading-size" not in command
+    assert "api-key" not in command
+    with pytest.raises(EngineError, match=r"rollout\.kv_offload_gb: .* VLLM_CPU_KVCACHE_SPACE") as refused:
+        vllm_command(tmp_path, cpu=True, kv_offload_gb=40)
+    assert not refused.value.retryable
+
+
+@pytest.mark.parametrize("name", ["uds", "weight_transfer_config", "api-key"])
+def test_flags_that_the_adapter_depends_on_are_refused(name: str) -> None:
+    with pytest.raises(EngineError, match="is set by Penstock itself"):
+        VLLM.merge_flags({}, {name: "x"})
 
 
 def test_each_product_says_how_its_flags_are_listed() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from tests.rollout_server.conftest import TOKEN, StubQueue, fake_answer, rollout_server
+from tests.rollout_server.conftest import TOKEN, RunQueue, fake_answer, rollout_server
 
 from penstock.rollout_server import Chunk, EngineError, GenerateRequest, RolloutConfig, Sampling, make_engine
 from penstock.testing import fake_manifest
@@ -200,7 +200,7 @@ async def test_an_event_that_cannot_be_read(line: bytes, model: str, tmp_path: P
 async def test_a_rollout_server_of_ours(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over its own route, with the versions that sampled."""
     monkeypatch.setenv("PENSTOCK_SERVED_KEY", TOKEN)
-    async with rollout_server(StubQueue(), tmp_path, model=model) as server:
+    async with rollout_server(RunQueue(), tmp_path, model=model) as server:
         engine = engine_at(server.url, model, tmp_path)
         try:
             await engine.start()
@@ -212,7 +212,7 @@ async def test_a_rollout_server_of_ours(model: str, tmp_path: Path, monkeypatch:
     assert ids
     assert all(len(chunk.token_ids) == len(chunk.logprobs) for chunk in chunks)
     monkeypatch.delenv("PENSTOCK_SERVED_KEY")
-    async with rollout_server(StubQueue(), tmp_path, model=model, name="s1") as server:
+    async with rollout_server(RunQueue(), tmp_path, model=model, name="s1") as server:
         engine = engine_at(server.url, model, tmp_path)
         with pytest.raises(EngineError, match="token"):
             await engine.start()

@@ -13,8 +13,7 @@ from typing import Any
 import msgpack
 import pytest
 from aiohttp import web
-from tests.rollout_server.engines.http.event_server import serving, stream_events
-from tests.rollout_server.engines.vllm.test_stream import event
+from tests.rollout_server.engines.http.event_server import serving, stream_events, vllm_event
 from tests.rollout_server.seeing import BLUE, RED, bomb, ref
 from tests.vision_model import noise, save_vision_processor
 
@@ -170,8 +169,8 @@ TOLD = {"prompt_token_ids": SENT, "mm_placeholders": {"image": [{"offset": 1, "l
 
 async def first_token(told: dict[str, Any]) -> list[int]:
     """Of an answer whose first event says this of its prompt."""
-    first = event([5]) | told
-    events = [first, event([6], "stop", [("default", 0, 2)])]
+    first = vllm_event([5]) | told
+    events = [first, vllm_event([6], "stop", [(0, 0, 2)])]
 
     async def answering(request: web.Request) -> web.StreamResponse:
         return await stream_events(request, iter(events))

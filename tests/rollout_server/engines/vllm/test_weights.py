@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 from tests.rollout_server.conftest import ask
 from tests.rollout_server.engines.http.event_server import serving, stream_events
-from tests.rollout_server.engines.vllm.test_stream import event
+from tests.rollout_server.engines.http.event_server import vllm_event as event
 
 from penstock.rollout_server import Chunk, EngineError, EngineInfo, RolloutConfig, RolloutMetrics
 from penstock.rollout_server.engines import vllm_plugin
@@ -293,13 +293,13 @@ class OnTrial:
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         if (await request.json())["token_ids"] == [2]:
-            return await stream_events(request, [event([21]), event([22], "length", [("3", 0, 2)])])
+            return await stream_events(request, [event([21]), event([22], "length", [(3, 0, 2)])])
         response = web.StreamResponse()
         await response.prepare(request)
         for line in (event([11]), event([12])):
             await send(response, line)
         await self.loaded.wait()
-        for line in (event([13]), event([14], "length", [("default", 0, 2), ("3", 2, 4)])):
+        for line in (event([13]), event([14], "length", [(0, 0, 2), (3, 2, 4)])):
             await send(response, line)
         return response
 
