@@ -46,14 +46,6 @@ class Written:
                 yield chunk
 
 
-class WrittenHF(Written, HFEngine):
-    pass
-
-
-class WrittenFake(Written, FakeEngine):
-    pass
-
-
 async def main() -> None:
     queue = await RedisTransferQueue.connect(URL, RUN, TransferQueueConfig(), os.environ["PENSTOCK_REDIS_PASSWORD"])
     # recompute: what follows a swap is what a plain forward pass of the new weights gives.
@@ -66,8 +58,8 @@ async def main() -> None:
         routing_replay=KIND in ("fake", "mixture"),
     )
     job = ServerJob(NAME, RunContext(queue, MODEL, os.environ["PENSTOCK_TOKEN"]), config, FOLDER)
-    engines: dict[str, Any] = {"hf": WrittenHF, "mixture": WrittenHF, "fake": partial(WrittenFake, token_s=0.004)}
-    await serve(job, engines[KIND])
+    engine: Any = type("Engine", (Written, FakeEngine if KIND == "fake" else HFEngine), {})
+    await serve(job, partial(engine, token_s=0.004) if KIND == "fake" else engine)
 
 
 with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

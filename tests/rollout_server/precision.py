@@ -112,10 +112,10 @@ def assert_greedy(engine: str, policy: Policy, context: list[int], ids: list[int
     if arithmetic(engine) == "float32":
         assert ids == policy.greedy(context, len(ids))
     else:
-        assert max(behind_likeliest(policy, context, ids)) <= 2 * tolerance(engine, what).largest
+        assert max(_behind_likeliest(policy, context, ids)) <= 2 * tolerance(engine, what).largest
 
 
-def behind_likeliest(policy: Policy, context: list[int], ids: list[int]) -> list[float]:
+def _behind_likeliest(policy: Policy, context: list[int], ids: list[int]) -> list[float]:
     """Largest logprob − that of the token, for each of `ids`, by one forward pass."""
     import torch
 

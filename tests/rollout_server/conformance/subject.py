@@ -185,7 +185,7 @@ class Subject:
         """Answers to `prompt(i)`, each of which has begun. Raises what ended one before its first token."""
         begun = [asyncio.Event() for _ in range(count)]
         tasks = [
-            asyncio.create_task(whole(self.engine, ask(prompt(i), length or self.long), _sets(event)))
+            asyncio.create_task(whole(self.engine, ask(prompt(i), length or self.long), sets(event)))
             for i, event in enumerate(begun)
         ]
         async with asyncio.timeout(180):  # a first answer compiles and warms up, beside another engine's tests
@@ -294,5 +294,6 @@ async def gone(group: int) -> None:
         await asyncio.sleep(0.05)
 
 
-def _sets(event: asyncio.Event) -> Callable[[Chunk], None]:
+def sets(event: asyncio.Event) -> Callable[[Chunk], None]:
+    """Called with each chunk: the first with tokens sets `event`."""
     return lambda chunk: event.set() if chunk.token_ids else None

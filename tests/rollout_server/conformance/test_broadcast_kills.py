@@ -21,10 +21,9 @@ from tests.rollout_server.conftest import Reference, members
 
 pytest.importorskip("torch")
 
-from tests.weight_sync.processes import receiving
+from tests.rollout_server.conformance.losses import lose_the_other, lose_the_trainer
 
-from penstock.common import cancel_and_wait
-from penstock.weight_sync import BroadcastMember, StagedFetch, WeightsUnreachable
+from penstock.weight_sync import StagedFetch
 
 pytestmark = [
     pytest.mark.deep,
@@ -37,45 +36,9 @@ ROUNDS = int(os.environ.get("PENSTOCK_KILLS", "6"))
 BUCKET_BYTES = 20_000
 
 
-class OtherServer:
-    """A member beside the engine, whose worker is a process."""
-
-    weight_workers = 1
-    weight_wires = ("gloo/1",)
-
-    def __init__(self, process: Any) -> None:
-        self.process, self.member = process, BroadcastMember("the-token-of-this-run")
-
-    async def stage_weights(self, offer: Any) -> str:
-        answer = await self.process.ask(offer=offer.as_dict(), stop_after=0, piece_s=0.0)
-        if "lost" in answer:
-            raise WeightsUnreachable(answer["lost"])
-        return str(answer["state"])
-
-
-async def lose_the_other(subject: Subject, trainer: BroadcastingTrainer, version: int, tensors: Any, at: int) -> Any:
-    """A member that is killed: the trainer announces the version all the same."""
-    async with receiving() as process:
-        other = OtherServer(process)
-        task = asyncio.create_task(other.member.run(other, lambda: trainer.meeting))
-        held = HeldTrainer(trainer, at)
-        publishing = asyncio.create_task(trainer.publish(version, tensors, members=2))
-        await held.reached()
-        await process.kill()
-        held.go_on.set()
-        manifest = await publishing
-        await cancel_and_wait([task])
-    return manifest
-
-
-async def lose_the_trainer(subject: Subject, trainer: BroadcastingTrainer, version: int, tensors: Any, at: int) -> Any:
-    """It announces nothing; once it is back it publishes the version again, with other weights under its number."""
-    held = HeldTrainer(trainer, at, dies=True)
-    lost = asyncio.create_task(trainer.publish(version, {k: v + 1 for k, v in tensors.items()}, members=1))
-    await held.reached()
-    held.go_on.set()
-    with pytest.raises(RuntimeError, match="the trainer is gone"):
-        await lost
+async def publish_again(trainer: BroadcastingTrainer, version: int, tensors: Any, bucket: int) -> Any:
+    """A trainer that was lost publishes the version once it is back, with other weights under its number."""
+    await lose_the_trainer(trainer, version, {name: one + 1 for name, one in tensors.items()}, bucket)
     return await trainer.publish(version, tensors, members=1)
 
 
@@ -92,8 +55,8 @@ async def test_losses_in_mid_bucket_cost_no_answer_and_no_version(
     for number in range(ROUNDS):
         tasks = await subject.under_load(2)
         version, tensors = next(subject.versions), reference.other(100 + number)
-        lose = lose_the_other if number % 2 == 0 else lose_the_trainer
-        manifest = await lose(subject, trainer, version, tensors, chosen.randrange(1, buckets))
+        lose = publish_again if number % 2 else lose_the_other
+        manifest = await lose(trainer, version, tensors, chosen.randrange(1, buckets))
         files = fallback.by_file
         subject.reports.append(await subject.engine.load_weights(await fetch(manifest)))
         by_broadcast += fallback.by_file == files

@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.broadcasting import TOKEN, BroadcastingTrainer, HeldTrainer, StagedServer
+from tests.broadcasting import TOKEN, BroadcastingTrainer, StagedServer
 from tests.rollout_server.conformance.subject import PROMPT, Subject
 from tests.rollout_server.conformance.test_weights import exactly
 from tests.rollout_server.conftest import Reference, ask, whole
 from tests.until import until
 
 pytest.importorskip("torch")
+
+from tests.rollout_server.conformance.losses import lose_the_other, lose_the_trainer
 
 from penstock.common import cancel_and_wait
 from penstock.weight_sync import BroadcastMember, InPlaceEngine, StagedFetch, WeightsUnreachable
@@ -71,15 +73,12 @@ class InPlaceSubject:
         """For a broadcast: the next one begins at once."""
         await until(lambda: self.trainer.files.broadcaster.parked == 1)
 
-    async def lose_the_trainer(self, version: int, tensors: Any, bucket: int) -> None:
-        """In mid-bucket: it announces nothing."""
-        held, missed = HeldTrainer(self.trainer, bucket, dies=True), self.member.missed
-        lost = asyncio.create_task(self.trainer.publish(version, tensors, members=1))
-        await held.reached()
-        held.go_on.set()
-        with pytest.raises(RuntimeError, match="the trainer is gone"):
-            await lost
+    async def lose(self, what: Any, version: int, tensors: Any, bucket: int) -> Any:
+        """`what`: of `losses`. Returns when this member has missed the broadcast."""
+        missed = self.member.missed
+        manifest = await what(self.trainer, version, tensors, bucket)
         await until(lambda: self.member.missed > missed and not self.member.busy)
+        return manifest
 
 
 async def handed_on(count: list[int]) -> int:
@@ -141,8 +140,10 @@ async def test_half_a_version_in_place_answers_nothing(subject: Subject, referen
         for _ in range(5):  # on a busy machine the answer may end before the pause
             count: list[int] = []
             await place.waits()
-            answer = await begun_answer(subject, count)
-            await place.lose_the_trainer(next(subject.versions), half, MIDDLE)
+            request = ask(PROMPT, subject.long)
+            answer = asyncio.create_task(whole(subject.engine, request, lambda one: count.append(len(one.token_ids))))  # noqa: B023
+            await until(lambda: bool(count))  # noqa: B023
+            await place.lose(lose_the_trainer, next(subject.versions), half, MIDDLE)
             assert place.engine.stands_still
             new = asyncio.create_task(whole(subject.engine, ask(PROMPT, 8)))
             so_far = await handed_on(count)
@@ -166,24 +167,11 @@ async def test_broadcast_in_place_that_brings_nothing_costs_nothing(
     version = await subject.hold_first(reference)
     async with receiving_in_place(subject, tmp_path / "files") as place:
         tasks = await subject.under_load(2, TOKENS)
-        await place.lose_the_trainer(next(subject.versions), reference.other(46), 0)
+        await place.lose(lose_the_trainer, next(subject.versions), reference.other(46), 0)
         assert (place.member.missed, place.engine.stands_still) == (1, False)
         for answer in await asyncio.gather(*tasks):
             assert answer.version_spans == [(version, 0, TOKENS)]
         await exactly(subject, reference, version, reference.first)
-
-
-async def begun_answer(subject: Subject, count: list[int]) -> asyncio.Task[Any]:
-    """`count` has the tokens of each of its chunks."""
-    going = asyncio.Event()
-
-    def counted(chunk: Any) -> None:
-        count.append(len(chunk.token_ids))
-        going.set()
-
-    answer = asyncio.create_task(whole(subject.engine, ask(PROMPT, subject.long), counted))
-    await asyncio.wait_for(going.wait(), 180)
-    return answer
 
 
 async def test_what_an_engine_received_in_place_is_no_other_version(
@@ -206,8 +194,6 @@ async def test_losses_in_mid_bucket_in_place_cost_no_answer(
     subject: Subject, reference: Reference, tmp_path: Path
 ) -> None:
     """The trainer, and another member: each time the engine stands still until it has a whole file."""
-    from tests.weight_sync.processes import receiving
-
     trainer, chosen = subject.trainer, random.Random(0)
     assert trainer is not None
     buckets = sum(tensor.nbytes for tensor in reference.first.values()) // BUCKET_BYTES
@@ -221,11 +207,10 @@ async def test_losses_in_mid_bucket_in_place_cost_no_answer(
                 chosen.randrange(MIDDLE, buckets),
             )
             if number % 2:
-                await place.lose_the_trainer(version, {name: one + 1 for name, one in tensors.items()}, at)
+                await place.lose(lose_the_trainer, version, {name: one + 1 for name, one in tensors.items()}, at)
                 manifest = reference.publish(version, tensors)
             else:
-                async with receiving() as process:
-                    manifest = await lose_the_other(place, process, version, tensors, at)
+                manifest = await place.lose(lose_the_other, version, tensors, at)
             assert place.engine.stands_still
             await place.load(manifest)
             versions.append(version)
@@ -235,32 +220,3 @@ async def test_losses_in_mid_bucket_in_place_cost_no_answer(
             await exactly(subject, reference, version, tensors)
         assert place.member.received == 0
         assert place.files.by_file == (ROUNDS + 1) // 2
-
-
-class OtherMember:
-    """A server beside the engine, whose worker is a process."""
-
-    weight_workers = 1
-    weight_wires = ("gloo/1",)
-
-    def __init__(self, process: Any) -> None:
-        self.process = process
-
-    async def stage_weights(self, offer: Any) -> str:
-        answer = await self.process.ask(offer=offer.as_dict(), stop_after=0, piece_s=0.0)
-        raise WeightsUnreachable(answer["lost"])
-
-
-async def lose_the_other(place: InPlaceSubject, process: Any, version: int, tensors: Any, bucket: int) -> Any:
-    """A member that is killed in mid-bucket: the trainer announces the version all the same."""
-    other = BroadcastMember(TOKEN)
-    task = asyncio.create_task(other.run(OtherMember(process), lambda: place.trainer.meeting))
-    held, missed = HeldTrainer(place.trainer, bucket), place.member.missed
-    publishing = asyncio.create_task(place.trainer.publish(version, tensors, members=2))
-    await held.reached()
-    await process.kill()
-    held.go_on.set()
-    manifest = await publishing
-    await cancel_and_wait([task])
-    await until(lambda: place.member.missed > missed and not place.member.busy)
-    return manifest

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -19,13 +18,13 @@ torch = pytest.importorskip("torch")
 
 from tests.rollout_server.conformance.subject import Subject, prompt
 from tests.rollout_server.conftest import VOCAB, ask, skip_without, whole
+from tests.rollout_server.engines.hf.test_attention import pack_of
 from tests.rollout_server.precision import HEAD_DIM
 from tests.tiny_model import save_tiny_model
 
 from penstock.rollout_server.engines.checkpoint import check_complete, tensor_shapes
-from penstock.trainer import ModelLimits, Pack, Ranks, TrainerConfig, join_rows, make_row
+from penstock.trainer import Ranks, TrainerConfig
 from penstock.trainer.engines.fsdp import FSDPEngine
-from penstock.transfer_queue import Segment
 from penstock.weight_sync import Manifest, WeightPublisher
 
 pytestmark = pytest.mark.timeout(600, func_only=True)
@@ -59,18 +58,6 @@ def pairs() -> Iterator[Any]:
         yield pytest.param((family, engine), marks=[ENGINE_MARKS[engine], *deep], id=f"{family}-{engine}")
 
 
-def pack_of(prompt_ids: Sequence[int], sampled: Sequence[int]) -> Pack:
-    segment = Segment(
-        prompt_ids=np.array(prompt_ids, dtype=np.int32),
-        response_ids=np.array(sampled, dtype=np.int32),
-        response_mask=np.ones(len(sampled), dtype=np.uint8),
-        response_logprobs=np.zeros(len(sampled), dtype=np.float32),
-        version_spans=np.array([[0, 0, len(sampled)]], dtype=np.int32),
-        turn_starts=np.array([0], dtype=np.int32),
-    )
-    return join_rows([make_row(0, segment, "", step=0, bound=0, model=ModelLimits(context=256, vocab=VOCAB))])
-
-
 class Trainer:
     """The engine fsdp, and how far it has come."""
 
@@ -84,12 +71,12 @@ class Trainer:
         seen = prompt(9), [(13 * self._steps + 7 * n) % VOCAB for n in range(ANSWER)]
         before = self.logprobs(*seen)
         loss = lambda pack, outputs: -outputs.logprobs.sum()  # noqa: E731
-        assert not self.engine.update([pack_of(*seen)], loss, float(ANSWER), self._steps).skipped
+        assert not self.engine.update([pack_of(*seen, VOCAB)], loss, float(ANSWER), self._steps).skipped
         self._steps += 1
         assert max(abs(a - b) for a, b in zip(self.logprobs(*seen), before, strict=True)) > LEAST_CHANGE
 
     def logprobs(self, prompt_ids: Sequence[int], sampled: Sequence[int]) -> list[float]:
-        (found,) = self.engine.score([pack_of(prompt_ids, sampled)])
+        (found,) = self.engine.score([pack_of(prompt_ids, sampled, VOCAB)])
         values: list[float] = found.tolist()
         return values
 

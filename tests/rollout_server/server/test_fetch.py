@@ -6,10 +6,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from tests.broadcasting import broadcasting
-from tests.rollout_server.conftest import TOKEN, RunningServer, RunQueue, rollout_server, small_config
+from tests.rollout_server.conftest import TOKEN, RunQueue, rollout_server, small_config
 
 from penstock.rollout_server import Sidecar
 from penstock.testing import FakeEngine
@@ -60,26 +59,19 @@ class StagingFake(FakeEngine):
         return await super().load_weights(manifest)
 
 
-async def health(server: RunningServer) -> dict[str, Any]:
-    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as client:
-        found: dict[str, Any] = (await client.get(f"{server.url}/health")).json()
-        return found
+def announce(queue: RunQueue, manifest: Manifest) -> None:
+    queue.announced = Announcement(manifest.version, manifest.as_dict())
 
 
-async def metrics(server: RunningServer) -> str:
-    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as client:
-        return (await client.get(f"{server.url}/metrics")).text
-
-
-async def test_versions_are_pulled_and_the_files_go_with_the_server(tmp_path: Path) -> None:
-    queue, files = RunQueue(), FileServer(tmp_path / "published", TOKEN)
+async def test_versions_are_pulled_and_the_files_go_with_the_server(queue: RunQueue, tmp_path: Path) -> None:
+    files = FileServer(tmp_path / "published", TOKEN)
     await files.start()
     publisher = WeightPublisher(files._directory, "http", full_every=3, base_url=files.url)
     weights = torch.arange(1000.0)
     async with rollout_server(queue, tmp_path, new_engine=ReadingEngine) as server:
         for version in range(1, 6):
             weights[version] = -1
-            queue.announced = Announcement(version, publisher.write(version, {"w": weights}.items()).as_dict())
+            announce(queue, publisher.write(version, {"w": weights}.items()))
             await server.until(lambda version=version: server.engine.version == version)
             assert torch.equal(server.engine.held["w"], weights)
         # Each file came once; the fetch is in the report.
@@ -89,59 +81,20 @@ async def test_versions_are_pulled_and_the_files_go_with_the_server(tmp_path: Pa
     assert not (tmp_path / "weights-of-s0").exists()
 
 
-async def test_a_server_that_missed_links_of_a_chain_takes_what_it_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The announcements that it did not see, a link that is gone, and the full version that mends it."""
-    monkeypatch.setattr("penstock.weight_sync.files.reader.SHARED_MEMORY", tmp_path)
-    queue, publisher = RunQueue(), WeightPublisher(tmp_path / "published", "shm", keep=1, full_every=6)
-    weights = torch.arange(1000.0)
-    async with rollout_server(queue, tmp_path, new_engine=ReadingEngine) as server:
-        for version in range(1, 9):
-            weights[version] = -1
-            manifest = publisher.write(version, {"w": weights}.items())
-            if version in (1, 4, 8):  # 2, 3, 5, 6 and 7 are never seen; 7 is full, 8 builds on it
-                before = server.engine.reader.bytes_read if version > 1 else 0
-                queue.announced = Announcement(version, manifest.as_dict())
-                await server.until(lambda version=version: server.engine.version == version)
-                assert torch.equal(server.engine.held["w"], weights)
-                files = [file.bytes for file in manifest.files]
-                expected = {1: files[0], 4: sum(files[1:]), 8: sum(files)}[version]
-                assert server.engine.reader.bytes_read - before == expected
-        # A link of the chain is gone, and this server holds the state before it: the full version and what follows.
-        weights[0] = 7
-        publisher.write(9, {"w": weights}.items())
-        weights[0] = 8
-        manifest = publisher.write(10, {"w": weights}.items())
-        Path(manifest.files[-2].place).unlink()
-        queue.announced = Announcement(10, manifest.as_dict())
-        while "refused, version 8 stays" not in (await health(server))["cause"]:
-            await asyncio.sleep(0.02)
-        assert "penstock_rollout_version_lag 2.0" in await metrics(server)
-        assert (await health(server))["ok"]
-        for version in range(11, 14):
-            manifest = publisher.write(version, {"w": weights}.items())
-        assert manifest.base_version is None
-        queue.announced = Announcement(13, manifest.as_dict())
-        await server.until(lambda: server.engine.version == 13)
-        assert torch.equal(server.engine.held["w"], weights)
-
-
-async def test_a_draining_server_waits_for_no_broadcast() -> None:
+async def test_draining_server_waits_for_no_broadcast(queue: RunQueue) -> None:
     """Its end would cost all other members theirs."""
-    sidecar = Sidecar("s0", "http://s0", lambda: FakeEngine(small_config(), "", None, 0), RunQueue(), slots=1)
+    sidecar = Sidecar("s0", "http://s0", lambda: FakeEngine(small_config(), "", None, 0), queue, slots=1)
     sidecar.weights.newest = Announcement(1, {"round": "http://trainer/broadcasts/1"})
     assert sidecar._meeting() == "http://trainer/broadcasts/1"
     await sidecar.drain(0.0)
     assert sidecar._meeting() == ""
 
 
-async def test_servers_receive_broadcasts_and_hand_on_what_came_as_a_file(tmp_path: Path) -> None:
-    queue = RunQueue()
+async def test_servers_receive_broadcasts_and_hand_on_what_came_as_a_file(queue: RunQueue, tmp_path: Path) -> None:
     config = small_config(engine="hf", weight_transport="broadcast")
     async with broadcasting(tmp_path / "published", token=TOKEN, full_every=2) as trainer:
         # The first announcement says where servers wait; its version is a file.
-        queue.announced = Announcement(1, (await trainer.publish(1, {"w": torch.arange(1000.0)}, members=0)).as_dict())
+        announce(queue, await trainer.publish(1, {"w": torch.arange(1000.0)}, members=0))
         async with (
             rollout_server(queue, tmp_path, new_engine=StagingFake, name="a", config=config) as first,
             rollout_server(queue, tmp_path, new_engine=StagingFake, name="b", config=config) as second,
@@ -150,7 +103,7 @@ async def test_servers_receive_broadcasts_and_hand_on_what_came_as_a_file(tmp_pa
                 weights = torch.arange(1000.0) + version - 1
                 if version > 1:
                     manifest = await trainer.publish(version, {"w": weights}, members=2)
-                    queue.announced = Announcement(version, manifest.as_dict())
+                    announce(queue, manifest)
                 for server in (first, second):
                     await server.until(lambda server=server, version=version: server.engine.version == version)
                     assert torch.equal(server.engine.held["w"], weights)
@@ -161,52 +114,47 @@ async def test_servers_receive_broadcasts_and_hand_on_what_came_as_a_file(tmp_pa
                 assert late.engine.by_broadcast == []
 
 
-async def test_engine_that_lost_what_it_received_takes_the_file(tmp_path: Path) -> None:
-    queue = RunQueue()
+async def test_engine_that_lost_what_it_received_takes_the_file(queue: RunQueue, tmp_path: Path) -> None:
     config = small_config(engine="hf", weight_transport="broadcast")
     async with broadcasting(tmp_path / "published", token=TOKEN, full_every=5) as trainer:
-        queue.announced = Announcement(1, (await trainer.publish(1, {"w": torch.zeros(9)}, members=0)).as_dict())
+        announce(queue, await trainer.publish(1, {"w": torch.zeros(9)}, members=0))
         async with rollout_server(queue, tmp_path, new_engine=StagingFake, config=config) as server:
             manifest = await trainer.publish(2, {"w": torch.ones(9)}, members=1)
-            while not server.engine.staged._staged:
-                await asyncio.sleep(0.01)
+            await server.until(lambda: server.engine.staged._staged is not None)
             server.engine.staged._staged = None
-            queue.announced = Announcement(2, manifest.as_dict())
+            announce(queue, manifest)
             await server.until(lambda: server.engine.version == 2)
             assert torch.equal(server.engine.held["w"], torch.ones(9))
             assert server.engine.by_broadcast == []
-            assert (await health(server))["ok"]
+            assert (await server.status("/health"))["ok"]
 
 
-async def test_a_trainer_that_is_away_is_waited_for_and_old_weights_serve(tmp_path: Path) -> None:
-    queue, files = RunQueue(), FileServer(tmp_path / "published", TOKEN)
+async def test_a_trainer_that_is_away_is_waited_for_and_old_weights_serve(queue: RunQueue, tmp_path: Path) -> None:
+    files = FileServer(tmp_path / "published", TOKEN)
     await files.start()
     publisher = WeightPublisher(files._directory, "http", base_url=files.url)
     await files.stop()
     async with rollout_server(queue, tmp_path, new_engine=ReadingEngine) as server:
-        queue.announced = Announcement(1, publisher.write(1, {"w": torch.ones(9)}.items()).as_dict())
-        while "not fetched, version 0 stays" not in (await health(server))["cause"]:
-            await asyncio.sleep(0.02)
-        assert (await health(server))["ok"]
+        announce(queue, publisher.write(1, {"w": torch.ones(9)}.items()))
+        await server.status("/health", lambda found: "not fetched, version 0 stays" in found["cause"])
+        assert (await server.status("/health"))["ok"]
         again = FileServer(tmp_path / "published", TOKEN, port=int(files.url.rpartition(":")[2]))
         await again.start()
         await server.until(lambda: server.engine.version == 1)
-        while (await health(server))["cause"]:
-            await asyncio.sleep(0.02)
+        await server.status("/health", lambda found: not found["cause"])
         await again.stop()
 
 
-async def test_a_file_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
+async def test_a_file_that_is_not_there_yet_is_waited_for(queue: RunQueue, tmp_path: Path) -> None:
     """A run was killed with its weights: a server that is back before the trainer finds them announced, and later the
     trainer writes the same file again, under the same announcement."""
-    queue, weights = RunQueue(), {"w": torch.arange(10.0)}
+    weights = {"w": torch.arange(10.0)}
     manifest = WeightPublisher(tmp_path / "published", "shm").write(1, weights.items())
     file = Path(manifest.files[-1].place)
     kept = file.rename(tmp_path / "kept")
     async with rollout_server(queue, tmp_path, new_engine=ReadingEngine) as server:
-        queue.announced = Announcement(1, manifest.as_dict())
-        while "not fetched, version 0 stays" not in (await health(server))["cause"]:
-            await asyncio.sleep(0.02)
+        announce(queue, manifest)
+        await server.status("/health", lambda found: "not fetched, version 0 stays" in found["cause"])
         assert queue.registered[server.name].refused is None, "refused by every server, it would end the run"
         kept.rename(file)
         await server.until(lambda: server.engine.version == 1)

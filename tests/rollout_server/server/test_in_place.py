@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.broadcasting import BroadcastingTrainer, HeldTrainer, broadcasting, receive_in_place
+from tests.broadcasting import BroadcastingTrainer, broadcasting, receive_in_place
 from tests.rollout_server.conftest import (
     TOKEN,
     RunningServer,
@@ -25,6 +25,8 @@ from penstock.transfer_queue import Announcement
 from penstock.weight_sync import BroadcastMember, LoadReport, Manifest, WeightsUnreachable
 
 torch = pytest.importorskip("torch")
+
+from tests.rollout_server.conformance.losses import lose_the_trainer
 
 from penstock.weight_sync import Offer, WeightReader
 
@@ -96,23 +98,14 @@ class Setting:
         manifest = await self.trainer.publish(version, weights(version), members=members)
         self.queue.announced = Announcement(version, manifest.as_dict())
 
-    async def die_in_mid_bucket(self, version: int, bucket: int) -> None:
-        held = HeldTrainer(self.trainer, bucket, dies=True)
-        lost = asyncio.create_task(self.trainer.publish(version, weights(version), members=1))
-        await held.reached()
-        held.go_on.set()
-        with pytest.raises(RuntimeError, match="the trainer is gone"):
-            await lost
-
     @property
     def accepts(self) -> bool:
         return self.queue.registered[self.server.name].accepting
 
 
 @pytest.fixture
-async def setting(tmp_path: Path) -> AsyncIterator[Setting]:
+async def setting(queue: RunQueue, tmp_path: Path) -> AsyncIterator[Setting]:
     """A server that has version 1, as a file, and waits for the broadcast of the next one."""
-    queue = RunQueue()
     async with broadcasting(tmp_path / "published", token=TOKEN, full_every=1) as trainer:
         first = await trainer.publish(1, weights(1), members=0)
         queue.announced = Announcement(1, first.as_dict())
@@ -153,7 +146,7 @@ async def test_half_a_version_answers_nothing_until_a_whole_file(setting: Settin
     while not engine.running:
         await asyncio.sleep(0.01)
     engine.token_s = SLOW_S
-    await setting.die_in_mid_bucket(2, 2)
+    await lose_the_trainer(setting.trainer, 2, weights(2), 2)
     await setting.server.until(lambda: not setting.accepts)
     engine.token_s = TOKEN_S
     assert not holds(setting.server, 1)
@@ -185,9 +178,8 @@ async def test_version_that_is_not_announced_is_loaded_over(setting: Setting, mo
     assert holds(setting.server, 2)
 
 
-async def test_evaluation_servers_take_files_where_others_receive_in_place(tmp_path: Path) -> None:
+async def test_evaluation_servers_take_files_where_others_receive_in_place(queue: RunQueue, tmp_path: Path) -> None:
     """An evaluation is of one version: nothing may be received over it."""
-    queue = RunQueue()
     async with broadcasting(tmp_path / "published", token=TOKEN, full_every=1) as trainer:
         queue.announced = Announcement(1, (await trainer.publish(1, weights(1), members=0)).as_dict())
         async with rollout_server(queue, tmp_path, new_engine=InPlaceFake, config=CONFIG, evaluates=True) as server:

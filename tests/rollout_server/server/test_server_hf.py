@@ -10,20 +10,19 @@ from pathlib import Path
 
 import pytest
 from tests.rollout_server.conftest import (
-    TOKEN,
     VOCAB,
     Reference,
     RunningServer,
     RunQueue,
     begun,
     check_answer,
+    rollout_server,
+    small_config,
 )
 
 from penstock.rollout_server import GenerateRequest, Generation, RolloutClient, Sampling
 from penstock.rollout_server.engines.hf.engine import HFEngine
 from penstock.transfer_queue import Announcement
-
-from tests.rollout_server.conftest import rollout_server, small_config  # isort: skip
 
 pytestmark = [pytest.mark.torch]
 LENGTH = 800
@@ -32,19 +31,11 @@ PROMPT = [(7 * i + 3) % VOCAB for i in range(40)]
 
 
 @pytest.fixture
-async def server(tiny_model: str, tmp_path: Path) -> AsyncIterator[RunningServer]:
+async def server(queue: RunQueue, tiny_model: str, tmp_path: Path) -> AsyncIterator[RunningServer]:
     config = small_config(max_model_len=1024, kv_cache_tokens=16384)
     job = {"config": config, "model": tiny_model, "new_engine": HFEngine}
-    queue = RunQueue()
     async with rollout_server(queue, tmp_path / "logs", **job) as running:
         yield running
-
-
-@pytest.fixture
-async def client(server: RunningServer) -> AsyncIterator[RolloutClient]:
-    rollout_client = RolloutClient(server.queue, TOKEN, timeout_s=200)
-    yield rollout_client
-    await rollout_client.close()
 
 
 def ask(i: int, count: int) -> GenerateRequest:
@@ -120,3 +111,28 @@ async def test_a_hung_engine_is_started_again_and_nobody_notices_but_by_the_cloc
     assert not server.engines[0].alive
     assert [answer.token_ids for answer in cut] == [answer.token_ids for answer in whole]
     assert {answer.resumed for answer in cut} == {1}
+
+
+async def test_client_goes_on_with_what_an_answer_aborted_at_a_swap_has(
+    queue: RunQueue, client: RolloutClient, tiny_model: str, tmp_path: Path, reference: Reference
+) -> None:
+    config = small_config(pause="abort", max_model_len=2048, kv_cache_tokens=16384)
+    length, manifest = 1200, reference.publish(1, reference.other(1)).as_dict()
+    job = {"config": config, "model": tiny_model, "new_engine": HFEngine}
+    async with rollout_server(queue, tmp_path / "logs", **job) as server:
+        asking = await begun(client, [ask(i, length) for i in range(6)])
+        queue.announced = Announcement(1, manifest)
+        answers = check_all(await asyncio.gather(*asking), length)
+    assert [update.in_flight for update in queue.reported] == [0]
+    assert len(server.engines) == 1
+    for i, answer in enumerate(answers):
+        assert (answer.finish_reason, answer.resumed) == ("length", 1)
+        assert [version for version, _, _ in answer.version_spans] == [0, 1]
+        swap = answer.version_spans[1][1]
+        before = reference.logprobs(PROMPT[i:], answer.token_ids[:swap])
+        assert answer.logprobs[:swap] == pytest.approx(before, abs=2e-5)
+    reference.use(reference.other(1))
+    for i, answer in enumerate(answers):
+        swap = answer.version_spans[1][1]
+        after = reference.logprobs(PROMPT[i:], answer.token_ids)[swap:]
+        assert answer.logprobs[swap:] == pytest.approx(after, abs=2e-5)

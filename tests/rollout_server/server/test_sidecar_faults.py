@@ -148,6 +148,7 @@ async def test_weights_says_what_is_held_and_what_went_wrong(queue: RunQueue, tm
         assert "'lm_head'" in status["cause"]
         assert [(load["version"], load["outcome"]) for load in status["history"]] == [(1, "loaded"), (3, "refused")]
         assert status["behind_s"] > 0
+        assert "penstock_rollout_version_lag 2.0" in (await server.get("/metrics")).text
 
 
 async def test_pull_tries_refused_weights_again(queue: RunQueue, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from penstock.rollout_server import Sampling
 from penstock.rollout_server.engines.hf.attention import NAME, UnsupportedArguments, attend_by_request
 from penstock.rollout_server.engines.hf.batch import Batcher
-from penstock.trainer import ModelLimits, join_rows, make_row
+from penstock.trainer import ModelLimits, Pack, join_rows, make_row
 from penstock.trainer.engines.fsdp import load_policy
 from penstock.transfer_queue import Segment
 
@@ -51,7 +52,8 @@ async def sample(model: Any, prompts: dict[str, list[int]], count: int) -> dict[
     return answers
 
 
-def trainer_logprobs(model: str, prompt: list[int], sampled: list[int]) -> list[float]:
+def pack_of(prompt: Sequence[int], sampled: Sequence[int], vocab: int = 64) -> Pack:
+    """One row of a trainer's batch."""
     segment = Segment(
         prompt_ids=np.array(prompt, dtype=np.int32),
         response_ids=np.array(sampled, dtype=np.int32),
@@ -60,9 +62,12 @@ def trainer_logprobs(model: str, prompt: list[int], sampled: list[int]) -> list[
         version_spans=np.array([[0, 0, len(sampled)]], dtype=np.int32),
         turn_starts=np.array([0], dtype=np.int32),
     )
-    row = make_row(0, segment, "", step=0, bound=0, model=ModelLimits(context=256, vocab=64))
+    return join_rows([make_row(0, segment, "", step=0, bound=0, model=ModelLimits(context=256, vocab=vocab))])
+
+
+def trainer_logprobs(model: str, prompt: list[int], sampled: list[int]) -> list[float]:
     with torch.no_grad():
-        return load_policy(model, 1.0)(join_rows([row])).logprobs.tolist()
+        return load_policy(model, 1.0)(pack_of(prompt, sampled)).logprobs.tolist()
 
 
 @pytest.mark.parametrize(

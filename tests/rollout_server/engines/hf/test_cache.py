@@ -89,19 +89,6 @@ async def test_a_block_that_was_half_full_at_the_swap_is_nobodys_prefix(bench: B
     assert logprobs == pytest.approx(reference.logprobs(context, ids), abs=2e-5)
 
 
-async def test_prefixes_are_shared_between_swaps(bench: Bench, reference: Reference) -> None:
-    prompt = [(7 * i + 3) % 512 for i in range(400)]
-    steps = []
-    for name in ("first", "again"):
-        before = bench.batcher.steps
-        bench.batcher.add(name, prompt, Sampling(max_new_tokens=4))
-        ids, logprobs = await bench.answer(name)
-        steps.append(bench.batcher.steps - before)
-        assert logprobs == pytest.approx(reference.logprobs(prompt, ids), abs=2e-5)
-    # 400 tokens are two steps of 256; with 384 of them shared, one.
-    assert steps == [5, 4]
-
-
 async def test_a_prompt_of_many_requests_is_computed_once(bench: Bench, reference: Reference) -> None:
     """All asked for before the first is through; one that is cancelled meanwhile holds nobody up."""
     prompt = [(11 * i + 5) % 512 for i in range(3 * PAGE_TOKENS + 5)]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.rollout_server.conformance.subject import sets
 from tests.rollout_server.conftest import VOCAB, Reference, ask, small_config, whole
 
-from penstock.rollout_server import Chunk, EngineError, Generation, RolloutConfig
+from penstock.rollout_server import EngineError, RolloutConfig
 from penstock.rollout_server.engines.hf.engine import HFEngine
 
 pytestmark = [pytest.mark.torch]
@@ -29,20 +30,6 @@ async def hf_engine(model: str, logs: Path, **changes: Any) -> AsyncIterator[HFE
         await engine.stop()
 
 
-def seen(event: asyncio.Event) -> Callable[[Chunk], None]:
-    return lambda chunk: event.set() if chunk.token_ids else None
-
-
-async def swap_in_the_middle(engine: HFEngine, reference: Reference) -> tuple[Generation, Generation]:
-    """One answer over a swap from version 0 to 1; one to the same prompt, begun after it while the first still runs."""
-    begun, manifest = asyncio.Event(), reference.publish(1, reference.other(1))
-    over = asyncio.create_task(whole(engine, ask(PROMPT, 400), seen(begun)))
-    await begun.wait()
-    await engine.load_weights(manifest)
-    after = await whole(engine, ask(PROMPT, 20))
-    return await over, after
-
-
 async def test_hf_gets_no_secret_of_the_run(tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PENSTOCK_TOKEN", "PENSTOCK_REDIS_PASSWORD"):
         monkeypatch.setenv(name, "run-token")
@@ -53,8 +40,13 @@ async def test_hf_gets_no_secret_of_the_run(tiny_model: str, tmp_path: Path, mon
 async def test_keep_goes_on_with_the_old_kv_and_the_new_weights(
     tiny_model: str, tmp_path: Path, reference: Reference
 ) -> None:
+    begun, manifest = asyncio.Event(), reference.publish(1, reference.other(1))
     async with hf_engine(tiny_model, tmp_path) as engine:
-        over, after = await swap_in_the_middle(engine, reference)
+        answer = asyncio.create_task(whole(engine, ask(PROMPT, 400), sets(begun)))
+        await begun.wait()
+        await engine.load_weights(manifest)
+        after = await whole(engine, ask(PROMPT, 20))
+        over = await answer
     assert [version for version, _, _ in over.version_spans] == [0, 1]
     swap = over.version_spans[1][1]
     assert over.logprobs[swap:] == pytest.approx(mixed_logprobs(reference, over.token_ids, swap), abs=TOLERANCE)

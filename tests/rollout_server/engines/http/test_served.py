@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from tests.rollout_server.conftest import TOKEN, RunQueue, fake_answer, rollout_server
+from tests.until import until
 
 from penstock.rollout_server import Chunk, EngineError, GenerateRequest, RolloutConfig, Sampling, make_engine
 from penstock.testing import fake_manifest
@@ -63,6 +64,27 @@ def engine_at(url: str | None, model: str, folder: Path) -> Any:
     return make_engine(config, model, folder, 0)
 
 
+@asynccontextmanager
+async def started(url: str, model: str, folder: Path) -> AsyncIterator[Any]:
+    engine = engine_at(url, model, folder)
+    try:
+        engine.info = await engine.start()
+        yield engine
+    finally:
+        await engine.stop()
+
+
+def probe_or(complete: Answer) -> Answer:
+    """`complete` for all requests but that of the start, which gets a token."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if (await request.json())["max_tokens"] == 1:
+            return await streamed(request, choice([5], "length"))
+        return await complete(request)
+
+    return answer
+
+
 async def answer_of(engine: Any, ids: list[int], count: int) -> list[Chunk]:
     sampling = Sampling(max_new_tokens=count, temperature=0.7, stop_token_ids=(9,), seed=3)
     return [chunk async for chunk in engine.generate(GenerateRequest(token_ids=ids, sampling=sampling))]
@@ -76,17 +98,12 @@ async def test_a_server_of_completions(model: str, tmp_path: Path) -> None:
         asked.append(await request.json())
         return await streamed(request, choice([5]), choice([6, 7]), choice([9], "stop"))
 
-    async with completions(complete) as url:
-        engine = engine_at(url, model, tmp_path)
-        try:
-            info = await engine.start()
-            assert (info.vocab_size, info.max_model_len, info.version) == (VOCAB, 100, 0)
-            chunks = await answer_of(engine, [1, 2, 3], 8)
-            assert await engine.healthy()
-            with pytest.raises(WeightsRefused, match="keeps its own weights"):
-                await engine.load_weights(Manifest.parse(fake_manifest(1)))
-        finally:
-            await engine.stop()
+    async with completions(complete) as url, started(url, model, tmp_path) as engine:
+        assert (engine.info.vocab_size, engine.info.max_model_len, engine.info.version) == (VOCAB, 100, 0)
+        chunks = await answer_of(engine, [1, 2, 3], 8)
+        assert await engine.healthy()
+        with pytest.raises(WeightsRefused, match="keeps its own weights"):
+            await engine.load_weights(Manifest.parse(fake_manifest(1)))
     assert [token for chunk in chunks for token in chunk.token_ids] == [5, 6, 7, 9]
     assert chunks[-1].finish_reason == "stop"
     body = asked[-1]
@@ -95,26 +112,17 @@ async def test_a_server_of_completions(model: str, tmp_path: Path) -> None:
     assert body["return_token_ids"] is True
 
 
-async def test_a_server_without_ids_is_refused(model: str, tmp_path: Path) -> None:
-    async def complete(request: web.Request) -> web.StreamResponse:
+async def test_server_that_cannot_be_used_is_named(model: str, tmp_path: Path) -> None:
+    async def without_ids(request: web.Request) -> web.StreamResponse:
         return await streamed(request, choice(None, "length"))
 
-    async with completions(complete) as url:
-        engine = engine_at(url, model, tmp_path)
-        with pytest.raises(EngineError, match="returns no token ids"):
-            await engine.start()
-        await engine.stop()
-
-
-async def test_what_is_no_server_is_named(model: str, tmp_path: Path) -> None:
-    async def complete(request: web.Request) -> web.StreamResponse:
+    async def refuse(request: web.Request) -> web.StreamResponse:
         return web.json_response({"error": {"message": "no such route"}}, status=404)
 
-    async with completions(complete, {"data": []}) as url:
-        engine = engine_at(url, model, tmp_path)
-        with pytest.raises(EngineError, match="lists no model"):
-            await engine.start()
-        await engine.stop()
+    for complete, listed, cause in ((without_ids, None, "returns no token ids"), (refuse, {"data": []}, "no model")):
+        async with completions(complete, listed) as url:
+            with pytest.raises(EngineError, match=cause):
+                await started(url, model, tmp_path).__aenter__()
     engine = engine_at(url, model, tmp_path)
     with pytest.raises(EngineError, match="is the server up"):
         await engine.start()
@@ -131,8 +139,6 @@ class Crowd:
         self.open, self.go = 0, asyncio.Event()
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        if (await request.json())["max_tokens"] == 1:
-            return await streamed(request, choice([5], "length"))
         response = web.StreamResponse()
         await response.prepare(request)
         await response.write(f"data: {json.dumps(choice([6]))}\n\n".encode())
@@ -145,19 +151,14 @@ class Crowd:
 async def test_health_waits_for_no_answer(model: str, tmp_path: Path) -> None:
     """However many are streamed at a time."""
     crowd = Crowd()
-    async with completions(crowd.complete) as url:
-        engine = engine_at(url, model, tmp_path)
+    async with completions(probe_or(crowd.complete)) as url, started(url, model, tmp_path) as engine:
+        answers = [asyncio.create_task(answer_of(engine, [1], 8)) for _ in range(101)]
         try:
-            await engine.start()
-            answers = [asyncio.create_task(answer_of(engine, [1], 8)) for _ in range(101)]
-            while crowd.open < len(answers):
-                await asyncio.sleep(0.01)
+            await until(lambda: crowd.open == len(answers))
             assert await engine.healthy()
-            crowd.go.set()
-            assert all(chunks[-1].finish_reason == "stop" for chunks in await asyncio.gather(*answers))
         finally:
             crowd.go.set()
-            await engine.stop()
+        assert all(chunks[-1].finish_reason == "stop" for chunks in await asyncio.gather(*answers))
 
 
 async def test_a_first_event_with_a_long_prompt(model: str, tmp_path: Path) -> None:
@@ -166,54 +167,36 @@ async def test_a_first_event_with_a_long_prompt(model: str, tmp_path: Path) -> N
         first["choices"][0]["prompt_token_ids"] = [123456] * 100_000
         return await streamed(request, first, choice([9], "stop"))
 
-    async with completions(complete) as url:
-        engine = engine_at(url, model, tmp_path)
-        try:
-            await engine.start()
-            chunks = await answer_of(engine, [1], 8)
-        finally:
-            await engine.stop()
+    async with completions(complete) as url, started(url, model, tmp_path) as engine:
+        chunks = await answer_of(engine, [1], 8)
     assert [token for chunk in chunks for token in chunk.token_ids] == [5, 9]
 
 
 @pytest.mark.parametrize("line", [b"data: {no json\n", b'data: {"choices": [7]}\n', b"data: {" + b"x" * (40 << 20)])
 async def test_an_event_that_cannot_be_read(line: bytes, model: str, tmp_path: Path) -> None:
     async def complete(request: web.Request) -> web.StreamResponse:
-        if (await request.json())["max_tokens"] == 1:
-            return await streamed(request, choice([5], "length"))
         response = web.StreamResponse()
         await response.prepare(request)
         with contextlib.suppress(ConnectionError):  # the reader has given up
             await response.write(line)
         return response
 
-    async with completions(complete) as url:
-        engine = engine_at(url, model, tmp_path)
-        try:
-            await engine.start()
-            with pytest.raises(EngineError):
-                await answer_of(engine, [1], 8)
-        finally:
-            await engine.stop()
+    async with completions(probe_or(complete)) as url, started(url, model, tmp_path) as engine:
+        with pytest.raises(EngineError):
+            await answer_of(engine, [1], 8)
 
 
-async def test_a_rollout_server_of_ours(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over its own route, with the versions that sampled."""
+async def test_rollout_server_of_ours_is_asked_over_its_own_route(
+    queue: RunQueue, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PENSTOCK_SERVED_KEY", TOKEN)
-    async with rollout_server(RunQueue(), tmp_path, model=model) as server:
-        engine = engine_at(server.url, model, tmp_path)
-        try:
-            await engine.start()
+    async with rollout_server(queue, tmp_path, model=model) as server:
+        async with started(server.url, model, tmp_path) as engine:
             chunks = await answer_of(engine, [1, 2, 3], 5)
-        finally:
-            await engine.stop()
-    ids = [token for chunk in chunks for token in chunk.token_ids]
-    assert ids == fake_answer([1, 2, 3], 5)[: len(ids)]
-    assert ids
-    assert all(len(chunk.token_ids) == len(chunk.logprobs) for chunk in chunks)
-    monkeypatch.delenv("PENSTOCK_SERVED_KEY")
-    async with rollout_server(RunQueue(), tmp_path, model=model, name="s1") as server:
-        engine = engine_at(server.url, model, tmp_path)
+        ids = [token for chunk in chunks for token in chunk.token_ids]
+        assert ids
+        assert ids == fake_answer([1, 2, 3], 5)[: len(ids)]
+        assert all(len(chunk.token_ids) == len(chunk.logprobs) for chunk in chunks)
+        monkeypatch.delenv("PENSTOCK_SERVED_KEY")
         with pytest.raises(EngineError, match="token"):
-            await engine.start()
-        await engine.stop()
+            await started(server.url, model, tmp_path).__aenter__()
