@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import os
 import socket
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,14 @@ from pydantic_core import from_json, to_json
 
 import penstock
 from penstock.common import environment_without_secrets
+from penstock.rollout_server.engines.child import Child
 from penstock.rollout_server.protocol import Chunk, EngineError, EngineInfo
 
 LINE_LIMIT_BYTES = 256 << 20
 STOP_S = 5.0
 """Between telling a child to end and killing it."""
+LAST_WORDS_S = 1.0
+"""From the end of the connection to the end of the process."""
 
 
 class Link:
@@ -38,7 +42,8 @@ class Link:
         self._numbers = itertools.count()
         self._streams: dict[str, asyncio.Queue[Chunk | EngineError]] = {}
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self.ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        """What the engine says of itself once it is up; an `EngineError` if it ended."""
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
 
@@ -46,10 +51,6 @@ class Link:
         reader, self._writer = await asyncio.open_connection(sock=connection, limit=LINE_LIMIT_BYTES)
         self.is_open = True
         self._reading = asyncio.create_task(self._read(reader))
-
-    async def ready(self) -> EngineInfo:
-        """What the engine says of itself once it is up. Raises `EngineError` where it ended."""
-        return await self._ready
 
     def send(self, op: str, **fields: Any) -> None:
         """Raises `EngineError` where it would have no effect."""
@@ -101,8 +102,8 @@ class Link:
                             self._deliver(name, Chunk.model_construct(**chunk))
                         for name, error in message["errors"]:
                             self._deliver(name, EngineError(f"{self._name} failed this request: {error}"))
-                    case "ready" if not self._ready.done():
-                        self._ready.set_result(EngineInfo(**message["info"]))
+                    case "ready" if not self.ready.done():
+                        self.ready.set_result(EngineInfo(**message["info"]))
                     case "reply":
                         call = self._calls.get(message["call"])
                         if call is not None and not call.done():
@@ -127,26 +128,63 @@ class Link:
         for answer in self._streams.values():
             answer.put_nowait(cause)
         self._streams.clear()
-        futures: list[asyncio.Future[Any]] = [self._ready, *self._calls.values()]
+        futures: list[asyncio.Future[Any]] = [self.ready, *self._calls.values()]
         for waiting in futures:
             if not waiting.done():
                 waiting.set_exception(cause)
                 waiting.exception()  # retrieved, so that asyncio logs nothing
 
 
-async def end_child(process: asyncio.subprocess.Process | None, link: Link | None) -> None:
-    """Its connection first, a kill after `STOP_S`; a second call does nothing."""
-    if link is not None:
-        link.close_writing()
-    if process is not None and process.returncode is None:
-        try:
-            async with asyncio.timeout(STOP_S):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
-    if link is not None:
-        link.close()
+class LinkedChild(Child):
+    """A child that runs a module of ours with this very Python. `open` comes first, `stop` last."""
+
+    def __init__(self, name: str, log_path: Path, title: str, threads: int) -> None:
+        """`title`: the process, in messages."""
+        super().__init__(name, log_path)
+        self.title, self._threads = title, threads
+        self.link: Link | None = None
+
+    @property
+    def is_linked(self) -> bool:
+        """The process runs and its connection is open."""
+        return self.alive and self.link is not None and self.link.is_open
+
+    async def open(self, module: str, *arguments: str) -> Link:
+        """Starts ``python -m MODULE --fd N ARGUMENTS``."""
+        self.link = link = Link(self._reap, self._gone, self.title)
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", module, "--fd", str(theirs.fileno()), *arguments]
+        with theirs:
+            await self.spawn(command, child_environment(self._threads), pass_fds=[theirs.fileno()])
+        await link.open(ours)
+        return link
+
+    async def call(self, op: str, timeout_s: float, **fields: Any) -> dict[str, Any]:
+        if self.link is None:
+            raise EngineError(f"{self.title} is not started")
+        return await self.link.call(op, timeout_s, **fields)
+
+    async def stop(self) -> None:
+        """Closes its connection, and kills it after `STOP_S`; a second call does nothing."""
+        if self.link is not None:
+            self.link.close_writing()
+        if self.process is not None and self.process.returncode is None:
+            try:
+                async with asyncio.timeout(STOP_S):
+                    await self.process.wait()
+            except TimeoutError:
+                self.process.kill()
+                await self.process.wait()
+        if self.link is not None:
+            self.link.close()
+
+    async def _reap(self) -> None:
+        if self.process is not None:
+            await asyncio.wait({asyncio.ensure_future(self.process.wait())}, timeout=LAST_WORDS_S)
+
+    def _gone(self) -> str:
+        tail = self.tail()
+        return f"{self.title} is gone" + (f"; the end of {self.log_path}:\n{tail}" if tail else "")
 
 
 def child_environment(threads: int) -> dict[str, str]:

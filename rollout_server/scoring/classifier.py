@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 logger = logging.getLogger(__name__)
 
@@ -16,19 +16,6 @@ class BadModel(ValueError):
 
 class BadConversation(ValueError):
     """The model's chat template rejects these messages; the message has its error."""
-
-
-class Classifier(Protocol):
-    """What the server calls; one call at a time, from one thread."""
-
-    def score(self, ids: Sequence[Sequence[int]]) -> list[float]:
-        """A number per row of token ids; NaN where the model returns one."""
-
-    def encode(self, messages: Sequence[Mapping[str, Any]], answer: str) -> tuple[list[int], bool]:
-        """Token ids of a conversation that ends with `answer`, and whether its beginning was cut.
-
-        Called from any thread. Raises `BadConversation`.
-        """
 
 
 class HuggingFaceClassifier:
@@ -58,21 +45,24 @@ class HuggingFaceClassifier:
         logger.info("%s: %d labels, up to %d tokens", model, loaded.config.num_labels, self.max_tokens)
 
     def encode(self, messages: Sequence[Mapping[str, Any]], answer: str) -> tuple[list[int], bool]:
+        """Token ids of a conversation that ends with `answer`, and whether its beginning was cut.
+
+        Called from any thread. Raises `BadConversation`.
+        """
         conversation: list[Any] = [*messages, {"role": "assistant", "content": answer}]
-        templated = bool(self._tokenizer.chat_template)
-        text = self._rendered(conversation) if templated else "\n".join(_text_of(one) for one in conversation)
+        text = "\n".join(str(message.get("content") or "") for message in conversation)
+        if templated := bool(self._tokenizer.chat_template):
+            try:
+                text = str(self._tokenizer.apply_chat_template(conversation, tokenize=False))
+            except Exception as error:
+                cause = f"{type(error).__name__}: {error}"
+                raise BadConversation(f"this model's chat template rejects these messages: {cause}") from error
         with self._tokenizer_turn:
             ids = self._tokenizer(text, add_special_tokens=not templated)["input_ids"]
         return ids[-self.max_tokens :], len(ids) > self.max_tokens
 
-    def _rendered(self, conversation: list[Any]) -> str:
-        try:
-            return str(self._tokenizer.apply_chat_template(conversation, tokenize=False))
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-            raise BadConversation(f"this model's chat template rejects these messages: {said}") from error
-
     def score(self, ids: Sequence[Sequence[int]]) -> list[float]:
+        """A number per row of token ids, NaN if the model returns it. One call at a time, from one thread."""
         import torch
 
         longest = max(1, *(len(row) for row in ids))
@@ -86,10 +76,6 @@ class HuggingFaceClassifier:
         values = logits[:, 0] if self._label is None else logits.softmax(-1)[:, self._label]
         numbers: list[float] = values.tolist()
         return numbers
-
-
-def _text_of(message: Mapping[str, Any]) -> str:
-    return str(message.get("content") or "")
 
 
 def _checked_label(label: int | None, labels: int) -> int | None:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import ASGIApp
@@ -25,7 +24,7 @@ from starlette.types import ASGIApp
 from penstock.common import Metrics
 from penstock.rollout_server.scoring.batched_app import batched_app, guarded
 from penstock.rollout_server.scoring.batcher import Batcher, Busy, Late
-from penstock.rollout_server.scoring.classifier import BadConversation, Classifier
+from penstock.rollout_server.scoring.classifier import BadConversation, HuggingFaceClassifier
 
 RowBatcher = Batcher[Sequence[int], float]
 MAX_ITEMS = 256
@@ -60,23 +59,23 @@ class RewardMetrics(Metrics):
         self.gauge("waiting", "Answers that wait").set_function(lambda: len(batcher))
 
 
-def build_reward_app(classifier: Classifier, token: str, model: str, batcher: RowBatcher | None = None) -> ASGIApp:
+def build_reward_app(
+    classifier: HuggingFaceClassifier, token: str, model: str, batcher: RowBatcher | None = None
+) -> ASGIApp:
     """The server as an ASGI app; its lifespan starts and stops the batcher. Raises `ValueError` on an empty token."""
     batches = Batcher(classifier.score) if batcher is None else batcher
     counters = RewardMetrics(batches)
     app = batched_app(batches, model, counters)
-    _add_score(app, classifier, batches, counters)
-    return guarded(app, token, "this run")
 
-
-def _add_score(app: FastAPI, classifier: Classifier, batches: RowBatcher, counters: RewardMetrics) -> None:
     @app.post("/score")
     async def score(body: ScoreRequest) -> Any:
         """Scores of the answers, in order, and which were cut; 429 queue full, 504 not in time, 503 no number."""
         began = time.monotonic()
         try:
             encoded = await asyncio.to_thread(lambda: [classifier.encode(i.messages, i.answer) for i in body.items])
-            scores = _finite(await batches.submit([ids for ids, _ in encoded], body.timeout_s))
+            scores = await batches.submit([ids for ids, _ in encoded], body.timeout_s)
+            if not_finite := [one for one in scores if not math.isfinite(one)]:
+                raise BadScore(f"the model's score is {not_finite[0]}")
         except (Busy, Late, BadScore, BadConversation) as error:
             return _refusal(error, counters)
         cut = [was_cut for _, was_cut in encoded]
@@ -86,12 +85,7 @@ def _add_score(app: FastAPI, classifier: Classifier, batches: RowBatcher, counte
         counters.latency_s.observe(time.monotonic() - began)
         return {"scores": scores, "cut": cut}
 
-
-def _finite(scores: list[float]) -> list[float]:
-    for score in scores:
-        if not math.isfinite(score):
-            raise BadScore(f"the model's score is {score}")
-    return scores
+    return guarded(app, token, "this run")
 
 
 def _refusal(error: Exception, counters: RewardMetrics) -> JSONResponse:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import FastAPI, HTTPException
 from fastapi.responses import JSONResponse
@@ -26,23 +26,12 @@ from starlette.types import ASGIApp
 from penstock.common import Metrics
 from penstock.rollout_server.scoring.batched_app import batched_app, guarded
 from penstock.rollout_server.scoring.batcher import Batcher, Busy, Late
-from penstock.rollout_server.scoring.teacher_scorer import JudgedRow, TeacherRow
+from penstock.rollout_server.scoring.teacher_scorer import JudgedRow, TeacherRow, TokenScorer
 
 REQUEST_S = 300.0
 """Longest time that a request may wait for its logprobs."""
 MOST_TOP_K = 1024
 TeacherBatcher = Batcher[TeacherRow, JudgedRow]
-
-
-class Scorer(Protocol):
-    """What the server asks; `score` one call at a time, from one thread."""
-
-    max_tokens: int
-    vocabulary: int
-
-    def score(self, rows: Sequence[TeacherRow]) -> list[JudgedRow]: ...
-
-    def encode(self, text: str, *, special: bool) -> list[int]: ...
 
 
 class CompletionBody(BaseModel):
@@ -77,7 +66,7 @@ class TeacherMetrics(Metrics):
         self.gauge("waiting", "Rows that wait").set_function(lambda: len(batcher))
 
 
-def build_teacher_app(scorer: Scorer, token: str, model: str, batcher: TeacherBatcher | None = None) -> ASGIApp:
+def build_teacher_app(scorer: TokenScorer, token: str, model: str, batcher: TeacherBatcher | None = None) -> ASGIApp:
     """The server as an ASGI app; its lifespan starts and stops the batcher. Raises `ValueError` on an empty token."""
     batches: TeacherBatcher = Batcher(scorer.score) if batcher is None else batcher
     metrics = TeacherMetrics(batches)
@@ -88,7 +77,7 @@ def build_teacher_app(scorer: Scorer, token: str, model: str, batcher: TeacherBa
 
 
 def _add_completions(
-    app: FastAPI, scorer: Scorer, model: str, batches: TeacherBatcher, metrics: TeacherMetrics
+    app: FastAPI, scorer: TokenScorer, model: str, batches: TeacherBatcher, metrics: TeacherMetrics
 ) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionBody) -> Any:
@@ -109,7 +98,7 @@ def _add_completions(
         return await asyncio.to_thread(_answer, model, body.prompt, found)
 
 
-def _add_facts(app: FastAPI, scorer: Scorer, model: str) -> None:
+def _add_facts(app: FastAPI, scorer: TokenScorer, model: str) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         """Token ids of a text: by them a student compares vocabularies."""
@@ -134,7 +123,7 @@ def _answer(model: str, ids: Sequence[int], found: JudgedRow) -> JSONResponse:
     return JSONResponse({"object": "text_completion", "model": model, "choices": [choice]})
 
 
-def _problem(body: CompletionBody, scorer: Scorer) -> str:
+def _problem(body: CompletionBody, scorer: TokenScorer) -> str:
     ids = body.prompt
     if body.prompt_logprobs > scorer.vocabulary:
         return f"prompt_logprobs: {body.prompt_logprobs}, the vocabulary has {scorer.vocabulary}"

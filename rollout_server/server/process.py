@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 from penstock.common import HttpServer, cancel_and_wait, listen, process_identity, uncollected, url_of
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import find_model
-from penstock.rollout_server.engines.http.server_process import open_private
+from penstock.rollout_server.engines.child import open_private
 from penstock.rollout_server.engines.registry import MakeEngine, make_engine
 from penstock.rollout_server.protocol import EngineError
 from penstock.rollout_server.server.engine_devices import EngineDevices

@@ -17,9 +17,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, nullcontext
-from typing import Protocol
 
 from penstock.common import Backoff, cancel_and_wait
 from penstock.rollout_server.protocol import Chunk, Engine, EngineError, EngineInfo, GenerateRequest, Health, Sampling
@@ -51,10 +50,6 @@ BACKOFF = Backoff(0.5, 15.0, jitter=(0.8, 1.2))
 STRAGGLER_DRAIN_S = 20.0
 
 
-class NewEngine(Protocol):
-    def __call__(self) -> Engine: ...
-
-
 class Sidecar:
     """`run` is the one long task; the other calls interleave with it. `drain` comes last."""
 
@@ -62,7 +57,7 @@ class Sidecar:
         self,
         name: str,
         url: str,
-        new_engine: NewEngine,
+        new_engine: Callable[[], Engine],
         queue: ServerQueue,
         *,
         slots: int,
@@ -336,19 +331,11 @@ class Sidecar:
         tokens, evaluates = self.requests.in_flight_tokens, self.pin is not None
         number, cause = (None, "") if refused is None else (refused.version, self.weights.cause[:500])
         asleep = self._devices is not None and self._devices.asleep
+        build = build_of(self.info) if self.info else ""
         return ServerInfo(
-            self.name,
-            self.url,
-            self.version,
-            self.requests.in_flight,
-            self.open,
-            tokens,
-            evaluates,
-            number,
-            cause,
-            asleep,
-            build_of(self.info) if self.info else "",
-        )
+            self.name, self.url, self.version, self.requests.in_flight, self.open,
+            tokens, evaluates, number, cause, asleep, build,
+        )  # fmt: skip
 
     # answers -------------------------------------------------------------------------------------------------------
     def admit(self, request: GenerateRequest) -> GenerateRequest:
@@ -362,7 +349,6 @@ class Sidecar:
         return self.requests.admit(request, self.info, self.version)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
-        """See `RequestQueue.generate`."""
         assert self.engine is not None
         return self.requests.generate(self.engine, request)
 

@@ -18,7 +18,6 @@ that gets on.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -34,12 +33,11 @@ from penstock.rollout_server.engines.hf.passes import forward, make_cache, route
 from penstock.rollout_server.engines.hf.sampling import HaltingRequests, Record, Sampler
 from penstock.rollout_server.protocol import Sampling
 
-IDLE_S = 1.0
 STOP_S = 10.0
 
 
 class Batcher(HaltingRequests[Row, tuple[float, int]]):
-    """Owns the decoding thread. All methods but `swap`, `halt` and `go_on` are for the event loop."""
+    """All methods but `swap`, `halt`, `go_on` and `sleep` are for the event loop."""
 
     def __init__(
         self,
@@ -64,10 +62,6 @@ class Batcher(HaltingRequests[Row, tuple[float, int]]):
         self._full = False
         """A request was put back for want of room: none is admitted before another has ended."""
         self._any_cancelled = False
-        self._asleep = False
-        self._stopping = False
-        self._fatal: str | None = None
-        self._thread = threading.Thread(target=self._run, name="hf-decoding", daemon=True)
         self._thread.start()
 
     # requests ------------------------------------------------------------------------------------------------------
@@ -94,10 +88,6 @@ class Batcher(HaltingRequests[Row, tuple[float, int]]):
         self._news.set()
         self._thread.join(STOP_S)
 
-    def fatal_error(self) -> str | None:
-        """Why the decoding thread is gone; None while it runs."""
-        return self._fatal
-
     @property
     def reused_tokens(self) -> int:
         """Prompt tokens whose KV was there already."""
@@ -108,37 +98,14 @@ class Batcher(HaltingRequests[Row, tuple[float, int]]):
         """Pages that requests hold; those kept only for their prefixes do not count."""
         return self.cache.pages_in_use
 
-    def sleep(self) -> None:
-        """Between two passes: all answers end with what they have, and no cache is left.
-
-        To be called from another thread than the event loop's.
-        """
-        self._swaps_waiting += 1
-        with self._turn:
-            self._swaps_waiting -= 1
-            self._asleep = True
-            self._turn_away()
-            self.cache.clear()
-            self._turn.notify_all()
-
-    def wake(self) -> None:
-        """Requests are computed again."""
-        self._asleep = False
-        self._news.set()
-
     @property
     def cache_bytes(self) -> tuple[int, int]:
         """(held now, held at most)"""
         return self.cache.held_bytes, self.cache.most_bytes
 
     def swap(self, load: Callable[[], None], version: int) -> tuple[float, float, int]:
-        """Between two passes: `load()`, then `version` names the weights. Returns (pause_s, load_s, in_flight).
-
-        To be called from another thread than the event loop's: it waits for the pass under way.
-        """
-        self._swaps_waiting += 1
-        with self._turn:
-            self._swaps_waiting -= 1
+        """Between two passes: `load()`, then `version` names the weights. Returns (pause_s, load_s, in_flight)."""
+        with self._between_passes():
             paused, in_flight = self._halt or self._stop_decoding()
             began = time.perf_counter()
             load()
@@ -147,7 +114,6 @@ class Batcher(HaltingRequests[Row, tuple[float, int]]):
             self._full = False
             self.sampler.version = version
             self._halt = None
-            self._turn.notify_all()
         self._news.set()
         return time.perf_counter() - paused, load_s, in_flight
 
@@ -162,10 +128,10 @@ class Batcher(HaltingRequests[Row, tuple[float, int]]):
         return now, 0
 
     def _turn_away(self) -> None:
-        """All that are here."""
         self._receive()
         if self._running or self._waiting:
             self._end_early([*self._running, *self._waiting])
+        self.cache.clear()
 
     @torch.inference_mode()
     def _end_early(self, rows: list[Row]) -> None:
@@ -186,20 +152,8 @@ class Batcher(HaltingRequests[Row, tuple[float, int]]):
             self._put_back(row)
 
     # the decoding thread -------------------------------------------------------------------------------------------
-    def _run(self) -> None:
-        try:
-            while not self._stopping:
-                self._news.clear()
-                if not self._take_turn():
-                    self._news.wait(IDLE_S)
-        except BaseException as error:  # whatever it is, the owner ends this process with it
-            self._fatal = f"{type(error).__name__}: {error}"
-            self._on_finish()
-            raise
-
     @torch.inference_mode()
-    def _take_turn(self) -> bool:
-        """Whether there was anything to compute."""
+    def _decode(self) -> bool:
         with self._turn:
             self._turn.wait_for(lambda: not self._swaps_waiting, timeout=self._config.request_timeout_s)
             if self._asleep:

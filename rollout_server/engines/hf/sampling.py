@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Generic, TypeVar
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from penstock.rollout_server.protocol import Chunk, FinishReason, Sampling, slice_spans
 from penstock.rollout_server.routed_experts import encode_rows
 
+IDLE_S = 1.0
 BELOW_ONE = 1.0 - 2.0**-40
 """Largest point of a draw: times a sum of weights it stays below the sum."""
 
@@ -81,7 +83,8 @@ class LiveRequests(Generic[L]):
 
 
 class HaltingRequests(LiveRequests[L], ABC, Generic[L, H]):
-    """Decoding stands still between two calls of the loader, which come from another thread than the event loop's."""
+    """Owns the decoding thread, which the subclass starts. `swap`, `halt`, `go_on` and `sleep` wait for the pass under
+    way: they come from another thread than the event loop's."""
 
     def __init__(self, on_finish: Callable[[], None]) -> None:
         super().__init__(on_finish)
@@ -92,6 +95,10 @@ class HaltingRequests(LiveRequests[L], ABC, Generic[L, H]):
         """The decoding thread has something to do."""
         self._halt: H | None = None
         """What `_stop_decoding` returned, while decoding stands still."""
+        self._asleep = self._stopping = False
+        self.fatal_error: str | None = None
+        """Why the decoding thread is gone; None while it runs."""
+        self._thread = threading.Thread(target=self._run, name="hf-decoding", daemon=True)
 
     @abstractmethod
     def _stop_decoding(self) -> H:
@@ -102,13 +109,49 @@ class HaltingRequests(LiveRequests[L], ABC, Generic[L, H]):
         """Between `halt` and what ends it."""
         return self._halt is not None
 
-    def halt(self) -> None:
-        """No pass after the one under way, until a swap or `go_on`; requests in flight are treated as at a swap."""
+    @contextmanager
+    def _between_passes(self) -> Iterator[None]:
+        """The decoding thread waits for the end of the block."""
         self._swaps_waiting += 1
         with self._turn:
             self._swaps_waiting -= 1
-            self._halt = self._stop_decoding()
+            yield
             self._turn.notify_all()
+
+    def halt(self) -> None:
+        """No pass after the one under way, until a swap or `go_on`; requests in flight are treated as at a swap."""
+        with self._between_passes():
+            self._halt = self._stop_decoding()
+
+    def sleep(self) -> None:
+        """Between two passes: all answers end with what they have, and no cache is left."""
+        with self._between_passes():
+            self._asleep = True
+            self._turn_away()
+
+    def wake(self) -> None:
+        """Requests are computed again."""
+        self._asleep = False
+        self._news.set()
+
+    @abstractmethod
+    def _turn_away(self) -> None:
+        """Ends all requests that are here; nothing of the cache is left."""
+
+    @abstractmethod
+    def _decode(self) -> bool:
+        """Computes what there is; False: there was nothing."""
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._news.clear()
+                if not self._decode():
+                    self._news.wait(IDLE_S)
+        except BaseException as error:  # whatever it is, the owner ends this process with it
+            self.fatal_error = f"{type(error).__name__}: {error}"
+            self._on_finish()
+            raise
 
     def go_on(self) -> None:
         """The weights are what they were at `halt`."""

@@ -190,7 +190,7 @@ class HFServer:
 
     async def _send_tokens(self) -> None:
         ticked = 0.0
-        while (fatal := self.batcher.fatal_error()) is None:
+        while (fatal := self.batcher.fatal_error) is None:
             self._finished.clear()
             due = time.monotonic() - ticked >= TICK_S
             ticked = time.monotonic() if due else ticked

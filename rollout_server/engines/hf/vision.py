@@ -11,9 +11,8 @@ prefix is reused.
 from __future__ import annotations
 
 import io
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +23,6 @@ from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.hf.sampling import HaltingRequests, Live, Record, Sampler
 from penstock.rollout_server.pictures import read_images
 from penstock.rollout_server.protocol import ImageRef, Sampling
-
-IDLE_S = 0.05
 
 
 @dataclass(slots=True)
@@ -40,13 +37,9 @@ class Seeing(Live):
     rope_deltas: torch.Tensor | None = None
     """How far positions lag behind ids because an image's rows share theirs; the model itself keeps one alone."""
 
-    @property
-    def tokens_at_most(self) -> int:
-        return self.record.context_len + self.record.sampling.max_new_tokens
-
 
 class VisionBatcher(HaltingRequests[Seeing, tuple[float, list[Seeing]]]):
-    """Owns the decoding thread. All methods but `swap`, `halt` and `go_on` are for the event loop that made it."""
+    """All methods but `swap`, `halt`, `go_on` and `sleep` are for the event loop that made it."""
 
     kv_blocks_in_use = 0
     reused_tokens = 0
@@ -61,29 +54,21 @@ class VisionBatcher(HaltingRequests[Seeing, tuple[float, list[Seeing]]]):
         self.steps = 0
         self._model, self._config = model, config
         self._pixels_of = AutoImageProcessor.from_pretrained(model_path)
-        self._asleep = False
-        self._fatal: str | None = None
-        self._thread = threading.Thread(target=self._run, name="hf-vision", daemon=True)
         self._thread.start()
 
     # requests ------------------------------------------------------------------------------------------------------
     def add(self, name: str, token_ids: list[int], sampling: Sampling, images: Sequence[ImageRef] = ()) -> None:
         """Queue a request; its tokens come out of `collect`."""
         self._live[name] = Seeing(Record(sampling, len(token_ids)), ids=list(token_ids), images=tuple(images))
+        self._news.set()
 
     def cancel(self, name: str) -> None:
         """Unknown names are fine."""
         self._live.pop(name, None)
 
-    def fatal_error(self) -> str | None:
-        """Why the decoding thread is gone; None while it runs."""
-        return self._fatal
-
     def swap(self, load: Callable[[], None], version: int) -> tuple[float, float, int]:
         """As `Batcher.swap`."""
-        self._swaps_waiting += 1
-        with self._turn:
-            self._swaps_waiting -= 1
+        with self._between_passes():
             paused, begun = self._halt or self._stop_decoding()
             began = time.perf_counter()
             load()
@@ -93,7 +78,7 @@ class VisionBatcher(HaltingRequests[Seeing, tuple[float, list[Seeing]]]):
                 live.finish_reason = "abort" if self._config.pause == "abort" else None
             self.sampler.version = version
             self._halt = None
-            self._turn.notify_all()
+        self._news.set()
         in_flight = 0 if self._config.pause == "abort" else len(begun)
         return time.perf_counter() - paused, load_s, in_flight
 
@@ -102,54 +87,30 @@ class VisionBatcher(HaltingRequests[Seeing, tuple[float, list[Seeing]]]):
             live for live in self._live.values() if live.cache is not None and not live.finish_reason
         ]
 
-    def sleep(self) -> None:
-        """As `Batcher.sleep`."""
-        self._swaps_waiting += 1
-        with self._turn:
-            self._swaps_waiting -= 1
-            self._asleep = True
-            self._turn_away()
-            self._turn.notify_all()
-
-    def wake(self) -> None:
-        """As `Batcher.wake`."""
-        self._asleep = False
-
     def _turn_away(self) -> None:
         for live in list(self._live.values()):
             if not live.finish_reason and not live.error:
                 live.cache, live.finish_reason = None, "abort"
-        self._on_finish()
+                self._on_finish()
 
     # the decoding thread -------------------------------------------------------------------------------------------
-    def _run(self) -> None:
-        try:
-            while True:
-                admitted = list(self._admitted())
-                for live in admitted:
-                    self._take_turn(live)
-                if not admitted:
-                    time.sleep(IDLE_S)
-        except BaseException as error:  # whatever it is, the owner ends this process with it
-            self._fatal = f"{type(error).__name__}: {error}"
-            self._on_finish()
-            raise
-
-    def _admitted(self) -> Iterator[Seeing]:
-        """The oldest ones, as many as the cache has room for."""
+    def _decode(self) -> bool:
+        """One token of the oldest requests, as many as the cache has room for."""
         if self._asleep:
             with self._turn:
-                if self._live:
-                    self._turn_away()
-            return
+                self._turn_away()
+            return False
         if self._halt is not None:
-            return
-        room, places = self._config.kv_cache_tokens, self._config.max_concurrent
-        for live in list(self._live.values())[:places]:
-            room -= live.tokens_at_most
+            return False
+        room, admitted = self._config.kv_cache_tokens, list[Seeing]()
+        for live in list(self._live.values())[: self._config.max_concurrent]:
+            room -= live.record.context_len + live.record.sampling.max_new_tokens
             if room < 0:
-                return
-            yield live
+                break
+            admitted.append(live)
+        for live in admitted:
+            self._take_turn(live)
+        return bool(admitted)
 
     def _take_turn(self, live: Seeing) -> None:
         with self._turn:

@@ -88,7 +88,7 @@ class HttpEngine(ABC):
 
     async def start(self) -> EngineInfo:
         """Start the server, check what it offers, sample one token. Raises `EngineError`."""
-        vocabulary = await self._vocab_size()
+        vocabulary = await asyncio.to_thread(vocab_size, self.model)
         if self.config.routing_replay and self.config.pause == "recompute":
             # Rows are kept by position: what is computed again takes the place of the pass that sampled.
             raise EngineError(
@@ -96,7 +96,8 @@ class HttpEngine(ABC):
                 " sampled; set it to keep or abort",
                 retryable=False,
             )
-        await self._read_layers()
+        if self.config.routing_replay:
+            self.layers = await asyncio.to_thread(layers_with_experts, self.model)
         installation = await self.server.start()
         try:
             await self._check_routes(installation.version)
@@ -116,14 +117,6 @@ class HttpEngine(ABC):
         )
         return self.info
 
-    async def _vocab_size(self) -> int:
-        return await asyncio.to_thread(vocab_size, self.model)
-
-    async def _read_layers(self) -> None:
-        """Raises `EngineError`."""
-        if self.config.routing_replay:
-            self.layers = await asyncio.to_thread(layers_with_experts, self.model)
-
     async def stop(self) -> None:
         """End the server and everything it started; open answers break off."""
         try:
@@ -133,7 +126,6 @@ class HttpEngine(ABC):
         await self.weights.until_verified()
 
     def will_sleep(self, level: SleepLevel) -> None:
-        """See `SleepingEngine`."""
         self.server.sleep_level = level
 
     async def device_bytes(self) -> DeviceBytes:
@@ -141,12 +133,10 @@ class HttpEngine(ABC):
         return DeviceBytes(0, 0)
 
     async def sleep(self, level: SleepLevel) -> None:
-        """See `HttpWeights.sleep`."""
         self._check_running()
         await self.weights.sleep(level)
 
     async def wake(self) -> None:
-        """See `HttpWeights.wake`."""
         self._check_running()
         await self.weights.wake()
 
@@ -159,7 +149,6 @@ class HttpEngine(ABC):
         return self.server.tail()
 
     async def load_weights(self, manifest: Manifest) -> LoadReport:
-        """See `HttpWeights.swap`."""
         self._check_running()
         return await self.weights.swap(manifest)
 

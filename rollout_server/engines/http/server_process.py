@@ -1,4 +1,4 @@
-"""An inference server as a child process: its Python environment and flags, its log and exit, its private folder.
+"""An inference server as a child process: its Python environment and flags, its private folder.
 
 It runs under `penstock.common.guard`, in its own process group: it ends with this process, however that ends.
 """
@@ -8,118 +8,29 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import shutil
 import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Literal
+from typing import Any, ClassVar
 
 import aiohttp
 
-from penstock.common import describe_exit, environment_without_secrets, guard_command, kill_group
+from penstock.common import environment_without_secrets, guard_command, kill_group
 from penstock.common.guard import GRACE_S
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import fetch_model, start_deadline_s
+from penstock.rollout_server.engines.child import Child
 from penstock.rollout_server.engines.http.event_client import EngineAddress, EventClient
 from penstock.rollout_server.engines.http.stream import AnswerStream, refusal
 from penstock.rollout_server.protocol import EngineError, SleepLevel
 
 PROBE_S = 60.0
-
-
-class Child:
-    """One process at a time, started by `spawn`. The owner ends it."""
-
-    def __init__(self, name: str, log_path: Path) -> None:
-        self.name = name
-        """As people write it, for messages."""
-        self.log_path = log_path
-        self.process: asyncio.subprocess.Process | None = None
-        self._log_start = 0
-
-    @property
-    def alive(self) -> bool:
-        """The process was started and has not ended."""
-        return self.process is not None and self.process.returncode is None
-
-    @property
-    def pid(self) -> int | None:
-        """Of the process, which is also its process group's number."""
-        return self.process.pid if self.process else None
-
-    async def spawn(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        *,
-        stdin: int = asyncio.subprocess.DEVNULL,
-        pass_fds: Sequence[int] = (),
-    ) -> None:
-        """Start `command` in its own session: Ctrl-C reaches the owner, who lets it finish what is in flight."""
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with open_private(self.log_path) as log:
-            self._log_start = log.tell()
-            self.process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=stdin,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                pass_fds=pass_fds,
-                start_new_session=True,
-            )
-
-    def tail(self, lines: int = 25) -> str:
-        """The last lines of the log, and how the process ended if it did so by itself."""
-        size = self.log_path.stat().st_size if self.log_path.exists() else 0
-        found = self._log(max(self._log_start, size - 16384)).splitlines()[-lines:]
-        return "\n".join(found + ([f"{self.name} {self.end_of_it}"] if self.end_of_it else []))
-
-    def cause(self) -> str:
-        """The first exception in the log that is no mere warning, else the log's end. One is reported many times."""
-        lines = [line for line in self._log(self._log_start).splitlines() if "WARNING" not in line]
-        exception = re.compile(r"(?:^|\s)(\w*(?:Error|Exception|error): .+)$")
-        found = next(filter(None, map(exception.search, lines)), None)
-        return f"{found[1]} (see {self.log_path})" if found else f"{self.log_path} ends with:\n{self.tail()}"
-
-    @property
-    def end_of_it(self) -> str:
-        """How the process, or one behind it, was ended, in words; empty while all is well and before the start."""
-        if self.process is None:
-            return ""
-        status = self.process.returncode
-        if status:
-            return describe_exit(status)
-        # One of the processes behind it may have ended; the others may still be ending.
-        log = self._log(self._log_start)
-        if killed := re.findall(r"(?:exit ?code|terminated with):? (-\d+)", log, re.IGNORECASE):
-            return describe_exit(int(killed[-1]))
-        # Of vLLM's engine core the first comes always, the second only if it could speak.
-        if "exited unexpectedly" in log and "encountered a fatal error" not in log:
-            return "lost a process that said nothing: it was killed, perhaps by the kernel for want of memory"
-        return "" if status is None else describe_exit(status)
-
-    def _log(self, start: int) -> str:
-        """From byte `start` on; empty where there is none."""
-        try:
-            with self.log_path.open("rb") as file:
-                file.seek(start)
-                return file.read().decode(errors="replace")
-        except OSError:
-            return ""
-
-
-def open_private(path: Path, mode: Literal["ab", "wb"] = "ab") -> BinaryIO:
-    """A log that only this user can read, also where the file was there before: servers write their keys into it."""
-    file = open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))  # noqa: SIM115
-    os.fchmod(file.fileno(), 0o600)
-    return file
 
 
 @dataclass(frozen=True)
@@ -257,7 +168,6 @@ class ChildServer(Child, ABC):
         """Known from the start on."""
         self.address: EngineAddress | None = None
         """Where it is asked, while it is."""
-        self._start_s = config.start_timeout_s
         self.sleep_level: SleepLevel | None = None
         """Under placement.colocated; None: it never sleeps."""
 
@@ -276,37 +186,38 @@ class ChildServer(Child, ABC):
         """
         self.installation = installation = await self.find_installation()
         folder = await asyncio.to_thread(fetch_model, self.model)
-        self._start_s = start_deadline_s(self.config.start_timeout_s, folder)
+        start_s = start_deadline_s(self.config.start_timeout_s, folder)
         self.folder = Path(tempfile.mkdtemp(prefix=f"penstock-{self.product.key}-"))
         try:
             address, command, environment = self.prepare(installation)
-            self._connect(address)
+            self.http, self.events, self.address = address.session(), EventClient(address), address
             await self.spawn(guard_command(command), environment, stdin=asyncio.subprocess.PIPE)
-            await self._until_ready()
+            await self._until_ready(start_s)
         except BaseException:
             await self.stop()
             raise
         return installation
 
     async def stop(self) -> None:
-        """End the whole process group; a second call does nothing."""
+        """Ends the whole process group; a second call does nothing."""
         folder, self.folder = self.folder, Path()
         if folder == Path():
             return
-        await self._disconnect("the server is being stopped")  # an orderly end waits for its connections
-        await self._end()
-        shutil.rmtree(folder, ignore_errors=True)
-
-    def _connect(self, address: EngineAddress) -> None:
-        self.http, self.events, self.address = address.session(), EventClient(address), address
-
-    async def _disconnect(self, why: str) -> None:
         for stream in self.streams:
-            stream.break_off(why)
-        if self.address is not None:
+            stream.break_off("the server is being stopped")
+        if self.address is not None:  # an orderly end waits for its connections
             self.address = None
             await self.events.close()
             await self.http.close()
+        if (process := self.process) is not None:
+            assert process.stdin is not None
+            process.stdin.close()  # the guard sees the end of its input
+            try:
+                await asyncio.wait_for(process.wait(), 2 * GRACE_S + 2)
+            except TimeoutError:  # the guard does not run either: stopped, or the machine is that busy
+                kill_group(process.pid)
+                await process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
 
     async def call(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
@@ -336,8 +247,7 @@ class ChildServer(Child, ABC):
         except (aiohttp.ClientError, TimeoutError, RuntimeError):  # the last: the client was closed by `stop`
             return False
 
-    async def _until_ready(self) -> None:
-        timeout_s = self._start_s
+    async def _until_ready(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if not self.alive:
@@ -347,15 +257,3 @@ class ChildServer(Child, ABC):
             await asyncio.sleep(0.2)
         of_it = f"rollout.start_timeout_s, {self.config.start_timeout_s:g} s, and what its weights' size adds"
         raise EngineError(f"{self.name} was not up within {timeout_s:g} s ({of_it}); its log ends with:\n{self.tail()}")
-
-    async def _end(self) -> None:
-        process = self.process
-        if process is None:
-            return
-        assert process.stdin is not None
-        process.stdin.close()  # the guard sees the end of its input
-        try:
-            await asyncio.wait_for(process.wait(), 2 * GRACE_S + 2)
-        except TimeoutError:  # the guard does not run either: stopped, or the machine is that busy
-            kill_group(process.pid)
-            await process.wait()

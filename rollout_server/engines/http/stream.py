@@ -20,7 +20,7 @@ import contextlib
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, ClassVar
@@ -246,9 +246,12 @@ class AnswerStream(ABC):
             self._certain += len(token_ids)
         self.received += len(token_ids)
 
-    def _end(self, reason: FinishReason, reported: list[tuple[int, int]] | None) -> None:
-        """`reported`: the server's own (first position, version) of the whole answer, the truth where it has one."""
-        if reported:
+    def _end(self, reason: FinishReason, spans: Sequence[Mapping[str, Any]] | None, experts: str | None) -> None:
+        """The last event. `spans`: the server's own versions of the whole answer, the truth if it reports them.
+        `experts`: see `_route`."""
+        self._route(experts, reason)
+        if spans:
+            reported = [(span["start"], version_of(span["version"])) for span in spans]
             # What was handed on already must agree with the server's versions.
             if slice_spans(reported, 0, self._emitted) != slice_spans(self._cuts, 0, self._emitted):
                 raise VersionsDisproved(
@@ -261,8 +264,7 @@ class AnswerStream(ABC):
         self.finish_reason = reason
 
     def _route(self, found: str | None, reason: FinishReason) -> None:
-        """Before `_end`: the routed experts of the whole answer, as the server sends them. Raises `EngineError` for
-        what are none."""
+        """Keeps the routed experts of the whole answer, as the server sends them. Raises `EngineError`."""
         if self._routed is None:
             return
         if not found:

@@ -91,10 +91,7 @@ class SGLangStream(AnswerStream):
             )
         if isinstance(reason.get("matched"), str):  # no stop string is ever sent; the last id was replaced by another
             raise EngineError(f"SGLang ended the answer by itself: {reason['matched']}")
-        spans = meta.get("weight_versions")
-        reported = spans and [(span["start"], version_of(span["version"])) for span in spans]
-        self._route(meta.get("routed_experts"), _FINISH[reason["type"]])
-        self._end(_FINISH[reason["type"]], reported)
+        self._end(_FINISH[reason["type"]], meta.get("weight_versions"), meta.get("routed_experts"))
 
     def _rows(self, found: str) -> NDArray[Any]:
         """Base64 of int32 numbers, without their shape."""
@@ -145,7 +142,6 @@ class SGLangEngine(HttpEngine):
         return (GLOO,)
 
     async def stage_weights(self, offer: Offer) -> str:
-        """See `StagingEngine`."""
         self._check_running()
         return await asyncio.to_thread(self.weights.reader.staged.receive, offer)
 

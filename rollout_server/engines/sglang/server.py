@@ -103,7 +103,6 @@ class SGLangServer(ChildServer):
     """Held for the server's life."""
 
     async def stop(self) -> None:
-        """See `ChildServer.stop`."""
         await super().stop()
         self._free_port()
 

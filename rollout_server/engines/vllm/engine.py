@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.rollout_server.engines.checkpoint import fetch_model, has_vision_tower
 from penstock.rollout_server.engines.http.engine import HttpEngine
-from penstock.rollout_server.engines.http.stream import AnswerEvent, AnswerStream, RoutedAnswer, version_of
+from penstock.rollout_server.engines.http.stream import AnswerEvent, AnswerStream, RoutedAnswer
 from penstock.rollout_server.engines.vllm.image_reader import ImageReader
 from penstock.rollout_server.engines.vllm.images import SEEN_KINDS, difference, features, image_token_of, places_of
 from penstock.rollout_server.engines.vllm.server import MODEL_NAME, VLLMServer
@@ -67,22 +67,15 @@ class VLLMStream(AnswerStream):
         finally:
             self._add(token_ids, logprobs[: len(token_ids)], self._label)
         if last is not None:
-            self._finish(last)
+            if last["finish_reason"] not in _FINISH:
+                raise EngineError(f"vLLM ended the answer with {last['finish_reason']!r}")
+            self._end(_FINISH[last["finish_reason"]], last.get("weight_versions"), last.get("routed_experts"))
 
     def _check_fed(self, event: AnswerEvent) -> None:
         """Before the first tokens. Raises `EngineError`: no server of this kind would do otherwise."""
         fed, self._fed = self._fed, None
         if fed is not None and (differs := difference(event, *fed)):
             raise EngineError(f"images: vLLM did not take the request as it was sent: {differs}", retryable=False)
-
-    def _finish(self, choice: dict[str, Any]) -> None:
-        if choice["finish_reason"] not in _FINISH:
-            raise EngineError(f"vLLM ended the answer with {choice['finish_reason']!r}")
-        spans = choice.get("weight_versions")
-        reported = spans and [(span["start"], version_of(span["version"])) for span in spans]
-        reason = _FINISH[choice["finish_reason"]]
-        self._route(choice.get("routed_experts"), reason)
-        self._end(reason, reported)
 
     def _rows(self, found: str) -> NDArray[Any]:
         """Base64 of a ``.npy`` file."""
@@ -116,7 +109,6 @@ class VLLMEngine(HttpEngine):
     _image_token = -1
 
     async def start(self) -> EngineInfo:
-        """See `HttpEngine.start`."""
         folder = await asyncio.to_thread(fetch_model, self.model)
         token = await asyncio.to_thread(image_token_of, folder)
         if token is not None:
@@ -130,7 +122,6 @@ class VLLMEngine(HttpEngine):
             raise
 
     async def stop(self) -> None:
-        """See `HttpEngine.stop`."""
         try:
             await super().stop()
         finally:
@@ -142,7 +133,7 @@ class VLLMEngine(HttpEngine):
 
     async def healthy(self) -> bool:
         """See `HttpEngine.healthy`; so does what reads images."""
-        return await super().healthy() and (self.images is None or self.images.alive)
+        return await super().healthy() and (self.images is None or self.images.is_linked)
 
     @property
     def sees_images(self) -> bool:
@@ -165,22 +156,18 @@ class VLLMEngine(HttpEngine):
 
     @property
     def weight_wires(self) -> tuple[str, ...]:
-        """See `StagingEngine`."""
         nccl = self.server.installation.nccl if self.server.installation else ""
         return (f"{NCCL}{nccl}", GLOO) if nccl and self.config.weight_transport == "nccl" else (GLOO,)
 
     async def stage_weights(self, offer: Offer) -> str:
-        """See `StagingEngine`."""
         self._check_running()
         return await self.weights.stage(offer)
 
     @property
     def stands_still(self) -> bool:
-        """See `InPlaceEngine`."""
         return self.weights.standstill is not None
 
     async def receive_weights(self, offer: Offer) -> str:
-        """See `InPlaceEngine`."""
         self._check_running()
         return await self.weights.receive(offer)
 

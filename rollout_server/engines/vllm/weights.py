@@ -10,8 +10,8 @@ import contextlib
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Collection, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,10 @@ class VLLMWeights(HttpWeights[Manifest]):
             await self._read(manifest)
             yield manifest
         except asyncio.CancelledError:
-            await self._give_up_session()
+            if self._in_session:  # the server may have ended with the swap
+                with contextlib.suppress(EngineError, TimeoutError):
+                    async with asyncio.timeout(GIVE_UP_S):
+                        await self._finish()
             raise
         finally:
             self._in_session = False  # ended; or the server is, by who sees the error
@@ -83,17 +86,14 @@ class VLLMWeights(HttpWeights[Manifest]):
     async def _read(self, manifest: Manifest) -> None:
         """Begins the swap's session, which is open afterwards unless this raises `WeightsRefused`,
         `WeightsUnreachable`."""
-        report = self._folder("read-")
-        try:
+        with self._report("read-") as report:
             async with self._calls:
                 self._in_session = True
                 await self.server.call("POST", "/start_weight_update")
-                await self._update(manifest, "fetch", report=str(report))
+                await self._tell("fetch", report, manifest)
             if refusal := await self._until_said(report, "read the weights"):
                 await self._finish()  # without a label
                 raise WeightsUnreachable(refusal) if refusal.startswith(LOST) else WeightsRefused(refusal)
-        finally:
-            shutil.rmtree(report, ignore_errors=True)
 
     async def _finish(self, label: Mapping[str, str] | None = None) -> None:
         """Ends the swap's session."""
@@ -101,47 +101,28 @@ class VLLMWeights(HttpWeights[Manifest]):
             self._in_session = False
             await self.server.call("POST", "/finish_weight_update", label)
 
-    async def _give_up_session(self) -> None:
-        """The swap was cancelled, in whatever call; the server may have ended with it."""
-        if self._in_session:
-            with contextlib.suppress(EngineError, TimeoutError):
-                async with asyncio.timeout(GIVE_UP_S):
-                    await self._finish()
-
     async def stage(self, offer: Offer) -> str:
-        """Let the first worker receive a broadcast, also while a swap is under way. See `StagingEngine`."""
-        report = self._folder("staged-")
-        info = {"manifest": {}, "phase": "stage", "report": str(report), "offer": offer.as_dict()}
-        try:
+        """Lets the first worker receive a broadcast, also while a swap is under way. See `StagingEngine`."""
+        with self._report("staged-") as report:
             async with self._calls:
-                await self._stage(info)
-            return await self._until_staged(offer, report)
-        finally:
-            shutil.rmtree(report, ignore_errors=True)
-
-    async def _stage(self, info: Mapping[str, Any]) -> None:
-        """In the session of a swap: one of its own would drop what that swap has read."""
-        alone = not self._in_session
-        if alone:
-            await self.server.call("POST", "/start_weight_update")
-        await self.server.call("POST", "/update_weights", {"update_info": info})
-        if alone:
-            await self.server.call("POST", "/finish_weight_update")  # without a label
-
-    async def _until_staged(self, offer: Offer, report: Path) -> str:
-        """The state that came. Raises `WeightsUnreachable` where not all did, `EngineError` where vLLM is gone."""
-        deadline = time.monotonic() + offer.deadline_s + STAGE_S
-        while not (said := _said(report)) and time.monotonic() < deadline:
-            if not self.server.alive:
-                raise EngineError(f"vLLM's workers did not receive a broadcast; {self.server.cause()}")
-            await asyncio.sleep(READ_POLL_S)
-        state = said[0] if said else f"{LOST}no worker said that it received it"
+                alone = not self._in_session  # a session of its own would drop what that swap has read
+                if alone:
+                    await self.server.call("POST", "/start_weight_update")
+                await self._tell("stage", report, offer=offer)
+                if alone:
+                    await self.server.call("POST", "/finish_weight_update")  # without a label
+            deadline = time.monotonic() + offer.deadline_s + STAGE_S
+            while not (answers := _said(report)) and time.monotonic() < deadline:
+                if not self.server.alive:
+                    raise EngineError(f"vLLM's workers did not receive a broadcast; {self.server.cause()}")
+                await asyncio.sleep(READ_POLL_S)
+        state = answers[0] if answers else f"{LOST}no worker said that it received it"
         if state.startswith(LOST):
             raise WeightsUnreachable(f"version {offer.version}: {state.removeprefix(LOST)}")
         return state
 
     async def receive(self, offer: Offer) -> str:
-        """Let every worker receive a broadcast in place. See `InPlaceEngine.receive_weights`."""
+        """Lets every worker receive a broadcast in place. See `InPlaceEngine.receive_weights`."""
         async with self._one_at_a_time:
             if self.standstill is not None:
                 raise WeightsUnreachable(f"version {offer.version}: vLLM waits for a file")
@@ -157,40 +138,37 @@ class VLLMWeights(HttpWeights[Manifest]):
                     self._admit()
 
     async def _join(self, offer: Offer) -> None:
-        """While decoding continues. Raises `WeightsUnreachable` where a worker could not."""
-        report = self._folder("joined-")
-        try:
-            await self._open_session()
-            await self._tell({"phase": "join", "report": str(report), "offer": offer.as_dict()})
+        """While decoding continues. Raises `WeightsUnreachable` if a worker cannot."""
+        with self._report("joined-") as report:
+            async with self._calls:
+                await self.server.call("POST", "/start_weight_update")
+                self._in_session = True
+                await self._tell("join", report, offer=offer)
             if complaint := await self._until_said(report, "join a broadcast"):
                 await self._finish()
                 raise WeightsUnreachable(complaint.removeprefix(LOST))
-        finally:
-            shutil.rmtree(report, ignore_errors=True)
 
     async def _receive(self, offer: Offer) -> str:
-        """Under the pause, which stays. Only where no worker was given a byte it ends: `WeightsUnreachable`."""
+        """Under the pause, which stays. It ends only if no worker was given a byte: `WeightsUnreachable`."""
         self.standstill = pause = await self._stand_still()
         await self._label(NO_VERSION)
-        began, report = time.monotonic(), self._folder("received-")
-        try:
-            await self._tell({"phase": "receive", "report": str(report)}, offer.deadline_s + STAGE_S)
+        began = time.monotonic()
+        with self._report("received-") as report:
+            async with self._calls:
+                await self._tell("receive", report, timeout_s=offer.deadline_s + STAGE_S)
             await self._finish()  # without a label
-            said = _said(report)
-        finally:
-            shutil.rmtree(report, ignore_errors=True)
+            answers = _said(report)
         pause.receive_s = time.monotonic() - began
-        if len(said) == self.world_size and all(one.startswith(LOST) for one in said):
+        if len(answers) == self.world_size and all(one.startswith(LOST) for one in answers):
             await self._label(str(self.version))
             await self._resume()
             self.standstill = None
-            raise WeightsUnreachable(said[0].removeprefix(LOST))
-        states = set(said)
-        if len(said) < self.world_size or len(states) > 1 or said[0].startswith(BROKEN):
-            broken = next((one.removeprefix(BROKEN) for one in said if one.startswith(BROKEN)), "")
+            raise WeightsUnreachable(answers[0].removeprefix(LOST))
+        if len(answers) < self.world_size or len(set(answers)) > 1 or answers[0].startswith(BROKEN):
+            broken = next((one.removeprefix(BROKEN) for one in answers if one.startswith(BROKEN)), "")
             raise WeightsBroken(broken or f"version {offer.version}: not all of vLLM's workers received it")
-        pause.broadcast, pause.state = offer.name, said[0]
-        return said[0]
+        pause.broadcast, pause.state = offer.name, answers[0]
+        return answers[0]
 
     async def swap(self, manifest: Manifest) -> LoadReport:
         """See `HttpWeights.swap`; a version that came in place needs its label alone."""
@@ -212,19 +190,32 @@ class VLLMWeights(HttpWeights[Manifest]):
     async def _label(self, label: str) -> None:
         await self.server.call("POST", "/update_weight_version", {"new_version": label})
 
-    async def _open_session(self) -> None:
-        async with self._calls:
-            await self.server.call("POST", "/start_weight_update")
-            self._in_session = True
+    async def _tell(
+        self,
+        phase: str,
+        report: Path,
+        manifest: Manifest | None = None,
+        offer: Offer | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Starts a phase of our workers in the open session; `_calls` is held. See `worker.FileUpdateInfo`."""
+        info: dict[str, Any] = {
+            "phase": phase,
+            "report": str(report),
+            "manifest": manifest.as_dict() if manifest else {},
+        }
+        if offer is not None:
+            info["offer"] = offer.as_dict()
+        await self.server.call("POST", "/update_weights", {"update_info": info}, timeout_s)
 
-    async def _tell(self, info: Mapping[str, Any], timeout_s: float | None = None) -> None:
-        """What our workers do in the session that is open."""
-        body = {"update_info": {"manifest": {}, **info}}
-        async with self._calls:
-            await self.server.call("POST", "/update_weights", body, timeout_s)
-
-    def _folder(self, prefix: str) -> Path:
-        return Path(tempfile.mkdtemp(prefix=prefix, dir=self.server.folder))
+    @contextmanager
+    def _report(self, prefix: str) -> Iterator[Path]:
+        """A folder for the answers of workers, removed at the end."""
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=self.server.folder))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     async def _until_said(self, report: Path, what: str) -> str:
         """The first complaint, or empty once every worker has none. Raises `EngineError` where one did not `what`."""
@@ -241,9 +232,12 @@ class VLLMWeights(HttpWeights[Manifest]):
         await self.server.call("POST", f"/pause?{PAUSES[self.config.pause]}")  # returns when vLLM is idle
 
     async def _load(self, version: int, fetched: Manifest) -> None:
-        self._compared = self._folder("held-")
+        self._compared = Path(tempfile.mkdtemp(prefix="held-", dir=self.server.folder))
         try:
-            await self._load_in_session(fetched)
+            async with self._calls:
+                self._in_session = False  # vLLM ends the session of an update that fails
+                await self._tell("load", self._compared, fetched)
+                self._in_session = True
         except EngineError as error:
             shutil.rmtree(self._compared, ignore_errors=True)
             # Of several ranks one may have refused what the others loaded: then the server must end.
@@ -252,14 +246,6 @@ class VLLMWeights(HttpWeights[Manifest]):
                 raise WeightsRefused(reason) from error
             raise
         await self._finish({"weight_version": str(version)})
-
-    async def _load_in_session(self, fetched: Manifest) -> None:
-        async with self._calls:
-            try:
-                await self._update(fetched, "load", report=str(self._compared))
-            except BaseException:
-                self._in_session = False  # vLLM ends the session of an update that fails
-                raise
 
     async def _verify(self, fetched: Manifest) -> None:
         """Each worker compares what it holds since the load with the verified bytes."""
@@ -288,10 +274,6 @@ class VLLMWeights(HttpWeights[Manifest]):
         answer = await self.server.call("POST", f"/wake_up{tags}")
         if (answer["status"] == "awake") != fully:
             raise EngineError(f"vLLM says that it is {answer['status']} after /wake_up{tags}; {self.server.cause()}")
-
-    async def _update(self, manifest: Manifest, phase: str, *, report: str = "") -> None:
-        info = {"manifest": manifest.as_dict(), "phase": phase, "report": report}
-        await self.server.call("POST", "/update_weights", {"update_info": info})
 
 
 def _said(report: Path) -> list[str]:

@@ -206,7 +206,7 @@ async def test_pictures_in_flight_at_a_swap(seeing: Subject, plain: SeeingRefere
         close(answer.logprobs[swap:][:50], plain.logprobs(behind, [RED], sampled[swap:][:50]))
 
 
-def test_model_that_takes_no_images_refuses_them_by_name() -> None:
+async def test_model_that_takes_no_images_refuses_them_by_name() -> None:
     info = EngineInfo(name="vllm", engine_version="1", version=0, vocab_size=512, max_model_len=64)
     with pytest.raises(BadRequest, match="images: the vllm engine takes none"):
         fit_request(ask_about([1, 2, 3], RED), info)

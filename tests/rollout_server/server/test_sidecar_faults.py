@@ -64,6 +64,7 @@ async def test_client_takes_a_full_server_for_full_not_for_broken(
         assert [answer.token_ids for answer in answers] == [fake_answer([1, i], 60) for i in range(9)]
         assert set(client._router._sticky.values()) == {one.url, other.url}
         assert "rests" not in client._router.describe()
+        assert client.refused > 0
 
 
 async def test_deadline_ends_an_answer_and_frees_the_engine(queue: RunQueue, tmp_path: Path) -> None:

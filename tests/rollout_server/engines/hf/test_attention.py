@@ -39,7 +39,7 @@ async def sample(model: Any, prompts: dict[str, list[int]], count: int) -> dict[
             batcher.add(name, prompt, Sampling(max_new_tokens=count))
         async with asyncio.timeout(60):
             while open_names:
-                assert batcher.fatal_error() is None
+                assert batcher.fatal_error is None
                 for name, chunk in batcher.collect():
                     assert not isinstance(chunk, str), chunk
                     answers[name][0].extend(chunk.token_ids)

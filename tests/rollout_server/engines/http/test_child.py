@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.common import describe_exit
-from penstock.rollout_server.engines.http.server_process import Child
+from penstock.rollout_server.engines.child import Child
 
 
 async def ended(folder: Path, script: str) -> Child:

@@ -142,12 +142,12 @@ async def test_reader_keeps_images_and_says_when_it_is_gone(tmp_path: Path) -> N
         assert first[0] is first[2]
         with pytest.raises(BadRequest, match=r"images\.1: its .* bytes are no picture"):
             await reader.read([ref(RED), ref(b"none")])
-        assert reader.alive
-        os.kill(reader._child.pid, signal.SIGKILL)
+        assert reader.is_linked
+        os.kill(reader.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match="reads images is gone") as lost:
             await reader.read([ref(noise((50, 50), 1))])
         assert lost.value.retryable
-        assert not reader.alive
+        assert not reader.is_linked
         assert await reader.read([ref(BLUE)]) == [first[1]]
     finally:
         await reader.stop()
@@ -160,7 +160,7 @@ async def test_reader_of_a_model_without_processor_says_the_fix(tmp_path: Path) 
     with pytest.raises(EngineError, match=r"preprocessor_config\.json") as refused:
         await reader.start()
     assert not refused.value.retryable
-    assert not reader.alive
+    assert not reader.is_linked
 
 
 SENT = [1, PAD, PAD, 2]
