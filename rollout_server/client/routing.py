@@ -75,16 +75,13 @@ class Router:
                     raise
                 for state in self._states.values():
                     state.load.heartbeat(asked_at - KEPT_S)
-            else:
-                self._update_states(asked_at)
+                return self._servers
+            for server in self._servers:
+                self._states[server.url].load.heartbeat(asked_at - server.age_s)
+            live = {server.url for server in self._servers}
+            for url in [url for url, state in self._states.items() if url not in live and not state.pending]:
+                del self._states[url]
         return self._servers
-
-    def _update_states(self, asked_at: float) -> None:
-        for server in self._servers:
-            self._states[server.url].load.heartbeat(asked_at - server.age_s)
-        live = {server.url for server in self._servers}
-        for url in [url for url, state in self._states.items() if url not in live and not state.pending]:
-            del self._states[url]
 
     async def pick(
         self,
@@ -128,14 +125,10 @@ class Router:
         """The first in the order of `prefix` whose load before this request is at most `BOUNDED_LOAD` × the mean with
         it, or `NOT_LOADED` such requests. The least loaded server always is. Afterwards it has one request more."""
         if not prefix:
-            return self._less_loaded(able)
+            return min(self._random.sample(able, min(2, len(able))), key=self._load)
         loads = {server.url: self._load(server)[0] for server in able}
         bound = max(BOUNDED_LOAD * (sum(loads.values()) + tokens) / len(able), (NOT_LOADED - 1) * tokens)
         return max((one for one in able if loads[one.url] <= bound), key=lambda one: _weight(prefix, one.server_id))
-
-    def _less_loaded(self, able: list[ServerInfo]) -> ServerInfo:
-        two = self._random.sample(able, min(2, len(able)))
-        return min(two, key=self._load)
 
     def _load(self, server: ServerInfo) -> tuple[int, int]:
         """(tokens, requests) in flight: its heartbeat, corrected by this client's own requests."""
@@ -190,17 +183,19 @@ class Router:
 
     def describe(self) -> str:
         """The known servers and what keeps each from being asked, for error messages."""
-        return ", ".join(f"{s.server_id} v{s.version} {self._describe_one(s)}" for s in self._servers)
-
-    def _describe_one(self, server: ServerInfo) -> str:
-        state, now = self._states[server.url], time.monotonic()
-        if not state.breaker.allows(now):
-            return f"rests after: {state.breaker.cause}"
-        if now < state.full_until:
-            return "has a long queue"
-        if server.asleep:
-            return "is asleep in the trainer's turn"
-        return "accepts" if server.accepting else "does not accept"
+        lines, now = [], time.monotonic()
+        for server in self._servers:
+            state = self._states[server.url]
+            if not state.breaker.allows(now):
+                condition = f"rests after: {state.breaker.cause}"
+            elif now < state.full_until:
+                condition = "has a long queue"
+            elif server.asleep:
+                condition = "is asleep in the trainer's turn"
+            else:
+                condition = "accepts" if server.accepting else "does not accept"
+            lines.append(f"{server.server_id} v{server.version} {condition}")
+        return ", ".join(lines)
 
 
 def _of_split(servers: Sequence[ServerInfo], split: str) -> list[ServerInfo]:

@@ -12,7 +12,6 @@ import logging
 import os
 import secrets
 import shutil
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -80,7 +79,12 @@ async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:
         OSError: the port is taken, or the address is not this machine's.
     """
     run = job.run
-    with _listen(job) as listener:
+    try:
+        listener = listen(job.host, job.port)
+    except OSError as error:
+        setting = "rollout.port" if error.errno == errno.EADDRINUSE else "rollout.host"
+        raise OSError(error.errno, f"{setting}: {error.strerror}") from error
+    with listener:
         url = url_of(listener, job.host)
         member = _member(job)
         fetcher = _fetcher(job, member)
@@ -154,14 +158,6 @@ def _devices(job: ServerJob) -> EngineDevices | None:
         return None
     holder = f"{job.name} ({process_identity()}-{secrets.token_hex(4)})"
     return EngineDevices(DeviceTurn(job.run.queue, "engine", holder, job.turn), job.turn.sleep_level)
-
-
-def _listen(job: ServerJob) -> socket.socket:
-    try:
-        return listen(job.host, job.port)
-    except OSError as error:
-        setting = "rollout.port" if error.errno == errno.EADDRINUSE else "rollout.host"
-        raise OSError(error.errno, f"{setting}: {error.strerror}") from error
 
 
 def _member(job: ServerJob) -> BroadcastMember | None:

@@ -266,17 +266,13 @@ class KVCache:
         experts = None if row.experts is None else row.experts[: row.fed].copy()
         prefix = Prefix(row.ids[: row.fed], _of(row).copy_of(row), experts, set(pages))
         for page in pages:
-            self._take_over(page, prefix)
+            before, self._by_page[page] = self._by_page.get(page), prefix
+            if before is not None:
+                before.pages.discard(page)
+                if not before.pages:
+                    self._forget(before)
         self._prefixes[id(prefix)] = prefix
         self._prefix_tokens += row.fed
-
-    def _take_over(self, page: int, prefix: Prefix) -> None:
-        before = self._by_page.get(page)
-        self._by_page[page] = prefix
-        if before is not None:
-            before.pages.discard(page)
-            if not before.pages:
-                self._forget(before)
 
     def forget_prefixes(self) -> None:
         """The weights are others: rows in use keep what they hold to themselves, and nothing else is left."""

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from tests.until import until
 
 from penstock.rollout_server.engines.http.event_client import EngineAddress, EventClient
 
@@ -144,9 +145,7 @@ async def test_an_idle_connection_that_the_engine_closed_is_not_used_again(tmp_p
     async with engine(tmp_path, once) as (served, client):
         for _ in range(2):
             assert (await ask(client).over()).cause == ""
-            async with asyncio.timeout(60):
-                while client._idle:
-                    await asyncio.sleep(0.01)
+            await until(lambda: not client._idle)
     assert served.connections == 2
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.rollout_server.conftest import small_config
+from tests.rollout_server.engines.stand_ins import check_sglang
 
 from penstock.rollout_server import EngineError
 from penstock.weight_sync import WeightsRefused
@@ -61,6 +62,7 @@ class Ranks:
         self.asked: list[dict[str, Any]] = []
 
     async def call(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        check_sglang(path, body)
         self.asked.append(body)
         held = [{"norm": sha([norm]), "w": sha([half])} for norm, half in zip(self.norms, self.matrix, strict=True)]
         return {"ranks": [{"checksums": {} if body.get("skip_tensor_list") else one} for one in held]}

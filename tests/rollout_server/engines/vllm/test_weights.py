@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,18 +16,17 @@ from typing import Any
 import pytest
 from aiohttp import web
 from tests.rollout_server.conftest import ask
-from tests.rollout_server.engines.http.event_server import serving, stream_events
+from tests.rollout_server.engines.http.event_server import stream_events
 from tests.rollout_server.engines.http.event_server import vllm_event as event
+from tests.rollout_server.engines.stand_ins import MANIFEST, VLLM, running
+from tests.until import until
 
-from penstock.rollout_server import Chunk, EngineError, EngineInfo, RolloutConfig, RolloutMetrics
-from penstock.rollout_server.engines import vllm_plugin
+from penstock.rollout_server import Chunk, EngineError, RolloutConfig, RolloutMetrics
 from penstock.rollout_server.engines.http import stream as http_stream
-from penstock.rollout_server.engines.http.event_client import EventClient
 from penstock.rollout_server.engines.vllm import engine as vllm
 from penstock.rollout_server.engines.vllm import weights as vllm_weights
 from penstock.rollout_server.server.request_queue import RequestQueue
 from penstock.weight_sync import (
-    ChainFile,
     Manifest,
     Offer,
     WeightsBroken,
@@ -36,61 +35,10 @@ from penstock.weight_sync import (
     state_of,
 )
 
-MANIFEST = Manifest("shm", (ChainFile(3, None, "/dev/null", 0, "", state_of(())),), ())
+PHASES = ("fetch", "load", "stage")
 
 
-class Server:
-    """Answers what a vLLM that holds version 3 would.
-
-    `report` is where the workers are to say that they have read, `verdict` that they hold what they read, `staged` what
-    they have received.
-    """
-
-    name, alive = "vLLM", True
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.calls: list[str] = []
-        self.refuses_load = False
-        self.receive: list[str] = []
-        """What each worker says of a broadcast in place."""
-        self.labels: list[str] = []
-        self.staged = asyncio.get_running_loop().create_future()
-        self.report = asyncio.get_running_loop().create_future()
-        self.verdict = asyncio.get_running_loop().create_future()
-        self.streams: set[vllm.VLLMStream] = set()
-        self.events: EventClient
-
-    async def call(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
-    ) -> dict[str, Any]:
-        info = (body or {}).get("update_info", {})
-        if path == "/update_weight_version":
-            self.labels.append((body or {})["new_version"])
-        if info.get("phase") in ("join", "receive"):
-            for number, said in enumerate(self.receive):
-                (Path(info["report"]) / str(101 + number)).write_text("" if info["phase"] == "join" else said)
-        self.calls.append(path.partition("?")[0] + (f" {info['phase']}" if info else ""))
-        if info.get("phase") == "fetch":
-            self.report.set_result(Path(info["report"]))
-        if info.get("phase") == "stage":
-            self.staged.set_result(Path(info["report"]))
-        if info.get("phase") == "load" and self.refuses_load:
-            raise EngineError(f"{vllm_plugin.REFUSED}tensor 'a' differs")
-        if info.get("phase") == "load":
-            self.verdict.set_result(Path(info["report"]))
-        return {"weight_version": "3"}
-
-    def cause(self) -> str:
-        return "its log is empty"
-
-    async def stop(self) -> None:
-        self.alive = False
-        for stream in self.streams:
-            stream.break_off("the server is being stopped")
-
-
-async def weights_of(server: Server, workers: int) -> vllm_weights.VLLMWeights:
+async def weights_of(server: VLLM, workers: int) -> vllm_weights.VLLMWeights:
     weights = vllm_weights.VLLMWeights(RolloutConfig(engine="vllm"), str(server.folder), server, set())  # type: ignore[arg-type]
     weights.world_size = workers
     return weights
@@ -101,39 +49,39 @@ async def a_while() -> None:
 
 
 async def test_the_pause_begins_when_every_worker_has_read(tmp_path: Path) -> None:
-    server = Server(tmp_path)
+    server = VLLM(tmp_path, manual=PHASES)
     swap = asyncio.create_task((await weights_of(server, 2)).swap(MANIFEST))
-    report = await server.report
+    report = await server.manual["fetch"]
     before = ["/start_weight_update", "/update_weights fetch"]
     await a_while()
-    assert server.calls == before
+    assert server.steps == before
     (report / "101").write_text("")
     await a_while()
-    assert server.calls == before
+    assert server.steps == before
     (report / "102").write_text("")
     assert (await swap).version == 3
     after = ["/pause", "/update_weights load", "/finish_weight_update", "/weight_info", "/resume"]
-    assert server.calls == before + after
+    assert server.steps == before + after
     assert not report.exists()
     await server.stop()
 
 
 async def test_what_a_worker_refuses_does_not_pause(tmp_path: Path) -> None:
-    server = Server(tmp_path)
+    server = VLLM(tmp_path, manual=PHASES)
     swap = asyncio.create_task((await weights_of(server, 2)).swap(MANIFEST))
-    report = await server.report
+    report = await server.manual["fetch"]
     (report / "101").write_text("")
     (report / "102").write_text("tensor 'a' is damaged")
     with pytest.raises(WeightsRefused, match="tensor 'a' is damaged"):
         await swap
-    assert server.calls == ["/start_weight_update", "/update_weights fetch", "/finish_weight_update"]
+    assert server.steps == ["/start_weight_update", "/update_weights fetch", "/finish_weight_update"]
     assert server.alive
 
 
 async def test_a_server_that_ends_meanwhile_is_an_error(tmp_path: Path) -> None:
-    server = Server(tmp_path)
+    server = VLLM(tmp_path, manual=PHASES)
     swap = asyncio.create_task((await weights_of(server, 1)).swap(MANIFEST))
-    await server.report
+    await server.manual["fetch"]
     server.alive = False
     with pytest.raises(EngineError, match="did not read the weights"):
         await swap
@@ -142,25 +90,25 @@ async def test_a_server_that_ends_meanwhile_is_an_error(tmp_path: Path) -> None:
 OFFER = Offer(4, 1, "life-1", 1, 1, 2, 1, 1.0, 1.0, ())
 
 
-async def received(server: Server) -> None:
+async def received(server: VLLM) -> None:
     """What the worker says of a broadcast."""
-    ((await server.staged) / "101").write_text("state of 4")
+    ((await server.manual["stage"]) / "101").write_text("state of 4")
 
 
 async def test_a_broadcast_that_begins_during_a_load_is_staged_in_its_session(tmp_path: Path) -> None:
     """A session of its own would drop what was read, and waiting for the load would cost all members the broadcast."""
-    server = Server(tmp_path)
+    server = VLLM(tmp_path, manual=PHASES)
     weights = await weights_of(server, 1)
     swap = asyncio.create_task(weights.swap(MANIFEST))
-    report = await server.report
+    report = await server.manual["fetch"]
     stage = asyncio.create_task(weights.stage(OFFER))
     await received(server)
     assert await asyncio.wait_for(stage, 60) == "state of 4"
-    assert server.calls == ["/start_weight_update", "/update_weights fetch", "/update_weights stage"]
+    assert server.steps == ["/start_weight_update", "/update_weights fetch", "/update_weights stage"]
     (report / "101").write_text("")
     assert (await swap).version == 3
     after = ["/pause", "/update_weights load", "/finish_weight_update", "/weight_info", "/resume"]
-    assert server.calls[3:] == after
+    assert server.steps[3:] == after
     await server.stop()
 
 
@@ -169,9 +117,13 @@ CAME = Manifest("broadcast", MANIFEST.files, (), broadcast="http://trainer/broad
 JOIN = ["/start_weight_update", "/update_weights join", "/pause", "/update_weight_version", "/update_weights receive"]
 
 
-async def in_place(server: Server, *says: str) -> vllm_weights.VLLMWeights:
+def labels(server: VLLM) -> list[str]:
+    return [body["new_version"] for path, body in server.calls if path == "/update_weight_version"]
+
+
+async def in_place(server: VLLM, *says: str) -> vllm_weights.VLLMWeights:
     """After a broadcast of which the workers say this."""
-    server.receive = list(says)
+    server.says = {"join": [""] * len(says), "receive": list(says)}
     weights = await weights_of(server, len(says))
     weights.version = 2
     await weights.receive(replace(OFFER, version=3))
@@ -179,14 +131,14 @@ async def in_place(server: Server, *says: str) -> vllm_weights.VLLMWeights:
 
 
 async def test_version_in_place_is_labelled_once_it_is_announced(tmp_path: Path) -> None:
-    server = Server(tmp_path)
+    server = VLLM(tmp_path, manual=PHASES)
     weights = await in_place(server, STATE, STATE)
-    assert server.calls == [*JOIN, "/finish_weight_update"]
-    assert server.labels == [vllm_weights.NO_VERSION]
+    assert server.steps == [*JOIN, "/finish_weight_update"]
+    assert labels(server) == [vllm_weights.NO_VERSION]
     assert not weights.admission.is_open
     report = await weights.swap(CAME)
-    assert server.calls[6:] == ["/update_weight_version", "/weight_info", "/resume"]
-    assert (server.labels[1:], weights.admission.is_open, weights.standstill) == (["3"], True, None)
+    assert server.steps[6:] == ["/update_weight_version", "/weight_info", "/resume"]
+    assert (labels(server)[1:], weights.admission.is_open, weights.standstill) == (["3"], True, None)
     assert report.pause_s >= report.load_s > 0
 
 
@@ -195,33 +147,33 @@ async def test_version_in_place_is_labelled_once_it_is_announced(tmp_path: Path)
     [("broken: gone",), ("broken: gone", STATE), ("lost: gone", STATE), ("lost: gone", "broken: gone"), (STATE, "1")],
 )
 async def test_half_a_version_in_place_waits_for_a_file(says: tuple[str, ...], tmp_path: Path) -> None:
-    server = Server(tmp_path)
-    server.receive = list(says)
+    server = VLLM(tmp_path, manual=PHASES)
+    server.says = {"join": [""] * len(says), "receive": list(says)}
     weights = await weights_of(server, len(says))
     with pytest.raises(WeightsBroken):
         await weights.receive(replace(OFFER, version=3))
-    assert "/resume" not in server.calls
+    assert "/resume" not in server.steps
     assert not weights.admission.is_open
     with pytest.raises(WeightsUnreachable, match="waits for a file"):
         await weights.receive(replace(OFFER, version=4))
-    before = len(server.calls)
+    before = len(server.steps)
     swap = asyncio.create_task(weights.swap(MANIFEST))
-    report = await server.report
+    report = await server.manual["fetch"]
     for number in range(len(says)):
         (report / str(101 + number)).write_text("")
     assert (await swap).version == 3
     after = ["/start_weight_update", "/update_weights fetch", "/update_weights load", "/finish_weight_update"]
-    assert server.calls[before:] == [*after, "/weight_info", "/resume"]
+    assert server.steps[before:] == [*after, "/weight_info", "/resume"]
     assert (weights.admission.is_open, weights.standstill) == (True, None)
     await server.stop()
 
 
 async def test_broadcast_in_place_without_a_byte_keeps_the_version(tmp_path: Path) -> None:
-    server = Server(tmp_path)
+    server = VLLM(tmp_path, manual=PHASES)
     with pytest.raises(WeightsUnreachable, match="gone"):
         await in_place(server, "lost: gone", "lost: gone")
-    assert server.calls[5:] == ["/finish_weight_update", "/update_weight_version", "/resume"]
-    assert server.labels == [vllm_weights.NO_VERSION, "2"]
+    assert server.steps[5:] == ["/finish_weight_update", "/update_weight_version", "/resume"]
+    assert labels(server) == [vllm_weights.NO_VERSION, "2"]
 
 
 def test_answer_sampled_without_a_version_is_none() -> None:
@@ -231,12 +183,12 @@ def test_answer_sampled_without_a_version_is_none() -> None:
 
 @pytest.mark.parametrize("before", ["nothing", "a load", "a refusal", "a refused load", "a cancelled load"])
 async def test_a_broadcast_beside_no_load_has_a_session_of_its_own(before: str, tmp_path: Path) -> None:
-    server = Server(tmp_path)
+    server = VLLM(tmp_path, manual=PHASES)
     weights = await weights_of(server, 1)
     if before != "nothing":
         server.refuses_load = before == "a refused load"
         swap = asyncio.create_task(weights.swap(MANIFEST))
-        report = await server.report
+        report = await server.manual["fetch"]
         if before == "a cancelled load":
             swap.cancel()
         (report / "101").write_text("tensor 'a' is damaged" if before == "a refusal" else "")
@@ -246,13 +198,13 @@ async def test_a_broadcast_beside_no_load_has_a_session_of_its_own(before: str, 
         assert refused == (before in ("a refusal", "a refused load"))
         assert server.alive
         # vLLM itself ends the session of an update that fails.
-        ended = server.calls.count("/finish_weight_update") + (before == "a refused load")
-        assert server.calls.count("/start_weight_update") == ended == 1
+        ended = server.steps.count("/finish_weight_update") + (before == "a refused load")
+        assert server.steps.count("/start_weight_update") == ended == 1
     server.calls.clear()
     stage = asyncio.create_task(weights.stage(OFFER))
     await received(server)
     assert await asyncio.wait_for(stage, 60) == "state of 4"
-    assert server.calls == ["/start_weight_update", "/update_weights stage", "/finish_weight_update"]
+    assert server.steps == ["/start_weight_update", "/update_weights stage", "/finish_weight_update"]
     await server.stop()
 
 
@@ -278,18 +230,13 @@ class Client:
 
 
 class OnTrial:
-    """An engine that loaded version 3 while `began` was answered; `early` and `late` end before the verdict."""
+    """An engine that loads version 3 while `began` is answered; `began` and `after` end before the verdict."""
 
-    def __init__(self, server: Server, folder: Path) -> None:
-        config = RolloutConfig(engine="vllm")
-        self.server = server
-        self.engine = vllm.VLLMEngine(config, str(folder), folder, 0)
-        self.engine.server, self.engine.streams = server, server.streams  # type: ignore[assignment]
-        weights = vllm_weights.VLLMWeights(config, str(folder), server, server.streams)  # type: ignore[arg-type]
-        self.engine.labels = self.engine.weights = weights
-        self.engine.info = EngineInfo(name="vllm", engine_version="1", version=0, vocab_size=99, max_model_len=64)
+    def __init__(self) -> None:
         self.queue = RequestQueue(4, RolloutMetrics(), truncated_sampling=False)
         self.loaded = asyncio.Event()
+        self.engine: Any = None
+        self.server: Any = None
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         if (await request.json())["token_ids"] == [2]:
@@ -306,19 +253,19 @@ class OnTrial:
     async def load(self) -> tuple[Client, Client]:
         """Both answers are complete in the engine, the verdict is outstanding."""
         began = Client(self.queue, self.engine, 1)
-        async with asyncio.timeout(60):
-            while began.token_ids != [11, 12]:
-                await asyncio.sleep(0.01)
-            swap = asyncio.create_task(self.engine.load_weights(MANIFEST))
-            (await self.server.report / "101").write_text("")
-            assert (await swap).version == 3
-            self.loaded.set()
-            after = Client(self.queue, self.engine, 2)
-            await asyncio.sleep(0)
-            while not all(stream.ended for stream in self.server.streams):
-                await asyncio.sleep(0.01)
+        await until(lambda: began.token_ids == [11, 12])
+        swap = asyncio.create_task(self.engine.load_weights(MANIFEST))
+        (await self.server.manual["fetch"] / "101").write_text("")
+        assert (await swap).version == 3
+        self.loaded.set()
+        after = Client(self.queue, self.engine, 2)
+        await asyncio.sleep(0)
+        await until(lambda: all(stream.ended for stream in self.server.streams))
         await a_while()
         return began, after
+
+    async def verdict(self) -> Path:
+        return await self.server.manual["load"] / "101"
 
 
 async def send(response: web.StreamResponse, event: dict[str, Any]) -> None:
@@ -328,17 +275,16 @@ async def send(response: web.StreamResponse, event: dict[str, Any]) -> None:
 
 @asynccontextmanager
 async def on_trial(folder: Path) -> AsyncIterator[OnTrial]:
-    trial = OnTrial(Server(folder), folder)
-    async with serving(trial.answer) as trial.server.events:
+    trial = OnTrial()
+    async with running("vllm", 1, folder, manual=PHASES, answer=trial.answer) as (trial.engine, trial.server):
         yield trial
-        await trial.engine.stop()
 
 
 async def test_what_is_sampled_before_the_verdict_comes_after_it(tmp_path: Path) -> None:
     async with on_trial(tmp_path) as trial:
         began, after = await trial.load()
         assert (began.token_ids, after.token_ids) == ([11, 12], [])
-        ((await trial.server.verdict) / "101").write_text("")
+        (await trial.verdict()).write_text("")
         await asyncio.wait_for(asyncio.gather(began.answer, after.answer), 60)
     assert (began.token_ids, began.versions) == ([11, 12, 13, 14], [0, 0, 3, 3])
     assert (after.token_ids, after.versions) == ([21, 22], [3, 3])
@@ -348,7 +294,7 @@ async def test_what_is_sampled_before_the_verdict_comes_after_it(tmp_path: Path)
 async def test_nobody_gets_a_token_of_weights_that_are_not_the_versions(tmp_path: Path) -> None:
     async with on_trial(tmp_path) as trial:
         began, after = await trial.load()
-        ((await trial.server.verdict) / "101").write_text("holds other values in parameter norm.weight")
+        (await trial.verdict()).write_text("holds other values in parameter norm.weight")
         outcomes = await asyncio.wait_for(asyncio.gather(began.answer, after.answer, return_exceptions=True), 60)
         assert [isinstance(outcome, EngineError) and outcome.retryable for outcome in outcomes] == [True, True]
         assert (began.token_ids, began.versions) == ([11, 12], [0, 0])
@@ -359,12 +305,12 @@ async def test_nobody_gets_a_token_of_weights_that_are_not_the_versions(tmp_path
 async def test_the_next_version_waits_for_the_verdict_of_the_last(tmp_path: Path) -> None:
     async with on_trial(tmp_path) as trial:
         began, after = await trial.load()
-        verdict = await trial.server.verdict
-        trial.server.report, trial.server.verdict = (asyncio.get_running_loop().create_future() for _ in range(2))
+        verdict = await trial.verdict()
+        trial.server.manual = {phase: asyncio.get_running_loop().create_future() for phase in ("fetch", "load")}
         swap = asyncio.create_task(trial.engine.load_weights(MANIFEST))
-        (await trial.server.report / "101").write_text("")
+        (await trial.server.manual["fetch"] / "101").write_text("")
         await a_while()
-        assert trial.server.calls[-1] == "/update_weights fetch"
-        (verdict / "101").write_text("")
+        assert trial.server.steps[-1] == "/update_weights fetch"
+        verdict.write_text("")
         await asyncio.wait_for(asyncio.gather(began.answer, after.answer, swap), 60)
-        assert trial.server.calls[-1] == "/resume"
+        assert trial.server.steps[-1] == "/resume"
