@@ -18,7 +18,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import FastAPI, HTTPException
+from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import ASGIApp
@@ -71,14 +71,7 @@ def build_teacher_app(scorer: TokenScorer, token: str, model: str, batcher: Teac
     batches: TeacherBatcher = Batcher(scorer.score) if batcher is None else batcher
     metrics = TeacherMetrics(batches)
     app = batched_app(batches, model, metrics)
-    _add_completions(app, scorer, model, batches, metrics)
-    _add_facts(app, scorer, model)
-    return guarded(app, token, "this teacher")
 
-
-def _add_completions(
-    app: FastAPI, scorer: TokenScorer, model: str, batches: TeacherBatcher, metrics: TeacherMetrics
-) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionBody) -> Any:
         """Logprobs of the prompt's tokens, and of the likeliest in their places; nothing is sampled."""
@@ -97,8 +90,6 @@ def _add_completions(
         metrics.tokens.inc(len(found.logprobs))
         return await asyncio.to_thread(_answer, model, body.prompt, found)
 
-
-def _add_facts(app: FastAPI, scorer: TokenScorer, model: str) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         """Token ids of a text: by them a student compares vocabularies."""
@@ -110,6 +101,8 @@ def _add_facts(app: FastAPI, scorer: TokenScorer, model: str) -> None:
         """The one model."""
         entry = {"id": model, "object": "model", "owned_by": "penstock", "max_model_len": scorer.max_tokens}
         return {"object": "list", "data": [entry]}
+
+    return guarded(app, token, "this teacher")
 
 
 def _answer(model: str, ids: Sequence[int], found: JudgedRow) -> JSONResponse:

@@ -27,7 +27,11 @@ class VersionPin:
     async def may_move(self, in_flight: Callable[[], int]) -> bool:
         """Whether the weights may change now; False also where the queue does not answer."""
         self._moving = True
-        self._moving = in_flight() == 0 and not await self._is_evaluating()
+        try:
+            status = await self._connection.ask(self._connection.queue.status())
+            self._moving = in_flight() == 0 and not under_evaluation(status, self._version())
+        except QueueError:
+            self._moving = False
         return self._moving
 
     def moved(self) -> None:
@@ -38,10 +42,3 @@ class VersionPin:
         """Raises `TooOld` between two versions; the request is admitted a moment later."""
         if self._moving:
             raise TooOld("newer weights are being loaded, and new evaluations wait for them")
-
-    async def _is_evaluating(self) -> bool:
-        try:
-            status = await self._connection.ask(self._connection.queue.status())
-        except QueueError:
-            return True
-        return under_evaluation(status, self._version())

@@ -123,11 +123,7 @@ class HFEngine:
     async def load_weights(self, manifest: Manifest) -> LoadReport:
         """See `Engine.load_weights`; one at a time."""
         async with self._one_load_at_a_time:
-            reply = await self.child.call("load", LOAD_S, manifest=manifest.as_dict())
-            if "lost" in reply:
-                raise WeightsUnreachable(reply["lost"])
-            if reply["refused"] is not None:
-                raise WeightsRefused(reply["refused"])
+            reply = _done(await self.child.call("load", LOAD_S, manifest=manifest.as_dict()))
             self.stands_still = False
         return LoadReport(**reply["report"])
 
@@ -142,22 +138,15 @@ class HFEngine:
 
     async def stage_weights(self, offer: Offer) -> str:
         reply = await self.child.call("stage", offer.deadline_s + STAGE_S, offer=offer.as_dict())
-        if "lost" in reply:
-            raise WeightsUnreachable(reply["lost"])
-        return str(reply["state"])
+        return str(_done(reply)["state"])
 
     async def receive_weights(self, offer: Offer) -> str:
         async with self._one_load_at_a_time:
             before, self.stands_still = self.stands_still, True  # also where no reply comes
             reply = await self.child.call("receive", offer.deadline_s + STAGE_S, offer=offer.as_dict())
-            if "broken" in reply:
-                raise WeightsBroken(reply["broken"])
-            if "state" in reply:
-                return str(reply["state"])
-            self.stands_still = before
-        if "refused" in reply:
-            raise WeightsRefused(reply["refused"])
-        raise WeightsUnreachable(reply["lost"])
+            if "refused" in reply or "lost" in reply:
+                self.stands_still = before
+            return str(_done(reply)["state"])
 
     def will_sleep(self, level: SleepLevel) -> None:
         """See `SleepingEngine`: any of these processes can."""
@@ -188,3 +177,11 @@ class HFEngine:
     def stderr_tail(self) -> str:
         """The last lines of the engine's log, and how it ended."""
         return self.child.tail()
+
+
+def _done(reply: dict[str, Any]) -> dict[str, Any]:
+    """The reply of a call that did its work. Raises `WeightsRefused`, `WeightsUnreachable`, `WeightsBroken`."""
+    for key, kind in (("refused", WeightsRefused), ("lost", WeightsUnreachable), ("broken", WeightsBroken)):
+        if key in reply:
+            raise kind(reply[key])
+    return reply

@@ -46,7 +46,7 @@ with uncollected():
     from penstock.rollout_server.engines.child_link import LINE_LIMIT_BYTES
     from penstock.rollout_server.engines.hf import attention
     from penstock.rollout_server.engines.hf.batch import Batcher
-    from penstock.rollout_server.engines.hf.in_place import DamagedMemory, InPlaceReceiver
+    from penstock.rollout_server.engines.hf.in_place import InPlaceReceiver
     from penstock.rollout_server.engines.hf.vision import VisionBatcher
     from penstock.rollout_server.engines.hf.weights import Copy, GivenUpWeights, plan_copies
     from penstock.rollout_server.protocol import EngineInfo, ImageRef, Sampling
@@ -146,13 +146,11 @@ class HFServer:
                     self._add(message)
                 case "abort":
                     self.batcher.cancel(message["id"])
-                case "load":
-                    self._tasks["load"] = asyncio.create_task(self._load(message["call"], message["manifest"]))
-                case "stage" | "receive" as op:
-                    receive = self._staged.receive if op == "stage" else self._in_place.receive
-                    self._tasks[op] = asyncio.create_task(self._receive(receive, message["call"], message["offer"]))
-                case "sleep":
-                    self._tasks["sleep"] = asyncio.create_task(self._sleep(message["call"], message["level"]))
+                case "load" | "stage" | "receive" | "sleep" as op:
+                    work = {"load": self._load, "stage": self._stage, "receive": self._receive, "sleep": self._sleep}[
+                        op
+                    ]
+                    self._tasks[op] = asyncio.create_task(self._answer(partial(work, message), message["call"]))
                 case "wake":
                     self.given_up.take_back()
                     if not self.given_up.dropped:
@@ -169,24 +167,16 @@ class HFServer:
             self.batcher.add(name, token_ids, sampling, message["routed_from"])
 
     def _figures(self) -> dict[str, Any]:
+        held, most = self.batcher.cache_bytes
         return {
             "steps": self.batcher.steps,
             "in_flight": self.batcher.in_flight,
             "kv_blocks": self.batcher.kv_blocks_in_use,
             "reused_tokens": self.batcher.reused_tokens,
             "version": self.batcher.sampler.version,
-            **self._bytes(),
+            "used_bytes": self.given_up.held_bytes + held,  # weights that were moved or dropped do not count
+            "most_bytes": self.given_up.weight_bytes + most,
         }
-
-    def _bytes(self) -> dict[str, int]:
-        """Of weights and cache; weights that were moved or dropped do not count."""
-        held, most = self.batcher.cache_bytes
-        return {"used_bytes": self.given_up.held_bytes + held, "most_bytes": self.given_up.weight_bytes + most}
-
-    async def _sleep(self, call: int, level: int) -> None:
-        await asyncio.to_thread(self.batcher.sleep)
-        self.given_up.give_up(drop=level == 2)
-        self._send({"event": "reply", "call": call})
 
     async def _send_tokens(self) -> None:
         ticked = 0.0
@@ -202,63 +192,60 @@ class HFServer:
             await _wait(self._finished, max(0.0, ticked + TICK_S - time.monotonic()))
         raise RuntimeError(f"decoding stopped: {fatal}")
 
-    async def _load(self, call: int, manifest: Mapping[str, Any]) -> None:
+    async def _answer(self, work: Callable[[], dict[str, Any]], call: int) -> None:
+        """Replies with the fields that `work` returns, or with why it did nothing. Other errors end the process: the
+        model may hold half of a version, and no token may be sampled from it."""
         try:
-            report = await asyncio.to_thread(self._load_blocking, Manifest.parse(manifest))
+            fields = await asyncio.to_thread(work)
         except WeightsRefused as error:
-            self._send({"event": "reply", "call": call, "refused": str(error)})
+            fields = {"refused": str(error)}
         except WeightsUnreachable as error:
-            self._send({"event": "reply", "call": call, "lost": str(error)})
-        except Exception:
-            # The model may hold half of the version: no token may be sampled from it.
-            logger.exception("the weights were not loaded; the engine ends")
-            os._exit(WEIGHTS_DAMAGED)
-        else:
-            self._send({"event": "reply", "call": call, "refused": None, "report": report.model_dump()})
-
-    async def _receive(self, receive: Callable[[Offer], str], call: int, plain: Mapping[str, Any]) -> None:
-        try:
-            offer = Offer.parse(plain)
-        except ValueError as error:
-            self._send({"event": "reply", "call": call, "lost": str(error)})
-            return
-        try:
-            said = {"state": await asyncio.to_thread(receive, offer)}
-        except WeightsRefused as error:
-            said = {"refused": str(error)}
-        except WeightsUnreachable as error:
-            said = {"lost": str(error)}
+            fields = {"lost": str(error)}
         except WeightsBroken as error:
-            said = {"broken": str(error)}
-        except DamagedMemory as error:
-            _end_damaged(str(error))
+            fields = {"broken": str(error)}
         except Exception as error:
-            logger.exception("a broadcast was not received; the engine ends")
+            logger.exception("the engine ends")
             _end_damaged(str(error))
-        self._send({"event": "reply", "call": call, **said})
+        self._send({"event": "reply", "call": call, **fields})
 
-    def _load_blocking(self, manifest: Manifest) -> LoadReport:
+    # in threads ----------------------------------------------------------------------------------------------------
+    def _sleep(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        self.batcher.sleep()
+        self.given_up.give_up(drop=message["level"] == 2)
+        return {}
+
+    def _stage(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        return {"state": self._staged.receive(_offer(message))}
+
+    def _receive(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        return {"state": self._in_place.receive(_offer(message))}
+
+    def _load(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """fetch and verify (decoding continues) → pause → copy, verify what the model holds, version → resume."""
-        started = time.perf_counter()
+        manifest, started = Manifest.parse(message["manifest"]), time.perf_counter()
         received_s = 0.0
         copies: list[Copy] = []  # none for a version that the model holds already
         load: Callable[[], None] = partial(_run, copies)
-        with ExitStack() as held:
+        with ExitStack() as stack:
             if self._in_place.holds(manifest):
                 received_s = self._in_place.accept()
             elif self.config.receives_in_place and manifest.transport != "broadcast" and can_stream(manifest):
-                load = held.enter_context(self._in_place.opened(manifest))
+                load = stack.enter_context(self._in_place.opened(manifest))
             else:
                 copies += self._fetched(manifest)
             fetch_s = time.perf_counter() - started
             pause_s, load_s, in_flight = self.batcher.swap(load, manifest.version)
-        load_s += received_s
         if self.given_up.dropped:
             self.given_up.dropped = False
             self.batcher.wake()
-        return LoadReport(
-            version=self.batcher.sampler.version, fetch_s=fetch_s, pause_s=pause_s, load_s=load_s, in_flight=in_flight
+        report = LoadReport(
+            version=self.batcher.sampler.version,
+            fetch_s=fetch_s,
+            pause_s=pause_s,
+            load_s=load_s + received_s,
+            in_flight=in_flight,
         )
+        return {"report": report.model_dump()}
 
     def _fetched(self, manifest: Manifest) -> list[Copy]:
         # What a sidecar has fetched is a file, whatever it was announced as.
@@ -272,6 +259,14 @@ class HFServer:
 
     def _send(self, message: dict[str, Any]) -> None:
         self._writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+
+
+def _offer(message: Mapping[str, Any]) -> Offer:
+    """Raises `WeightsUnreachable` for an offer of another form."""
+    try:
+        return Offer.parse(message["offer"])
+    except ValueError as error:
+        raise WeightsUnreachable(str(error)) from error
 
 
 def _run(copies: list[Copy]) -> None:

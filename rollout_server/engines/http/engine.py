@@ -100,7 +100,13 @@ class HttpEngine(ABC):
             self.layers = await asyncio.to_thread(layers_with_experts, self.model)
         installation = await self.server.start()
         try:
-            await self._check_routes(installation.version)
+            paths = (await self.server.call("GET", "/openapi.json")).get("paths", {})
+            needed = (*self.routes, *(self.sleep_routes if self.server.sleep_level else ()))
+            if missing := [route for route in needed if route not in paths]:
+                text = (
+                    f"{self.server.name} {installation.version} does not offer {', '.join(missing)}; take one that does"
+                )
+                raise EngineError(text, retryable=False)
             limits = await self._try_out() + await self.weights.start()
         except BaseException:
             await self.server.stop()
@@ -187,10 +193,3 @@ class HttpEngine(ABC):
         if self.info is None or not self.server.alive:
             raise EngineError(f"{self.server.name} is not running: it {self.server.end_of_it or 'was not started'}")
         return self.info
-
-    async def _check_routes(self, version: str) -> None:
-        paths = (await self.server.call("GET", "/openapi.json")).get("paths", {})
-        needed = (*self.routes, *(self.sleep_routes if self.server.sleep_level else ()))
-        if missing := [route for route in needed if route not in paths]:
-            text = f"{self.server.name} {version} does not offer {', '.join(missing)}; take one that does"
-            raise EngineError(text, retryable=False)

@@ -36,14 +36,10 @@ class EngineAddress:
 
     def session(self) -> aiohttp.ClientSession:
         """A client for control calls."""
-        return aiohttp.ClientSession(
-            self.url, connector=self._connector(), headers=bearer_headers(self.key), trust_env=False
-        )
-
-    def _connector(self) -> aiohttp.BaseConnector:
+        connector: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=0, force_close=not self.keep_s)
         if self.socket:
-            return aiohttp.UnixConnector(self.socket, limit=0, keepalive_timeout=self.keep_s)
-        return aiohttp.TCPConnector(limit=0, force_close=not self.keep_s)
+            connector = aiohttp.UnixConnector(self.socket, limit=0, keepalive_timeout=self.keep_s)
+        return aiohttp.ClientSession(self.url, connector=connector, headers=bearer_headers(self.key), trust_env=False)
 
     @property
     def host(self) -> str:

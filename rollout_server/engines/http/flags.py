@@ -74,14 +74,12 @@ def unknown_flag(users: Mapping[str, Any], known: Iterable[str], own: Container[
     the adapter sets, are not reached in this way.
     """
     names = set(known)
-    return next((name for name in users if not _is_flag(_plain(name), names, own)), "")
-
-
-def _is_flag(name: str, known: set[str], own: Container[str]) -> bool:
-    if name in known:
-        return True
-    meant = [flag for flag in known if flag.startswith(name)]
-    return len(meant) == 1 and meant[0] not in own
+    for name in users:
+        if (flag := _plain(name)) not in names:
+            meant = [one for one in names if one.startswith(flag)]
+            if len(meant) != 1 or meant[0] in own:
+                return name
+    return ""
 
 
 async def known_flags(product: Product, installation: Installation) -> frozenset[str]:
@@ -96,7 +94,7 @@ async def known_flags(product: Product, installation: Installation) -> frozenset
         logger.warning("%s does not say which flags it takes; they are not checked", " ".join(command))
         return frozenset()
     with contextlib.suppress(OSError):
-        if file.is_absolute():  # else this user has no home
+        if file.is_absolute():
             private_folder(file.parent)
             write_atomically(file, json.dumps(sorted(found)), mode=0o600)
     return found

@@ -260,9 +260,11 @@ class HttpWeights(ABC, Generic[Fetched]):
         late = self.verifies_late and fetched is not None
         if fetched is not None and not late:
             await self._verify(fetched)
-        self._relabel(version)
-        if late:
-            self._hold()
+        self.version, self._loads, self.verified = version, self._loads + 1, not late
+        for stream in self.streams:  # what they receive from now on was sampled by `version`
+            stream.relabel(version)
+            if late:
+                stream.hold()
         await self._resume()
         self.standstill, self.dropped = None, False
         if late and fetched is not None:
@@ -291,18 +293,6 @@ class HttpWeights(ABC, Generic[Fetched]):
     def cache_salt(self) -> str:
         """Requests of one salt share prefixes."""
         return f"v{self.version}-{self._loads}"
-
-    def _relabel(self, version: int) -> None:
-        """What is received from now on was sampled by `version`."""
-        self.version, self._loads = version, self._loads + 1
-        for stream in self.streams:
-            stream.relabel(version)
-
-    def _hold(self) -> None:
-        """What is received from now on is held back until it is verified, and dropped if it is not."""
-        self.verified = False
-        for stream in self.streams:
-            stream.hold()
 
     async def _settle(self) -> None:
         """Receive everything that was sampled before the pause: tokens are labelled with the version of that moment.

@@ -126,7 +126,10 @@ class SGLangServer(ChildServer):
         port = self._port.getsockname()[1]
         words = flags(self._defaults(installation), self.config.sglang_args, self.config.pause)
         words += ["--model-path", str(show_model(self.model, self.folder / "model"))]
-        words += ["--port", str(port), "--config", str(self._make_private(key))]
+        keys = self.folder / "keys.yaml"  # hands the key over
+        with open(os.open(keys, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(f"api-key: {key}\n")
+        words += ["--port", str(port), "--config", str(keys)]
         command = [installation.python, "-m", "sglang.launch_server", *words]
         ranks = ranks_of(self.config.sglang_args)
         # No connection is kept: the server closes idle ones after 5 s.
@@ -186,13 +189,6 @@ class SGLangServer(ChildServer):
             "max-total-tokens": self.config.kv_cache_tokens,
             "disable-cuda-graph": True,
         }
-
-    def _make_private(self, key: str) -> Path:
-        """The file that hands the key over."""
-        path = self.folder / "keys.yaml"
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(f"api-key: {key}\n")
-        return path
 
 
 async def find_installation(config: RolloutConfig) -> Installation:
