@@ -28,8 +28,9 @@ class VersionPin:
         """Whether the weights may change now; False also where the queue does not answer."""
         self._moving = True
         try:
-            status = await self._connection.ask(self._connection.queue.status())
-            self._moving = in_flight() == 0 and not under_evaluation(status, self._version())
+            self._moving = in_flight() == 0 and not under_evaluation(
+                await self._connection.ask(self._connection.queue.status()), self._version()
+            )
         except QueueError:
             self._moving = False
         return self._moving
