@@ -87,6 +87,8 @@ class HFServer:
         self.batcher = self._batcher(model_path, seed)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """The last task of each kind of message that takes long: a task that nothing refers to may be collected."""
+        self._work = {"load": self._load, "stage": self._stage, "receive": self._receive, "sleep": self._sleep}
+        """What takes long, by the kind of message."""
         self.given_up = GivenUpWeights(self.model)
         self._in_place = InPlaceReceiver(self.model, self.batcher, lambda: self._names)
 
@@ -147,10 +149,9 @@ class HFServer:
                 case "abort":
                     self.batcher.cancel(message["id"])
                 case "load" | "stage" | "receive" | "sleep" as op:
-                    work = {"load": self._load, "stage": self._stage, "receive": self._receive, "sleep": self._sleep}[
-                        op
-                    ]
-                    self._tasks[op] = asyncio.create_task(self._answer(partial(work, message), message["call"]))
+                    self._tasks[op] = asyncio.create_task(
+                        self._answer(partial(self._work[op], message), message["call"])
+                    )
                 case "wake":
                     self.given_up.take_back()
                     if not self.given_up.dropped:
