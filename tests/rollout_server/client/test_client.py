@@ -103,16 +103,6 @@ async def test_stream_brings_the_answer_piece_by_piece(client: RolloutClient, se
     assert [chunk.version_spans for chunk in chunks] == [[(0, 0, len(chunk.token_ids))] for chunk in chunks]
 
 
-async def test_stream_goes_on_after_a_break_and_repeats_nothing(client: RolloutClient, server: RunningServer) -> None:
-    reading = asyncio.create_task(collect(client, ask([7], 300)))
-    await server.until(lambda: server.engine.running == 1)
-    await asyncio.sleep(0.3)
-    server.engine.crash()
-    _, total = await reading
-    assert len(server.engines) == 2
-    assert total.token_ids == fake_answer([7], 300)
-
-
 async def test_closed_stream_frees_the_engine(client: RolloutClient, server: RunningServer) -> None:
     chunks = client.stream(ask([7], 500))
     await anext(chunks)

@@ -142,17 +142,6 @@ async def test_drain_lets_requests_end_then_the_server(server: RunningServer, ho
     assert not await server.engine.healthy()
 
 
-async def test_more_requests_than_slots_wait_in_the_sidecar(queue: RunQueue, tmp_path: Path) -> None:
-    config = small_config(max_concurrent=2)
-    async with rollout_server(queue, tmp_path, token_s=0.002, config=config) as server:
-        asking, most = [asyncio.create_task(server.post(body(30))) for _ in range(6)], 0
-        while not all(task.done() for task in asking):
-            most = max(most, server.engine.running)
-            await asyncio.sleep(0.005)
-        assert most == 2
-        assert [len(answer_of(task.result())[0]) for task in asking] == [30] * 6
-
-
 class Echo:
     """Routes given from above: one path that the key ``sesame`` opens too."""
 

@@ -67,21 +67,6 @@ async def test_client_takes_a_full_server_for_full_not_for_broken(
         assert client.refused > 0
 
 
-async def test_deadline_ends_an_answer_and_frees_the_engine(queue: RunQueue, tmp_path: Path) -> None:
-    """Before its first token by the status, later by the last line."""
-    async with rollout_server(queue, tmp_path, token_s=30.0) as server:
-        response = await server.post(body(5, deadline_s=0.2))
-        assert (response.status_code, response.json()["error"]["field"]) == (504, "deadline_s")
-        await server.until(lambda: server.engine.running == 0)
-        assert (await server.status("/health"))["in_flight_tokens"] == 0
-        server.engine.token_s = 0.1
-        ids, _, field = answer_of(await server.post(body(400, deadline_s=5.0)))
-        assert field == "deadline_s"
-        assert ids == fake_answer([1], len(ids))
-        assert 0 < len(ids) < 400
-        await server.until(lambda: server.engine.running == 0)
-
-
 async def test_client_tells_the_server_how_long_it_waits(
     client: RolloutClient, queue: RunQueue, tmp_path: Path
 ) -> None:

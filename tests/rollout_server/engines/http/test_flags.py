@@ -183,13 +183,6 @@ def test_flags_that_the_adapter_depends_on_are_refused(name: str) -> None:
         VLLM.merge_flags({}, {name: "x"})
 
 
-def test_each_product_says_how_its_flags_are_listed() -> None:
-    for product in (VLLM, SGLANG):
-        command = product.help_command(Installation("/a/python", "1", cpu=True))
-        assert command[0] == "/a/python"
-        assert command[-1].startswith("--help")
-
-
 @pytest.mark.parametrize("product", [VLLM, SGLANG])
 def test_the_package_asks_for_the_range_that_the_engine_takes(product: Product) -> None:
     text = (Path(__file__).parents[4] / "pyproject.toml").read_text()

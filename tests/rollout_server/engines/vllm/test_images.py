@@ -12,13 +12,11 @@ from typing import Any
 
 import msgpack
 import pytest
-from aiohttp import web
-from tests.rollout_server.engines.http.event_server import serving, stream_events, vllm_event
+from tests.rollout_server.engines.http.test_stream import fed
 from tests.rollout_server.seeing import BLUE, RED, bomb, ref
 from tests.vision_model import noise, save_vision_processor
 
 from penstock.rollout_server import BadRequest, EngineError, RolloutConfig
-from penstock.rollout_server.engines.vllm.engine import VLLMStream
 from penstock.rollout_server.engines.vllm.image_reader import ImageReader
 from penstock.rollout_server.engines.vllm.image_server import PixelMaker
 from penstock.rollout_server.engines.vllm.images import SEEN_KINDS, features, image_token_of, packed_item, places_of
@@ -167,25 +165,16 @@ SENT = [1, PAD, PAD, 2]
 TOLD = {"prompt_token_ids": SENT, "mm_placeholders": {"image": [{"offset": 1, "length": 2}]}}
 
 
-async def first_token(told: dict[str, Any]) -> list[int]:
+async def first_tokens(told: dict[str, Any]) -> list[int]:
     """Of an answer whose first event says this of its prompt."""
-    first = vllm_event([5]) | told
-    events = [first, vllm_event([6], "stop", [(0, 0, 2)])]
-
-    async def answering(request: web.Request) -> web.StreamResponse:
-        return await stream_events(request, iter(events))
-
-    async with serving(answering) as engine:
-        stream = VLLMStream(engine, {}, 0)
-        stream.prove(SENT, [(1, 2)])
-        try:
-            return [token async for chunk in stream.chunks(30.0) for token in chunk.token_ids]
-        finally:
-            await stream.close()
+    async with fed("vllm") as one:
+        one.stream.prove(SENT, [(1, 2)])
+        chunks = await one.send(one.event([5]) | told, one.event([6], "stop", [(0, 0, 2)])).over()
+    return [token for chunk in chunks for token in chunk.token_ids]
 
 
 async def test_prompt_that_vllm_computed_on_is_proven() -> None:
-    assert await first_token(TOLD) == [5, 6]
+    assert await first_tokens(TOLD) == [5, 6]
 
 
 @pytest.mark.parametrize(
@@ -202,5 +191,5 @@ async def test_prompt_that_vllm_computed_on_is_proven() -> None:
 )
 async def test_prompt_of_other_ids_gives_no_token(told: dict[str, Any], why: str) -> None:
     with pytest.raises(EngineError, match=why) as refused:
-        await first_token(told)
+        await first_tokens(told)
     assert not refused.value.retryable
