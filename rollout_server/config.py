@@ -98,7 +98,7 @@ class RolloutConfig(BaseModel):
 
     @property
     def manifest_transport(self) -> Literal["shm", "disk", "http", "broadcast"]:
-        """As manifests name it: nccl is a broadcast."""
+        """Name of the transport in manifests: nccl is a broadcast."""
         return "broadcast" if self.weight_transport == "nccl" else self.weight_transport
 
     @property

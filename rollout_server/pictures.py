@@ -19,9 +19,9 @@ class SeenImage:
     """One image as it goes into an engine's requests."""
 
     sha256: str
-    """Of the encoded image."""
+    """Hash of the encoded image."""
     tokens: int
-    """How many ids stand for it."""
+    """Number of ids that stand for it."""
     item: str
     """Its pixels, in the engine's own form."""
 

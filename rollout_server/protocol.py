@@ -1,4 +1,4 @@
-"""What crosses the wire between agent worker, rollout server and engine. No torch here.
+"""The messages between agent worker, rollout server and engine. No torch here.
 
 RolloutClient ──POST /generate──► rollout server ──Engine protocol──► engine process
               ◄── NDJSON chunks ──               ◄── Chunk stream ──
@@ -24,7 +24,7 @@ Label = Annotated[str, Field(max_length=1024)]
 
 # /generate ---------------------------------------------------------------------------------------------------------
 class Sampling(BaseModel):
-    """How tokens are drawn. Truncated sampling (top_p < 1, top_k > 0) biases the policy gradient."""
+    """Settings of the draw. Truncated sampling (top_p < 1, top_k > 0) biases the policy gradient."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -59,8 +59,7 @@ class GenerateRequest(BaseModel):
     request_id: Label = ""
     episode_id: Label = ""
     routed_experts_from: Count | None = Field(None, ge=0, le=MOST)
-    """Of a mixture of experts: the position in `token_ids` from which on the answer has the routers' choices; None: of
-    none."""
+    """First position in `token_ids` whose experts the answer reports, for mixtures of experts; None: no experts."""
     min_version: Count = 0
     """409 where the server's weights are older."""
     split: Label = Field("train", exclude=True)
@@ -79,12 +78,12 @@ class Chunk(BaseModel):
 
     token_ids: list[int] = []
     logprobs: list[float] = []
-    """Of `token_ids`, in the distribution that they were sampled from (temperature applied)."""
+    """Logprobs of `token_ids` in the distribution that they were sampled from (temperature applied)."""
     version_spans: list[tuple[int, int, int]] = []
     """(version, start, end) over positions of THIS chunk's `token_ids`; covers all of them."""
     finish_reason: FinishReason | None = None
     routed_experts: list[str] = []
-    """Where the request asks for them: see `routed_experts.py`."""
+    """Present if the request asks for them: see `routed_experts.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +108,7 @@ class Generation:
 
 
 class EngineInfo(BaseModel):
-    """What an engine reports once it is up."""
+    """Properties that an engine reports once it is up."""
 
     name: str
     engine_version: str
@@ -122,7 +121,7 @@ class EngineInfo(BaseModel):
     routed_experts: bool = False
     """It reports which experts read each token."""
     limits: list[str] = []
-    """What this engine cannot do, one sentence each; printed at start."""
+    """Limits of this engine, one sentence each; printed at start."""
 
 
 # engines -----------------------------------------------------------------------------------------------------------
@@ -173,11 +172,11 @@ class Engine(Protocol):
 
 
 SleepLevel = Literal[1, 2]
-"""What an engine gives up in the trainer's turn besides its KV cache: 1 moves its weights to the host, 2 drops them."""
+"""Depth of an engine's sleep, which frees its KV cache: 1 moves its weights to the host, 2 drops them."""
 
 
 class DeviceBytes(NamedTuple):
-    """Of what an engine keeps on its devices: weights and KV cache. 0 and 0 where it is not measured."""
+    """Bytes of an engine's weights and KV cache on its devices; 0 and 0 if not measured."""
 
     used: int
     most: int
@@ -280,7 +279,7 @@ class Health(BaseModel):
     sampled_s_ago: float
     """Since the last token, of a request or of a probe."""
     restarts: int
-    """Of the engine, since this server started."""
+    """Engine restarts since this server started."""
     queue: str
     """``ok`` or the last error."""
     weights_refused: int | None

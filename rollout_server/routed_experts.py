@@ -29,12 +29,12 @@ def experts_dtype(experts: int) -> type[np.unsignedinteger[Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Mixtures:
-    """Of one model."""
+    """Experts of one model."""
 
     layers: int
     """Those with experts."""
     experts: int
-    """Of one layer."""
+    """Number of experts of one layer."""
     per_token: int
     """Chosen for each token."""
 
@@ -94,7 +94,7 @@ def without_last(blocks: Sequence[str], count: int) -> list[str]:
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 LEAST_PER_TOKEN = 2
-"""Of one expert alone an unknown choice could not be distinguished from a known one."""
+"""With one expert per token an unknown choice could not be distinguished from a known one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class MixtureLayers:
 
     @property
     def token_bytes(self) -> int:
-        """Of the experts that read one token."""
+        """Bytes of the experts of one token."""
         return self.mixtures.layers * self.mixtures.per_token * np.dtype(self.mixtures.dtype).itemsize
 
     def block(self, rows: NDArray[Any], positions: int) -> str:
@@ -122,7 +122,7 @@ class MixtureLayers:
 
 
 def mixture_layers(config: Mapping[str, Any]) -> MixtureLayers:
-    """Of a model's ``config.json``. Raises `ValueError` for a model without experts, or one that sees pictures."""
+    """Reads a model's ``config.json``. Raises `ValueError` for a model without experts, or one that sees pictures."""
     if "vision_config" in config:
         raise ValueError("the model sees pictures, of whose tokens no engine records the experts")
     text = config.get("text_config") or config

@@ -73,8 +73,8 @@ class LayerLoad:
 
 
 def replayed_choice(alone: Tensor, replayed: Tensor) -> tuple[Tensor, Tensor]:
-    """What the router chose and what is replayed, each [T, k] → (the experts [T, k], whether they are replayed [T]
-    bool): k equal numbers are not known, so that the router's own choice holds."""
+    """Merges the router's choice and the replayed one, each [T, k]: (experts [T, k], replayed [T] bool). A replayed row
+    of k equal numbers is unknown: the router's own choice holds."""
     known = (replayed[:, :1] != replayed[:, 1:]).any(-1)
     return torch.where(known[:, None], replayed.to(alone.dtype), alone), known
 
@@ -137,7 +137,7 @@ class _Choices(TorchFunctionMode):
 
 
 class Routers:
-    """Of one model, whose layers are wrapped in place."""
+    """The routers of one model, whose layers are wrapped in place."""
 
     def __init__(self, model: Any) -> None:
         """Raises `NoRouters` for a model without experts, or with one expert per token."""
@@ -183,7 +183,7 @@ class Routers:
 
     @contextmanager
     def recorded(self) -> Iterator[list[list[Tensor]]]:
-        """Of the calls inside, by layer: [T, k] of each call."""
+        """Records the choices of the calls inside, by layer: [T, k] of each call."""
         records: list[list[Tensor]] = [[] for _ in self._layers]
         for layer, record in zip(self._layers, records, strict=True):
             layer.record = record
@@ -194,7 +194,7 @@ class Routers:
                 layer.record = None
 
     def rows(self, records: list[list[Tensor]]) -> NDArray[Any]:
-        """Of one call of the model: [T, layers, k]"""
+        """The choices of one call of the model: [T, layers, k]"""
         found: NDArray[Any] = torch.stack([record[0] for record in records], dim=1).cpu().numpy()
         return found.astype(self.mixtures.dtype)
 
@@ -204,7 +204,7 @@ class Routers:
             layer.load = LayerLoad.zeros(self.mixtures.experts, device)
 
     def take_load(self) -> list[LayerLoad]:
-        """What was counted since the last time, by layer; empty where nothing is counted."""
+        """Returns the counts since the last call, by layer; empty if nothing is counted."""
         loads = [layer.load for layer in self._layers if layer.load is not None]
         if loads:
             self.count_load(loads[0].chosen.device)
@@ -250,7 +250,7 @@ class Routers:
 
 
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Of this module alone, not of its class; returns what undoes it."""
+    """Replaces the forward of this module, not of its class; returns a function that restores it."""
     before = vars(module).get("forward")
     module.forward = forward
 
@@ -264,7 +264,7 @@ def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable
 
 
 def _count(experts: Any) -> int:
-    """How many there are: stacked in tensors of three dimensions, or a list of modules."""
+    """Number of experts: stacked in tensors of three dimensions, or a list of modules."""
     stacked = [one.shape[0] for one in experts.parameters(recurse=False) if one.dim() == 3]
     return int(stacked[0]) if stacked else len(list(experts.children()))
 

@@ -105,7 +105,7 @@ class AnswerBuilder:
         )
 
     def _routed_experts(self) -> RoutedExperts | None:
-        """Of all positions from the requested one to the last but one. Raises `EngineError` for what are no rows."""
+        """Experts of all positions from the requested one to the last but one. Raises `EngineError` for bad rows."""
         done = self.request.routed_experts_from
         if done is None or not self._experts:
             return None

@@ -113,7 +113,7 @@ class Router:
         return chosen
 
     def asleep(self, split: str = TRAIN) -> bool:
-        """Of those that the registry had lately, all wait for the trainer to hand their devices back."""
+        """Returns True if all servers of the last registry wait for the trainer to hand their devices back."""
         servers = _of_split(self._servers, split)
         return bool(servers) and all(server.asleep for server in servers)
 
@@ -209,7 +209,7 @@ def _weight(prefix: str, server_id: str) -> int:
 
 
 class _ServerState:
-    """What this client knows of one URL; a restarted server has a new one."""
+    """State of one URL as this client sees it; a restarted server has a new URL."""
 
     def __init__(self) -> None:
         self.breaker = CircuitBreaker()
@@ -244,7 +244,7 @@ class CircuitBreaker:
         """The one request to a half-open server."""
 
     def allows(self, now: float) -> bool:
-        """Whether a request may be sent: closed, or half-open without a trial."""
+        """Returns True if a request may be sent: closed, or half-open without a trial."""
         return self._open_until is None or (now >= self._open_until and self._trial is None)
 
     def begin(self, request: object) -> None:

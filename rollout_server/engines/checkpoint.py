@@ -1,4 +1,4 @@
-"""What a model folder says of itself: its vocabulary, and which tensors a whole version of its weights has."""
+"""Facts from a model folder: its vocabulary, and the tensors of a whole version of its weights."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ UNREAD = [
 
 
 def start_deadline_s(timeout_s: float, folder: Path) -> float:
-    """Of a server whose weights are in `folder`: `timeout_s`, and the time that they take to be read.
+    """Deadline of a server's start: `timeout_s`, and the time that reading the weights in `folder` takes.
 
     Any disk, network disks included, brings 100 MB a second; engines that read faster are up earlier.
     """
@@ -89,7 +89,7 @@ def vocab_size(model: str) -> int:
 
 
 def has_vision_tower(model: str) -> bool:
-    """Of a folder or a name in the hub's cache; False where its config.json cannot be read."""
+    """Returns True if the model, a folder or a name in the hub's cache, sees images; False without a config.json."""
     try:
         return "vision_config" in json.loads((find_model(model) / "config.json").read_text())
     except (OSError, ValueError, EngineError):
@@ -97,7 +97,7 @@ def has_vision_tower(model: str) -> bool:
 
 
 def layers_with_experts(model: str) -> MixtureLayers:
-    """Of a folder or a name in the hub's cache. Raises `EngineError` where no engine records its routed experts."""
+    """Layers of a folder or a name in the hub's cache. Raises `EngineError` if no engine records its experts."""
     file = find_model(model) / "config.json"
     try:
         return mixture_layers(json.loads(file.read_text()))

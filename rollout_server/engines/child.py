@@ -17,7 +17,7 @@ class Child:
 
     def __init__(self, name: str, log_path: Path) -> None:
         self.name = name
-        """As people write it, for messages."""
+        """Name of the process in messages."""
         self.log_path = log_path
         self.process: asyncio.subprocess.Process | None = None
         self._log_start = 0
@@ -29,7 +29,7 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, which is also its process group's number."""
+        """Number of the process, and of its process group."""
         return self.process.pid if self.process else None
 
     async def spawn(
@@ -69,7 +69,7 @@ class Child:
 
     @property
     def end_of_it(self) -> str:
-        """How the process, or one behind it, was ended, in words; empty while all is well and before the start."""
+        """Cause of the end of the process, or of one behind it, in words; empty while it runs and before the start."""
         if self.process is None:
             return ""
         status = self.process.returncode

@@ -43,7 +43,7 @@ class Link:
         self._streams: dict[str, asyncio.Queue[Chunk | EngineError]] = {}
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
-        """What the engine says of itself once it is up; an `EngineError` if it ended."""
+        """The engine's properties once it is up; an `EngineError` if it ended."""
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
 
@@ -78,7 +78,7 @@ class Link:
         return name, answer
 
     def forget(self, name: str) -> bool:
-        """Whether the request was still being answered."""
+        """Drops the request; returns True if it was still being answered."""
         return self._streams.pop(name, None) is not None
 
     def close_writing(self) -> None:
@@ -188,7 +188,7 @@ class LinkedChild(Child):
 
 
 def child_environment(threads: int) -> dict[str, str]:
-    """Of a child that runs this very Python: its packages, no secret, `threads` threads."""
+    """Environment of a child that runs this very Python: its packages, no secret, `threads` threads."""
     root = str(Path(penstock.__file__).parent.parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {

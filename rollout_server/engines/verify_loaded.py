@@ -24,14 +24,14 @@ PIECE_VALUES = 4 << 20
 SAMPLE_VALUES = 1 << 18
 SAMPLE_EVERY = 16
 EXCERPT_VALUES = 1 << 10
-"""Of each tensor, and one row at least."""
+"""Values of each tensor that are kept; one row at least."""
 _PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes to which published values are rounded and compared; others hold scaled values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Of an engine's parameters."""
+    """Result for an engine's parameters."""
 
     equal: int
     incomparable: int
@@ -107,7 +107,7 @@ def compare_excerpts(
     forms: Mapping[str, torch.Tensor],
     rows: Mapping[str, torch.Tensor],
 ) -> Comparison:
-    """As `compare_held`, with the first rows of each published tensor. See `Excerpts`."""
+    """Compares the first rows of each published tensor, otherwise as `compare_held`. See `Excerpts`."""
     return _compared(parameters, forms, lambda name, held: _begins(name, held, forms, rows))
 
 

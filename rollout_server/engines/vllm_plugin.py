@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 
 BACKEND = "penstock"
-"""What ``--weight-transfer-config '{"backend": …}'`` names."""
+"""Name of the backend in ``--weight-transfer-config``."""
 LOST = "lost: "
 """Begins what a worker says of a broadcast that it did not receive, or does not hold any more."""
 BROKEN = "broken: "

@@ -1,4 +1,4 @@
-"""What servers around a `Batcher` share: its lifespan, `/health`, `/metrics`, the token and the limit of a body."""
+"""Shared parts of servers around a `Batcher`: its lifespan, `/health`, `/metrics`, the token, the limit of a body."""
 
 from __future__ import annotations
 

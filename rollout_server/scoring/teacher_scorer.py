@@ -46,7 +46,7 @@ class TeacherRow:
 
 @dataclass(frozen=True, slots=True)
 class JudgedRow:
-    """What the model says of all tokens of a row but the first."""
+    """Logprobs of all tokens of a row but the first."""
 
     logprobs: NDArray[np.float32]
     """[L − 1]"""

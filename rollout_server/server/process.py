@@ -67,7 +67,7 @@ class ServerJob:
     mount: Callable[[Sidecar, str], Mounted] | None = None
     """Makes further routes from the sidecar and its URL, before the first request."""
     turn: TurnSettings | None = None
-    """Of the devices that this server shares with the trainer; None: they are its own."""
+    """Turns on devices that are shared with the trainer; None: they are this server's own."""
 
 
 async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:

@@ -43,7 +43,7 @@ class QueueConnection:
     def __init__(self, queue: ServerQueue) -> None:
         self.queue = queue
         self.error: str | None = None
-        """Of the last call; None where it succeeded."""
+        """Error of the last call; None if it succeeded."""
 
     async def ask(self, call: Awaitable[T]) -> T:
         """The result of `call` within `QUEUE_S`. Raises `QueueError`."""
@@ -111,11 +111,11 @@ def build_of(info: EngineInfo) -> str:
 
 
 class BuildCheck:
-    """Of one server: refused, before it has its first request, if it comes later than one of another build.
+    """Refuses a server, before its first request, if one of another build was there first.
 
-    Two that come together both look before either is in the registry. So each enters it closed and looks again: the
-    second to enter sees the first. One that is open stays. Of two closed ones the later name gives way, and leaves; the
-    other waits for that, and gives way where it does not happen: its rival looked before it entered, and is to open.
+    Two servers that start together may both look before either is registered. So each registers as closed and looks
+    again: the second one sees the first. An open server stays. Of two closed ones the later name gives way and leaves;
+    the other waits for that, and gives way itself at the deadline, because its rival looked before it registered.
     """
 
     def __init__(self, connection: QueueConnection, name: str) -> None:

@@ -159,7 +159,7 @@ class _Slot:
         queue.count(1, tokens)
 
     def received(self, tokens: int) -> None:
-        """That many expected tokens have come."""
+        """Takes received tokens off the expected ones."""
         self._tokens -= tokens
         self._queue.count(0, -tokens)
 

@@ -32,7 +32,7 @@ REFUSALS = {
     "413": "The body is too long",
     "422": "The request is invalid at every server; `field` says where",
 }
-"""Of every route but those of episodes, which declare their own, in OpenAI's shape."""
+"""Refusals of every route except those of episodes, which declare their own in OpenAI's shape."""
 GENERATE_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
         "description": 'One `Chunk` per line; the last has `finish_reason`, or is `{"error": …}`.',
@@ -53,7 +53,7 @@ class Mounted(Protocol):
     def router(self) -> APIRouter: ...
 
     def allows(self, path: str, token: str) -> bool:
-        """Whether `token`, which is not the run's, opens `path`; asked for every path. Compares in constant time."""
+        """Returns True if `token`, which is not the run's, opens `path`. Compares in constant time."""
 
     def wrap(self, app: ASGIApp) -> ASGIApp:
         """`app`, which is the whole server with its access control, inside the layers that these routes need."""

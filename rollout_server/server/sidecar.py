@@ -207,9 +207,9 @@ class Sidecar:
             await cancel_and_wait([task])
 
     def _meeting(self) -> str:
-        """Where the newest announcement says that servers wait for broadcasts; empty where it does not, and while
-        draining: a member that leaves costs all others the broadcast. So does one that cannot pause for it at once:
-        in place a server that loads a file is none."""
+        """Address at which servers wait for broadcasts, by the newest announcement. Empty if it names none, and while
+        draining: a member that leaves costs all others the broadcast. In place it is empty during a load too: the
+        engine could not pause at once."""
         in_place = self._member is not None and self._member.in_place
         if self.draining or (in_place and (self.weights.loading or not self.open)):
             return ""

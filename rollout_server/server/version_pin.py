@@ -25,7 +25,7 @@ class VersionPin:
         self._moving = False
 
     async def may_move(self, in_flight: Callable[[], int]) -> bool:
-        """Whether the weights may change now; False also where the queue does not answer."""
+        """Returns True if the weights may change now; False if the queue does not answer."""
         self._moving = True
         try:
             self._moving = in_flight() == 0 and not under_evaluation(

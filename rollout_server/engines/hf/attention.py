@@ -26,7 +26,7 @@ from transformers.masking_utils import sdpa_mask
 from penstock.rollout_server.engines.hf.cache import Bucket, KVCache, Layout, Row
 
 NAME = "penstock_by_request"
-"""Of this attention, in transformers' registry."""
+"""Name of this attention in transformers' registry."""
 HARMLESS = frozenset(
     {
         "logits_indices",
@@ -52,7 +52,7 @@ class Run:
     rows: list[Row]
     new: int
     start: int
-    """Of its first token in the pass."""
+    """Position of its first token in the pass."""
     longest: int
     """Columns that are read."""
     biases: dict[tuple[int | None, int], torch.Tensor | None] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class ForwardStep:
         self._layout = cache.layout
         self.runs: list[Run] = []
         self.ids: list[int] = []
-        """Of all tokens, run after run."""
+        """Ids of all tokens, run after run."""
         self.positions: list[int] = []
         self._writes: list[tuple[Bucket, slice, torch.Tensor]] = []
         """Bucket, its part of the tokens, and where in the bucket's planes, rows and columns as one, each goes."""
@@ -176,7 +176,7 @@ class Probe:
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
     def layout(self) -> Layout:
-        """Of the cache. Raises `UnsupportedArguments` where no layer attended."""
+        """Layout of the cache. Raises `UnsupportedArguments` if no layer attended."""
         if not self.shapes:
             raise UnsupportedArguments(f"the model has no attention that the hf engine knows: {USE_ANOTHER}")
         return Layout(self.shapes, self.dtype)
@@ -278,7 +278,7 @@ def _attend_capped(  # noqa: PLR0917
     scaling: float | None,
     softcap: float,
 ) -> torch.Tensor:
-    """As `_capped`, of query [B, H, Q, D] and key, value [B, KV, K, D]. Returns [B, Q, H, D].
+    """Computes `_capped` of query [B, H, Q, D] and key, value [B, KV, K, D]. Returns [B, Q, H, D].
 
     `mask` [B, 1, Q, K] is boolean, or added to the scores; None: queries are the last Q positions and see what is
     before them.

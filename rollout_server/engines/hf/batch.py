@@ -191,7 +191,7 @@ class Batcher(HaltingRequests[Row, tuple[float, int]]):
 
     @torch.inference_mode()
     def _receive(self) -> None:
-        """What arrived waits; what was cancelled is gone."""
+        """Moves new requests to the waiting ones and drops cancelled ones."""
         # Read before what arrived: a request is added before it is cancelled, so none is overlooked.
         cancelled, self._any_cancelled = self._any_cancelled, False
         while self._arrived:
@@ -286,7 +286,7 @@ class Batcher(HaltingRequests[Row, tuple[float, int]]):
 
 
 def _keep_experts(row: Row) -> None:
-    """Of the positions up to the pass that samples its next token, beyond those that its record has."""
+    """Adds to its record the experts of all positions up to the pass that samples its next token."""
     record = row.record
     if record.routed_from is None or row.experts is None:
         return

@@ -34,12 +34,12 @@ class Row(Live):
     ids: list[int]
     """Its context: the prompt and what was sampled."""
     fed: int = 0
-    """How many of them have keys and values."""
+    """Number of ids that have keys and values."""
     new: int = 0
-    """How many are computed in the pass under way."""
+    """Number of ids that are computed in the current pass."""
     cancelled: bool = False
     epoch: int = -1
-    """Of the weights that computed all its keys and values; another one than the cache's: nobody else may have them."""
+    """Weight epoch of its keys and values. Rows of an older epoch are never shared."""
     reused: int = 0
     """Tokens copied from a prefix."""
     bucket: Bucket | None = None
@@ -77,7 +77,7 @@ class Layout:
 
     @property
     def token_bytes(self) -> int:
-        """Of one token in all planes."""
+        """Bytes of one token in all planes."""
         sizes = zip(self.counts, self.kinds, strict=True)
         return sum(count * heads * width for count, (heads, width) in sizes) * self.dtype.itemsize
 
@@ -163,19 +163,19 @@ class KVCache:
 
     @property
     def pages_in_use(self) -> int:
-        """Of rows; those kept only as prefixes do not count."""
+        """Pages of rows; prefixes do not count."""
         return sum(-(-row.fed // PAGE_TOKENS) for bucket in list(self._buckets.values()) for row in list(bucket.rows))
 
     @property
     def held_bytes(self) -> int:
-        """Of rows, in use or not, and of prefixes."""
+        """Bytes of all rows, in use or not, and of prefixes."""
         planes = [plane for bucket in list(self._buckets.values()) for plane in bucket.planes]
         planes += [plane for prefix in list(self._prefixes.values()) for plane in prefix.held]
         return sum(plane.nbytes for plane in planes)
 
     @property
     def most_bytes(self) -> int:
-        """Of `limit` tokens."""
+        """Bytes of `limit` tokens."""
         return self.limit * self.layout.token_bytes
 
     def clear(self) -> None:
@@ -311,7 +311,7 @@ def page_names(ids: Sequence[int]) -> list[int]:
 
 
 def common_length(one: list[int], other: list[int]) -> int:
-    """How many tokens both begin with."""
+    """Number of tokens that both begin with."""
     most = min(len(one), len(other))
     if one[:most] == other[:most]:
         return most

@@ -57,7 +57,7 @@ class DamagedMemory(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Destination:
-    """Where a tensor of the stream goes."""
+    """Destination of a tensor of the stream."""
 
     parameter: str
     stored: tuple[str, ...]
@@ -118,7 +118,7 @@ class InPlaceTargets:
                 )
 
     def verify(self, entries: Iterable[TensorEntry]) -> None:
-        """What the model holds now is what came. `entries`: of the whole stream. Raises `DamagedMemory`."""
+        """Compares the model with the received tensors, `entries` of the whole stream. Raises `DamagedMemory`."""
         for entry in entries:
             destination = self._destinations[entry.name]
             xxh3 = entry.xxh3 if destination.bytes is not None else self._made[destination.parameter]
@@ -201,7 +201,7 @@ class InPlaceReceiver:
         return manifest.transport == "broadcast" and self._whole == (manifest.broadcast_name, manifest.state)
 
     def accept(self) -> float:
-        """What came has its version; seconds that receiving it took."""
+        """Marks the received weights as current. Returns the receive time in seconds."""
         self._whole = None
         return self._write_s
 

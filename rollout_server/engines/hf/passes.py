@@ -65,7 +65,7 @@ def make_cache(model: Any, config: RolloutConfig) -> KVCache:
 
 
 def layout_of(model: Any) -> Layout:
-    """Of its keys and values. Raises `UnsupportedArguments`."""
+    """Layout of the model's keys and values. Raises `UnsupportedArguments`."""
     text, probe = model.config.get_text_config(), Probe()
     kinds = list(getattr(text, "layer_types", None) or [])
     _refuse_layers(

@@ -38,7 +38,7 @@ class Live:
     error: str | None = None
 
     def take_chunk(self, reason: FinishReason | None) -> Chunk:
-        """What was recorded since the last call."""
+        """Returns the records since the last call."""
         start, end = self.sent, len(self.record.samples)
         self.sent = end
         new, routed = self.record.samples[start:end], self.record.routed[start:end]
@@ -94,7 +94,7 @@ class HaltingRequests(LiveRequests[L], ABC, Generic[L, H]):
         self._news = threading.Event()
         """The decoding thread has something to do."""
         self._halt: H | None = None
-        """What `_stop_decoding` returned, while decoding stands still."""
+        """Result of `_stop_decoding` while decoding stands still."""
         self._asleep = self._stopping = False
         self.fatal_error: str | None = None
         """Why the decoding thread is gone; None while it runs."""

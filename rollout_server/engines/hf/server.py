@@ -88,7 +88,7 @@ class HFServer:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """The last task of each kind of message that takes long: a task that nothing refers to may be collected."""
         self._work = {"load": self._load, "stage": self._stage, "receive": self._receive, "sleep": self._sleep}
-        """What takes long, by the kind of message."""
+        """Long work, by the kind of message."""
         self.given_up = GivenUpWeights(self.model)
         self._in_place = InPlaceReceiver(self.model, self.batcher, lambda: self._names)
 

@@ -35,7 +35,7 @@ class Seeing(Live):
     cache: Any = None
     """None: the whole context is to be computed."""
     rope_deltas: torch.Tensor | None = None
-    """How far positions lag behind ids because an image's rows share theirs; the model itself keeps one alone."""
+    """Lag of positions behind ids, because the rows of an image share positions; the model keeps only one."""
 
 
 class VisionBatcher(HaltingRequests[Seeing, tuple[float, list[Seeing]]]):
@@ -67,7 +67,7 @@ class VisionBatcher(HaltingRequests[Seeing, tuple[float, list[Seeing]]]):
         self._live.pop(name, None)
 
     def swap(self, load: Callable[[], None], version: int) -> tuple[float, float, int]:
-        """As `Batcher.swap`."""
+        """See `Batcher.swap`."""
         with self._between_passes():
             paused, begun = self._halt or self._stop_decoding()
             began = time.perf_counter()

@@ -19,7 +19,7 @@ class Copy:
     source: torch.Tensor
     """Same shape and dtype as `target`."""
     xxh3: str
-    """What `target` must hold afterwards."""
+    """Checksum that `target` must have afterwards."""
 
     def run(self) -> None:
         with torch.no_grad():
@@ -73,7 +73,7 @@ class GivenUpWeights:
         self.weight_bytes = sum(parameter.nbytes for parameter in self._parameters)
         self._away = False
         self.dropped = False
-        """What the parameters hold are no weights."""
+        """The parameters hold no weights."""
 
     @property
     def held_bytes(self) -> int:

@@ -1,1 +1,1 @@
-"""What engines behind an HTTP server share: the process, the event stream, the weights."""
+"""Shared parts of engines behind an HTTP server: the process, the event stream, the weights."""

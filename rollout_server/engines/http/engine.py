@@ -48,9 +48,9 @@ class HttpEngine(ABC):
     weights_class: ClassVar[type[HttpWeights[Any]]]
     weights: HttpWeights[Any]
     routes: ClassVar[tuple[str, ...]]
-    """What the server must offer."""
+    """Routes that the server must offer."""
     sleep_routes: ClassVar[tuple[str, ...]]
-    """And what beside it, where it shares devices with the trainer."""
+    """Further ones, if it shares devices with the trainer."""
     health_path: ClassVar[str]
     """Answered at once, paused or not, as long as the server can sample."""
 
@@ -59,7 +59,7 @@ class HttpEngine(ABC):
         self.model = model
         self.info: EngineInfo | None = None
         self.layers: MixtureLayers | None = None
-        """Of a mixture whose routed experts the server reports."""
+        """Layers of a mixture whose routed experts the server reports."""
         self.server = self.server_class(config, model, log_dir, seed)
         self.streams = self.server.streams
         self.weights = self.weights_class(config, model, self.server, self.streams)

@@ -23,7 +23,7 @@ from penstock.common import bearer_headers
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """Where an engine listens: a unix socket, or a port of this machine."""
+    """Address of an engine: a unix socket, or a port of this machine."""
 
     url: str
     """``http://HOST:PORT``; with a `socket` its host is a name alone."""
@@ -46,7 +46,7 @@ class EngineAddress:
         return self.url.partition("://")[2].rstrip("/")
 
     def head(self, path: str) -> bytes:
-        """Of a POST of JSON, up to the number of its bytes."""
+        """Head of a POST of JSON, up to the number of its bytes."""
         kept = "" if self.keep_s else "Connection: close\r\n"
         return (
             f"POST {path} HTTP/1.1\r\nHost: {self.host}\r\nAuthorization: Bearer {self.key}\r\n{kept}"
@@ -168,7 +168,7 @@ class _StatusOnly:
         self._status = status
 
     def receives(self, data: bytes) -> None:
-        """Of no interest."""
+        """Ignores the body."""
 
     def ends(self, cause: str) -> None:
         if self.status.done():
@@ -212,7 +212,7 @@ class _EventConnection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._exchange: StreamedPost | None = None
         self._receives: Callable[[bytes], None] | None = None
-        """Of the exchange's reply."""
+        """Method of the current reply."""
         self.idle_since = 0.0
 
     @property

@@ -35,7 +35,7 @@ from penstock.weight_sync import LoadReport, Manifest, WeightsRefused
 KEY_VARIABLE = "PENSTOCK_SERVED_KEY"
 ASK_S = 30.0
 READ_BYTES = 16 << 20
-"""Of an answer, before it is taken apart: the first event of vLLM has the ids of the whole prompt on one line."""
+"""Longest line of an answer: the first event of vLLM has the ids of the whole prompt."""
 OURS = "penstock"
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -172,7 +172,7 @@ class ServedEngine:
                         yield chunk
 
     async def _lines(self, path: str, body: dict[str, Any]) -> AsyncGenerator[bytes]:
-        """Of the streamed answer. Raises `EngineError`."""
+        """Lines of the streamed answer. Raises `EngineError`."""
         limit = aiohttp.ClientTimeout(self._config.request_timeout_s)
         try:
             async with self._session.post(path, json=body, timeout=limit) as response:
@@ -185,7 +185,7 @@ class ServedEngine:
 
 
 def _chunks_of(url: str, event: bytes) -> list[Chunk]:
-    """Of one event of a server of completions. Raises `EngineError`."""
+    """Chunks of one event of a server of completions. Raises `EngineError`."""
     try:
         return list(_choices_of(url, json.loads(event)))
     except (LookupError, TypeError, AttributeError, ValueError) as error:
@@ -209,7 +209,7 @@ def _choices_of(url: str, event: dict[str, Any]) -> Iterator[Chunk]:
 
 
 def _chunk(url: str, line: bytes) -> Chunk:
-    """Of one line of a rollout server. Raises `EngineError`."""
+    """The chunk of one line of a rollout server. Raises `EngineError`."""
     try:
         return Chunk.model_validate_json(line)
     except ValidationError:
@@ -217,7 +217,7 @@ def _chunk(url: str, line: bytes) -> Chunk:
 
 
 def _error_in(line: bytes) -> Any:
-    """What the server says; the line itself where it says nothing."""
+    """The server's error; the line itself if it has none."""
     try:
         return json.loads(line)["error"]
     except (LookupError, TypeError, ValueError):

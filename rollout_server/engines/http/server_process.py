@@ -50,7 +50,7 @@ class Product:
     """A stock server as it is found and started."""
 
     title: str
-    """As people write it."""
+    """Name of the product in messages."""
     key: str
     """In settings, folders and scripts: ``rollout.KEY_python``, ``.venv-KEY``, ``scripts/setup-KEY``."""
     floor: tuple[int, ...]
@@ -62,7 +62,7 @@ class Product:
     own_flags: frozenset[str]
     """Flags that the adapter depends on."""
     help_command: Callable[[Installation], list[str]]
-    """What lists all flags of the server."""
+    """Returns the command that lists all flags of the server."""
 
     @property
     def fix(self) -> str:
@@ -79,7 +79,7 @@ class Product:
         return next((str(path) for path in candidates if os.access(path, os.X_OK)), sys.executable)
 
     async def ask(self, python: str) -> dict[str, Any]:
-        """What `probe` prints there. Raises `EngineError`."""
+        """Runs `probe` there and returns its JSON. Raises `EngineError`."""
         process = await asyncio.create_subprocess_exec(
             python, "-I", "-c", self.probe, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
@@ -119,7 +119,7 @@ class Product:
 
 
 def inherited_environment() -> dict[str, str]:
-    """Of a server in its own Python environment: without secrets, and what leads to this one's packages."""
+    """Environment of a server in its own Python: without secrets, and without paths to this one's packages."""
     found = environment_without_secrets()
     return {name: value for name, value in found.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
 
@@ -167,7 +167,7 @@ class ChildServer(Child, ABC):
         self.installation: Installation | None = None
         """Known from the start on."""
         self.address: EngineAddress | None = None
-        """Where it is asked, while it is."""
+        """Address of the server while it is connected."""
         self.sleep_level: SleepLevel | None = None
         """Under placement.colocated; None: it never sleeps."""
 
@@ -238,7 +238,7 @@ class ChildServer(Child, ABC):
         return answer
 
     async def answers(self, path: str, timeout_s: float) -> bool:
-        """Whether GET `path` is answered with 200 in time."""
+        """Returns True if GET `path` is answered with 200 in time."""
         if not self.alive:
             return False
         try:

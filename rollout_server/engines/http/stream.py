@@ -53,7 +53,7 @@ AnswerEvent = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RoutedAnswer:
-    """What an answer's routed experts must be."""
+    """Expected shape of an answer's routed experts."""
 
     layers: MixtureLayers
     context: int
@@ -77,7 +77,7 @@ class AnswerStream(ABC):
     engine: ClassVar[str]
     """The server's name, for messages."""
     path: ClassVar[str]
-    """Of the route that streams."""
+    """Path of the route that streams."""
 
     def __init__(
         self, events: EventClient, body: dict[str, Any], version: int, routed: RoutedAnswer | None = None
@@ -106,7 +106,7 @@ class AnswerStream(ABC):
         self._timer: asyncio.TimerHandle | None = None
         self._status = 0
         self._pieces: list[bytes] = []
-        """Of the body, as they came, not taken apart; of a refusal the whole body."""
+        """Received parts of the body that are not parsed yet; of a refusal the whole body."""
         self._rest = b""
         """The beginning of an event whose end has not come."""
         self._label = version
@@ -159,7 +159,7 @@ class AnswerStream(ABC):
         self._handed_out = True
 
     def hold(self) -> None:
-        """What is received from now on is handed on after `release` only; where that never comes, not at all."""
+        """Holds back all tokens that are received from now on, until `release`."""
         self.read()
         if self._held_from is None:
             self._held_from = self.received
@@ -178,12 +178,12 @@ class AnswerStream(ABC):
             self._news.set()
 
     def relabel(self, version: int) -> None:
-        """What is received from now on was sampled by `version`, where events do not say so."""
+        """Labels tokens that are received from now on with `version`, if events have no label of their own."""
         self.read()
         self._label = version
 
     def read(self) -> None:
-        """Takes apart what was received; a mistake in it ends the answer."""
+        """Parses the received bytes; a mistake in them ends the answer."""
         if not self._pieces or self._status != HTTPStatus.OK or self._error is not None:
             return
         *lines, self._rest = b"".join((self._rest, *self._pieces)).split(b"\n")

@@ -84,11 +84,11 @@ class Standstill:
     broadcast: str = ""
     """Name of the broadcast that came whole meanwhile; empty where none did."""
     state: str = ""
-    """Of what came."""
+    """State of the received tensors."""
     receive_s: float = 0.0
 
     def holds(self, manifest: Manifest) -> bool:
-        """What came is exactly this version: every name, shape, dtype and checksum."""
+        """Returns True if exactly this version was received: every name, shape, dtype and checksum."""
         return manifest.transport == "broadcast" and (self.broadcast, self.state) == (
             manifest.broadcast_name,
             manifest.state,
@@ -128,7 +128,7 @@ class HttpWeights(ABC, Generic[Fetched]):
 
     @abstractmethod
     async def _look(self) -> list[str]:
-        """What can be verified and what cannot, on the weights that the server came up with; limits in words."""
+        """Determines what can be verified, on the weights that the server came up with; returns limits in words."""
 
     @abstractmethod
     def _fetch(self, manifest: Manifest) -> AbstractAsyncContextManager[Fetched]:
@@ -314,5 +314,5 @@ class HttpWeights(ABC, Generic[Fetched]):
         return sum(stream.received for stream in self.streams)
 
     async def server_version(self) -> int:
-        """As the server itself says. Raises `EngineError`."""
+        """The version that the server itself reports. Raises `EngineError`."""
         return version_of((await self.server.call("GET", self.version_path))["weight_version"])

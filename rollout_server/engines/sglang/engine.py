@@ -44,7 +44,7 @@ BLIND = (
     " of encoded images, by another processor than the trainer's"
 )
 ABORT_S = 5.0
-"""How long the server may take to note that an answer is not wanted any more."""
+"""Deadline of the call that aborts an answer."""
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -101,7 +101,7 @@ class SGLangStream(AnswerStream):
 
 
 def logprobs_of(event: dict[str, Any]) -> list[float]:
-    """Of `output_ids`, in order. Raises `EngineError` where SGLang's pairs are of other tokens."""
+    """Logprobs of `output_ids`, in order. Raises `EngineError` if SGLang's pairs are of other tokens."""
     pairs = event["meta_info"].get("output_token_logprobs") or []
     if (ids := [pair[1] for pair in pairs]) != event["output_ids"]:
         raise EngineError(f"SGLang sent tokens {event['output_ids']} with logprobs of {ids}")

@@ -203,7 +203,7 @@ async def find_installation(config: RolloutConfig) -> Installation:
 
 
 def environment(installation: Installation, threads: int, folder: Path, ranks: int = 1) -> dict[str, str]:
-    """Of the server process. What the user set for SGLang stays, except what the adapter depends on."""
+    """Environment of the server process. The user's variables for SGLang stay, except those that the adapter sets."""
     defaults = {"HF_HUB_OFFLINE": "1"} if installation.cpu else {}
     if installation.cpu and ranks > 1:
         # Without it SGLang takes no more ranks than the machine has NUMA nodes.
@@ -219,7 +219,7 @@ def environment(installation: Installation, threads: int, folder: Path, ranks: i
 
 
 def ranks_of(users: Mapping[str, Any]) -> int:
-    """Of the flag that says how many ranks share a model, by whichever of its names."""
+    """Number of ranks that share a model, from the flag under any of its names."""
     given = {name.replace("_", "-"): value for name, value in users.items()}
     found = (given.get(name) for name in ("tp-size", "tensor-parallel-size", "tp"))
     return int(next((value for value in found if value is not None), 1))

@@ -44,7 +44,7 @@ class VersionReader:
         from penstock.weight_sync import StagedMemory, WeightReader
 
         self.staged = StagedMemory()
-        """What comes by broadcasts."""
+        """Versions that are received by broadcasts."""
         self._shapes = shapes
         self._reader = WeightReader()
 
@@ -74,7 +74,7 @@ def shown_as_folder(file: int, folder: Path) -> Iterator[Path]:
 
 
 def expected_checksums(tensors: Mapping[str, Any], names: list[str], dtype: str) -> dict[str, str]:
-    """What SGLang's parameters `names` must have as checksums, in hexadecimal, after loading `tensors` as `dtype`.
+    """Checksums, in hexadecimal, that SGLang's parameters `names` must have after loading `tensors` as `dtype`.
 
     Names that are not of the checkpoint (buffers) are left out. The head is the embedding where the two are tied.
     """
@@ -185,7 +185,7 @@ class SGLangWeights(HttpWeights[Fetched]):
         await self.server.call("POST", "/continue_generation", {"torch_empty_cache": False})
 
     async def _sleep(self, level: SleepLevel) -> None:
-        """What stays of the weights at level 1 is a copy in host memory that the server was started with."""
+        """Frees the memory. At level 1 a copy of the weights stays in host memory, if the server has one."""
         # Without that copy they are lost: then they stay where they are, unless they may be dropped.
         self._released = MEMORY_TAGS if level == self.server.sleep_level else MEMORY_TAGS[1:]
         await self.server.call("POST", "/pause_generation", {"mode": "abort"})
@@ -197,7 +197,7 @@ class SGLangWeights(HttpWeights[Fetched]):
             await self._resume()
 
     async def _checksums(self, *, all_of_them: bool = True) -> list[dict[str, str]]:
-        """Of each parameter, for each rank; of no parameter unless `all_of_them`."""
+        """Checksums of each parameter, for each rank; of no parameter unless `all_of_them`."""
         body: dict[str, Any] = {"action": "checksum"}
         if not all_of_them:
             body["skip_tensor_list"] = [""]  # names that contain it

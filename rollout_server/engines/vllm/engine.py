@@ -105,7 +105,7 @@ class VLLMEngine(HttpEngine):
     sleep_routes = ("/sleep", "/wake_up")
     server: VLLMServer
     images: ImageReader | None = None
-    """Of a model that is given images."""
+    """Reader of images, if the model takes them."""
     _image_token = -1
 
     async def start(self) -> EngineInfo:

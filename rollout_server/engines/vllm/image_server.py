@@ -30,7 +30,7 @@ with uncollected():
     import torch
 
 GIVEN = {"pixel_values", "image_grid_thw"}
-"""What the processor has to make of an image."""
+"""Tensors that the processor has to return for an image."""
 FIX = "the model's folder needs preprocessor_config.json, this machine `pip install 'penstock[vision]'`"
 
 

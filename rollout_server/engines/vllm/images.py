@@ -85,7 +85,7 @@ def _runs(ids: Sequence[int], image_token: int, images: Sequence[SeenImage]) -> 
 
 
 def features(images: Sequence[SeenImage], places: Sequence[tuple[int, int]], salt: str) -> dict[str, Any]:
-    """Of a request's body."""
+    """Field ``features`` of a request's body."""
     ranges = [{"offset": first, "length": length} for first, length in places]
     return {
         "mm_hashes": {MODALITY: [f"{salt}-{image.sha256}" for image in images]},
@@ -95,7 +95,7 @@ def features(images: Sequence[SeenImage], places: Sequence[tuple[int, int]], sal
 
 
 def difference(event: Mapping[str, Any], ids: Sequence[int], places: Sequence[tuple[int, int]]) -> str:
-    """How what vLLM says that it computes on differs from what it was sent; empty where it does not.
+    """Difference between the prompt that vLLM reports and the one that it was sent; empty if there is none.
 
     `event`: the first of an answer to a request with `return_token_ids`.
     """

@@ -32,7 +32,7 @@ NamedStream = Iterator[tuple[str, torch.Tensor]]
 
 
 class ReceivedInPlace(NamedTuple):
-    """What the model holds now."""
+    """Result of a broadcast that the model holds now."""
 
     state: str
     """`state_of` the tensors."""

@@ -147,7 +147,7 @@ def launcher(installation: Installation) -> list[str]:
 
 
 def environment(installation: Installation, threads: int, key: str) -> dict[str, str]:
-    """Of the server process. What the user set for vLLM stays, except what the adapter depends on."""
+    """Environment of the server process. The user's variables for vLLM stay, except those that the adapter sets."""
     defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
     # Idle connections are ours to close: one that the server closes just when we write to it loses a request.
     defaults["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = str(10 * KEEP_ALIVE_S)

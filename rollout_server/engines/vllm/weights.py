@@ -1,4 +1,4 @@
-"""How vLLM gets a version: the routes of its weight transfer, in the order in which our workers expect them.
+"""A version's way into vLLM: the routes of its weight transfer, in the order in which our workers expect them.
 
 `worker` is the other end, and says what each phase does there.
 """
@@ -51,7 +51,7 @@ class VLLMWeights(HttpWeights[Manifest]):
     """Comparing every parameter would take longer than loading them."""
     world_size = 1
     _compared = Path()
-    """Where the workers say how they found what they hold since the last load."""
+    """Folder of the workers' verdicts on the last load."""
 
     def __init__(
         self, config: RolloutConfig, model: str, server: ChildServer, streams: Collection[AnswerStream]

@@ -184,7 +184,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         self._in_place.join(offer, worker, device, lambda problem: _say(report, problem and f"{LOST}{problem}"))
 
     def _receive_in_place(self) -> str:
-        """What the sidecar is to know. Raises `RuntimeError` where the layers hold other values than came."""
+        """Returns the report for the sidecar. Raises `RuntimeError` if the layers hold other values than it."""
         try:
             received = self._in_place.receive(self._reload)
         except WeightsUnreachable as error:
@@ -224,7 +224,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
                 _say(Path(report), refused)
 
     def _received(self, manifest: Manifest) -> Tensors:
-        """What this machine's receiving worker has."""
+        """The version that this machine's receiving worker holds."""
         if isinstance(self._staged, StagedWeights):
             return self._staged.take(manifest)
         if not self._receives:
@@ -249,8 +249,8 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         self._reader.submit(self._compare, version, tensors, report)
 
     def _reload(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Where `tensors` break off, layers have their old values or new ones, or parts of both; no placeholder stays:
-        the next request, or the next load, would end vLLM."""
+        """Replaces the parameters. If `tensors` break off, layers have old or new values, or parts of both, and no
+        placeholder stays: the next request, or the next load, would end vLLM."""
         initialize_layerwise_reload(self.model)
         try:
             self.model.load_weights(self._without_tied_head(tensors))
@@ -334,7 +334,7 @@ def by_engine_name(model: Any, tensors: Tensors) -> Tensors:
 
 
 def repack_tied_heads(model: torch.nn.Module) -> None:
-    """Where the output head is the embedding, the CPU build multiplies by a packed COPY of it.
+    """Packs the output head again if it is the embedding: the CPU build multiplies by a packed COPY of it.
 
     Layer-wise reload loads the shared parameter under the embedding's name and leaves the head's copy as it was:
     without this the new version's hidden states meet the old version's head, and nothing says so. GPUs have no copy.
