@@ -94,6 +94,13 @@ async def test_tokens_logprobs_and_versions_arrive_in_order(engine: str) -> None
     assert versions_of(chunks) == [0, 0, 0, 7, 7]
 
 
+async def test_tokens_have_the_version_of_the_moment_at_which_they_came() -> None:
+    """They are parsed together after the version has changed, and no spans correct their labels."""
+    async with fed("vllm") as one:
+        one.send(one.event([1]), one.event([2])).send(one.event([3], version=7), one.event([4], "stop", version=7))
+        assert versions_of(await one.over()) == [0, 0, 7, 7]
+
+
 @both
 async def test_the_servers_spans_are_believed_for_tokens_not_handed_on_yet(engine: str) -> None:
     async with fed(engine, 3) as one:
