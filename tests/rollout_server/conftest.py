@@ -267,6 +267,9 @@ class RunQueue(MemoryTransferQueue):
         return replace(await self._status(), other_splits=self.splits)
 
 
+StubQueue = RunQueue
+
+
 @pytest.fixture
 def queue() -> RunQueue:
     return RunQueue()
