@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.rollout_server.precision import HEAD_DIM, rounded
+from tests.rollout_server.precision import HEAD_DIM, plain_greedy, plain_logprobs, rounded
 from tests.tiny_model import save_tiny_model
 from tests.virtual_clock import VirtualClock
 
@@ -117,19 +117,10 @@ class Reference:
         return self.publisher.write(version, tensors.items())
 
     def logprobs(self, context: list[int], sampled: list[int], temperature: float = 1.0) -> list[float]:
-        """Of each sampled id, by one forward pass over everything."""
-        ids = self.torch.tensor([context + sampled])
-        with self.torch.no_grad():
-            logits = self.model(ids).logits[0, len(context) - 1 : -1].float() / temperature
-        scores = logits.log_softmax(-1)
-        return scores.gather(1, self.torch.tensor(sampled).unsqueeze(1)).squeeze(1).tolist()
+        return plain_logprobs(self.model, context, sampled, temperature)
 
     def greedy(self, context: list[int], count: int) -> list[int]:
-        ids = list(context)
-        for _ in range(count):
-            with self.torch.no_grad():
-                ids.append(int(self.model(self.torch.tensor([ids])).logits[0, -1].argmax()))
-        return ids[len(context) :]
+        return plain_greedy(self.model, context, count)
 
 
 @pytest.fixture

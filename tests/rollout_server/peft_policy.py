@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tests.rollout_server.precision import plain_greedy, plain_logprobs
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -53,14 +54,8 @@ class PeftPolicy:
         return {name.replace(".base_layer.", "."): tensor for name, tensor in kept.items()}
 
     def logprobs(self, context: list[int], sampled: list[int]) -> list[float]:
-        """Of each sampled id, by one forward pass of the unmerged peft model."""
-        with torch.no_grad():
-            logits = self.model(input_ids=torch.tensor([context + sampled])).logits[0, len(context) - 1 : -1]
-        return logits.log_softmax(-1).gather(1, torch.tensor(sampled).unsqueeze(1)).squeeze(1).tolist()
+        """By the unmerged peft model."""
+        return plain_logprobs(self.model, context, sampled)
 
     def greedy(self, context: list[int], count: int) -> list[int]:
-        ids = list(context)
-        for _ in range(count):
-            with torch.no_grad():
-                ids.append(int(self.model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
-        return ids[len(context) :]
+        return plain_greedy(self.model, context, count)

@@ -100,6 +100,27 @@ def rounded(tensor: Any) -> Any:
     return tensor.to(getattr(torch, DTYPE)).float()
 
 
+def plain_logprobs(model: Any, context: list[int], sampled: list[int], temperature: float = 1.0) -> list[float]:
+    """Of each sampled id, by one forward pass over everything."""
+    import torch
+
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([context + sampled])).logits[0, len(context) - 1 : -1].float()
+    scores = (logits / temperature).log_softmax(-1)
+    found: list[float] = scores.gather(1, torch.tensor(sampled).unsqueeze(1)).squeeze(1).tolist()
+    return found
+
+
+def plain_greedy(model: Any, context: list[int], count: int) -> list[int]:
+    import torch
+
+    ids = list(context)
+    for _ in range(count):
+        with torch.no_grad():
+            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(context) :]
+
+
 def assert_close(found: Sequence[float], expected: Sequence[float], allowed: Tolerance) -> None:
     """Logprobs of the same tokens."""
     assert list(found) == pytest.approx(list(expected), abs=allowed.largest)

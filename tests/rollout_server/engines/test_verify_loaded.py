@@ -47,19 +47,16 @@ def test_stacked_in_another_order_is_different() -> None:
     assert compare_held(parameters.items(), published()).different == "layers.0.attn.qkv_proj.weight"
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
-def test_quantised_parameters_are_skipped_with_their_reason(dtype: Any) -> None:
-    """As an engine keeps a square weight under online fp8: scaled, and transposed."""
-    given = {"layers.0.attn.o_proj.weight": torch.randn(4, 4)}
-    found = compare_held([("layers.0.attn.o_proj.weight", given["layers.0.attn.o_proj.weight"].to(dtype).t())], given)
-    assert (found, found.reasons) == (Comparison(equal=0, incomparable=1), {"quantised": 1})
-
-
-def test_a_transposed_parameter_is_skipped_with_its_reason() -> None:
-    given = {"layers.0.attn.o_proj.weight": torch.randn(4, 4)}
-    found = compare_held([("layers.0.attn.o_proj.weight", given["layers.0.attn.o_proj.weight"].t())], given)
-    assert (found, found.reasons) == (Comparison(equal=0, incomparable=1), {"transposed": 1})
-    assert found.reasons_text == " (transposed: 1)"
+@pytest.mark.parametrize(
+    ("dtype", "reason"),
+    [*((one, "quantised") for one in (torch.float8_e4m3fn, torch.int8, torch.uint8)), (torch.float32, "transposed")],
+)
+def test_parameters_in_another_form_are_skipped_with_their_reason(dtype: Any, reason: str) -> None:
+    """Under online fp8 an engine keeps a square weight scaled, and transposed."""
+    name, weight = "layers.0.attn.o_proj.weight", torch.randn(4, 4)
+    found = compare_held([(name, weight.to(dtype).t())], {name: weight})
+    assert (found, found.reasons) == (Comparison(equal=0, incomparable=1), {reason: 1})
+    assert found.reasons_text == f" ({reason}: 1)"
 
 
 def test_a_comparison_in_pieces_finds_the_last_value(monkeypatch: pytest.MonkeyPatch) -> None:
