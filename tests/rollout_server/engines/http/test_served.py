@@ -172,7 +172,11 @@ async def test_a_first_event_with_a_long_prompt(model: str, tmp_path: Path) -> N
     assert [token for chunk in chunks for token in chunk.token_ids] == [5, 9]
 
 
-@pytest.mark.parametrize("line", [b"data: {no json\n", b'data: {"choices": [7]}\n', b"data: {" + b"x" * (40 << 20)])
+@pytest.mark.parametrize(
+    "line",
+    [b"data: {no json\n", b'data: {"choices": [7]}\n', b"data: {" + b"x" * (40 << 20)],
+    ids=["no JSON", "another form", "too long"],
+)
 async def test_an_event_that_cannot_be_read(line: bytes, model: str, tmp_path: Path) -> None:
     async def complete(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
