@@ -65,7 +65,7 @@ class RequestQueue:
         """Prompts and expected answers."""
         self.answered = 0
         """Answers that were completed."""
-        self.turns_away = False
+        self.is_rejecting = False
         """Those that wait for a slot end as ``abort``: the engine is about to sleep, or does."""
         self.idle = asyncio.Event()
         self.idle.set()
@@ -112,7 +112,7 @@ class RequestQueue:
             async with _until(deadline):
                 await self._slots.acquire()
             try:
-                if self.turns_away:
+                if self.is_rejecting:
                     outcome = "abort"
                     yield Chunk(finish_reason="abort")
                     return

@@ -146,7 +146,7 @@ class Sidecar:
             async with self._receiving(self.engine) as receiving:
                 await self._keep_current(self.engine, receiving)
         finally:
-            self.open = self.requests.turns_away = False
+            self.open = self.requests.is_rejecting = False
             await self.engine.stop()  # where it raises, the devices' memory may be held: their entry then expires
             if self._devices is not None:
                 await self._devices.leave()
@@ -154,7 +154,7 @@ class Sidecar:
     async def _hand_over(self, engine: Engine, devices: EngineDevices) -> None:
         """The trainer's turn. Answers end where they are, and their clients resume them when the engine is awake."""
         self._close(ASLEEP)
-        self.requests.turns_away = True
+        self.requests.is_rejecting = True
         slept_since = time.monotonic()
         announced = self.weights.announced and self.pin is None  # an evaluation continues with the version that it has
         dropped = await devices.sleep_until_ours(
@@ -162,7 +162,7 @@ class Sidecar:
         )
         if dropped:
             self.weights.dropped()
-        self.requests.turns_away = False
+        self.requests.is_rejecting = False
         self.cause = "awake; the newest weights are not loaded yet"
         logger.info("the trainer had the devices for %.1f s", time.monotonic() - slept_since)
 
