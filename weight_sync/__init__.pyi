@@ -13,6 +13,7 @@ from .broadcast.offer import GLOO as GLOO
 from .broadcast.offer import NCCL as NCCL
 from .broadcast.offer import Offer as Offer
 from .broadcast.offer import StreamTensor as StreamTensor
+from .broadcast.receiver import StagedMemory as StagedMemory
 from .broadcast.receiver import StagedWeights as StagedWeights
 from .broadcast.seats import Broadcaster as Broadcaster
 from .broadcast.sender import Streamed as Streamed
@@ -20,7 +21,6 @@ from .broadcast.sender import stream_version as stream_version
 from .broadcast.source import Shard as Shard
 from .broadcast.source import WeightSource as WeightSource
 from .broadcast.spread import spread_shards as spread_shards
-from .broadcast.staged_memory import StagedMemory as StagedMemory
 from .fetch import ClosableFetch as ClosableFetch
 from .fetch import Fetch as Fetch
 from .fetch import Fetcher as Fetcher

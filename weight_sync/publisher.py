@@ -89,9 +89,12 @@ class WeightPublisher:
         file together never take the memory of two. Where deltas may follow, each is freed once it is copied.
         """
         if self.full_every > 1:
-            self._own.take(version, _shards(tensors))
+            self._own.take(
+                version,
+                (Shard(name, tuple(one.shape), one.dtype, (one.nbytes,), one) for name, one in _unique(tensors)),
+            )
             return self.write_from(version, self._own)
-        named = _on_host(tensors)
+        named = {name: tensor.detach().cpu() for name, tensor in _unique(tensors)}
         described = tuple(describe(*item) for item in named.items())
         written = self._write_whole(version, named, described, {"penstock": FULL})
         return self.adopt(version, written, described)
@@ -123,7 +126,8 @@ class WeightPublisher:
         """
         if self._model is None:
             raise ValueError("adapters need the model folder of version 0: give it as `model`")
-        named, settings = _on_host(tensors), AdapterConfig.from_peft(config)
+        named = {name: tensor.detach().cpu() for name, tensor in _unique(tensors)}
+        settings = AdapterConfig.from_peft(config)
         base = self._base = self._base or ModelFolder(self._model)
         check_base(changes_of(settings, named), base.entries())
         described = tuple(describe(*item) for item in named.items())
@@ -223,20 +227,12 @@ def _epoch_of(name: str) -> int:
     return int(found[2] or 0) if found else 0
 
 
-def _on_host(tensors: NamedTensors) -> Tensors:
-    named: Tensors = {}
-    for name, tensor in tensors:
-        if name in named:
-            raise ValueError(f"tensor {name!r} is given twice")
-        named[name] = tensor.detach().cpu()
-    return named
-
-
-def _shards(tensors: NamedTensors) -> Iterator[Shard]:
-    """All of every tensor, as one rank has it."""
+def _unique(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Raises `ValueError` for a name that comes twice."""
     names = set[str]()
     for name, tensor in tensors:
         if name in names:
             raise ValueError(f"tensor {name!r} is given twice")
         names.add(name)
-        yield Shard(name, tuple(tensor.shape), tensor.dtype, (tensor.nbytes,), tensor)
+        yield name, tensor
+        del tensor

@@ -76,16 +76,6 @@ async def test_streams_and_the_responses_api_are_recorded_too(run, calling_polic
     assert trajectory.reward == 1.0  # of the run's reward function: the agent gave none
 
 
-async def test_sub_agents_side_by_side_are_segments_and_the_last_answer_is_the_last_segment(run, calling_policy):
-    async def agent(client, task):
-        await asyncio.gather(*(ask(client, [{"role": "user", "content": f"part {i}"}]) for i in range(3)))
-        await ask(client, list(task.messages))
-        return 0.5
-
-    _, trajectory, _ = await run(agent, FakeClient(calling_policy(turns=0)))
-    assert (len(trajectory.segments), trajectory.num_turns, trajectory.reward) == (4, 4, 0.5)
-
-
 async def test_the_same_question_twice_is_two_samples(run):
     answers = iter([[5, 2], [6, 2]])
 

@@ -146,13 +146,6 @@ async def test_fetch_merges_adapters_with_the_threads_it_may_use(
         await fetcher(adapter)
 
 
-async def test_fetch_closes_where_no_file_is_left(open_route: OpenRoute, tmp_path: Path) -> None:
-    fetcher = Fetcher(tmp_path / "s0", TOKEN)
-    await fetcher((await open_route("http")).publish(1, small_tensors()))
-    await fetcher.close()
-    assert not (tmp_path / "s0").exists()
-
-
 async def test_fetch_closes_where_nothing_was_merged(tmp_path: Path) -> None:
     model, fetched = tmp_path / "model", Fetched()
     model.mkdir()

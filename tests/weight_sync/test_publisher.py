@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import weakref
-from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,25 +27,12 @@ from penstock.weight_sync import (
 pytestmark = pytest.mark.torch
 
 
-def tensors(seed: int = 0) -> dict:
-    torch.manual_seed(seed)
-    return {
-        "odd": torch.randn(3, 5).to(torch.bfloat16),
-        "embed": torch.randn(7, 4),
-        "transposed": torch.randn(4, 6).t(),
-        "scalar": torch.tensor(2.5),
-        "count": torch.tensor([1, 2, 3]),
-    }
-
-
 @pytest.mark.parametrize("transport", ["shm", "disk"])
-def test_round_trip_is_bit_exact_and_ordinary_safetensors(tmp_path: Path, transport: str) -> None:
-    sent = tensors()
+def test_version_is_an_ordinary_safetensors_file(tmp_path: Path, transport: str) -> None:
+    sent = small_tensors() | {"low": torch.randn(3, 5).to(torch.bfloat16)}
     manifest = WeightPublisher(tmp_path, transport).write(3, sent.items())
-    received = read_verified(manifest)
-    plain = safetensors_torch.load_file(manifest.place)
-    assert manifest.version == 3
-    assert manifest.transport == transport
+    received, plain = read_verified(manifest), safetensors_torch.load_file(manifest.place)
+    assert (manifest.version, manifest.transport) == (3, transport)
     assert [entry.name for entry in manifest.tensors] == list(sent)
     for name, tensor in sent.items():
         assert torch.equal(received[name], tensor)
@@ -59,7 +45,7 @@ def test_only_the_newest_versions_stay_and_leftovers_go(tmp_path: Path) -> None:
     (tmp_path / "weights-00000009.safetensors.77.tmp").write_bytes(b"half")
     publisher = WeightPublisher(tmp_path, "shm")
     for version in (1, 2, 3, 10):
-        publisher.write(version, tensors(version).items())
+        publisher.write(version, small_tensors(version).items())
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "weights-00000003.safetensors",
         "weights-00000010.safetensors",
@@ -71,20 +57,11 @@ def test_only_the_newest_versions_stay_and_leftovers_go(tmp_path: Path) -> None:
 def test_versions_of_a_life_that_was_taken_back_do_not_push_the_present_one_out(tmp_path: Path) -> None:
     publisher = WeightPublisher(tmp_path, "shm", keep=2)
     for version in (5, 6, 4):
-        manifest = publisher.write(version, tensors(version).items())
+        manifest = publisher.write(version, small_tensors(version).items())
     assert [path.name for path in tmp_path.iterdir()] == ["weights-00000004.safetensors"]
-    assert read_verified(manifest).keys() == tensors(4).keys()
-    publisher.write(5, tensors(5).items())
+    assert read_verified(manifest).keys() == small_tensors(4).keys()
+    publisher.write(5, small_tensors(5).items())
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_no_space_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    publisher = WeightPublisher(tmp_path, "shm")
-    usage = namedtuple("usage", "total used free")(10, 10, 0)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage)
-    with pytest.raises(NoSpace, match="0 MiB free"):
-        publisher.write(1, tensors().items())
-    assert list(tmp_path.iterdir()) == []
 
 
 TWICE = {"twice": ["a", "a"], "as metadata": ["__metadata__"]}
@@ -118,8 +95,9 @@ def test_publisher_fills_the_room_but_for_16_mib(tmp_path: Path, monkeypatch: py
     needed = publisher.write(1, small_tensors().items()).bytes + (16 << 20)
     for free, fits in ((needed, True), (needed - 1, False)):
         monkeypatch.setattr(shutil, "disk_usage", lambda _path, free=free: SimpleNamespace(free=free))
-        with nullcontext() if fits else pytest.raises(NoSpace, match="needs 16 MiB"):
-            publisher.write(1, small_tensors().items())
+        with nullcontext() if fits else pytest.raises(NoSpace, match=f"{free >> 20} MiB free.*needs 16 MiB"):
+            publisher.write(1 if fits else 2, small_tensors().items())
+    assert [path.name for path in tmp_path.iterdir()] == ["weights-00000001.safetensors"]
 
 
 def test_publisher_frees_each_tensor_once_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ Ranks are threads here, with a gloo group between them, as in `test_source`.
 from __future__ import annotations
 
 import asyncio
-import filecmp
 import importlib
 import itertools
 import json
@@ -29,7 +28,6 @@ import numpy as np
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.weight_sync import delta_ranks
 from tests.weight_sync.broadcast.test_source import Ranks
 
 from penstock.weight_sync import (
@@ -251,58 +249,38 @@ def _gaps(places: list[int], width: int) -> bytes:
     return found
 
 
-Given = tuple[int, Tensors, Cut]
-
-
-def other_tensors(_: Trainer) -> Given:
-    return 2, known(2) | {"more": torch.ones(3)}, evenly
-
-
-def another_dtype(_: Trainer) -> Given:
-    return 2, known(2) | {"same": torch.ones(50)}, evenly
-
-
-def other_shares(_: Trainer) -> Given:
-    """Each rank has values that another one had."""
-    return 2, known(2), lambda number, count, world: evenly(number, count, world)[::-1]
-
-
-def the_same_number(_: Trainer) -> Given:
-    """Its file is gone."""
-    return 1, known(1), evenly
-
-
-def nothing_saved(_: Trainer) -> Given:
-    return 2, {name: (tensor.view(torch.uint8) ^ 1).view(tensor.dtype) for name, tensor in known(1).items()}, evenly
-
-
-def a_rank_without_the_version_before(trainer: Trainer) -> Given:
+def forgets(trainer: Trainer) -> None:
     trainer.sources[1].version = None
-    return 2, known(2), evenly
 
 
-def a_version_before_that_was_not_written(trainer: Trainer) -> Given:
-    trainer.take(2, known(2))
-    return 3, known(3), evenly
+def reverse(number: int, count: int, world: int) -> list[int]:
+    """Each rank has values that another one had."""
+    return evenly(number, count, world)[::-1]
 
 
-WHOLE = [
-    other_tensors,
-    another_dtype,
-    other_shares,
-    the_same_number,
-    nothing_saved,
-    a_rank_without_the_version_before,
-    a_version_before_that_was_not_written,
-]
+def inverted(tensors: Tensors) -> Tensors:
+    return {name: (tensor.view(torch.uint8) ^ 1).view(tensor.dtype) for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("case", WHOLE, ids=lambda case: case.__name__)
-def test_deltas_that_cannot_be_are_whole_versions(case: Callable[[Trainer], Given], open_trainer: OpenTrainer) -> None:
+WHOLE: dict[str, tuple[Callable[[Trainer], object], int, Tensors, Cut]] = {
+    "other tensors": (id, 2, known(2) | {"more": torch.ones(3)}, evenly),
+    "another dtype": (id, 2, known(2) | {"same": torch.ones(50)}, evenly),
+    "other shares": (id, 2, known(2), reverse),
+    "the same number, whose file is gone": (id, 1, known(1), evenly),
+    "nothing saved": (id, 2, inverted(known(1)), evenly),
+    "a rank without the version before": (forgets, 2, known(2), evenly),
+    "a version before that was not written": (lambda trainer: trainer.take(2, known(2)), 3, known(3), evenly),
+}
+
+
+@pytest.mark.parametrize(("before", "version", "tensors", "cut"), WHOLE.values(), ids=WHOLE)
+def test_deltas_that_cannot_be_are_whole_versions(
+    before: Callable[[Trainer], object], version: int, tensors: Tensors, cut: Cut, open_trainer: OpenTrainer
+) -> None:
     """And the next version is a delta to that."""
     trainer = open_trainer(2, full_every=9)
     trainer.publish(1, known(1))
-    version, tensors, cut = case(trainer)
+    before(trainer)
     manifest = trainer.publish(version, tensors, cut)
     assert manifest.base_version is None
     assert equal(read_verified(manifest), tensors)
@@ -416,22 +394,6 @@ def run_ranks(folder: Path, world: int, dies: int = 0) -> tuple[dict[str, Any], 
         for process in processes:
             process.kill()
     return json.loads(said), ends
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("world", [2, 4])
-def test_rank_processes_write_deltas_in_little_memory(world: int, tmp_path: Path) -> None:
-    found, ends = run_ranks(tmp_path, world)
-    assert ends == [0] * world
-    assert found["bases"] == [None, 1, 2, None]
-    assert found["share"] > 40 << 20
-    extra = found["peak"] - found["before"]
-    print(f"{extra / found['share']:.3f} of rank 0's share")
-    assert extra < 24 << 20, "beside its share and its marks: pieces that do not grow with the model"
-    one = Trainer([WeightSource(finds_changes=True)], tmp_path / "one", 3)
-    for version, place in enumerate(found["files"], 1):
-        manifest = one.publish(version, delta_ranks.version_of(version))
-        assert filecmp.cmp(manifest.place, place, shallow=False)
 
 
 @pytest.mark.deep

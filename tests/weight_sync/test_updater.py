@@ -90,19 +90,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
     return found
 
 
-async def test_updater_has_a_status_before_the_first_pull() -> None:
-    status = Server().updater.status()
-    assert (status.version, status.newest, status.behind_versions, status.behind_s) == (0, None, 0, 0.0)
-    assert (status.last, status.refused, status.history) == (None, None, [])
-    assert status.cause
-
-
-def test_updater_has_a_status_while_its_first_engine_starts() -> None:
+@pytest.mark.parametrize("begun", [False, True], ids=["its first engine starts", "before the first pull"])
+async def test_updater_has_a_status_from_the_start(begun: bool) -> None:
     counted: Any = Counted()
-    updater = WeightUpdater("s0", Connected(StubQueue()), here, counted)
+    updater = Server().updater if begun else WeightUpdater("s0", Connected(StubQueue()), here, counted)
     assert (updater.loading, updater.is_dropped, updater.announced) == (False, False, False)
     status = updater.status()
-    assert (status.version, status.newest, status.last, status.refused, status.history) == (0, None, None, None, [])
+    assert (status.version, status.newest, status.behind_versions, status.behind_s) == (0, None, 0, 0.0)
+    assert (status.last, status.refused, status.history) == (None, None, [])
+    assert bool(status.cause) is begun
 
 
 async def test_dropped_weights_are_no_version_where_the_queue_has_forgotten_the_announcement() -> None:
@@ -156,24 +152,34 @@ async def test_updater_says_while_it_loads(clock: VirtualClock) -> None:
     assert server.updater.last.fetch_s == 2.25, "the engine's own 0.25 s included"
 
 
-async def test_updater_refuses_an_announcement_of_another_form() -> None:
+@pytest.mark.parametrize(
+    ("form", "problem"), [(["no", "manifest"], "not a mapping"), (fake_manifest(2), "the manifest is of version 2")]
+)
+async def test_updater_refuses_an_announcement_of_another_form(form: Any, problem: str) -> None:
     server = Server()
     await server.pull(3)
-    form: Any = ["no", "manifest"]
-    server.queue.announced = Announcement(3, form)
+    server.queue.announced = Announcement(4, form)
     assert await server.pull() is False
-    assert "not a mapping" in server.updater.cause
+    assert (server.engine.asked, server.updater.status().refused) == ([3], 4)
+    assert problem in server.updater.cause
 
 
-async def test_updater_is_late_after_a_minute(clock: VirtualClock) -> None:
+async def test_updater_two_versions_late_for_a_minute_is_a_straggler(clock: VirtualClock) -> None:
     server = Server(WeightsUnreachable("no route"))
     server.queue.registered["s1"] = ServerInfo("s1", "http://127.0.0.1:9", 2)
-    await server.pull(2)
+    await server.pull(1)
     clock.now += 60.0
-    assert (server.updater.behind_s, await server.updater.straggles()) == (60.0, "")
+    assert server.updater.behind_s == 60.0
+    await server.pull(2)
+    assert await server.updater.straggles() == ""
     clock.now += 0.12345
     assert server.updater.status().behind_s == 60.123
-    assert "for 60 s, 0 loads refused" in await server.updater.straggles()
+    straggles = await server.updater.straggles()
+    assert "holds version 0, 2 behind" in straggles
+    assert "for 60 s, 0 loads refused" in straggles
+    server.queue.announce(1)
+    await server.pull()
+    assert await server.updater.straggles() == "", "one version is not far"
 
 
 async def test_updater_asks_again_after_a_second(clock: VirtualClock) -> None:
@@ -268,13 +274,6 @@ async def test_updater_reads_what_was_published_between_mark_and_manifest() -> N
     assert (server.engine.asked, server.updater.version) == ([2], 2)
 
 
-async def test_updater_refuses_a_manifest_of_another_version() -> None:
-    server = Server()
-    server.queue.announced = Announcement(4, fake_manifest(3))
-    assert await server.pull() is False
-    assert (server.engine.asked, server.updater.status().refused) == ([], 4)
-
-
 async def test_updater_holds_weights_that_it_could_not_report() -> None:
     server = Server()
 
@@ -364,16 +363,6 @@ async def test_updater_counts_the_refusals_of_one_engine() -> None:
         await server.pull(version)
         server.engine.problem = WeightsRefused("no")
     assert await server.updater.straggles() == "", "two refusals after a load"
-
-
-async def test_updater_far_behind_for_long_is_a_straggler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.weight_sync.updater.STRAGGLER_S", -1.0)
-    server = Server(WeightsUnreachable("no route"))
-    server.queue.registered["s1"] = ServerInfo("s1", "http://127.0.0.1:9", 2)
-    await server.pull(1)
-    assert await server.updater.straggles() == "", "one version is not far"
-    await server.pull(2)
-    assert "holds version 0, 2 behind" in await server.updater.straggles()
 
 
 async def test_updater_is_behind_until_it_has_the_newest() -> None:

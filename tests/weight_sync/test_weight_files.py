@@ -20,7 +20,6 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import save_file
 
 from penstock.weight_sync import (
-    NoSpace,
     Transport,
     WeightFiles,
     WeightPublisher,
@@ -99,21 +98,6 @@ async def test_weight_files_are_written_from_the_copies_of_ranks(
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(found[name], tensor.bfloat16() if tensor.is_floating_point() else tensor), name
-    await files.close()
-
-
-async def test_weight_files_without_room_keep_the_version_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files, source = await opened(tmp_path / "published", "shm"), WeightSource()
-    source.take(1, spread_shards(small_tensors().items(), torch.float32, 0, 1))
-    first = files.write_from_ranks(1, source)
-    source.take(2, spread_shards(small_tensors(2).items(), torch.float32, 0, 1))
-    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=0))
-    with pytest.raises(NoSpace, match=r"0 MiB free.*rollout\.weight_transport"):
-        files.write_from_ranks(2, source)
-    assert [path.name for path in files.directory.iterdir()] == [first.files[0].name]
-    assert torch.equal(read_verified(first)["last"], small_tensors()["last"])
     await files.close()
 
 

@@ -1,4 +1,4 @@
-"""A broadcast received under the engine's pause, straight into its parameters: two buckets of memory, no second model.
+"""A worker's place in a broadcast, and a version received in place: under the engine's pause, without a second model.
 
     join             in a thread, while decoding continues: the group is complete, no byte has come
     the engine pauses
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.weight_sync.broadcast.group import BroadcastGroup, find_store, join_group
 from penstock.weight_sync.broadcast.memory import two_buckets
 from penstock.weight_sync.broadcast.offer import ITEM_BYTES, Offer, StreamDigests, StreamTensor
-from penstock.weight_sync.broadcast.receiver import join_offer
 from penstock.weight_sync.files.file_format import raw_bytes
 from penstock.weight_sync.files.file_reader import verified_pieces
 from penstock.weight_sync.manifest import Manifest, TensorEntry, WeightsBroken, WeightsUnreachable
@@ -42,19 +42,20 @@ class JoinedBroadcast:
         self._begun = self._closed = False
         """A bucket was handed out; the group was left."""
         try:
-            self._group = join_offer(offer, offer.member(worker), device)
+            self._group = _join(offer, worker, device)
         except ENDED_EARLY as error:
             raise WeightsUnreachable(self._ended(error)) from error
 
-    def buckets(self) -> Iterator[memoryview]:
-        """The stream, [bytes] in pieces, each valid until the next is asked for; to be read to its end. Once. Blocks.
+    def buckets(self, memory: Iterable[torch.Tensor] | None = None) -> Iterator[memoryview]:
+        """The stream, [bytes] in pieces, to be read to its end. Once. Blocks.
 
-        Raises `WeightsUnreachable` where it ends before the first one, else `WeightsBroken`.
+        `memory`: what the pieces come into, [bytes] uint8 each; by default each piece is valid until the next is asked
+        for. Raises `WeightsUnreachable` where it ends before the first one, else `WeightsBroken`.
         """
         digests = StreamDigests(self.offer.tensors)
         try:
             with closing(self):
-                for bucket in self._received():
+                for bucket in self._received(memory):
                     digests.update(bucket)
                     self._begun = True
                     yield bucket
@@ -71,9 +72,9 @@ class JoinedBroadcast:
             self._closed = True
             self._group.close()
 
-    def _received(self) -> Iterator[memoryview]:
+    def _received(self, memory: Iterable[torch.Tensor] | None) -> Iterator[memoryview]:
         before: memoryview | None = None
-        for bucket in two_buckets(self.offer.nbytes, self.offer.bucket_bytes):
+        for bucket in two_buckets(self.offer.nbytes, self.offer.bucket_bytes) if memory is None else memory:
             work = self._group.begin(bucket)
             if before is not None:
                 yield before
@@ -84,6 +85,19 @@ class JoinedBroadcast:
 
     def _ended(self, error: BaseException) -> str:
         return f"version {self.offer.version}: the broadcast ended early: {error}"
+
+
+def _join(offer: Offer, worker: int, device: torch.device | None) -> BroadcastGroup:
+    """The group, once all members are there. Raises `RuntimeError`, and `OSError` naming the key to set."""
+    member = offer.member(worker)
+    try:
+        store = find_store(offer.trainer, member)
+    except RuntimeError as error:
+        raise OSError(
+            f"this server does not reach the group at {offer.trainer}:{member.port}; set rollout.weights_host to an "
+            f"address of the trainer that servers reach, and let them connect to all of its ports: {error}"
+        ) from error
+    return join_group(store, member, offer.here, device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
@@ -115,7 +116,9 @@ class BroadcastMember:
         self._round, self.busy = None, False
         failures = 0
         try:
-            async with httpx.AsyncClient(headers=bearer_headers(self._token), trust_env=False) as http:
+            # The system's certificates: httpx trusts certifi's alone, which lack a cluster's own authority.
+            verify = ssl.create_default_context()
+            async with httpx.AsyncClient(headers=bearer_headers(self._token), verify=verify, trust_env=False) as http:
                 while True:
                     if not (url := address()):
                         await asyncio.sleep(POLL_S)

@@ -4,37 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Protocol
 
 import torch
 
 from penstock.common import huge_area
+from penstock.weight_sync.broadcast.offer import StreamTensor
 from penstock.weight_sync.files.file_format import CODES, FULL, Section, file_header
 
-META = {"penstock": FULL}
-"""Checksums are not in it: they are known at the stream's end. The manifest has them."""
 
+def stream_header(tensors: Iterable[StreamTensor]) -> bytes:
+    """The header of the safetensors file whose data is the stream of these tensors, which are in its order.
 
-class Described(Protocol):
-    """A `StreamTensor` or a `TensorEntry`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> str: ...
-
-
-def stream_header(tensors: Iterable[Described]) -> bytes:
-    """Of the safetensors file whose data is the stream of these tensors, which are in its order."""
-    return file_header([_section(tensor) for tensor in tensors], META)
-
-
-def _section(tensor: Described) -> Section:
-    dtype = getattr(torch, tensor.dtype)
-    nbytes = torch.Size(tensor.shape).numel() * dtype.itemsize
-    return Section(tensor.name, CODES[dtype], tensor.shape, nbytes, ())
+    It has no checksums: they are known at the stream's end. The manifest has them.
+    """
+    sections = [
+        Section(tensor.name, CODES[getattr(torch, tensor.dtype)], tensor.shape, tensor.nbytes, ()) for tensor in tensors
+    ]
+    return file_header(sections, {"penstock": FULL})
 
 
 class SpareMemory:

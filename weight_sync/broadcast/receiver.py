@@ -1,150 +1,141 @@
-"""An engine's worker receives a version while it decodes: into spare memory, checked as it comes, loaded at the pause.
+"""A version received while the engine decodes: into spare memory, checked as it comes, loaded at the pause.
 
-    receive(offer, worker)   in a thread: bucket k from the group, checksums of bucket k − 1
-    take(manifest)           the tensors, if all of them are what the manifest says
+    receive(offer)   in a thread: bucket k from the group ── bucket k − 1: checksums, memory
+    take(manifest)   the version, if all of its tensors are what the manifest says
 
-One version is held at most: a broadcast that begins drops one that was received and not loaded. Its memory stays,
-because new memory costs more than the bytes that come into it.
+One version is held at most: a broadcast that begins drops one that was received and not taken.
 """
 
 from __future__ import annotations
 
-import logging
+import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from abc import ABC, abstractmethod
 from contextlib import closing
-from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
-from penstock.weight_sync.broadcast.group import BroadcastGroup, find_store, join_group
-from penstock.weight_sync.broadcast.memory import SpareMemory
-from penstock.weight_sync.broadcast.offer import Member, Offer, StreamDigests
-from penstock.weight_sync.files.file_format import raw_bytes
-from penstock.weight_sync.manifest import Manifest, TensorEntry, WeightsRefused, WeightsUnreachable, state_of
+from penstock.weight_sync.broadcast.in_place import ENDED_EARLY, JoinedBroadcast, as_tensor
+from penstock.weight_sync.broadcast.memory import SpareMemory, stream_header
+from penstock.weight_sync.broadcast.offer import Offer
+from penstock.weight_sync.files.file_format import verify_names
+from penstock.weight_sync.files.mapped_version import MappedVersion
+from penstock.weight_sync.manifest import (
+    Manifest,
+    TensorEntry,
+    WeightsBroken,
+    WeightsRefused,
+    WeightsUnreachable,
+    state_of,
+)
 
-logger = logging.getLogger(__name__)
+Content = TypeVar("Content")
 
 
-@dataclass(frozen=True, slots=True)
-class _Staged:
-    name: str
-    entries: tuple[TensorEntry, ...]
-    tensors: dict[str, torch.Tensor]
-    """Views into the memory of the stream."""
-
-
-class StagedWeights:
-    """Each worker has one. `receive` in one thread at a time, `take` in any."""
+class _StagedVersion(ABC, Generic[Content]):
+    """A received version. `receive` in one thread at a time, `take` in any."""
 
     def __init__(self) -> None:
-        self._staged: _Staged | None = None
-        self._memory: SpareMemory | None = None
-        """Of the version received last, which may still be read."""
+        self._held: tuple[str, tuple[TensorEntry, ...], Content] | None = None
+        """Name of the broadcast, what came, and where it is."""
         self._lock = threading.Lock()
 
     def receive(self, offer: Offer, worker: int = 0, device: torch.device | None = None) -> str:
         """Takes part in the broadcast; returns the state of the tensors that came, `state_of` them. Blocks.
 
-        `device`: on which buckets arrive, where the broadcast goes from GPU to GPU.
+        `device`: on which buckets arrive, if the broadcast goes from GPU to GPU.
 
-        Raises `WeightsUnreachable` where the broadcast ended early: nothing of it is kept.
+        Raises `WeightsUnreachable` if the broadcast ended early, or there is no memory: nothing of it is held.
         """
         with self._lock:
-            # Where it fails the memory is given up: what the group still writes must not reach the next version.
-            self._staged, memory, self._memory = None, self._memory, None
+            self._held = None
         try:
-            if memory is None or memory.nbytes != offer.nbytes or not memory.is_free:
-                memory = SpareMemory(offer.nbytes)
-            staged = _receive(offer, worker, memory, device)
-        except (RuntimeError, OSError, ValueError, MemoryError) as error:
+            with closing(JoinedBroadcast(offer, worker, device)) as joined:
+                content = self._read(joined)
+        except WeightsBroken as error:
+            raise WeightsUnreachable(str(error)) from error
+        except ENDED_EARLY as error:
             raise WeightsUnreachable(f"version {offer.version}: the broadcast ended early: {error}") from error
         with self._lock:
-            self._staged, self._memory = staged, memory
-        return state_of(staged.entries)
+            self._held = offer.name, joined.entries, content
+        return state_of(joined.entries)
+
+    def _take(self, manifest: Manifest) -> Content:
+        """Raises `WeightsUnreachable` if this broadcast is not held, `WeightsRefused` naming a tensor that differs."""
+        with self._lock:
+            held = self._held
+            if held is not None and held[0] == manifest.broadcast_name:
+                self._held = None
+        if held is None or held[0] != manifest.broadcast_name:
+            raise WeightsUnreachable(f"version {manifest.version}: this server does not hold its broadcast")
+        _, entries, content = held
+        verify_names(manifest, (entry.name for entry in entries))
+        for entry in entries:
+            if entry != (announced := manifest.entries[entry.name]):
+                raise WeightsRefused(
+                    f"version {manifest.version}: tensor {entry.name!r} came as {entry}, not as {announced}"
+                )
+        return content
+
+    @abstractmethod
+    def _read(self, joined: JoinedBroadcast) -> Content:
+        """Reads the stream to its end. Raises `ENDED_EARLY`, `WeightsUnreachable`, `WeightsBroken`."""
+
+
+class StagedWeights(_StagedVersion[dict[str, torch.Tensor]]):
+    """In memory of one worker, which stays: new memory costs more than the bytes that come into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._memory: SpareMemory | None = None
+        """Of the version received last, which may still be read."""
 
     def take(self, manifest: Manifest) -> dict[str, torch.Tensor]:
-        """Returns the version's tensors; the next version comes into their memory once none of them is left.
+        """Returns the tensors; the next version comes into their memory once none is left. Raises as `_take`."""
+        return self._take(manifest)
 
-        Raises `WeightsUnreachable` where this broadcast is not held, `WeightsRefused` naming a tensor that differs.
-        """
-        with self._lock:
-            staged = self._staged
-            if staged is not None and staged.name == manifest.broadcast_name:
-                self._staged = None
-        if staged is None or staged.name != manifest.broadcast_name:
-            raise WeightsUnreachable(f"version {manifest.version}: this worker does not hold its broadcast")
-        check_staged(manifest, staged.entries)
-        return staged.tensors
-
-
-def _receive(offer: Offer, worker: int, memory: SpareMemory, device: torch.device | None) -> _Staged:
-    stream = memory.tensor()
-    buckets = stream.split(offer.bucket_bytes) if offer.nbytes else ()
-    entries = receive_stream(offer, worker, buckets, device=device)
-    return _Staged(offer.name, entries, dict(_tensors(stream, offer)))
+    def _read(self, joined: JoinedBroadcast) -> dict[str, torch.Tensor]:
+        # If it fails the memory is given up: what the group still writes must not reach the next version.
+        offer, memory, self._memory = joined.offer, self._memory, None
+        if memory is None or memory.nbytes != offer.nbytes or not memory.is_free:
+            memory = SpareMemory(offer.nbytes)
+        stream = memory.tensor()
+        for _ in joined.buckets(stream.split(offer.bucket_bytes) if offer.nbytes else ()):
+            pass
+        self._memory = memory
+        parts = stream.split([tensor.nbytes for tensor in offer.tensors])
+        return {tensor.name: as_tensor(part, tensor) for tensor, part in zip(offer.tensors, parts, strict=True)}
 
 
-def receive_stream(
-    offer: Offer,
-    worker: int,
-    buckets: Iterable[torch.Tensor],
-    keep: Callable[[memoryview], None] | None = None,
-    device: torch.device | None = None,
-) -> tuple[TensorEntry, ...]:
-    """The stream into `buckets`, each [bytes] uint8; what came, in its order. Blocks.
+class _SharedFile:
+    """Memory that is a file; it goes with this object and the versions that map it."""
 
-    `device`: on which NCCL receives. A bucket is complete, and is given to `keep`, while the next one comes. Raises
-    `RuntimeError`, `OSError`, `ValueError` where the broadcast ended early.
+    def __init__(self, name: str) -> None:
+        self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
+
+    def write(self, piece: memoryview) -> None:
+        while piece:
+            piece = piece[os.write(self.descriptor, piece) :]
+
+
+class StagedMemory(_StagedVersion[_SharedFile]):
+    """In memory that is a safetensors file, received once for all processes of a server on one machine.
+
+    A server's workers map the memory, or load its descriptor as a file: the wire brings each byte once, it is checked
+    once, and lies in the machine's memory once.
     """
-    member, digests = offer.member(worker), StreamDigests(offer.tensors)
 
-    def complete(bucket: memoryview) -> None:
-        digests.update(bucket)
-        if keep is not None:
-            keep(bucket)
+    def take(self, manifest: Manifest) -> MappedVersion:
+        """Returns the version, whose memory goes with its last reader. Raises as `_take`."""
+        file = self._take(manifest)
+        return MappedVersion(manifest, os.dup(file.descriptor))
 
-    with closing(join_offer(offer, member, device)) as group:
-        before = memoryview(b"")
-        for bucket in buckets:
-            work = group.begin(bucket)
-            try:
-                complete(before)
-            finally:
-                work.wait()
-            before = raw_bytes(bucket)
-        complete(before)
-        entries = digests.entries()
-        group.say_done()
-    return entries
-
-
-def join_offer(offer: Offer, member: Member, device: torch.device | None) -> BroadcastGroup:
-    """The group, once all members are there. Raises `RuntimeError`, and `OSError` naming the key to set."""
-    try:
-        store = find_store(offer.trainer, member)
-    except RuntimeError as error:
-        raise OSError(
-            f"this server does not reach the group at {offer.trainer}:{member.port}; set rollout.weights_host to an "
-            f"address of the trainer that servers reach, and let them connect to all of its ports: {error}"
-        ) from error
-    return join_group(store, member, offer.here, device)
-
-
-def _tensors(stream: torch.Tensor, offer: Offer) -> Iterator[tuple[str, torch.Tensor]]:
-    at = 0
-    for tensor in offer.tensors:
-        piece = stream[at : at + tensor.nbytes]
-        yield tensor.name, piece.view(getattr(torch, tensor.dtype)).view(tensor.shape)
-        at += tensor.nbytes
-
-
-def check_staged(manifest: Manifest, entries: Iterable[TensorEntry]) -> None:
-    """Names, shapes, dtypes and checksums, and that none is missing. Raises `WeightsRefused`."""
-    wanted, found = manifest.entries, {entry.name: entry for entry in entries}
-    for name in sorted(wanted.keys() ^ found.keys()):
-        problem = "is missing" if name in wanted else "is not in the manifest"
-        raise WeightsRefused(f"version {manifest.version}: tensor {name!r} {problem}")
-    for name, entry in wanted.items():
-        if found[name] != entry:
-            raise WeightsRefused(f"version {manifest.version}: tensor {name!r} came as {found[name]}, not as {entry}")
+    def _read(self, joined: JoinedBroadcast) -> _SharedFile:
+        file = _SharedFile(f"broadcast-{joined.offer.version}")
+        file.write(memoryview(stream_header(joined.offer.tensors)))
+        for bucket in joined.buckets():
+            file.write(bucket)
+        return file

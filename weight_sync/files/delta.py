@@ -130,7 +130,12 @@ class IndexCoder:
             return np.empty(0, np.uint8)
         gaps = np.diff(positions, prepend=self._last) - 1
         self._last = int(positions[-1])
-        return _encode_gaps(gaps, _GAP_TYPES[self._encoding])
+        code = _GAP_TYPES[self._encoding]
+        largest = np.iinfo(code).max
+        repeats = gaps // largest
+        numbers = np.full(gaps.size + int(repeats.sum()), largest, code)
+        numbers[np.cumsum(repeats + 1) - 1] = gaps % largest
+        return numbers
 
     def _packed(self, positions: Positions, count: int) -> NDArray[np.uint8]:
         waiting = self._bits.size
@@ -170,7 +175,12 @@ class PlannedChange:
 
 def decode_positions(encoding: Encoding, index: memoryview, count: int, size: int) -> Positions:
     """[count] ascending places below `size`. Raises `BadDelta` where the bytes say anything else."""
-    found = _decode_bitmap(index, size) if encoding == "bitmap" else _decode_gaps(index, _GAP_TYPES[encoding])
+    if encoding == "bitmap":
+        if len(index) != -(-size // 8):
+            raise BadDelta(f"a bitmap of {len(index)} bytes for {size} values")
+        found = np.flatnonzero(np.unpackbits(np.frombuffer(index, np.uint8), count=size, bitorder="little"))
+    else:
+        found = _decode_gaps(index, _GAP_TYPES[encoding])
     if found.size != count:
         raise BadDelta(f"{found.size} places for {count} values")
     if count and found[-1] >= size:
@@ -178,33 +188,15 @@ def decode_positions(encoding: Encoding, index: memoryview, count: int, size: in
     return found
 
 
-def _encode_gaps(gaps: Positions, code: str) -> NDArray[np.generic]:
-    largest = _largest(code)
-    repeats = gaps // largest
-    numbers = np.full(gaps.size + int(repeats.sum()), largest, code)
-    numbers[np.cumsum(repeats + 1) - 1] = gaps % largest
-    return numbers
-
-
 def _decode_gaps(index: memoryview, code: str) -> Positions:
     if len(index) % np.dtype(code).itemsize:
         raise BadDelta(f"{len(index)} bytes are no whole number of gaps")
     numbers = np.frombuffer(index, code)
-    ends = numbers != _largest(code)
+    ends = numbers != np.iinfo(code).max
     if numbers.size and not ends[-1]:
         raise BadDelta("the last gap does not end")
     unchanged_before = np.cumsum(numbers, dtype=np.int64)[ends]
     return unchanged_before + np.arange(unchanged_before.size)
-
-
-def _decode_bitmap(index: memoryview, size: int) -> Positions:
-    if len(index) != -(-size // 8):
-        raise BadDelta(f"a bitmap of {len(index)} bytes for {size} values")
-    return np.flatnonzero(np.unpackbits(np.frombuffer(index, np.uint8), count=size, bitorder="little"))
-
-
-def _largest(code: str) -> int:
-    return int(np.iinfo(code).max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +222,9 @@ class Delta:
     def verify(self) -> None:
         """Raises `WeightsRefused` naming the first tensor whose change is not what was written."""
         for part in self.parts:
-            if (found := _checksum(part.index, part.values)) != part.xxh3:
+            digest = xxhash.xxh3_64(part.index)
+            digest.update(part.values)
+            if (found := digest.hexdigest()) != part.xxh3:
                 raise WeightsRefused(
                     f"{self.path}: the change of tensor {part.name!r} has checksum {found}, written was {part.xxh3}"
                 )
@@ -293,9 +287,3 @@ def _parts(
         TensorChange(name, encoding, index[i : i + index_bytes], values[v : v + value_bytes], xxh3)
         for (name, encoding, index_bytes, value_bytes, xxh3), i, v in zip(table, index_ends, value_ends, strict=False)
     ]
-
-
-def _checksum(index: memoryview, values: memoryview) -> str:
-    digest = xxhash.xxh3_64(index)
-    digest.update(values)
-    return digest.hexdigest()

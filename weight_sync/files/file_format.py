@@ -81,7 +81,8 @@ class Section:
     @classmethod
     def computed(cls, name: str, dtype: torch.dtype, shape: Sequence[int], make: Callable[[], torch.Tensor]) -> Section:
         """A tensor that `make` gives once its turn comes, of that dtype and shape."""
-        return cls(name, CODES[dtype], tuple(shape), math.prod(shape) * dtype.itemsize, _made(make))
+        made = (raw_bytes(make()) for _ in range(1))
+        return cls(name, CODES[dtype], tuple(shape), math.prod(shape) * dtype.itemsize, made)
 
 
 def write_file(path: Path, sections: list[Section], metadata: Mapping[str, str], *, durable: bool) -> Written:
@@ -90,29 +91,16 @@ def write_file(path: Path, sections: list[Section], metadata: Mapping[str, str],
     `sections` is emptied on the way: a tensor with no other owner is freed once it is written.
     """
     header = file_header(sections, metadata)
-    size = len(header) + sum(section.nbytes for section in sections)
-    with new_file(path, size, durable=durable) as file:
-        digest = _write_all(file, header, sections)
-    return Written(path, size, digest)
-
-
-def _made(make: Callable[[], torch.Tensor]) -> Iterator[memoryview]:
-    yield raw_bytes(make())
-
-
-def _write_all(file: IO[bytes], header: bytes, sections: list[Section]) -> str:
-    digest = xxhash.xxh3_64()
-    for piece in _pieces(header, sections):
-        file.write(piece)
-        digest.update(piece)
-    return digest.hexdigest()
-
-
-def _pieces(header: bytes, sections: list[Section]) -> Iterator[memoryview]:
-    yield memoryview(header)
+    size, digest = len(header) + sum(section.nbytes for section in sections), xxhash.xxh3_64(header)
     sections.reverse()
-    while sections:
-        yield from sections.pop().pieces
+    with new_file(path, size, durable=durable) as file:
+        file.write(header)
+        while sections:
+            for piece in sections.pop().pieces:
+                file.write(piece)
+                digest.update(piece)
+            del piece
+    return Written(path, size, digest.hexdigest())
 
 
 def file_header(sections: Sequence[Section], metadata: Mapping[str, str]) -> bytes:

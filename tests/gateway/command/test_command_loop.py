@@ -114,17 +114,6 @@ async def test_the_reward_function_sees_what_the_program_left(run):
     assert seen["exit_code"] == 0
 
 
-async def test_sub_agents_and_rewritten_histories_are_segments(run, calling_policy):
-    code = """
-from concurrent.futures import ThreadPoolExecutor
-with ThreadPoolExecutor(3) as pool:
-    list(pool.map(lambda n: ask([user(f"part {n}")]), range(3)))
-ask([user("a summary of all parts")])
-"""
-    ended = await run(code, client=FakeClient(calling_policy(turns=0)))
-    assert (len(ended.trajectory.segments), ended.trajectory.num_turns) == (4, 4)
-
-
 BADLY = {
     "never asks": ("sys.exit(0)", {}, "infra_error", "agent", "the program never asked the model"),
     "another model": (
@@ -192,14 +181,6 @@ async def test_each_bad_end_is_a_typed_outcome_with_its_cause(run, calling_polic
     else:
         assert ended.trajectory.reward is not None
         assert ended.trajectory.num_turns >= 1
-
-
-async def test_the_others_go_on_beside_bad_ones(run, calling_policy):
-    codes = ["sys.exit(3)", WITH_TOOLS, BADLY["floods its output"][0], WITH_TOOLS, BADLY["forks"][0], WITH_TOOLS]
-    ended = await asyncio.gather(*(run(code) for code in codes))
-    kinds = [one.outcome.kind for one in ended]
-    assert kinds == ["infra_error", "completed", "policy_error", "completed", "completed", "completed"]
-    assert [ended[n].trajectory.reward for n in (1, 3, 5)] == [1.0, 1.0, 1.0]
 
 
 async def test_a_budget_that_is_used_up_truncates_and_ends_who_asks_on(run, calling_policy):

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx2
 import pytest
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
+from pydantic import BaseModel
 
 from penstock.agent_loops import ChatTokens
-from penstock.gateway.wire.reader import AnswerReader, CallSyntax, Detokenizer, token_bytes_of
+from penstock.gateway.context import detokenizer as detokenizer_of
+from penstock.gateway.wire.reader import AnswerReader, CallSyntax, Detokenizer
 from penstock.gateway.wire.types import AnswerHead, Choice, CompletionRequest, InvalidRequest, answer_id
 from penstock.gateway.wire.wires import Wire, wire_at
 from penstock.tools.parsers import get_parser
 
 
+def check_known(answer: BaseModel) -> None:
+    """Every field is one of the package's own type, at any depth."""
+    assert not answer.model_extra, answer
+    for value in vars(answer).values():
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, BaseModel):
+                check_known(one)
+
+
 def text_of_chat(chat: ChatTokens) -> Detokenizer:
-    return Detokenizer(
-        decode=chat.decode,
-        token_bytes=token_bytes_of(chat.tokenizer),
-        end_ids=frozenset(chat.stop_token_ids),
-        syntax=CallSyntax(get_parser("hermes")),
-    )
+    return replace(detokenizer_of(chat), syntax=CallSyntax(get_parser("hermes")))
 
 
 @pytest.fixture(scope="session")

@@ -63,28 +63,23 @@ def encode(chat_for: Any) -> Any:
     return chat_for().encode
 
 
-PIECES = st.lists(
-    st.sampled_from(
-        [
-            CALL,
-            BROKEN,
-            "<tool_call>",
-            "</tool_call>",
-            "<tool",
-            "STOP",
-            "STO",
-            "stop",
-            " ",
-            "\n\n",
-            "日",
-            "👩",
-            "a",
-            "the",
-        ]
-    )
-    | st.text(max_size=4),
-    max_size=8,
-)
+WORDS = [
+    CALL,
+    BROKEN,
+    "<tool_call>",
+    "</tool_call>",
+    "<tool",
+    "STOP",
+    "STO",
+    "stop",
+    " ",
+    "\n\n",
+    "日",
+    "👩",
+    "a",
+    "the",
+]
+PIECES = st.lists(st.sampled_from(WORDS) | st.text(max_size=4), max_size=8)
 
 
 @settings(max_examples=150)
@@ -119,38 +114,48 @@ def test_what_is_shown_is_the_beginning_of_what_it_is_in_the_end(
     assert dataclasses.replace(at_once, logprobs=()) == dataclasses.replace(choice, logprobs=())
 
 
-def test_a_stop_string_across_tokens_is_held_back_and_cut(detokenizer: Detokenizer, encode: Any) -> None:
-    ids = encode("one STOP two<|im_end|>")
-    shown, choice = read(detokenizer, ids, [], stop=("STOP",))
-    assert ("".join(shown), choice.content, choice.finish_reason) == ("one ", "one ", "stop")
-    kept = encode("one STOP")
-    assert choice.token_ids == tuple(kept), "the ids that spell the stop string were sampled: they are kept"
+STOP = {"stop": ("STOP",)}
+THOUGHT = "<think>\nhm\n</think>\n\nYes."
 
 
-def test_what_looked_like_a_stop_string_is_shown_once_it_is_none(detokenizer: Detokenizer, encode: Any) -> None:
-    shown, choice = read(detokenizer, encode("a STO b"), [], stop=("STOP",))
-    assert "".join(shown) == choice.content == "a STO b"
-
-
-def test_an_answer_that_ends_on_half_a_stop_string_shows_it(detokenizer: Detokenizer, encode: Any) -> None:
-    shown, choice = read(detokenizer, encode("a STO<|im_end|>"), [], stop=("STOP",))
-    assert "".join(shown).startswith("a ")
-    assert choice.content == "a STO"
-
-
-def test_calls_are_held_back_and_read(detokenizer: Detokenizer, encode: Any) -> None:
-    shown, choice = read(detokenizer, encode(f"Let me.\n{CALL}\n{CALL}<|im_end|>"), [], tools=TOOLS)
-    assert "".join(shown) == choice.content == "Let me."
-    assert [(one.name, one.arguments) for one in choice.calls] == [("add", {"a": 1})] * 2
-    assert choice.finish_reason == "tool_calls"
-    assert len({one.call_id for one in choice.calls}) == 2
-
-
-def test_words_behind_a_call_are_kept(detokenizer: Detokenizer, encode: Any) -> None:
-    shown, choice = read(detokenizer, encode(f"Before {CALL} after<|im_end|>"), [], tools=TOOLS)
-    assert "".join(shown) == "Before"
-    assert choice.content == "Before after"
-    assert len(choice.calls) == 1
+@pytest.mark.parametrize(
+    ("text", "fields", "shown", "content", "calls", "kept"),
+    [
+        ("one STOP two<|im_end|>", STOP, "one ", "one ", 0, "one STOP"),
+        ("a STO b", STOP, "a STO b", "a STO b", 0, "a STO b"),
+        ("a STO", STOP, "a ", "a STO", 0, "a STO"),
+        ("a👩", {}, "a👩", "a👩", 0, "a👩"),
+        (f"Let me.\n{CALL}\n{CALL}<|im_end|>", {"tools": TOOLS}, "Let me.", "Let me.", 2, None),
+        (f"Before {CALL} after<|im_end|>", {"tools": TOOLS}, "Before", "Before after", 1, None),
+        (f"{THOUGHT}<|im_end|>", {"tools": TOOLS}, *[THOUGHT] * 2, 0, None),
+    ],
+    ids=[
+        "stop string",
+        "no stop string",
+        "half a stop string",
+        "a character of four tokens",
+        "two calls",
+        "words behind a call",
+        "thinking",
+    ],
+)
+def test_what_is_held_back_is_shown_once_it_is_none(
+    detokenizer: Detokenizer,
+    encode: Any,
+    text: str,
+    fields: dict[str, Any],
+    shown: str,
+    content: str,
+    calls: int,
+    kept: str | None,
+) -> None:
+    ids = encode(text)
+    pieces, choice = read(detokenizer, ids, [], **fields)
+    assert ("".join(pieces), choice.content) == (shown, content)
+    assert [(one.name, one.arguments) for one in choice.calls] == [("add", {"a": 1})] * calls
+    assert len({one.call_id for one in choice.calls}) == calls
+    assert choice.finish_reason == ("tool_calls" if calls else "stop")
+    assert choice.token_ids == tuple(encode(kept) if kept else ids), "ids that spell a stop string were sampled"
 
 
 @pytest.mark.parametrize(
@@ -187,12 +192,6 @@ def test_read_again_from_a_record_it_is_the_same(detokenizer: Detokenizer, encod
     for one in ids:
         reader.feed([one], [-0.5])
     assert read_answer(ask, HEAD, 3, detokenizer, (ids, [-0.5] * len(ids), "stop")) == reader.finish("stop")
-
-
-def test_thinking_stays_in_the_content(detokenizer: Detokenizer, encode: Any) -> None:
-    text = "<think>\nhm\n</think>\n\nYes."
-    _, choice = read(detokenizer, encode(text + "<|im_end|>"), [], tools=TOOLS)
-    assert choice.content == text
 
 
 def pieces_of(decode: Decode, ids: list[int], cuts: list[int]) -> list[str]:
@@ -246,15 +245,6 @@ def test_characters_spelled_byte_by_byte_come_through_too(text: str, cuts: list[
     assert tokenizer.decode(ids) == text
     assert "".join(pieces_of(tokenizer.decode, ids, cuts)) == text
     assert "".join(pieces_of(tokenizer.decode, ids, list(range(len(ids))))) == text
-
-
-def test_a_character_of_four_tokens_is_shown_when_the_last_has_come(chat_for: Callable[..., ChatTokens]) -> None:
-    chat = chat_for()
-    ids = chat.encode("👩")
-    assert len(ids) == 4
-    stream = TextStream(chat.decode)
-    assert [stream.feed([one]) for one in ids] == ["", "", "", "👩"]
-    assert stream.flush() == ""
 
 
 def test_the_work_per_id_does_not_grow(chat_for: Callable[..., ChatTokens]) -> None:

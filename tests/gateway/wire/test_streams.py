@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from anthropic.types import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.gateway.wire.shapes import MessageAnswer
+from tests.gateway.wire.conftest import check_known
 
 from penstock.agent_loops import ChatTokens
 from penstock.gateway.prefix_tree import next_key
@@ -125,7 +126,7 @@ def test_messages(
     head = replace(HEAD, inside_thinking=inside)
     events, choices = events_of(MessageStream(ask, head), readers, ids, size, cut)
     whole = message_body(ask, head, choices)
-    MessageAnswer.model_validate(whole)
+    check_known(Message.model_validate(whole))
     assert summed(events) == whole
     sent_back = {"role": "assistant", "content": whole["content"]}
     body = {"model": "tiny", "max_tokens": 1, "messages": [sent_back, {"role": "user", "content": "x"}]}

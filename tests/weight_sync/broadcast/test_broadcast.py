@@ -32,7 +32,6 @@ from penstock.weight_sync import (
     StreamTensor,
     WeightsRefused,
     WeightsUnreachable,
-    read_verified,
     stream_version,
 )
 from penstock.weight_sync.broadcast.source import Superseded
@@ -159,33 +158,27 @@ async def test_announcement_of_other_tensors_is_not_served_from_a_broadcast(
     assert server.by_file == 1
 
 
-async def test_worker_checks_what_it_takes_by_itself(trainer: BroadcastingTrainer, members: Members) -> None:
-    server = members.join("a")
-    manifest = await trainer.publish(1, small_tensors(), members=1)
-    assert await server.member.holds(manifest)
-    assert not await server.member.holds(manifest), "once"
-    with pytest.raises(WeightsRefused, match="'last'"):
-        server.staged.take(altered(manifest, other_checksum))
-    with pytest.raises(WeightsUnreachable, match="does not hold"):
-        server.staged.take(manifest)
-
-
+@pytest.mark.parametrize("staged", [StagedWeights, StagedMemory])
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
+        (other_checksum, "'last' "),
         (lambda plain: plain["tensors"].append(plain["tensors"][0] | {"name": "more"}), "'more' is missing"),
         (lambda plain: plain["tensors"].pop(), "'flags' is not in the manifest"),
     ],
-    ids=["missing", "extra"],
+    ids=["checksum", "missing", "extra"],
 )
-async def test_worker_names_the_tensor_that_one_side_has(
-    trainer: BroadcastingTrainer, members: Members, change: Any, problem: str
+async def test_worker_names_the_tensor_that_differs_from_the_announcement(
+    trainer: BroadcastingTrainer, members: Members, tmp_path: Path, staged: Any, change: Any, problem: str
 ) -> None:
-    server = members.join("a")
+    server = members.join("a", StagedServer(tmp_path / "a", staged()))
     manifest = await trainer.publish(1, small_tensors(), members=1)
     assert await server.member.holds(manifest)
+    assert not await server.member.holds(manifest), "once"
     with pytest.raises(WeightsRefused, match=f"version 1: tensor {problem}"):
         server.staged.take(altered(manifest, change))
+    with pytest.raises(WeightsUnreachable, match="does not hold"):
+        server.staged.take(manifest)
 
 
 @pytest.mark.parametrize("staged", [StagedWeights, StagedMemory])
@@ -349,17 +342,6 @@ async def test_trainer_that_cannot_listen_publishes_by_file(tmp_path: Path, capl
     assert broadcaster.open(1, ()).servers == 0
     assert await waiting is None
     assert "rollout.weights_host" in caplog.text
-
-
-async def test_versions_are_the_same_as_a_file_and_as_a_broadcast(
-    trainer: BroadcastingTrainer, members: Members, tmp_path: Path
-) -> None:
-    server = members.join("a")
-    manifest = await trainer.publish(1, small_tensors(), members=1)
-    staged = await server.receive(manifest)
-    local = trainer.place_of_file(manifest)
-    read = read_verified(replace(manifest, transport="shm", files=(replace(manifest.files[-1], place=str(local)),)))
-    assert same(staged, read)
 
 
 # processes that are killed -------------------------------------------------------------------------------------------

@@ -83,17 +83,7 @@ async def test_member_goes_on_after_an_answer_that_is_no_offer(
             asked.set()
         return web.Response(text="no JSON") if offer is None else web.json_response(offer, status=status)
 
-    app = web.Application()
-    app.router.add_post("/broadcasts", answer)
-    async with TestServer(app) as trainer:
-        member = BroadcastMember(TOKEN)
-        running = asyncio.create_task(
-            member.run(StagedServer(Path("none")), lambda: str(trainer.make_url("/broadcasts/1")))
-        )
-        async with asyncio.timeout(60):
-            await asked.wait()
-        await cancel_and_wait([running])
-    assert (member.received, member.missed) == (0, 0)
+    await run_member(answer, asked)
 
 
 async def test_member_pauses_longer_after_each_answer_in_vain(

@@ -31,7 +31,7 @@ class SecondGpu(StagedServer):
         return (f"nccl/{Nccl.load().version}",)
 
     async def stage_weights(self, offer: Any) -> str:
-        return str(await asyncio.to_thread(self.staged.receive, offer, torch.device("cuda", 1)))
+        return str(await asyncio.to_thread(self.staged.receive, offer, 0, torch.device("cuda", 1)))
 
 
 async def test_versions_go_from_gpu_to_gpu(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Adapters from publisher to merged file, with real peft models; `test_adapters` has real servers."""
+"""Adapters from publisher to merged file, with real peft models and small ones; `test_adapters` has real servers."""
 
 from __future__ import annotations
 
@@ -85,6 +85,8 @@ def test_each_adapter_replaces_the_one_before(tiny_model: str, publisher: Weight
     written_ns = Path(merged.place).stat().st_mtime_ns
     assert merger.merge(publish(publisher, 3, policy)) == merged  # asked for again: an engine that was restarted
     assert Path(merged.place).stat().st_mtime_ns == written_ns
+    Path(merged.place).unlink()
+    assert read_verified(merger.merge(publish(publisher, 3, policy))).keys() == read_verified(merged).keys()
 
 
 def test_the_file_has_the_share_of_its_rank_and_peft_s_names(tmp_path: Path, publisher: WeightPublisher) -> None:
@@ -153,6 +155,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"alpha_pattern": {"q_proj": "much"}}, "alpha"),
     ({"rank_pattern": {"(q_proj": 4}}, "unterminated"),
     ({"rank_pattern": 4}, "cannot be read"),
+    ({"lora_alpha": float("inf")}, "lora_alpha or a value of alpha_pattern is no number"),
 ]
 
 
@@ -160,6 +163,14 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
 def test_settings_that_cannot_be_merged_are_refused_by_name(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(BadAdapter, match=text):
         AdapterConfig.from_peft({"r": 8, "lora_alpha": 8, **changes})
+    settings: Any = ["r", "lora_alpha"]
+    with pytest.raises(BadAdapter, match="settings are a list"):
+        AdapterConfig.from_peft(settings)
+
+
+@pytest.mark.parametrize("start", [True, False, None, "gaussian"])
+def test_start_that_keeps_the_base_is_supported(start: object) -> None:
+    assert AdapterConfig.from_peft({"r": 8, "lora_alpha": 8, "init_lora_weights": start}).r == 8
 
 
 def test_a_manifest_without_settings_is_refused(tiny_model: str, publisher: WeightPublisher, merger: Merger) -> None:
@@ -197,6 +208,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "unknown module": (rename("layers.0", "layers.7"), r"layers\.7.*which the model folder does not have"),
     "names of another wrapper": (rename("lora_A", "lora_A.default"), r"lora_A\.default"),
     "missing half": (lambda tensors: tensors.pop(B), B),
+    "no tensors": (lambda tensors: tensors.clear(), "has no tensors"),
     "bias": (swap(f"base_model.model.{Q}.lora_B.bias", torch.zeros(128)), "lora_B.bias"),
     "embedding": (swap("base_model.model.model.embed_tokens.lora_embedding_A", torch.zeros(8, 9)), "lora_embedding_A"),
     "integers": (swap(A, torch.zeros(8, 64, dtype=torch.int32)), "int32"),
@@ -251,6 +263,9 @@ def test_another_model_folder_than_the_trainers_is_refused(
     file.unlink()
     with pytest.raises(WeightsRefused, match="no safetensors"):
         Merger(own_model, tmp_path / "merged", "float32").merge(manifest)
+    file.write_bytes(b"no tensors")
+    with pytest.raises(WeightsRefused, match=r"model\.safetensors cannot be read"):
+        Merger(own_model, tmp_path / "merged", "float32").merge(manifest)
 
 
 def test_a_model_folder_that_changes_later_is_refused_by_tensor(
@@ -261,7 +276,7 @@ def test_a_model_folder_that_changes_later_is_refused_by_tensor(
     with (own_model / "model.safetensors").open("r+b") as file:
         file.seek(-2, 2)
         file.write(b"\x7f")
-    with pytest.raises(WeightsRefused, match=r"model\.norm\.weight"):
+    with pytest.raises(WeightsRefused, match=r"version 0: tensor 'model\.norm\.weight' has checksum"):
         merger.merge(publish(publisher, 2, policy))
     assert not list((tmp_path / "merged").iterdir())
 
@@ -298,3 +313,65 @@ def test_no_room_and_no_time_are_tried_again_later(
     assert not list((tmp_path / "merged").iterdir())
     with pytest.raises(WeightsUnreachable, match="stops"):
         merger.merge(manifest)
+
+
+# a model of one tensor -----------------------------------------------------------------------------------------------
+def low(**others: Any) -> dict[str, Any]:
+    return {
+        "base_model.model.a.lora_A.weight": torch.ones(2, 4),
+        "base_model.model.a.lora_B.weight": torch.ones(3, 2),
+        **others,
+    }
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"a.weight": torch.zeros(3, 4)}, folder / "model.safetensors")
+    return folder
+
+
+def test_adapter_files_stay_as_long_as_others(model: Path, tmp_path: Path) -> None:
+    publisher = WeightPublisher(tmp_path / "published", "shm", keep=2, model=model)
+    for version in (1, 2, 3):
+        publisher.write_adapter(version, low().items(), {"r": 2, "lora_alpha": 2})
+    names = sorted(path.name for path in publisher.directory.iterdir())
+    assert names == ["weights-00000002.safetensors", "weights-00000003.safetensors"]
+
+
+def test_adapter_settings_left_out_are_those_of_peft(model: Path, tmp_path: Path) -> None:
+    publisher = WeightPublisher(tmp_path / "published", "shm", model=model)
+    manifest = publisher.write_adapter(1, low().items(), {"r": 2, "lora_alpha": 6})
+    held = read_verified(Merger(model, tmp_path / "merged", "float32").merge(manifest))
+    assert torch.equal(held["a.weight"], torch.full((3, 4), 2 * 6 / 2.0))
+
+
+def test_adapter_is_merged_into_floats_only(tmp_path: Path) -> None:
+    save_file({"a.weight": torch.zeros(3, 4, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    publisher = WeightPublisher(tmp_path / "published", "shm", model=tmp_path)
+    with pytest.raises(BadAdapter, match=r"'a\.weight' of the model is int8"):
+        publisher.write_adapter(1, low().items(), {"r": 2, "lora_alpha": 2})
+
+
+def test_publisher_leaves_files_that_others_remove(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody tidies up at the same time."""
+    unlink, removed = Path.unlink, list[str]()
+
+    def unlink_second(path: Path, missing_ok: bool = False) -> None:
+        if path.exists():
+            removed.append(path.name.partition("-")[0])
+            unlink(path)
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink_second)
+    (tmp_path / "published").mkdir(mode=0o700)
+    (tmp_path / "published" / "left.tmp").touch()
+    publisher = WeightPublisher(tmp_path / "published", "shm", 1, model=model)
+    merger = Merger(model, tmp_path / "merged", "float32")
+    for version in (1, 2):
+        merger.merge(publisher.write_adapter(version, low().items(), {"r": 2, "lora_alpha": 2}))
+    merger.close()
+    assert removed == ["left.tmp", "weights", "merged", "merged"]
