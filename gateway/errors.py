@@ -1,16 +1,4 @@
-"""Errors of recorded episodes, one HTTP status each, and their bodies in the shape that the client reads.
-
-GatewayError
-├── Gone            410  the episode has ended, or another lease of it was given
-├── NoEpisode       404  the handle names no episode
-├── NotNow          503  nothing to lease, no server, queue away: the same request later may work
-├── UnknownModel    404  the request names a model that is not served here
-├── Conflict        409  the episode is not ready for this; the message says what to do first
-├── TooLong         400  the context leaves the model no room to answer
-└── NotRecordable   501  this model has no tokenizer or chat template that can be continued exactly
-
-
-"""
+"""Errors of recorded episodes, one HTTP status each, and their bodies in the shape that the client reads."""
 
 from __future__ import annotations
 
@@ -141,24 +129,22 @@ class _ErrorRewriter:
             await self._send(message)
             return
         self._body += message.get("body", b"")
-        if not message.get("more_body"):
-            await self._flush(self._start)
-
-    async def _flush(self, start: Message) -> None:
-        status, sent = start["status"], self._body
-        try:
-            whole = json.loads(sent)
-            error = whole["error"]
-            if "type" not in error:
-                whole = self._errors.body(status, error["message"], error.get("field") or None)
-        except (ValueError, KeyError, TypeError):
-            text = sent.decode(errors="replace") or f"the request failed with status {status}"
-            whole = self._errors.body(status, text)
-        body = json.dumps(whole).encode()
-        kept = [(name, value) for name, value in start["headers"] if name not in (b"content-length", b"content-type")]
-        new = [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
-        await self._send({**start, "headers": [*kept, *new]})
+        if message.get("more_body"):
+            return
+        body = json.dumps(self._rewritten(self._start["status"])).encode()
+        replaced = {b"content-length": str(len(body)).encode(), b"content-type": b"application/json"}
+        others = [one for one in self._start["headers"] if one[0] not in replaced]
+        await self._send({**self._start, "headers": [*others, *replaced.items()]})
         await self._send({"type": "http.response.body", "body": body})
+
+    def _rewritten(self, status: int) -> Mapping[str, Any]:
+        try:
+            whole: Mapping[str, Any] = json.loads(self._body)
+            error = whole["error"]
+            return whole if "type" in error else self._errors.body(status, error["message"], error.get("field") or None)
+        except (ValueError, KeyError, TypeError):
+            text = self._body.decode(errors="replace") or f"the request failed with status {status}"
+            return self._errors.body(status, text)
 
 
 log = logging.getLogger(__name__)

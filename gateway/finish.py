@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.agent_loops import (
@@ -48,9 +48,6 @@ class FinishResult:
     turns: int
     tried_again: bool = False
     """It failed, and the queue leases it again."""
-
-    def body(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 async def finish(episode: GatewaySession, wanted: Outcome | None) -> FinishResult:

@@ -56,16 +56,8 @@ class MessageStore:
 
 def sampling_key(request: CompletionRequest) -> str:
     """Equal for two requests that are the same on the same context; another seed makes another request."""
-    return as_json(
-        [
-            request.api,
-            dict(request.sampling),
-            request.n,
-            list(request.stop),
-            request.tool_choice,
-            request.parallel_tool_calls,
-        ],
-    )
+    tools = (request.tool_choice, request.parallel_tool_calls)
+    return as_json([request.api, dict(request.sampling), request.n, list(request.stop), *tools])
 
 
 def answer_data(

@@ -7,6 +7,7 @@ import functools
 import json
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -102,7 +103,7 @@ def make_router(manager: FindManager, url: str, token: str, version: Callable[[]
         if posted.outcome is not None:
             kind = OutcomeKind(posted.outcome)
             outcome = Outcome(kind, posted.reason, "agent" if kind is OutcomeKind.INFRA_ERROR else "")
-        return JSONResponse((await (await manager()).finish(handle, outcome)).body())
+        return JSONResponse(asdict(await (await manager()).finish(handle, outcome)))
 
     router.include_router(make_client_router(find, version))
     return router
@@ -111,8 +112,21 @@ def make_router(manager: FindManager, url: str, token: str, version: Callable[[]
 def make_client_router(find: FindSession, version: Callable[[], int]) -> APIRouter:
     """Makes the routes of agents, ``/episodes/{handle}/v1/…``."""
     router = APIRouter(responses=_refusals_in(OPENAI_ERRORS))
+
+    def add(wire: Wire) -> None:
+        answer = {"description": "The API's answer, whole or as events", "content": {"text/event-stream": {}}}
+        path, responses = f"/episodes/{{handle}}/v1/{wire.path}", _refusals_in(wire.errors) | {200: answer}
+
+        @router.post(path, openapi_extra=_takes(wire.body), responses=responses)
+        @_with_refusals
+        async def ask(request: Request, handle: str) -> Response:
+            """As the API's own route; the answer is recorded before it ends."""
+            asked = await parse_body(wire.parse, await request.body())
+            episode = await find(handle)
+            return await respond(request, asked, await episode.answer(asked, retried=is_retry(request.headers)))
+
     for wire in WIRES.values():
-        _add_wire(router, find, wire)
+        add(wire)
     counted = _refusals_in(ANTHROPIC_ERRORS) | {200: {"model": CountAnswer}}
 
     @router.post("/episodes/{handle}/v1/messages/count_tokens", openapi_extra=_takes(CountBody), responses=counted)
@@ -143,19 +157,6 @@ def make_client_router(find: FindSession, version: Callable[[], int]) -> APIRout
         return JSONResponse(described(request, episode, model))
 
     return router
-
-
-def _add_wire(router: APIRouter, find: FindSession, wire: Wire) -> None:
-    whole_or_stream = {"description": "The API's answer, whole or as events", "content": {"text/event-stream": {}}}
-    responses = _refusals_in(wire.errors) | {200: whole_or_stream}
-
-    @router.post(f"/episodes/{{handle}}/v1/{wire.path}", openapi_extra=_takes(wire.body), responses=responses)
-    @_with_refusals
-    async def ask(request: Request, handle: str) -> Response:
-        """As the API's own route; the answer is recorded before it ends."""
-        asked = await parse_body(wire.parse, await request.body())
-        episode = await find(handle)
-        return await respond(request, asked, await episode.answer(asked, retried=is_retry(request.headers)))
 
 
 def _refusals_in(errors: ErrorFormat) -> dict[int | str, dict[str, Any]]:

@@ -54,7 +54,12 @@ class Fetcher:
     async def __call__(self, manifest: Manifest, /) -> Manifest:
         """Bounded by the downloader's own deadline. Raises `WeightsUnreachable`, `WeightsRefused`."""
         if manifest.transport not in SERVED:
-            await asyncio.to_thread(_check_present, manifest)
+            # A run that was killed leaves its weights announced, without files. Its trainer writes them again when it has
+            # started, which may be long after a server has, under an equal announcement: refused, they would not be
+            # tried again.
+            own = Path(manifest.files[-1].place)
+            if not await asyncio.to_thread(own.exists):
+                raise WeightsUnreachable(f"{own} is not there yet")
             return manifest
         if self._downloader is None:
             self._downloader = await asyncio.to_thread(self._make)
@@ -79,17 +84,6 @@ class Fetcher:
             await asyncio.to_thread(self._peers.stop)
         if self._downloader is not None:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
-
-
-def _check_present(manifest: Manifest) -> None:
-    """Raises `WeightsUnreachable` where the version's own file is not on this machine or its shared disk.
-
-    A run that was killed leaves its weights announced, without files. Its trainer writes them again when it has
-    started, which may be long after a server has, under an equal announcement: refused, they would not be tried again.
-    """
-    own = Path(manifest.files[-1].place)
-    if not own.exists():
-        raise WeightsUnreachable(f"{own} is not there yet")
 
 
 class StagedFetch:

@@ -23,7 +23,6 @@ def model_body(model: str, created_s: int, **more: Any) -> dict[str, Any]:
 
 
 def model_list_body(models: list[dict[str, Any]]) -> dict[str, Any]:
-    """The list of `model_body`s."""
     return {"object": "list", "data": models}
 
 

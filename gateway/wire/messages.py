@@ -9,6 +9,7 @@ Content blocks become messages for the chat template, in their order; answers ar
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -27,6 +28,7 @@ from penstock.gateway.wire.schema import (
     Stop,
     WireModel,
     check_names,
+    check_tool_choice,
     ignored_fields,
     image_part,
     plain_content,
@@ -172,22 +174,16 @@ def plain_turns(system: str | Sequence[TextBlock] | None, turns: Sequence[Turns]
 def _user(blocks: Sequence[Any], where: str, images: bool) -> list[dict[str, Any]]:
     """Results and the texts between them, one message each."""
     messages: list[dict[str, Any]] = []
-    parts: list[ContentPart] = []
-    for i, block in enumerate(blocks):
-        if isinstance(block, ToolResultBlock):
-            messages += _text_message(parts)
-            parts = []
-            content = plain_content(block.content, f"{where}.{i}.content", images)
-            messages.append({"role": "tool", "content": content, "tool_call_id": block.tool_use_id})
-            continue
-        if isinstance(block, ImageBlock) and not images:
-            raise InvalidRequest(f"{where}.{i}", "this model takes no images", "unsupported_parameter")
-        parts.append(block)
-    return messages + _text_message(parts)
-
-
-def _text_message(parts: Sequence[ContentPart]) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": plain_content(parts, "", True)}] if parts else []
+    for is_result, group in itertools.groupby(enumerate(blocks), lambda pair: isinstance(pair[1], ToolResultBlock)):
+        numbered = list(group)
+        if is_result:
+            for i, block in numbered:
+                content = plain_content(block.content, f"{where}.{i}.content", images)
+                messages.append({"role": "tool", "content": content, "tool_call_id": block.tool_use_id})
+        else:
+            first, parts = numbered[0][0], [block for _, block in numbered]
+            messages.append({"role": "user", "content": plain_content(parts, where, images, first)})
+    return messages
 
 
 def _assistant(content: str | Sequence[Any], where: str) -> dict[str, Any]:
@@ -240,16 +236,6 @@ class ChoiceOfTools(WireModel):
     type: str = Field(json_schema_extra={"enum": ["auto", "none"]})
     name: str | None = Field(None, json_schema_extra={"not": {}})
     disable_parallel_tool_use: bool | None = Field(None, description="True: the answer ends after its first call.")
-
-    def check(self) -> None:
-        """Raises `InvalidRequest` for a choice that would force the model."""
-        if self.type not in ("auto", "none") or self.name is not None:
-            raise InvalidRequest(
-                "tool_choice",
-                f"{self.type!r} is not supported here: sampling is not constrained, so no call can be forced; "
-                "use 'auto' or 'none', and ask for the call in the prompt",
-                "unsupported_parameter",
-            )
 
 
 class OutputConfig(WireModel):
@@ -332,7 +318,7 @@ def _request(asked: MessagesPrompt, images: bool, **sampling: Any) -> Completion
     functions = [tool.function for tool in asked.tools or []]
     check_names(functions)
     choice = asked.tool_choice or ChoiceOfTools(type="auto")
-    choice.check()
+    check_tool_choice(choice.type if choice.name is None else choice)
     if asked.output_config is not None and asked.output_config.format is not None:
         raise InvalidRequest("output_config.format", f"is not supported here: {UNCONSTRAINED}", "unsupported_parameter")
     return CompletionRequest(

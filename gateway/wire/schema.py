@@ -4,7 +4,6 @@ used       the pydantic model of the route; null is the same as absent
 harmless   the API's fields that cannot change the sampled tokens: ignored
 refused    the API's fields that would, or that ask for what an answer cannot hold, unless they hold a neutral value
 unknown    everything else: refused
-
 """
 
 from __future__ import annotations
@@ -77,7 +76,18 @@ def validated(model: type[Body], given: Any, where: Sequence[str | int] = ()) ->
     try:
         return model.model_validate(given)
     except ValidationError as error:
-        raise _invalid_request(error, given, where) from None
+        # Of several errors (the arms of a union) the deepest one, preferring a wrong `type`, which explains others, and
+        # then the arm whose type is the value's own.
+        found = [(_path_in(given, one["loc"]), one) for one in error.errors(include_url=False, include_input=False)]
+        path, one = max(
+            found,
+            key=lambda pair: (len(pair[0]), pair[0][-1:] == ("type",), not pair[1]["type"].endswith("_type")),
+        )
+        field = path_text([*where, *path])
+        if one["type"] == "extra_forbidden":
+            raise InvalidRequest(field, "unknown field", "unknown_parameter") from None
+        message = one["msg"].removeprefix("Value error, ").replace(" after validation", "")
+        raise InvalidRequest(field, message, "invalid_value") from None
     except RecursionError:
         raise InvalidRequest(path_text(where), "nested too deeply", "invalid_value") from None
 
@@ -90,7 +100,11 @@ def check_plain(value: Any, where: tuple[str | int, ...] = ()) -> None:
         raise InvalidRequest(path_text(where), "holds characters that are no Unicode text", "invalid_value")
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidRequest(path_text(where), "must be a finite number", "invalid_value")
-    for key, one in _inside(value):
+    if isinstance(value, Mapping):
+        inside: Iterable[tuple[str | int, Any]] = value.items()
+    else:
+        inside = enumerate(value) if isinstance(value, list) else ()
+    for key, one in inside:
         check_plain(key if isinstance(key, str) else None, (*where, key))
         check_plain(one, (*where, key))
 
@@ -107,27 +121,6 @@ def is_text(value: str) -> bool:
 def path_text(where: Sequence[str | int]) -> str:
     """``messages.0.content``; always text that JSON can carry, never empty for a field."""
     return ".".join(str(part).encode(errors="backslashreplace").decode() or '""' for part in where)
-
-
-def _inside(value: Any) -> list[tuple[str | int, Any]]:
-    if isinstance(value, Mapping):
-        return list(value.items())
-    return list(enumerate(value)) if isinstance(value, list) else []
-
-
-def _invalid_request(error: ValidationError, given: Any, where: Sequence[str | int]) -> InvalidRequest:
-    """Of several errors (the arms of a union) reports the deepest, preferring a wrong `type`, which explains others,
-    and then the arm whose type is the value's own.
-    """
-    found = [(_path_in(given, one["loc"]), one) for one in error.errors(include_url=False, include_input=False)]
-    path, one = max(
-        found,
-        key=lambda pair: (len(pair[0]), pair[0][-1:] == ("type",), not pair[1]["type"].endswith("_type")),
-    )
-    if one["type"] == "extra_forbidden":
-        return InvalidRequest(path_text([*where, *path]), "unknown field", "unknown_parameter")
-    message = one["msg"].removeprefix("Value error, ").replace(" after validation", "")
-    return InvalidRequest(path_text([*where, *path]), message, "invalid_value")
 
 
 def _path_in(given: Any, location: tuple[str | int, ...]) -> tuple[str | int, ...]:
@@ -150,14 +143,8 @@ Stop = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(min_length=1)]
 HARMLESS = frozenset(
     [
-        "metadata",
-        "store",
-        "user",
-        "safety_identifier",
-        "service_tier",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
+        *("metadata", "store", "user", "safety_identifier", "service_tier"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
     ]
 )
 """Ignored on every route: OpenAI's bookkeeping, which does not change the sampled tokens."""
@@ -289,15 +276,15 @@ def image_part(url: str) -> dict[str, str]:
     return {"type": "image", "url": url}
 
 
-def plain_content(content: str | Sequence[ContentPart] | None, where: str, images: bool) -> Any:
+def plain_content(content: str | Sequence[ContentPart] | None, where: str, images: bool, first: int = 0) -> Any:
     """Joins text parts without a separator; with images the parts stay separate.
 
-    Raises `InvalidRequest` at `where` for an image where the model takes none.
+    Raises `InvalidRequest` at `where` for an image where the model takes none; `first`: number of the first part there.
     """
     if content is None or isinstance(content, str):
         return content or ""
     parts = [part.plain for part in content]
     seen = [i for i, part in enumerate(parts) if part["type"] == "image"]
     if seen and not images:
-        raise InvalidRequest(f"{where}.{seen[0]}", "this model takes no images", "unsupported_parameter")
+        raise InvalidRequest(f"{where}.{first + seen[0]}", "this model takes no images", "unsupported_parameter")
     return parts if seen else "".join(part["text"] for part in parts)

@@ -12,6 +12,7 @@ from typing import Any
 import anthropic
 import httpx
 import openai
+import pytest
 from tests.gateway.conftest import USER
 from tests.gateway.talking_engine import TalkingEngine
 
@@ -24,6 +25,7 @@ from penstock.transfer_queue import DataCursor, Limits, RunContext, Task, Trajec
 MODEL = "tiny-qwen"
 TOKEN = "a-token-of-this-run"
 RUN = {"Authorization": f"Bearer {TOKEN}"}
+LIMITS = Limits(group_size=4, groups_per_step=2, max_staleness=8, lease_ttl_s=30.0)
 CALL = {"role": "user", "content": "Call 1+2 and 30+4"}
 
 
@@ -77,29 +79,34 @@ class Server:
 @asynccontextmanager
 async def recording_server(
     tmp_path: Path,
-    tokenizer_for: Callable[[str], Any],
-    engine: Callable[..., TalkingEngine] = TalkingEngine,
+    model: str,
+    engine: Callable[..., TalkingEngine] | None = TalkingEngine,
     *,
-    max_response_tokens: int = 20_000,
+    rollout: RolloutConfig | None = None,
+    tasks: int = 2,
+    limits: Limits = LIMITS,
+    **agent: Any,
 ) -> AsyncIterator[Server]:
-    tokenizer_for("qwen2_5").save_pretrained(tmp_path / MODEL)
+    """`engine` None: that of `rollout`. `agent`: settings other than these tests' own."""
     queue = MemoryTransferQueue(registry_ttl_s=60.0)
-    await queue.create_run(Limits(group_size=4, groups_per_step=2, max_staleness=8, lease_ttl_s=30.0), "config: 1")
-    rows = [Task(f"train/{i}", "train", [USER], "sums", "46", extra_info={"level": 3}) for i in range(2)]
-    await queue.submit(rows, cursor=DataCursor(0, 2))
-    capture = CaptureConfig(model_aliases=["gpt-4o"])
-    config = AgentConfig(max_turns=50, max_response_tokens=max_response_tokens, max_new_tokens=400, capture=capture)
-    run = RunContext(queue, str(tmp_path / MODEL), TOKEN, lease_ttl_s=30.0)
-    recorded = GatewayJob(run, config, request_timeout_s=20.0)
+    await queue.create_run(limits, "config: 1")
+    rows = [Task(f"train/{i}", "train", [USER], "sums", "46", extra_info={"level": 3}) for i in range(tasks)]
+    await queue.submit(rows, cursor=DataCursor(0, tasks))
+    usual = {"max_turns": 50, "max_response_tokens": 20_000, "max_new_tokens": 400}
+    config = AgentConfig(**{**usual, **agent}, capture=CaptureConfig(model_aliases=["gpt-4o"]))
+    run = RunContext(queue, model, TOKEN, lease_ttl_s=30.0)
+    recorded = GatewayJob(run, config, request_timeout_s=60.0 if engine is None else 20.0)
     engines: list[TalkingEngine] = []
 
-    def new_engine(*given: Any) -> TalkingEngine:
-        engines.append(engine(*given, token_s=0.001))
+    def new_engine(*settings: Any) -> TalkingEngine:
+        assert engine is not None
+        engines.append(engine(*settings, token_s=0.001))
         return engines[-1]
 
-    job = ServerJob("s0", run, RolloutConfig(), tmp_path, mount=mount(recorded), drain_s=2.0)
-    running = Server(queue, asyncio.create_task(serve(job, new_engine)), engines)
-    async with asyncio.timeout(60):
+    job = ServerJob("s0", run, rollout or RolloutConfig(), tmp_path, mount=mount(recorded), drain_s=2.0)
+    serving = serve(job) if engine is None else serve(job, new_engine)
+    running = Server(queue, asyncio.create_task(serving), engines)
+    async with asyncio.timeout(120):
         while not (registered := await queue.servers()):
             await asyncio.sleep(0.01)
     running.url = registered[0].url
@@ -108,3 +115,16 @@ async def recording_server(
         await client.close()
     running.task.cancel()
     await asyncio.gather(running.task, return_exceptions=True)
+
+
+@pytest.fixture
+def talking_model(tmp_path: Path, tokenizer_for: Callable[[str], Any]) -> str:
+    """A folder with a tokenizer."""
+    tokenizer_for("qwen2_5").save_pretrained(tmp_path / MODEL)
+    return str(tmp_path / MODEL)
+
+
+@pytest.fixture
+async def server(tmp_path: Path, talking_model: str) -> AsyncIterator[Server]:
+    async with recording_server(tmp_path, talking_model) as running:
+        yield running

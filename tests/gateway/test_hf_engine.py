@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anthropic
-import httpx
 import openai
 import pytest
 from tests.gateway.conftest import CUSTOM_TOOLS, TOOLS, USER, whole
+from tests.gateway.recording_server import recording_server
 
-from penstock.agent_loops import AgentConfig
-from penstock.gateway import GatewayJob, mount
-from penstock.rollout_server import RolloutConfig, ServerJob, serve
-from penstock.testing import MemoryTransferQueue
-from penstock.transfer_queue import DataCursor, Limits, RunContext, Task
+from penstock.rollout_server import RolloutConfig
 
-pytestmark = [pytest.mark.torch]
-TOKEN = "a-token-of-this-run"
+pytestmark = pytest.mark.torch
 
 
 @pytest.fixture
@@ -41,40 +35,14 @@ def model(tmp_path: Path, tokenizer_for: Callable[[str], Any]) -> str:
     return str(folder)
 
 
-@pytest.fixture
-async def queue(model: str, tmp_path: Path) -> AsyncIterator[MemoryTransferQueue]:
-    """Of a run with one server that records."""
-    held = MemoryTransferQueue(registry_ttl_s=60.0)
-    await held.create_run(Limits(group_size=1, groups_per_step=1, max_staleness=8, lease_ttl_s=30.0), "config: 1")
-    await held.submit([Task("train/0", "train", [USER], "sums", "46")], cursor=DataCursor(0, 1))
-    config = AgentConfig(max_turns=50, max_response_tokens=1500, max_new_tokens=40)
-    run = RunContext(held, model, TOKEN, lease_ttl_s=30.0)
-    recorded = GatewayJob(run, config, request_timeout_s=60.0)
+async def test_what_a_real_model_said_is_what_is_recorded(tmp_path: Path, model: str) -> None:
     rollout = RolloutConfig(max_model_len=1800, kv_cache_tokens=8192, max_concurrent=8)
-    job = ServerJob("s0", run, rollout, tmp_path, mount=mount(recorded), drain_s=2.0)
-    serving = asyncio.create_task(serve(job))
-    async with asyncio.timeout(120):
-        while not await held.servers():
-            await asyncio.sleep(0.05)
-    yield held
-    serving.cancel()
-    await asyncio.gather(serving, return_exceptions=True)
-
-
-async def test_what_a_real_model_said_is_what_is_recorded(queue: MemoryTransferQueue, model: str) -> None:
-    url = (await queue.servers())[0].url
-    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as http:
-        episode = (await http.post(f"{url}/episodes", json={})).json()
-        async with openai.AsyncOpenAI(base_url=episode["base_url"], api_key=episode["api_key"]) as client:
-            await converse(client)
-        async with anthropic.AsyncAnthropic(
-            base_url=episode["anthropic_base_url"], api_key=episode["api_key"]
-        ) as claude:
-            await converse_in_blocks(claude)
-        path = f"{url}/episodes/{episode['handle']}"
-        await http.post(f"{path}/reward", json={"reward": 1.0})
-        assert (await http.post(f"{path}/finish", json={})).status_code == 200
-    (trajectory,) = await queue.read([episode["episode_id"]])
+    limits = {"max_response_tokens": 1500, "max_new_tokens": 40}
+    async with recording_server(tmp_path, model, None, rollout=rollout, **limits) as server:
+        episode = await server.open()
+        await converse(server.client(episode))
+        await converse_in_blocks(server.anthropic(episode))
+        trajectory = await server.finish(episode)
     assert [segment.num_turns for segment in trajectory.segments] == [3, 1, 1, 3]
     for segment in trajectory.segments:
         check_logprobs(segment, model)

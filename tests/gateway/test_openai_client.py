@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from tests.gateway.conftest import TOOLS, USER, sampled, whole
-from tests.gateway.recording_server import CALL, MODEL, RUN, Server, recording_server
+from tests.gateway.recording_server import CALL, MODEL, RUN, Server, server, talking_model
 from tests.gateway.talking_engine import tool_result
 
-
-@pytest.fixture
-async def server(tmp_path: Path, tokenizer_for: Callable[[str], Any]) -> AsyncIterator[Server]:
-    async with recording_server(tmp_path, tokenizer_for) as running:
-        yield running
+__all__ = ["server", "talking_model"]
 
 
 def results_of(message: Any) -> list[dict[str, Any]]:

@@ -133,10 +133,13 @@ class Broadcaster:
 
         A group has one wire: that of most servers. The others take the version's file.
         """
-        (waiting, others), self._parked = _of_one_wire(self._waiting()), []
-        for parked in others:
-            parked.offer.set_result(None)
-        wire = waiting[0].wire if waiting else GLOO
+        candidates, self._parked = self._waiting(), []
+        wires = Counter(parked.wire for parked in candidates)
+        wire = max(wires, key=wires.__getitem__, default=GLOO)
+        waiting = [parked for parked in candidates if parked.wire == wire]
+        for parked in candidates:
+            if parked.wire != wire:
+                parked.offer.set_result(None)
         name = f"{self._life}-{next(self._numbers)}"
         size = 1 + sum(parked.count for parked in waiting)
         deadline_s = SEND_S + sum(tensor.nbytes for tensor in tensors) / SEND_BYTES_PER_S
@@ -155,7 +158,7 @@ class Broadcaster:
         return Sending(name, self._host, servers, member, deadline_s, listener, self._closed)
 
     def close(self) -> None:
-        """Who waits is sent away; a broadcast under way ends with its bucket."""
+        """Rejects waiting servers and stops after the current bucket."""
         self._closed.set()
         for parked in self._parked:
             if not parked.offer.done():
@@ -173,13 +176,6 @@ class Broadcaster:
                 self._host, error.strerror,
             )  # fmt: skip
             return None
-
-
-def _of_one_wire(waiting: list[_Parked]) -> tuple[list[_Parked], list[_Parked]]:
-    """Those of the most common wire, and the others."""
-    wires = Counter(parked.wire for parked in waiting)
-    chosen = max(wires, key=wires.__getitem__, default="")
-    return [one for one in waiting if one.wire == chosen], [one for one in waiting if one.wire != chosen]
 
 
 def listen(host: str, backlog: int) -> socket.socket:

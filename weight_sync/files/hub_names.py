@@ -75,6 +75,7 @@ class HubNames:
             WeightRenaming,
             dot_natural_key,
             rename_source_key,
+            revert_weight_conversion,
         )
 
         state = model.state_dict()
@@ -84,7 +85,9 @@ class HubNames:
         by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
         found: dict[str, list[tuple[str, str | None]]] = {}
         unexpected = set()
-        for name in sorted(_saved_names(model) if stored is None else stored, key=dot_natural_key):
+        if stored is None:
+            stored = revert_weight_conversion(model, {name: one.detach().to("meta") for name, one in state.items()})
+        for name in sorted(stored, key=dot_natural_key):
             ours, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
             if ours not in state and name in state:
                 ours, pattern = name, None
@@ -195,13 +198,6 @@ class HubNames:
         for stored, pattern in zip(parts.names, parts.patterns, strict=True):
             columns.setdefault(pattern, []).append(stored)
         return list(zip(*columns.values(), strict=True))
-
-
-def _saved_names(model: PreTrainedModel) -> set[str]:
-    from transformers.core_model_loading import revert_weight_conversion
-
-    shapes = {name: tensor.detach().to("meta") for name, tensor in model.state_dict().items()}
-    return set(revert_weight_conversion(model, shapes))
 
 
 def _parts(pairs: list[tuple[str, str | None]]) -> StoredParts:

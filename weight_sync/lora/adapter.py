@@ -110,7 +110,12 @@ def changes_of(config: AdapterConfig, tensors: Mapping[str, torch.Tensor]) -> di
         found = NAME.fullmatch(name)
         if not found:
             raise BadAdapter(f"tensor {name!r} is neither lora_A nor lora_B of a linear layer, in peft's names")
-        _check_tensor(name, found, tensor, config.rank(found["module"]))
+        if tensor.dim() != 2 or not tensor.is_floating_point():
+            form = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+            raise BadAdapter(f"tensor {name!r} is {form}, not a matrix of floats")
+        has, rank = tensor.shape[0 if found["side"] == "A" else 1], config.rank(found["module"])
+        if has != rank:
+            raise BadAdapter(f"tensor {name!r} has rank {has}, the adapter's settings say {rank}")
         sides.setdefault(found["module"], {})[found["side"]] = tensor
     if not sides:
         raise BadAdapter("the adapter has no tensors")
@@ -136,24 +141,11 @@ def check_base(changes: Mapping[str, LowRank], base: Mapping[str, TensorEntry]) 
             )
         if entry.dtype not in ("float32", "bfloat16", "float16"):
             raise BadAdapter(f"tensor {name!r} of the model is {entry.dtype}: adapters are merged into floats only")
-        if twin := _twin(name, base):
-            raise BadAdapter(f"the adapter changes tensor {name!r}, which is tied to {twin!r}")
-
-
-def _twin(name: str, base: Mapping[str, TensorEntry]) -> str | None:
-    """A head and an embedding of the same bytes are one parameter in the engine: one of them cannot change alone."""
-    if name != "lm_head.weight":
-        return None
-    same = (other for other in base if other.endswith("embed_tokens.weight"))
-    return next((other for other in same if base[other].xxh3 == base[name].xxh3), None)
-
-
-def _check_tensor(name: str, found: re.Match[str], tensor: torch.Tensor, rank: int) -> None:
-    if tensor.dim() != 2 or not tensor.is_floating_point():
-        raise BadAdapter(f"tensor {name!r} is {dtype_name(tensor.dtype)} {list(tensor.shape)}, not a matrix of floats")
-    has = tensor.shape[0 if found["side"] == "A" else 1]
-    if has != rank:
-        raise BadAdapter(f"tensor {name!r} has rank {has}, the adapter's settings say {rank}")
+        if name == "lm_head.weight":
+            # A head and an embedding of the same bytes are one parameter in the engine: one cannot change alone.
+            for other, embedding in base.items():
+                if other.endswith("embed_tokens.weight") and embedding.xxh3 == entry.xxh3:
+                    raise BadAdapter(f"the adapter changes tensor {name!r}, which is tied to {other!r}")
 
 
 def _refuse_others(config: Mapping[str, Any]) -> None:

@@ -6,17 +6,18 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.gateway.conftest import sampled, whole
-from tests.gateway.recording_server import MODEL, Server, recording_server
+from tests.gateway.recording_server import MODEL, Server, recording_server, talking_model
 from tests.gateway.talking_engine import TalkingEngine
 
 from penstock.rollout_server import EngineInfo, GenerateRequest
 
+__all__ = ["talking_model"]
 pytestmark = [pytest.mark.agents, pytest.mark.deep]
 INSTALLED = Path(__file__).parents[3] / ".agents/claude/node_modules/.bin/claude"
 CLAUDE = os.environ.get("PENSTOCK_CLAUDE") or (str(INSTALLED) if INSTALLED.exists() else shutil.which("claude"))
@@ -45,8 +46,8 @@ class ScriptedEngine(TalkingEngine):
 
 
 @pytest.fixture
-async def server(tmp_path: Path, tokenizer_for: Callable[[str], Any]) -> AsyncIterator[Server]:
-    async with recording_server(tmp_path, tokenizer_for, ScriptedEngine, max_response_tokens=CONTEXT) as running:
+async def server(tmp_path: Path, talking_model: str) -> AsyncIterator[Server]:
+    async with recording_server(tmp_path, talking_model, ScriptedEngine, max_response_tokens=CONTEXT) as running:
         yield running
 
 

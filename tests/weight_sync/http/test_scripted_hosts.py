@@ -19,6 +19,7 @@ from tests.weight_sync.http.http_parts import (
     RecordedPauses,
     Reply,
     ScriptedHosts,
+    begin_of,
     names,
     one_mib,
     promising,
@@ -85,6 +86,40 @@ async def test_fetch_of_wrong_bytes_is_refused_after_a_peer_was_asked(
     with pytest.raises(WeightsRefused, match="weights-00000001"):
         await asyncio.to_thread(downloader.localise, manifest)
     assert downloader.bytes_received == {"trainer": manifest.bytes, "peers": 0}
+
+
+async def test_fetch_of_wrong_bytes_is_refused_after_their_file_has_gone(
+    hosts: ScriptedHosts, downloader: Downloader
+) -> None:
+    """As after a `close` at that moment, which deletes what is there."""
+
+    def remove_and_lie(request: web.Request, file: Path) -> web.StreamResponse:
+        for part in downloader.directory.iterdir():
+            part.unlink()
+        return wrong(request, file)
+
+    with pytest.raises(WeightsRefused, match=r"version 1: .*weights-00000001"):
+        await asyncio.to_thread(downloader.localise, hosts.publish(1, remove_and_lie))
+
+
+async def test_trickle_is_given_up_and_what_came_counts(hosts: ScriptedHosts, tmp_path: Path) -> None:
+    """Each byte comes before the connection is silent for too long; at that pace the file would take days."""
+
+    async def trickle(request: web.Request, file: Path) -> web.StreamResponse:
+        answer = web.StreamResponse(status=206, headers=promising(request, file))
+        await answer.prepare(request)
+        for byte in file.read_bytes()[begin_of(request) :]:
+            await answer.write(bytes([byte]))
+            await asyncio.sleep(0.02)
+        return answer
+
+    manifest = hosts.publish(1, trickle, whole)
+    with pytest.raises(WeightsUnreachable, match=r"not done in time: less than \d+ bytes came in 2 s"):
+        await asyncio.to_thread(Downloader(tmp_path / "s0", TOKEN, stall_s=2).localise, manifest)
+    hosts.scripts[TRAINER] = [whole]
+    second = Downloader(tmp_path / "s0", TOKEN, stall_s=20)
+    read_verified(await asyncio.to_thread(second.localise, manifest))
+    assert 0 < second.bytes_received["trainer"] < manifest.bytes, "verified with the bytes of the first attempt"
 
 
 async def test_fetch_takes_no_more_than_was_announced(hosts: ScriptedHosts, downloader: Downloader) -> None:
