@@ -54,8 +54,8 @@ class Fetcher:
     async def __call__(self, manifest: Manifest, /) -> Manifest:
         """Bounded by the downloader's own deadline. Raises `WeightsUnreachable`, `WeightsRefused`."""
         if manifest.transport not in SERVED:
-            # A run that was killed leaves its weights announced, without files. Its trainer writes them again when it has
-            # started, which may be long after a server has, under an equal announcement: refused, they would not be
+            # A run that was killed leaves its weights announced, without files. Its trainer writes them again when it
+            # has started, perhaps long after a server has, under an equal announcement: refused, they would not be
             # tried again.
             own = Path(manifest.files[-1].place)
             if not await asyncio.to_thread(own.exists):

@@ -171,22 +171,6 @@ async def test_the_deadline_keeps_what_was_answered(run, calling_policy):
     assert trajectory.num_turns == 1
 
 
-async def test_turns_that_run_out_answer_with_length_and_truncate(run, calling_policy):
-    reasons = []
-
-    async def agent(client, task):
-        for i in range(3):
-            answer = await ask(client, [{"role": "user", "content": f"part {i}"}])
-            reasons.append(answer.choices[0].finish_reason)
-        return 1.0
-
-    config = AgentConfig(max_turns=2, max_response_tokens=1000)
-    outcome, trajectory, _ = await run(agent, FakeClient(calling_policy(turns=0)), config=config)
-    assert reasons == ["stop", "stop", "length"]
-    assert outcome == Outcome(OutcomeKind.TRUNCATED, "turns")
-    assert trajectory.num_turns == 2
-
-
 @pytest.mark.parametrize("returned", ["1.0", float("nan"), object()])
 async def test_what_is_no_reward_is_refused(run, calling_policy, returned):
     async def agent(client, task):

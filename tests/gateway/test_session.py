@@ -47,6 +47,35 @@ async def test_a_turn_is_spliced_onto_the_exact_ids_of_the_one_before(make_bench
     assert sampled(segment) == [*first.token_ids, *second.token_ids]
 
 
+THINKING = "<think>\nAdd them.\n</think>\n\n46"
+SYSTEM = {"role": "system", "content": "Search."}
+BEGIN, GO_ON = ([USER], {}), ([USER, 0, MORE], {})
+CONVERSATIONS: dict[str, tuple[str, list[tuple[list[Any], dict[str, Any]]], list[int]]] = {
+    "other tools": ("46", [BEGIN, ([USER, 0, MORE], {"tools": TOOLS})], [1, 1]),
+    "a sub-agent": ("46", [BEGIN, ([SYSTEM, USER], {}), GO_ON, ([SYSTEM, USER, 1, MORE], {})], [2, 2]),
+    "a branch": ("46", [BEGIN, GO_ON, ([USER, 0, {"role": "user", "content": "2+2?"}], {})], [2, 1]),
+    "thinking that is sent back": (THINKING, [BEGIN, GO_ON], [2]),
+    "thinking that is dropped": (THINKING, [BEGIN, ([USER, {"role": "assistant", "content": "46"}, MORE], {})], [1, 1]),
+}
+"""Name → the first answer, requests with their fields, turns of each segment. A number is that answer, sent back."""
+
+
+@pytest.mark.parametrize(("first", "requests", "turns"), CONVERSATIONS.values(), ids=CONVERSATIONS)
+async def test_conversation_has_a_segment_per_history(make_bench, first, requests, turns):
+    """Each begins with its context as prompt, and nothing is sampled twice."""
+    bench = await make_bench(first, "Two.", "Three.", "Four.", template="qwen3")
+    episode, answers = await bench.open(), []
+    for messages, fields in requests:
+        sent = [back(answers[one]) if isinstance(one, int) else one for one in messages]
+        answers.append(await say(episode, sent, **fields))
+    trajectory = await bench.trajectory(episode)
+    assert [segment.num_turns for segment in trajectory.segments] == turns
+    assert trajectory.metrics["mismatch/rewritten"] == 0
+    fed = [request.token_ids for request in bench.client.requests]
+    assert all(segment.prompt_ids.tolist() in fed for segment in trajectory.segments)
+    assert sum(len(sampled(segment)) for segment in trajectory.segments) == sum(len(one.token_ids) for one in answers)
+
+
 async def test_tools_come_back_in_order_and_calls_keep_their_ids(make_bench):
     bench = await make_bench("Let me see.\n" + call_text("1+2") + "\n" + call_text("3+4"), "3 and 7.")
     episode = await bench.open()
@@ -102,39 +131,6 @@ async def test_another_history_is_another_segment(make_bench, messages):
     segments = (await bench.trajectory(episode)).segments
     assert [sampled(segment) for segment in segments] == [list(first.token_ids), list(second.token_ids)]
     assert bench.parts.chat.decode(segments[1].prompt_ids) == bench.parts.chat.template.render(messages, prompt=True)
-
-
-async def test_other_tools_are_another_segment(make_bench):
-    bench = await make_bench("It is 46.", "It is 2.")
-    episode = await bench.open()
-    first = await say(episode)
-    await say(episode, [USER, back(first), MORE], tools=TOOLS)
-    assert len(episode.history.segments) == 2
-
-
-async def test_a_sub_agent_leaves_the_main_conversation_where_it_was(make_bench):
-    bench = await make_bench("Main 1", "Sub 1", "Main 2", "Sub 2")
-    episode = await bench.open()
-    system = {"role": "system", "content": "Search."}
-    main = await say(episode)
-    sub = await say(episode, [system, USER])
-    await say(episode, [USER, back(main), MORE])
-    await say(episode, [system, USER, back(sub), MORE])
-    segments = (await bench.trajectory(episode)).segments
-    assert [segment.num_turns for segment in segments] == [2, 2]
-
-
-async def test_a_branch_begins_with_its_context_as_prompt_and_samples_nothing_twice(make_bench):
-    bench = await make_bench("One.", "Two.", "Other two.")
-    episode = await bench.open()
-    first = await say(episode)
-    second = await say(episode, [USER, back(first), MORE])
-    other = await say(episode, [USER, back(first), {"role": "user", "content": "And 2+2?"}])
-    trunk, branch = (await bench.trajectory(episode)).segments
-    assert sampled(trunk) == [*first.token_ids, *second.token_ids]
-    assert sampled(branch) == list(other.token_ids)
-    assert branch.prompt_ids.tolist() == bench.client.requests[-1].token_ids
-    assert branch.prompt_ids.tolist()[: len(trunk.prompt_ids)] == trunk.prompt_ids.tolist()
 
 
 async def test_n_choices_are_branches_and_the_next_turn_says_which_goes_on(make_bench):
@@ -402,7 +398,6 @@ async def test_a_lost_lease_ends_its_calls(make_bench):
 
 
 AGAIN = {"role": "user", "content": "Sure?"}
-THINKING = "<think>\nAdd them.\n</think>\n\n46"
 
 
 async def test_stripped_thinking_makes_a_segment_per_user_turn_and_is_reported(make_bench: MakeBench) -> None:
@@ -420,17 +415,6 @@ async def test_stripped_thinking_makes_a_segment_per_user_turn_and_is_reported(m
     assert texts[1].count("Sure?") == 2
     assert trajectory.metrics["mismatch/rewritten"] == 1
     assert trajectory.metrics["merged_turns"] == 0.5
-
-
-async def test_kept_thinking_is_one_segment(make_bench: MakeBench) -> None:
-    bench = await make_bench(THINKING, "Sure.", template="qwen3")
-    episode = await bench.open()
-    first = back(await say(episode))
-    await say(episode, [USER, first, AGAIN])
-    trajectory = await bench.trajectory(episode)
-    assert len(trajectory.segments) == 1
-    assert trajectory.metrics["mismatch/rewritten"] == 0
-    assert trajectory.metrics["merged_turns"] == 1.0
 
 
 class StubTeachers:
@@ -548,16 +532,6 @@ async def test_prompt_that_opens_the_thinking_makes_the_answer_begin_with_it(mak
         messages += [said, USER]
     (segment,) = (await bench.trajectory(episode)).segments
     assert segment.num_turns == 2
-
-
-async def test_thinking_that_the_client_dropped_is_another_conversation(make_bench: MakeBench) -> None:
-    bench = await make_bench("<think>\nhm\n</think>\n\nyes", "no")
-    episode = await bench.open()
-    call = await episode.answer(asked([USER], api="messages"))
-    said = blocks_back(call.head, (await call.whole())[0])
-    said["content"] = [block for block in said["content"] if block["type"] == "text"]
-    await say(episode, [USER, said, USER], api="messages")
-    assert [segment.num_turns for segment in (await bench.trajectory(episode)).segments] == [1, 1]
 
 
 async def test_counting_leaves_no_trace(make_bench: MakeBench) -> None:
