@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import io
 import shutil
 import weakref
 from collections.abc import Iterator
@@ -101,23 +101,26 @@ def test_publisher_fills_the_room_but_for_16_mib(tmp_path: Path, monkeypatch: py
 
 
 def test_publisher_frees_each_tensor_once_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    freed: list[Any] = []
+    """Model and file together never take the memory of two."""
+    storages: list[Any] = []
+    freed: list[list[bool]] = []
 
-    def given() -> Iterator[tuple[str, Any]]:
-        for name in "ab":
+    def tensors() -> Iterator[tuple[str, Any]]:
+        for name in "abc":
             tensor = torch.rand(9)
-            freed.append(weakref.ref(tensor.untyped_storage()))
+            storages.append(weakref.ref(tensor.untyped_storage()))
             yield name, tensor
+            del tensor
 
-    rename, seen = os.replace, list[bool]()
+    class Watched(io.BytesIO):
+        def write(self, piece: Any) -> int:
+            freed.append([one() is None for one in storages])
+            return super().write(piece)
 
-    def watched(source: Path, target: Path) -> None:
-        seen.extend(one() is None for one in freed)
-        rename(source, target)
-
-    monkeypatch.setattr(os, "replace", watched)
-    WeightPublisher(tmp_path, "shm").write(1, given())
-    assert seen == [True, True]
+    monkeypatch.setattr("penstock.weight_sync.files.file_format.new_file", lambda *_, **__: nullcontext(Watched()))
+    WeightPublisher(tmp_path, "shm").write(1, tensors())
+    freed.append([one() is None for one in storages])
+    assert freed == [[False] * 3, *([number < written for number in range(3)] for written in range(4))]
 
 
 def test_publisher_calls_no_other_failure_a_lack_of_room(tmp_path: Path) -> None:
