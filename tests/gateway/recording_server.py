@@ -50,7 +50,7 @@ class Server:
 
     def client(self, episode: dict[str, Any], **fields: Any) -> openai.AsyncOpenAI:
         client = openai.AsyncOpenAI(
-            base_url=episode["base_url"], api_key=episode["api_key"], timeout=20, **{"max_retries": 0, **fields}
+            base_url=episode["base_url"], api_key=episode["api_key"], **{"max_retries": 0, "timeout": 20, **fields}
         )
         self.clients.append(client)
         return client

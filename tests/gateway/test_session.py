@@ -50,18 +50,24 @@ async def test_a_turn_is_spliced_onto_the_exact_ids_of_the_one_before(make_bench
 THINKING = "<think>\nAdd them.\n</think>\n\n46"
 SYSTEM = {"role": "system", "content": "Search."}
 BEGIN, GO_ON = ([USER], {}), ([USER, 0, MORE], {})
-CONVERSATIONS: dict[str, tuple[str, list[tuple[list[Any], dict[str, Any]]], list[int]]] = {
-    "other tools": ("46", [BEGIN, ([USER, 0, MORE], {"tools": TOOLS})], [1, 1]),
-    "a sub-agent": ("46", [BEGIN, ([SYSTEM, USER], {}), GO_ON, ([SYSTEM, USER, 1, MORE], {})], [2, 2]),
-    "a branch": ("46", [BEGIN, GO_ON, ([USER, 0, {"role": "user", "content": "2+2?"}], {})], [2, 1]),
-    "thinking that is sent back": (THINKING, [BEGIN, GO_ON], [2]),
-    "thinking that is dropped": (THINKING, [BEGIN, ([USER, {"role": "assistant", "content": "46"}, MORE], {})], [1, 1]),
+CONVERSATIONS: dict[str, tuple[str, list[tuple[list[Any], dict[str, Any]]], list[int], int]] = {
+    "other tools": ("46", [BEGIN, ([USER, 0, MORE], {"tools": TOOLS})], [1, 1], 0),
+    "a sub-agent": ("46", [BEGIN, ([SYSTEM, USER], {}), GO_ON, ([SYSTEM, USER, 1, MORE], {})], [2, 2], 0),
+    "a branch": ("46", [BEGIN, GO_ON, ([USER, 0, {"role": "user", "content": "2+2?"}], {})], [2, 1], 1),
+    "thinking that is sent back": (THINKING, [BEGIN, GO_ON], [2], 0),
+    "thinking that is dropped": (
+        THINKING,
+        [BEGIN, ([USER, {"role": "assistant", "content": "46"}, MORE], {})],
+        [1, 1],
+        1,
+    ),
 }
-"""Name → the first answer, requests with their fields, turns of each segment. A number is that answer, sent back."""
+"""Name → the first answer, requests with their fields, turns of each segment, histories that are counted as rewritten.
+A number among the messages is that answer, sent back."""
 
 
-@pytest.mark.parametrize(("first", "requests", "turns"), CONVERSATIONS.values(), ids=CONVERSATIONS)
-async def test_conversation_has_a_segment_per_history(make_bench, first, requests, turns):
+@pytest.mark.parametrize(("first", "requests", "turns", "rewritten"), CONVERSATIONS.values(), ids=CONVERSATIONS)
+async def test_conversation_has_a_segment_per_history(make_bench, first, requests, turns, rewritten):
     """Each begins with its context as prompt, and nothing is sampled twice."""
     bench = await make_bench(first, "Two.", "Three.", "Four.", template="qwen3")
     episode, answers = await bench.open(), []
@@ -70,7 +76,7 @@ async def test_conversation_has_a_segment_per_history(make_bench, first, request
         answers.append(await say(episode, sent, **fields))
     trajectory = await bench.trajectory(episode)
     assert [segment.num_turns for segment in trajectory.segments] == turns
-    assert trajectory.metrics["mismatch/rewritten"] == 0
+    assert trajectory.metrics["mismatch/rewritten"] == rewritten
     fed = [request.token_ids for request in bench.client.requests]
     assert all(segment.prompt_ids.tolist() in fed for segment in trajectory.segments)
     assert sum(len(sampled(segment)) for segment in trajectory.segments) == sum(len(one.token_ids) for one in answers)
