@@ -48,7 +48,7 @@ async def test_a_turn_is_spliced_onto_the_exact_ids_of_the_one_before(make_bench
 
 
 THINKING = "<think>\nAdd them.\n</think>\n\n46"
-SYSTEM = {"role": "system", "content": "Search."}
+SYSTEM, ANSWER = {"role": "system", "content": "Search."}, {"role": "assistant", "content": "46"}
 BEGIN, GO_ON = ([USER], {}), ([USER, 0, MORE], {})
 CONVERSATIONS: dict[str, tuple[str, list[tuple[list[Any], dict[str, Any]]], list[int], int]] = {
     "other tools": ("46", [BEGIN, ([USER, 0, MORE], {"tools": TOOLS})], [1, 1], 0),
