@@ -95,7 +95,12 @@ class AnswerReader:
             self._add(self._stream.flush())
         finish: Finish = "stop" if self.stopped else reason
         text = "".join([*self._shown, self._held])
-        content, calls = self._divide(text, finish)
+        content, calls = text, tuple[ToolCall, ...]()
+        if self._request.reads_calls and finish != "length":
+            content, calls = self._of.syntax.divide(text, self._request.tools)
+            numbered = enumerate(calls[:1] if self._one_call else calls)
+            answer, index = self._head.answer_id, self._index
+            calls = tuple(replace(call, call_id=call_id(answer, index, i)) for i, call in numbered)
         return Choice(
             index=self._index,
             token_ids=tuple(self.token_ids),
@@ -141,14 +146,6 @@ class AnswerReader:
         piece, self._held = self._held[:end], self._held[end:]
         self._shown.append(piece)
         return piece
-
-    def _divide(self, text: str, finish: Finish) -> tuple[str, tuple[ToolCall, ...]]:
-        if not self._request.reads_calls or finish == "length":
-            return text, ()
-        content, calls = self._of.syntax.divide(text, self._request.tools)
-        kept = calls[:1] if self._one_call else calls
-        answer_id, index = self._head.answer_id, self._index
-        return content, tuple(replace(call, call_id=call_id(answer_id, index, i)) for i, call in enumerate(kept))
 
 
 def read_answer(
@@ -250,7 +247,9 @@ class TextStream:
         if len(ids) > 1 and text.endswith(UNSETTLED):
             return "".join([self.feed([one]) for one in ids])
         self._window.extend(ids)
-        end = self._settled(text)
+        # Text that no later id changes; of many broken characters only the last one can change.
+        many = len(self._window) > 2 * WINDOW_IDS
+        end = len(text) - text.endswith(UNSETTLED) if many else len(text.rstrip(UNSETTLED))
         piece, self._shown = text[self._shown : end], max(self._shown, end)
         if len(self._window) > WINDOW_IDS:
             self._shrink(text)
@@ -261,12 +260,6 @@ class TextStream:
         text = self._decode(self._window) if self._window else ""
         piece, self._shown = text[self._shown :], len(text)
         return piece
-
-    def _settled(self, text: str) -> int:
-        """Length of the window's text that no later id changes; of many broken characters only the last one can."""
-        if len(self._window) > 2 * WINDOW_IDS:
-            return len(text) - text.endswith(UNSETTLED)
-        return len(text.rstrip(UNSETTLED))
 
     def _shrink(self, text: str) -> None:
         """Forgets old ids. A cut inside a character would change the text after it."""
