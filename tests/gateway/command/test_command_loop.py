@@ -97,7 +97,7 @@ print(json.dumps([sys.argv[1:], sys.stdin.read(), os.environ["WHERE"], "ANTHROPI
     argv, stdin, where, has_key, plan, given, at_home = json.loads(ended.program["stdout"])
     assert argv == ["What is 12+34?", "a'b; exit 3", "set", '{"a": 1}']
     assert stdin == "What is 12+34?!"
-    assert where.endswith(" of train/00000000#0")
+    assert where.endswith(" of train/00000000")
     assert (has_key, plan, given, at_home) == (False, "for policy", "of the row", True)
 
 
