@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.living import alive
 from tests.rollout_server.precision import HEAD_DIM, plain_greedy, plain_logprobs, rounded
 from tests.tiny_model import save_tiny_model
 from tests.virtual_clock import VirtualClock
@@ -141,14 +142,6 @@ def small_config(**changes: Any) -> RolloutConfig:
 
 def ask(token_ids: list[int], max_new_tokens: int = 16, **sampling: Any) -> GenerateRequest:
     return GenerateRequest(token_ids=token_ids, sampling=Sampling(max_new_tokens=max_new_tokens, **sampling))
-
-
-async def all_sampling(url: str, count: int) -> None:
-    """Until a server samples so many answers. Asks it: heartbeats are a second apart, an answer may take no longer."""
-    async with httpx.AsyncClient(base_url=url, headers=HEADERS, timeout=60) as http, asyncio.timeout(60):
-        while (await http.get("/health")).json()["in_flight"] < count:
-            await asyncio.sleep(0.01)
-    await asyncio.sleep(0.1)
 
 
 async def begun(client: RolloutClient, requests: Sequence[GenerateRequest]) -> list[asyncio.Task[Generation]]:
@@ -379,18 +372,10 @@ def fake_answer(context: list[int], count: int, version: int = 0) -> list[int]:
     return ids[len(context) :]
 
 
-def running(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the second where it ends between opening and reading
-        return False
-
-
 def members(group: int) -> list[int]:
     """Living processes of a process group."""
     numbers = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [pid for pid in numbers if running(pid) and _group_of(pid) == group]
+    return [pid for pid in numbers if alive(pid) and _group_of(pid) == group]
 
 
 def _group_of(pid: int) -> int | None:

@@ -19,7 +19,6 @@ from tests.rollout_server.conftest import (
     Reference,
     RunningServer,
     RunQueue,
-    all_sampling,
     rollout_server,
     small_config,
 )
@@ -137,7 +136,8 @@ async def test_requests_in_flight_go_on_over_an_adapter(setting: Setting, policy
         policy.train(2, seed=seed)
         manifest = setting.publish(policy)
         long = [asyncio.create_task(setting.ask(setting.long, temperature=1.0)) for _ in range(IN_FLIGHT)]
-        await all_sampling(setting.server.url, IN_FLIGHT)
+        await setting.server.status("/health", lambda found: found["in_flight"] >= IN_FLIGHT)
+        await asyncio.sleep(0.1)
         new = await setting.load(manifest)
         answers = await asyncio.gather(*long)
         versions = [[version for version, _, _ in answer.version_spans] for answer in answers]

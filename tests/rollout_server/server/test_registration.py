@@ -140,20 +140,14 @@ ORDERS = sorted({"".join(order) for order in permutations("aaabbb")})
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("order", ORDERS)
-async def test_of_two_builds_that_register_together_one_opens(order: str) -> None:
+async def test_of_two_that_register_together_both_open_only_if_they_are_of_one_build(order: str) -> None:
+    _, a, b = await join_together(order, "1", "1")
+    assert (a.open, b.open) == (True, True)
     queue, a, b = await join_together(order, "1", "2")
     assert a.open != b.open
     refused, stays = (b, "a") if a.open else (a, "b")
     assert f"{stays} at http://{stays} has fake" in refused.refusal
     assert [server.server_id for server in await queue.servers()] == [stays], "who gives way leaves the registry"
-
-
-@pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("order", ORDERS)
-async def test_two_of_one_build_both_open(order: str) -> None:
-    _, a, b = await join_together(order, "1", "1")
-    assert a.open
-    assert b.open
 
 
 @pytest.mark.usefixtures("impatient")

@@ -55,11 +55,6 @@ def test_flags_are_read_from_a_help() -> None:
     }
 
 
-async def test_known_flags_pass_in_every_spelling(tmp_path: Path) -> None:
-    known = {"tensor-parallel-size": 2, "gpu_memory_utilization": 0.4, "compilation_config.mode": 3}
-    await check_flags(VLLM, server(tmp_path), known)
-
-
 async def test_a_misspelt_flag_names_its_setting_and_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(EngineError) as caught:
         await check_flags(VLLM, server(tmp_path), {"option-1": 1, "tensor_paralel_size": 2})
@@ -99,14 +94,15 @@ async def test_flags_that_others_could_have_written_are_not_read(tmp_path: Path,
     assert asked(tmp_path) == 2
 
 
-async def test_without_flags_of_the_user_nothing_is_asked(tmp_path: Path) -> None:
+async def test_known_flags_pass_in_every_spelling_and_a_server_without_a_help_refuses_none(
+    tmp_path: Path, cache: Path
+) -> None:
     await check_flags(VLLM, server(tmp_path), {})
-    assert not asked(tmp_path)
-
-
-async def test_a_server_without_a_help_refuses_nothing_and_nothing_is_kept(tmp_path: Path, cache: Path) -> None:
+    assert not asked(tmp_path), "without flags of the user"
     await check_flags(VLLM, server(tmp_path, "ImportError: no torch"), {"option-1": 1})
     assert not cache.exists()
+    known = {"tensor-parallel-size": 2, "gpu_memory_utilization": 0.4, "compilation_config.mode": 3}
+    await check_flags(VLLM, server(tmp_path), known)
 
 
 @pytest.mark.parametrize(
