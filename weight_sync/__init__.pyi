@@ -36,6 +36,7 @@ from .files.hub_names import UnmappedTensors as UnmappedTensors
 from .files.mapped_version import MappedVersion as MappedVersion
 from .files.reader import WeightReader as WeightReader
 from .files.reader import read_verified as read_verified
+from .host_tensors import host_copy as host_copy
 from .http.client import Downloader as Downloader
 from .http.server import FileServer as FileServer
 from .lora.merger import Merger as Merger

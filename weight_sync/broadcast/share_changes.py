@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.weight_sync.files.delta import Gaps, Positions, words_of
+from penstock.weight_sync.host_tensors import host_copy
 
 MOVED_VALUES = 1 << 24
 """Brought to the host at once."""
@@ -43,15 +44,14 @@ class ShareChanges:
 
         `number`: of the tensor. `fresh` may be on any device, in any dtype.
         """
-        if self.base is None:
-            held.copy_(fresh)
-            return
-        marks = self.marks[self._begins[number] : self._begins[number + 1]].numpy()
-        for begin in range(0, len(held), MOVED_VALUES):
-            moved = fresh[begin : begin + MOVED_VALUES]
-            if not moved.is_cpu:
-                moved = moved.to("cpu", held.dtype)
-            _compare(marks[begin // 8 :], held[begin : begin + MOVED_VALUES], moved)
+        begin = self._begins[number]
+        for old, moved in zip(held.split(MOVED_VALUES), fresh.split(MOVED_VALUES), strict=True):
+            new = moved if moved.is_cpu else host_copy(moved, held.dtype)
+            if self.base is None:
+                old.copy_(new)
+            else:
+                _compare(self.marks.numpy()[begin : begin + mark_bytes(len(new))], old, new)
+            begin += mark_bytes(len(new))
 
     def summary(self) -> torch.Tensor:
         """[1 + tensors, `SUMMARY_WIDTH`] int64: the base version, or `NOT_COMPARED`; then the `Gaps` of each tensor."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from penstock.weight_sync.broadcast.source import Shard
+from penstock.weight_sync.host_tensors import host_copy
 
 PART_BYTES = 1 << 20
 """A tensor is cut into parts of at least so much. Smaller ones would cost rank 0 a question for few bytes."""
@@ -34,7 +35,7 @@ def spread_shards(
         dtype = published if tensor.is_floating_point() else tensor.dtype
         values = _cut(tensor.numel(), dtype.itemsize, kept, part_bytes)
         begin = sum(values[:rank])
-        own = tensor.detach().reshape(-1)[begin : begin + values[rank]].to("cpu", dtype, copy=True)
+        own = host_copy(tensor.reshape(-1).narrow(0, begin, values[rank]), dtype)
         rank_bytes = tuple(count * dtype.itemsize for count in values)
         kept = [before + nbytes for before, nbytes in zip(kept, rank_bytes, strict=True)]
         shard = Shard(name, tuple(tensor.shape), dtype, rank_bytes, own)

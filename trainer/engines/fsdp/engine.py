@@ -35,7 +35,7 @@ from penstock.trainer.engines.fsdp.shell import local_part
 from penstock.trainer.job import BadJob, no_replay
 from penstock.trainer.packing import Pack, RowLayout
 from penstock.trainer.ranks.distributed import Ranks
-from penstock.weight_sync import Shard
+from penstock.weight_sync import Shard, host_copy
 
 
 class FSDPEngine:
@@ -151,8 +151,7 @@ class FSDPEngine:
         for name, tensor, change in named_weights(self.policy.model, self.policy.adapter):
             full = merged(tensor, change if with_adapter else None)
             if self._ranks.is_rank0:
-                whole = full.detach().to("cpu", dtype if full.is_floating_point() else None, copy=True)
-                yield from self.policy.names.split(name, whole)
+                yield from self.policy.names.split(name, host_copy(full, dtype))
 
     def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor, change in named_weights(self.policy.model, self.policy.adapter):

@@ -32,6 +32,7 @@ from penstock.trainer.engines.megatron.state import State
 from penstock.trainer.job import no_replay
 from penstock.trainer.packing import Pack, RowLayout
 from penstock.trainer.ranks.distributed import Ranks
+from penstock.weight_sync import host_copy
 
 NO_CRITIC = "trainer.engine megatron has no critic"
 NO_LORA = "trainer.engine megatron has no LoRA"
@@ -122,7 +123,7 @@ class MegatronEngine:
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.gathered_weights():
             if self._ranks.is_rank0:
-                yield name, tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None, copy=True)
+                yield name, host_copy(tensor, dtype)
 
     def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._bridge.export(self._policy.models)

@@ -1,0 +1,73 @@
+"""Weights cross from a GPU to the host in the dtype that is published: fake CUDA tensors, every operation recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from penstock.weight_sync import host_copy, spread_shards
+from penstock.weight_sync.broadcast import share_changes
+
+pytestmark = pytest.mark.torch
+VALUES = 3 << 20
+
+
+class Crossings(TorchDispatchMode):
+    """Dtypes and values of what an operation brings from one device to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.crossed: list[tuple[Any, Any, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            source = args[1] if func is torch.ops.aten.copy_.default else args[0] if args else None
+            for tensor in tree_leaves(source):
+                if isinstance(tensor, torch.Tensor) and tensor.device != result.device:
+                    self.crossed.append((tensor.dtype, result.dtype, result.numel()))
+        return result
+
+
+def replace_share(weights: Any, *, base: int | None) -> None:
+    with unset_fake_temporarily():
+        changes = share_changes.ShareChanges(base, [VALUES])
+    changes.replace(0, torch.empty(VALUES, dtype=torch.bfloat16), weights)
+
+
+@pytest.mark.parametrize(
+    "publish",
+    [
+        lambda weights: host_copy(weights, torch.bfloat16),
+        lambda weights: list(spread_shards([("w", weights)], torch.bfloat16, 0, 1)),
+        lambda weights: replace_share(weights, base=None),
+        lambda weights: replace_share(weights, base=3),
+    ],
+    ids=["gathered", "spread", "first share", "next share"],
+)
+def test_float32_weights_on_a_gpu_reach_the_host_as_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, publish: Callable[[Any], Any]
+) -> None:
+    # Fake tensors have no values that could be compared.
+    monkeypatch.setattr(share_changes, "_compare", lambda marks, old, new: old.copy_(new))
+    with FakeTensorMode(allow_non_fake_inputs=True), Crossings() as crossings:
+        publish(torch.empty(VALUES, device="cuda", dtype=torch.float32))
+    assert {(source, target) for source, target, _ in crossings.crossed} == {(torch.bfloat16, torch.bfloat16)}
+    assert sum(values for _, _, values in crossings.crossed) == VALUES
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_copy_of_a_cpu_tensor_has_memory_of_its_own(dtype: Any) -> None:
+    tensor = torch.arange(4).to(dtype)
+    copied = host_copy(tensor, torch.bfloat16)
+    tensor += 1
+    assert copied.tolist() == [0, 1, 2, 3]
+    assert copied.dtype == (torch.int64 if dtype == torch.int64 else torch.bfloat16)
