@@ -9,7 +9,7 @@ from .calculator import LARGE as LARGE
 from .calculator import problems as problems
 from .calculator import random_expression as random_expression
 from .calculator import write_calculator as write_calculator
-from .generate import BadSpec as BadSpec
+from .generate import HARBOR as HARBOR
 from .generate import check_spec as check_spec
 from .generate import is_generated as is_generated
 from .generate import materialise as materialise
@@ -20,6 +20,7 @@ from .hub import NoDataset as NoDataset
 from .hub import dataset_file as dataset_file
 from .hub import field as field
 from .hub import parquet_rows as parquet_rows
+from .rows import BadSpec as BadSpec
 from .rows import Row as Row
 from .rows import arithmetic_row as arithmetic_row
 from .rows import question as question

@@ -8,25 +8,23 @@ harbor:tasks                                             the task folders of a f
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import parse_qsl
 
 from penstock.datasets import calculator, reasoning_gym
-from penstock.datasets.harbor.rows import HARBOR, BadFolder, harbor_rows, write_harbor
-from penstock.datasets.rows import write_parquet
+from penstock.datasets.rows import BadSpec, Row, write_parquet
+from penstock.sandbox.harbor import HarborTaskError, tasks_of
 
 PREFIX = "generate:"
+HARBOR = "harbor:"
 DEFAULTS = {"train": 4096, "eval": 128, "seed": 0}
 INSTRUCTION = "You act in an environment. Each message tells what you observe; each of your answers is one action."
 
 
-class BadSpec(ValueError):
-    """The source names no generator, split, task, folder or option that exists."""
-
-
 def is_generated(source: str) -> bool:
-    """Whether `source` names rows that are made, rather than a file."""
+    """True if `source` names rows that are made, rather than a file."""
     return source.startswith((PREFIX, reasoning_gym.PREFIX, HARBOR))
 
 
@@ -46,13 +44,10 @@ def materialise_all(sources: Sequence[str], directory: Path) -> list[str]:
 
 
 def _made(source: str, directory: Path, made: set[Path]) -> str:
-    try:
-        if source.startswith(reasoning_gym.PREFIX):
-            return str(reasoning_gym.write_tasks(source, directory))
-        if source.startswith(HARBOR):
-            return str(write_harbor(source, directory))
-    except (reasoning_gym.BadTasks, BadFolder) as error:
-        raise BadSpec(str(error)) from error
+    if source.startswith(reasoning_gym.PREFIX):
+        return str(reasoning_gym.write_tasks(source, directory))
+    if source.startswith(HARBOR):
+        return str(write_harbor(source, directory))
     name, options = _parsed(source)
     kind, _, split = name.partition("/")
     folder = directory / (f"{kind}-" + "{train}-{eval}-{seed}".format(**options))
@@ -80,6 +75,35 @@ def write_seeds(folder: Path, train: int, evaluation: int, seed: int) -> dict[st
     return counts
 
 
+def harbor_rows(source: str) -> list[Row]:
+    """A row per task of the folder, with the instruction alone as prompt: Harbor gives an agent no more.
+
+    Raises `BadSpec`, which names every task that cannot be used.
+    """
+    try:
+        tasks = tasks_of(Path(source.removeprefix(HARBOR)).expanduser())
+    except HarborTaskError as error:
+        raise BadSpec(f"{source}: {error}") from error
+    return [
+        {
+            "data_source": "harbor",
+            "prompt": [{"role": "user", "content": task.instruction}],
+            "ability": "agent",
+            "reward_model": {"style": "rule", "ground_truth": task.name},
+            "extra_info": {"index": index, "instance_id": task.name, "harbor_task": str(task.folder)},
+        }
+        for index, task in enumerate(tasks)
+    ]
+
+
+def write_harbor(source: str, directory: Path) -> Path:
+    """The Parquet file of `source`, made under `directory`. Raises `BadSpec`."""
+    folder = Path(source.removeprefix(HARBOR)).expanduser().absolute()
+    path = directory / f"harbor-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}.parquet"
+    write_parquet(harbor_rows(source), path)
+    return path
+
+
 GENERATORS: dict[str, Callable[[Path, int, int, int], dict[str, int]]] = {
     "calculator": calculator.write_calculator,
     "seeds": write_seeds,
@@ -87,16 +111,13 @@ GENERATORS: dict[str, Callable[[Path, int, int, int], dict[str, int]]] = {
 
 
 def check_spec(source: str) -> None:
-    """Raises `BadSpec` where `materialise` would, but for what only the package of a task knows."""
-    try:
-        if source.startswith(reasoning_gym.PREFIX):
-            reasoning_gym.check_tasks(source)
-        elif source.startswith(HARBOR):
-            harbor_rows(Path(source.removeprefix(HARBOR)).expanduser())
-        else:
-            _parsed(source)
-    except (reasoning_gym.BadTasks, BadFolder) as error:
-        raise BadSpec(str(error)) from error
+    """Raises `BadSpec` if `materialise` would, except for what only the package of a task knows."""
+    if source.startswith(reasoning_gym.PREFIX):
+        reasoning_gym.check_tasks(source)
+    elif source.startswith(HARBOR):
+        harbor_rows(source)
+    else:
+        _parsed(source)
 
 
 def _parsed(source: str) -> tuple[str, dict[str, int]]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from penstock.datasets.rows import Row, write_parquet
+from penstock.datasets.rows import BadSpec, Row, write_parquet
 
 PREFIX = "reasoning_gym:"
 DEADLINE_S = 600.0
@@ -38,10 +38,6 @@ for name in asked["tasks"]:
     made["tasks"].append([[entry["question"], str(entry["answer"])] for entry in found])
 json.dump(made, sys.stdout)
 """
-
-
-class BadTasks(ValueError):
-    """The text after `reasoning_gym:` names no task or option that exists; or the package is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +58,22 @@ class GymTasks:
 
 
 def check_tasks(source: str) -> GymTasks:
-    """Raises `BadTasks`. Whether the package has such tasks is found out when they are made."""
+    """Raises `BadSpec`. Whether the package has such tasks is found out when they are made."""
     names, _, query = source.removeprefix(PREFIX).partition("?")
     tasks = tuple(name.strip() for name in names.split(","))
     if not all(name.isidentifier() for name in tasks):
-        raise BadTasks(f"{source!r}: write {PREFIX}TASK or {PREFIX}TASK,TASK with names of reasoning-gym")
+        raise BadSpec(f"{source!r}: write {PREFIX}TASK or {PREFIX}TASK,TASK with names of reasoning-gym")
     given = {name: _value(text) for name, text in parse_qsl(query, keep_blank_values=True)}
     system, path = str(given.pop("system", "default")), str(given.pop("path", ""))
     config = {"size": 1000, "seed": 0, **given}
     for name in ("size", "seed"):
         if not isinstance(config[name], int) or isinstance(config[name], bool) or config[name] < (name == "size"):
-            raise BadTasks(f"{source!r}: {name} must be a whole number, found {config[name]!r}")
+            raise BadSpec(f"{source!r}: {name} must be a whole number, found {config[name]!r}")
     return GymTasks(tasks, config, system, path)
 
 
 def write_tasks(source: str, directory: Path) -> Path:
-    """The Parquet file of its rows below `directory`, tasks taking turns. Raises `BadTasks`."""
+    """The Parquet file of its rows below `directory`, tasks taking turns. Raises `BadSpec`."""
     asked = check_tasks(source)
     path = directory / asked.name()
     made = _made(source, asked)
@@ -106,12 +102,12 @@ def _made(source: str, asked: GymTasks) -> dict[str, Any]:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise BadTasks(f"{source!r}: {DEADLINE_S:.0f} s were not enough to make its problems; ask for fewer") from error
+        raise BadSpec(f"{source!r}: {DEADLINE_S:.0f} s were not enough to make its problems; ask for fewer") from error
     if done.returncode != 0:
         words = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
         missing = "No module named 'reasoning_gym'" in words[0]
         fix = ": pip install reasoning-gym, or give its folder as path=FOLDER" if missing else ""
-        raise BadTasks(f"{source!r}: {words[0]}{fix}")
+        raise BadSpec(f"{source!r}: {words[0]}{fix}")
     made: dict[str, Any] = json.loads(done.stdout)
     return made
 

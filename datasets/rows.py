@@ -11,6 +11,10 @@ from penstock.datasets.arithmetic import evaluate, in_range
 Row = dict[str, Any]
 
 
+class BadSpec(ValueError):
+    """The source names no generator, split, task, folder or option that exists."""
+
+
 def arithmetic_row(expression: str, data_source: str, split: str, index: int) -> Row:
     """One task: what is `expression`? The ground truth is its value in full precision, as text."""
     return {

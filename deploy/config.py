@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from penstock.agent_loops import AgentConfig
 from penstock.dashboard import DashboardConfig
-from penstock.datasets.harbor import HARBOR
+from penstock.datasets import HARBOR
 from penstock.deploy.removed_settings import removed
 from penstock.rollout_server import RolloutConfig
 from penstock.sandbox import SandboxConfig

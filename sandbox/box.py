@@ -43,6 +43,9 @@ class Box(ABC):
 
     def __init__(self) -> None:
         self._requests = 0
+        self._oom_kills = 0
+        """Processes of this box that ran out of memory so far, as its driver reports them."""
+        self._oom_kills_seen = 0
         self.port: int | None = None
         """Port of the box's loopback; set once a port was opened for served runs."""
 
@@ -60,9 +63,10 @@ class Box(ABC):
         """A limit for which the whole box was ended."""
         return None
 
-    @abstractmethod
     def new_oom_kills(self) -> int:
         """Processes of this box that ran out of memory since the last call; also after its end."""
+        new, self._oom_kills_seen = self._oom_kills - self._oom_kills_seen, self._oom_kills
+        return new
 
     @abstractmethod
     async def end(self) -> None:

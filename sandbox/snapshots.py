@@ -9,6 +9,7 @@ What ran in the box, the interpreter's names and the shell's variables are in no
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import tempfile
 from collections.abc import Sequence
@@ -92,29 +93,20 @@ async def copy_folders(session: Session, paths: Sequence[str], *, themselves: bo
     Raises `SandboxError`, also where a folder's tar is longer than a file may be (32 MiB).
     """
     copies: list[FolderCopy] = []
-    try:
+    with contextlib.ExitStack() as opened:
         for path in paths:
-            copies.append(_kept(path, await get_folder(session, path), themselves))
-    except OSError as error:
-        _close(copies)
-        raise SandboxError(f"the files of session {session.session_id} cannot be copied: {error}") from error
-    except BaseException:
-        _close(copies)
-        raise
+            try:
+                tar = await get_folder(session, path)
+            except OSError as error:
+                text = f"the files of session {session.session_id} cannot be copied: {error}"
+                raise SandboxError(text) from error
+            if not themselves and tar.startswith(b"./\0"):
+                tar = tar[512:]  # without the first header
+            file = opened.enter_context(tempfile.TemporaryFile())
+            file.write(tar)
+            copies.append(FolderCopy(path, file, len(tar)))
+        opened.pop_all()  # they are closed with their copy
     return tuple(copies)
-
-
-def _close(copies: list[FolderCopy]) -> None:
-    for copy in copies:
-        copy.files.close()
-
-
-def _kept(path: str, tar: bytes, itself: bool) -> FolderCopy:
-    if not itself and tar.startswith(b"./\0"):
-        tar = tar[512:]  # without the first header
-    file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with its copy
-    file.write(tar)
-    return FolderCopy(path, file, len(tar))
 
 
 async def fork_from(sandbox: Sandbox, copy: BoxCopy, label: str) -> Session:
@@ -124,10 +116,9 @@ async def fork_from(sandbox: Sandbox, copy: BoxCopy, label: str) -> Session:
         for folder in copy.folders:
             folder.files.seek(0)
             await put_folder(session, folder.path, folder.files.read())
-    except OSError as error:
+    except BaseException as error:
         await session.close()
-        raise SandboxError(f"the files of the snapshot do not fit into a box: {error}") from error
-    except BaseException:
-        await session.close()
+        if isinstance(error, OSError):
+            raise SandboxError(f"the files of the snapshot do not fit into a box: {error}") from error
         raise
     return session

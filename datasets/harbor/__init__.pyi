@@ -2,5 +2,3 @@ from .check import CheckedTask as CheckedTask
 from .check import Checker as Checker
 from .check import check_config as check_config
 from .check import select as select
-from .rows import HARBOR as HARBOR
-from .rows import task_row as task_row

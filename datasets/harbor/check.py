@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from penstock.common import append_jsonl, read_jsonl, rewrite_jsonl
 from penstock.sandbox import Sandbox, SandboxConfig, SandboxError
@@ -32,12 +32,8 @@ AgentName = Literal["oracle", "empty"]
 AGENTS: tuple[AgentName, ...] = ("oracle", "empty")
 FULL = 1.0
 Report = Callable[[str], None]
-
-
-class Builder(Protocol):
-    """Makes the image of a task, where it is not there yet. Raises `SandboxError`."""
-
-    async def __call__(self, task: HarborTask) -> None: ...
+Builder = Callable[[HarborTask], Awaitable[None]]
+"""Makes the image of a task if it is not there yet. Raises `SandboxError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +54,13 @@ class TaskTrial:
             return False
         return self.reward >= FULL if self.agent == "oracle" else self.reward < FULL
 
+    @property
+    def problem(self) -> str:
+        """Describes a probe that is not `right`, in a line."""
+        result = "no reward" if self.reward is None else f"reward {self.reward:g}"
+        required = "its own solution must earn 1" if self.agent == "oracle" else "doing nothing must earn less than 1"
+        return f"{self.agent}: {result}, {required}" + (f": {self.cause}" if self.cause else "")
+
 
 @dataclass(frozen=True, slots=True)
 class CheckedTask:
@@ -77,7 +80,7 @@ class CheckedTask:
         """In a line; empty where it is sound."""
         if self.cause:
             return self.cause
-        return "; ".join(_problem_of(self.probes[name]) for name in AGENTS if not self.probes[name].right)
+        return "; ".join(self.probes[name].problem for name in AGENTS if not self.probes[name].right)
 
 
 def check_config(backend: str, image: str, concurrency: int) -> SandboxConfig:
@@ -191,9 +194,3 @@ def select(folder: Path, names: Sequence[str]) -> list[Path]:
     if unknown:
         raise HarborTaskError(f"{folder} has no task {unknown[0]}; it has {', '.join(one.name for one in found)}")
     return [one for one in found if not names or one.name in names]
-
-
-def _problem_of(probe: TaskTrial) -> str:
-    what = "no reward" if probe.reward is None else f"reward {probe.reward:g}"
-    wanted = "its own solution must earn 1" if probe.agent == "oracle" else "doing nothing must earn less than 1"
-    return f"{probe.agent}: {what}, {wanted}" + (f": {probe.cause}" if probe.cause else "")

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from penstock.datasets.swe.r2e import r2e_task, scratch_store
+from penstock.datasets.swe.r2e import r2e_task
 from penstock.datasets.swe.rows import BadFile, BadRow, Fields, Raw, raw_rows, write_split
+from penstock.datasets.swe.store import TreeStore
 from penstock.datasets.swe.swe_bench import SWE_BENCH, SWE_GYM, Kind, swe_bench_task
 from penstock.sandbox.swe import SweTask, SweTaskError
 
@@ -70,7 +71,7 @@ def convert(kind: Format, source: Path, out: Path, places: Places, split: str = 
 def _reader(kind: Format, scratch: Path) -> Callable[[Raw], tuple[Fields, str]]:
     """(task, published image) of a row."""
     if kind == "r2e":
-        store = scratch_store(scratch)
+        store = TreeStore(scratch / "scratch.git")
 
         def r2e(row: Raw) -> tuple[Fields, str]:
             fields = r2e_task(row, store)

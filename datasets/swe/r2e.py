@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from penstock.datasets.swe.rows import BadRow, Fields, Raw, mapping, text, texts
@@ -90,8 +90,3 @@ def _fix(commit: Mapping[str, Any], scratch: TreeStore) -> str:
 
 def _diff(scratch: TreeStore, before: Mapping[str, bytes], after: Mapping[str, bytes]) -> str:
     return scratch.diff(scratch.commit("before", before), scratch.commit("after", after)).decode()
-
-
-def scratch_store(folder: Path) -> TreeStore:
-    """Where patches are made; throw the folder away afterwards."""
-    return TreeStore(folder / "scratch.git")

@@ -50,8 +50,6 @@ class ProcessBox(Box):
         self._process = process
         self._stderr = stderr
         self._cgroup = cgroup
-        self._oom_kills_seen = 0
-        self._oom_kills_at_end: int | None = None
 
     @classmethod
     async def start(cls, command: BoxCommand) -> ProcessBox:
@@ -94,12 +92,9 @@ class ProcessBox(Box):
         return self._process.poll() is None and not self._reader.at_eof()
 
     def new_oom_kills(self) -> int:
-        """Processes of this box that ran out of memory since the last call; also after its end."""
-        if self._cgroup is None:
-            return 0
-        total = self._cgroup.oom_kills() if self._oom_kills_at_end is None else self._oom_kills_at_end
-        new, self._oom_kills_seen = total - self._oom_kills_seen, total
-        return new
+        if self._cgroup is not None:
+            self._oom_kills = max(self._oom_kills, self._cgroup.oom_kills())  # 0 once the cgroup is removed
+        return super().new_oom_kills()
 
     @property
     def stderr_tail(self) -> str:
@@ -119,7 +114,7 @@ class ProcessBox(Box):
                 self._kill()
                 await self._exited(END_DEADLINE_S)
             if self._cgroup is not None:
-                self._oom_kills_at_end = self._cgroup.oom_kills()
+                self._oom_kills = self._cgroup.oom_kills()
                 await self._remove(self._cgroup)
         except asyncio.CancelledError:
             self._kill()

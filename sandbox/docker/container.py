@@ -257,11 +257,9 @@ class ContainerBox(Box):
 
     def __init__(self, container: Container) -> None:
         super().__init__()
-        self._container = container
+        self.container = container
         self._reader = container.stdout
         self._writer = container
-        self._oom_kills = 0
-        self._oom_kills_seen = 0
 
     @classmethod
     async def open(cls, container: Container, driver: bytes) -> ContainerBox:
@@ -291,33 +289,25 @@ class ContainerBox(Box):
 
     @property
     def alive(self) -> bool:
-        return self._container.alive
+        return self.container.alive
 
     @property
     def broken_limit(self) -> str | None:
-        return self._container.broken_limit
+        return self.container.broken_limit
 
     @property
     def stderr_tail(self) -> str:
-        return self._container.stderr_tail
-
-    @property
-    def container(self) -> Container:
-        return self._container
+        return self.container.stderr_tail
 
     async def _receive(self) -> dict[str, Any]:
         try:
             answer = await super()._receive()
         except BoxEnded:
-            if await self._container.ran_out_of_memory():
+            if await self.container.ran_out_of_memory():
                 self._oom_kills += 1
             raise
         self._oom_kills = answer.get("oom_kills", self._oom_kills)
         return answer
 
-    def new_oom_kills(self) -> int:
-        new, self._oom_kills_seen = self._oom_kills - self._oom_kills_seen, self._oom_kills
-        return new
-
     async def end(self) -> None:
-        await self._container.end()
+        await self.container.end()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shlex
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -42,8 +43,6 @@ class ManagedBox(Box):
         self._finish = finish
         self._channel: Channel | None = None
         self._received = bytearray()
-        self._oom_kills = 0
-        self._oom_kills_seen = 0
         self._ended = False
         self._writing = asyncio.Lock()
 
@@ -66,14 +65,8 @@ class ManagedBox(Box):
         except (ChannelBroken, TimeoutError) as error:
             reason = box.stderr_tail or f"no answer in {START_DEADLINE_S:.0f} s ({error})"
             await box.end()
-            unfit = (
-                "Python 3.9 or newer",
-                "ModuleNotFoundError",
-                "python3: ",
-                "executable file not found",
-                "No such file",
-            )
-            if any(sign in reason for sign in (*unfit, "No such file")):
+            signs = "Python 3.9 or newer|ModuleNotFoundError|python3: |executable file not found|No such file"
+            if re.search(signs, reason):
                 text = "the image has no python3 (3.9 or newer) that can run the box's driver"
                 raise NoSuchImage(f"{text}: {reason}") from error
             raise SandboxError(f"the box did not start: {reason}") from error
@@ -90,10 +83,6 @@ class ManagedBox(Box):
     @property
     def stderr_tail(self) -> str:
         return self._channel.stderr_tail if self._channel is not None else ""
-
-    def new_oom_kills(self) -> int:
-        new, self._oom_kills_seen = self._oom_kills - self._oom_kills_seen, self._oom_kills
-        return new
 
     async def end(self) -> None:
         self._ended = True

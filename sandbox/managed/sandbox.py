@@ -46,7 +46,6 @@ from penstock.sandbox.protocol import (
     BoxNeeds,
     Sandbox,
     SandboxError,
-    SandboxLost,
     Session,
     UnmetNeeds,
 )
@@ -261,12 +260,6 @@ class ManagedSandbox(LimitedSandbox):
             await self._bounded(lambda: api.forget(image), "removing a copy")
         except SandboxError as error:
             logger.warning("sandbox: the copy %s ends at its age (%d s): %s", image, self.ttl_s, error)
-
-    async def attach(self, session_id: str) -> Session:
-        """Only this process's own: a box whose process has ended is an orphan."""
-        if session_id not in self._sessions:
-            raise SandboxLost(f"no session {session_id} here: a box is ended when the process that opened it has")
-        return self._sessions[session_id]
 
     async def close(self) -> None:
         """Ends every box of this process, those of starts that were given up and arrived late among them."""

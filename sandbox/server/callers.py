@@ -70,19 +70,13 @@ class Quotas:
     def free_box(self, caller: Caller) -> None:
         self.boxes[caller.name] -= 1
 
-    def take_call(self, caller: Caller) -> None:
-        """Raises `OverQuota`. The taker calls `free_call`."""
+    @contextlib.contextmanager
+    def call(self, caller: Caller) -> Iterator[None]:
+        """Counts a running call. Raises `OverQuota`."""
         if self.calls[caller.name] >= caller.max_calls:
             raise OverQuota(f"{caller.name} has {caller.max_calls} calls running, its quota", RETRY_AFTER_S)
         self.calls[caller.name] += 1
-
-    def free_call(self, caller: Caller) -> None:
-        self.calls[caller.name] -= 1
-
-    @contextlib.contextmanager
-    def call(self, caller: Caller) -> Iterator[None]:
-        self.take_call(caller)
         try:
             yield
         finally:
-            self.free_call(caller)
+            self.calls[caller.name] -= 1

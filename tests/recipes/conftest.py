@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import httpx
 import pytest
-from tests.deploy.conftest import LivingRun, start_run  # noqa: F401 - a fixture
+from tests.deploy.conftest import LivingRun, assert_accounts_balance, start_run  # noqa: F401 - a fixture
 
 from penstock.agent_loops import load_object
 from penstock.deploy import load_config, rehearse_recipe, rows_of
@@ -50,10 +51,24 @@ def cold_start(recipe: Path, folder: Path, *settings: str, base: Path = RECIPES 
     return model
 
 
-def rewards_of(run: LivingRun) -> list[float]:
-    """Mean reward of each step."""
-    lines = (run.root / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["reward"] for line in lines]
+def steps_of(run: LivingRun) -> list[dict[str, Any]]:
+    """Metrics of each step."""
+    return [json.loads(line) for line in (run.root / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_learned(
+    run: LivingRun, *, window: int, first_most: float, last_least: float, growth: float = 0.0, first_window: int = 0
+) -> None:
+    """Runs to the goal; mean rewards of the first and last steps, exact tokens, staleness and accounts are as due."""
+    summary = run.finish(timeout_s=900)
+    rewards = [step["reward"] for step in steps_of(run)]
+    first_window = first_window or window
+    first, last = sum(rewards[:first_window]) / first_window, sum(rewards[-window:]) / window
+    assert first <= first_most, rewards
+    assert last >= max(last_least, growth * first), rewards
+    assert summary["logprob_abs_diff_mean"] <= 1e-3
+    assert summary["staleness_max"] <= 2
+    assert_accounts_balance(summary)
 
 
 async def played(recipe: str, policy: str, *overrides: str, rows: int = 0, split: str = "train") -> EnvCheck:
@@ -89,16 +104,7 @@ def search_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     corpus, index = RECIPES / "search_r1/corpus/corpus.jsonl", tmp_path_factory.mktemp("index") / "index"
-    argv = [
-        sys.executable,
-        "-m",
-        "penstock.deploy.cli",
-        "search-server",
-        "--corpus",
-        str(corpus),
-        "--index",
-        str(index),
-    ]
+    argv = [sys.executable, "-m", "penstock.deploy.cli", "search-server", "--corpus", corpus, "--index", index]
     environment = {**os.environ, "PENSTOCK_SEARCH_TOKEN": SEARCH_TOKEN, "PYTHONPATH": str(REPOSITORY / "src")}
     process = subprocess.Popen([*argv, "--port", str(port)], env=environment, cwd=REPOSITORY)
     try:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from tests.recipes.conftest import RECIPES, played, script
+from tests.recipes.conftest import RECIPES, script
 
 pytest.importorskip("torch")
 pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'penstock[math]'")
 
 from typer.testing import CliRunner
 
-from penstock.agent_loops import segments_of
 from penstock.agent_loops.chat import chat_of, verify_template
-from penstock.deploy import app, load_config, tools_of, why_dropped
+from penstock.deploy import app, load_config, why_dropped
 from penstock.transfer_queue import Outcome, OutcomeKind
 
 pytestmark = [pytest.mark.deep, pytest.mark.recipes, pytest.mark.bwrap, pytest.mark.torch]
@@ -42,33 +39,6 @@ def sft(recipe: str, folder: Path, *overrides: str, status: int = 0) -> str:
 
 def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "cold/metrics.jsonl").read_text().splitlines()]
-
-
-async def test_messages_become_the_tokens_of_the_episode(arithmetic: str) -> None:
-    """An episode that was played, written again as messages, is the same ids with the same mask."""
-    (trajectory,) = (await played("retool/cpu.yaml", "oracle", arithmetic, rows=1)).trajectories
-    (segment,) = trajectory.segments
-    config = load_config(RECIPES / "retool/cpu.yaml", [arithmetic])
-    chat = chat_of(config.model, config.agent)
-    messages = conversation(chat.decode(segment.response_ids), chat.decode(segment.prompt_ids))
-    (shown,) = segments_of(chat, messages, await tools_of(config))
-    for name in ("prompt_ids", "response_ids", "response_mask", "turn_starts"):
-        np.testing.assert_array_equal(getattr(shown, name), getattr(segment, name), err_msg=name)
-
-
-def conversation(response: str, prompt: str) -> list[dict[str, object]]:
-    """From the text of a played episode: question, call, result, answer."""
-    question = re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", prompt)[-1]
-    code = json.loads(re.search(r"<tool_call>\n(.*?)\n</tool_call>", response)[1])["arguments"]
-    result = re.search(r"<tool_response>\n(.*?)\n</tool_response>", response)[1]
-    answer = response.rpartition("<|im_start|>assistant\n")[2].removesuffix("<|im_end|>")
-    call = {"type": "function", "function": {"name": "python", "arguments": code}}
-    return [
-        {"role": "user", "content": question},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": result},
-        {"role": "assistant", "content": answer},
-    ]
 
 
 def test_the_loss_falls_and_a_model_is_left(arithmetic: str, tmp_path: Path) -> None:

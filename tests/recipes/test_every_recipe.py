@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -23,7 +24,7 @@ from penstock.deploy import (
     run_recipe,
 )
 from penstock.testing import FakeSandbox
-from penstock.tools import close_tools, make_tools
+from penstock.tools import SweSettings, close_tools, make_tools
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 FILES = [path for path in [*RECIPES.glob("*.yaml"), *RECIPES.glob("*/*.yaml")] if path.name != "sandbox.yaml"]
@@ -83,3 +84,34 @@ async def test_its_reward_and_tools_can_be_made(name: str, monkeypatch: pytest.M
     await close_tools(tools.values())
     if reward is not None:
         await reward.close()
+
+
+@pytest.mark.torch
+def test_the_large_mixture_of_experts_fits_megatron() -> None:
+    from penstock.trainer.engines.megatron import check_model
+
+    config = load_config(RECIPES / "moe_megatron.yaml")
+    qwen3_30b = {"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128}
+    assert config.trainer.engine == "megatron"
+    check_model(SimpleNamespace(**qwen3_30b, vocab_size=151_936), config.trainer.parallel, config.model)
+    assert config.groups_per_step >= config.trainer.ranks // config.trainer.parallel.layout.ranks
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name.startswith("swe/")])
+def test_repairing_programs_has_time_and_room_for_its_tests(name: str) -> None:
+    config = load_config(RECIPES / name)
+    (tools,) = config.tools
+    settings = SweSettings(**tools.settings)
+    assert tools.timeout_s <= config.sandbox.run_timeout_s
+    assert settings.test_timeout_s <= settings.tests_timeout_s
+    agent = config.agent
+    assert agent.max_new_tokens <= agent.max_response_tokens < config.rollout.max_model_len, "and room for the prompt"
+    assert agent.episode_deadline_s <= config.trainer.batch_timeout_s
+    assert config.trainer.ranks % config.trainer.parallel.layout.ranks == 0
+    assert agent.workers * agent.concurrency <= config.sandbox.max_boxes or config.sandbox.max_boxes >= 32
+
+
+def test_the_boxes_of_64_gpus_are_those_of_their_servers() -> None:
+    server, run = load_sandbox(RECIPES / "swe/sandbox.yaml"), load_config(RECIPES / "swe/gpu64.yaml").sandbox
+    limits = [(one.memory_mb, one.tmp_mb, one.run_timeout_s) for one in (server, run)]
+    assert limits[0] == limits[1]

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.deploy.conftest import LivingRun, assert_accounts_balance
-from tests.recipes.conftest import RECIPES, cold_start, rewards_of
+from tests.deploy.conftest import LivingRun
+from tests.recipes.conftest import RECIPES, assert_learned, cold_start
 
 from penstock.agent_loops import load_object
 
@@ -53,11 +53,16 @@ def test_a_small_model_learns_what_its_cold_start_does_not_do(
     data = (f"data.train={tmp_path / 'train.parquet'}", "data.eval=null", f"model={model}", f"seed={seed}")
     goal = ("trainer.stop.metric=reward", f"trainer.stop.target={target}", f"trainer.stop.window={WINDOW}")
     run = start_run("learn", *data, *goal, recipe=path)
-    summary = run.finish(timeout_s=900)
-    rewards = rewards_of(run)
-    first, last = sum(rewards[:WINDOW]) / WINDOW, sum(rewards[-WINDOW:]) / WINDOW
-    assert first <= first_most, rewards
-    assert last >= max(last_least, growth * first), rewards
-    assert summary["logprob_abs_diff_mean"] <= 1e-3
-    assert summary["staleness_max"] <= 2
-    assert_accounts_balance(summary)
+    assert_learned(run, window=WINDOW, first_most=first_most, last_least=last_least, growth=growth)
+
+
+def test_search_r1_learns_a_second_search(
+    start_run: Callable[..., LivingRun], two_hops: Path, searching: Callable[..., str]
+) -> None:
+    """Some of the questions are never answered by this small model: the reward of one step is between 0.3 and 0.8."""
+    recipe, window = RECIPES / "search_r1/learn.yaml", 8
+    model = cold_start(recipe, two_hops, base=two_hops / "base")
+    data = (f"data.train={two_hops / 'train.parquet'}", "data.eval=null", f"model={model}", searching(topk=1))
+    goal = ("trainer.stop.metric=reward", "trainer.stop.target=0.5", f"trainer.stop.window={window}")
+    run = start_run("two-hops", *data, "trainer.steps=96", *goal, recipe=recipe)
+    assert_learned(run, window=window, first_window=5, first_most=0.33, last_least=0.5, growth=1.5)

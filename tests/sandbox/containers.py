@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import subprocess
-import tarfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from penstock.sandbox.harbor import packed
 
 IMAGE = "penstock-box:base"
 PLAIN_IMAGE = "penstock-box:without-python"
@@ -28,8 +28,8 @@ USER nobody
 """
 
 
-def docker(*arguments: str, stdin: str = "") -> str:
-    done = subprocess.run(["docker", *arguments], input=stdin, capture_output=True, text=True, timeout=120, check=True)
+def docker(*arguments: str) -> str:
+    done = subprocess.run(["docker", *arguments], input="", capture_output=True, text=True, timeout=120, check=True)
     return done.stdout.strip()
 
 
@@ -55,14 +55,13 @@ def make_layered_image() -> None:
     """With `MANY_LAYERS` more than the plain one: nearly as many as the engine allows."""
     copies = [f"COPY {number} /etc/{number}" for number in range(MANY_LAYERS)]
     files = {"Dockerfile": "\n".join([f"FROM {IMAGE}", *copies]), **{str(n): str(n) for n in range(MANY_LAYERS)}}
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        for name, text in files.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(text)
-            archive.addfile(entry, io.BytesIO(text.encode()))
-    command = ["docker", "build", "--quiet", "--tag", LAYERED_IMAGE, "-"]
-    subprocess.run(command, input=packed.getvalue(), capture_output=True, timeout=300, check=True)
+    build(LAYERED_IMAGE, {name: text.encode() for name, text in files.items()})
+
+
+def build(image: str, files: dict[str, bytes]) -> None:
+    """An image of these files, with a Dockerfile among them, without a network."""
+    command = ["docker", "build", "--quiet", "--network", "none", "--tag", image, "-"]
+    subprocess.run(command, input=packed(None, files), capture_output=True, timeout=300, check=True)
 
 
 def all_boxes() -> list[str]:
@@ -76,7 +75,7 @@ def inspect(name: str) -> dict[str, Any]:
 
 def make_plain_image() -> None:
     """Without python, and with all that an image may bring along: entrypoint, health check, volume, folder, user."""
-    docker("build", "-q", "--network", "none", "-t", PLAIN_IMAGE, "-", stdin=_PLAIN)
+    build(PLAIN_IMAGE, {"Dockerfile": _PLAIN.encode()})
 
 
 # ---- what is left behind

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 from tests.sandbox.backends import OWN_BOXES, sandbox_of
+from tests.until import until
 
 from penstock.sandbox import SandboxError, SandboxLost, ServedSession
 from penstock.sandbox.inside.forward import MAX_CONNECTIONS, WINDOW_BYTES
@@ -169,9 +170,7 @@ async def test_a_run_can_be_stopped_and_its_box_lives_on(session):
     stop, echo = asyncio.Event(), Echo()
     code = "open('kept', 'w').write('yes')\none = connect(); one.sendall(b'hi'); one.recv(2); time.sleep(600)"
     running = asyncio.create_task(python(session, echo, code, stop=stop, timeout_s=300.0))
-    async with asyncio.timeout(60):
-        while echo.read < 2:
-            await asyncio.sleep(0.02)
+    await until(lambda: echo.read == 2)
     stop.set()
     result = await asyncio.wait_for(running, 60)
     assert (result.limit, result.exit_code) == ("stopped", None)
@@ -191,9 +190,7 @@ async def test_a_cancelled_run_closes_its_connections(session):
     echo = Echo()
     code = "one = connect(); one.sendall(b'hi'); one.recv(2); time.sleep(600)"
     running = asyncio.create_task(python(session, echo, code, timeout_s=300.0))
-    async with asyncio.timeout(60):
-        while echo.read < 2:
-            await asyncio.sleep(0.02)
+    await until(lambda: echo.read == 2)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

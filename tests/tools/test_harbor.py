@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from tests.agent_loops.conftest import tokenizer_for
 from tests.sandbox.harbor.conftest import BOXES, TASKS, WriteTask, write_task
 
 from penstock.agent_loops import InfraFailure
-from penstock.datasets.harbor import task_row
 from penstock.sandbox.harbor import read_task
 from penstock.testing import FakeSandbox, try_loop
 from penstock.tools import ToolConfig, make_tools
@@ -27,14 +27,19 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
+def task_of(folder: Path) -> Task:
+    one = read_task(folder)
+    extra = {"index": 0, "instance_id": one.name, "harbor_task": str(one.folder)}
+    return Task("eval/0/0", "eval/0", [{"role": "user", "content": one.instruction}], "harbor", "", extra_info=extra)
+
+
 @pytest.fixture
 def play(tokenizer_for, tmp_path):
     """Trajectory of one played episode of a task's folder."""
     tokenizer_for("qwen2_5").save_pretrained(tmp_path / "model")
 
     async def go(folder: Path, says: list[str], settings: Mapping[str, Any] | None = None) -> Trajectory:
-        row = task_row(read_task(folder), 0)
-        task = Task("eval/0/0", "eval/0", row["prompt"], "harbor", "", extra_info=row["extra_info"])
+        task = task_of(folder)
         tools = [ToolConfig(name="harbor", timeout_s=30, settings=dict(settings or {}))]
         budget = {"max_turns": 8, "max_response_tokens": 20000, "max_new_tokens": 2000}
         budget["reward"] = "penstock.tools.swe:tool_reward"
@@ -116,11 +121,10 @@ async def test_the_patch_of_an_episode_is_kept(play, write_task: WriteTask, tmp_
 
 async def test_a_folder_that_is_gone_is_a_failure_with_its_name(play, write_task: WriteTask) -> None:
     folder = write_task()
-    row = task_row(read_task(folder), 0)
+    task = task_of(folder)
     tool = make_tools([ToolConfig(name="harbor")], FakeSandbox())["shell"]
     (folder / "tests/test.sh").unlink()
-    task = Task("eval/0/0", "eval/0", row["prompt"], "harbor", "", extra_info=row["extra_info"])
     with pytest.raises(Exception, match=r"harbor: task made: tests/test.sh is missing"):
         await tool.create(task)
     with pytest.raises(Exception, match=r"harbor: the row has no harbor_task"):
-        await tool.create(Task("eval/0/0", "eval/0", row["prompt"], "harbor", "", extra_info={}))
+        await tool.create(replace(task, extra_info={}))

@@ -1,13 +1,7 @@
-import importlib.util
-from pathlib import Path
-
 import pytest
+from tests.recipes.conftest import script
 
-SPEC = importlib.util.spec_from_file_location("reward", Path(__file__).parents[3] / "recipes/calculator/reward.py")
-assert SPEC is not None
-assert SPEC.loader is not None
-reward = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(reward)
+reward = script("calculator/reward.py")
 
 CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "print(48/2)"}}\n</tool_call>'
 RESPONSE = "\nuser\n<tool_response>\n24.0\n</tool_response>\nassistant\n"

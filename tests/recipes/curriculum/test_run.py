@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.deploy.conftest import assert_accounts_balance
-from tests.recipes.conftest import RECIPES, script
+from tests.recipes.conftest import RECIPES, script, steps_of
 
 from penstock.datasets import evaluate, parquet_rows
 
@@ -28,7 +28,7 @@ def test_few_rows_with_a_signal_are_found(start_run: Any, tmp_path: Path) -> Non
     files = (f"data.train={tmp_path / 'train.parquet'}", "data.eval=null")
     run = start_run("curriculum", *files, recipe=RECIPES / "curriculum/cpu.yaml")
     assert_accounts_balance(run.finish(timeout_s=900))
-    lines = [json.loads(line) for line in (run.root / "metrics.jsonl").read_text().splitlines()]
+    lines = steps_of(run)
     assert signal(lines[:12]) < 0.25 < signal(lines[-12:])
     pools = {pool: rows_in(lines[-1], pool) for pool in ("new", "learnable", "easy", "hard")}
     assert sum(pools.values()) == ROWS

@@ -90,18 +90,13 @@ async def played_sums(policy: str, sums: Path, rows: int = ROWS) -> EnvCheck:
     return await played("retool/learn.yaml", policy, *data, "agent.rewards.settings.processes=1", rows=rows)
 
 
-async def test_a_call_for_each_part_earns_everything(sums: Path) -> None:
-    found = await played_sums("patient", sums)
-    assert (found.rewards, found.failures) == ([1.0] * ROWS, [])
+@pytest.mark.parametrize(("policy", "reward"), [("patient", 1.0), ("hasty", 0.0)])
+async def test_a_call_for_each_part_earns_everything_and_one_nothing(sums: Path, policy: str, reward: float) -> None:
+    found = await played_sums(policy, sums)
+    assert (found.rewards, found.failures) == ([reward] * ROWS, [])
     parts = [len(row["extra_info"]["parts"].split()) for row in rows_in(sums / "train.parquet")]
-    assert [one.metrics["tool_calls"] for one in found.trajectories] == parts
     assert set(parts) == {3, 4}
-
-
-async def test_one_call_earns_nothing(sums: Path) -> None:
-    found = await played_sums("hasty", sums)
-    assert (found.rewards, found.failures) == ([0.0] * ROWS, [])
-    assert [one.metrics["tool_calls"] for one in found.trajectories] == [1.0] * ROWS
+    assert [one.metrics["tool_calls"] for one in found.trajectories] == (parts if reward else [1.0] * ROWS)
 
 
 async def test_the_cold_start_shows_what_an_episode_holds(sums: Path) -> None:

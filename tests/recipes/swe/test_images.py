@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import subprocess
-import tarfile
 from pathlib import Path
 
 import pytest
 from tests.recipes.swe.conftest import RECIPE
-from tests.sandbox.containers import IMAGE, docker
+from tests.sandbox.containers import IMAGE, build, docker
 from tests.sandbox.swe.conftest import LIMITS, docker_sandbox, rows, tasks
 
+from penstock.sandbox.harbor import packed
 from penstock.sandbox.swe import SweEnvironment, check_task
 
 __all__ = ["docker_sandbox", "rows", "tasks"]
@@ -23,18 +22,10 @@ PUBLISHED, OURS = "penstock-box:published", "penstock-swe:wordkit-1"
 @pytest.fixture
 def published(rows):
     """The repository with its future in .git, its hidden tests beside it, a Python of its own in it."""
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w", format=tarfile.GNU_FORMAT) as archive:
-        archive.add(rows[0]["repository"], "repo")
-        made = f"FROM {IMAGE}\nADD repo /testbed\nWORKDIR /testbed\n"
-        made += f"RUN git -c safe.directory=* checkout -q {rows[0]['base_commit']} && mkdir -p /r2e_tests .venv/bin\n"
-        made += "RUN ln -s /usr/bin/python3 .venv/bin/python && echo secret > /r2e_tests/test_1.py\n"
-        member = tarfile.TarInfo("Dockerfile")
-        member.size = len(made)
-        archive.addfile(member, io.BytesIO(made.encode()))
-    argv = ["docker", "build", "-q", "--network", "none", "-t", PUBLISHED, "-"]
-    built = subprocess.run(argv, input=packed.getvalue(), check=False, timeout=120, capture_output=True)
-    assert built.returncode == 0, built.stderr.decode()
+    made = f"FROM {IMAGE}\nADD repo.tar /testbed\nWORKDIR /testbed\n"
+    made += f"RUN git -c safe.directory=* checkout -q {rows[0]['base_commit']} && mkdir -p /r2e_tests .venv/bin\n"
+    made += "RUN ln -s /usr/bin/python3 .venv/bin/python && echo secret > /r2e_tests/test_1.py\n"
+    build(PUBLISHED, {"Dockerfile": made.encode(), "repo.tar": packed(Path(rows[0]["repository"]))})
     yield
     docker("rmi", "-f", PUBLISHED, OURS)
 

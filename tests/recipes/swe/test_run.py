@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from tests.agent_loops.families import TEMPLATES, tokenizer_of
 from tests.deploy.conftest import assert_accounts_balance, start_run
+from tests.recipes.conftest import steps_of
 from tests.recipes.swe.conftest import RECIPE
 from tests.tiny_model import save_tiny_model
 
@@ -37,8 +36,7 @@ def test_fully_asynchronous_over_bwrap_boxes(start_run, data, model):
     assert summary["steps"] == 3
     assert summary["staleness_max"] <= 2
     assert_accounts_balance(summary)
-    metrics = [json.loads(line) for line in (run.root / "metrics.jsonl").read_text().splitlines()]
-    assert [row["reward"] for row in metrics] == [0.0, 0.0, 0.0], "a random model repairs nothing"
+    assert [step["reward"] for step in steps_of(run)] == [0.0, 0.0, 0.0], "a random model repairs nothing"
     seen = "".join(path.read_text() for path in sorted((run.root / "trajectories").rglob("*")) if path.is_file())
     assert "$ git ls-files | head -n 60" in seen
     assert "mdurl/_encode.py" in seen or "sortedcontainers/sortedlist.py" in seen

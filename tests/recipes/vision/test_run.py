@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from tests.deploy.conftest import assert_accounts_balance
-from tests.recipes.conftest import RECIPES, played
+from tests.recipes.conftest import RECIPES, assert_learned, played, steps_of
 
 pytest.importorskip("PIL", reason="Pillow is not installed: pip install 'penstock[vision]'")
 
@@ -43,13 +41,6 @@ def test_a_tiny_model_learns_to_answer_by_what_it_sees(start_run, made: Path) ->
     data = (f"data.train={made / 'train.parquet'}", "data.eval=null", f"model={made / 'model'}")
     goal = ("trainer.stop.metric=reward", "trainer.stop.target=0.9", f"trainer.stop.window={WINDOW}")
     run = start_run("vision", *data, *goal, recipe=RECIPES / "vision/cpu.yaml")
-    summary = run.finish(timeout_s=900)
-    steps = [json.loads(line) for line in (run.root / "metrics.jsonl").read_text().splitlines()]
-    rewards = [step["reward"] for step in steps]
-    first, last = sum(rewards[:WINDOW]) / WINDOW, sum(rewards[-WINDOW:]) / WINDOW
-    assert first <= 0.45
-    assert last >= 0.85
-    assert max(step["logprob_abs_diff_max"] for step in steps) < 1e-3
-    assert summary["staleness_max"] <= 2
+    assert_learned(run, window=WINDOW, first_most=0.45, last_least=0.85)
+    assert max(step["logprob_abs_diff_max"] for step in steps_of(run)) < 1e-3
     assert list((run.root / "images").iterdir()), "recorded episodes have their pictures"
-    assert_accounts_balance(summary)

@@ -129,9 +129,7 @@ async def test_docker_start_cancelled_twice_leaves_no_container(boxes: DockerSan
         await starting
     session = await boxes.start("after")  # by now the other one is made, if it still was to be
     assert (await session.run_python("3")).stdout == "3\n"
-    async with asyncio.timeout(60):
-        while len(containers_of(OWNER)) > 1:
-            await asyncio.sleep(0.05)
+    await until(lambda: len(containers_of(OWNER)) == 1)
 
 
 async def test_docker_box_removed_from_outside_is_lost(box: Session) -> None:

@@ -94,9 +94,7 @@ async def test_images_end_with_their_last_use(boxes: DockerSandbox) -> None:
     twig = await boxes.fork(second, "twig")
     await boxes.forget(second)
     await twig.close()
-    async with asyncio.timeout(60):
-        while images_of(OWNER):
-            await asyncio.sleep(0.05)
+    await until(lambda: not images_of(OWNER))
 
 
 @pytest.mark.deep

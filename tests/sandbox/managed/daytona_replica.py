@@ -52,7 +52,6 @@ class DaytonaReplica(Replica):
         self._names: dict[str, str] = {}
         self._commands: dict[tuple[str, str], Command] = {}
         self._numbers = itertools.count(1)
-        self._hang_up = asyncio.Event()
         session = "/toolbox/{box_id}/process/session"
         self.app = Starlette(
             routes=[
@@ -86,10 +85,8 @@ class DaytonaReplica(Replica):
 
     async def list(self, request: Request) -> Response:
         labels = json.loads(request.query_params.get("labels", "{}"))
-        found = sorted(self.find(labels), key=lambda box: box.started)
-        start = int(request.query_params.get("cursor", 0))
-        items = [self._described(box) for box in found[start : start + 2]]  # short pages: a client must ask on
-        return JSONResponse({"items": items, "nextCursor": str(start + 2) if found[start + 2 :] else None})
+        boxes, more = self.page(labels, request.query_params.get("cursor", ""))
+        return JSONResponse({"items": [self._described(box) for box in boxes], "nextCursor": more or None})
 
     async def read(self, request: Request) -> Response:
         box = self._box(request.path_params["name"])
@@ -138,7 +135,7 @@ class DaytonaReplica(Replica):
     async def logs(self, socket: WebSocket) -> None:
         await socket.accept()
         command = self._commands[socket.path_params["box_id"], socket.path_params["session_id"]]
-        sending, broken = asyncio.create_task(_send_log(socket, command)), asyncio.create_task(self._hang_up.wait())
+        sending, broken = asyncio.create_task(_send_log(socket, command)), asyncio.create_task(self.hung_up.wait())
         gone = asyncio.create_task(_until_gone(socket))
         await asyncio.wait([sending, broken, gone], return_when=asyncio.FIRST_COMPLETED)
         for task in (sending, broken, gone):
@@ -146,14 +143,6 @@ class DaytonaReplica(Replica):
         await asyncio.wait([sending, broken, gone])
         with contextlib.suppress(RuntimeError, WebSocketDisconnect):
             await socket.close()
-
-    def hang_up(self) -> None:
-        self._hang_up.set()
-        self._hang_up = asyncio.Event()
-
-    def close(self) -> None:
-        self.hang_up()
-        super().close()
 
     def _box(self, name: str) -> ReplicaBox | None:
         return self.boxes.get(self._names.get(name, name))

@@ -63,11 +63,8 @@ class E2BReplica(Replica):
         if refused := _unauthorized(request):
             return refused
         labels = {unquote(k): unquote(v) for k, v in parse_qsl(request.query_params.get("metadata", ""))}
-        found = sorted(self.find(labels), key=lambda box: box.started)
-        start = int(request.query_params.get("nextToken", 0))
-        page, rest = found[start : start + 2], found[start + 2 :]  # short pages: a client must ask on
-        headers = {"x-next-token": str(start + 2)} if rest else {}
-        return JSONResponse([_listed(box) for box in page], headers=headers)
+        boxes, more = self.page(labels, request.query_params.get("nextToken", ""))
+        return JSONResponse([_listed(box) for box in boxes], headers={"x-next-token": more} if more else {})
 
     async def connect(self, request: Request) -> Response:
         box = self.boxes.get(request.path_params["box_id"])
@@ -83,13 +80,6 @@ class E2BReplica(Replica):
         known = request.headers.get("E2b-Sandbox-Id") in self.boxes
         return Response(status_code=204) if known else _error(502, "The sandbox was not found")
 
-    def hang_up(self) -> None:
-        self.processes.hang_up()
-
-    def close(self) -> None:
-        self.hang_up()
-        super().close()
-
 
 class Processes(Process):
     """`envd` of every box."""
@@ -98,29 +88,16 @@ class Processes(Process):
         self._replica = replica
         self._running: dict[tuple[str, int], asyncio.subprocess.Process] = {}
         self._pids = itertools.count(100)
-        self._streams: set[asyncio.Event] = set()
-        self.users: list[str] = []
-
-    def hang_up(self) -> None:
-        """Breaks every stream, as a load balancer does; the programs go on."""
-        for stream in self._streams:
-            stream.set()
 
     async def start(self, request: pb.StartRequest, ctx: Any) -> AsyncIterator[pb.StartResponse]:
         box = self._box(ctx)
-        self.users.append(ctx.request_headers.get("authorization", ""))
         assert request.process is not None
         pid = next(self._pids)
         process = await box.run([request.process.cmd, *request.process.args])
         self._running[box.box_id, pid] = process
         yield pb.StartResponse(event=pb.ProcessEvent(event=Oneof("start", pb.ProcessEvent.StartEvent(pid=pid))))
-        broken = asyncio.Event()
-        self._streams.add(broken)
-        try:
-            async for event in _output(process, broken):
-                yield pb.StartResponse(event=pb.ProcessEvent(event=event))
-        finally:
-            self._streams.discard(broken)
+        async for event in _output(process, self._replica.hung_up):
+            yield pb.StartResponse(event=pb.ProcessEvent(event=event))
 
     async def send_input(self, request: pb.SendInputRequest, ctx: Any) -> pb.SendInputResponse:
         assert request.process is not None

@@ -28,7 +28,6 @@ class KubernetesReplica(Replica):
         super().__init__()
         self.policies: dict[str, dict[str, Any]] = {}
         self.unpullable: dict[str, dict[str, Any]] = {}
-        self._hang_up = asyncio.Event()
         pods = "/api/v1/namespaces/boxes/pods"
         self.app = Starlette(
             routes=[
@@ -62,10 +61,8 @@ class KubernetesReplica(Replica):
 
     async def list(self, request: Request) -> Response:
         pairs = (pair.split("=") for pair in request.query_params["labelSelector"].split(","))
-        found = sorted(self.find(dict(pairs)), key=lambda box: box.started)
-        start = int(request.query_params.get("continue", 0))
-        more = str(start + 2) if found[start + 2 :] else ""  # short pages: a client must ask on
-        items = [_running(box.asked) for box in found[start : start + 2]]
+        boxes, more = self.page(dict(pairs), request.query_params.get("continue", ""))
+        items = [_running(box.asked) for box in boxes]
         return JSONResponse({"kind": "PodList", "apiVersion": "v1", "metadata": {"continue": more}, "items": items})
 
     async def read(self, request: Request) -> Response:
@@ -103,7 +100,7 @@ class KubernetesReplica(Replica):
         tasks = [
             asyncio.create_task(self._outputs(socket, process)),
             asyncio.create_task(_inputs(socket, process)),
-            asyncio.create_task(self._hang_up.wait()),
+            asyncio.create_task(self.hung_up.wait()),
         ]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
@@ -126,14 +123,6 @@ class KubernetesReplica(Replica):
         causes = {"causes": [{"reason": "ExitCode", "message": str(code)}]}
         status = {"status": "Success"} if code == 0 else {"status": "Failure", "details": causes}
         await socket.send_bytes(b"\x03" + json.dumps({"metadata": {}, **status}).encode())
-
-    def hang_up(self) -> None:
-        self._hang_up.set()
-        self._hang_up = asyncio.Event()
-
-    def close(self) -> None:
-        self.hang_up()
-        super().close()
 
 
 async def _inputs(socket: WebSocket, process: asyncio.subprocess.Process) -> None:

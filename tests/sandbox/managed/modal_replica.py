@@ -114,10 +114,6 @@ class ModalReplica(Replica):
         """The router forgets its programs, which keep running: reads that the SDK resumes return nothing."""
         self.router.forget_programs()
 
-    def close(self) -> None:
-        self.hang_up()
-        super().close()
-
 
 class ControlPlane(PartOfService):
     service = ModalClientBase

@@ -7,15 +7,16 @@ import contextlib
 import json
 import os
 import secrets
+import socket
 import subprocess
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import uvicorn
 from starlette.responses import Response
-from tests.sandbox.managed.serve import serving_app
+from tests.until import until
 
 WALLS = ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp", "--tmpfs", "/sys"]
 ROOT_OF_ITS_OWN = ["--unshare-user", "--uid", "0", "--gid", "0"]
@@ -91,8 +92,8 @@ class Faults:
         return fault
 
 
-class Replica(ABC):
-    """What all of them have: boxes by id, and faults."""
+class Replica:
+    """Common to all providers: boxes by id, faults, listing in pages, broken connections."""
 
     walls: tuple[str, ...] = ()
     """Of its boxes, beside the usual ones."""
@@ -106,10 +107,24 @@ class Replica(ABC):
         """ASGI, where the provider's API is HTTP."""
         self.create_faults = Faults()
         self.end_faults = Faults()
+        self.hung_up = asyncio.Event()
+        """Set when the connections of the running programs break."""
 
-    def serving(self) -> contextlib.AbstractAsyncContextManager[str]:
-        """Its URL, while it answers."""
-        return serving_app(self.app)
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        """Serves `app` on a socket of this machine and yields its URL."""
+        listener = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(self.app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            await until(lambda: server.started)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await task
+            listener.close()
 
     async def refused(self, fault: str, error: Callable[[int, str, dict[str, str]], Response]) -> Response | None:
         """What a request for a box is answered instead, in the provider's own form; None: nothing is wrong yet."""
@@ -130,6 +145,12 @@ class Replica(ABC):
     def find(self, labels: dict[str, str]) -> list[ReplicaBox]:
         return [box for box in self.boxes.values() if labels.items() <= box.labels.items()]
 
+    def page(self, labels: dict[str, str], start: str) -> tuple[list[ReplicaBox], str]:
+        """Two boxes from `start` on, oldest first, and the start of the next page: a client must ask on."""
+        match = sorted(self.find(labels), key=lambda box: box.started)
+        first = int(start or 0)
+        return match[first : first + 2], str(first + 2) if match[first + 2 :] else ""
+
     def end(self, box_id: str) -> bool:
         box = self.boxes.pop(box_id, None)
         if box is None:
@@ -138,11 +159,13 @@ class Replica(ABC):
         self.ended.append(box)
         return True
 
-    @abstractmethod
     def hang_up(self) -> None:
         """Breaks every connection to a program, as a load balancer does; the programs continue."""
+        self.hung_up.set()
+        self.hung_up = asyncio.Event()
 
     def close(self) -> None:
+        self.hang_up()
         for box_id in list(self.boxes):
             self.end(box_id)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
@@ -12,6 +12,7 @@ from tests.sandbox.backends import on_every_provider
 from tests.sandbox.managed.harness import MANAGED, Managed, managed_sandbox, replica_of
 from tests.sandbox.managed.replica import Replica
 from tests.sandbox.server.conftest import TOKEN, serving
+from tests.until import until
 
 from penstock.sandbox import BoxNeeds, RemoteSandbox, SandboxConfig, SandboxError, SandboxLost, make_sandbox
 from penstock.sandbox.config import SandboxServerConfig
@@ -35,12 +36,6 @@ def config_with(**managed: object) -> SandboxConfig:
 async def managed(request: pytest.FixtureRequest) -> AsyncIterator[Managed]:
     async with managed_sandbox(request.param, config_with(start_timeout_s=60.0)) as made:
         yield made
-
-
-async def eventually(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not holds():
-            await asyncio.sleep(0.02)
 
 
 @on_every_provider
@@ -107,7 +102,7 @@ async def test_silence_blocks_nobody_else(backend: str) -> None:
     async with managed_sandbox(backend, config_with(start_timeout_s=300.0)) as managed:
         managed.replica.create_faults.queue = ["silence"]
         waiting = asyncio.create_task(managed.sandbox.start("unanswered"))
-        await eventually(lambda: managed.replica.create_faults.seen == ["silence"])
+        await until(lambda: managed.replica.create_faults.seen == ["silence"])
         session = await managed.sandbox.start("beside it")
         assert (await session.run(["echo", "beside"])).stdout == "beside\n"
         waiting.cancel()
@@ -124,7 +119,7 @@ async def test_box_that_would_not_end_is_ended_later(managed: Managed) -> None:
     assert len(managed.replica.boxes) == 1
     managed.replica.end_faults.queue = []
     second = await sandbox.start("the next")
-    await eventually(lambda: len(managed.replica.ended) == 1)
+    await until(lambda: len(managed.replica.ended) == 1)
     assert (await second.run(["true"])).exit_code == 0
     await sandbox.close()
     assert not managed.replica.boxes
@@ -140,7 +135,7 @@ async def test_run_collects_what_its_killed_process_left(backend: str) -> None:
         sandbox = ManagedSandbox(config, "run-a")
         try:
             await sandbox.start("the next life")
-            await eventually(lambda: mine not in replica.boxes)
+            await until(lambda: mine not in replica.boxes)
             assert others in replica.boxes  # another run's
             assert (await kept.run(["echo", "kept"])).stdout == "kept\n"
         finally:
@@ -329,10 +324,10 @@ async def test_server_keeps_managed_boxes_warm() -> None:
     async with replica_of("e2b", CONFIG) as (replica, config):
         warm = config.model_copy(update={"server": SandboxServerConfig(warm={"default": 2})})
         async with serving(warm) as url:
-            await eventually(lambda: len(replica.boxes) == 2)
+            await until(lambda: len(replica.boxes) == 2)
             remote = RemoteSandbox(CONFIG, url, TOKEN)
             session = await remote.start("pooled")
             assert (await session.run_python("6 * 7")).stdout == "42\n"
             await session.close()
             await remote.close()
-        await eventually(lambda: not replica.boxes)
+        await until(lambda: not replica.boxes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import io
 import tarfile
 
@@ -12,6 +13,7 @@ import pytest_asyncio
 from tests.sandbox.server.conftest import TOKEN
 
 from penstock.sandbox import RemoteSandbox, put_folder
+from penstock.sandbox.harbor import packed
 from penstock.sandbox.remote import RemoteSession
 from penstock.sandbox.session import MAX_FILE_BYTES, get_folder
 
@@ -23,16 +25,6 @@ async def session(remote: RemoteSandbox) -> RemoteSession:
     return await remote.start("files")
 
 
-def tar_of(files: dict[str, bytes], mode: str = "w") -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode=mode) as tar:  # type: ignore[call-overload]
-        for name, data in files.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(data)
-            tar.addfile(entry, io.BytesIO(data))
-    return buffer.getvalue()
-
-
 def files_in(tar: bytes) -> dict[str, bytes]:
     with tarfile.open(fileobj=io.BytesIO(tar)) as archive:
         return {entry.name: archive.extractfile(entry).read() for entry in archive if entry.isfile()}  # type: ignore[union-attr]
@@ -41,7 +33,7 @@ def files_in(tar: bytes) -> dict[str, bytes]:
 async def test_folder_folder_goes_in_and_comes_out(client: httpx.AsyncClient, session: RemoteSession) -> None:
     path = f"/sessions/{session.session_id}/folder"
     files = {"a b.txt": b"1", "deep/er/c.bin": bytes(range(256)) * 100, "-x": b""}
-    put = await client.put(path, params={"path": "new/place"}, content=tar_of(files, "w:gz"))
+    put = await client.put(path, params={"path": "new/place"}, content=gzip.compress(packed(None, files)))
     assert put.status_code == 204, put.text
     assert (await session.run(["cat", "a b.txt"], cwd="new/place")).stdout == "1"
     got = await client.get(path, params={"path": "new/place"})
@@ -54,7 +46,7 @@ async def test_folder_folder_goes_in_and_comes_out(client: httpx.AsyncClient, se
 
 
 async def test_folder_same_over_any_session(session: RemoteSession) -> None:
-    await put_folder(session, "/tmp/x", tar_of({"f": b"data"}))
+    await put_folder(session, "/tmp/x", packed(None, {"f": b"data"}))
     assert files_in(await get_folder(session, "x")) == {"./f": b"data"}
 
 
@@ -64,7 +56,7 @@ async def test_folder_errors_carry_their_errno(client: httpx.AsyncClient, sessio
     assert (missing.status_code, missing.json()["error"]["errno"]) == (409, 2)
     broken = await client.put(path, params={"path": "x"}, content=b"this is no tar")
     assert (broken.status_code, broken.json()["error"]["errno"]) == (409, 22)
-    denied = await client.put(path, params={"path": "/usr/x"}, content=tar_of({"f": b""}))
+    denied = await client.put(path, params={"path": "/usr/x"}, content=packed(None, {"f": b""}))
     assert denied.status_code == 409
     await session.run_python("open('big', 'wb').write(bytes(3_000_000))")
     large = await client.get(path, params={"path": ".", "max_bytes": 100_000})
@@ -73,7 +65,7 @@ async def test_folder_errors_carry_their_errno(client: httpx.AsyncClient, sessio
 
 
 async def test_folder_tar_that_climbs_out_stays_in_the_box(client: httpx.AsyncClient, session: RemoteSession) -> None:
-    tar = tar_of({"../../etc/evil": b"x", "/etc/evil": b"x", "ok": b"1"})
+    tar = packed(None, {"../../etc/evil": b"x", "/etc/evil": b"x", "ok": b"1"})
     await client.put(f"/sessions/{session.session_id}/folder", params={"path": "in"}, content=tar)
     assert (await session.run(["ls", "/etc"])).stdout.count("evil") == 0
 

@@ -9,11 +9,12 @@ import pytest
 import pytest_asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.until import until
 
 from penstock.sandbox import SandboxError
 from penstock.sandbox.bwrap.sandbox import BwrapSandbox
 from penstock.sandbox.protocol import SandboxBusy
-from penstock.sandbox.server.pool import BoxPool
+from penstock.sandbox.server.pool import BoxPool, Slots
 from penstock.testing import FakeSandbox, FakeSession
 
 
@@ -33,9 +34,7 @@ async def pool(fake: FakeSandbox) -> AsyncIterator[BoxPool]:
 
 
 async def full(pool: BoxPool, count: int) -> None:
-    async with asyncio.timeout(60):
-        while pool.warm != count:
-            await asyncio.sleep(0.001)
+    await until(lambda: pool.warm == count)
 
 
 async def test_pool_taken_box_is_a_warm_one_and_is_replaced(pool: BoxPool, fake: FakeSandbox) -> None:
@@ -133,6 +132,25 @@ async def test_pool_request_that_is_cancelled_gives_its_slot_on(fake: FakeSandbo
     assert fake.most == 1
 
 
+async def test_slots_go_to_those_who_wait_in_their_order() -> None:
+    slots, order = Slots(1), []
+
+    async def take(name: str) -> None:
+        await slots.take(5.0)
+        order.append(name)
+
+    await take("first")
+    waiting = [asyncio.create_task(take(name)) for name in ("second", "third")]
+    await asyncio.sleep(0)
+    assert slots.waiting == 2
+    slots.give()
+    assert not slots.take_now()  # nobody passes those who wait
+    await waiting[0]
+    slots.give()
+    await waiting[1]
+    assert order == ["first", "second", "third"]
+
+
 Step = st.tuples(st.sampled_from(["take", "back", "die", "fail", "cancel", "wait"]), st.integers(0, 3))
 
 
@@ -188,9 +206,7 @@ async def test_pool_real_box_that_died_in_the_pool_is_replaced(sandbox: BwrapSan
     await full(pool, 1)
     session = pool._warm[None][0]
     session._box._process.kill()  # type: ignore[attr-defined]
-    async with asyncio.timeout(60):
-        while session._box._process.poll() is None:  # type: ignore[attr-defined]  # dead before it is probed
-            await asyncio.sleep(0.01)
+    await until(lambda: session._box._process.poll() is not None)  # type: ignore[attr-defined]  # before it is probed
     taken = await pool.take("a", None, 5.0)
     assert taken is not session
     assert (await taken.run_python("1 + 1")).stdout == "2\n"

@@ -16,6 +16,7 @@ import pytest
 from tests.sandbox.conftest import box_cgroups, box_processes
 from tests.sandbox.containers import IMAGE, containers_of
 from tests.sandbox.server.conftest import TOKEN, answers, free_port, headers, remote_of
+from tests.until import until
 
 from penstock.deploy import ConfigError, load_sandbox
 from penstock.sandbox import SandboxConfig, SandboxError, SandboxLost
@@ -37,12 +38,6 @@ async def command(port: int, *arguments: str) -> AsyncIterator[asyncio.subproces
         await asyncio.wait_for(process.wait(), 30)
 
 
-async def none_left(pid: int) -> None:
-    async with asyncio.timeout(60):
-        while box_processes(pid):
-            await asyncio.sleep(0.02)
-
-
 async def test_server_what_a_killed_server_leaves_the_next_one_ends() -> None:
     port = free_port()
     url, owner = f"http://127.0.0.1:{port}", f"sandbox-{port}"
@@ -51,14 +46,12 @@ async def test_server_what_a_killed_server_leaves_the_next_one_ends() -> None:
         session = await sandbox.start("run/episode 1")
         await session.run_shell("(setsid sleep 1000 &); sleep 1000 &")
         running = asyncio.create_task(session.run_python("import time; time.sleep(100)", timeout_s=100.0))
-        async with asyncio.timeout(60):
-            while len(box_processes(first.pid)) < 4 or len(box_cgroups(owner)) < 3:
-                await asyncio.sleep(0.02)
+        await until(lambda: len(box_processes(first.pid)) >= 4 and len(box_cgroups(owner)) >= 3)
         first.send_signal(signal.SIGKILL)
         await first.wait()
     with pytest.raises(SandboxError):
         await running
-    await none_left(first.pid)  # they end with the server, without anybody's help
+    await until(lambda: not box_processes(first.pid))  # they end with the server, without anybody's help
 
     async with command(port) as second:
         assert all(f"/{second.pid}-" in str(path) for path in box_cgroups(owner))  # of the first none is left
@@ -66,7 +59,7 @@ async def test_server_what_a_killed_server_leaves_the_next_one_ends() -> None:
             await sandbox.attach(session.session_id)
         again = await sandbox.start("run/episode 1")
         assert (await again.run_python("1 + 1")).stdout == "2\n"
-    await none_left(second.pid)
+    await until(lambda: not box_processes(second.pid))
     assert box_cgroups(owner) == []
     await sandbox.close()
 
@@ -91,9 +84,7 @@ async def test_server_containers_of_a_killed_server_end_with_it(tmp_path: Path) 
         first.send_signal(signal.SIGKILL)
         await first.wait()
     async with command(port, "--recipe", str(recipe), "sandbox.server.warm={}"):
-        async with asyncio.timeout(60):
-            while containers_of(owner):
-                await asyncio.sleep(0.1)
+        await until(lambda: not containers_of(owner))
         with pytest.raises(SandboxLost):
             await sandbox.attach(session.session_id)
     await sandbox.close()

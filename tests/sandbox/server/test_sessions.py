@@ -13,12 +13,14 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.sandbox.server.conftest import OTHER, TOKEN, Start, headers, remote_of, serving
+from tests.until import until
 
 from penstock.sandbox import RemoteSandbox, SandboxConfig, SandboxError, SandboxLost, as_call, make_sandbox
 from penstock.sandbox.config import CallerConfig, SandboxServerConfig
 from penstock.sandbox.remote import TTL_HEADROOM_S
-from penstock.sandbox.server import serve
+from penstock.sandbox.server import SandboxMetrics, build_app, serve
 from penstock.sandbox.server.callers import callers_of
+from penstock.testing import FakeSandbox
 
 pytestmark = pytest.mark.bwrap
 
@@ -144,8 +146,6 @@ async def test_sessions_session_is_its_openers_alone(start: Start, monkeypatch: 
 async def test_sessions_what_keeps_a_server_from_starting_is_said(url: str) -> None:
     with pytest.raises(SandboxError, match="choose another"):
         await serve(SandboxConfig(), "127.0.0.1", int(url.rpartition(":")[2]), TOKEN)
-    with pytest.raises(SandboxError, match="holds boxes itself"):
-        await serve(SandboxConfig(backend="remote", url="x"), "127.0.0.1", 0, TOKEN)
     with pytest.raises(SandboxError, match="needs a token"):
         callers_of(SandboxConfig(), "", {})
     one = SandboxConfig(server=SandboxServerConfig(callers={"a": CallerConfig(token_env="A")}))
@@ -167,17 +167,14 @@ async def test_sessions_server_that_is_told_to_stop_ends_its_boxes(
         assert list(tmp_path.glob("penstock-unsafe-*"))
         await sandbox.close()
     assert not list(tmp_path.glob("penstock-unsafe-*"))
-    assert await ended(pid)
+    await until(lambda: not is_running(pid))
 
 
-async def ended(pid: int) -> bool:
-    """Gone, or a zombie that its parent has not read yet."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError, TimeoutError):
-        async with asyncio.timeout(60):
-            while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
-                await asyncio.sleep(0.02)
-        return True
-    return not Path(f"/proc/{pid}").exists()
+def is_running(pid: int) -> bool:
+    """False also for a zombie that its parent has not read yet."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
 
 
 async def test_sessions_repeat_the_result_of_a_repeated_call(url: str) -> None:
@@ -212,3 +209,69 @@ async def test_sessions_start_with_the_key_of_a_living_session_gives_that_one(cl
     assert third != first
     refused = await client.post("/sessions", json={}, headers={"Idempotency-Key": "short"})
     assert refused.status_code == 422
+
+
+# ---- output as it comes
+
+SLOWLY = "echo one; sleep 0.7; echo two > done"
+
+
+async def test_stream_reader_that_leaves_stops_no_run(remote: RemoteSandbox) -> None:
+    session = await remote.start("leaver")
+    await session.run_python("x = 5")
+    stream = session.stream(["sh", "-c", SLOWLY], timeout_s=10.0)
+    assert (await anext(stream)).data == "one\n"
+    await stream.aclose()  # type: ignore[attr-defined]
+    other = await remote.attach(session.session_id)
+    assert (await other.run_python("x")).stdout == "5\n"  # it waited for its turn
+    assert await other.read_file("done") == b"two\n"
+
+
+async def test_stream_reader_that_leaves_ends_its_own_box() -> None:
+    sandbox = make_sandbox(SandboxConfig(max_boxes=1), "tests")
+    session = await sandbox.start("leaver")
+    stream = session.stream(["sh", "-c", SLOWLY], timeout_s=10.0)
+    assert (await anext(stream)).data == "one\n"
+    await stream.aclose()  # type: ignore[attr-defined]
+    after = await session.run(["ls"])
+    assert (after.stdout, after.files_lost) == ("", True)
+    await sandbox.close()
+
+
+async def test_stream_refusals_come_before_the_first_line(remote: RemoteSandbox, client: httpx.AsyncClient) -> None:
+    session = await remote.start("refusals")
+    path = f"/sessions/{session.session_id}/stream"
+    assert (await client.post(path, json={"argv": []})).status_code == 422
+    assert (await client.post("/sessions/none/stream", json={"argv": ["true"]})).status_code == 404
+    answer = await client.post(path, json={"argv": ["echo", "a"]})
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    lines = answer.text.splitlines()
+    assert lines[0] == '{"stream":"stdout","data":"a\\n"}'
+    assert lines[1].startswith('{"result":{"stdout":"a\\n","stderr":"","exit_code":0,')
+    await session.close()
+    with pytest.raises(SandboxLost):
+        [piece async for piece in session.stream(["true"])]
+
+
+# ---- metrics
+
+
+async def test_metrics_token_for_metrics_opens_them_alone() -> None:
+    app = build_app(FakeSandbox(), SandboxConfig(max_boxes=4), "the run's", "for metrics")
+    headers = {"Authorization": "Bearer for metrics"}
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as http:
+        found = await http.get("/metrics")
+        assert (found.status_code, "penstock_sandbox_waiting 0.0" in found.text) == (200, True)
+        assert (await http.get("/health")).status_code == 401
+        assert (await http.post("/sessions", json={})).status_code == 401
+        assert (await http.get("/metrics", headers={"Authorization": "Bearer "})).status_code == 401
+
+
+def test_metrics_count_boxes_once() -> None:
+    metrics = SandboxMetrics()
+    for counts in ({"taken_warm": 2}, {"taken_warm": 2}, {"taken_warm": 3, "stale": 1}):
+        metrics.count_boxes(counts)
+    value = metrics.registry.get_sample_value
+    assert value("penstock_sandbox_pool_boxes_total", {"how": "taken_warm"}) == 3
+    assert value("penstock_sandbox_pool_boxes_total", {"how": "stale"}) == 1

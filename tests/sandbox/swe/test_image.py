@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-import subprocess
-import tarfile
 from collections.abc import Iterator
 
 import pytest
-from tests.sandbox.containers import IMAGE, docker
+from tests.sandbox.containers import IMAGE, build, docker
 from tests.sandbox.swe.conftest import LIMITS
 
 from penstock.sandbox.swe import SweEnvironment, SweTaskError, check_task, snapshot_of
@@ -24,23 +21,10 @@ def images(tasks) -> Iterator[None]:
     task = tasks["wordkit-1"]
     for name, then in ((CLEAN, "true"), (WITH_HISTORY, "git -C /testbed init -q")):
         recipe = f"FROM {IMAGE}\nADD snapshot.tgz /testbed\nRUN {then} && chmod -R a+rX /testbed\n"
-        context = _context(
-            {"Dockerfile": recipe.encode(), "snapshot.tgz": snapshot_of(task.repository, task.base_commit)}
-        )
-        command = ["docker", "build", "-q", "--network", "none", "-t", name, "-"]
-        subprocess.run(command, input=context, check=True, timeout=120, capture_output=True)
+        snapshot = snapshot_of(task.repository, task.base_commit)
+        build(name, {"Dockerfile": recipe.encode(), "snapshot.tgz": snapshot})
     yield
     docker("rmi", "-f", CLEAN, WITH_HISTORY)
-
-
-def _context(files: dict[str, bytes]) -> bytes:
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        for name, content in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    return packed.getvalue()
 
 
 @pytest.fixture

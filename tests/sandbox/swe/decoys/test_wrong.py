@@ -89,25 +89,9 @@ class TestCase:
     def test_none(self):
         self.assertIsNone({}.get("a"))
 """
-NAMES = {
-    *(
-        (f"test_{name}",)
-        for name in (
-            "text",
-            "numbers",
-            "nested",
-            "left",
-            "turned",
-            "equality",
-            "named",
-            "membership",
-            "truth",
-            "not",
-            "raises",
-        )
-    ),
-    *(("TestInside", "test_method"), ("TestCase", "test_equal"), ("TestCase", "test_none")),
-}
+FUNCTIONS = "text numbers nested left turned equality named membership truth not raises"
+METHODS = {("TestInside", "test_method"), ("TestCase", "test_equal"), ("TestCase", "test_none")}
+NAMES: set[tuple[str, ...]] = {*((f"test_{name}",) for name in FUNCTIONS.split()), *METHODS}
 NEVER = b"""\
 import pytest
 
