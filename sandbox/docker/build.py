@@ -11,7 +11,6 @@ import shutil
 
 from penstock.sandbox.protocol import NoSuchImage, SandboxError
 
-BUILD_NETWORKS = ("default", "none", "host")
 _KEPT_CHARACTERS = 1500
 _CHUNK_BYTES = 1 << 16
 

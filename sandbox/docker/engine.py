@@ -49,7 +49,6 @@ class DockerEngine:
     runtimes: tuple[str, ...]
     default_runtime: str
     limits_memory: bool
-    limits_swap: bool
     limits_pids: bool
     limits_cpu: bool
     remaps_uids: bool
@@ -149,7 +148,6 @@ async def survey(client: Docker) -> DockerEngine:
         runtimes=tuple(sorted(info.get("Runtimes") or ())),
         default_runtime=info.get("DefaultRuntime", ""),
         limits_memory=bool(info.get("MemoryLimit")),
-        limits_swap=bool(info.get("SwapLimit")),
         limits_pids=bool(info.get("PidsLimit")),
         limits_cpu=bool(info.get("CpuCfsQuota")),
         remaps_uids="name=rootless" in security or "name=userns" in security,

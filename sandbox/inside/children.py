@@ -83,29 +83,23 @@ def _become_untrusted(
     try:
         for number, fd in enumerate(stdio):
             os.dup2(fd, number)
-        _close_all_but(keep)  # the control socket above all: who holds it can answer for the driver
+        start = 3
+        for fd in sorted(
+            keep
+        ):  # all others are closed, above all the control socket: its holder answers for the driver
+            os.closerange(start, fd)
+            start = fd + 1
+        os.closerange(start, 1024)
         os.setsid()
-        _reset_signals()
+        signal.set_wakeup_fd(-1)
+        set_handler(CHILD_ENDED, DEFAULT)
+        set_handler(INTERRUPT, signal.default_int_handler)
         _apply_limits(limits)
         code = body()
     except BaseException as error:  # noqa: BLE001 - the child's last words; it must never return into the driver's loop
         os.write(2, f"{type(error).__name__}: {error}\n".encode("utf-8", "replace"))
     finally:
         os._exit(code)
-
-
-def _close_all_but(keep: tuple[int, ...]) -> None:
-    start = 3
-    for fd in sorted(keep):
-        os.closerange(start, fd)
-        start = fd + 1
-    os.closerange(start, 1024)
-
-
-def _reset_signals() -> None:
-    signal.set_wakeup_fd(-1)
-    set_handler(CHILD_ENDED, DEFAULT)
-    set_handler(INTERRUPT, signal.default_int_handler)
 
 
 def restore_signals() -> None:
@@ -128,13 +122,9 @@ def _apply_limits(limits: dict[str, Any]) -> None:
     os.nice(5)  # below the driver, which must get its turn to end them
     set_dumpable(True)
     if limits.get("boxed"):
-        _prefer_for_oom_kill()
-
-
-def _prefer_for_oom_kill() -> None:
-    fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
-    os.write(fd, b"1000")  # out of memory must end this process, never the driver
-    os.close(fd)
+        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        os.write(fd, b"1000")  # out of memory must end this process, never the driver
+        os.close(fd)
 
 
 def become_command(argv: list[str], cwd: str | None = None) -> int:

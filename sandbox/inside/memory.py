@@ -142,20 +142,13 @@ def processes() -> Iterator[ProcessMemory]:
 def _read_process(pid: int) -> ProcessMemory | None:
     """None where it is exiting."""
     thread, fields = pid, _read_status(str(pid))
-    if b"RssAnon" not in fields and int(fields.get(b"Threads", b"0")) > 1:
-        thread, fields = _living_thread(pid)
+    if b"RssAnon" not in fields and int(fields.get(b"Threads", b"0")) > 1:  # its first thread ended, others run
+        tasks = ((int(name), _read_status(f"{pid}/task/{name}")) for name in _threads(pid))
+        thread, fields = next((task for task in tasks if b"RssAnon" in task[1]), (pid, {}))
     if b"RssAnon" not in fields:
         return None
     kilobytes = sum(int(fields[name].split()[0]) for name in (b"RssAnon", b"VmSwap") if name in fields)
     return ProcessMemory(pid, thread, int(fields[b"PPid"]), kilobytes << 10)
-
-
-def _living_thread(pid: int) -> tuple[int, dict[bytes, bytes]]:
-    for name in _threads(pid):
-        fields = _read_status(f"{pid}/task/{name}")
-        if b"RssAnon" in fields:
-            return int(name), fields
-    return pid, {}
 
 
 def _threads(pid: int) -> list[str]:
@@ -209,12 +202,10 @@ def _borrowers(living: list[ProcessMemory]) -> set[int]:
     return {
         min(several, key=lambda child: abs(child.anonymous - by_pid[parent].anonymous)).pid
         for parent, several in children.items()
-        if any(words[:1] == [b"D"] for words in _states_of_threads(parent))
+        if any(
+            _read_status(f"{parent}/task/{name}").get(b"State", b"").split()[:1] == [b"D"] for name in _threads(parent)
+        )
     }
-
-
-def _states_of_threads(pid: int) -> Iterator[list[bytes]]:
-    return (_read_status(f"{pid}/task/{name}").get(b"State", b"").split() for name in _threads(pid))
 
 
 # ---- sockets

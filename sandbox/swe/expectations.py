@@ -86,10 +86,12 @@ def _values(function: Function, source: Source, dice: random.Random) -> list[Edi
     """Edits of literals that the sure assertions compare with, written there or bound to a name before."""
     sure = list(_sure(function))
     named = _named_literals(function, sure)
-    edits = (
-        edit for one in sure for expected in _literals(one, named) if (edit := other_literal(expected, source, dice))
-    )
-    return list({edit.start: edit for edit in edits}.values())
+    edits: dict[int, Edit] = {}
+    for statement in sure:
+        written = [found for side in _sides(statement) if (found := _written(side, named)) is not None]
+        if len(written) == 1 and (edit := other_literal(written[0], source, dice)):
+            edits[edit.start] = edit
+    return list(edits.values())
 
 
 def _sure(function: Function) -> Iterator[ast.stmt]:
@@ -100,14 +102,8 @@ def _sure(function: Function) -> Iterator[ast.stmt]:
         yield statement
 
 
-def _literals(statement: ast.stmt, named: Mapping[str, ast.expr]) -> Iterator[ast.expr]:
-    """Yields the expected value of an equality, if it is written out there or under a name of `named`."""
-    written = [found for side in _sides(statement) if (found := _written(side, named)) is not None]
-    if len(written) == 1:
-        yield written[0]
-
-
 def _written(side: ast.expr, named: Mapping[str, ast.expr]) -> ast.expr | None:
+    """The expected value on this side of an equality, if it is written out there or under a name of `named`."""
     if isinstance(side, ast.Name):
         return named.get(side.id)
     return side if _is_written_out(side) else None

@@ -24,7 +24,6 @@ ENGINE = DockerEngine(
     runtimes=("runc", "runsc"),
     default_runtime="runc",
     limits_memory=True,
-    limits_swap=True,
     limits_pids=True,
     limits_cpu=True,
     remaps_uids=False,
