@@ -21,7 +21,7 @@ from tests.sandbox.harbor.conftest import (
 
 from penstock.datasets.harbor import Checker
 from penstock.sandbox import Sandbox, make_sandbox
-from penstock.sandbox.harbor import HarborEnvironment, read_task
+from penstock.sandbox.harbor import HarborEnvironment, HarborTaskError, read_task
 from penstock.sandbox.protocol import NoSuchImage, UnmetNeeds
 
 pytestmark = [pytest.mark.harbor, pytest.mark.docker, pytest.mark.deep]
@@ -95,60 +95,37 @@ async def test_forks_are_bounded_and_the_box_is_graded(containers: Sandbox, writ
     await environment.close()
 
 
-IMAGES = {
-    "an image that nobody has": (
-        '[environment]\ndocker_image = "penstock-no/such:1"\n',
-        {},
-        NoSuchImage,
-        "No such image",
-    ),
-    "a base that nobody has": (
-        "",
-        {"environment/Dockerfile": "FROM penstock-no/base:1\n"},
-        NoSuchImage,
-        "cannot be built",
-    ),
-    "a command that fails": (
-        "",
-        {"environment/Dockerfile": f"FROM {LANGUAGES}\nRUN echo broken on purpose && false\n"},
-        NoSuchImage,
-        "broken on purpose",
-    ),
+READY = '[environment]\ndocker_image = "penstock-no/such:1"\n'
+ENTRY = f'FROM {LANGUAGES}\nENTRYPOINT ["sh", "-c", "echo no entry >&2; exit 3"]\n'
+IMAGES = {  # task.toml, Dockerfile, the error of a start, its words
+    "an image that nobody has": (READY, "", NoSuchImage, "No such image"),
+    "a base that nobody has": ("", "FROM penstock-no/base:1\n", NoSuchImage, "cannot be built"),
+    "a command that fails": ("", f"FROM {LANGUAGES}\nRUN echo broken && false\n", NoSuchImage, "broken"),
     "a build that never ends": (
-        "[environment]\nbuild_timeout_sec = 5\n",
-        {"environment/Dockerfile": f"FROM {LANGUAGES}\nRUN sleep 1000\n"},
-        NoSuchImage,
-        "within 5 s",
+        *("[environment]\nbuild_timeout_sec = 5\n", f"FROM {LANGUAGES}\nRUN sleep 1000\n"),
+        *(NoSuchImage, "within 5 s"),
     ),
-    "another user": (
-        "",
-        {"environment/Dockerfile": f"FROM {LANGUAGES}\nUSER nobody\n"},
-        UnmetNeeds,
-        "runs as user nobody",
-    ),
-    "an entry point that fails": (
-        "",
-        {"environment/Dockerfile": f'FROM {LANGUAGES}\nENTRYPOINT ["sh", "-c", "echo no entry >&2; exit 3"]\n'},
-        None,
-        "entry point failed: no entry",
-    ),
+    "another user": ("", f"FROM {LANGUAGES}\nUSER nobody\n", UnmetNeeds, "runs as user nobody"),
+    "an entry point that fails": ("", ENTRY, HarborTaskError, "entry point failed: no entry"),
 }
 
 
 async def test_images_that_cannot_be_had_are_named_and_block_no_other(
     containers: Sandbox, write_task: WriteTask, tmp_path: Path
 ) -> None:
-    folders = [write_task(f"task-{n}", toml=toml, files=files) for n, (toml, files, _, _) in enumerate(IMAGES.values())]
+    folders = [
+        write_task(f"task-{number}", toml=toml, files={"environment/Dockerfile": text})
+        for number, (toml, text, _, _) in enumerate(IMAGES.values())
+    ]
     good = write_task("good", toml='[environment]\nworkdir = "/app"\n')
     checker = Checker(containers, tmp_path / "record.jsonl", build, {}, concurrency=3)
     *found, last = await checker.check([*folders, good])
     assert last.sound
-    for (case, (_, _, kind, named)), one in zip(IMAGES.items(), found, strict=True):
+    for folder, (case, (_, _, kind, named)), one in zip(folders, IMAGES.items(), found, strict=True):
         assert not one.sound, case
         assert named in one.problem, (case, one.problem)
-        if kind is not None:
-            with pytest.raises(kind):
-                await started(containers, folders[list(IMAGES).index(case)])
+        with pytest.raises(kind):
+            await started(containers, folder)
 
 
 async def started(sandbox: Sandbox, folder: Path) -> HarborEnvironment:

@@ -138,67 +138,43 @@ def test_the_older_format_maps_to_the_same_task() -> None:
     assert task.has_solution
 
 
-def _sidecar(text: str) -> str:
-    return text + "  database:\n    image: postgres\n"
-
-
-INEXACT = {
-    "two containers": ("docker-compose.yaml", _sidecar, "2 services"),
-    "a privileged one": (
-        "docker-compose.yaml",
-        lambda text: text.replace("    command:", "    privileged: true\n    command:"),
-        "privileged cannot be mapped",
-    ),
-    "volumes": (
-        "docker-compose.yaml",
-        lambda text: text.replace(
-            "    volumes:\n", "    volumes:\n      - /var/run/docker.sock:/var/run/docker.sock\n"
-        ),
-        "volumes of its own",
-    ),
-    "networks": ("docker-compose.yaml", lambda text: text + "networks:\n  inner: {}\n", "networks cannot be mapped"),
-    "a variable": (
-        "docker-compose.yaml",
-        lambda text: text.replace("EXPECTED=3", "EXPECTED=${SECRET}"),
-        "EXPECTED is a variable of the machine",
-    ),
-    "build arguments": (
-        "docker-compose.yaml",
-        lambda text: text.replace("dockerfile: Dockerfile", "args: {A: b}"),
-        "build.args cannot be mapped",
-    ),
-    "another parser": (
-        "task.yaml",
-        lambda text: text.replace("parser_name: pytest", "parser_name: sweb"),
-        "parser_name",
-    ),
-    "the same shell": (
-        "task.yaml",
-        lambda text: text.replace("shell: false", "shell: true"),
-        "run_tests_in_same_shell",
-    ),
-    "no tests": ("run-tests.sh", lambda text: "", "run-tests.sh is missing"),
-    "no instruction": ("task.yaml", lambda text: text.replace("instruction:", "note:"), "instruction is missing"),
+COMPOSE = "docker-compose.yaml"
+SOCKET = "    volumes:\n      - /var/run/docker.sock:/var/run/docker.sock\n"
+INEXACT = {  # file, what is replaced in it, by what, the words of the refusal
+    "two containers": (COMPOSE, "services:\n", "services:\n  database: {image: postgres}\n", "2 services"),
+    "a privileged one": (COMPOSE, "    command:", "    privileged: true\n    command:", "privileged cannot be mapped"),
+    "volumes": (COMPOSE, "    volumes:\n", SOCKET, "volumes of its own"),
+    "networks": (COMPOSE, "services:\n", "networks: {inner: {}}\nservices:\n", "networks cannot be mapped"),
+    "a variable": (COMPOSE, "EXPECTED=3", "EXPECTED=${SECRET}", "EXPECTED is a variable of the machine"),
+    "build arguments": (COMPOSE, "dockerfile: Dockerfile", "args: {A: b}", "build.args cannot be mapped"),
+    "another parser": ("task.yaml", "parser_name: pytest", "parser_name: sweb", "parser_name"),
+    "the same shell": ("task.yaml", "shell: false", "shell: true", "run_tests_in_same_shell"),
+    "no instruction": ("task.yaml", "instruction:", "note:", "instruction is missing"),
 }
 
 
+@pytest.fixture
+def old_format(tmp_path: Path) -> Path:
+    folder = tmp_path / "old-format"
+    shutil.copytree(TERMINAL_BENCH / "old-format", folder)
+    return folder
+
+
 @pytest.mark.parametrize("case", INEXACT)
-def test_what_cannot_be_mapped_exactly_is_refused_by_name(tmp_path: Path, case: str) -> None:
-    file, change, named = INEXACT[case]
-    folder = tmp_path / "old-format"
-    shutil.copytree(TERMINAL_BENCH / "old-format", folder)
-    text = change((folder / file).read_text())
-    if text:
-        (folder / file).write_text(text)
-    else:
-        (folder / file).unlink()
+def test_what_cannot_be_mapped_exactly_is_refused_by_name(old_format: Path, case: str) -> None:
+    file, old, new, named = INEXACT[case]
+    text = (old_format / file).read_text()
+    assert old in text
+    (old_format / file).write_text(text.replace(old, new))
     with pytest.raises(HarborTaskError, match=named):
-        read_task(folder)
+        read_task(old_format)
 
 
-def test_a_solution_typed_into_a_terminal_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "old-format"
-    shutil.copytree(TERMINAL_BENCH / "old-format", folder)
-    (folder / "solution.yaml").write_text("- command: ls\n")
+def test_a_solution_typed_into_a_terminal_and_missing_tests_are_refused(old_format: Path) -> None:
+    (old_format / "solution.yaml").write_text("- command: ls\n")
     with pytest.raises(HarborTaskError, match=r"solution\.yaml"):
-        read_task(folder)
+        read_task(old_format)
+    (old_format / "solution.yaml").unlink()
+    (old_format / "run-tests.sh").unlink()
+    with pytest.raises(HarborTaskError, match=r"run-tests\.sh is missing"):
+        read_task(old_format)
