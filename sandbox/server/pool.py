@@ -35,8 +35,8 @@ class Slots:
         return len(self._waiting)
 
     def take_now(self) -> bool:
-        """Takes a slot without waiting, and never ahead of waiters."""
-        if self.free == 0 or self._waiting:
+        """Takes a slot without waiting. None is free while anybody waits."""
+        if self.free == 0:
             return False
         self.free -= 1
         return True
