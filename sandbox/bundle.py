@@ -15,6 +15,7 @@ from penstock.sandbox.protocol import SandboxError
 MODULES = ("capture", "children", "interpreter", "shell", "persistent", "memory", "forward", "calls", "driver")
 """In import order: each finds those before it in `sys.modules`."""
 ZYGOTE_MODULES = (*MODULES, "zygote")
+KEEPER_MODULES = (*MODULES, "relay", "keeper")
 PACKAGE = "penstock.sandbox.inside"
 
 _COMPILE = """
@@ -30,23 +31,6 @@ with os.fdopen(int(sys.argv[2]), "rb") as blob:
 """
 
 _FROM_STDIN = """
-import sys, os, json, types
-assert sys.version_info >= (3, 9), "Python 3.9 or newer is needed, this is " + sys.version
-def take(size):
-    data = b""
-    while len(data) < size:
-        chunk = os.read(0, size - len(data))
-        if not chunk:
-            sys.exit("cut off")
-        data += chunk
-    return data
-modules = [
-    (name, compile(text, "<" + name + ">", "exec"))
-    for name, text in json.loads(take(int.from_bytes(take(4), "big")))
-]
-"""
-
-_FROM_LINE = """
 import sys, os, json, types
 assert sys.version_info >= (3, 9), "Python 3.9 or newer is needed, this is " + sys.version
 text = b""
@@ -94,25 +78,14 @@ def zygote_command(python: str, settings: dict[str, object]) -> list[str]:
     return [*driver_command(python, settings, "{0}"), "{1}"]
 
 
-def driver_command_from_stdin(python: str, settings: dict[str, object]) -> list[str]:
-    """The same for another machine's interpreter: it reads `driver_sources` from its stdin first."""
+def command_from_stdin(python: str, settings: dict[str, object]) -> list[str]:
+    """The same for another machine's interpreter: it reads `line_of` some modules from its stdin first."""
     return [python, "-I", "-S", "-c", _FROM_STDIN + _BOOT, json.dumps(settings)]
 
 
-def driver_sources() -> bytes:
-    """The driver as text, with its length in front."""
-    text = _sources(MODULES)
-    return len(text).to_bytes(4, "big") + text
-
-
-def keeper_command(python: str, settings: dict[str, object]) -> list[str]:
-    """The keeper's first relay, on a connection that may carry text alone: it reads `keeper_sources` first."""
-    return [python, "-I", "-S", "-c", _FROM_LINE + _BOOT, json.dumps(settings)]
-
-
-def keeper_sources() -> bytes:
-    """Keeper, relay and driver as one line of ASCII text."""
-    return _sources((*MODULES, "relay", "keeper")) + b"\n"
+def line_of(modules: tuple[str, ...] = MODULES) -> bytes:
+    """The modules as one line of ASCII text, for connections that may carry text alone."""
+    return _sources(modules) + b"\n"
 
 
 def _sources(modules: tuple[str, ...]) -> bytes:

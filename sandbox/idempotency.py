@@ -14,8 +14,9 @@ The server keeps the results by key:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,19 +37,14 @@ class NamedCall:
 _CALL: ContextVar[NamedCall | None] = ContextVar("call of a tool", default=None)
 
 
-class as_call:
+@contextlib.contextmanager
+def as_call(name: str) -> Iterator[None]:
     """Requests made inside belong to the call `name`, which must name one call and no other, ever."""
-
-    __slots__ = ("_name", "_token")
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        self._token = _CALL.set(NamedCall(self._name))
-
-    def __exit__(self, *raised: object) -> None:
-        _CALL.reset(self._token)
+    token = _CALL.set(NamedCall(name))
+    try:
+        yield
+    finally:
+        _CALL.reset(token)
 
 
 def current_call() -> str | None:

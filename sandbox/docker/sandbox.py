@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.sandbox.box import Box
-from penstock.sandbox.bundle import driver_command_from_stdin, driver_sources
+from penstock.sandbox.bundle import command_from_stdin, line_of
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.docker.container import Container, ContainerBox
 from penstock.sandbox.docker.engine import (
@@ -68,7 +68,7 @@ class DockerSandbox(LimitedSandbox):
         self._engine, image = _now(self._survey())
         self._images[config.image] = image
         self._filter = build_filter(self._engine.machine)
-        self._driver = driver_sources()
+        self._driver = line_of()
         self._client: Docker | None = None
         self._snapshot_images = SnapshotImages(self._connected)
         self._sweeps: set[asyncio.Task[None]] = set()
@@ -226,7 +226,7 @@ class DockerSandbox(LimitedSandbox):
             settings["address_space"] = config.memory_mb << 20
         if not self._engine.limits_pids:
             settings["processes"] = config.pids
-        return driver_command_from_stdin(PYTHON, settings)
+        return command_from_stdin(PYTHON, settings)
 
 
 def describe(engine: DockerEngine, config: SandboxConfig, filtered: bool) -> tuple[str, bool]:

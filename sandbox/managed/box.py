@@ -19,7 +19,7 @@ from typing import Any
 
 from penstock.common import Backoff
 from penstock.sandbox.box import MAX_FRAME_BYTES, Box, BoxEnded, OnOutput
-from penstock.sandbox.bundle import keeper_command, keeper_sources
+from penstock.sandbox.bundle import KEEPER_MODULES, command_from_stdin, line_of
 from penstock.sandbox.managed.api import ApiBusy, ApiUnavailable, Channel, ChannelBroken
 from penstock.sandbox.protocol import Accept, NoSuchImage, SandboxError
 
@@ -59,8 +59,8 @@ class ManagedBox(Box):
         box = cls(keeper, open_channel, finish)
         try:
             async with asyncio.timeout(START_DEADLINE_S):
-                box._channel = await open_channel(keeper_command(PYTHON, {**settings, "name": keeper}))
-                await box._channel.write(keeper_sources())
+                box._channel = await open_channel(command_from_stdin(PYTHON, {**settings, "name": keeper}))
+                await box._channel.write(line_of(KEEPER_MODULES))
                 await box._receive()
         except (ChannelBroken, TimeoutError) as error:
             reason = box.stderr_tail or f"no answer in {START_DEADLINE_S:.0f} s ({error})"

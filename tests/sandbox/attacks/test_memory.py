@@ -61,6 +61,7 @@ async def test_attack_four_gigabytes(session: Session, code: str) -> None:
 
 async def test_attack_four_gigabytes_by_a_command(session: Session) -> None:
     assert contained(await session.run(["python3", "-c", "x = b'x' * (4 << 30)"], timeout_s=30.0))
+    assert (await session.run(["true"])).limit is None  # reported once
 
 
 FILL = "kept = bytes([1]) * (48 << 20); time.sleep(1000)"
