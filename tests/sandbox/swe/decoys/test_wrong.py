@@ -149,6 +149,12 @@ def test_decoys_fail_exactly_the_changed_test(seed):
     assert not any(run(everything, name) for name in NAMES)
 
 
+def test_decoys_change_each_of_several_expectations():
+    name = ("test_numbers",)
+    starts = {wrong_tests(TESTS, {name}, random.Random(seed))[name].start for seed in range(40)}
+    assert [chr(TESTS[start]) for start in sorted(starts)] == ["3", "2"]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_decoys_changed_literal_keeps_its_form(seed):
     """Nothing but its meaning tells the wrong one: the same length, the same kinds of signs, the same syntax."""
