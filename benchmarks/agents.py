@@ -7,8 +7,7 @@ the number of episodes, so that at every level as many turns end per second and 
 differs. Each level has a separate process, each round all levels, in changing order.
 
     cpu       seconds on a core of the whole worker process (its threads, its Redis client), per turn
-    memory    of one episode that waits for the model: by what Python has allocated, with all episodes in the same turn,
-              so that contexts are as long at every level; and by resident pages of the worker that was at work
+    memory    resident bytes of one episode that waits for the model, in the worker that was at work
 
 PENSTOCK_BENCH_EPISODES_AT_ONCE (100,1000,10000), PENSTOCK_BENCH_ROUNDS (3), PENSTOCK_BENCH_TURNS_PER_S (200),
 PENSTOCK_BENCH_TURNS_BEFORE (1, of each episode before anything is counted), PENSTOCK_BENCH_SECONDS (30, of measuring at
@@ -36,10 +35,6 @@ from penstock.transfer_queue import RedisServer
 
 MODEL = ROOT / "recipes" / "calculator" / "model"
 """Its tokenizer and chat template are used, not its weights."""
-HELD_TURN = 2
-"""All episodes wait for its answer where bytes are counted: a call and its result are in the context."""
-TRACING = 2.0
-"""Turns take so many times as long where bytes are counted: who is traced does not keep up with more."""
 Rounds = dict[int, list[dict[str, Any]]]
 """episodes at once → figures of each round"""
 
@@ -75,7 +70,6 @@ async def _measure() -> dict[str, Any]:
     extent = AgentsExtent.read()
     setup = {**processor(), **asdict(extent), **_of_the_work()}
     working: Rounds = {level: [] for level in extent.levels}
-    held: dict[int, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         password = secrets.token_urlsafe(16)
         async with RedisServer(Path(folder), password) as server:
@@ -84,10 +78,7 @@ async def _measure() -> dict[str, Any]:
                 for level in order:
                     working[level].append(await _one_level(server, password, _at_work(level, extent)))
                     say(f"agents: round {number + 1} of {extent.rounds}, {level} episodes: {working[level][-1]}")
-            for level in extent.levels:
-                held[level] = await _one_level(server, password, _all_held(level, extent), PYTHONTRACEMALLOC="1")
-                say(f"agents: {level} episodes that wait in turn {HELD_TURN}: {held[level]}")
-    figures = {f"{level}_episodes": _figures(working[level], held[level]) for level in extent.levels}
+    figures = {f"{level}_episodes": _figures(working[level]) for level in extent.levels}
     bytes_per_idle_episode = figures[f"{extent.levels[-1]}_episodes"]["resident_bytes_per_episode"]
     return {
         "bench": "agents",
@@ -107,14 +98,8 @@ def _at_work(level: int, extent: AgentsExtent) -> dict[str, Any]:
     }
 
 
-def _all_held(level: int, extent: AgentsExtent) -> dict[str, Any]:
-    return {"episodes": level, "turns_per_s": extent.turns_per_s / TRACING, "held_turn": HELD_TURN}
-
-
-async def _one_level(
-    server: RedisServer, password: str, question: dict[str, Any], **environment: str
-) -> dict[str, Any]:
-    environment |= {"PENSTOCK_BENCH_PASSWORD": password, "PENSTOCK_LOG": "WARNING"}
+async def _one_level(server: RedisServer, password: str, question: dict[str, Any]) -> dict[str, Any]:
+    environment = {"PENSTOCK_BENCH_PASSWORD": password, "PENSTOCK_LOG": "WARNING"}
     child = await Child.module("benchmarks.support.agents_child", server.url, str(MODEL), env=environment)
     try:
         return await child.ask(question, timeout_s=2400)
@@ -122,14 +107,9 @@ async def _one_level(
         await child.stop()
 
 
-def _figures(working: list[dict[str, Any]], held: dict[str, Any]) -> dict[str, Any]:
-    """Medians of the rounds; what Python has allocated from the run that counts it."""
-    figures = {name: round(median(one[name] for one in working), 4) for name in working[0]}
-    return {
-        **figures,
-        "traced_bytes_per_episode": held["traced_bytes_per_episode"],
-        "context_tokens_per_traced_episode": held["context_tokens_per_episode"],
-    }
+def _figures(working: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of the rounds."""
+    return {name: round(median(one[name] for one in working), 4) for name in working[0]}
 
 
 def _ratios(figures: dict[str, Any], levels: list[int]) -> dict[str, float]:
@@ -138,8 +118,6 @@ def _ratios(figures: dict[str, Any], levels: list[int]) -> dict[str, float]:
     for level in levels[1:]:
         here, pair = figures[f"{level}_episodes"], f"{_short(level)}_over_{_short(levels[0])}"
         ratios[f"cpu_per_turn_{pair}"] = round(here["cpu_ms_per_turn"] / first["cpu_ms_per_turn"], 3)
-        by_python = here["traced_bytes_per_episode"] / first["traced_bytes_per_episode"]
-        ratios[f"memory_per_episode_{pair}"] = round(by_python, 3)
     return ratios
 
 
@@ -153,6 +131,5 @@ def _of_the_work() -> dict[str, Any]:
         "sampled_tokens_per_turn": ANSWER_TOKENS,
         "tool_result_chars": RESULT_CHARS,
         "turns_per_episode": f"geometric, mean {1 / LAST_TURN:g}",
-        "traced_in_turn": HELD_TURN,
         "ledger": "redis, a separate process, not counted",
     }

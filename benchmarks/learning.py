@@ -6,15 +6,15 @@ Each run is a `penstock run` of recipes/calculator.yaml: Redis, a rollout server
 one far away (`support.far_python`) that answers after a log-normal time. max_staleness 0, 1 and 2 are the modes sync,
 one_step_off and fully_async; each is run with the recipe's correction and with none, on several seeds.
 
-A run that has ended is kept, and not run again by the next call: a sweep can be done in pieces. Figures, ratios and the
-plot are of the runs that are there; a ratio whose runs are not is null. All else about the machine should be quiet.
+A run that has ended is kept, and not run again by the next call: a sweep can be done in pieces. Figures and ratios
+are of the runs that are there; a ratio whose runs are not is null. All else about the machine should be quiet.
 
 Environment: PENSTOCK_BENCH_FOLDER (runs/learning), PENSTOCK_BENCH_STALENESS (0,1,2,4,8), PENSTOCK_BENCH_CORRECTIONS
 (truncated_is,none), PENSTOCK_BENCH_SEEDS (0,1,2), PENSTOCK_BENCH_MAX_RUNS (all; so many in this call),
 PENSTOCK_BENCH_STEPS (50), PENSTOCK_BENCH_GROUPS and PENSTOCK_BENCH_GROUP_SIZE (8 each), PENSTOCK_BENCH_TOOL_MEDIAN_S
 (0.5), PENSTOCK_BENCH_TOOL_SIGMA (1.0), PENSTOCK_BENCH_TOOL_LONGEST_S (30 medians), PENSTOCK_BENCH_WORKER_CONCURRENCY
 (agent.concurrency; default: all that admission lets in), PENSTOCK_BENCH_ENGINE (hf), PENSTOCK_BENCH_RUN_TIMEOUT_S
-(3600), PENSTOCK_BENCH_PLOT (learning.svg in the sweep's folder).
+(3600).
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from benchmarks.support.learning_run import (
     Curve,
     LearningRun,
     carry_out,
-    draw,
     figures_of,
     finished,
     ratios_of,
@@ -53,9 +52,7 @@ def measure() -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
         curves = _curves(runs, common, folder)
-    plot = Path(_read("PLOT", str(folder / "learning.svg")))
-    draw(curves, plot)
-    setup = {**asdict(common), **processor(), "folder": str(folder), "plot": str(plot)}
+    setup = {**asdict(common), **processor(), "folder": str(folder)}
     setup |= {"runs": len(runs), "missing": [run.name for run in runs if run not in curves]}
     return {"bench": "learning", "ratio": ratios_of(curves), "figures": figures_of(curves), "setup": setup}
 

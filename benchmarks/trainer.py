@@ -1,10 +1,9 @@
-"""Our packed training step beside a padded loop and TRL's GRPOTrainer: tokens/s and memory.
+"""Our packed training step beside a padded loop over the transformers model: tokens/s and memory.
 
     penstock bench trainer --json
 
 packed             pack, advantages, loss, update: `trainer.learner` with the engine fsdp, as a run has them
 padded             a plain loop over the transformers model: rows of similar length together, padded, all logits
-trl                TRL's GRPOTrainer, from `scripts/setup-trl`; its answers are given to it, so it generates nothing
 start              ranks that load a larger model: the most memory that one needs, over the bytes of its shard
 
 One model, one batch of log-normal lengths, one update per step, on every side the same gradient (figure `grad_norm`).
@@ -12,8 +11,8 @@ Each side is a separate process; they train in turn, in changing order. A token 
 
 Environment: PENSTOCK_BENCH_ROUNDS (3), PENSTOCK_BENCH_MODEL (9m; a name of `support.model.SIZES`),
 PENSTOCK_BENCH_DTYPE (float32), PENSTOCK_BENCH_THREADS (1), PENSTOCK_BENCH_ROWS (32), PENSTOCK_BENCH_MEAN_TOKENS (128),
-PENSTOCK_BENCH_SIGMA (1.0), PENSTOCK_BENCH_MICRO_ROWS (8), PENSTOCK_BENCH_MICRO_TOKENS (2048), PENSTOCK_BENCH_TRL
-(.venv-trl; empty leaves TRL out), PENSTOCK_BENCH_LOAD_MODEL (100m).
+PENSTOCK_BENCH_SIGMA (1.0), PENSTOCK_BENCH_MICRO_ROWS (8), PENSTOCK_BENCH_MICRO_TOKENS (2048),
+PENSTOCK_BENCH_LOAD_MODEL (100m).
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from benchmarks.support.child import ROOT, Child
 from benchmarks.support.comparison import in_turn, say
 from benchmarks.support.measure import peaks_mb, processor
 from benchmarks.support.model import SIZES, Size, save_model
-from benchmarks.support.trl_place import trl_environment, trl_version
 from benchmarks.support.work import Work, log_normal_lengths
 
 PROMPT_TOKENS = 32
@@ -57,7 +55,6 @@ class TrainerExtent:
     sigma: float
     micro_rows: int
     micro_tokens: int
-    trl: str
     load_model: str
 
     @classmethod
@@ -72,7 +69,6 @@ class TrainerExtent:
             sigma=float(_read("SIGMA", "1.0")),
             micro_rows=int(_read("MICRO_ROWS", "8")),
             micro_tokens=int(_read("MICRO_TOKENS", "2048")),
-            trl=_read("TRL", str(ROOT / ".venv-trl")),
             load_model=_read("LOAD_MODEL", "100m"),
         )
 
@@ -101,7 +97,7 @@ async def _measure(extent: TrainerExtent) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         setup["values"] = save_model(extent.size, Path(folder), "float32")
         async with AsyncExitStack() as stack:
-            sides = await _sides(extent, folder, stack, setup)
+            sides = await _sides(extent, folder, stack)
             figures["batch"] = await _compare(sides, extent)
     figures["start"] = await asyncio.to_thread(starts, SIZES[extent.load_model])
     return {"bench": "trainer", "ratio": _ratios(figures), "figures": figures, "setup": setup}
@@ -138,19 +134,14 @@ class TrainerSide:
         return await self.child.ask({"do": "step", "memory": memory}, STEP_TIMEOUT_S)
 
 
-async def _sides(extent: TrainerExtent, model: str, stack: AsyncExitStack, setup: dict[str, Any]) -> list[TrainerSide]:
+async def _sides(extent: TrainerExtent, model: str, stack: AsyncExitStack) -> list[TrainerSide]:
     settings = json.dumps(
         {"model": model, "dtype": extent.dtype, "micro_rows": extent.micro_rows, "micro_tokens": extent.micro_tokens}
     )
     env = {"OMP_NUM_THREADS": str(extent.threads), "MKL_NUM_THREADS": str(extent.threads)}
-    names = ["packed", "padded"]
-    if version := trl_version(extent.trl):
-        names.append("trl")
-    setup["trl"] = version or f"not in {extent.trl or 'an empty name'}: scripts/setup-trl"
     sides = []
-    for name in names:
-        own = {**env, **trl_environment(extent.trl)} if name == "trl" else env
-        child = await Child.module("benchmarks.support.trainer_child", name, settings, env=own)
+    for name in ("packed", "padded"):
+        child = await Child.module("benchmarks.support.trainer_child", name, settings, env=env)
         stack.push_async_callback(child.stop)
         sides.append(TrainerSide(name, child))
     return sides
@@ -181,28 +172,22 @@ async def _cell(side: TrainerSide, work: Work, first: Mapping[str, Any]) -> dict
         "tokens_per_s_rounds": [round(rate, 1) for rate in rates],
         "tokens_per_cpu_s_rounds": [round(rate, 1) for rate in on_core],
         "grad_norm": first["grad_norm"],
-        "tokens_computed": first["tokens_computed"] or None,
+        "tokens_computed": first["tokens_computed"],
         "step_peak_mb": round(peak / 1e6, 1),
         "peak_rss_mb": resident,
     }
 
 
-def _ratios(figures: Mapping[str, Any]) -> dict[str, float | None]:
-    """Each round's own ratio, then the median over the rounds; None: the side is not here."""
-    cells = figures["batch"]["sides"]
+def _ratios(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Throughput by the clock and by time on a core: each round's own ratio, then the median over the rounds."""
+    packed, padded = (figures["batch"]["sides"][name] for name in ("packed", "padded"))
+
+    def over(rounds: str) -> float:
+        return round(median(a / b for a, b in zip(packed[rounds], padded[rounds], strict=True)), 3)
+
     return {
-        **_over(cells, "padded", "padded_loop"),
-        **_over(cells, "trl", "trl"),
+        "tokens_over_padded_loop": over("tokens_per_s_rounds"),
+        "cpu_tokens_over_padded_loop": over("tokens_per_cpu_s_rounds"),
         "load_peak_over_shard": figures["start"]["load_peak_over_shard"],
-        "peak_over_padded_loop": round(cells["packed"]["step_peak_mb"] / cells["padded"]["step_peak_mb"], 3),
+        "peak_over_padded_loop": round(packed["step_peak_mb"] / padded["step_peak_mb"], 3),
     }
-
-
-def _over(cells: Mapping[str, Mapping[str, Any]], other: str, name: str) -> dict[str, float | None]:
-    """``tokens_over_NAME`` by the clock, ``cpu_tokens_over_NAME`` by time on a core: packed over another side."""
-    found: dict[str, float | None] = {}
-    for prefix, rounds in (("tokens", "tokens_per_s_rounds"), ("cpu_tokens", "tokens_per_cpu_s_rounds")):
-        pairs = zip(cells["packed"][rounds], cells[other][rounds], strict=True) if other in cells else ()
-        ratios = [mine / theirs for mine, theirs in pairs]
-        found[f"{prefix}_over_{name}"] = round(median(ratios), 3) if ratios else None
-    return found

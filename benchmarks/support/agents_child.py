@@ -3,7 +3,6 @@
 python -m benchmarks.support.agents_child REDIS_URL MODEL    (password in PENSTOCK_BENCH_PASSWORD)
 
     {"episodes", "turns_per_s", "turns_before", "warm_up_s", "seconds"} ──► figures of a worker at work
-    {"episodes", "turns_per_s", "held_turn"} ──► bytes of an episode that waits in that turn
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import resource
 import secrets
 import sys
 import time
-import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -40,7 +38,7 @@ WARM_AT_ONCE, WARM_TURN_S, WARM_GROUPS = 32, 0.02, 15
 NEARLY_ALL = 0.99
 """Some are always on their way from one wait to the next."""
 BEAT_S = 0.01
-HELD_DEADLINE_S = 900.0
+LEASE_TTL_S, DEADLINE_S = 30.0, 900.0
 
 
 @dataclass
@@ -72,7 +70,6 @@ class World:
     engine: SlowEngine
     model_clock: Clock
     tool_clock: Clock
-    lease_ttl_s: float
 
     def take_time(self, turn_s: float) -> None:
         """On average, for model and tool together."""
@@ -80,18 +77,16 @@ class World:
 
     def worker(self, episodes: int) -> Worker:
         config = self.parts.config.model_copy(update={"concurrency": episodes})
-        job = WorkerJob("bench", RunContext(self.queue, model="", lease_ttl_s=self.lease_ttl_s), config, self.engine)
+        job = WorkerJob("bench", RunContext(self.queue, model="", lease_ttl_s=LEASE_TTL_S), config, self.engine)
         return Worker(job, replace(self.parts, config=config))
 
 
 async def measure(url: str, password: str, model: str, question: dict[str, Any]) -> dict[str, Any]:
-    # Who traces is several times slower: leases must not run out meanwhile.
-    lease_ttl_s = HELD_DEADLINE_S if "held_turn" in question else 30.0
     queue = await RedisTransferQueue.connect(
         url, f"agents-{secrets.token_hex(4)}", TransferQueueConfig(), password=password
     )
     try:
-        return await _measure(build_world(queue, model, lease_ttl_s), question)
+        return await _measure(build_world(queue, model), question)
     finally:
         await queue.drop_run()
         await queue.close()
@@ -100,12 +95,12 @@ async def measure(url: str, password: str, model: str, question: dict[str, Any])
 async def _measure(world: World, question: dict[str, Any]) -> dict[str, Any]:
     await _warm_up(world, _tasks(question))
     world.take_time(question["episodes"] / question["turns_per_s"])
-    return await (_all_held if "held_turn" in question else _full_worker)(world, question)
+    return await _full_worker(world, question)
 
 
 async def _warm_up(world: World, tasks: list[Task]) -> None:
     """Run the first tasks to their end, so that no episode of them is taken up later in mid-way; queue the others."""
-    limits = Limits(GROUP_SIZE, len(tasks), max_staleness=0, max_bytes=64 << 30, lease_ttl_s=world.lease_ttl_s)
+    limits = Limits(GROUP_SIZE, len(tasks), max_staleness=0, max_bytes=64 << 30, lease_ttl_s=LEASE_TTL_S)
     await world.queue.create_run(limits, "{}")
     await world.queue.submit(tasks[:WARM_GROUPS])
     world.take_time(WARM_TURN_S)
@@ -134,19 +129,7 @@ async def _full_worker(world: World, question: dict[str, Any]) -> dict[str, Any]
             await until(lambda: engine.waiting >= NEARLY_ALL * episodes)
             figures |= _waiting(before, engine)
             began = time.monotonic()
-    del figures["traced_bytes_per_episode"]
     return {**figures, "drained_in_s": round(time.monotonic() - began, 2)}
-
-
-async def _all_held(world: World, question: dict[str, Any]) -> dict[str, Any]:
-    """Of episodes that all wait in the same turn: a ratio of two such figures compares contexts of the same length."""
-    engine, before = world.engine, memory()
-    engine.hold(question["held_turn"])
-    world.model_clock.even = world.tool_clock.even = True
-    with frozen_start():
-        async with running(world.worker(question["episodes"])):
-            await until(lambda: engine.held >= NEARLY_ALL * question["episodes"])
-            return _waiting(before, engine)
 
 
 async def _at_work(engine: SlowEngine, seconds: float) -> dict[str, float]:
@@ -167,33 +150,28 @@ async def _at_work(engine: SlowEngine, seconds: float) -> dict[str, float]:
     }
 
 
-def memory() -> tuple[int, int]:
-    """(resident bytes, bytes that Python has allocated; 0 where they are not traced), garbage collected."""
+def memory() -> int:
+    """Resident bytes, garbage collected."""
     gc.collect()
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize(), tracemalloc.get_traced_memory()[0]
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def _waiting(before: tuple[int, int], engine: SlowEngine) -> dict[str, Any]:
+def _waiting(before: int, engine: SlowEngine) -> dict[str, Any]:
     """Bytes per episode that waits for the model; `engine` has all of them."""
     now = memory()
-    resident, traced = (round((after - first) / engine.waiting) for after, first in zip(now, before, strict=True))
     return {
         "waiting": engine.waiting,
-        "resident_bytes_per_episode": resident,
-        "traced_bytes_per_episode": traced,
+        "resident_bytes_per_episode": round((now - before) / engine.waiting),
         "context_tokens_per_episode": round(engine.tokens_waiting / engine.waiting, 1),
-        "resident_mb": round(now[0] / 1e6, 1),
+        "resident_mb": round(now / 1e6, 1),
     }
 
 
 # the parts ---------------------------------------------------------------------------------------------------------
 def _tasks(question: dict[str, Any]) -> list[Task]:
     """Of more episodes than are needed. All are admitted at once: step 0 would take every group."""
-    turns = 60 * question["turns_per_s"]
-    if "held_turn" not in question:
-        turns += question["turns_per_s"] * (question["warm_up_s"] + question["seconds"])
-        turns += question["turns_before"] * question["episodes"]
+    turns = question["turns_per_s"] * (60 + question["warm_up_s"] + question["seconds"])
+    turns += question["turns_before"] * question["episodes"]
     groups = WARM_GROUPS + (question["episodes"] + int(turns)) // GROUP_SIZE + 1
     return [_task(number) for number in range(groups)]
 
@@ -204,7 +182,7 @@ def _task(number: int) -> Task:
     return Task(f"train/{number:08d}", "train", messages, "bench", "46")
 
 
-def build_world(queue: RedisTransferQueue, model: str, lease_ttl_s: float) -> World:
+def build_world(queue: RedisTransferQueue, model: str) -> World:
     """A real worker's parts, but for the engine and the tool."""
     config = AgentConfig(max_turns=64, max_new_tokens=256, max_response_tokens=16384, episode_deadline_s=3600)
     model_clock, tool_clock = Clock(seed=1), Clock(seed=2)
@@ -218,7 +196,7 @@ def build_world(queue: RedisTransferQueue, model: str, lease_ttl_s: float) -> Wo
         tool_configs={tool.name: ToolConfig(name=tool.name, timeout_s=3600)},
         reward=RewardFunction(_score),
     )
-    return World(queue, parts, engine, model_clock, tool_clock, lease_ttl_s)
+    return World(queue, parts, engine, model_clock, tool_clock)
 
 
 async def _score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
@@ -235,7 +213,7 @@ async def running(worker: Worker) -> AsyncIterator[None]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(HELD_DEADLINE_S):
+    async with asyncio.timeout(DEADLINE_S):
         while not condition():  # noqa: ASYNC110 - a worker's own counts: there is no event
             await asyncio.sleep(0.02)
 

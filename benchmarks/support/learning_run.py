@@ -1,4 +1,4 @@
-"""Runs of `penstock bench learning`: launched by `penstock run`, kept in a folder, summarised and plotted."""
+"""Runs of `penstock bench learning`: launched by `penstock run`, kept in a folder and summarised."""
 
 from __future__ import annotations
 
@@ -274,49 +274,3 @@ def _over(curves: Curves, cell: tuple[int, str], of: Any) -> float | None:
                 return None
             ratios.append(mine / base)
     return round(median(ratios), 3) if ratios else None
-
-
-def draw(curves: Curves, path: Path) -> None:
-    """Left: reward against wall clock by mode. Right: reward at the end against staleness, corrected and not."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), width_ratios=(3, 2))
-    _draw_modes(left, curves)
-    _draw_staleness(right, curves)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    pyplot.close(figure)
-
-
-def _draw_modes(axes: Any, curves: Curves) -> None:
-    for staleness, label in ((0, "sync"), (1, "one_step_off"), (2, "fully_async")):
-        own = [c for run, c in curves.items() if (run.staleness, run.correction) == (staleness, CORRECTED)]
-        for number, curve in enumerate(own):
-            axes.plot(
-                curve.wall_s,
-                smoothed(curve.reward),
-                color=f"C{staleness}",
-                linewidth=1.2,
-                label=f"{label} ({len(own)} seed{'s' * (len(own) != 1)})" if number == 0 else None,
-            )
-    axes.axhline(GOAL, color="grey", linewidth=0.6, linestyle=":")
-    axes.set(xlabel="seconds", ylabel=f"reward, mean of {WINDOW} steps", ylim=(0, 1.05))
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="lower right")
-
-
-def _draw_staleness(axes: Any, curves: Curves) -> None:
-    for color, correction, label in (("C0", CORRECTED, "corrected"), ("C3", NONE, "not corrected")):
-        own = sorted((run.staleness, reward_at_end(c)) for run, c in curves.items() if run.correction == correction)
-        if not own:
-            continue
-        axes.plot([at for at, _ in own], [reward for _, reward in own], "o", color=color, markersize=3)
-        ages = sorted({at for at, _ in own})
-        axes.plot(ages, [mean(r for at, r in own if at == age) for age in ages], color=color, label=label)
-    axes.set(xlabel="max_staleness", ylabel=f"reward, mean of the last {LAST} steps", ylim=(0, 1.05))
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="lower left")

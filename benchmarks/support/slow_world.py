@@ -9,7 +9,6 @@ import asyncio
 import json
 import math
 import random
-from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
@@ -32,8 +31,6 @@ class Clock:
 
     def __init__(self, seed: int) -> None:
         self.mean_s = 0.0
-        self.even = False
-        """Any time up to twice the mean is as likely: as many sleepers wake in each second, and none comes late."""
         self._random = random.Random(seed)
         self._sleepers: dict[asyncio.Future[None], asyncio.TimerHandle] = {}
         self._stopped = False
@@ -51,8 +48,6 @@ class Clock:
                 handle.cancel()
 
     def _draw_s(self) -> float:
-        if self.even:
-            return self._random.uniform(0, 2 * self.mean_s)
         return self._random.lognormvariate(math.log(self.mean_s) - SIGMA**2 / 2, SIGMA)
 
     def stop(self) -> None:
@@ -77,33 +72,20 @@ class SlowEngine:
         """Requests that sleep now."""
         self.tokens_waiting = 0
         """Of their contexts."""
-        self.held = 0
-        """Requests of the turn that is never answered."""
-        self._held_turn: int | None = None
-        self._asked: Counter[str] = Counter()
         self._clock = clock
         self._random = random.Random(seed)
         self._call = _padded(chat, json_call("look", {"at": "the next page of the book"}))
         self._answer = _padded(chat, "The answer is 46.<|im_end|>")
 
-    def hold(self, turn: int) -> None:
-        """No episode that begins now ever ends: all wait in this turn, with contexts of one length."""
-        self._held_turn = turn
-
     async def generate(self, request: GenerateRequest) -> Generation:
-        length, held = len(request.token_ids), self._is_held(request.episode_id)
-        self.waiting, self.tokens_waiting, self.held = self.waiting + 1, self.tokens_waiting + length, self.held + held
+        length = len(request.token_ids)
+        self.waiting, self.tokens_waiting = self.waiting + 1, self.tokens_waiting + length
         try:
-            await (asyncio.get_running_loop().create_future() if held else self._clock.sleep())
+            await self._clock.sleep()
         finally:
-            self.waiting, self.tokens_waiting, self.held = (
-                self.waiting - 1,
-                self.tokens_waiting - length,
-                self.held - held,
-            )
+            self.waiting, self.tokens_waiting = self.waiting - 1, self.tokens_waiting - length
         self.turns += 1
-        last = self._held_turn is None and self._random.random() < LAST_TURN
-        ids = list(self._answer if last else self._call)
+        ids = list(self._answer if self._random.random() < LAST_TURN else self._call)
         return Generation(ids, [-0.5] * len(ids), [(0, 0, len(ids))], "stop")
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
@@ -114,12 +96,6 @@ class SlowEngine:
             version_spans=answer.version_spans,
             finish_reason="stop",
         )
-
-    def _is_held(self, episode_id: str) -> bool:
-        if self._held_turn is None:
-            return False
-        self._asked[episode_id] += 1
-        return self._asked[episode_id] >= self._held_turn
 
     async def best_version(self) -> int | None:
         return 0

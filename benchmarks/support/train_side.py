@@ -39,7 +39,7 @@ class Done:
     peak_bytes: int = 0
     """Where it was measured: the most that tensors took, above weights and moments."""
     tokens_computed: int = 0
-    """Padding with them; 0: the side does not know."""
+    """Padding with them."""
 
 
 class TrainSide(Protocol):

@@ -20,10 +20,6 @@ def make_side(name: str, settings: Settings) -> TrainSide:
         from benchmarks.support.packed_side import PackedSide
 
         return PackedSide(settings)
-    if name == "trl":
-        from benchmarks.support.trl_side import TrlSide
-
-        return TrlSide(settings)
     from benchmarks.support.padded_side import PaddedSide
 
     return PaddedSide(settings)

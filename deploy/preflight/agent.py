@@ -18,7 +18,6 @@ from penstock.deploy.preflight.sandbox import open_sandbox
 from penstock.tools import BaseTool, close_tools, make_tools
 
 if TYPE_CHECKING:
-    from penstock.agent_loops import AgentConfig
     from penstock.sandbox import Sandbox
     from penstock.trainer import DatasetRow
 
@@ -182,36 +181,27 @@ QUESTION = {"query": "penstock doctor"}
 def check_search(config: RunConfig) -> list[Check]:
     """Search servers of the recipe. A web search is paid for by the question and is not asked."""
     found = [entry for entry in config.tools if entry.name == "search" or entry.name.endswith(":SearchTool")]
-    return asyncio.run(_ask_all([entry.settings for entry in found]))
+    return [asyncio.run(_ask(entry.settings)) for entry in found]
 
 
-async def _ask_all(settings: list[dict[str, Any]]) -> list[Check]:
-    return [await _ask(given) for given in settings]
+async def _ask(settings: dict[str, Any]) -> Check:
+    from penstock.tools import TOKEN_VARIABLE, SearchTool, ToolInfraError
 
-
-async def _ask(given: dict[str, Any]) -> Check:
-    from penstock.tools import SearchTool, ToolInfraError
-
-    where = str(given.get("url", "its usual address"))
+    where = str(settings.get("url", "its usual address"))
     try:
-        tool = SearchTool(**given)
+        tool = SearchTool(**settings)
     except (TypeError, ValueError) as error:
         return Check("search server", False, where, str(error))
     try:
         await tool.execute(None, QUESTION)
     except ToolInfraError as error:
-        return Check("search server", False, error.reason, _search_fix(error.reason))
+        fix = "start it (`penstock search-server`), let this machine reach it, or correct url in the tool's settings"
+        if "HTTP 401" in error.reason or "HTTP 403" in error.reason:
+            fix = f"set {TOKEN_VARIABLE} to the token that the search server was started with"
+        return Check("search server", False, error.reason, fix)
     finally:
         await tool.close()
     return Check("search server", True, f"{where} answers")
-
-
-def _search_fix(reason: str) -> str:
-    from penstock.tools import TOKEN_VARIABLE
-
-    if "HTTP 401" in reason or "HTTP 403" in reason:
-        return f"set {TOKEN_VARIABLE} to the token that the search server was started with"
-    return "start it (`penstock search-server`), let this machine reach it, or correct url in the tool's settings"
 
 
 def check_lengths(config: RunConfig) -> Check:
@@ -232,18 +222,18 @@ def check_lengths(config: RunConfig) -> Check:
 
 
 def _longest_response(config: RunConfig) -> int:
-    """Of any data source. Raises `LoadError` where a loop refuses its settings."""
-    return max(_longest_of(one) for one in config.agent.of_sources())
-
-
-def _longest_of(agent: AgentConfig) -> int:
+    """Of any data source. Raises `LoadError` if a loop refuses its settings."""
     from penstock.agent_loops import LoadError, find_loop
 
-    try:
-        loop = find_loop(agent.loop, Path())
-    except LoadError:
-        return agent.max_response_tokens  # `check_loop` says so
-    return loop.longest_response(agent)
+    lengths = []
+    for agent in config.agent.of_sources():
+        try:
+            loop = find_loop(agent.loop, Path())
+        except LoadError:
+            lengths.append(agent.max_response_tokens)  # `check_loop` reports it
+        else:
+            lengths.append(loop.longest_response(agent))
+    return max(lengths)
 
 
 def _bound(config: RunConfig, longest: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from penstock.common import cores
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.preflight.check import Check, human, memory_bytes, skipped, warning
-from penstock.deploy.preflight.memory import needs_critic, server_bytes, trainer_bytes
+from penstock.deploy.preflight.memory import rank_bytes, server_bytes, states_bytes
 from penstock.deploy.preflight.memory_checks import Gpus, check_device
 from penstock.deploy.preflight.model_shape import find_shape, model_shape
 from penstock.deploy.preflight.settings import GPU_DEVICES
@@ -58,7 +58,7 @@ def check_threads(config: RunConfig) -> Check | None:
     asked = trainer.threads or 1  # the default is at most a rank's share of what is there
     wanted = {"rollout.threads": rollout.threads if rollout.servers else 0, "trainer.threads": asked}
     key, most = max(wanted.items(), key=lambda item: item[1])
-    ranks_here = trainer.ranks // _nodes()
+    ranks_here = trainer.ranks // trainer_nodes()
     of_rank = trainer.threads_of_rank(have, ranks_here, on_gpu=has_gpu()) if trainer.ranks else 0
     servers, ranks = f"{rollout.servers} servers of {rollout.threads}", f"{ranks_here} ranks of {of_rank}"
     found = f"{have} cores; threads: {servers}, {ranks}"
@@ -71,7 +71,7 @@ def check_threads(config: RunConfig) -> Check | None:
     return Check("threads", True, found)
 
 
-def _nodes() -> int:
+def trainer_nodes() -> int:
     """Machines that the trainer's ranks are spread over."""
     return int(os.environ.get(NODES_VARIABLE) or 1)
 
@@ -118,13 +118,11 @@ def check_size(config: RunConfig) -> Check | None:
         return None
     if shape is None:
         return None
-    rank = trainer_bytes(shape, config.trainer, config.rollout.max_model_len, critic=needs_critic(config))
-    states = rank["weights"] + rank["gradients"] + rank["moments"]
-    served = server_bytes(shape, config, 0)["weights"]
+    states, served = states_bytes(rank_bytes(shape, config)), server_bytes(shape, config, 0)["weights"]
     gpu_bytes = smallest_gpu_bytes()
     if gpu_bytes is not None:
         return _on_devices(config, 0.0 if config.trainer.offload else states, served, gpu_bytes)
-    ranks_here = config.trainer.ranks // _nodes()
+    ranks_here = config.trainer.ranks // trainer_nodes()
     needed, have = ranks_here * states + config.rollout.servers * served, memory_bytes()
     found = f"{config.model}: trainer and servers keep {human(needed)} of it in this machine's memory of {human(have)}"
     return Check("model size", needed <= have, found, "take a smaller model, trainer.lora.rank, fewer rollout.servers")

@@ -32,6 +32,7 @@ Models", arXiv:2205.05198, section 4, without dropout and attention matrices).
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 
 from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.model_shape import ModelShape
@@ -52,6 +53,16 @@ WORKER_PROCESS = 300 << 20
 
 
 # trainer -------------------------------------------------------------------------------------------------------------
+def rank_bytes(shape: ModelShape, config: RunConfig) -> dict[str, float]:
+    """Bytes of one rank of the run's trainer, by part."""
+    return trainer_bytes(shape, config.trainer, config.rollout.max_model_len, critic=needs_critic(config))
+
+
+def states_bytes(rank: Mapping[str, float]) -> float:
+    """Bytes of a rank that stay from step to step."""
+    return rank["weights"] + rank["gradients"] + rank["moments"]
+
+
 def trainer_bytes(shape: ModelShape, trainer: TrainerConfig, longest: int, *, critic: bool) -> dict[str, float]:
     """Of one rank, by part. `longest`: tokens of the longest sequence."""
     states = _split(shape, trainer) if trainer.engine == "megatron" else _sharded(shape, trainer, critic=critic)
@@ -60,7 +71,7 @@ def trainer_bytes(shape: ModelShape, trainer: TrainerConfig, longest: int, *, cr
 
 def _sharded(shape: ModelShape, trainer: TrainerConfig, *, critic: bool) -> dict[str, float]:
     """Of the engine fsdp."""
-    learning = MASTER * (shape.lora * trainer.lora.rank or shape.parameters)
+    learning = MASTER * _learning_parameters(shape, trainer)
     has_reference = trainer.kl.needs_reference and not trainer.lora.rank
     reference = BYTES[trainer.kl.reference_dtype or trainer.dtype] * shape.parameters if has_reference else 0
     value = BYTES[trainer.critic.dtype] * shape.parameters if critic else 0
@@ -120,20 +131,18 @@ def _saved(shape: ModelShape, trainer: TrainerConfig) -> tuple[float, float]:
     """Elements per token: (of each layer until its backward, of the one whose backward it is)."""
     products = 2 * shape.query + 2 * shape.key_value + 3 * shape.mlp
     layer = 6 * shape.hidden + products / trainer.parallel.tensor
-    return (_kept_of_layer(shape, trainer), layer) if trainer.recompute else (layer, 0)
+    if not trainer.recompute:
+        return layer, 0
+    if trainer.recompute != "selective":
+        return shape.hidden, layer  # its input alone
+    # Queries, values, gate, and what attention and the MLP give, too.
+    selected = 2 * shape.query + shape.key_value + shape.mlp
+    return 2 * shape.hidden + selected / trainer.parallel.tensor, layer
 
 
 def _row_bytes(trainer: TrainerConfig, tokens: int) -> float:
     """Of one element per token."""
     return BYTES[trainer.dtype] * tokens / trainer.parallel.context / trainer.parallel.pipeline
-
-
-def _kept_of_layer(shape: ModelShape, trainer: TrainerConfig) -> float:
-    """Computed again: its input; selective, also queries, values, gate, and what attention and the MLP give."""
-    if trainer.recompute != "selective":
-        return shape.hidden
-    products = 2 * shape.query + shape.key_value + shape.mlp
-    return 2 * shape.hidden + products / trainer.parallel.tensor
 
 
 def needs_critic(config: RunConfig) -> bool:
@@ -151,8 +160,11 @@ def needs_critic(config: RunConfig) -> bool:
 
 def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> float:
     """Weights and two moments in float32, of the matrices that learn, and of the critic where there is one."""
-    learning = shape.lora * config.trainer.lora.rank or shape.parameters
-    return (1 + needs_critic(config)) * 3 * MASTER * learning
+    return (1 + needs_critic(config)) * 3 * MASTER * _learning_parameters(shape, config.trainer)
+
+
+def _learning_parameters(shape: ModelShape, trainer: TrainerConfig) -> int:
+    return shape.lora * trainer.lora.rank or shape.parameters
 
 
 # engine --------------------------------------------------------------------------------------------------------------
@@ -212,19 +224,15 @@ def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     """Bytes of the host's memory by part of the run; where there are GPUs, what stays on the host beside them."""
     trainer, rollout = config.trainer, config.rollout
     on_gpu = has_gpu()
-    rank = trainer_bytes(shape, trainer, rollout.max_model_len, critic=needs_critic(config))
-    states = rank["weights"] + rank["gradients"] + rank["moments"]
-    placement = config.placement
-    on_host = states if trainer.offload or placement.in_turns else 0
-    rank_bytes = on_host if on_gpu else sum(rank.values())
+    rank, placement = rank_bytes(shape, config), config.placement
+    on_host = states_bytes(rank) if trainer.offload or placement.in_turns else 0
     served_here = rollout.engine == "hf" or not on_gpu
     served = server_bytes(shape, config, cached_tokens(config))
     servers = rollout.servers + lent_servers(config)
     sleepers = servers if placement.colocated else lent_servers(config)
     asleep = served["weights"] if placement.sleep_level == 1 else 0
-    torch_processes = servers + trainer.ranks
     return {
-        "trainer": trainer.ranks * rank_bytes,
+        "trainer": trainer.ranks * (on_host if on_gpu else sum(rank.values())),
         "offloaded activations": trainer.ranks * waiting_bytes(shape, trainer, rollout.max_model_len),
         "servers": servers * sum(served.values()) if served_here else sleepers * asleep,
         "copied weights": copied_bytes(shape, config),
@@ -232,5 +240,5 @@ def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
         "offloaded KV": servers * rollout.kv_offload_gb * GB,
         "published weights": 0 if rollout.weight_transport == "disk" else published_bytes(shape, config),
         "in flight": 0 if config.transfer_queue.url else min(in_flight_bytes(config), config.transfer_queue.max_bytes),
-        "processes": torch_processes * TORCH_PROCESS + config.agent.workers * WORKER_PROCESS,
+        "processes": (servers + trainer.ranks) * TORCH_PROCESS + config.agent.workers * WORKER_PROCESS,
     }

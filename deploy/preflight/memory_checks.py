@@ -27,7 +27,7 @@ import yaml
 
 from penstock.deploy.config import ConfigError, RunConfig, load_config
 from penstock.deploy.preflight.check import Check, available_bytes, human, memory_bytes, skipped, warning
-from penstock.deploy.preflight.memory import host_parts, in_flight_bytes, needs_critic, server_bytes, trainer_bytes
+from penstock.deploy.preflight.memory import host_parts, in_flight_bytes, published_bytes, rank_bytes, server_bytes
 from penstock.deploy.preflight.model_shape import ModelShape, described_shape, find_shape, model_shape
 from penstock.deploy.run.plan import gpus_of_server, lent_servers, places_of_server
 from penstock.deploy.run.weights_folder import SHARED_MEMORY
@@ -89,11 +89,10 @@ def _in_flight(config: RunConfig) -> Check:
 
 
 def check_shared_memory(config: RunConfig) -> Check | None:
-    """Three copies of the weights at once: the version that is read, the one that is written, and one in between."""
-    folder = Path(config.model)
-    if config.rollout.weight_transport == "disk" or not folder.is_dir():
+    shape = model_shape(config)
+    if config.rollout.weight_transport == "disk" or shape is None:
         return None
-    needed = 3 * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    needed = published_bytes(shape, config)
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
     return Check(
         "shared memory",
@@ -131,7 +130,9 @@ def check_device(name: str, config: RunConfig, shape: ModelShape, gpus: Gpus) ->
 
 def busiest(config: RunConfig, shape: ModelShape, gpus: Gpus) -> dict[str, float]:
     """Bytes by part of the device that is over its limit, else of the fullest that a rank is on."""
-    rank, claim = _rank_parts(config, shape), _claim(config) * gpus.bytes
+    rank, claim = rank_bytes(shape, config), _claim(config) * gpus.bytes
+    if config.trainer.offload:
+        rank = {name: rank[name] for name in ("gathered layers", "activations") if name in rank}
     servers = config.rollout.servers + config.rollout.evaluation_server
     own = [place for number in range(servers) for place in places_of_server(config, number, gpus.count)]
     in_turns = [
@@ -162,12 +163,6 @@ def busiest(config: RunConfig, shape: ModelShape, gpus: Gpus) -> dict[str, float
 def limit_of(parts: Mapping[str, float], gpus: Gpus) -> float:
     """An engine alone on a device leaves by its own share what others need."""
     return gpus.bytes if parts.keys() <= OF_ENGINES else USABLE * gpus.bytes
-
-
-def _rank_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
-    parts = trainer_bytes(shape, config.trainer, config.rollout.max_model_len, critic=needs_critic(config))
-    kept = ("gathered layers", "activations") if config.trainer.offload else tuple(parts)
-    return {name: size for name, size in parts.items() if name in kept}
 
 
 def _claim(config: RunConfig) -> float:

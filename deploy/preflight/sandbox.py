@@ -31,12 +31,8 @@ def open_sandbox(config: RunConfig) -> Sandbox:
     return make_sandbox(config.sandbox, OWNER, os.environ.get(TOKEN_VARIABLE))
 
 
-def try_sandbox(config: RunConfig) -> None:
-    """Raises `SandboxError` where no box can be had, of a server where it does not answer or refuses the token."""
-    asyncio.run(_try(config))
-
-
 async def _try(config: RunConfig) -> None:
+    """Raises `SandboxError` if no box can be had, or a server does not answer or refuses the token."""
     sandbox = open_sandbox(config)
     try:
         if config.sandbox.backend == "remote":
@@ -58,7 +54,7 @@ def check_sandbox(config: RunConfig) -> Check | None:
     from penstock.sandbox import SandboxError
 
     try:
-        try_sandbox(config)
+        asyncio.run(_try(config))
     except SandboxError as error:
         return Check("sandbox", False, config.sandbox.backend, str(error))
     return Check("sandbox", True, config.sandbox.backend)

@@ -4,21 +4,19 @@ other one sleeps.
     engines' turn    =  servers: weights + KV cache        trainer: nothing but what its process needs anyway
     trainer's turn   =  ranks: weights + gradients + moments, on a GPU activations too     engines: nothing
 
-Each must be within the budget by itself. On GPUs the budget is the device, and `device_memory` has the sum.
+Each must be within the budget by itself. On GPUs the budget is the device, and `memory_checks` has the sum.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.preflight.check import Check, human
-from penstock.deploy.preflight.memory import cached_tokens, needs_critic, server_bytes, trainer_bytes
+from penstock.deploy.preflight.machine import trainer_nodes
+from penstock.deploy.preflight.memory import cached_tokens, rank_bytes, server_bytes, states_bytes
 from penstock.deploy.preflight.model_shape import find_shape
 from penstock.deploy.run.plan import NODES_VARIABLE, gpus_of_server, lent_servers
-
-STATES = ("weights", "gradients", "moments")
 
 
 def refuse_elsewhere(config: RunConfig, where: str) -> None:
@@ -63,7 +61,7 @@ def _unfit_to_lend(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _unfit(config: RunConfig) -> Iterator[tuple[str, str]]:
     rollout, trainer, key = config.rollout, config.trainer, _key(config)
-    nodes = int(os.environ.get(NODES_VARIABLE) or 1)
+    nodes = trainer_nodes()
     if nodes > 1:
         yield (
             f"the trainer is on {nodes} machines ({NODES_VARIABLE})",
@@ -102,10 +100,9 @@ def turn_bytes(config: RunConfig) -> dict[str, float] | None:
         return None
     placement, rollout = config.placement, config.rollout
     servers = rollout.servers + rollout.evaluation_server if placement.colocated else lent_servers(config)
-    rank = trainer_bytes(shape, config.trainer, config.rollout.max_model_len, critic=needs_critic(config))
     return {
         "engines": servers * sum(server_bytes(shape, config, cached_tokens(config)).values()),
-        "trainer": config.trainer.ranks * sum(rank[part] for part in STATES),
+        "trainer": config.trainer.ranks * states_bytes(rank_bytes(shape, config)),
     }
 
 

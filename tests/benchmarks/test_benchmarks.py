@@ -147,11 +147,11 @@ async def test_weights_with_an_engine_has_its_pauses(measure: Measure) -> None:
 
 @redis
 @pytest.mark.deep
-async def test_agents_compares_contexts_of_equal_length(measure: Measure) -> None:
+async def test_agents_has_cpu_and_bytes_of_each_level(measure: Measure) -> None:
     short = {"EPISODES_AT_ONCE": "10,40", "ROUNDS": "1", "SECONDS": "1", "TURNS_PER_S": "100"}
     measured = await measure("agents", **{f"PENSTOCK_BENCH_{name}": value for name, value in short.items()})
-    assert set(measured["ratio"]) == {"cpu_per_turn_40_over_10", "memory_per_episode_40_over_10"}
-    assert all(value > 0 for value in measured["ratio"].values())
+    assert set(measured["ratio"]) == {"cpu_per_turn_40_over_10"}
+    assert measured["ratio"]["cpu_per_turn_40_over_10"] > 0
     figures = measured["figures"]
     for level in (10, 40):
         cell = figures[f"{level}_episodes"]
@@ -159,10 +159,7 @@ async def test_agents_compares_contexts_of_equal_length(measure: Measure) -> Non
         assert cell["turns"] > 0
         assert cell["cpu_ms_per_turn"] > 0
         assert cell["lag_p50_ms"] <= cell["lag_p99_ms"] <= cell["lag_most_ms"] + 0.1
-        assert cell["traced_bytes_per_episode"] > 1000
         assert cell["context_tokens_per_episode"] > 100
-    lengths = {figures[f"{level}_episodes"]["context_tokens_per_traced_episode"] for level in (10, 40)}
-    assert max(lengths) - min(lengths) < 2
     assert "bytes_per_idle_episode" in figures
 
 

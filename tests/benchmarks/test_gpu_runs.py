@@ -212,4 +212,4 @@ class TestRuns:
         assert figures["steps"] == 3
         assert figures["turns"]["trainer"] >= 2
         write_table(tmp_path)
-        assert "| run-gsm8k: turns of engine, trainer |" in (tmp_path / "table.md").read_text()
+        assert "| run-gsm8k: turns | engine" in (tmp_path / "table.md").read_text()

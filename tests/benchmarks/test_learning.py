@@ -109,7 +109,6 @@ async def test_what_is_kept_is_not_run_again(measure: Measure, tmp_path: Path) -
     assert measured["setup"]["runs"] == 3 * 2 * 3
     assert len(measured["setup"]["missing"]) == 18 - 2
     assert measured["setup"]["missing"][0] == "s4-truncated_is-seed0"
-    assert Path(measured["setup"]["plot"]).read_text().startswith("<?xml")
 
 
 @pytest.mark.slow
@@ -123,13 +122,7 @@ async def test_a_run_of_each_kind_is_launched_and_kept(measure: Measure, tmp_pat
     (folder / run.name).mkdir(parents=True)
     (folder / run.name / "metrics.jsonl").write_text('{"step": 0, "left by": "a run that was killed"}\n')
     told = {**SMALL, "PENSTOCK_BENCH_FOLDER": str(tmp_path), "PENSTOCK_BENCH_STALENESS": "1"}
-    measured = await measure(
-        "learning",
-        **told,
-        PENSTOCK_BENCH_CORRECTIONS="none",
-        PENSTOCK_BENCH_SEEDS="0",
-        PENSTOCK_BENCH_PLOT=str(tmp_path / "a.png"),
-    )
+    measured = await measure("learning", **told, PENSTOCK_BENCH_CORRECTIONS="none", PENSTOCK_BENCH_SEEDS="0")
     assert set(measured["ratio"].values()) == {None}
     assert measured["setup"]["missing"] == []
     cell = measured["figures"]["staleness_1"]["none"]
@@ -138,7 +131,6 @@ async def test_a_run_of_each_kind_is_launched_and_kept(measure: Measure, tmp_pat
     assert kept is not None
     assert len(kept.wall_s) == 2
     assert 0 < kept.wall_s[0] < kept.wall_s[1] == pytest.approx(cell["wall_s"], abs=0.1)
-    assert (tmp_path / "a.png").stat().st_size > 1000
     summary = json.loads((folder / run.name / "summary.json").read_text())
     assert summary["trained_twice"] == summary["lost"] == 0
     assert summary["staleness_max"] <= 1

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.support.child import ROOT
 from benchmarks.support.work import Work, log_normal_lengths
 
 Measure = Callable[..., Awaitable[dict[str, Any]]]
-TRL = ROOT / ".venv-trl"
 TINY = {
     "PENSTOCK_BENCH_ROUNDS": "2",
     "PENSTOCK_BENCH_MODEL": "tiny",
@@ -48,40 +46,15 @@ def test_work_travels_and_its_advantages_are_grpos() -> None:
 @pytest.mark.deep
 async def test_the_step_beside_a_padded_loop(measure: Measure) -> None:
     pytest.importorskip("transformers")
-    measured = await measure("trainer", **TINY, PENSTOCK_BENCH_TRL="")
-    _check(measured, ["packed", "padded"])
-    assert measured["ratio"]["tokens_over_trl"] is None
-    assert "setup-trl" in measured["setup"]["trl"]
-
-
-@pytest.mark.slow
-@pytest.mark.torch
-@pytest.mark.deep
-@pytest.mark.skipif(not (TRL / "complete").exists(), reason="TRL is not there: scripts/setup-trl")
-async def test_the_step_beside_trl(measure: Measure) -> None:
-    pytest.importorskip("transformers")
-    measured = await measure("trainer", **TINY, PENSTOCK_BENCH_TRL=str(TRL))
-    _check(measured, ["packed", "padded", "trl"])
-    assert measured["setup"]["trl"].startswith("trl==")
-    assert measured["ratio"]["tokens_over_trl"] == _over(measured, "trl")
-
-
-def _check(measured: dict[str, Any], sides: list[str]) -> None:
-    ratios, batch = measured["ratio"], measured["figures"]["batch"]
-    cells = batch["sides"]
-    assert list(cells) == sides
-    for cell in cells.values():
-        # The promise under every ratio: one batch, one loss, one gradient.
-        assert cell["grad_norm"] == pytest.approx(cells["packed"]["grad_norm"], rel=1e-4)
-        assert len(cell["tokens_per_s_rounds"]) == len(cell["tokens_per_cpu_s_rounds"]) == 2
-        assert cell["step_peak_mb"] > 0
-    assert cells["packed"]["tokens_computed"] == batch["tokens"]
-    assert cells["padded"]["tokens_computed"] > batch["tokens"]
-    assert ratios["tokens_over_padded_loop"] == _over(measured, "padded")
+    measured = await measure("trainer", **TINY)
+    batch, ratios = measured["figures"]["batch"], measured["ratio"]
+    assert list(batch["sides"]) == ["packed", "padded"]
+    packed, padded = batch["sides"].values()
+    for side in (packed, padded):
+        assert len(side["tokens_per_s_rounds"]) == len(side["tokens_per_cpu_s_rounds"]) == 2
+        assert side["step_peak_mb"] > 0
+    assert padded["grad_norm"] == pytest.approx(packed["grad_norm"], rel=1e-4), "one batch, one loss, one gradient"
+    assert padded["tokens_computed"] > packed["tokens_computed"] == batch["tokens"]
+    pairs = zip(packed["tokens_per_s_rounds"], padded["tokens_per_s_rounds"], strict=True)
+    assert ratios["tokens_over_padded_loop"] == round(median(ours / theirs for ours, theirs in pairs), 3)
     assert ratios["peak_over_padded_loop"] < 1  # logits of every padded position, against none
-
-
-def _over(measured: dict[str, Any], other: str) -> float:
-    cells = measured["figures"]["batch"]["sides"]
-    mine, theirs = (cells[name]["tokens_per_s_rounds"] for name in ("packed", other))
-    return round(median(a / b for a, b in zip(mine, theirs, strict=True)), 3)

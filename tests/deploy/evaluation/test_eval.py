@@ -6,17 +6,14 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from tests.deploy.conftest import RECIPE
+from tests.deploy.living_command import LivingCommand, commands, lines
 from tests.deploy.sft_data import MODEL, traces, write_messages
 
 pytest.importorskip("torch")
@@ -31,61 +28,13 @@ ENOUGH = "sandbox.run_timeout_s=100"
 ROWS = 36
 """Times 4 samples: three parts."""
 GSM8K = os.environ.get("PENSTOCK_GSM8K", "")
-Start = Callable[..., "LivingCommand"]
-
-
-class LivingCommand:
-    """A `penstock` command in a process of its own."""
-
-    def __init__(self, folder: Path, *words: str, **env: str) -> None:
-        self.out = folder / "out.txt"
-        self.log = folder / "log.txt"
-        with self.out.open("wb") as out, self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "penstock.deploy.cli", *words],
-                stdout=out,
-                stderr=log,
-                cwd=folder,
-                start_new_session=True,
-                env={**os.environ, **env},
-            )
-
-    def finish(self, status: int = 0, timeout_s: float = 900) -> str:
-        ended = self.process.wait(timeout_s)
-        assert ended == status, self.log.read_text()[-4000:]
-        return self.out.read_text()
-
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 600) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert self.process.poll() is None, self.log.read_text()[-4000:]
-            assert time.monotonic() < deadline, self.log.read_text()[-4000:]
-            time.sleep(0.05)
-
-    def descendants(self) -> list[int]:
-        return [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
+Start = Callable[..., LivingCommand]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    started: list[LivingCommand] = []
-
-    def begin(*words: str, **env: str) -> LivingCommand:
-        started.append(LivingCommand(tmp_path, *words, **env))
-        return started[-1]
-
-    yield begin
-    for one in started:
-        if one.process.poll() is None:
-            one.process.send_signal(signal.SIGTERM)
-            try:
-                one.process.wait(60)
-            except subprocess.TimeoutExpired:
-                os.killpg(one.process.pid, signal.SIGKILL)
-
-
-def lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    with commands(tmp_path) as begin:
+        yield begin
 
 
 @pytest.mark.slow
@@ -96,14 +45,7 @@ def test_killed_and_started_again_it_repeats_nothing(tmp_path: Path, start: Star
     first, root = start(*words), tmp_path / "runs" / "mine"
     recorded = root / "episodes.jsonl"
     first.wait_for(lambda: recorded.exists() and recorded.read_text().count("\n") >= 64)
-    pids = first.descendants()
-    os.killpg(first.process.pid, signal.SIGKILL)
-    for pid in pids:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    first.process.wait(60)
+    first.kill()
     before = recorded.read_text()
     assert before.count("\n") < 4 * ROWS, "it was not killed in its middle"
 
@@ -198,7 +140,6 @@ def run_folder(tmp_path: Path, *steps: int, final: bool = False) -> Path:
     (root / "config.yaml").write_text(json.dumps({**recipe, "data": {"train": "generate:calculator/train?train=8"}}))
     if final:
         (root / "final_model").mkdir()
-        (root / "final_model" / "config.json").write_text("{}")
     return root
 
 
@@ -227,14 +168,10 @@ def test_the_final_model_then_the_newest_checkpoint(tmp_path: Path) -> None:
         ({"name": "a/b"}, "Names runs/NAME"),
         ({"overrides": ["agent.workers=0"]}, "agent.workers is 0"),
         ({"overrides": ["rollout.servers=0"]}, "rollout.servers is 0"),
+        ({"target": Path("/usr/lib")}, "no run's folder"),
     ],
 )
 def test_what_cannot_be_evaluated_is_named(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
-    request = EvalRequest(run_folder(tmp_path, 4), **{**TRAIN, **settings})
+    request = EvalRequest(**{"target": run_folder(tmp_path, 4), **TRAIN, **settings})
     with pytest.raises(ConfigError, match=said):
         resolve_target(request)
-
-
-def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no run's folder"):
-        resolve_target(EvalRequest(tmp_path))

@@ -38,14 +38,6 @@ def test_pass_at_k_equals_its_binomials(samples: int, data: st.DataObject) -> No
         assert found >= pass_at_k(samples, right, k - 1) - 1e-12
 
 
-def test_pass_at_k_is_unbiased() -> None:
-    """Its expectation over n samples of a task solved with chance p is 1 − (1 − p)^k, exactly."""
-    n, k, p = 7, 3, 0.3
-    chances = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
-    mean = sum(chance * pass_at_k(n, c, k) for c, chance in enumerate(chances))
-    assert mean == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
-
-
 @pytest.mark.parametrize(("samples", "right", "k"), [(2, 1, 3), (2, 3, 1), (2, 1, 0)])
 def test_what_is_no_choice_is_refused(samples: int, right: int, k: int) -> None:
     with pytest.raises(ValueError, match="pass@"):

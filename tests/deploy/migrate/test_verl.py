@@ -26,14 +26,12 @@ REAL = {
 SHORT = ("data.train_files=train.parquet", "trainer.total_training_steps=10", "actor_rollout_ref.rollout.name=vllm")
 
 
-def made(*overrides: str, source: Path | None = None) -> Migrated:
-    migrated = migrate(read_given(source, [*SHORT, *overrides]), load_table("verl"))
-    migrated.check()
-    return migrated
+def made(*overrides: str) -> Migrated:
+    return migrate(read_given(None, [*SHORT, *overrides]), load_table("verl"))
 
 
-def recipe(*overrides: str, source: Path | None = None) -> RunConfig:
-    return made(*overrides, source=source).check()
+def recipe(*overrides: str) -> RunConfig:
+    return made(*overrides).check()
 
 
 def assert_nothing_lost(flat: dict[str, Any], migrated: Migrated) -> None:
@@ -89,147 +87,137 @@ def test_the_tables_defaults_are_verls() -> None:
 
 
 # conversions ------------------------------------------------------------------------------------------------------
-def test_the_same_data_reward_and_sizes_under_our_names() -> None:
-    config = recipe(
-        "data.val_files=[test.parquet]",
-        "data.train_batch_size=64",
-        "data.max_prompt_length=1024",
-        "data.max_response_length=3072",
-        "actor_rollout_ref.rollout.n=8",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
-        "actor_rollout_ref.model.path=Qwen/Qwen2.5-3B-Instruct",
-        "custom_reward_function.path=my_reward.py",
-        "custom_reward_function.name=score",
-        "trainer.experiment_name=my run 3B",
-        "trainer.save_freq=25",
-        "trainer.test_freq=5",
-    )
-    assert (config.data.train, config.data.eval, config.model) == (
-        "train.parquet",
-        "test.parquet",
-        "Qwen/Qwen2.5-3B-Instruct",
-    )
-    assert (config.groups_per_step, config.group_size, config.trainer.minibatches) == (64, 8, 4)
-    assert (config.agent.max_response_tokens, config.rollout.max_model_len) == (3072, 4096)
-    assert (config.agent.reward, config.name) == ("my_reward.py:score", "my-run-3B")
-    assert (config.trainer.checkpoint_every, config.trainer.eval_every, config.trainer.steps) == (25, 5, 10)
-    assert config.max_staleness == 0
-    assert (config.trainer.betas, config.trainer.weight_decay) == ((0.9, 0.999), 0.01), "verl's defaults, not ours"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+GRPO = ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4"]
+IS = "algorithm.rollout_correction.rollout_is"
+MULTI = f"{ROLLOUT}.multi_turn"
+SIZES = [
+    *("data.val_files=[test.parquet]", "data.train_batch_size=64", "data.max_prompt_length=1024"),
+    *("data.max_response_length=3072", f"{ROLLOUT}.n=8", f"{ACTOR}.ppo_mini_batch_size=16"),
+    *("actor_rollout_ref.model.path=Qwen/Qwen2.5-3B-Instruct", "custom_reward_function.path=my_reward.py"),
+    *("custom_reward_function.name=score", "trainer.experiment_name=my run 3B"),
+    *("trainer.save_freq=25", "trainer.test_freq=5"),
+]
+CONVERSIONS: list[tuple[list[str], dict[str, Any]]] = [
+    (
+        SIZES,
+        {
+            **{"data.train": "train.parquet", "data.eval": "test.parquet", "model": "Qwen/Qwen2.5-3B-Instruct"},
+            **{"groups_per_step": 64, "group_size": 8, "trainer.minibatches": 4, "max_staleness": 0},
+            **{"agent.max_response_tokens": 3072, "rollout.max_model_len": 4096, "agent.reward": "my_reward.py:score"},
+            **{"name": "my-run-3B", "trainer.checkpoint_every": 25, "trainer.eval_every": 5, "trainer.steps": 10},
+            **{"trainer.betas": (0.9, 0.999), "trainer.weight_decay": 0.01},  # verl's defaults, not ours
+        },
+    ),
+    ([], {"agent.reward": "by_data_source", "agent.loop": "single_turn", "agent.max_turns": 1}),
+    (
+        GRPO,
+        {
+            **{"trainer.advantage": "grpo", "trainer.loss": "ppo"},
+            **{"trainer.correction": None, "trainer.proximal": "recomputed"},
+        },
+    ),
+    ([*GRPO, "algorithm.norm_adv_by_std_in_grpo=false"], {"trainer.advantage": "dr_grpo"}),
+    (
+        ["algorithm.adv_estimator=gae", "algorithm.lam=0.95"],
+        {"trainer.advantage_options": {"gamma": 1.0, "lam": 0.95}},
+    ),
+    (
+        [*GRPO, f"{ACTOR}.clip_ratio_high=0.28"],
+        {"trainer.loss_options": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}},
+    ),
+    (
+        [*GRPO, f"{ACTOR}.clip_ratio=0.1"],
+        {"trainer.loss_options": {"clip_low": 0.1, "clip_high": 0.1, "dual_clip": 3.0}},
+    ),
+    ([*GRPO, f"{ACTOR}.policy_loss.loss_mode=gspo"], {"trainer.loss": "gspo"}),
+    (
+        [*GRPO, f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", "data.max_response_length=777"],
+        {"trainer.aggregation": "constant", "trainer.aggregation_length": 777},
+    ),
+    (
+        [*GRPO, "algorithm.rollout_correction.bypass_mode=true"],
+        {"trainer.proximal": "behaviour", "trainer.correction": None},
+    ),
+    (
+        [*GRPO, f"{IS}=sequence", f"{IS}_threshold=3"],
+        {"trainer.correction": "truncated_is", "trainer.correction_options": {"level": "sequence", "cap": 3.0}},
+    ),
+    (
+        [*GRPO, f"{IS}=token", f"{IS}_threshold=0.5_5.0"],
+        {"trainer.correction": "icepop", "trainer.correction_options": {"level": "token", "low": 0.5, "high": 5.0}},
+    ),
+    (
+        [*GRPO, f"{ACTOR}.optim.lr_warmup_steps_ratio=0.2", "trainer.total_training_steps=50"],
+        {"trainer.warmup_steps": 10, "trainer.steps": 50},
+    ),
+    (
+        [*GRPO, "algorithm.use_pf_ppo=true"],
+        {"trainer.filter": "pf_ppo", "trainer.filter_options": {"mode": "pow", "power": 2.0}},
+    ),
+    (
+        [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.002"],
+        {"trainer.kl.in_loss": 0.002, "trainer.kl.in_reward": 0.0, "trainer.kl.estimator": "low_variance"},
+    ),
+    (
+        ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"],
+        {"trainer.kl.in_reward": 0.001, "trainer.kl.target": 0.1, "trainer.kl.estimator": "k1"},
+    ),
+    (
+        [f"{ROLLOUT}.gpu_memory_utilization=0.8", f"+{ROLLOUT}.engine_kwargs.vllm.seed=3"],
+        {
+            "rollout.vllm_args": {
+                **{"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "gpu_memory_utilization": 0.8},
+                **{"enforce_eager": False, "max_num_batched_tokens": 8192, "seed": 3},
+            }
+        },
+    ),
+    (
+        [f"{ROLLOUT}.name=sglang"],
+        {"rollout.engine": "sglang", "rollout.sglang_args.tp_size": 2, "rollout.vllm_args": {}},
+    ),
+    (
+        ["model_engine=megatron", f"{ACTOR}.megatron.tensor_model_parallel_size=4"],
+        {"trainer.engine": "megatron", "trainer.parallel.tensor": 4},
+    ),
+]
 
 
-def test_without_a_reward_function_verls_names_choose_one() -> None:
-    assert recipe().agent.reward == "by_data_source"
+def setting(config: RunConfig, key: str) -> Any:
+    node: Any = config
+    for part in key.split("."):
+        node = node[part] if isinstance(node, dict) else getattr(node, part)
+    return node
 
 
-GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (GRPO, {"advantage": "grpo", "loss": "ppo", "correction": None, "proximal": "recomputed"}),
-        ((*GRPO, "algorithm.norm_adv_by_std_in_grpo=false"), {"advantage": "dr_grpo"}),
-        (("algorithm.adv_estimator=gae", "algorithm.lam=0.95"), {"advantage_options": {"gamma": 1.0, "lam": 0.95}}),
-        (
-            (*GRPO, "actor_rollout_ref.actor.clip_ratio_high=0.28"),
-            {"loss_options": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}},
-        ),
-        (
-            (*GRPO, "actor_rollout_ref.actor.clip_ratio=0.1"),
-            {"loss_options": {"clip_low": 0.1, "clip_high": 0.1, "dual_clip": 3.0}},
-        ),
-        ((*GRPO, "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"), {"loss": "gspo"}),
-        (
-            (*GRPO, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm", "data.max_response_length=777"),
-            {"aggregation": "constant", "aggregation_length": 777},
-        ),
-        ((*GRPO, "algorithm.rollout_correction.bypass_mode=true"), {"proximal": "behaviour", "correction": None}),
-        (
-            (
-                *GRPO,
-                "algorithm.rollout_correction.rollout_is=sequence",
-                "algorithm.rollout_correction.rollout_is_threshold=3",
-            ),
-            {"correction": "truncated_is", "correction_options": {"level": "sequence", "cap": 3.0}},
-        ),
-        (
-            (
-                *GRPO,
-                "algorithm.rollout_correction.rollout_is=token",
-                "algorithm.rollout_correction.rollout_is_threshold=0.5_5.0",
-            ),
-            {"correction": "icepop", "correction_options": {"level": "token", "low": 0.5, "high": 5.0}},
-        ),
-        (
-            (*GRPO, "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.2", "trainer.total_training_steps=50"),
-            {"warmup_steps": 10, "steps": 50},
-        ),
-        ((*GRPO, "algorithm.use_pf_ppo=true"), {"filter": "pf_ppo", "filter_options": {"mode": "pow", "power": 2.0}}),
-    ],
-)
-def test_algorithms(overrides: tuple[str, ...], expected: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("overrides", "expected"), CONVERSIONS)
+def test_settings_under_our_names(overrides: list[str], expected: dict[str, Any]) -> None:
     pytest.importorskip("torch")
     from penstock.trainer import check_algorithm
 
     config = recipe(*overrides)
+    assert {key: setting(config, key) for key in expected} == expected
     check_algorithm(config.trainer, config.group_size)
-    assert {name: getattr(config.trainer, name) for name in expected} == expected
-
-
-def test_kl_in_loss_and_in_reward() -> None:
-    loss = recipe("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.002").trainer.kl
-    assert (loss.in_loss, loss.in_reward, loss.estimator) == (0.002, 0.0, "low_variance")
-    steered = recipe("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive").trainer.kl
-    assert (steered.in_reward, steered.target, steered.estimator) == (0.001, 0.1, "k1")
 
 
 @pytest.mark.parametrize(
     ("threshold", "sync", "staleness"), [(0, 1, 0), (0, 4, 3), (0.5, 4, 5), (1, 1, 1), (0.1, 4, 4)]
 )
 def test_staleness_in_versions(threshold: float, sync: int, staleness: int) -> None:
-    config = recipe(
-        *GRPO,
-        f"async_training.staleness_threshold={threshold}",
-        f"async_training.trigger_parameter_sync_step={sync}",
-        "async_training.require_batches=2",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
-        "rollout.nnodes=1",
-        "rollout.n_gpus_per_node=4",
-        "trainer.n_gpus_per_node=4",
-    )
+    gpus = ("rollout.nnodes=1", "rollout.n_gpus_per_node=4", "trainer.n_gpus_per_node=4")
+    sizes = ("async_training.require_batches=2", f"{ACTOR}.ppo_mini_batch_size=32")
+    words = (f"async_training.staleness_threshold={threshold}", f"async_training.trigger_parameter_sync_step={sync}")
+    config = recipe(*GRPO, *words, *sizes, *gpus)
     assert config.max_staleness == staleness
     assert (config.groups_per_step, config.trainer.minibatches) == (64, 2)
     assert (config.trainer.ranks, config.rollout.servers) == (4, 2), "servers of two GPUs, verl's default"
     assert (config.trainer.correction == "truncated_is") == (staleness > 0)
 
 
-def test_engines_take_their_arguments() -> None:
-    vllm = recipe(
-        "actor_rollout_ref.rollout.gpu_memory_utilization=0.8", "+actor_rollout_ref.rollout.engine_kwargs.vllm.seed=3"
-    )
-    assert vllm.rollout.vllm_args == {
-        "tensor_parallel_size": 2,
-        "pipeline_parallel_size": 1,
-        "gpu_memory_utilization": 0.8,
-        "enforce_eager": False,
-        "max_num_batched_tokens": 8192,
-        "seed": 3,
-    }
-    sglang = recipe("actor_rollout_ref.rollout.name=sglang").rollout
-    assert (sglang.engine, sglang.sglang_args["tp_size"], sglang.vllm_args) == ("sglang", 2, {})
-
-
-def test_megatron() -> None:
-    config = recipe("model_engine=megatron", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4")
-    assert (config.trainer.engine, config.trainer.parallel.tensor) == ("megatron", 4)
-
-
 def test_tools_and_turns() -> None:
-    multi = "actor_rollout_ref.rollout.multi_turn"
-    told = made(f"{multi}.enable=true", f"{multi}.max_assistant_turns=5", f"{multi}.tool_config_path=tools.yaml").recipe
-    assert (told["agent"]["loop"], told["agent"]["max_turns"], told["tools"]) == ("tool_agent", 5, "tools.yaml")
-    assert recipe().agent.loop == "single_turn"
-    assert recipe().agent.max_turns == 1
+    words = (f"{MULTI}.enable=true", f"{MULTI}.max_assistant_turns=5", f"{MULTI}.tool_config_path=tools.yaml")
+    tree = made(*words).recipe
+    assert (tree["agent"]["loop"], tree["agent"]["max_turns"], tree["tools"]) == ("tool_agent", 5, "tools.yaml")
 
 
 # what has no counterpart ----------------------------------------------------------------------------------------------
@@ -250,6 +238,7 @@ def test_tools_and_turns() -> None:
 def test_each_key_is_told(override: str, why: str) -> None:
     flat = read_given(None, [*SHORT, override])
     migrated = made(override)
+    migrated.check()
     assert_nothing_lost(flat, migrated)
     key = override.partition("=")[0]
     told = {one.key: one.why for one in migrated.account.left}
@@ -285,15 +274,8 @@ python3 -m verl.trainer.main_ppo \\
 def test_a_script_is_read_and_the_recipe_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run.sh").write_text(SCRIPT)
     out = tmp_path / "recipe.yaml"
-    words = [
-        "config",
-        "from-verl",
-        str(tmp_path / "run.sh"),
-        "trainer.nnodes=1",
-        "critic.ppo_epochs=2",
-        "--out",
-        str(out),
-    ]
+    words = ["config", "from-verl", str(tmp_path / "run.sh"), "trainer.nnodes=1", "critic.ppo_epochs=2"]
+    words += ["--out", str(out)]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     config = load_config(out)
@@ -303,12 +285,8 @@ def test_a_script_is_read_and_the_recipe_loads(tmp_path: Path, monkeypatch: pyte
     assert "# no counterpart: critic.ppo_epochs=2" in out.read_text()
     assert "critic.ppo_epochs=2" in done.stderr
     assert CliRunner().invoke(app, [*words, "--strict"]).exit_code == 1
-
-
-def test_overrides_alone_are_enough() -> None:
-    done = CliRunner().invoke(app, ["config", "from-verl", *SHORT])
-    assert done.exit_code == 0, done.output
-    assert yaml.safe_load(done.stdout)["trainer"]["steps"] == 10
+    alone = CliRunner().invoke(app, ["config", "from-verl", *SHORT])
+    assert yaml.safe_load(alone.stdout)["trainer"]["steps"] == 10
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,15 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.deploy.living_command import LivingCommand, commands, lines
 from tests.deploy.sft_data import MODEL, tool_trace, traces, write_messages
-from tests.living import alive, living_below
+from tests.living import alive
 
 pytest.importorskip("torch")
 
@@ -33,46 +32,18 @@ LONG = 150
 SAME = ("step", "version", "loss", "grad_norm", "lr", "tokens", "tokens_trained", "conversations")
 
 
-class LivingSft:
-    """A `penstock sft` in a process of its own."""
-
-    def __init__(self, folder: Path, recipe: Path, *overrides: str, resume: bool = False) -> None:
-        self.folder, self.log = folder, folder / "sft.log"
-        words = [sys.executable, "-m", "penstock.deploy.cli", "sft", str(recipe), *overrides]
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [*words, *(["--resume"] if resume else [])], stdout=log, stderr=log, cwd=folder, start_new_session=True
-            )
-
-    def finish(self, status: int = 0, timeout_s: float = 600) -> str:
-        ended = self.process.wait(timeout_s)
-        said = self.log.read_text()
-        assert ended == status, said
-        return said
-
-    def trainers(self) -> list[int]:
-        return [process.pid for process in living_below(self.process.pid, "sft-rank")]
-
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 300) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.02)
+Start = Callable[..., LivingCommand]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., LivingSft]]:
-    started: list[LivingSft] = []
+def start(tmp_path: Path) -> Iterator[Start]:
+    """`penstock sft` on the recipe of the folder."""
+    with commands(tmp_path) as begin:
 
-    def begin(*overrides: str, resume: bool = False, folder: Path = tmp_path) -> LivingSft:
-        started.append(LivingSft(folder, recipe_in(folder), *overrides, resume=resume))
-        return started[-1]
+        def sft(*overrides: str, folder: Path = tmp_path) -> LivingCommand:
+            return begin("sft", str(recipe_in(folder)), *overrides, folder=folder)
 
-    yield begin
-    for one in started:
-        if one.process.poll() is None:
-            os.killpg(one.process.pid, signal.SIGKILL)
+        yield sft
 
 
 def recipe_in(folder: Path, **further: Any) -> Path:
@@ -98,10 +69,6 @@ def messages_in(folder: Path, count: int = 24, name: str = "messages.jsonl", see
     return write_messages(folder / name, traces(count, seed), tools=PYTHON)
 
 
-def lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def learned(root: Path) -> list[dict[str, Any]]:
     return [{name: row[name] for name in SAME} for row in lines(root / "metrics.jsonl")]
 
@@ -118,22 +85,20 @@ def test_a_folder_that_is_not_this_runs_model_is_never_replaced(tmp_path: Path, 
     (out / "config.json").write_text("{}")  # a model of others
     assert fine_tune_recipe(recipe, given, resume=False) == 2
     assert (out / "precious").read_text() == "kept"
-
-
-@pytest.mark.parametrize("out", [MODEL, MODEL.parent], ids=["base", "folder of base"])
-def test_the_base_model_is_never_replaced(tmp_path: Path, capsys: Any, out: Path) -> None:
-    assert fine_tune_recipe(recipe_in(tmp_path), [f"runs_dir={tmp_path}", f"sft.out={out}"], resume=True) == 2
-    assert "training starts from" in capsys.readouterr().err
+    for base in (MODEL, MODEL.parent):
+        assert fine_tune_recipe(recipe, [f"runs_dir={tmp_path}", f"sft.out={base}"], resume=True) == 2
+        assert "training starts from" in capsys.readouterr().err
 
 
 # training ----------------------------------------------------------------------------------------------------------
 @pytest.mark.slow
-def test_messages_become_a_model(tmp_path: Path, start: Callable[..., LivingSft]) -> None:
+def test_messages_become_a_model(tmp_path: Path, start: Start) -> None:
     """A tool trace that the base model mostly does not write: its loss falls, also on problems that it never saw."""
     messages_in(tmp_path)
     messages_in(tmp_path, 8, "validation.jsonl", seed=9)
     given = ("sft.messages=messages.jsonl", "sft.validation=validation.jsonl", "sft.epochs=2", "sft.eval_every=4")
-    said = start(*given).finish()
+    run = start(*given)
+    run.finish()
     root = tmp_path / "runs" / "mine-sft"
     summary = json.loads((root / "summary.json").read_text())
     assert (summary["steps"], summary["ended"]) == (12, "all 12 steps are trained")
@@ -147,10 +112,10 @@ def test_messages_become_a_model(tmp_path: Path, start: Callable[..., LivingSft]
     assert rows[-1]["epoch"] == pytest.approx(2.0)
     assert list((root / "tensorboard").iterdir())
     assert {file.name for file in (root / "final_model").iterdir()} >= {"model.safetensors", "chat_template.jinja"}
-    assert "24 conversations" in said
-    assert "validation loss" in said
-    again = start("sft.messages=messages.jsonl").finish(status=2)
-    assert "holds an earlier run" in again
+    for words in ("24 conversations", "validation loss"):
+        assert words in run.log.read_text()
+    start("sft.messages=messages.jsonl").finish(status=2)
+    assert "holds an earlier run" in run.log.read_text()
 
 
 @pytest.mark.deep
@@ -158,7 +123,7 @@ def test_messages_become_a_model(tmp_path: Path, start: Callable[..., LivingSft]
 @pytest.mark.crash
 @pytest.mark.parametrize("killed", ["the trainer", "everything"])
 def test_a_killed_run_comes_to_the_same_bits(
-    killed: str, tmp_path: Path, start: Callable[..., LivingSft], tmp_path_factory: pytest.TempPathFactory
+    killed: str, tmp_path: Path, start: Start, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """It continues at its newest checkpoint's step, and no step is missing or twice."""
     messages_in(tmp_path)
@@ -167,7 +132,7 @@ def test_a_killed_run_comes_to_the_same_bits(
     metrics, checkpoints = root / "metrics.jsonl", root / "checkpoints"
     run.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 10)
     run.wait_for(lambda: bool(list(checkpoints.glob("step_*/complete"))))
-    (pid,) = run.trainers()
+    (pid,) = run.pids("sft-rank")
     if killed == "everything":
         os.killpg(run.process.pid, signal.SIGKILL)
         run.process.wait(60)
@@ -175,7 +140,7 @@ def test_a_killed_run_comes_to_the_same_bits(
         while alive(pid):
             assert time.monotonic() < deadline, "the trainer outlived its head"
             time.sleep(0.05)
-        run = start(*given, resume=True)
+        run = start(*given, "--resume")
     else:
         os.kill(pid, signal.SIGKILL)
     run.finish()
@@ -194,25 +159,26 @@ def test_a_killed_run_comes_to_the_same_bits(
 
 
 @pytest.mark.deep
-def test_sigterm_saves_and_resume_continues(tmp_path: Path, start: Callable[..., LivingSft]) -> None:
+def test_sigterm_saves_and_resume_continues(tmp_path: Path, start: Start) -> None:
     messages_in(tmp_path)
     given = ("sft.messages=messages.jsonl", f"sft.steps={LONG}", "trainer.checkpoint_every=1000", "trainer.sinks=[]")
     run, root = start(*given), tmp_path / "runs" / "mine-sft"
     metrics = root / "metrics.jsonl"
     run.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 5)
     run.process.send_signal(signal.SIGTERM)
-    assert "--resume" in run.finish(status=130)
+    run.finish(status=130)
+    assert "--resume" in run.log.read_text()
     done = len(lines(metrics))
     assert (root / "checkpoints" / f"step_{done:08d}" / "complete").exists()
-    changed = start(*given, "sft.max_tokens=100", resume=True).finish(status=2)
-    assert "began with other data" in changed
-    start(*given, resume=True).finish()
+    start(*given, "sft.max_tokens=100", "--resume").finish(status=2)
+    assert "began with other data" in run.log.read_text()
+    start(*given, "--resume").finish()
     assert [row["step"] for row in lines(metrics)] == list(range(LONG))
     assert f"step {done}" in (root / "logs" / "trainer.log").read_text()
 
 
 @pytest.mark.deep
-def test_two_ranks_and_lora(tmp_path: Path, start: Callable[..., LivingSft]) -> None:
+def test_two_ranks_and_lora(tmp_path: Path, start: Start) -> None:
     """Two ranks learn what one does, up to rounding; under LoRA the adapter is left too."""
     pytest.importorskip("peft")
     messages_in(tmp_path)
@@ -227,8 +193,15 @@ def test_two_ranks_and_lora(tmp_path: Path, start: Callable[..., LivingSft]) -> 
 
 # data --------------------------------------------------------------------------------------------------------------
 def prepared(folder: Path, **sft: Any) -> Any:
-    config = load_sft_config(recipe_in(folder, sft=sft, runs_dir=str(folder)))
-    return prepare(config, folder / "data")
+    folder.mkdir(exist_ok=True)
+    return prepare(load_sft_config(recipe_in(folder, sft=sft, runs_dir=str(folder))), folder / "data")
+
+
+def conversations(folder: Path, side: str = "train") -> list[tuple[list[int], list[int]]]:
+    """(prompt, response) of each."""
+    file = ConversationFile(folder / "data" / f"{side}.safetensors")
+    segments = (file.segment(number) for number in range(len(file)))
+    return [(one.prompt_ids.tolist(), one.response_ids.tolist()) for one in segments]
 
 
 def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path) -> None:
@@ -281,14 +254,9 @@ def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:
     rows = [{"messages": json.dumps(each), "tools": json.dumps(PYTHON)} for each in messages]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     prepared(tmp_path, messages=str(tmp_path / "rows.parquet"))
-    ours = ConversationFile(tmp_path / "data" / "train.safetensors")
-    other = tmp_path / "other"
-    other.mkdir()
-    prepared(other, messages=str(messages_in(other, 5)))
-    theirs = ConversationFile(other / "data" / "train.safetensors")
-    for number in range(5):
-        assert ours.segment(number).prompt_ids.tolist() == theirs.segment(number).prompt_ids.tolist()
-        assert ours.segment(number).response_ids.tolist() == theirs.segment(number).response_ids.tolist()
+    prepared(tmp_path / "other", messages=str(messages_in(tmp_path, 5)))
+    assert conversations(tmp_path) == conversations(tmp_path / "other")
+    assert len(conversations(tmp_path)) == 5
 
 
 def test_prompts_are_held_out_whole(tmp_path: Path) -> None:
@@ -297,18 +265,13 @@ def test_prompts_are_held_out_whole(tmp_path: Path) -> None:
     file = write_messages(tmp_path / "rows.jsonl", twice, tools=PYTHON)
     found = prepared(tmp_path, messages=str(file), validation_share=0.25)
     assert (found.conversations, found.validation) == (30, 10)
-    sides = [
-        {file.segment(number).prompt_ids.tobytes() for number in range(len(file))}
-        for file in (ConversationFile(tmp_path / "data" / f"{side}.safetensors") for side in ("train", "validation"))
-    ]
-    assert not sides[0] & sides[1]
+    train, held = ({tuple(prompt) for prompt, _ in conversations(tmp_path, s)} for s in ("train", "validation"))
+    assert not train & held
 
 
 def test_long_conversations_are_left_out(tmp_path: Path) -> None:
     file = write_messages(tmp_path / "rows.jsonl", [tool_trace("1+1"), tool_trace("1+1+1+1+1+1+1")], tools=PYTHON)
     prepared(tmp_path, messages=str(file))
-    lengths = [ConversationFile(tmp_path / "data" / "train.safetensors").tokens(number) for number in range(2)]
-    other = tmp_path / "other"
-    other.mkdir()
-    found = prepared(other, messages=str(file), max_tokens=lengths[0])
-    assert found.left_out == {f"longer than {lengths[0]} tokens": 1}
+    shorter, _ = (len(prompt) + len(response) for prompt, response in conversations(tmp_path))
+    found = prepared(tmp_path / "other", messages=str(file), max_tokens=shorter)
+    assert found.left_out == {f"longer than {shorter} tokens": 1}

@@ -25,7 +25,7 @@ def test_nothing_but_the_page_is_published_and_that_on_loopback() -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_no_service_is_more_than_an_ordinary_user(name: str) -> None:
+def test_every_service_is_an_ordinary_user_that_is_watched_and_started_again(name: str) -> None:
     service = SERVICES[name]
     assert re.match(r"\$\{PENSTOCK_UID:\?.*\}:\$\{PENSTOCK_GID:\?.*\}$", service["user"])
     assert service["cap_drop"] == ["ALL"]
@@ -33,11 +33,6 @@ def test_no_service_is_more_than_an_ordinary_user(name: str) -> None:
     assert "no-new-privileges:true" in service["security_opt"]
     assert not {"privileged", "cap_add", "devices", "pid", "ipc", "userns_mode"} & set(service)
     assert "docker.sock" not in json.dumps(service)
-
-
-@pytest.mark.parametrize("name", SERVICES)
-def test_every_service_is_watched_and_started_again(name: str) -> None:
-    service = SERVICES[name]
     assert service["healthcheck"]["test"]
     assert service["restart"].partition(":")[0] in ("on-failure", "unless-stopped")
     assert service["init"] is True
@@ -71,7 +66,7 @@ def test_compose_sandbox_filter_allows_only_what_boxes_use() -> None:
     assert {"clone", "mount", "umount2", "pivot_root", "unshare", "sethostname"} <= anyhow
 
 
-def test_networks_keep_apart_who_has_no_business_with_whom() -> None:
+def test_networks_and_profiles_keep_services_apart() -> None:
     assert {name: network.get("internal", False) for name, network in COMPOSE["networks"].items()} == {
         "queue": True,
         "boxes": True,
@@ -84,6 +79,10 @@ def test_networks_keep_apart_who_has_no_business_with_whom() -> None:
         "boxes": {"sandbox", "head", "agent", "prometheus"},
         "metrics": {"rollout", "exporter", "prometheus"},
         "edge": {"page"},
+    }
+    assert {n: s["profiles"] for n, s in SERVICES.items() if "profiles" in s} == {
+        "exporter": ["metrics"],
+        "prometheus": ["metrics"],
     }
 
 
@@ -105,13 +104,6 @@ def test_secrets_are_files_and_each_service_has_the_fewest() -> None:
     for service in SERVICES.values():
         told = json.dumps([service.get("environment", {}), service.get("command", ""), service.get("build", {})])
         assert not re.search("password|token", told, re.IGNORECASE)
-
-
-def test_profiles() -> None:
-    assert {n: s["profiles"] for n, s in SERVICES.items() if "profiles" in s} == {
-        "exporter": ["metrics"],
-        "prometheus": ["metrics"],
-    }
 
 
 def test_every_image_of_ours_runs_as_an_ordinary_user() -> None:

@@ -7,19 +7,17 @@ import shlex
 import stat
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from tests.deploy.conftest import RECIPE
 from typer.testing import CliRunner
 
 from penstock.deploy import ConfigError, app
 from penstock.deploy.placements.compose.stack import Stack, make_stack
 from penstock.transfer_queue.redis import find_redis_server, free_port
 
-REPOSITORY = Path(__file__).parents[4]
-RECIPE = REPOSITORY / "recipes" / "calculator.yaml"
 LOGINS = {"owner_login", "agent_login", "rollout_login", "watch_login", "page_login", "sandbox_login"}
 
 
@@ -34,13 +32,8 @@ def login(stack: Path, name: str) -> dict[str, str]:
 
 
 def settings(stack: Path) -> dict[str, str]:
-    return {key: "".join(shlex.split(value)) if '"' in value else value for key, value in _lines(stack / ".env")}
-
-
-def _lines(file: Path) -> Iterator[tuple[str, str]]:
-    for line in file.read_text().splitlines():
-        key, _, value = line.partition("=")
-        yield key, value
+    pairs = (line.split("=", 1) for line in (stack / ".env").read_text().splitlines())
+    return {key: "".join(shlex.split(value)) if '"' in value else value for key, value in pairs}
 
 
 def test_secrets_are_for_the_containers_user_alone(tmp_path: Path) -> None:
@@ -75,6 +68,9 @@ def test_stack_each_service_gets_only_its_own_login(tmp_path: Path) -> None:
     outside = [stack / "secrets" / "redis_users", *(file for file in stack.iterdir() if file.is_file())]
     for file in outside:
         assert not [secret for secret in (*passwords, token, view) if secret in file.read_text()], file
+    other = made(tmp_path / "other", "name=mine")
+    for file in (stack / "secrets").iterdir():
+        assert file.read_text() != (other / "secrets" / file.name).read_text()
 
 
 def test_the_head_is_killed_no_earlier_than_its_last_checkpoint_takes(tmp_path: Path) -> None:
@@ -84,12 +80,6 @@ def test_the_head_is_killed_no_earlier_than_its_last_checkpoint_takes(tmp_path: 
     head = yaml.safe_load((stack / "compose.yaml").read_text())["services"]["head"]
     assert head["stop_grace_period"] == "${PENSTOCK_STOP_GRACE_S:-90}s"
     assert head["environment"]["PENSTOCK_STOP_GRACE_S"] == "${PENSTOCK_STOP_GRACE_S:-90}"
-
-
-def test_two_stacks_share_no_secret(tmp_path: Path) -> None:
-    one, other = made(tmp_path / "one"), made(tmp_path / "other")
-    for name in (*LOGINS, "token", "redis_users"):
-        assert (one / "secrets" / name).read_text() != (other / "secrets" / name).read_text()
 
 
 @pytest.mark.redis
@@ -123,33 +113,27 @@ def _ask(port: int, who: dict[str, str], *command: str) -> str:
         time.sleep(0.05)
 
 
-def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
-    stack = made(tmp_path / "stack")
-    before = (stack / "secrets" / "token").read_text()
-    with pytest.raises(ConfigError, match="not empty: a stack's secrets and queue belong to one run"):
-        made(stack)
-    assert (stack / "secrets" / "token").read_text() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["stack"]
-
-
-def test_what_containers_would_not_see_is_refused(tmp_path: Path) -> None:
-    model = tmp_path / "elsewhere"
-    model.mkdir()
-    with pytest.raises(ConfigError, match=r"model: .*elsewhere lies outside of .*/recipes.*model=/work/models/NAME"):
-        made(tmp_path / "stack", f"model={model}")
-    assert not (tmp_path / "stack").exists()
-    made(tmp_path / "stack", "model=/work/models/mine")
-
-
-@pytest.mark.parametrize("value", ["$HOME", "a`b", "a\nb"])
-def test_overrides_that_the_env_file_cannot_hold_are_refused(tmp_path: Path, value: str) -> None:
-    with pytest.raises(ConfigError, match="PENSTOCK_OVERRIDES"):
-        made(tmp_path / "stack", "agent.parser=hermes", f"data.train={value}")
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "message"),
+    [
+        (["data.train=$HOME"], {}, "PENSTOCK_OVERRIDES"),
+        (["data.train=a`b"], {}, "PENSTOCK_OVERRIDES"),
+        (["data.train=a\nb"], {}, "PENSTOCK_OVERRIDES"),
+        (["model=/usr/lib"], {}, r"model: /usr/lib lies outside of .*/recipes.*model=/work/models/NAME"),
+        ([], {"trainer_gpus": "0,1", "rollout_gpus": ["1"]}, "GPU 1 is given twice"),
+        ([], {"trainer_gpus": "all", "rollout_gpus": ["1"]}, "write their numbers"),
+    ],
+)
+def test_what_a_stack_cannot_hold_is_refused(
+    tmp_path: Path, overrides: list[str], gpus: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        made(tmp_path / "stack", *overrides, **gpus)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_engine_of_its_own_image_is_told_where_its_python_is(tmp_path: Path) -> None:
-    found = settings(made(tmp_path / "stack", "rollout.engine=vllm"))
+    found = settings(made(tmp_path / "stack", "rollout.engine=vllm", "model=/work/models/mine"))
     assert found["PENSTOCK_ENGINE"] == "vllm"
     assert "rollout.vllm_python=/usr/local/bin/engine-python" in found["PENSTOCK_OVERRIDES"]
 
@@ -168,21 +152,16 @@ def test_each_rollout_server_has_its_own_gpus(tmp_path: Path) -> None:
     assert settings(stack)["COMPOSE_FILE"] == "compose.yaml:gpu.yaml"
 
 
-def test_a_gpu_has_one_owner(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="GPU 1 is given twice"):
-        made(tmp_path / "stack", trainer_gpus="0,1", rollout_gpus=["1"])
-    with pytest.raises(ConfigError, match="write their numbers"):
-        made(tmp_path / "stack", trainer_gpus="all", rollout_gpus=["1"])
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_command_says_what_comes_next(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["compose", "init", str(tmp_path / "stack"), str(RECIPE), "name=mine"])
     assert (done.exit_code, done.stdout) == (0, "")
     assert f"run mine: cd {tmp_path / 'stack'} && docker compose up -d" in done.stderr
+    before = (tmp_path / "stack" / "secrets" / "token").read_text()
     refused = CliRunner().invoke(app, ["compose", "init", str(tmp_path / "stack"), str(RECIPE)])
     assert refused.exit_code == 2
-    assert "is not empty" in refused.stderr
+    assert "not empty: a stack's secrets and queue belong to one run" in " ".join(refused.stderr.split())
+    assert (tmp_path / "stack" / "secrets" / "token").read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["stack"]
     half = CliRunner().invoke(app, ["compose", "init", str(tmp_path / "other"), str(RECIPE), "--trainer-gpus", "0"])
     assert half.exit_code == 2
     assert not (tmp_path / "other").exists()

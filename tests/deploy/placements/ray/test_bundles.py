@@ -16,19 +16,24 @@ def recipe(**sections: Any) -> RunConfig:
     return RunConfig.model_validate({"model": "m", "data": {"train": "t"}, **sections})
 
 
-def test_gpus_are_taken_where_there_are_any() -> None:
-    config = recipe(trainer={"ranks": 4, "threads": 2})
-    assert bundle_of("rollout", config, gpus=True) == {"CPU": 1, "GPU": 1}
-    assert bundle_of("rollout", config, gpus=False) == {"CPU": 1}
-    assert bundle_of("agent", config, gpus=True) == {"CPU": 1}
-    assert bundle_of("trainer", config, gpus=True) == {"CPU": 8, "GPU": 4}
+USUAL = {"trainer": {"ranks": 4, "threads": 2}}
+OWN = {"ray": {"rollout": {"GPU": 8, "CPU": 16, "h100": 0.01}, "agent": {"CPU": 0.5}, "trainer": {"GPU": 0}}}
 
 
-def test_a_recipe_says_more_or_less() -> None:
-    config = recipe(ray={"rollout": {"GPU": 8, "CPU": 16, "h100": 0.01}, "agent": {"CPU": 0.5}, "trainer": {"GPU": 0}})
-    assert bundle_of("rollout", config, gpus=True) == {"CPU": 16, "GPU": 8, "h100": 0.01}
-    assert bundle_of("agent", config, gpus=True) == {"CPU": 0.5}
-    assert bundle_of("trainer", config, gpus=True) == {"CPU": 1}
+@pytest.mark.parametrize(
+    ("sections", "kind", "gpus", "bundle"),
+    [
+        (USUAL, "rollout", True, {"CPU": 1, "GPU": 1}),
+        (USUAL, "rollout", False, {"CPU": 1}),
+        (USUAL, "agent", True, {"CPU": 1}),
+        (USUAL, "trainer", True, {"CPU": 8, "GPU": 4}),
+        (OWN, "rollout", True, {"CPU": 16, "GPU": 8, "h100": 0.01}),
+        (OWN, "agent", True, {"CPU": 0.5}),
+        (OWN, "trainer", True, {"CPU": 1}),
+    ],
+)
+def test_what_a_role_reserves(sections: dict[str, Any], kind: Any, gpus: bool, bundle: dict[str, float]) -> None:
+    assert bundle_of(kind, recipe(**sections), gpus=gpus) == bundle
 
 
 def test_the_trainers_ranks_know_how_many_cores_are_theirs() -> None:
@@ -49,6 +54,9 @@ def test_check_machines_names_every_missing_override() -> None:
     assert named == [
         "transfer_queue.url", "rollout.host", "rollout.weight_transport", "rollout.weights_host", "sandbox.url",
     ]  # fmt: skip
+    for host in ("127.0.0.2", "localhost", "[::1]"):
+        with pytest.raises(ConfigError, match=r"transfer_queue\.url"):
+            check_machines(recipe(transfer_queue={"url": f"redis://{host}:6379"}), 2)
 
 
 @pytest.mark.parametrize("transport", ["http", "disk"])
@@ -57,12 +65,6 @@ def test_a_recipe_for_several_machines_passes(transport: str) -> None:
     if transport == "http":
         rollout["weights_host"] = "0.0.0.0"
     check_machines(recipe(rollout=rollout, transfer_queue={"url": "redis://queue:6379"}), 8)
-
-
-def test_loopback_by_any_name_is_refused() -> None:
-    for host in ("127.0.0.2", "localhost", "[::1]"):
-        with pytest.raises(ConfigError, match=r"transfer_queue\.url"):
-            check_machines(recipe(transfer_queue={"url": f"redis://{host}:6379"}), 2)
 
 
 def test_counts_are_read_and_mistakes_are_named() -> None:

@@ -43,46 +43,33 @@ class MemberWithClock:
         self.member = RayMember(spec, order, {"CPU": 1})
         self.member._budget = RestartBudget(2, RESTART_WINDOW_S, clock=lambda: self.now)
 
-    async def new_life(self) -> None:
-        assert await self.member._meet()
-
-    async def process_restarts(self) -> None:
-        self.actor.restarts += 1
-        await self.member._look()
-
-
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MemberWithClock:
-    return MemberWithClock(monkeypatch, tmp_path)
-
-
-async def test_restarts_weeks_apart_do_not_add_up(made: MemberWithClock) -> None:
-    await made.new_life()
-    for _ in range(6):
-        made.now += 24 * RESTART_WINDOW_S
-        await made.new_life()
-        await made.process_restarts()
-    assert made.member.restarts == 12
+    async def play(self, events: str) -> None:
+        """``L``: the actor has a new life, ``P``: its process was started again, ``-``: a day passes."""
+        for event in events:
+            if event == "L":
+                assert await self.member._meet()
+            elif event == "P":
+                self.actor.restarts += 1
+                await self.member._look()
+            else:
+                self.now += 24 * RESTART_WINDOW_S
 
 
-async def test_restarts_within_the_window_add_up(made: MemberWithClock) -> None:
-    await made.new_life()
-    await made.process_restarts()
-    await made.new_life()
-    with pytest.raises(RoleFailed, match="2 restarts used up within 3600 s"):
-        await made.new_life()
-
-
-async def test_restarts_of_a_later_life_count_too(made: MemberWithClock) -> None:
-    await made.new_life()
-    await made.new_life()
-    await made.process_restarts()
-    with pytest.raises(RoleFailed, match="agent-0"):
-        await made.process_restarts()
-
-
-async def test_the_actor_itself_says_that_its_process_failed(made: MemberWithClock) -> None:
-    await made.new_life()
-    for _ in range(4):
-        await made.process_restarts()
-    assert made.member.restarts == 4
+@pytest.mark.parametrize(
+    ("events", "restarts", "last"),
+    [
+        ("L" + 6 * "-LP", 12, ""),  # weeks apart they do not add up
+        ("LPL", 2, "L"),
+        ("LLP", 2, "P"),
+        ("LPPPP", 4, ""),  # in its first life the actor itself reports that its process failed
+    ],
+)
+async def test_restarts_of_actor_and_process_add_up_within_a_window(
+    events: str, restarts: int, last: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = MemberWithClock(monkeypatch, tmp_path)
+    await made.play(events)
+    assert made.member.restarts == restarts
+    if last:
+        with pytest.raises(RoleFailed, match=r"agent-0.*2 restarts used up within 3600 s"):
+            await made.play(last)

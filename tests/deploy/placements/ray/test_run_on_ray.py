@@ -89,23 +89,17 @@ def test_ray_run_keeps_secrets_and_releases_all(
 
 
 @pytest.mark.deep
-def test_ray_actors_and_a_node_die_accounts_balance(
-    cluster: RayCluster, start_run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ray_actors_and_a_node_die_accounts_balance(cluster: RayCluster, start_run, tmp_path: Path) -> None:
     """The cluster comes first: it must outlive the run, which stops in order when the test fails."""
-    monkeypatch.setenv("PENSTOCK_TOKEN", TOKEN)
     hold = tmp_path / "hold"
     first = cluster.add(cpus=4)
     run: LivingRun = start_run("on-ray", *SETTINGS, *held_by(hold), "--on", "ray", "--ray-address", cluster.address)
     run.wait_for(lambda: run.steps() >= 1, START_S)
     hold.touch()
     second = cluster.add(cpus=4)
-    assert_secrets_stay(run, cluster)
-    assert_on_loopback(cluster)
 
     role = role_of(first, "agent", "agent-0")
     worker = role.parent()
-    assert "ray::" in " ".join(worker.cmdline()), "a role's parent is its actor's worker"
     role.kill()
     role = another(run, first, role)
     assert role.parent() == worker, "the actor started it again"
@@ -140,8 +134,6 @@ def test_ray_actors_and_a_node_die_accounts_balance(
     assert_nothing_left(run, [pid for pid in pids if pid not in seen(second)])
     assert not second.below("penstock.deploy.cli")
     assert_released(cluster)
-    assert not (run.root / "connect.env").exists()
-    assert not (run.root / "ray.probe").exists()
 
 
 def assert_secrets_stay(run: LivingRun, cluster: RayCluster) -> None:

@@ -78,6 +78,15 @@ class Desk:
             ["bash", str(path)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
 
+    def play(self, script: str, steps: set[str]) -> tuple[str, dict[str, str]]:
+        """Starts a script, lets the head succeed once exactly these steps run; (output, step → first srun's words)."""
+        job = self.start(script)
+        self.wait_for(lambda: set(self.asked()) == steps)
+        self.end_head(0)
+        output, _ = job.communicate(timeout=60)
+        assert job.returncode == 0, output
+        return output, {name: " ".join(calls[0]) for name, calls in self.asked().items() if name != "cleaning"}
+
     def asked(self) -> dict[str, list[list[str]]]:
         """Step → the words of each srun for it, in order."""
         found: dict[str, list[list[str]]] = {}

@@ -84,11 +84,11 @@ class SlurmRun:
         metrics = self.root / "metrics.jsonl"
         return metrics.read_text().count("\n") if metrics.exists() else 0
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 600, ends: str = "COMPLETED") -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 600) -> None:
         """While the job waits or runs, or when it has ended as it should."""
         deadline = time.monotonic() + timeout_s
         while not condition():
-            assert self.state()["JobState"] in ("PENDING", "RUNNING", "COMPLETING", ends), self.tail()
+            assert self.state()["JobState"] in ("PENDING", "RUNNING", "COMPLETING", "COMPLETED"), self.tail()
             assert time.monotonic() < deadline, f"it took longer than {timeout_s} s:\n{self.tail()}"
             time.sleep(0.2)
 
@@ -218,17 +218,8 @@ def test_slurm_requeue_join_and_stop_lose_nothing(start, tmp_path: Path) -> None
 @pytest.mark.deep
 def test_slurm_trainer_over_two_nodes_survives_half_of_it(start, tmp_path: Path) -> None:
     hold = tmp_path / "hold"
-    words = (
-        *held_by(hold),
-        "trainer.steps=12",
-        "trainer.ranks=2",
-        "agent.workers=1",
-        "--nodes",
-        "2",
-        "--trainer-nodes",
-        "2",
-        "--sandbox-server",
-    )
+    words = (*held_by(hold), "trainer.steps=12", "trainer.ranks=2", "agent.workers=1")
+    words += ("--nodes", "2", "--trainer-nodes", "2", "--sandbox-server")
     run = start("wide", *SHORT, *NEVER_SAVED, *words)
     run.wait_for(lambda: run.steps() >= 1)
     hold.touch()
@@ -240,16 +231,6 @@ def test_slurm_trainer_over_two_nodes_survives_half_of_it(start, tmp_path: Path)
     assert (summary["steps"], summary["restarts"]["trainer"]) == (12, 1)
     assert_accounts_balance(summary)
     assert "trainer-1 ended with status" in (run.root / "logs" / "slurm.log").read_text()
-    run.assert_nothing_left()
-
-
-@pytest.mark.deep
-def test_slurm_cancelled_run_stays_cancelled(start) -> None:
-    run = start("cancelled", *SHORT, "rollout.servers=0", "agent.workers=0")
-    run.wait_for((run.root / "connect.env").exists)
-    slurm("scancel", run.job)
-    run.wait_for(lambda: run.state()["JobState"] == "CANCELLED" and not run.processes(), ends="CANCELLED")
-    assert run.state()["Restarts"] == "0"
     run.assert_nothing_left()
 
 

@@ -7,20 +7,22 @@ from penstock.deploy import ConfigError, load_config
 from penstock.deploy.placements.slurm.placement import place, server_gpus
 
 
-def test_the_trainer_has_the_first_node_to_itself() -> None:
-    at = place(load_config(RECIPE, ["rollout.servers=3"]), 3)
-    assert (at.trainer_nodes, at.first_other, at.others) == (1, 1, 2)
-    assert (at.servers, at.workers, at.ranks_per_node) == (3, 2, 1)
-
-
-def test_on_one_node_all_share_it() -> None:
-    at = place(load_config(RECIPE), 1)
-    assert (at.first_other, at.others) == (0, 1)
-
-
-def test_a_trainer_takes_as_many_nodes_as_its_ranks_need_gpus() -> None:
-    at = place(load_config(RECIPE, ["trainer.ranks=16"]), 4, gpus_per_node=8)
-    assert (at.trainer_nodes, at.ranks_per_node, at.trainer_gpus, at.first_other) == (2, 8, 8, 2)
+@pytest.mark.parametrize(
+    ("overrides", "nodes", "gpus", "layout"),
+    [
+        (
+            ["rollout.servers=3"],
+            3,
+            0,
+            {"trainer_nodes": 1, "first_other": 1, "others": 2, "servers": 3, "workers": 2, "ranks_per_node": 1},
+        ),
+        ([], 1, 0, {"first_other": 0, "others": 1}),
+        (["trainer.ranks=16"], 4, 8, {"trainer_nodes": 2, "ranks_per_node": 8, "trainer_gpus": 8, "first_other": 2}),
+    ],
+)
+def test_layout_of_a_job(overrides: list[str], nodes: int, gpus: int, layout: dict[str, int]) -> None:
+    at = place(load_config(RECIPE, overrides), nodes, gpus_per_node=gpus)
+    assert {name: getattr(at, name) for name in layout} == layout
 
 
 def test_a_server_has_the_gpus_that_its_engine_is_split_over() -> None:

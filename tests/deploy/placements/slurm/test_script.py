@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from tests.deploy.conftest import RECIPE
 from tests.deploy.placements.slurm.desk import Desk
 
-from penstock.deploy import ConfigError, RunDir, load_config
+from penstock.deploy import ConfigError, RunConfig, RunDir, load_config
 from penstock.deploy.placements.slurm.script import SlurmJob, join_script
 
 GPUS = SlurmJob("gpu", "team", "12:00:00", gpus_per_node=4, sbatch=("qos=high",), setup=("module load cuda",))
@@ -40,11 +41,18 @@ def test_the_script_is_sound_shell(variant: str, tmp_path: Path) -> None:
     _check_shell(variant, tmp_path / "run.sbatch")
 
 
+RECIPE_CONFIG = load_config(RECIPE)
+
+
+def join(run: Path, config: RunConfig, job: SlurmJob, servers: int, workers: int, gpus: int) -> str:
+    counts = {"servers": servers, "workers": workers, "gpus_per_server": gpus}
+    return join_script(RunDir(run), config, job, array="0-3", wait_s=60, **counts)
+
+
 def test_the_join_is_sound_shell(tmp_path: Path) -> None:
-    config = load_config(RECIPE, [HTTP])
     for servers, workers, gpus in ((1, 0, 0), (0, 2, 0), (2, 1, 2)):
-        text = join_script(RunDir(tmp_path), config, SlurmJob(gpus_per_node=2 * gpus), array="0-3", servers=servers,
-                           workers=workers, gpus_per_server=gpus, wait_s=60)  # fmt: skip
+        job = SlurmJob(gpus_per_node=2 * gpus)
+        text = join(tmp_path, load_config(RECIPE, [HTTP]), job, servers, workers, gpus)
         _check_shell(text, tmp_path / "join.sbatch")
 
 
@@ -71,14 +79,8 @@ def test_what_was_asked_of_slurm_is_in_the_head(script_of, tmp_path: Path) -> No
 
 
 def test_script_each_role_is_a_step_with_own_secrets_and_log(script_of, tmp_path: Path) -> None:
-    desk = Desk(tmp_path / "desk", "n1 n2 n3")
-    job = desk.start(script_of("rollout.servers=3", nodes=3))
     names = {"queue", "head", "rollout-0", "rollout-1", "rollout-2", "agent-0", "agent-1"}
-    desk.wait_for(lambda: set(desk.asked()) == names)
-    desk.end_head(0)
-    output, _ = job.communicate(timeout=60)
-    assert job.returncode == 0, output
-    asked = {name: " ".join(calls[0]) for name, calls in desk.asked().items() if name != "cleaning"}
+    _, asked = Desk(tmp_path / "desk", "n1 n2 n3").play(script_of("rollout.servers=3", nodes=3), names)
     where = {name: words.partition("--nodelist=")[2].split()[0] for name, words in asked.items()}
     first = {"queue": "n1", "head": "n1"}
     assert where == {**first, "rollout-0": "n2", "rollout-1": "n3", "rollout-2": "n2", "agent-0": "n2", "agent-1": "n3"}
@@ -101,12 +103,9 @@ def test_script_each_role_is_a_step_with_own_secrets_and_log(script_of, tmp_path
 
 
 def test_gpus_go_to_the_trainer_and_the_servers_alone(script_of, tmp_path: Path) -> None:
-    desk = Desk(tmp_path / "desk", "n1 n2 n3")
-    job = desk.start(script_of("trainer.ranks=8", "rollout.servers=2", "agent.workers=1", nodes=3, job=GPUS))
-    desk.wait_for(lambda: set(desk.asked()) == {"queue", "head", "trainer-1", "rollout-0", "rollout-1", "agent-0"})
-    desk.end_head(0)
-    job.communicate(timeout=60)
-    asked = {name: " ".join(calls[0]) for name, calls in desk.asked().items()}
+    text = script_of("trainer.ranks=8", "rollout.servers=2", "agent.workers=1", nodes=3, job=GPUS)
+    names = {"queue", "head", "trainer-1", "rollout-0", "rollout-1", "agent-0"}
+    _, asked = Desk(tmp_path / "desk", "n1 n2 n3").play(text, names)
     for name in ("head", "trainer-1"):
         assert "--exact --mem=0 --gpus-per-node=4 --cpus-per-task=16" in asked[name]
     assert "--exact --mem=0 --gpus-per-node=1 --cpus-per-task=4" in asked["rollout-1"]
@@ -115,8 +114,7 @@ def test_gpus_go_to_the_trainer_and_the_servers_alone(script_of, tmp_path: Path)
     rendezvous = f"127.0.0.1:{10000 + 77 * 4 + 1}"
     assert f"train --wait-s 600 --nnodes 2 --node-rank 1 --rdzv-endpoint {rendezvous}" in asked["trainer-1"]
     assert f"env PENSTOCK_TRAIN_NODES=2 PENSTOCK_TRAIN_RENDEZVOUS={rendezvous}" in asked["head"]
-    assert "--nodelist=n3" in asked["rollout-0"]
-    assert "--nodelist=n3" in asked["rollout-1"]
+    assert all("--nodelist=n3" in asked[name] for name in ("rollout-0", "rollout-1"))
 
 
 def test_a_role_that_dies_is_started_again_and_a_killed_head_too(script_of, tmp_path: Path) -> None:
@@ -168,19 +166,14 @@ def test_script_saves_and_requeues_before_the_time_limit(
 
 
 def test_a_port_that_is_taken_is_passed_over(script_of, tmp_path: Path) -> None:
-    import socket
-
     base = 10000 + 77 * 4
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(("127.0.0.1", base + 1))
         taken.listen()
-        desk = Desk(tmp_path / "desk")
-        job = desk.start(script_of("rollout.servers=0", "agent.workers=0"))
-        desk.wait_for(lambda: "head" in desk.asked() and "queue" in desk.asked())
-        desk.end_head(0)
-        job.communicate(timeout=60)
-    assert f"--port {base + 4}" in " ".join(desk.asked()["queue"][0])
+        text = script_of("rollout.servers=0", "agent.workers=0")
+        _, asked = Desk(tmp_path / "desk").play(text, {"head", "queue"})
+    assert f"--port {base + 4}" in asked["queue"]
 
 
 def test_containers_hold_every_role_and_see_its_folders(script_of, tmp_path: Path) -> None:
@@ -201,14 +194,10 @@ def test_a_password_in_the_queues_address_is_refused(script_of) -> None:
     assert "--job-name=queue" not in script_of("transfer_queue.url=redis://there:6379")
 
 
-def test_options_with_dashes_are_refused() -> None:
+def test_options_that_cannot_work_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="without dashes"):
         SlurmJob(sbatch=("--qos=high",))
     with pytest.raises(ConfigError, match="--mount"):
         SlurmJob(mounts=(Path("relative"),))
-
-
-def test_nobody_joins_where_weights_do_not_reach(tmp_path: Path) -> None:
-    config = load_config(RECIPE)
-    with pytest.raises(ConfigError, match=HTTP):
-        join_script(RunDir(tmp_path), config, SlurmJob(), array="0", servers=1, workers=0, gpus_per_server=0, wait_s=1)
+    with pytest.raises(ConfigError, match=HTTP):  # weights would not reach who joins
+        join(tmp_path, RECIPE_CONFIG, SlurmJob(), 1, 0, 0)

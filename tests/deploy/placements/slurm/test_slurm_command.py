@@ -78,10 +78,3 @@ def test_joining_needs_a_run(tmp_path: Path) -> None:
     result = penstock("join", str(tmp_path), "--array", "0-3")
     assert result.exit_code == 2
     assert "no run has started there" in result.stderr
-
-
-def test_help_teaches() -> None:
-    result = penstock("--help")
-    assert result.exit_code == 0
-    assert "join" in result.stdout
-    assert "--gpus-per-server" in penstock("run", "--help").stdout
