@@ -35,14 +35,14 @@ def from_verl(
     """
     from penstock.deploy.config import ConfigError
     from penstock.deploy.migrate.convert import migrate
-    from penstock.deploy.migrate.given import BadSource, read_given
+    from penstock.deploy.migrate.source import BadSource, read_source
     from penstock.deploy.migrate.table import load_table
 
     words = list(overrides or [])
     if source is not None and "=" in source.name and not source.exists():
         words, source = [str(source), *words], None  # without a file the first word is an override already
     try:
-        made = migrate(read_given(source, words), load_table("verl"))
+        made = migrate(read_source(source, words), load_table("verl"))
         made.check()
     except (BadSource, ConfigError) as error:
         typer.secho(str(error), fg="red", err=True)
@@ -52,19 +52,19 @@ def from_verl(
         typer.echo(made.yaml(), nl=False)
     else:
         out.write_text(made.yaml(), encoding="utf-8")
-    raise typer.Exit(1 if strict and made.account.left else 0)
+    raise typer.Exit(1 if strict and made.account.unmapped else 0)
 
 
 def _print_summary(made: Migrated, everything: bool) -> None:
-    for key, ours in made.account.taken.items():
+    for key, ours in made.account.mapped.items():
         typer.echo(f"{key} → {ours}", err=True)
     if everything:
-        for key, why in made.account.moot.items():
+        for key, why in made.account.ignored.items():
             typer.echo(f"{key}: nothing to set; {why}", err=True)
-    for one in made.account.left:
+    for one in made.account.unmapped:
         typer.secho(f"no counterpart: {one.key}={one.value}: {one.why}", fg="yellow", err=True)
     for note in made.notes:
         typer.secho(f"note: {note}", fg="yellow", err=True)
-    sizes = len(made.account.taken), len(made.account.left), len(made.account.moot)
+    sizes = len(made.account.mapped), len(made.account.unmapped), len(made.account.ignored)
     summary = "{} settings taken over, {} without counterpart, {} with nothing to set".format(*sizes)
     typer.echo(summary + ("" if everything else " (--all names them)"), err=True)

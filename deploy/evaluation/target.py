@@ -95,7 +95,11 @@ def resolve_target(request: EvalRequest) -> EvalPlan:
     config = load_config(run.config if run else request.target, request.overrides, with_tasks=False)
     model, source, step = _model(request, config, run)
     name = request.name or f"{config.name}-eval{'' if step is None else f'-step{step}'}"
-    temperature = _temperature(request, config)
+    temperature = request.temperature
+    if temperature is None:
+        temperature = config.agent.temperature if request.samples > 1 else 0.0
+    if request.samples > 1 and temperature == 0:
+        raise ConfigError(f"--temperature 0 with --n {request.samples}: a task's samples would be the same; use --n 1")
     rows = _rows(request, config)
     planned = _for_evaluation(config, name, request.url)
     export = None
@@ -103,16 +107,6 @@ def resolve_target(request: EvalRequest) -> EvalPlan:
         export, model = (run.root, step), str(RunDir.of(planned).root / "model")
     planned = planned.model_copy(update={"model": model})
     return EvalPlan(planned, source, export, rows, request.samples, temperature)
-
-
-def _temperature(request: EvalRequest, config: RunConfig) -> float:
-    usual = config.agent.temperature if request.samples > 1 else 0.0
-    chosen = usual if request.temperature is None else request.temperature
-    if request.samples > 1 and chosen == 0:
-        raise ConfigError(
-            f"--temperature 0 with --n {request.samples}: all samples of a task would be the same; use --n 1"
-        )
-    return chosen
 
 
 def _for_evaluation(config: RunConfig, name: str, url: str | None) -> RunConfig:

@@ -11,16 +11,16 @@ import yaml
 
 from penstock.deploy.config import RunConfig, parse_config
 from penstock.deploy.migrate.algorithm_rules import ALGORITHM_RULES
-from penstock.deploy.migrate.given import BadSource
 from penstock.deploy.migrate.run_rules import RUN_RULES
-from penstock.deploy.migrate.settings import Given
+from penstock.deploy.migrate.settings import VerlSettings
+from penstock.deploy.migrate.source import BadSource
 from penstock.deploy.migrate.table import Name, Table
 
 SHORT_CHARS = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class Unmapped:
     """A key that was given and has no counterpart."""
 
     key: str
@@ -32,10 +32,10 @@ class Left:
 class KeyAccount:
     """Every key that was given is in exactly one of the three."""
 
-    taken: dict[str, str] = field(default_factory=dict)
+    mapped: dict[str, str] = field(default_factory=dict)
     """Their key → ours."""
-    left: list[Left] = field(default_factory=list)
-    moot: dict[str, str] = field(default_factory=dict)
+    unmapped: list[Unmapped] = field(default_factory=list)
+    ignored: dict[str, str] = field(default_factory=dict)
     """Their key → why nothing is lost without it."""
 
 
@@ -51,7 +51,7 @@ class Migrated:
     def yaml(self) -> str:
         """The recipe, with what a person must look at as comments in front."""
         remarks = [f"# {one}" for one in self.notes]
-        lost = [f"# no counterpart: {one.key}={_short(one.value)}  {one.why}" for one in self.account.left]
+        lost = [f"# no counterpart: {one.key}={_short(one.value)}  {one.why}" for one in self.account.unmapped]
         return "\n".join([*remarks, *lost, yaml.safe_dump(dict(self.recipe), sort_keys=False, allow_unicode=True)])
 
     def check(self) -> RunConfig:
@@ -69,40 +69,42 @@ def migrate(flat: Mapping[str, Any], table: Table) -> Migrated:
     account, settings = KeyAccount(), dict(_defaults(flat, table))
     for key, value in flat.items():
         _enter(key, value, table, account, settings)
-    given = Given(flat, table)
+    verl = VerlSettings(flat, table)
     for rule in (*RUN_RULES, *ALGORITHM_RULES):
         try:
-            settings.update(rule(given))
+            settings.update(rule(verl))
         except (TypeError, ValueError) as error:
             raise BadSource(f"a value that makes the recipe's {rule.__name__} cannot be read: {error}") from error
-    for key, why in given.lost.items():
-        account.taken.pop(key, None)
-        account.left.append(Left(key, given[key], why))
-    return Migrated(_nested(settings), account, given.notes)
+    for key, why in verl.lost.items():
+        account.mapped.pop(key, None)
+        account.unmapped.append(Unmapped(key, verl[key], why))
+    return Migrated(_nested(settings), account, verl.notes)
 
 
 def _enter(key: str, value: Any, table: Table, account: KeyAccount, settings: dict[str, Any]) -> None:
     name = table.find(key)
     if name is None or (name.kind == "always" and not table.knows(key)):
-        account.left.append(Left(key, value, f"{table.source} has no such setting"))
+        account.unmapped.append(Unmapped(key, value, f"{table.source} has no such setting"))
     elif name.kind == "none" and value not in name.fine:
-        account.left.append(Left(key, value, name.note))
+        account.unmapped.append(Unmapped(key, value, name.note))
     elif name.kind in ("always", "none"):
-        account.moot[key] = name.note
+        account.ignored[key] = name.note
     elif name.kind == "computed":
-        account.taken[key] = name.ours
+        account.mapped[key] = name.ours
     elif value is None or value == {}:
-        account.moot[key] = "not set"
+        account.ignored[key] = "not set"
     else:
         _copy(name, key, value, account, settings)
 
 
 def _copy(name: Name, key: str, value: Any, account: KeyAccount, settings: dict[str, Any]) -> None:
     if name.values and value not in name.values:
-        account.left.append(Left(key, value, f"{name.ours} is one of {', '.join(map(str, name.values.values()))}"))
+        account.unmapped.append(
+            Unmapped(key, value, f"{name.ours} is one of {', '.join(map(str, name.values.values()))}")
+        )
         return
     settings[name.our_key(key)] = name.values.get(value, value) if name.values else value
-    account.taken[key] = name.our_key(key)
+    account.mapped[key] = name.our_key(key)
 
 
 def _defaults(flat: Mapping[str, Any], table: Table) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from penstock.deploy.migrate.settings import ACTOR, MODEL, ROLLOUT, Given, Setting
+from penstock.deploy.migrate.settings import ACTOR, MODEL, ROLLOUT, Setting, VerlSettings
 
 PARSERS = {"hermes": "hermes", "qwen3_coder": "qwen3_coder", "llama3_json": "llama3_json", "gpt-oss": "harmony"}
 MAX_TURNS = 8
@@ -19,117 +19,115 @@ CHECKPOINT_EVERY = 10
 NAME_CHARS = 64
 
 
-def leaving(given: Given) -> Iterator[Setting]:
+def leaving(verl: VerlSettings) -> Iterator[Setting]:
     yield (
         "name",
-        re.sub(r"[^A-Za-z0-9._-]+", "-", str(given["trainer.experiment_name"])).strip("-._")[:NAME_CHARS] or "run",
+        re.sub(r"[^A-Za-z0-9._-]+", "-", str(verl["trainer.experiment_name"])).strip("-._")[:NAME_CHARS] or "run",
     )
-    save = int(given["trainer.save_freq"] or -1)
+    save = int(verl["trainer.save_freq"] or -1)
     yield "trainer.checkpoint_every", save if save > 0 else CHECKPOINT_EVERY
-    test = int(given.first("rollout.test_freq", "trainer.test_freq") or -1)
+    test = int(verl.first("rollout.test_freq", "trainer.test_freq") or -1)
     if test > 0:
         yield "trainer.eval_every", test
 
 
-def data(given: Given) -> Iterator[Setting]:
+def data(verl: VerlSettings) -> Iterator[Setting]:
     for theirs, ours in (("data.train_files", "data.train"), ("data.val_files", "data.eval")):
-        value = given[theirs]
+        value = verl[theirs]
         files = [value] if isinstance(value, str) else list(value or [])
         if len(files) > 1:
-            given.lose(theirs, f"one file is read, the first of {len(files)}: join them into one")
+            verl.lose(theirs, f"one file is read, the first of {len(files)}: join them into one")
         if files:
             yield ours, str(Path(files[0]).expanduser())
-    limit = given["data.val_max_samples"]
+    limit = verl["data.val_max_samples"]
     if limit is not None and limit >= 0:
         yield "data.eval_limit", limit
 
 
-def model(given: Given) -> Iterator[Setting]:
-    path = str(given[f"{MODEL}.path"])
+def model(verl: VerlSettings) -> Iterator[Setting]:
+    path = str(verl[f"{MODEL}.path"])
     yield "model", str(Path(path).expanduser()) if path.startswith("~") else path
 
 
-def sizes(given: Given) -> Iterator[Setting]:
-    yield "groups_per_step", given.groups_per_step
-    yield "group_size", given.first("rollout.n", f"{ROLLOUT}.n")
-    updates = max(1, given.groups_per_step // given.mini_batch)
-    if given.groups_per_step % given.mini_batch:
-        given.note(
-            f"{given.groups_per_step} prompts are no multiple of {given.mini_batch}: "
+def sizes(verl: VerlSettings) -> Iterator[Setting]:
+    yield "groups_per_step", verl.groups_per_step
+    yield "group_size", verl.first("rollout.n", f"{ROLLOUT}.n")
+    updates = max(1, verl.groups_per_step // verl.mini_batch)
+    if verl.groups_per_step % verl.mini_batch:
+        verl.note(
+            f"{verl.groups_per_step} prompts are no multiple of {verl.mini_batch}: "
             f"{updates} updates of nearly equal size"
         )
     yield "trainer.minibatches", updates
 
 
-def lengths(given: Given) -> Iterator[Setting]:
-    yield "agent.max_response_tokens", given.response
-    yield "agent.max_new_tokens", given.response
-    yield "rollout.max_model_len", given[f"{ROLLOUT}.max_model_len"] or given["data.max_prompt_length"] + given.response
+def lengths(verl: VerlSettings) -> Iterator[Setting]:
+    yield "agent.max_response_tokens", verl.response
+    yield "agent.max_new_tokens", verl.response
+    yield "rollout.max_model_len", verl[f"{ROLLOUT}.max_model_len"] or verl["data.max_prompt_length"] + verl.response
 
 
-def agent(given: Given) -> Iterator[Setting]:
+def agent(verl: VerlSettings) -> Iterator[Setting]:
     turns = f"{ROLLOUT}.multi_turn"
-    tools = given.first(f"{turns}.tool_config_path", "data.tool_config_path")
-    loop = str(given[f"{ROLLOUT}.agent.default_agent_loop"])
-    multi = bool(given[f"{turns}.enable"]) or bool(tools) or loop == "tool_agent"
-    if given.gives(f"{ROLLOUT}.agent.default_agent_loop") and loop not in ("single_turn_agent", "tool_agent"):
-        given.lose(
-            f"{ROLLOUT}.agent.default_agent_loop", f"{loop}: write it as an AgentLoopBase and name FILE.py:Class"
-        )
+    tools = verl.first(f"{turns}.tool_config_path", "data.tool_config_path")
+    loop = str(verl[f"{ROLLOUT}.agent.default_agent_loop"])
+    multi = bool(verl[f"{turns}.enable"]) or bool(tools) or loop == "tool_agent"
+    if verl.has(f"{ROLLOUT}.agent.default_agent_loop") and loop not in ("single_turn_agent", "tool_agent"):
+        verl.lose(f"{ROLLOUT}.agent.default_agent_loop", f"{loop}: write it as an AgentLoopBase and name FILE.py:Class")
     yield "agent.loop", "tool_agent" if multi else "single_turn"
     yield (
         "agent.max_turns",
-        given.first(f"{turns}.max_assistant_turns", f"{turns}.max_user_turns") or (MAX_TURNS if multi else 1),
+        verl.first(f"{turns}.max_assistant_turns", f"{turns}.max_user_turns") or (MAX_TURNS if multi else 1),
     )
     if tools:
         file = Path(str(tools)).expanduser()
         yield "tools", str(file)
         if not file.is_file():
-            given.note(f"{file} is not here: its tools are read when the run starts")
+            verl.note(f"{file} is not here: its tools are read when the run starts")
     if multi:
-        yield "agent.settings.max_calls_per_turn", given[f"{turns}.max_parallel_calls"]
-        parser = PARSERS.get(given[f"{turns}.format"])
+        yield "agent.settings.max_calls_per_turn", verl[f"{turns}.max_parallel_calls"]
+        parser = PARSERS.get(verl[f"{turns}.format"])
         if parser is None:
-            given.lose(f"{turns}.format", f"{given[f'{turns}.format']}: choose agent.parser (docs/tools.md)")
+            verl.lose(f"{turns}.format", f"{verl[f'{turns}.format']}: choose agent.parser (docs/tools.md)")
         else:
             yield "agent.parser", parser
 
 
-def sampling(given: Given) -> Iterator[Setting]:
-    top_p, top_k = given[f"{ROLLOUT}.top_p"], given[f"{ROLLOUT}.top_k"]
+def sampling(verl: VerlSettings) -> Iterator[Setting]:
+    top_p, top_k = verl[f"{ROLLOUT}.top_p"], verl[f"{ROLLOUT}.top_k"]
     if top_p < 1:
         yield "agent.top_p", top_p
     if top_k > 0:
         yield "agent.top_k", top_k
     if top_p < 1 or top_k > 0:
         yield "rollout.truncated_sampling", True
-        given.note("top_p and top_k bias the policy gradient: verl does not say so, docs/rollout_server.md does")
+        verl.note("top_p and top_k bias the policy gradient: verl does not say so, docs/rollout_server.md does")
 
 
-def reward(given: Given) -> Iterator[Setting]:
-    path = given.first("reward.custom_reward_function.path", "custom_reward_function.path")
-    name = given.first("custom_reward_function.name", "reward.custom_reward_function.name")
+def reward(verl: VerlSettings) -> Iterator[Setting]:
+    path = verl.first("reward.custom_reward_function.path", "custom_reward_function.path")
+    name = verl.first("custom_reward_function.name", "reward.custom_reward_function.name")
     yield "agent.reward", f"{Path(path).expanduser()}:{name}" if path else "by_data_source"
-    if given.matching("overlong_buffer_cfg.enable"):
-        yield "trainer.overlong.length", given.response
-        yield "trainer.overlong.buffer", given.matching("overlong_buffer_cfg.len") or 0
-        yield "trainer.overlong.penalty", given.matching("overlong_buffer_cfg.penalty_factor") or 1.0
+    if verl.matching("overlong_buffer_cfg.enable"):
+        yield "trainer.overlong.length", verl.response
+        yield "trainer.overlong.buffer", verl.matching("overlong_buffer_cfg.len") or 0
+        yield "trainer.overlong.penalty", verl.matching("overlong_buffer_cfg.penalty_factor") or 1.0
 
 
-def engine_arguments(given: Given) -> Iterator[Setting]:
-    engine = given[f"{ROLLOUT}.name"]
-    memory = given.first(f"{ROLLOUT}.standalone_gpu_memory_utilization", f"{ROLLOUT}.gpu_memory_utilization")
+def engine_arguments(verl: VerlSettings) -> Iterator[Setting]:
+    engine = verl[f"{ROLLOUT}.name"]
+    memory = verl.first(f"{ROLLOUT}.standalone_gpu_memory_utilization", f"{ROLLOUT}.gpu_memory_utilization")
     asked = {
-        "tensor_model_parallel_size": (tensor_of(given), "tensor_parallel_size", "tp_size"),
+        "tensor_model_parallel_size": (tensor_of(verl), "tensor_parallel_size", "tp_size"),
         "pipeline_model_parallel_size": (
-            given[f"{ROLLOUT}.pipeline_model_parallel_size"],
+            verl[f"{ROLLOUT}.pipeline_model_parallel_size"],
             "pipeline_parallel_size",
             "pp_size",
         ),
         "gpu_memory_utilization": (memory, "gpu_memory_utilization", "mem_fraction_static"),
-        "enforce_eager": (bool(given[f"{ROLLOUT}.enforce_eager"]), "enforce_eager", "disable_cuda_graph"),
+        "enforce_eager": (bool(verl[f"{ROLLOUT}.enforce_eager"]), "enforce_eager", "disable_cuda_graph"),
         "max_num_batched_tokens": (
-            given[f"{ROLLOUT}.max_num_batched_tokens"],
+            verl[f"{ROLLOUT}.max_num_batched_tokens"],
             "max_num_batched_tokens",
             "chunked_prefill_size",
         ),
@@ -139,74 +137,74 @@ def engine_arguments(given: Given) -> Iterator[Setting]:
             yield f"rollout.vllm_args.{of_vllm}", value
         elif engine == "sglang":
             yield f"rollout.sglang_args.{of_sglang}", value
-        elif given.gives(f"{ROLLOUT}.{name}"):
-            given.lose(f"{ROLLOUT}.{name}", f"the engine {engine} has no such setting")
+        elif verl.has(f"{ROLLOUT}.{name}"):
+            verl.lose(f"{ROLLOUT}.{name}", f"the engine {engine} has no such setting")
 
 
-def tensor_of(given: Given) -> int:
-    return int(given[f"{ROLLOUT}.tensor_model_parallel_size"])
+def tensor_of(verl: VerlSettings) -> int:
+    return int(verl[f"{ROLLOUT}.tensor_model_parallel_size"])
 
 
-def placement(given: Given) -> Iterator[Setting]:
+def placement(verl: VerlSettings) -> Iterator[Setting]:
     """GPUs that train and GPUs that sample are other ones here; a colocated run's are halved."""
-    trains = int(given["trainer.nnodes"]) * int(given["trainer.n_gpus_per_node"])
-    per_server = tensor_of(given) * int(given[f"{ROLLOUT}.pipeline_model_parallel_size"])
-    samples = _own_rollout_gpus(given)
+    trains = int(verl["trainer.nnodes"]) * int(verl["trainer.n_gpus_per_node"])
+    per_server = tensor_of(verl) * int(verl[f"{ROLLOUT}.pipeline_model_parallel_size"])
+    samples = _own_rollout_gpus(verl)
     if samples is None:
         samples = trains = max(1, trains // 2)
-        given.note(
+        verl.note(
             f"colocated in verl; here {trains} GPUs train and {samples} sample (penstock simulate tells a better split)"
         )
     yield "trainer.ranks", trains
     yield "rollout.servers", max(1, samples // per_server)
-    if int(given["trainer.nnodes"]) > 1 or samples + trains > int(given["trainer.n_gpus_per_node"]):
-        given.note("more than one machine: rollout.servers=0 here and `penstock rollout` there, see docs/deploy.md")
+    if int(verl["trainer.nnodes"]) > 1 or samples + trains > int(verl["trainer.n_gpus_per_node"]):
+        verl.note("more than one machine: rollout.servers=0 here and `penstock rollout` there, see docs/deploy.md")
 
 
-def _own_rollout_gpus(given: Given) -> int | None:
+def _own_rollout_gpus(verl: VerlSettings) -> int | None:
     """Of fully_async_policy, or of rollout.nnodes in a separated run; None where rollouts share the trainer's GPUs."""
     for section in ("rollout", ROLLOUT):
-        nodes, gpus = given[f"{section}.nnodes"], given[f"{section}.n_gpus_per_node"]
+        nodes, gpus = verl[f"{section}.nnodes"], verl[f"{section}.n_gpus_per_node"]
         if nodes:
-            return int(nodes) * int(gpus or given["trainer.n_gpus_per_node"])
+            return int(nodes) * int(gpus or verl["trainer.n_gpus_per_node"])
     return None
 
 
-def engine(given: Given) -> Iterator[Setting]:
-    strategy = "megatron" if given["model_engine"] == "megatron" else given[f"{ACTOR}.strategy"]
+def engine(verl: VerlSettings) -> Iterator[Setting]:
+    strategy = "megatron" if verl["model_engine"] == "megatron" else verl[f"{ACTOR}.strategy"]
     fsdp = strategy in ("fsdp", "fsdp2")
     if not fsdp and strategy != "megatron":
-        given.lose(f"{ACTOR}.strategy", f"{strategy} is not here: fsdp")
+        verl.lose(f"{ACTOR}.strategy", f"{strategy} is not here: fsdp")
     yield "trainer.engine", "megatron" if strategy == "megatron" else "fsdp"
     yield (
         "trainer.dtype",
-        {"bfloat16": "bfloat16", "bf16": "bfloat16"}.get(str(given[f"{ACTOR}.fsdp_config.dtype"]), "float32"),
+        {"bfloat16": "bfloat16", "bf16": "bfloat16"}.get(str(verl[f"{ACTOR}.fsdp_config.dtype"]), "float32"),
     )
     offloads = [f"{ACTOR}.{part}" for part in ("fsdp_config.param_offload", "fsdp_config.optimizer_offload")]
     offloads += [
         f"{ACTOR}.{part}"
         for part in ("fsdp_config.offload_policy", "megatron.param_offload", "megatron.optimizer_offload")
     ]
-    yield "trainer.offload", any(given[key] for key in offloads)
+    yield "trainer.offload", any(verl[key] for key in offloads)
     context = [f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"]
     yield (
         "trainer.parallel.context",
-        max(int(given[key] or 1) for key in [*context, f"{ACTOR}.megatron.context_parallel_size"]),
+        max(int(verl[key] or 1) for key in [*context, f"{ACTOR}.megatron.context_parallel_size"]),
     )
     if strategy == "megatron":
         for theirs, ours in (("tensor_model", "tensor"), ("pipeline_model", "pipeline"), ("expert_model", "expert")):
-            yield f"trainer.parallel.{ours}", int(given[f"{ACTOR}.megatron.{theirs}_parallel_size"])
+            yield f"trainer.parallel.{ours}", int(verl[f"{ACTOR}.megatron.{theirs}_parallel_size"])
 
 
-def lora(given: Given) -> Iterator[Setting]:
-    if not given[f"{MODEL}.lora_rank"]:
+def lora(verl: VerlSettings) -> Iterator[Setting]:
+    if not verl[f"{MODEL}.lora_rank"]:
         return
-    yield "trainer.lora.rank", given[f"{MODEL}.lora_rank"]
-    yield "trainer.lora.alpha", given[f"{MODEL}.lora_alpha"]
-    targets = given[f"{MODEL}.target_modules"]
+    yield "trainer.lora.rank", verl[f"{MODEL}.lora_rank"]
+    yield "trainer.lora.alpha", verl[f"{MODEL}.lora_alpha"]
+    targets = verl[f"{MODEL}.target_modules"]
     yield "trainer.lora.targets", targets if isinstance(targets, str) else list(targets)
 
 
-RUN_RULES: tuple[Callable[[Given], Iterator[Setting]], ...] = (
+RUN_RULES: tuple[Callable[[VerlSettings], Iterator[Setting]], ...] = (
     *(leaving, model, data, sizes, lengths, agent, sampling, reward, engine_arguments, placement, engine, lora),
 )

@@ -1,4 +1,4 @@
-"""What was given, with verl's defaults behind it, as the rules ask for it."""
+"""verl's settings as the rules ask for them: what was given, else verl's default."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Setting = tuple[str, Any]
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 
 
-class Given:
-    """What somebody gave, with verl's defaults behind it."""
+class VerlSettings:
+    """Values by dotted key, and what a rule notes about them."""
 
     def __init__(self, flat: Mapping[str, Any], table: Table) -> None:
         self._flat = flat
@@ -24,16 +24,15 @@ class Given:
         """Key → why its value has no counterpart."""
 
     def __getitem__(self, key: str) -> Any:
-        return self._flat[key] if self.gives(key) else self._table.default(key)
+        return self._flat[key] if self.has(key) else self._table.default(key)
 
-    def gives(self, key: str) -> bool:
+    def has(self, key: str) -> bool:
         return key in self._flat
 
     def first(self, *keys: str) -> Any:
         """Of the first key that is given and not null; else the first default that is not."""
-        given = [self._flat[key] for key in keys if self._flat.get(key) is not None]
-        defaults = [self._table.default(key) for key in keys]
-        return next((value for value in [*given, *defaults] if value is not None), None)
+        values = [*(self._flat.get(key) for key in keys), *(self._table.default(key) for key in keys)]
+        return next((value for value in values if value is not None), None)
 
     def matching(self, ending: str) -> Any:
         """Of a key with this end, wherever it is; None where there is none."""

@@ -33,33 +33,24 @@ def read_rows(path: Path) -> Iterator[MessageRow | BadDemonstration]:
     """Rows in order; for one that is no conversation, the error that names it. Raises `ConfigError` for the file."""
     if not path.is_file():
         raise ConfigError(f"sft: {path}: no such file; relative paths are searched from the current directory")
-    for where, raw in _raw_rows(path):
+    readers = {".parquet": _parquet, ".jsonl": _json_lines, ".ndjson": _json_lines}
+    if path.suffix not in readers:
+        raise ConfigError(
+            f"sft: {path}: unknown kind {path.suffix!r}; give a .jsonl or .parquet file, or a run to sft.runs"
+        )
+    for where, raw in readers[path.suffix](path):
         try:
-            if isinstance(raw, BadDemonstration):
-                raise raw
-            yield MessageRow(where, _messages(raw), _tools(raw))
+            # A line of JSON is parsed here, where what is wrong with it gets its place.
+            row = _from_text(raw, "the line")
+            yield MessageRow(where, _messages(row), _tools(row))
         except BadDemonstration as error:
             yield BadDemonstration(f"{where}: {error}")
 
 
-def _raw_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    if path.suffix == ".parquet":
-        yield from _parquet(path)
-    elif path.suffix in (".jsonl", ".ndjson"):
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                yield f"{path}, line {number}", _parsed(line)
-    else:
-        raise ConfigError(
-            f"sft: {path}: unknown kind {path.suffix!r}; give a .jsonl or .parquet file, or a run to sft.runs"
-        )
-
-
-def _parsed(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        return BadDemonstration(f"not valid JSON: {error}")
+def _json_lines(path: Path) -> Iterator[tuple[str, str]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            yield f"{path}, line {number}", line
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
@@ -139,4 +130,4 @@ def _from_text(value: Any, where: str) -> Any:
     try:
         return json.loads(value)
     except ValueError as error:
-        raise BadDemonstration(f"{where} is text and no JSON: {error}") from error
+        raise BadDemonstration(f"{where} is not valid JSON: {error}") from error

@@ -26,7 +26,7 @@ from penstock.agent_loops.chat import chat_of, verify_template
 from penstock.common import write_atomically
 from penstock.deploy.config import NO_TASKS, ConfigError, RunConfig
 from penstock.deploy.rehearsal import full_reward, rehearse_recipe, rows_of
-from penstock.deploy.sft.message_files import MessageRow, read_rows
+from penstock.deploy.sft.message_files import read_rows
 from penstock.deploy.sft.recorded import choose_recorded, recorded_segments
 from penstock.rollout_server import no_torch
 from penstock.testing import EnvCheck
@@ -132,7 +132,7 @@ def _of_files(
     paths: Iterable[str], config: RunConfig, chat: ChatTokens, findings: Findings
 ) -> Iterator[Sequence[Segment]]:
     usual: Tools | None = None
-    verified: dict[str, bool] = {}
+    verified: set[str] = set()
     for path in paths:
         for row in read_rows(Path(path)):
             if isinstance(row, BadDemonstration):
@@ -141,27 +141,13 @@ def _of_files(
             if row.tools is None and usual is None:
                 usual = asyncio.run(tools_of(config))
             tools = row.tools if row.tools is not None else usual or ()
-            _verify_once(chat, tools, verified)
+            if (key := json.dumps(tools, sort_keys=True)) not in verified:
+                verify_template(chat, tools)  # a `TemplateError` is of every row
+                verified.add(key)
             try:
-                yield _of_row(row, chat, tools)
-            except BadDemonstration as error:
-                findings.refuse(error)
-
-
-def _verify_once(chat: ChatTokens, tools: Tools, verified: dict[str, bool]) -> None:
-    """Raises `TemplateError`: no row can be split exactly then."""
-    key = json.dumps(tools, sort_keys=True)
-    if key not in verified:
-        verify_template(chat, tools)
-        verified[key] = True
-
-
-def _of_row(row: MessageRow, chat: ChatTokens, tools: Tools) -> list[Segment]:
-    """Raises `BadDemonstration` naming file and line."""
-    try:
-        return segments_of(chat, row.messages, tools)
-    except (BadDemonstration, TemplateError) as error:
-        raise BadDemonstration(f"{row.where}: {error}") from error
+                yield segments_of(chat, row.messages, tools)
+            except (BadDemonstration, TemplateError) as error:
+                findings.refuse(BadDemonstration(f"{row.where}: {error}"))
 
 
 async def tools_of(config: RunConfig) -> Tools:
@@ -215,20 +201,18 @@ def _short(
     config: RunConfig, conversations: Iterable[Sequence[Segment]], findings: Findings
 ) -> Iterator[Sequence[Segment]]:
     """Without the rows that are longer than the model's context, or than sft.max_tokens."""
-    limit = config.sft.max_tokens or _context_of(config.model)
+    limit = config.sft.max_tokens
+    if not limit:
+        with no_torch():
+            from transformers import AutoConfig
+
+            limit = int(AutoConfig.from_pretrained(config.model).get_text_config().max_position_embeddings)
     for segments in conversations:
         kept = [one for one in segments if len(one.prompt_ids) + len(one.response_ids) <= limit]
         if len(kept) < len(segments):
             findings.dropped[f"longer than {limit} tokens"] += len(segments) - len(kept)
         if kept:
             yield kept
-
-
-def _context_of(model: str) -> int:
-    with no_torch():
-        from transformers import AutoConfig
-
-        return int(AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings)
 
 
 def _split(config: RunConfig, conversations: Sequence[Sequence[Segment]]) -> tuple[list[Segment], list[Segment]]:

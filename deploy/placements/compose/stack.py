@@ -52,11 +52,11 @@ def gpu_file(compose: Path, trainer: str, rollouts: Sequence[str]) -> str:
     rollout = yaml.safe_load(compose.read_text())["services"]["rollout"]
     services: dict[str, Any] = {"head": _reservation(groups[0])}
     for number, devices in enumerate(groups[1:]):
-        # the first is the service that is there already; the others answer to its name, where Prometheus looks for it
-        services[f"rollout-{number}" if number else "rollout"] = {
-            **(_another(rollout) if number else {}),
-            **_reservation(devices),
-        }
+        # The first is the service that is there already; the others answer to its name, where Prometheus looks for it.
+        # Each is a copy: YAML aliases between services would say that they are one.
+        networks = {name: {"aliases": ["rollout"]} for name in rollout["networks"]}
+        another = {**copy.deepcopy(rollout), "networks": networks} if number else {}
+        services[f"rollout-{number}" if number else "rollout"] = {**another, **_reservation(devices)}
     return HEADER + yaml.safe_dump({"services": services}, sort_keys=False, width=200)
 
 
@@ -70,13 +70,6 @@ def _numbers(group: str) -> list[str]:
 def _reservation(devices: Sequence[str]) -> dict[str, Any]:
     device = {"driver": "nvidia", "device_ids": list(devices), "capabilities": ["gpu"]}
     return {"deploy": {"resources": {"reservations": {"devices": [device]}}}}
-
-
-def _another(service: dict[str, Any]) -> dict[str, Any]:
-    """Its own copy: YAML aliases between services would say that they are one."""
-    another = copy.deepcopy(service)
-    another["networks"] = {name: {"aliases": ["rollout"]} for name in service["networks"]}
-    return another
 
 
 USERS = ("owner", "agent", "rollout", "watch")

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.deploy.run.plan import Role
-from penstock.deploy.run.processes import RoleFailed, RoleProcess, RoleSpec
+from penstock.deploy.run.processes import RoleFailed, RoleProcess
 from penstock.deploy.run_dir import RunDir
 
 LOOK_AGAIN_S = 0.5
@@ -140,15 +140,11 @@ class RoleActor:
         if order.fs_probe is not None and (unseen := await order.fs_probe.look_for()):
             return unseen
         order.logs.mkdir(parents=True, exist_ok=True)
-        self._process = RoleProcess(_spec_here(order))
+        spec = order.role.spec(order.logs, order.cwd if order.cwd.is_dir() else None)
+        env = {name: value for name, value in spec.env.items() if name not in RAYS_OWN}
+        self._process = RoleProcess(dataclasses.replace(spec, env=env))
         try:
             await self._process.run()
         except RoleFailed as error:
             return str(error)
         return None
-
-
-def _spec_here(order: RoleOrder) -> RoleSpec:
-    spec = order.role.spec(order.logs, order.cwd if order.cwd.is_dir() else None)
-    env = {name: value for name, value in spec.env.items() if name not in RAYS_OWN}
-    return dataclasses.replace(spec, env=env)

@@ -80,13 +80,30 @@ class SlurmRecipe:
 def run_script(recipe: SlurmRecipe, job: SlurmJob, at: JobLayout, *, sandbox: bool, max_requeues: int) -> str:
     """The job of a whole run. Raises `ConfigError`."""
     config, run = recipe.config, RunDir.of(recipe.config)
-    url = _outside_queue(config)
+    url = config.transfer_queue.url
+    if url and urlsplit(url).password:
+        raise ConfigError(
+            "transfer_queue.url holds a password, and command lines are for everybody to read: "
+            "take it out and set PENSTOCK_REDIS_PASSWORD"
+        )
+    signal_s = head_grace_s(config, SLURM_S)
+    directives = [
+        f"job-name=penstock-{config.name}",
+        f"nodes={at.nodes}",
+        f"chdir={Path.cwd()}",
+        f"output={run.logs}/slurm.log",
+        "open-mode=append",
+        "requeue",
+        f"signal=B:TERM@{signal_s}",
+        "dependency=singleton",  # a second job of this run waits until the first is over, and continues with it
+        *job.directives(),
+    ]
     values = {
         "name": config.name,
         "run": str(run.root),
         "local_weights": str(local_weights_prefix(config)),
         "picture": list(_picture(at, url, sandbox=sandbox)),
-        "directives": _directives(config, job, nodes=at.nodes),
+        "directives": directives,
         "url": url,
         "own_redis": url is None,
         "appendfsync": config.transfer_queue.appendfsync,
@@ -96,7 +113,7 @@ def run_script(recipe: SlurmRecipe, job: SlurmJob, at: JobLayout, *, sandbox: bo
         "sandbox": sandbox,
         "sandbox_overrides": "".join(f" {shlex.quote(one)}" for one in recipe.sandbox_overrides()),
         "max_requeues": max_requeues,
-        "signal_s": head_grace_s(config, SLURM_S),
+        "signal_s": signal_s,
         "linger_s": math.ceil(trainer_stop_s(with_stop_grace(config).trainer)),
         **_common(config, job, recipe.path),
     }
@@ -159,32 +176,6 @@ def head_overrides(config: RunConfig) -> list[str]:
     settings += ["rollout.host=0.0.0.0"] if is_loopback(rollout.host) else []
     settings += ["rollout.weights_host=0.0.0.0"] if is_loopback(rollout.weights_host) else []
     return [*settings, *(["rollout.weight_transport=http"] if rollout.weight_transport == "shm" else [])]
-
-
-def _outside_queue(config: RunConfig) -> str | None:
-    """The recipe's own Redis; None where the job brings one."""
-    url = config.transfer_queue.url
-    if url and urlsplit(url).password:
-        raise ConfigError(
-            "transfer_queue.url holds a password, and command lines are for everybody to read: "
-            "take it out and set PENSTOCK_REDIS_PASSWORD"
-        )
-    return url
-
-
-def _directives(config: RunConfig, job: SlurmJob, nodes: int) -> list[str]:
-    """Singleton: a second job of this run waits until the first is over, and continues with it."""
-    return [
-        f"job-name=penstock-{config.name}",
-        f"nodes={nodes}",
-        f"chdir={Path.cwd()}",
-        f"output={RunDir.of(config).logs}/slurm.log",
-        "open-mode=append",
-        "requeue",
-        f"signal=B:TERM@{head_grace_s(config, SLURM_S)}",
-        "dependency=singleton",
-        *job.directives(),
-    ]
 
 
 def _common(config: RunConfig, job: SlurmJob, recipe: Path | None) -> dict[str, Any]:

@@ -38,7 +38,10 @@ def write_secrets(folder: Path, config: RunConfig) -> None:
         user, password = redis_login()
         logins = dict.fromkeys((OWNER, *ROLES), (user or "", password or ""))
     else:
-        logins = _new_logins()
+        owner = ("", secrets.token_urlsafe(32))  # the run's own Redis: its default user is the owner
+        logins = {OWNER: owner, **{role: (role, secrets.token_urlsafe(32)) for role in ROLES}}
+        if not _has_users():
+            logins = dict.fromkeys(logins, owner)
     for role, (user, password) in logins.items():
         _write(folder / f"{role}.env", {USER_VARIABLE: user, PASSWORD_VARIABLE: password, TOKEN_VARIABLE: token})
     _write(folder / f"{SANDBOX}.env", {TOKEN_VARIABLE: token})
@@ -54,16 +57,9 @@ def write_private(path: Path, text: str) -> None:
     fresh.replace(path)
 
 
-def _new_logins() -> dict[str, tuple[str, str]]:
-    """Of the run's own Redis: the default user is the owner, and each role has one of its own where Redis is 7.0."""
-    owner = ("", secrets.token_urlsafe(32))
-    if not _knows_rights():
-        return dict.fromkeys((OWNER, *ROLES), owner)
-    return {OWNER: owner, **{role: (role, secrets.token_urlsafe(32)) for role in ROLES}}
-
-
-def _knows_rights() -> bool:
-    """A submit host without redis-server says nothing of the nodes; those that a container brings are new enough."""
+def _has_users() -> bool:
+    """True if Redis is 7.0 or newer, which gives each role a user. A submit host without redis-server says nothing of
+    the nodes; those that a container brings are new enough."""
     try:
         binary = find_redis_server()
     except QueueError:

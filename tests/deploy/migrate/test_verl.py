@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from penstock.deploy import RunConfig, app, load_config
 from penstock.deploy.migrate.convert import Migrated, migrate
-from penstock.deploy.migrate.given import BadSource, read_given
+from penstock.deploy.migrate.source import BadSource, read_source
 from penstock.deploy.migrate.table import ABSENT, load_table
 
 ROOT = Path(__file__).parents[3]
@@ -27,7 +27,7 @@ SHORT = ("data.train_files=train.parquet", "trainer.total_training_steps=10", "a
 
 
 def made(*overrides: str) -> Migrated:
-    return migrate(read_given(None, [*SHORT, *overrides]), load_table("verl"))
+    return migrate(read_source(None, [*SHORT, *overrides]), load_table("verl"))
 
 
 def recipe(*overrides: str) -> RunConfig:
@@ -36,7 +36,7 @@ def recipe(*overrides: str) -> RunConfig:
 
 def assert_nothing_lost(flat: dict[str, Any], migrated: Migrated) -> None:
     account = migrated.account
-    parts = [set(account.taken), {one.key for one in account.left}, set(account.moot)]
+    parts = [set(account.mapped), {one.key for one in account.unmapped}, set(account.ignored)]
     assert set().union(*parts) == set(flat)
     assert sum(map(len, parts)) == len(flat), "each key is told once"
 
@@ -65,10 +65,10 @@ def test_every_saved_name_of_verls_is_known() -> None:
 def test_verls_own_defaults_are_known_and_lose_nothing(kind: str) -> None:
     if not REAL[kind].is_file():
         pytest.skip(f"verl is not in {PARITY}: scripts/setup-parity fetches it")
-    flat = read_given(REAL[kind], SHORT)
+    flat = read_source(REAL[kind], SHORT)
     migrated = migrate(flat, load_table("verl"))
     assert_nothing_lost(flat, migrated)
-    assert [one for one in migrated.account.left if "no such setting" in one.why] == []
+    assert [one for one in migrated.account.unmapped if "no such setting" in one.why] == []
     migrated.check()
 
 
@@ -76,7 +76,7 @@ def test_verls_own_defaults_are_known_and_lose_nothing(kind: str) -> None:
 def test_the_tables_defaults_are_verls() -> None:
     if not REAL["main_ppo"].is_file():
         pytest.skip(f"verl is not in {PARITY}: scripts/setup-parity fetches it")
-    flat = read_given(REAL["main_ppo"], ())
+    flat = read_source(REAL["main_ppo"], ())
     rows = [name for name in load_table("verl").names if name.default != ABSENT and name.theirs in flat]
     assert len(rows) > 80
     differing = {name.theirs: (name.default, flat[name.theirs]) for name in rows if name.default != flat[name.theirs]}
@@ -236,20 +236,20 @@ def test_tools_and_turns() -> None:
     ],
 )
 def test_each_key_is_told(override: str, why: str) -> None:
-    flat = read_given(None, [*SHORT, override])
+    flat = read_source(None, [*SHORT, override])
     migrated = made(override)
     migrated.check()
     assert_nothing_lost(flat, migrated)
     key = override.partition("=")[0]
-    told = {one.key: one.why for one in migrated.account.left}
+    told = {one.key: one.why for one in migrated.account.unmapped}
     assert why in told[key]
 
 
 def test_unknown_steps_are_told() -> None:
     optim = "actor_rollout_ref.actor.optim"
-    flat = read_given(None, ["data.train_files=nowhere.parquet", f"{optim}.lr_warmup_steps_ratio=0.1"])
+    flat = read_source(None, ["data.train_files=nowhere.parquet", f"{optim}.lr_warmup_steps_ratio=0.1"])
     migrated = migrate(flat, load_table("verl"))
-    assert {one.key for one in migrated.account.left} == {"trainer.total_epochs", f"{optim}.lr_warmup_steps_ratio"}
+    assert {one.key for one in migrated.account.unmapped} == {"trainer.total_epochs", f"{optim}.lr_warmup_steps_ratio"}
     assert "trainer" in migrated.recipe
     assert "steps" not in migrated.recipe["trainer"]
 
@@ -305,7 +305,7 @@ def test_references_are_followed(tmp_path: Path) -> None:
         "data: {train_batch_size: 32, gen: '${data.train_batch_size}'}\n"
         "actor_rollout_ref: {actor: {ppo_mini_batch_size: '${oc.select:data.gen,8}'}}\n"
     )
-    flat = read_given(tmp_path / "verl.yaml", ())
+    flat = read_source(tmp_path / "verl.yaml", ())
     assert flat["actor_rollout_ref.actor.ppo_mini_batch_size"] == 32
     with pytest.raises(BadSource, match=r"write it as a\.b=value"):
-        read_given(None, ["novalue"])
+        read_source(None, ["novalue"])

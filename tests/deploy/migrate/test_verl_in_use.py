@@ -9,7 +9,7 @@ import pytest
 from penstock.datasets import write_parquet
 from penstock.deploy import load_config, rehearse_recipe, rows_of
 from penstock.deploy.migrate.convert import migrate
-from penstock.deploy.migrate.given import read_given
+from penstock.deploy.migrate.source import read_source
 from penstock.deploy.migrate.table import load_table
 
 MODEL = Path(__file__).parents[3] / "recipes/calculator/model"
@@ -44,7 +44,7 @@ async def test_data_tools_and_reward_are_the_same(tmp_path: Path) -> None:
     write_parquet(rows, tmp_path / "train.parquet")
     (tmp_path / "score.py").write_text(REWARD)
     (tmp_path / "tools.yaml").write_text(TOOLS)
-    given = read_given(
+    given = read_source(
         None,
         [
             f"data.train_files={tmp_path / 'train.parquet'}",
@@ -60,7 +60,7 @@ async def test_data_tools_and_reward_are_the_same(tmp_path: Path) -> None:
         ],
     )
     made = migrate(given, load_table("verl"))
-    assert made.account.left == []
+    assert made.account.unmapped == []
     (tmp_path / "recipe.yaml").write_text(made.yaml())
     config = load_config(tmp_path / "recipe.yaml", ["sandbox.run_timeout_s=80", "agent.episode_deadline_s=250"])
     assert config.trainer.steps == 3, "two rows, three epochs, two prompts a step"

@@ -67,6 +67,11 @@ def test_activations_of_a_longer_row_and_with_less_kept() -> None:
         )
     }
     assert parts["all"] > parts["selective"] > parts["recomputed"] > parts["offloaded"]
+    hidden, query, key_value, mlp = BIG.hidden, BIG.query, BIG.key_value, BIG.mlp
+    layer = 6 * hidden + 2 * query + 2 * key_value + 3 * mlp
+    selected = 2 * hidden + 2 * query + key_value + mlp
+    assert parts["selective"] == 2 * 8192 * (BIG.layers * selected + layer)
+    assert parts["recomputed"] == 2 * 8192 * (BIG.layers * hidden + layer)
     assert rank(dtype="bfloat16", micro_batch_tokens=8192, tokens=16384)["activations"] == 2 * parts["all"]
     group = rank(ranks=4, dtype="bfloat16", micro_batch_tokens=8192, parallel={"tensor": 4})["activations"]
     assert parts["all"] / 4 < group < parts["all"], "the residual stream is not shared out"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from tests.deploy.preflight.preflight_support import RECIPE
 from penstock.deploy import RunConfig, RunConnection, load_config, roles_of
 from penstock.deploy.placements.slurm.placement import place
 from penstock.deploy.placements.slurm.script import SlurmJob, SlurmRecipe, run_script
-from penstock.deploy.preflight.model_shape import shape_from_config
 from penstock.deploy.preflight.stop_grace import (
     CONTAINER_S,
     GRACE_VARIABLE,
@@ -50,46 +48,35 @@ def large(tmp_path: Path) -> str:
     return f"model={tmp_path / 'large'}"
 
 
-def trainer_grace_s(config: RunConfig) -> float:
-    return roles_of(config, LINK)[-1].stop_grace_s
+S = math.ceil(15 + 12 * 7_615_283_200 / 8 / 20e6)
+"""Of a rank's eighth of the checkpoint, at the slowest rate that a save may have."""
 
 
-def script(config: RunConfig) -> str:
-    recipe = SlurmRecipe(RECIPE, [], config)
-    return run_script(recipe, SlurmJob(), place(config, 2, gpus_per_node=0), sandbox=False, max_requeues=5)
-
-
-def test_a_small_model_has_the_usual_graces() -> None:
-    config = with_stop_grace(configured())
-    assert config.trainer.stop_grace_s == 25.0
-    assert trainer_grace_s(config) == trainer_grace_s(configured()) == 40.0
-    assert (head_grace_s(config, SLURM_S), head_grace_s(config, CONTAINER_S)) == (60, 90)
-    assert "signal=B:TERM@60" in script(config)
-    assert "--linger-s 25 " in script(config)
-
-
-def test_a_large_model_has_time_for_its_bytes(large: str) -> None:
-    config = configured(large, "trainer.ranks=8")
-    shape = shape_from_config(json.loads(LARGE))
-    assert shape is not None
-    expected = math.ceil(15 + 12 * shape.parameters / 8 / 20e6)
-    assert 500 < expected < 700
+@pytest.mark.parametrize(
+    ("is_large", "overrides", "grace_s"),
+    [
+        (False, [], 25),
+        (True, ["trainer.ranks=8"], S),
+        (True, ["trainer.ranks=8", "trainer.lora.rank=8"], 25),
+        (True, ["trainer.stop_grace_s=300"], 300),
+    ],
+)
+def test_whatever_surrounds_the_trainer_waits_longer(
+    large: str, is_large: bool, overrides: list[str], grace_s: int
+) -> None:
+    config = configured(*([large] if is_large else []), *overrides)
     resolved = with_stop_grace(config)
-    assert resolved.trainer.stop_grace_s == expected
+    assert resolved.trainer.stop_grace_s == pytest.approx(grace_s, abs=1)
+    assert (resolved is config) == ("trainer.stop_grace_s=300" in overrides)
+    own_s = resolved.trainer.stop_grace_s
     assert with_stop_grace(resolved) is resolved
-    assert trainer_grace_s(resolved) == expected + 15
-    assert head_grace_s(config, CONTAINER_S) == expected + 65
-    assert f"signal=B:TERM@{expected + 35}" in script(config)
-    assert f"--linger-s {expected} " in script(config)
-    of_adapter = with_stop_grace(configured(large, "trainer.ranks=8", "trainer.lora.rank=8")).trainer.stop_grace_s
-    assert of_adapter == 25.0
-
-
-def test_what_the_recipe_says_counts(large: str) -> None:
-    config = configured(large, "trainer.stop_grace_s=300")
-    assert with_stop_grace(config) is config
-    assert trainer_grace_s(config) == 315.0
-    assert "signal=B:TERM@335" in script(config)
+    assert roles_of(resolved, LINK)[-1].stop_grace_s == own_s + 15
+    assert (head_grace_s(config, SLURM_S), head_grace_s(config, CONTAINER_S)) == (own_s + 35, own_s + 65)
+    recipe = SlurmRecipe(RECIPE, [], config)
+    layout = place(config, 2, gpus_per_node=0)
+    text = run_script(recipe, SlurmJob(), layout, sandbox=False, max_requeues=5)
+    assert f"signal=B:TERM@{own_s + 35:.0f}" in text
+    assert f"--linger-s {own_s:.0f} " in text
 
 
 def test_doctor_says_that_a_small_checkpoint_has_time(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ class BadSource(ValueError):
     """The file, an override or a value cannot be read; the text names it."""
 
 
-def read_given(source: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
+def read_source(source: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
     """Dotted key → value. Overrides win over the file, later ones over earlier ones. Raises `BadSource`."""
     flat = _of_file(source) if source else {}
     for override in overrides:
