@@ -49,6 +49,17 @@ async def test_it_stays_while_an_evaluation_is_on_and_goes_on_after_it(
     assert versions(await client.generate(evaluating(9))) == {2}
 
 
+async def test_it_stays_while_an_answer_is_in_flight(
+    queue: RunQueue, server: RunningServer, client: RolloutClient
+) -> None:
+    """Also if the queue counts its evaluation as over."""
+    answering = asyncio.create_task(client.generate(evaluating(300)))
+    await server.until(lambda: server.engine.running == 1)
+    queue.announce(1)
+    assert versions(await answering) == {0}
+    await server.until(lambda: server.engine.version == 1)
+
+
 async def test_an_evaluation_of_newer_weights_does_not_hold_it_back(
     queue: RunQueue, server: RunningServer, client: RolloutClient
 ) -> None:
