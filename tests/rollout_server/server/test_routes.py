@@ -88,10 +88,16 @@ async def test_a_client_that_goes_closes_the_answer() -> None:
         await running
 
 
-async def test_cancelled_response_closes_the_answer_and_is_cancelled() -> None:
+@pytest.mark.parametrize("gone", [False, True])
+async def test_cancelled_response_closes_the_answer_and_is_cancelled(gone: bool) -> None:
+    """Also if its client goes at the same moment."""
     exchange = Exchange(ONE, 3600.0)
     running = asyncio.create_task(exchange.run())
     await until(lambda: len(exchange.sent) == 2)
+    if gone:
+        exchange.gone.set()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
