@@ -251,9 +251,6 @@ class RunQueue(MemoryTransferQueue):
         return replace(await self._status(), other_splits=self.splits)
 
 
-StubQueue = RunQueue
-
-
 @pytest.fixture
 def queue() -> RunQueue:
     return RunQueue()

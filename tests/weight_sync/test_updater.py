@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.rollout_server.conftest import StubQueue
+from tests.rollout_server.conftest import RunQueue
 from tests.virtual_clock import VirtualClock
 
 from penstock.testing import fake_manifest
@@ -20,7 +20,7 @@ Problem = WeightsRefused | WeightsUnreachable | None
 class Connected:
     """A `QueueConnection` without a deadline."""
 
-    def __init__(self, queue: StubQueue) -> None:
+    def __init__(self, queue: RunQueue) -> None:
         self.queue = queue
 
     async def ask(self, call: Awaitable[Any]) -> Any:
@@ -71,7 +71,7 @@ class Server:
     def __init__(
         self, problem: Problem = None, may_move: Callable[[], Awaitable[bool]] | None = None, fetch: Fetch = here
     ) -> None:
-        self.queue, self.metrics, self.engine = StubQueue(), Counted(), LoadingEngine(problem)
+        self.queue, self.metrics, self.engine = RunQueue(), Counted(), LoadingEngine(problem)
         counted: Any = self.metrics
         self.updater = WeightUpdater("s0", Connected(self.queue), fetch, counted, may_move)
         self.updater.begin(0)
@@ -93,7 +93,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
 @pytest.mark.parametrize("begun", [False, True], ids=["its first engine starts", "before the first pull"])
 async def test_updater_has_a_status_from_the_start(begun: bool) -> None:
     counted: Any = Counted()
-    updater = Server().updater if begun else WeightUpdater("s0", Connected(StubQueue()), here, counted)
+    updater = Server().updater if begun else WeightUpdater("s0", Connected(RunQueue()), here, counted)
     assert (updater.loading, updater.is_dropped, updater.announced) == (False, False, False)
     status = updater.status()
     assert (status.version, status.newest, status.behind_versions, status.behind_s) == (0, None, 0, 0.0)
