@@ -132,6 +132,7 @@ async def join_together(order: str, *builds: str) -> tuple[ScheduledQueue, Joini
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.rollout_server.server.registration.LOOK_AGAIN_S", 0.001)
+    monkeypatch.setattr("penstock.rollout_server.server.registration.UNDECIDED_S", 100.0)
 
 
 ORDERS = sorted({"".join(order) for order in permutations("aaabbb")})
