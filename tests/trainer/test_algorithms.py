@@ -15,14 +15,10 @@ from one_step import Step
 from trainer_support import make_trajectory
 
 from penstock.trainer import (
-    BadJob,
     Ranks,
-    TrainerConfig,
     TrainingDiverged,
-    check_algorithm,
 )
 from penstock.trainer.advantages import ADVANTAGES, Advantages, needs_of
-from penstock.trainer.corrections import CORRECTIONS
 from penstock.trainer.losses import LOSSES
 from penstock.transfer_queue import Trajectory
 
@@ -59,7 +55,6 @@ def test_every_estimator_trains(name: str, tiny_model: str, ranks: Ranks) -> Non
 @pytest.mark.parametrize("aggregation", ["episode_mean", "constant"])
 @pytest.mark.parametrize("name", LOSSES.names())
 def test_packed_split_and_one_by_one_are_the_same(name: str, aggregation: str, tiny_model: str, ranks: Ranks) -> None:
-    """Two minibatches: the second is trained after the weights have moved, where clips bind."""
     results = []
     for budget in (1, 4096):
         step = FreshStep(
@@ -112,16 +107,6 @@ def _at_version(trajectory: Trajectory, version: int) -> Trajectory:
     return replace(trajectory, segments=segments)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-@pytest.mark.parametrize("name", CORRECTIONS.names())
-def test_every_correction_trains(name: str, level: str, tiny_model: str, ranks: Ranks) -> None:
-    step = FreshStep(tiny_model, ranks, correction=name, correction_options={"level": level})
-    metrics = step.run(trajectories(1))
-    assert metrics["updates"] == 1
-    assert 0 <= metrics["tokens_rejected_share"] <= 1
-    assert metrics["kl_k3"] > 0, "mismatch is measured, whatever the correction"
-
-
 @pytest.mark.parametrize("name", CRITICS)
 def test_the_critic_learns_the_returns(name: str, tiny_model: str, ranks: Ranks) -> None:
     groups = [[replace(t, reward=1.0, turn_rewards=()) for t in group] for group in trajectories(1)]
@@ -149,14 +134,6 @@ def test_the_reference_is_the_model_before_training(tiny_model: str, ranks: Rank
     assert min(found[1:]) > 1e-5
 
 
-def test_kl_in_the_loss_holds_the_policy_back(tiny_model: str, ranks: Ranks) -> None:
-    found = []
-    for coefficient in (1e-6, 10.0):
-        step = FreshStep(tiny_model, ranks, kl={"in_loss": coefficient}, lr=1e-3)
-        found.append([step.run(trajectories(1))["kl_reference"] for _ in range(6)][-1])
-    assert found[1] < 0.5 * found[0]
-
-
 def test_kl_in_the_reward_is_a_reward_of_tokens(tiny_model: str, ranks: Ranks) -> None:
     step = FreshStep(tiny_model, ranks, advantage="reinforce_plus_plus", kl={"in_reward": 0.2, "estimator": "k1"})
     groups = trajectories(1)
@@ -180,14 +157,6 @@ def test_the_coefficient_of_kl_follows_its_target(tiny_model: str, ranks: Ranks)
     assert step.engine.kl_coefficient > held, "far above the target: up"
 
 
-def test_the_bonus_raises_entropy(tiny_model: str, ranks: Ranks) -> None:
-    silent = [[replace(t, reward=1.0, turn_rewards=()) for t in group] for group in trajectories(1)]
-    step = FreshStep(tiny_model, ranks, entropy_bonus=1.0)
-    found = [step.run(silent)["entropy"] for _ in range(4)]
-    assert found == sorted(found)
-    assert found[-1] > found[0] + 0.01
-
-
 def test_a_filtered_episode_carries_no_gradient(tiny_model: str, ranks: Ranks) -> None:
     """max_min keeps the best and the worst; what lies between does not train."""
     weights = []
@@ -205,37 +174,6 @@ def test_a_filtered_episode_carries_no_gradient(tiny_model: str, ranks: Ranks) -
         step.learner.update(batch, scored, Advantages(tokens))
         weights.append(step.weights())
     torch.testing.assert_close(weights[0], weights[1], atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("proximal", ["recomputed", "interpolated", "behaviour"])
-def test_every_proximal_policy_trains(proximal: str, tiny_model: str, ranks: Ranks) -> None:
-    step = FreshStep(tiny_model, ranks, proximal=proximal, correction=None, loss="ppo", minibatches=2)
-    metrics = step.run(trajectories())
-    assert metrics["updates"] == 2
-    assert metrics["kl_k3"] > 0
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"critic": {"warmup_steps": 3}}, r"warmup_steps is 3, and trainer\.advantage=grpo has no critic"),
-        ({"aggregation": "constant"}, r"divides by trainer\.aggregation_length, which is 0"),
-        ({"kl": {"target": 6.0}}, r"steers trainer\.kl\.in_reward, which is 0"),
-        ({"proximal": "behaviour"}, r"leaves nothing for a correction"),
-        ({"loss_options": {"clip": 0.1}}, r"has no setting 'clip'"),
-        ({"correction_options": {"level": "word"}}, r"setting level is 'word'"),
-        ({"filter": "pf_pp"}, r"unknown episode filter 'pf_pp'; did you mean 'pf_ppo'"),
-    ],
-)
-def test_what_does_not_fit_together_is_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_algorithm(TrainerConfig(**settings), group_size=4)
-
-
-@pytest.mark.parametrize("name", [n for n in ADVANTAGES.names() if {"groups", "greedy"} & needs_of(ADVANTAGES.get(n))])
-def test_a_group_of_one_is_refused_where_groups_are_compared(name: str) -> None:
-    with pytest.raises(BadJob, match=r"compares the episodes of one task, and group_size is 1"):
-        check_algorithm(TrainerConfig(advantage=name), group_size=1)
 
 
 def test_a_critic_that_breaks_stops_the_run(tiny_model: str, ranks: Ranks) -> None:

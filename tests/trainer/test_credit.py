@@ -14,12 +14,10 @@ from trainer_support import episodes, make_segment, make_trajectory
 
 from penstock.trainer import (
     BadBatch,
-    BadJob,
     ModelLimits,
     Ranks,
     StepBatch,
     TrainerConfig,
-    check_algorithm,
     make_step_batch,
 )
 from penstock.trainer.advantages import ADVANTAGES, Advantages, needs_of
@@ -184,25 +182,3 @@ def test_every_estimator_of_a_source_takes_no_episodes() -> None:
     for name in ADVANTAGES.names():
         if not needs_of(ADVANTAGES.get(name)) - {"groups"}:
             assert len(ADVANTAGES.get(name)(nothing).tokens) == 0, name
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"sources": {"a": {"advantage": "gae"}}}, r"trainer\.sources\.a\.advantage=gae needs a critic"),
-        ({"advantage": "gae", "sources": {"a": {"advantage": "grpo"}}}, r"trainer\.advantage=gae needs a critic"),
-        ({"sources": {"a": {"advantage": "grp"}}}, "grpo"),
-        ({"sources": {"a": {"advantage": "grpo", "advantage_options": {"gama": 1}}}}, "gama"),
-        ({"sources": {"a": {"advantage_options": {"gamma": 1}}}}, "name it beside them"),
-        ({"sources": {"a": {"group_size": 1}}}, r"trainer\.sources\.a\.group_size is 1, and trainer\.advantage=grpo"),
-        ({"sources": {"a": {"group_size": 0}}}, "greater than or equal to 1"),
-        ({"sources": {"a": {"advantage": "rloo", "group_size": 1}}}, "compares the episodes of one task"),
-    ],
-)
-def test_an_estimator_that_a_source_cannot_have_is_named(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_algorithm(TrainerConfig(**settings), 4)
-    with pytest.raises(BadJob, match="set group_size to 2 or more"):
-        check_algorithm(TrainerConfig(advantage="reinforce_plus_plus", sources={"a": {"advantage": "grpo"}}), 1)
-    sized = {"a": {"advantage": "grpo", "group_size": 4}}
-    check_algorithm(TrainerConfig(advantage="reinforce_plus_plus", sources=sized), 1)

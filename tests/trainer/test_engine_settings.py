@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 torch = pytest.importorskip("torch")
 
@@ -17,9 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.support.meter import peak_bytes
 from penstock.common import cores
-from penstock.trainer import CORES_VARIABLE, BadJob, Ranks, TrainerConfig
+from penstock.trainer import CORES_VARIABLE, Ranks, TrainerConfig
 from penstock.trainer.engine import Flops, Update, peak_tflops
-from penstock.trainer.engines import check_engine
 from penstock.trainer.engines.fsdp import FSDPEngine, load_policy, sharded
 from penstock.trainer.job import threads_here
 from penstock.trainer.ranks.distributed import TorchThread
@@ -133,16 +131,6 @@ def test_recomputed_activations_need_less_memory(tmp_path: Path) -> None:
         peaks[recompute] = peak_bytes(lambda policy=policy: policy(pack).logprobs.sum().backward(), policy)
     assert peaks[True] < 0.5 * peaks[False]
     assert peaks[True] < 0.9 * peaks["selective"] < 0.9 * 0.8 * peaks[False]
-
-
-def test_a_selection_of_operations_is_refused_where_there_are_none() -> None:
-    with pytest.raises(BadJob, match=r"trainer\.compile .* trainer\.recompute selective: set recompute to"):
-        check_engine(TrainerConfig(compile=True, recompute="selective"))
-    with pytest.raises(BadJob, match=r"activation_offload .* trainer\.recompute selective .* set recompute to"):
-        check_engine(TrainerConfig(activation_offload=True, recompute="selective"))
-    with pytest.raises(ValidationError, match="set it to true or false under megatron"):
-        TrainerConfig(engine="megatron", recompute="selective")
-    assert TrainerConfig.model_validate({"recompute": "true"}).recompute is True
 
 
 def test_threads_are_one_unless_adamw_is_the_hosts() -> None:

@@ -1,4 +1,4 @@
-"""Whole runs against a scripted queue: what is left behind, crashes in every gap, stops, clear failures."""
+"""Whole runs on the queue in memory: what is left behind, crashes in every gap, lost payloads and entries, stops."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,24 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from finished_run import check_accounts, final_weights, lines
 from safetensors.torch import load_file
 from tests.tiny_model import save_tiny_model
-from trainer_support import Crash, make_job, write_rows
+from trainer_support import (
+    Crash,
+    assert_books_balance,
+    assert_weights,
+    check_accounts,
+    crash,
+    final_weights,
+    lines,
+    make_job,
+    write_rows,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from penstock.common import UnknownName
-from penstock.trainer import BadJob, BatchTimeout, DataError, Ranks, TrainJob, train
-from penstock.trainer.state.checkpoint import save_timeout_s
-from penstock.transfer_queue import DataCursor
+from penstock.trainer import BadJob, BatchTimeout, DataError, PayloadsLost, Ranks, TrainJob, train
+from penstock.trainer.state.checkpoint import CheckpointStore, RecentBatches, save_timeout_s
+from penstock.transfer_queue import BatchLog, DataCursor, TrainerFenced
 from penstock.weight_sync import Manifest, read_verified
 
 pytestmark = pytest.mark.torch
@@ -36,29 +45,20 @@ def reference(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> dict
     return final_weights(job)
 
 
-async def crash(job: TrainJob, gap: str) -> None:
-    """Train until the gap."""
-    job.run.queue.crash_at = gap
-    with pytest.raises(Crash):
-        await train(job)
-
-
-def assert_weights(job: TrainJob, expected: dict[str, torch.Tensor]) -> None:
-    for name, tensor in final_weights(job).items():
-        assert torch.equal(tensor, expected[name]), name
-
-
 async def test_a_run_leaves_everything(tmp_path: Path, tiny_model: str) -> None:
     evals = write_rows(tmp_path / "eval.jsonl", 5)
     job = make_job(tmp_path, tiny_model, {"eval_every": 3}, data={"eval": evals, "eval_limit": 3})
     await train(job)
-    check_accounts(job)
-    metrics = lines(job, "metrics.jsonl")
-    assert [line["version"] for line in lines(job, "eval.jsonl")] == [3, 6]
+    metrics, status = await check_accounts(job), await job.run.queue.status()
+    assert await job.run.queue.cursor() == DataCursor(1, 2)
+    assert status.other_splits == {}
+    assert [(line["version"], line["episodes"], line["failed"]) for line in lines(job, "eval.jsonl")] == [
+        *((3, 3, 0), (6, 3, 0))
+    ]
     assert [line["step"] for line in metrics if "eval/reward" in line] == [2, 5]
     assert all(line["staleness_max"] <= 1 and line["wall_s"] > 0 and line["tokens_per_s"] > 0 for line in metrics)
     assert sorted(p.name for p in (job.run_dir / "checkpoints").iterdir()) == ["step_00000004", "step_00000006"]
-    assert {"trainer:batch", "trainer:publish", "trainer:checkpoint"} <= set(job.run.queue.waits)
+    assert {"trainer:batch", "trainer:publish", "trainer:checkpoint"} <= set(status.waits_s)
     first = json.loads((job.run_dir / "trajectories" / "step_000000.jsonl").read_text().splitlines()[0])
     assert [run["mask"] for run in first["segments"][0]["runs"]] == [1, 0, 1]
     assert first["segments"][0]["runs"][0]["text"].startswith("t")
@@ -100,29 +100,27 @@ async def test_an_untied_head_is_published_too_and_in_the_engines_dtype(tmp_path
     assert {tensor.dtype for tensor in published.values()} == {torch.bfloat16}
 
 
-GAPS = [
-    f"{moment}:{call}"
-    for call in ("lease:0", "lease:3", "publish:1", "publish:3", "publish:4", "publish:6", "commit:2", "commit:4")
-    for moment in ("before", "after")
+CALLS = [
+    *(("lease_batch", 0), ("lease_batch", 3), ("publish_version", 1), ("publish_version", 3), ("publish_version", 4)),
+    *(("publish_version", 6), ("commit", 2), ("commit", 4), ("commit", 6)),
 ]
 
 
-@pytest.mark.parametrize("gap", [*GAPS, "before:commit:6", "after:commit:6"])
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize(("call", "number"), CALLS)
 async def test_a_crash_in_any_gap_changes_nothing(
-    tmp_path: Path, tiny_model: str, gap: str, reference: dict[str, torch.Tensor]
+    tmp_path: Path, tiny_model: str, moment: str, call: str, number: int, reference: dict[str, torch.Tensor]
 ) -> None:
     job = make_job(tmp_path, tiny_model)
-    await crash(job, gap)
+    await crash(job, moment, call, number)
     await train(job)
-    check_accounts(job)
+    await check_accounts(job)
     assert_weights(job, reference)
 
 
 async def test_a_crash_between_rename_and_commit_and_in_the_middle_of_a_save(
     tmp_path: Path, tiny_model: str, reference: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock.trainer.state.checkpoint import CheckpointStore
-
     seal = CheckpointStore.seal
 
     def dying(self: CheckpointStore, step: int, *rest: int):
@@ -135,20 +133,20 @@ async def test_a_crash_between_rename_and_commit_and_in_the_middle_of_a_save(
         await train(job)
     assert (job.run_dir / "checkpoints" / "step_00000002.tmp").exists()
     await train(job)
-    check_accounts(job)
+    await check_accounts(job)
     assert_weights(job, reference)
 
 
 async def test_weights_that_went_with_the_machine_are_written_anew(tmp_path: Path, tiny_model: str) -> None:
     """No checkpoint of version 4 may be there, or the restarted trainer goes on to publish 4 and need not renew 3."""
     job = make_job(tmp_path, tiny_model, {"checkpoint_every": 100})
-    await crash(job, "before:publish:4")
+    await crash(job, "before", "publish_version", 4)
     lost = read_verified(Manifest.parse(job.run.queue.announced[-1].manifest))
     for path in job.weights_dir.iterdir():
         path.unlink()
     await train(job)
     assert job.run.queue.renewed == [3]
-    check_accounts(job)
+    await check_accounts(job)
     assert lost.keys() == final_weights(job).keys()
 
 
@@ -156,16 +154,16 @@ DELTAS: dict[str, Any] = {"weights_full_every": 3, "dtype": "bfloat16"}
 SMALL_STEPS: dict[str, Any] = {"lr": 1e-6}
 
 
-@pytest.mark.parametrize("gap", ["before:publish:4", "after:publish:4"])
+@pytest.mark.parametrize("moment", ["before", "after"])
 async def test_versions_are_changes_of_the_one_before_and_a_new_trainer_begins_with_a_full_one(
-    tmp_path: Path, tiny_model: str, gap: str
+    tmp_path: Path, tiny_model: str, moment: str
 ) -> None:
     job = make_job(tmp_path, tiny_model, SMALL_STEPS, rollout=DELTAS)
-    await crash(job, gap)
+    await crash(job, moment, "publish_version", 4)
     before = len(job.run.queue.announced)
     assert read_verified(Manifest.parse(job.run.queue.announced[-1].manifest)), "who joins late finds the whole chain"
     await train(job)
-    check_accounts(job)
+    await check_accounts(job)
     bases = [announced.manifest["base_version"] for announced in job.run.queue.announced]
     assert bases[:3] == [None, 1, 2]
     assert bases[before] is None
@@ -178,9 +176,9 @@ async def test_over_http_a_new_trainer_says_where_the_announced_files_are_now(tm
     """While it replays, nothing is published: without this a server that starts then would ask a dead address."""
     settings = {**SMALL_STEPS, "checkpoint_every": 100}
     job = make_job(tmp_path, tiny_model, settings, rollout={**DELTAS, "weight_transport": "http"}, token="secret")
-    await crash(job, "before:publish:4")
+    await crash(job, "before", "publish_version", 4)
     first = job.run.queue.announced[-1].manifest
-    await crash(job, "before:lease:1")
+    await crash(job, "before", "lease_batch", 1)
     moved = job.run.queue.announced[-1].manifest
     assert job.run.queue.renewed == [3]
     assert moved["url"] != first["url"]
@@ -188,13 +186,13 @@ async def test_over_http_a_new_trainer_says_where_the_announced_files_are_now(tm
     assert [link["version"] for link in moved["chain"]] == [1, 2]
     assert all(link["place"].startswith(moved["url"].rpartition("/")[0]) for link in moved["chain"])
     await train(job)
-    check_accounts(job)
+    await check_accounts(job)
 
 
 async def test_a_lost_link_is_lost_weights(tmp_path: Path, tiny_model: str) -> None:
     """Servers that run could do without the full version, those that start could not."""
     job = make_job(tmp_path, tiny_model, {**SMALL_STEPS, "checkpoint_every": 100}, rollout=DELTAS)
-    await crash(job, "before:publish:4")
+    await crash(job, "before", "publish_version", 4)
     (link,) = job.weights_dir.glob("weights-00000001-e*.safetensors")
     link.unlink()
     await train(job)
@@ -206,12 +204,12 @@ async def test_spilled_steps_do_not_pile_up_and_are_replayed_from_the_log(
 ) -> None:
     """A step has 8 episodes. Held at once: the step that is read ahead, the one in training, and the one on its way."""
     job = make_job(tmp_path, tiny_model, {"checkpoint_every": 100}, spill=True)
-    await crash(job, "after:lease:4")
-    assert set(job.run.queue.spilled) >= {e for step in range(2) for group in job.run.queue.steps[step] for e in group}
+    await crash(job, "after", "lease_batch", 4)
+    assert (await job.run.queue.status()).episodes["spilled"] >= 2 * 8
     await train(job)
-    check_accounts(job)
+    await check_accounts(job)
     assert job.run.queue.most_held <= 3 * 8
-    assert "trainer:spill" in job.run.queue.waits
+    assert "trainer:spill" in (await job.run.queue.status()).waits_s
     assert_weights(job, reference)
 
 
@@ -231,7 +229,7 @@ async def test_cancelling_saves_commits_and_the_next_start_goes_on(
     assert (job.run_dir / "checkpoints" / f"step_{stopped_at:08d}" / "complete").exists()
     assert not (job.run_dir / "final_model").exists()
     await train(job)
-    check_accounts(job)
+    await check_accounts(job)
     assert_weights(job, reference)
 
 
@@ -245,13 +243,14 @@ async def test_a_forgotten_announcement_is_said_again(
     async with asyncio.timeout(60):
         while job.run.queue.version == 0:
             await asyncio.sleep(0.01)
-        job.run.queue.starved = job.run.queue.forgetful = True
+        job.run.queue.starved = True
         while not job.run.queue.renewed:
+            job.run.queue._state.announcement = None
             await asyncio.sleep(0.01)
     assert job.run.queue.renewed[0] == job.run.queue.version
-    job.run.queue.starved = job.run.queue.forgetful = False
+    job.run.queue.starved = False
     await running
-    check_accounts(job)
+    await check_accounts(job)
 
 
 async def test_cancelling_while_no_batch_comes_is_quick(tmp_path: Path, tiny_model: str) -> None:
@@ -259,7 +258,7 @@ async def test_cancelling_while_no_batch_comes_is_quick(tmp_path: Path, tiny_mod
     job.run.queue.starved = True
     running = asyncio.create_task(train(job))
     async with asyncio.timeout(60):
-        while job.run.queue.place == DataCursor():
+        while await job.run.queue.cursor() == DataCursor():
             await asyncio.sleep(0.01)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -271,15 +270,15 @@ async def test_a_finished_run_is_finished(tmp_path: Path, tiny_model: str) -> No
     await train(job)
     before = (job.run_dir / "metrics.jsonl").read_text()
     await train(job)
-    check_accounts(job)
+    await check_accounts(job)
     assert (job.run_dir / "metrics.jsonl").read_text() == before
 
 
 async def test_a_damaged_checkpoint_is_passed_over_aloud(
-    tmp_path: Path, tiny_model: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, tiny_model: str, reference: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
     job = make_job(tmp_path, tiny_model)
-    await crash(job, "before:commit:4")
+    await crash(job, "before", "commit", 4)
     shard = job.run_dir / "checkpoints" / "step_00000004" / "__0_0.distcp"
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
@@ -287,14 +286,16 @@ async def test_a_damaged_checkpoint_is_passed_over_aloud(
     with caplog.at_level(logging.ERROR):
         await train(job)
     assert "step_00000004 is damaged (__0_0.distcp differs from its checksum); taking the one before" in caplog.text
-    check_accounts(job)
+    metrics = await check_accounts(job)
+    assert [line["checkpoints_damaged"] for line in metrics] == [0, 0, 1, 1, 1, 1]
+    assert_weights(job, reference)
 
 
 async def test_lost_updates_are_said_and_lost_checkpoints_stop(
     tmp_path: Path, tiny_model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = make_job(tmp_path, tiny_model)
-    await crash(job, "after:commit:4")
+    await crash(job, "after", "commit", 4)
     (job.run_dir / "checkpoints" / "step_00000004" / "complete").unlink()
     with caplog.at_level(logging.ERROR):
         await train(job)
@@ -321,35 +322,20 @@ async def test_a_batch_that_does_not_come_names_the_cause(tmp_path: Path, tiny_m
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("model", "data", "quotas", "error", "message"),
     [
-        ({"config": {"correction": None}}, BadJob, r"max_staleness is 1 and trainer\.correction is null"),
-        ({"config": {"minibatches": 3}}, BadJob, r"trainer\.minibatches is 3, groups_per_step only 2"),
-        ({"config": {"advantage": "grop"}}, UnknownName, "'grop'; did you mean 'grpo'"),
-        ({"rollout": {"weight_transport": "http"}}, BadJob, "need the run's token"),
-        ({"data": {"train": "none.jsonl"}}, DataError, "no such file"),
-        ({"model": "nowhere"}, OSError, "nowhere"),
-        ({"limits": {"quotas": {"test": 1}}}, BadJob, r"quotas: test 1 = 1 < groups_per_step = 2: .*train\.jsonl"),
-        (
-            {
-                "config": {"sources": {"x": {"advantage": "reinforce_plus_plus", "group_size": 1}}},
-                "limits": {"filter_groups": "zero_variance"},
-            },
-            BadJob,
-            r"trainer\.sources\.x\.group_size 1",
-        ),
+        ("", {"train": "none.jsonl"}, {}, DataError, "no such file"),
+        ("nowhere", {}, {}, OSError, "nowhere"),
+        ("", {}, {"test": 1}, BadJob, r"quotas: test 1 = 1 < groups_per_step = 2: .*train\.jsonl"),
     ],
 )
-async def test_what_cannot_be_right_is_refused_before_the_queue_is_touched(
-    tmp_path: Path, tiny_model: str, changes: dict[str, Any], error: type[Exception], message: str
+async def test_bad_data_and_a_bad_model_are_refused_before_the_queue_is_touched(
+    tmp_path: Path, tiny_model: str, model: str, data: Any, quotas: Any, error: type[Exception], message: str
 ) -> None:
-    changes = dict(changes)
-    model = str(tmp_path / changes.pop("model")) if "model" in changes else tiny_model
-    limits = changes.pop("limits", {})
-    job = make_job(tmp_path, model, **changes)
+    job = make_job(tmp_path, str(tmp_path / model) if model else tiny_model, data=data)
     with pytest.raises(error, match=message):
-        await train(replace(job, limits=replace(job.limits, **limits)))
-    assert job.run.queue.place == DataCursor()
+        await train(replace(job, limits=replace(job.limits, quotas=quotas)))
+    assert await job.run.queue.cursor() == DataCursor()
 
 
 async def test_synchronous_without_correction(tmp_path: Path, tiny_model: str) -> None:
@@ -364,3 +350,116 @@ async def test_groups_of_a_data_source_have_its_own_size(tmp_path: Path, tiny_mo
     await train(job)
     steps = lines(job, "steps.jsonl")
     assert [[name.rpartition("#")[2] for name in step["episodes"]] for step in steps] == [["0", "1", "2"] * 2] * 2
+
+
+async def lose_entries(job: TrainJob, call: str, number: int) -> None:
+    """The trainer dies after the commit of step 4, and the queue loses what came after this call with its machine."""
+    job.run.queue.durable_until = (call, number)
+    await crash(job, "after", "commit", 4)
+    job.run.queue.lose_the_last_second()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+async def test_a_crash_while_a_step_is_spilled(
+    tmp_path: Path, tiny_model: str, moment: str, reference: dict[str, torch.Tensor]
+) -> None:
+    """Steps 0 to 2 are trained again: from the log, or from the store where the log came too late."""
+    job = make_job(tmp_path, tiny_model, {"checkpoint_every": 100}, spill=True)
+    await crash(job, moment, "spill", 2)
+    await train(job)
+    await check_accounts(job)
+    assert_weights(job, reference)
+    assert (await job.run.queue.status()).episodes["spilled"] == 5 * 8
+    assert BatchLog(tmp_path / "batches").steps() == []
+
+
+@pytest.mark.parametrize(("every", "spilled"), [(3, 4 * 8), (1, 0)])
+async def test_a_step_whose_checkpoint_is_due_is_not_spilled(
+    tmp_path: Path, tiny_model: str, every: int, spilled: int
+) -> None:
+    job = make_job(tmp_path, tiny_model, {"checkpoint_every": every}, spill=True)
+    await train(job)
+    await check_accounts(job)
+    assert (await job.run.queue.status()).episodes["spilled"] == spilled
+
+
+@pytest.mark.parametrize(("call", "number"), [("lease_batch", 3), ("publish_version", 3), ("commit", 4)])
+async def test_a_trainer_that_was_replaced_ends(
+    tmp_path: Path, tiny_model: str, call: str, number: int, reference: dict[str, torch.Tensor]
+) -> None:
+    """Another one claims the run while this one is alive: this one ends, the next one trains every step once."""
+    job = make_job(tmp_path, tiny_model)
+    job.run.queue.replace_at = (call, number)
+    with pytest.raises(TrainerFenced, match="the one in its place"):
+        await train(job)
+    await train(job)
+    await check_accounts(job)
+    assert_weights(job, reference)
+
+
+@pytest.mark.parametrize("lost", [1, 3])
+async def test_a_step_goes_on_without_lost_payloads(tmp_path: Path, tiny_model: str, lost: int) -> None:
+    """One of a group of four, or three: then the fourth leaves with them."""
+    job = make_job(tmp_path, tiny_model)
+    job.run.queue.lose_at = (2, lost)
+    await train(job)
+    trained = {episode for line in lines(job, "steps.jsonl") for episode in line["episodes"]}
+    status = await job.run.queue.status()
+    left = 1 if lost == 1 else 4
+    assert (status.version, status.episodes["payload_lost"], status.groups["payload_lost"]) == (6, left, lost // 3)
+    assert len(trained) == 6 * 8 - left
+    assert not trained & set(job.run.queue.lost)
+    assert status.episodes["completed"] == status.episodes["committed"] + len(await job.run.queue.held()) + left
+
+
+@pytest.mark.parametrize(
+    ("lost", "how", "fix"), [(1, "strict", r"--resume transfer_queue\.lost_payloads=drop"), (8, "drop", "train export")]
+)
+async def test_lost_payloads_end_a_strict_run_and_one_of_whose_step_nothing_is_left(
+    tmp_path: Path, tiny_model: str, lost: int, how: str, fix: str
+) -> None:
+    job = make_job(tmp_path, tiny_model, lost_payloads=how)
+    job.run.queue.lose_at = (2, lost)
+    with pytest.raises(PayloadsLost, match=f"step 2.*{fix}"):
+        await train(job)
+    if how == "strict":
+        await train(replace(job, lost_payloads="drop"))
+        assert (await job.run.queue.status()).episodes["payload_lost"] == 1
+
+
+LOST = [*(("lease_batch", n) for n in range(4)), *(("publish_version", n) for n in range(1, 4)), ("commit", 2)]
+
+
+@pytest.mark.parametrize(("call", "number"), LOST)
+async def test_a_queue_that_lost_its_last_second_trains_nothing_twice(
+    tmp_path: Path, tiny_model: str, call: str, number: int
+) -> None:
+    job = make_job(tmp_path, tiny_model)
+    await lose_entries(job, call, number)
+    assert job.run.queue.committed < 4
+    await train(job)
+    assert_books_balance(await job.run.queue.status(), job.run_dir, 6)
+    assert job.run.queue.version == 6
+
+
+async def test_after_catching_up_the_weights_are_announced_anew(
+    tmp_path: Path, tiny_model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = make_job(tmp_path, tiny_model)
+    await lose_entries(job, "publish_version", 2)
+    await crash(job, "before", "lease_batch", 4)
+    assert "behind the checkpoint: it lost its latest entries and is brought forward to version 4" in caplog.text
+    assert "the weights of version 4 were gone; written again" in caplog.text
+    found = await job.run.queue.latest_version()
+    assert (found.version, job.run.queue.committed) == (4, 4)
+    read_verified(Manifest.parse(found.manifest))
+
+
+async def test_a_queue_further_behind_than_the_checkpoint_remembers_is_refused(
+    tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.trainer.state.saver.RecentBatches", partial(RecentBatches, keep_s=0.0))
+    job = make_job(tmp_path, tiny_model)
+    await lose_entries(job, "lease_batch", 0)
+    with pytest.raises(RuntimeError, match=r"of version 4, the queue is at 0 and lacks step 1, .* not of one run"):
+        await train(job)

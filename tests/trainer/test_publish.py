@@ -12,51 +12,18 @@ from typing import Any
 
 import pytest
 from tests.broadcasting import StagedServer
+from trainer_support import make_job, task_name
 
 torch = pytest.importorskip("torch")
 
 from penstock.common import cancel_and_wait
-from penstock.rollout_server import RolloutConfig
-from penstock.trainer import DataConfig, Ranks, TrainerConfig, TrainJob
+from penstock.trainer import Ranks, TrainJob
 from penstock.trainer.publish import Publisher, PublishTimeout
 from penstock.trainer.ranks.distributed import TorchThread
-from penstock.transfer_queue import Announcement, AnnouncementMark, Limits, RunContext, ServerInfo, TrainerFenced
+from penstock.transfer_queue import Announcement, ServerInfo, Task, TrainerFenced
 from penstock.weight_sync import Manifest, NoSpace, Shard, WeightFiles, read_verified
 
 pytestmark = pytest.mark.torch
-TOKEN = "the-token-of-this-run"
-
-
-class VersionQueue:
-    """What a publisher asks of a queue, in memory."""
-
-    def __init__(self) -> None:
-        self.announced: list[Announcement] = []
-        self.registered: list[ServerInfo] = []
-
-    @property
-    def version(self) -> int:
-        return self.announced[-1].version if self.announced else 0
-
-    async def status(self) -> Any:
-        return namedtuple("status", "version")(self.version)
-
-    async def latest_version(self) -> Announcement | None:
-        return self.announced[-1] if self.announced else None
-
-    async def latest_mark(self) -> AnnouncementMark | None:
-        return AnnouncementMark(self.version, "") if self.announced else None
-
-    async def publish_version(self, announcement: Announcement) -> bool:
-        self.announced.append(announcement)
-        return True
-
-    async def check_training(self) -> None: ...
-
-    async def servers(self) -> list[ServerInfo]:
-        return self.registered
-
-    async def add_wait(self, role: str, cause: str, seconds: float) -> None: ...
 
 
 class OneTensor:
@@ -78,12 +45,20 @@ class OneTensor:
 
 
 class Setting:
-    def __init__(self, job: TrainJob, queue: VersionQueue, publisher: Publisher, engine: OneTensor) -> None:
-        self.job, self.queue, self.publisher, self.engine = job, queue, publisher, engine
+    def __init__(self, job: TrainJob, publisher: Publisher, engine: OneTensor) -> None:
+        self.queue: Any = job.run.queue
+        self.publisher, self.engine = publisher, engine
 
-    async def step(self, version: int) -> None:
+    async def step(self, version: int, *, settle: bool = True) -> None:
+        await self.queue.lease_batch(version - 1)
         self.engine.step()
         await self.publisher.announce(version)
+        if settle:
+            await self.publisher.settle()
+
+    @property
+    def manifests(self) -> list[Manifest]:
+        return [Manifest.parse(announced.manifest) for announced in self.queue.announced]
 
 
 @pytest.fixture
@@ -91,14 +66,14 @@ async def open_setting(tmp_path: Path, ranks: Ranks) -> AsyncIterator[Callable[.
     in_torch = TorchThread(1)
     opened: list[Setting] = []
 
-    async def open_one(transport: str = "shm", full_every: int = 1) -> Setting:
-        queue, engine = VersionQueue(), OneTensor()
-        job = TrainJob(
-            RunContext(queue, "", TOKEN), TrainerConfig(), Limits(2, 1, 0), run_dir=tmp_path,  # type: ignore[arg-type]
-            weights_dir=tmp_path / "weights", data=DataConfig(train=""),
-            rollout=RolloutConfig(weight_transport=transport, weights_full_every=full_every),  # type: ignore[arg-type]
-        )  # fmt: skip
-        setting = Setting(job, queue, Publisher(job, engine, ranks, in_torch), engine)  # type: ignore[arg-type]
+    async def open_one(**rollout: Any) -> Setting:
+        job, engine = (
+            make_job(tmp_path, "", token="secret", rollout={"weight_transport": "shm", **rollout}),
+            OneTensor(),
+        )
+        tasks = [Task(task_name(number), "train", [], "test", None) for number in range(8)]
+        await job.run.queue.submit(tasks)
+        setting = Setting(job, Publisher(job, engine, ranks, in_torch), engine)  # type: ignore[arg-type]
         opened.append(setting)
         await setting.publisher.start(0)
         return setting
@@ -115,37 +90,19 @@ async def test_steps_go_on_while_a_version_is_written(
     setting = await open_setting()
     may_write = threading.Event()
     write = WeightFiles.write
-
-    def write_when_told(self: WeightFiles, *arguments: Any) -> Manifest:
-        assert may_write.wait(30)
-        return write(self, *arguments)
-
-    monkeypatch.setattr(WeightFiles, "write", write_when_told)
-    await setting.step(1)  # back before a byte is written
+    monkeypatch.setattr(WeightFiles, "write", lambda *arguments: may_write.wait(30) and write(*arguments))
+    await setting.step(1, settle=False)  # back before a byte is written
     setting.engine.step()  # the next step changes the weights
     assert setting.queue.announced == []
     following = asyncio.create_task(setting.publisher.announce(2))
     done, _ = await asyncio.wait({following}, timeout=0.2)
     assert not done, "one copy of the weights at a time: the next version waits for this one"
+    await setting.queue.lease_batch(1)
     may_write.set()
     await following
     await setting.publisher.settle()
     assert [announced.version for announced in setting.queue.announced] == [1, 2]
-    assert read_verified(Manifest.parse(setting.queue.announced[1].manifest))["w"][0] == 2
-
-
-async def test_the_version_that_is_written_is_the_one_of_its_step(
-    open_setting: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    setting = await open_setting()
-    may_write = threading.Event()
-    write = WeightFiles.write
-    monkeypatch.setattr(WeightFiles, "write", lambda *arguments: may_write.wait(30) and write(*arguments))
-    await setting.step(1)
-    setting.engine.step()
-    may_write.set()
-    await setting.publisher.settle()
-    assert read_verified(Manifest.parse(setting.queue.announced[0].manifest))["w"][0] == 1
+    assert [read_verified(manifest)["w"][0] for manifest in setting.manifests] == [1, 2], "each of its own step"
 
 
 async def test_a_version_that_another_has_published_is_fatal(
@@ -157,7 +114,7 @@ async def test_a_version_that_another_has_published_is_fatal(
         return False
 
     monkeypatch.setattr(setting.queue, "publish_version", refuse)
-    await setting.step(1)
+    await setting.step(1, settle=False)
     with pytest.raises(TrainerFenced, match="version 1"):
         await setting.publisher.settle()
 
@@ -168,7 +125,6 @@ async def test_a_replaced_trainer_writes_over_no_file(
     """On a shared disk the file of that version is the other trainer's."""
     setting = await open_setting()
     await setting.step(1)
-    await setting.publisher.settle()
     (file,) = Path(setting.queue.announced[0].manifest["path"]).parent.glob("*.safetensors")
     theirs = file.with_name(file.name.replace("1", "2"))
     theirs.write_bytes(b"of the trainer in its place")
@@ -177,7 +133,7 @@ async def test_a_replaced_trainer_writes_over_no_file(
         raise TrainerFenced("epoch 1: another trainer has claimed the run, epoch 2")
 
     monkeypatch.setattr(setting.queue, "check_training", fenced)
-    await setting.step(2)
+    await setting.step(2, settle=False)
     with pytest.raises(TrainerFenced):
         await setting.publisher.settle()
     assert theirs.read_bytes() == b"of the trainer in its place"
@@ -188,15 +144,14 @@ async def test_no_room_is_said_at_the_next_step_and_the_old_version_stays_announ
 ) -> None:
     setting = await open_setting()
     await setting.step(1)
-    await setting.publisher.settle()
     usage = namedtuple("usage", "total used free")(10, 10, 0)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _path: usage)
-        await setting.step(2)
+        await setting.step(2, settle=False)
         with pytest.raises(NoSpace, match=r"0 MiB free.*rollout\.weight_transport"):
             await setting.publisher.settle()
     assert setting.queue.version == 1
-    assert read_verified(Manifest.parse(setting.queue.announced[0].manifest))["w"][0] == 1
+    assert read_verified(setting.manifests[0])["w"][0] == 1
 
 
 async def test_publish_write_that_hangs_is_ended(
@@ -206,7 +161,7 @@ async def test_publish_write_that_hangs_is_ended(
     setting.publisher._write_timeout_s = 0.05
     may_write = threading.Event()
     monkeypatch.setattr(WeightFiles, "write", lambda *_: may_write.wait(30))
-    await setting.step(1)
+    await setting.step(1, settle=False)
     with pytest.raises(PublishTimeout, match=r"trainer\.publish_timeout_s"):
         await setting.publisher.settle()
     may_write.set()
@@ -216,20 +171,20 @@ async def test_publish_write_that_hangs_is_ended(
 async def test_broadcast_goes_to_servers_that_wait_and_the_file_to_others(
     open_setting: Callable[..., Any], tmp_path: Path
 ) -> None:
-    setting = await open_setting("broadcast", full_every=9)
+    setting = await open_setting(weight_transport="broadcast", weights_full_every=9)
     await setting.step(1)
-    await setting.publisher.settle()
-    first = Manifest.parse(setting.queue.announced[0].manifest)
+    first = setting.manifests[0]
     ready, late = StagedServer(tmp_path / "ready"), StagedServer(tmp_path / "late")
     assert (await ready.receive(first))["w"][0] == 1
     running = asyncio.create_task(ready.member.run(ready, lambda: first.broadcast))
     while not setting.publisher._files.broadcaster.parked:
         await asyncio.sleep(0.01)
-    setting.queue.registered = [ServerInfo("s0", "http://a", 1), ServerInfo("s1", "http://b", 1, accepting=False)]
-    await setting.step(2)
+    for server in (ServerInfo("s0", "http://a", 1), ServerInfo("s1", "http://b", 1, accepting=False)):
+        await setting.queue.heartbeat(server)
+    await setting.step(2, settle=False)
     setting.engine.step()  # the next step changes the weights while they are on their way
     await setting.publisher.settle()
-    second = Manifest.parse(setting.queue.announced[1].manifest)
+    second = setting.manifests[1]
     assert (await ready.receive(second))["w"].tolist() == [2.0] * 1000
     assert (await late.receive(second))["w"].tolist() == [2.0] * 1000
     assert (ready.by_file, late.by_file) == (1, 1)
@@ -240,21 +195,14 @@ async def test_broadcast_that_could_not_be_made_again_is_renewed_with_the_weight
     open_setting: Callable[..., Any],
 ) -> None:
     """A trainer that came back has no file of a version that was broadcast: it writes one before it goes on."""
-    setting = await open_setting("broadcast", full_every=9)
+    setting = await open_setting(weight_transport="broadcast", weights_full_every=9)
     for version in (1, 2):
         await setting.step(version)
-        await setting.publisher.settle()
     newest = setting.queue.announced[-1].manifest
     assert setting.publisher._files.offers(newest)
     setting.publisher._files._unwritten = None
     assert not setting.publisher._files.offers(newest)
-    renewed: list[Announcement] = []
-
-    async def renew(announcement: Announcement) -> None:
-        renewed.append(announcement)
-
-    setting.queue.renew_manifest = renew
     await setting.publisher.announce(2)
     await setting.publisher.settle()
-    assert [announcement.version for announcement in renewed] == [2]
-    assert renewed[0].manifest["tensors"] == newest["tensors"]
+    assert setting.queue.renewed == [2]
+    assert setting.queue.announced[-1].manifest["tensors"] == newest["tensors"]

@@ -1,4 +1,4 @@
-"""PRIME, SPPO and SPIN: advantages and losses against hand computations, also where an episode's segments are split."""
+"""PRIME, SPPO and SPIN in a step, also where the segments of an episode are in several packs."""
 
 from __future__ import annotations
 
@@ -10,101 +10,15 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from one_step import Step
-from trainer_support import episodes, make_trajectory
+from trainer_support import make_trajectory
 
 from penstock.trainer import (
     BadBatch,
-    BadJob,
     Ranks,
-    TrainerConfig,
-    check_algorithm,
     pack_rows,
 )
-from penstock.trainer.advantages import ADVANTAGES
-from penstock.trainer.advantages.prime import outcome_loss
-from penstock.trainer.grouping import best_and_worst
-from penstock.trainer.logprobs import Outputs
-from penstock.trainer.loss import Objective, Targets
-from penstock.trainer.losses import LOSSES, LossInput, Sequences
-from penstock.trainer.metrics import MetricAccumulator
 
 pytestmark = pytest.mark.torch
-prime, sppo = ADVANTAGES.get("prime"), ADVANTAGES.get("sppo")
-sppo_loss, spin = LOSSES.get("sppo"), LOSSES.get("spin")
-
-
-def test_prime_by_hand() -> None:
-    """r̄ of the three: 0.2, −0.1, 0.4. Returns 1, 0, 0. The fourth is alone in its group."""
-    process = [0.1, 0.3, -0.1, 0.4, 0.4, 9.0]
-    found = prime(episodes([1, 0, 0, 1], [0, 0, 0, 1], [[2], [1], [2], [1]], process_rewards=process)).tokens
-    first = [(0.1 - 0.15) + (0.3 - 0.15) + 1.0, (0.3 - 0.15) + 1.0]
-    second = [(-0.1 - 0.3) - 0.5]
-    third = [2 * (0.4 - 0.05) - 0.5, (0.4 - 0.05) - 0.5]
-    torch.testing.assert_close(found, torch.tensor([*first, *second, *third, 0.0], dtype=torch.float64))
-
-
-def test_prime_discounts() -> None:
-    process = [0.1, 0.3, -0.1]
-    found = prime(episodes([0, 0], [0, 0], [[2], [1]], process_rewards=process), gamma=0.5).tokens
-    assert found.tolist() == pytest.approx([(0.1 + 0.1) + 0.5 * (0.3 + 0.1), 0.3 + 0.1, -0.1 - 0.2])
-
-
-def test_the_outcome_loss_by_hand() -> None:
-    found = outcome_loss(torch.tensor([0.5, -1.0]), torch.tensor([1.5, 0.0]), torch.tensor([1.0, 0.25]))
-    first = -torch.sigmoid(torch.tensor(2.0)).log()
-    second = -(0.25 * torch.sigmoid(torch.tensor(-1.0)).log() + 0.75 * torch.sigmoid(torch.tensor(1.0)).log())
-    torch.testing.assert_close(found, torch.stack([first, second]))
-
-
-def test_sppo_is_the_win_rate_over_one_half() -> None:
-    found = sppo(episodes([1.0, 0.0, 0.0, 7.0], [0, 0, 0, 1], [[1], [2], [1], [1]])).tokens
-    assert found.tolist() == pytest.approx([0.5, -0.25, -0.25, -0.25, 0.0])
-
-
-def test_sppo_of_two_is_one_half_each_way() -> None:
-    found = sppo(episodes([1.0, 0.0, 2.0, 2.0], [0, 0, 1, 1], [[1], [1], [1], [1]])).tokens
-    assert found.tolist() == [0.5, -0.5, 0.0, 0.0]
-
-
-def test_best_and_worst_are_partners() -> None:
-    """The first of equals; not those that are not eligible, nor a group of equals, nor one without a member."""
-    values = torch.tensor([9.0, 1.0, 3.0, 3.0, 1.0, 5.0, 5.0, 7.0])
-    group = torch.tensor([4, 4, 4, 4, 4, 6, 6, 8])
-    eligible = torch.tensor([False, *[True] * 6, False])
-    partner, side = best_and_worst(values, group, eligible)
-    assert partner.tolist() == [0, 2, 1, 3, 4, 5, 6, 7]
-    assert side.tolist() == [0, -1, 1, 0, 0, 0, 0, 0]
-
-
-def given(ratio: list[float], rival: list[float], side: list[int], advantages: list[float]) -> LossInput:
-    """Episodes of two tokens each."""
-    logprobs = torch.randn(2 * len(ratio)).requires_grad_()
-    twice = [torch.tensor(v, dtype=torch.float32).repeat_interleave(2) for v in (ratio, rival, side, advantages)]
-    zeros, ones = torch.zeros(len(logprobs)), torch.ones(len(logprobs))
-    sequences = Sequences(twice[0], ones * 2, twice[1], twice[2])
-    return LossInput(logprobs, zeros, zeros, twice[3], ones, zeros.long(), None, sequences)
-
-
-def test_the_loss_of_sppo_by_hand() -> None:
-    batch = given([0.3, -0.2], [0, 0], [0, 0], [0.5, -0.25])
-    found = sppo_loss(batch, eta=2.0)
-    loss = found.per_token
-    torch.testing.assert_close(found.metrics["sequence_ratio"], torch.tensor([0.3, 0.3, -0.2, -0.2]))
-    assert loss.sum().item() == pytest.approx((0.3 - 1.0) ** 2 + (-0.2 + 0.5) ** 2, rel=1e-5)
-    (slopes,) = torch.autograd.grad(loss.sum(), batch.logprobs)
-    assert slopes.tolist() == pytest.approx([2 * (0.3 - 1.0)] * 2 + [2 * (-0.2 + 0.5)] * 2, rel=1e-5)
-
-
-def test_the_loss_of_spin_by_hand() -> None:
-    batch = given([0.4, -0.6, 5.0], [-0.6, 0.4, 0.0], [1, -1, 0], [0.0, 0.0, 0.0])
-    found = spin(batch, lam=0.5)
-    loss, margin = found.per_token, torch.tensor(0.5 * (0.4 + 0.6))
-    assert found.metrics["paired_fraction"].tolist() == [True] * 4 + [False] * 2
-    torch.testing.assert_close(found.metrics["spin_margin"], torch.tensor([0.5] * 4 + [0.0] * 2))
-    assert loss.sum().item() == pytest.approx(-torch.sigmoid(margin).log().item(), rel=1e-5)
-    (slopes,) = torch.autograd.grad(loss.sum(), batch.logprobs)
-    slope = 0.5 * torch.sigmoid(-margin).item()
-    assert slopes.tolist() == pytest.approx([-slope, -slope, slope, slope, 0, 0], rel=1e-5)
 
 
 class SplitStep(Step):
@@ -175,32 +89,3 @@ def test_prime_refuses_rewards_that_are_no_labels(tiny_model: str, ranks: Ranks)
     step.batch = replace(step.batch, trajectories=[*step.batch.trajectories[:2], bad, *step.batch.trajectories[3:]])
     with pytest.raises(BadBatch, match=r"reward -1 is not from 0 to 1"):
         step.learner.advantages(step.batch, step.learner.score(step.batch))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"loss": "sppo"}, r"set trainer\.aggregation=episode_sum"),
-        ({"loss": "spin", "aggregation": "episode_mean"}, r"set trainer\.aggregation=episode_sum"),
-    ],
-)
-def test_what_does_not_fit_is_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadJob, match=message):
-        check_algorithm(TrainerConfig(**settings), group_size=4)
-
-
-def test_spin_needs_a_pair() -> None:
-    config = TrainerConfig(loss="spin", aggregation="episode_sum", advantage="gae")
-    with pytest.raises(BadJob, match="group_size to 2"):
-        check_algorithm(config, group_size=1)
-
-
-def test_the_objective_takes_sequences_by_episode(tiny_model: str, ranks: Ranks) -> None:
-    step = SplitStep(tiny_model, ranks, loss="sppo", aggregation="episode_sum")
-    (pack,) = pack_rows(step.batch.rows, 100000)
-    counts = torch.bincount(pack.episode, minlength=6).float()
-    sequences = torch.stack([torch.full((6,), 0.5), counts, torch.zeros(6), torch.zeros(6)], dim=1)
-    targets = Targets(torch.zeros(len(pack.token)), torch.ones(6, dtype=torch.float64), None, sequences)
-    outputs = Outputs(torch.full((len(pack.token),), -2.0, requires_grad=True), None)
-    found = Objective(step.config, targets, MetricAccumulator())(pack, outputs)
-    assert found.item() == pytest.approx(6 * 0.25, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Deterministic trajectories, and a queue whose rollout side is a function."""
+"""Deterministic trajectories, a queue with a worker in it, jobs, and small things that several test files make."""
 
 from __future__ import annotations
 
@@ -10,28 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import xxhash
+from tests.faulty_queue import Crash, FaultyQueue
 
 from penstock.rollout_server import RolloutConfig
-from penstock.trainer import DataConfig, TrainerConfig, TrainJob
+from penstock.trainer import DataConfig, TrainerConfig, TrainJob, train
 from penstock.transfer_queue import (
     COMPLETED,
     Announcement,
-    AnnouncementMark,
-    BadPayload,
     Batch,
+    BatchLog,
     DataCursor,
-    FieldValues,
+    Lease,
     Limits,
     RunContext,
     Segment,
     Status,
-    StepError,
     Task,
     Trajectory,
     Waiting,
-    encode_trajectory,
-    get_fields,
 )
 
 HERE = Path(__file__).parent
@@ -91,182 +89,101 @@ def with_tops(segment: Segment, rng: np.random.Generator, top_k: int) -> Segment
     return replace(segment, teacher_top_ids=ids.astype(np.int32), teacher_top_logprobs=values.astype(np.float32))
 
 
-class Crash(Exception):
-    """The process died here."""
+class ProducingQueue(FaultyQueue):
+    """`FaultyQueue` with a worker of its own. What a step trains on does not depend on how far the trainer got ahead:
+    its episodes are of the oldest version that admission allows."""
 
-
-class ScriptedQueue:
-    """The trainer's side of the queue protocol. Episodes of queued tasks are there as soon as they are asked for.
-
-    `crash_at` names a call, such as ``before:commit:2``: it raises `Crash` once, before or after its effect.
-    """
-
-    def __init__(self, limits: Limits, produce: Callable[[str, int, int], Trajectory] = make_trajectory) -> None:
-        self.limits = limits
+    def __init__(
+        self,
+        limits: Limits,
+        produce: Callable[[str, int, int], Trajectory] = make_trajectory,
+        batch_log: BatchLog | None = None,
+    ) -> None:
+        super().__init__(batch_log)
+        self._state.limits, self._config = limits, ""
         self.produce = produce
-        self.queued: list[Task] = []
-        self.place = DataCursor()
-        self.steps: dict[int, list[list[str]]] = {}
-        self.payloads: dict[str, Trajectory] = {}
-        self.spilled: dict[str, Trajectory] = {}
-        self.most_held = 0
-        """Most payloads of leased steps that the store ever held."""
+        self.starved = False
+        """It has no worker."""
+        self.twin = False
+        """In a process that neither feeds nor publishes: it makes the batches of the first rank's queue."""
+        self.steps: dict[int, Sequence[Sequence[str]]] = {}
         self.announced: list[Announcement] = []
         self.renewed: list[int] = []
-        self.committed = 0
-        self.splits: dict[str, list[Task]] = {}
-        self.waits: dict[str, float] = {}
-        self.crash_at: str | None = None
-        self.starved = False
-        self.forgetful = False
-        """It does not know any more where the newest weights are."""
-        self.twin = False
-        """In a process that neither feeds nor publishes: batches are made as the first rank's queue makes them."""
+        self.most_held = 0
+        """Most payloads of leased steps that the store ever held."""
 
     @property
     def version(self) -> int:
-        return self.announced[-1].version if self.announced else 0
+        return self._state.version
 
-    def _maybe_crash(self, moment: str) -> None:
-        if moment == self.crash_at:
-            self.crash_at = None
-            raise Crash(moment)
+    @property
+    def committed(self) -> int:
+        return self._state.committed_step
 
-    async def submit(
-        self, tasks: Sequence[Task], cursor: DataCursor | None = None, after: DataCursor | None = None
-    ) -> int:
-        if cursor is None:
-            self.splits[tasks[0].split] = list(tasks)
-            return len(tasks)
-        if cursor <= self.place:
-            return 0
-        self.queued += tasks
-        self.place = cursor
-        return len(tasks)
+    @property
+    def waiting(self) -> list[Task]:
+        """Queued tasks, in order."""
+        return [group.task for group in self._state.in_state("queued")]
 
-    async def cursor(self) -> DataCursor:
-        return self.place
+    async def _work(self) -> None:
+        state, limits = self._state, self._state.limits
+        if evaluations := len(state.open_episodes(train=False, version=state.version)):
+            await self._complete(await self.lease_episodes("worker", evaluations, state.version))
+        while not self.starved:
+            step = state.next_step + len(state.in_state("admitted", "ready")) // limits.groups_per_step
+            version = max(0, step - limits.max_staleness)
+            if version > state.version or not (leases := await self.lease_episodes("worker", 1024, version)):
+                return
+            await self._complete(leases)
 
-    async def claim_training(self, holder: str) -> int:
-        return 1
+    async def _complete(self, leases: Sequence[Lease]) -> None:
+        for lease in leases:
+            await self.complete(lease, self.produce(lease.task.task_id, lease.member, lease.min_version))
+
+    def numbers_of(self, step: int) -> Sequence[int]:
+        """A twin's tasks of a step."""
+        per_step = self._state.limits.groups_per_step
+        return range(step * per_step, (step + 1) * per_step)
 
     def join_training(self, epoch: int) -> None:
-        assert epoch == 1
-
-    async def check_training(self) -> None: ...
-
-    async def lease_batch(self, step: int) -> Batch | Waiting:
-        self._maybe_crash(f"before:lease:{step}")
-        if step < self.committed:
-            raise StepError(f"step {step} is committed")
-        if step not in self.steps and self.twin:
-            first = step * self.limits.groups_per_step
-            names = [task_name(n) for n in range(first, first + self.limits.groups_per_step)]
-            self.queued = [Task(name, "train", [], "test", None) for name in names]
-            self._make(step)
-        if step not in self.steps:
-            if self.starved or len(self.queued) < self.limits.groups_per_step:
-                return Waiting(f"{len(self.queued)} groups queued")
-            if step > self.version + self.limits.max_staleness:
-                return Waiting("admission")
-            self._make(step)
-        self._maybe_crash(f"after:lease:{step}")
-        return Batch(step, self.steps[step])
-
-    def _make(self, step: int) -> None:
-        # Not the present version: how far the loop got ahead must not change what it trains on.
-        version = max(0, step - self.limits.max_staleness)
-        tasks, self.queued = (
-            self.queued[: self.limits.groups_per_step],
-            self.queued[self.limits.groups_per_step :],
-        )
-        size = self.limits.group_size
-        made = [[self.produce(t.task_id, m, version) for m in range(t.group_size or size)] for t in tasks]
-        self.payloads |= {t.episode_id: t for group in made for t in group}
-        self.steps[step] = [[t.episode_id for t in group] for group in made]
-        self.most_held = max(self.most_held, len(self.payloads))
-
-    async def read(self, episode_ids: Sequence[str]) -> list[Trajectory]:
-        everything = self.payloads | self.spilled
-        missing = [e for e in episode_ids if e not in everything]
-        if missing:
-            raise BadPayload(f"no payload of {missing[0]}")
-        return [everything[e] for e in episode_ids]
-
-    async def get(self, episode_ids: Sequence[str], fields: Sequence[str]) -> list[FieldValues]:
-        return [get_fields(encode_trajectory(found), fields) for found in await self.read(episode_ids)]
-
-    async def spill(self, step: int, episode_ids: Sequence[str]) -> int:
-        self._maybe_crash(f"before:spill:{step}")
-        if step >= self.version:
-            raise StepError(f"spill of step {step}: version {step + 1} is not published")
-        assert step >= self.committed, "no share is spilled after its commit"
-        moved = {e: self.payloads.pop(e) for e in episode_ids if e in self.payloads}
-        self.spilled |= moved
-        self._maybe_crash(f"after:spill:{step}")
-        return len(moved)
-
-    async def publish_version(self, announcement: Announcement) -> bool:
-        self._maybe_crash(f"before:publish:{announcement.version}")
-        if announcement.version <= self.version:
-            return False
-        assert announcement.version == self.version + 1, "versions come in order"
-        assert announcement.version - 1 in self.steps
-        self.announced.append(announcement)
-        self._maybe_crash(f"after:publish:{announcement.version}")
-        return True
-
-    async def renew_manifest(self, announcement: Announcement) -> bool:
-        assert announcement.version == self.version
-        self.renewed.append(announcement.version)
-        self.announced[-1] = announcement
-        return True
-
-    async def latest_version(self) -> Announcement | None:
-        return self.announced[-1] if self.announced and not self.forgetful else None
-
-    async def latest_mark(self) -> AnnouncementMark | None:
-        newest = await self.latest_version()
-        return newest and AnnouncementMark(newest.version, "")
-
-    async def commit(self, step: int, batches: Mapping[int, Sequence[Sequence[str]]] | None = None) -> None:
-        self._maybe_crash(f"before:commit:{step}")
-        assert step <= self.version, "only trained steps are committed"
-        assert all(self.steps[known] == [list(g) for g in groups] for known, groups in (batches or {}).items())
-        for old in range(self.committed, step):
-            for group in self.steps[old]:
-                for episode in group:
-                    del (self.payloads if episode in self.payloads else self.spilled)[episode]
-        self.committed = max(self.committed, step)
-        self._maybe_crash(f"after:commit:{step}")
-
-    async def rewind(self, step: int) -> int:
-        assert step >= self.committed
-        return sum(1 for recorded in self.steps if recorded >= step)
-
-    async def results(self, split: str) -> tuple[list[Trajectory], int]:
-        return [make_trajectory(t.task_id, 0, t.min_version) for t in self.splits[split]], 0
-
-    async def drop_split(self, split: str) -> None:
-        self.splits[split] = []
-
-    async def add_wait(self, role: str, cause: str, seconds: float) -> None:
-        key = f"{role}:{cause}"
-        self.waits[key] = self.waits.get(key, 0.0) + seconds
+        self._state.epoch = epoch if self.twin else self._state.epoch
+        super().join_training(epoch)
 
     async def status(self) -> Status:
-        shipped = sum(len(groups) for step, groups in self.steps.items() if step >= self.version)
-        return Status(
-            version=self.version,
-            step=max(self.steps, default=-1) + 1,
-            committed_step=self.committed,
-            groups={"queued": len(self.queued), "shipped": shipped},
-            episodes={},
-            bytes=0,
-            waits_s=self.waits,
-            workers={},
-            other_splits={split: {"queued": 0, "leased": 0, "done": len(t)} for split, t in self.splits.items()},
-        )
+        await self._work()
+        return await super().status()
+
+    async def lease_batch(self, step: int) -> Batch | Waiting:
+        if self.twin and step not in self._state.batches:
+            await self.submit([Task(task_name(n), "train", [], "test", None) for n in self.numbers_of(step)])
+            self._state.version = step
+        await self._work()
+        batch: Batch | Waiting = await super().lease_batch(step)
+        if isinstance(batch, Batch):
+            self.steps[step] = batch.groups
+            members = [one for group in self._state.in_state("shipped") for one in group.members]
+            self.most_held = max(self.most_held, sum(one.payload is not None for one in members))
+        return batch
+
+    async def publish_version(self, announcement: Announcement) -> bool:
+        before = self.version
+        try:
+            return bool(await super().publish_version(announcement))
+        finally:
+            if self.version > before:
+                self.announced.append(announcement)
+
+    async def renew_manifest(self, announcement: Announcement) -> bool:
+        self.renewed.append(announcement.version)
+        self.announced[-1] = announcement
+        return await super().renew_manifest(announcement)
+
+
+async def crash(job: TrainJob, moment: str, call: str, number: int) -> None:
+    """Trains until the process dies before or after this call."""
+    job.run.queue.crash_at = (moment, call, number)
+    with pytest.raises(Crash):
+        await train(job)
 
 
 def task_name(number: int) -> str:
@@ -306,7 +223,7 @@ def make_job(
     limits = Limits(group_size=4, groups_per_step=2, max_staleness=changes.pop("max_staleness", 1))
     settings = {"steps": 6, "lr": 1e-3, "eps": 1e-4, "checkpoint_every": 2, "batch_timeout_s": 20.0, **(config or {})}
     values: dict[str, Any] = {
-        "run": RunContext(queue or ScriptedQueue(limits), model, token),
+        "run": RunContext(queue or ProducingQueue(limits, batch_log=BatchLog(folder / "batches")), model, token),
         "config": TrainerConfig(**settings),
         "limits": limits,
         "run_dir": folder / "run",
@@ -316,6 +233,31 @@ def make_job(
         **changes,
     }
     return TrainJob(**values)
+
+
+async def check_accounts(job: TrainJob) -> list[dict[str, Any]]:
+    """As `assert_books_balance`, of a run on a `ProducingQueue`."""
+    queue = job.run.queue
+    metrics = assert_books_balance(await queue.status(), job.run_dir, job.config.steps)
+    recorded = {line["step"]: line["episodes"] for line in lines(job, "steps.jsonl")}
+    assert recorded == {step: [one for group in groups for one in group] for step, groups in queue.steps.items()}
+    assert all(line["staleness_max"] <= job.limits.max_staleness for line in metrics)
+    return metrics
+
+
+def lines(job: TrainJob, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (job.run_dir / name).read_text().splitlines()]
+
+
+def final_weights(job: TrainJob) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return load_file(job.run_dir / "final_model" / "model.safetensors")
+
+
+def assert_weights(job: TrainJob, expected: Mapping[str, Any]) -> None:
+    for name, tensor in final_weights(job).items():
+        assert tensor.equal(expected[name]), name
 
 
 def assert_books_balance(status: Status, run_dir: Path, steps: int) -> list[dict[str, Any]]:

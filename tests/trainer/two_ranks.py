@@ -1,4 +1,4 @@
-"""Whole runs on two ranks, one run after the other: two_ranks.py FOLDER CASES. Each rank has the same scripted queue.
+"""Whole runs on two ranks, one after the other: two_ranks.py FOLDER CASES. Each rank has a queue of the same episodes.
 
 CASES is JSON: name → `model`, and `settings` of the trainer or the name of a `bad` batch; `disk_s`: how long a version
 takes to be written. In the case "patient" ranks only meet. Every rank writes into
@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 import parallel_ranks
 import torch
-from trainer_support import ScriptedQueue, make_job, make_trajectory, task_name
+from trainer_support import ProducingQueue, make_job, make_trajectory
 
 from penstock.trainer import Ranks, train
-from penstock.transfer_queue import FieldValues, Limits, Task, Trajectory
+from penstock.transfer_queue import FieldValues, Limits, Trajectory
 from penstock.weight_sync import Manifest, WeightFiles, WeightSource
 
 LATE_S = 6.0
@@ -54,16 +54,14 @@ def producing(token: int) -> Any:
     return produce
 
 
-class OtherGroups(ScriptedQueue):
+class OtherGroups(ProducingQueue):
     """Its step 1 has one group of rank 0's and one that was made since."""
 
-    def _make(self, step: int) -> None:
-        if self.twin and step == 1:
-            self.queued = [Task(task_name(n), "train", [], "test", None) for n in (2, 4)]
-        super()._make(step)
+    def numbers_of(self, step: int) -> Sequence[int]:
+        return (2, 4) if step == 1 else super().numbers_of(step)
 
 
-class OtherLengths(ScriptedQueue):
+class OtherLengths(ProducingQueue):
     """Step 1 has rank 0's groups in another life, in which the dear one is the other one: rank 1 takes rank 0's."""
 
     async def get(self, episode_ids: Sequence[str], fields: Sequence[str]) -> list[FieldValues]:
@@ -80,12 +78,12 @@ def job_of(case: str, folder: Path, model: str) -> Any:
     if case == "uneven":
         limits = Limits(group_size=4, groups_per_step=3, max_staleness=1)
         settings = {"steps": 2, "minibatches": 2, "micro_batch_tokens": 48, "lr": 1e-6}
-        return make_job(folder, model, settings, limits=limits, queue=ScriptedQueue(limits), rollout=DELTAS)
+        return make_job(folder, model, settings, limits=limits, queue=ProducingQueue(limits), rollout=DELTAS)
     limits = Limits(group_size=4, groups_per_step=2, max_staleness=1)
     if case in OTHER:
         return make_job(folder, model, {"steps": 3}, queue=OTHER[case](limits))
     settings = {"max_bad_steps": 1, "batch_timeout_s": 20.0}
-    return make_job(folder, model, settings, queue=ScriptedQueue(limits, producing(BAD_TOKENS[case])))
+    return make_job(folder, model, settings, queue=ProducingQueue(limits, producing(BAD_TOKENS[case])))
 
 
 def run(folder: Path, case: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from trainer_support import ScriptedQueue, make_trajectory
+from trainer_support import ProducingQueue, make_trajectory
 
 from penstock.testing import MemoryTransferQueue
 from penstock.trainer import DatasetRow
@@ -41,32 +41,33 @@ def test_missing_groups_of_forty_steps(given: Status, expected: int) -> None:
 async def test_tasks_follow_the_stream_and_a_restart_goes_on_where_the_queue_is() -> None:
     limits = Limits(group_size=2, groups_per_step=2, max_staleness=0)
     rows = make_rows(3)
-    queue = ScriptedQueue(limits)
+    queue = starved(limits)
     stream = DataStream(3, seed=1, shuffle=True)
     feeder = Feeder(queue, limits, StreamedTasks(rows, stream), steps=5)
     await feeder.start()
     assert feeder.cursor == DataCursor(1, 1)
     places = stream.places(DataCursor(), 7)
-    assert [t.task_id for t in queue.queued] == [name(place) for place in places[:4]]
-    assert queue.queued[3].task_id == "train/0001/00000000"
-    assert [t.ground_truth for t in queue.queued] == [stream.row_index(place) for place in places[:4]]
+    assert [t.task_id for t in queue.waiting] == [name(place) for place in places[:4]]
+    assert queue.waiting[3].task_id == "train/0001/00000000"
+    assert [t.ground_truth for t in queue.waiting] == [stream.row_index(place) for place in places[:4]]
     assert await feeder.fill() == 0
-    del queue.queued[:3]
+    for task in queue.waiting[:3]:
+        del queue._state.groups[task.task_id]
     again = Feeder(queue, limits, StreamedTasks(rows, stream), steps=5)
     await again.start()
-    assert [t.task_id for t in queue.queued] == [name(place) for place in places[3:]]
-    assert queue.place == again.cursor == DataCursor(2, 1)
+    assert [t.task_id for t in queue.waiting] == [name(place) for place in places[3:]]
+    assert await queue.cursor() == again.cursor == DataCursor(2, 1)
 
 
 async def test_a_dataset_that_changed_between_restarts_gives_no_name_twice() -> None:
     limits = Limits(group_size=2, groups_per_step=2, max_staleness=0)
-    queue, names = ScriptedQueue(limits), []
+    queue, names = starved(limits), []
     for count in (6, 3, 9):
         order = StreamedTasks(make_rows(count), DataStream(count, seed=1, shuffle=True))
         feeder = Feeder(queue, limits, order, steps=50)
         await feeder.start()
-        names += [t.task_id for t in queue.queued]
-        queue.queued.clear()
+        names += [t.task_id for t in queue.waiting]
+        queue._state.groups.clear()
     assert names == [
         *("train/0000/00000000", "train/0000/00000001", "train/0000/00000002", "train/0000/00000003"),
         *("train/0001/00000000", "train/0001/00000001", "train/0001/00000002", "train/0002/00000000"),
@@ -92,6 +93,12 @@ async def test_a_source_at_its_quota_does_not_take_the_others_room(quota: int) -
         assert isinstance(batch, Batch), batch
         await queue.publish_version(Announcement(step + 1, {}))
     assert feeder.cursor >= DataCursor(2, 0)
+
+
+def starved(limits: Limits) -> ProducingQueue:
+    queue = ProducingQueue(limits)
+    queue.starved = True
+    return queue
 
 
 def name(place: DataCursor) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -15,10 +14,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from finished_run import check_accounts, final_weights, lines
 from safetensors.torch import load_file
 from stopped_ranks import AT, TOLD
-from trainer_support import make_job, task_name
+from trainer_support import ENVIRONMENT, HERE, assert_weights, check_accounts, final_weights, lines, make_job, task_name
 
 from penstock.trainer import train
 from penstock.trainer.engines.fsdp import FSDPEngine
@@ -26,7 +24,6 @@ from penstock.trainer.ranks.preemption import Preemption, StepGivenUp
 
 pytestmark = pytest.mark.torch
 STEPS = 6
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def test_a_step_is_given_up_only_before_weights_change(ranks: Any) -> None:
@@ -118,14 +115,13 @@ async def test_told_to_stop_a_step_is_given_up_unless_weights_have_changed(
     assert [line["step"] for line in lines(job, "metrics.jsonl")] == list(range(kept))
     monkeypatch.undo()
     await train(job)
-    check_accounts(job)
-    assert all(torch.equal(tensor, packed[name]) for name, tensor in final_weights(job).items())
+    await check_accounts(job)
+    assert_weights(job, packed)
 
 
 @pytest.mark.deep
 def test_one_of_two_ranks_is_told_in_the_middle_of_a_step_and_both_give_it_up(tmp_path: Path, tiny_model: str) -> None:
-    program = Path(__file__).parents[1] / "stopped_ranks.py"
-    command = [sys.executable, str(program), str(tmp_path), tiny_model]
+    command = [sys.executable, str(HERE / "stopped_ranks.py"), str(tmp_path), tiny_model]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     said = [json.loads((tmp_path / f"said_{rank}").read_text()) for rank in range(2)]

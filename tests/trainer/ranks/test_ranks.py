@@ -18,7 +18,7 @@ from tests.tiny_model import save_poisoned_model as poisoned
 from trainer_support import ENVIRONMENT, HERE, make_job, metrics, threads_of_gloo
 from two_ranks import OTHER, job_of
 
-from penstock.trainer import BadJob, Ranks, TrainerConfig, train
+from penstock.trainer import Ranks, TrainerConfig, train
 from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.trainer.state.checkpoint import CheckpointStore
 from penstock.weight_sync import Manifest, read_verified
@@ -225,11 +225,6 @@ def test_ranks_wait_for_a_disk_longer_than_for_a_collective(tmp_path: Path, tiny
     settings = {"steps": 3, "checkpoint_every": 1, "collective_timeout_s": 10.0, "rank_timeout_s": 0}
     case = {"model": tiny_model, "settings": settings, "disk_s": 15.0}
     assert endings(run_cases(tmp_path, {"slow disk": case}) / "slow disk") == ["trained", "trained"]
-
-
-async def test_ranks_that_would_never_have_a_group_are_refused(tmp_path: Path, tiny_model: str) -> None:
-    with pytest.raises(BadJob, match=r"trainer\.ranks is 3, groups_per_step only 2"):
-        await train(make_job(tmp_path, tiny_model, {"ranks": 3}))
 
 
 def test_collectives_of_one(ranks: Ranks) -> None:

@@ -11,8 +11,8 @@ pytest.importorskip("torch")
 
 from trainer_support import make_job, write_rows
 
-from penstock.common import UnknownName, read_jsonl
-from penstock.trainer import TrainerMetrics, check_job, train
+from penstock.common import read_jsonl
+from penstock.trainer import TrainerMetrics, train
 
 pytestmark = pytest.mark.torch
 BREAKING = "tests.trainer.sinks.breaking:breaking"
@@ -50,8 +50,3 @@ async def test_times_of_every_phase_are_left(tmp_path: Path, tiny_model: str) ->
     row = read_jsonl(job.run_dir / "metrics.jsonl")[1]
     spent = sum(line["s"] for line in lines if line["track"] == "steps" and line["number"] == 1)
     assert spent <= row["wall_s"] + sum(line["s"] for line in lines if line["name"] in ("record", "save"))
-
-
-def test_an_unknown_sink_is_refused_before_anything_is_loaded(tmp_path: Path, tiny_model: str) -> None:
-    with pytest.raises(UnknownName, match="did you mean 'wandb'"):
-        check_job(make_job(tmp_path, tiny_model, {"sinks": ("wandbb",)}))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -18,42 +19,6 @@ from penstock.trainer import StepBatch
 from penstock.trainer.state.saver import Spiller
 
 
-class Out:
-    """The publisher's side: versions that are out."""
-
-    def __init__(self) -> None:
-        self.version = 0
-        self._changed = asyncio.Condition()
-
-    async def until_published(self, version: int) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.version >= version)
-
-    async def publish(self, version: int) -> None:
-        async with self._changed:
-            self.version = version
-            self._changed.notify_all()
-
-
-class SpillLog:
-    """The queue's side: what was spilled, in order."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, list[str]]] = []
-        self.waits: list[tuple[str, str]] = []
-        self.failure: Exception | None = None
-
-    async def spill(self, step: int, episode_ids: Sequence[str]) -> int:
-        if self.failure is not None:
-            raise self.failure
-        self.calls.append((step, list(episode_ids)))
-        return len(episode_ids)
-
-    async def add_wait(self, role: str, cause: str, seconds: float) -> None:
-        assert seconds >= 0
-        self.waits.append((role, cause))
-
-
 def share(step: int) -> StepBatch:
     """Of two groups this rank has one."""
     mine = [make_trajectory(f"train/{step}", member, step) for member in range(2)]
@@ -61,48 +26,63 @@ def share(step: int) -> StepBatch:
     return StepBatch(step, groups, mine, np.array([1, 1]), [])
 
 
+Made = tuple[Spiller, AsyncMock, Callable[[int], None]]
+
+
 @pytest.fixture
-def make(tmp_path: Path) -> Callable[..., tuple[Spiller, SpillLog, Out]]:
-    def made(first: bool = True, **changes: Any) -> tuple[Spiller, SpillLog, Out]:
-        queue, out = SpillLog(), Out()
+def make(tmp_path: Path) -> Callable[..., Made]:
+    """Makes a spiller, its queue, and what publishes all versions up to one."""
+
+    def made(first: bool = True, **changes: Any) -> Made:
+        queue, publisher, out = AsyncMock(), AsyncMock(), [asyncio.Event() for _ in range(10)]
+
+        async def until_published(version: int) -> None:
+            await out[version].wait()
+
+        publisher.until_published = until_published
         job = make_job(tmp_path, "none", queue=queue, **{"spill": True, **changes})
-        return Spiller(job, out, first), queue, out  # type: ignore[arg-type]
+        return Spiller(job, publisher, first), queue, lambda newest: [one.set() for one in out[: newest + 1]]
 
     return made
 
 
-async def test_a_share_is_spilled_once_its_version_is_out_and_steps_keep_their_order(make) -> None:
-    spiller, queue, out = make()
+def steps(queue: AsyncMock) -> list[int]:
+    return [call.args[0] for call in queue.spill.await_args_list]
+
+
+async def test_a_share_is_spilled_once_its_version_is_out_and_steps_keep_their_order(make: Callable[..., Made]) -> None:
+    spiller, queue, publish = make()
     await spiller.begin(share(0))
     second = asyncio.create_task(spiller.begin(share(1)))
     await asyncio.sleep(0)
-    assert queue.calls == []
-    await out.publish(1)
+    assert steps(queue) == []
+    publish(1)
     await asyncio.wait_for(second, 60)
-    assert queue.calls == [(0, ["train/0#0", "train/0#1"])]
-    await out.publish(2)
+    queue.spill.assert_awaited_once_with(0, ["train/0#0", "train/0#1"])
+    publish(2)
     await asyncio.wait_for(spiller.settle(), 60)
-    assert queue.calls[1:] == [(1, ["train/1#0", "train/1#1"])]
-    assert queue.waits == [("trainer", "spill")] * 2
+    queue.spill.assert_awaited_with(1, ["train/1#0", "train/1#1"])
     await spiller.settle()
-    assert len(queue.waits) == 2
+    assert [call.args[:2] for call in queue.add_wait.await_args_list] == [("trainer", "spill")] * 2
 
 
 @pytest.mark.parametrize("call", ["begin", "settle"])
-async def test_a_failure_is_raised_at_the_next_call_and_not_again(make, call: str) -> None:
-    spiller, queue, out = make()
-    await out.publish(9)
-    queue.failure = OSError(28, "No space left on device")
+async def test_a_failure_is_raised_at_the_next_call_and_not_again(make: Callable[..., Made], call: str) -> None:
+    spiller, queue, publish = make()
+    publish(9)
+    queue.spill.side_effect = OSError(28, "No space left on device")
     await spiller.begin(share(0))
     with pytest.raises(OSError, match="No space left"):
         await (spiller.begin(share(1)) if call == "begin" else spiller.settle())
-    queue.failure = None
-    await spiller.begin(share(0))
+    queue.spill.side_effect = None
+    await spiller.begin(share(2))
     await spiller.settle()
-    assert [step for step, _ in queue.calls] == [0]
+    assert steps(queue) == [0, 2]
 
 
-async def test_a_version_that_never_comes_out_is_an_error(make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_version_that_never_comes_out_is_an_error(
+    make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("penstock.trainer.state.saver.SPILL_TIMEOUT_S", 0.0)
     spiller, _, _ = make()
     await spiller.begin(share(0))
@@ -110,27 +90,23 @@ async def test_a_version_that_never_comes_out_is_an_error(make, monkeypatch: pyt
         await spiller.settle()
 
 
-async def test_close_ends_what_is_under_way(make) -> None:
-    spiller, queue, out = make()
+async def test_close_ends_what_is_under_way(make: Callable[..., Made]) -> None:
+    spiller, queue, publish = make()
     await spiller.close()
     await spiller.begin(share(0))
     await asyncio.wait_for(spiller.close(), 60)
-    await out.publish(1)
+    publish(1)
     await asyncio.sleep(0)
-    assert queue.calls == []
+    assert steps(queue) == []
 
 
-async def test_without_the_setting_nothing_is_spilled(make) -> None:
-    spiller, queue, out = make(spill=False)
-    await out.publish(1)
+@pytest.mark.parametrize(("settings", "spilled"), [({"spill": False}, []), ({"first": False}, [0])])
+async def test_only_the_first_rank_counts_the_wait_and_without_the_setting_nothing_is_spilled(
+    make: Callable[..., Made], settings: dict[str, Any], spilled: list[int]
+) -> None:
+    spiller, queue, publish = make(**settings)
+    publish(1)
     await spiller.begin(share(0))
     await spiller.settle()
-    assert (queue.calls, queue.waits) == ([], [])
-
-
-async def test_only_the_first_rank_counts_the_wait(make) -> None:
-    spiller, queue, out = make(first=False)
-    await out.publish(1)
-    await spiller.begin(share(0))
-    await spiller.settle()
-    assert (len(queue.calls), queue.waits) == (1, [])
+    assert steps(queue) == spilled
+    queue.add_wait.assert_not_awaited()

@@ -12,12 +12,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from safetensors.torch import load_file
-from trainer_support import ScriptedQueue, make_job
+from trainer_support import ProducingQueue, assert_weights, final_weights, make_job
 
-from penstock.trainer import TrainJob, train
+from penstock.trainer import train
 from penstock.trainer.engines.fsdp.host_states import HostStates
-from penstock.transfer_queue import Limits, OverBudget, TurnCall, TurnReport, Turns, TurnSettings, TurnTable
+from penstock.transfer_queue import Limits, OverBudget, TurnCall, TurnReport, Turns, TurnSettings
 
 pytestmark = pytest.mark.torch
 LIMITS = Limits(group_size=4, groups_per_step=2, max_staleness=1)
@@ -47,20 +46,19 @@ def test_tensors_of_another_device_stay() -> None:
     assert torch.equal(here, torch.ones(4))
 
 
-class SharingQueue(ScriptedQueue):
+class SharingQueue(ProducingQueue):
     """With turns, and an engine that takes the devices whenever it can, for `BUSY` calls at a time."""
 
     BUSY = 2
 
     def __init__(self, budget: int) -> None:
         super().__init__(LIMITS)
-        self.table = TurnTable(lambda: 0.0)
         self.budget = budget
         self._busy = self._number = 0
 
     async def take_turn(self, call: TurnCall) -> Turns:
         self._of_engine(holds=False)
-        found = self.table.take(call)
+        found = self._turns.take(call)
         if not call.holds:
             self._busy = self.BUSY
             self._of_engine(holds=True)
@@ -71,20 +69,16 @@ class SharingQueue(ScriptedQueue):
         if holds or self._busy <= 0:
             self._number += 1
             size = self.budget if holds else 0
-            self.table.take(TurnCall("engine", "e", self._number, holds, 60.0, size, size, self.budget))
+            self._turns.take(TurnCall("engine", "e", self._number, holds, 60.0, size, size, self.budget))
 
     @property
     def of_trainer(self) -> list[TurnReport]:
-        return [report for report in self.table.reports if report.side == "trainer"]
+        return [report for report in self._turns.reports if report.side == "trainer"]
 
 
 def folder(parent: Path, name: str) -> Path:
     (parent / name).mkdir(exist_ok=True)
     return parent / name
-
-
-def final_weights(job: TrainJob) -> dict[str, Any]:
-    return load_file(job.run_dir / "final_model" / "model.safetensors")
 
 
 CONFIGS: list[dict[str, Any]] = [
@@ -96,15 +90,14 @@ CONFIGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("config", CONFIGS, ids=["plain", "critic-reference-bfloat16"])
 async def test_a_run_in_turns_is_the_run_alone(tmp_path: Path, tiny_model: str, config: dict[str, Any]) -> None:
     """The same weights bit for bit; nothing is on the devices while an engine is, with checkpoints and publishing."""
-    alone = make_job(folder(tmp_path, "alone"), tiny_model, {"steps": 4, **config}, queue=ScriptedQueue(LIMITS))
+    alone = make_job(folder(tmp_path, "alone"), tiny_model, {"steps": 4, **config})
     await train(alone)
     budget = 64 << 20
     queue = SharingQueue(budget)
     turn = TurnSettings(budget, hand_over_s=60.0)
     shared = make_job(folder(tmp_path, "shared"), tiny_model, {"steps": 4, **config}, queue=queue, turn=turn)
     await train(shared)
-    expected = final_weights(alone)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in final_weights(shared).items())
+    assert_weights(shared, final_weights(alone))
     states = max(report.bytes for report in queue.of_trainer[1:])
     assert 0 < max(report.used for report in queue.of_trainer) <= states
     assert all(report.used == 0 for report in queue.of_trainer if not report.holds)
@@ -112,13 +105,13 @@ async def test_a_run_in_turns_is_the_run_alone(tmp_path: Path, tiny_model: str, 
     loaded, *fullest = (max(report.used for report in turn) for holds, turn in turns if holds)
     assert len(fullest) == 5, "four steps and the final model"
     assert min(fullest) > loaded, "gradients or moments are reported too, however short the turn is"
-    assert all(report.total_bytes <= budget for report in queue.table.reports)
-    assert queue.waits["trainer:turn"] > 0
+    assert all(report.total_bytes <= budget for report in queue._turns.reports)
+    assert queue._waits["trainer:turn"] > 0
 
 
 async def test_it_resumes_in_turns(tmp_path: Path, tiny_model: str) -> None:
     """A checkpoint that is being written while the states leave their device is whole."""
-    alone = make_job(folder(tmp_path, "alone"), tiny_model, {"checkpoint_every": 1}, queue=ScriptedQueue(LIMITS))
+    alone = make_job(folder(tmp_path, "alone"), tiny_model, {"checkpoint_every": 1})
     await train(alone)
     queue, turn = SharingQueue(64 << 20), TurnSettings(64 << 20)
     first = make_job(
@@ -127,8 +120,7 @@ async def test_it_resumes_in_turns(tmp_path: Path, tiny_model: str) -> None:
     await train(first)
     second = make_job(folder(tmp_path, "shared"), tiny_model, {"checkpoint_every": 1}, queue=queue, turn=turn)
     await train(second)
-    expected = final_weights(alone)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in final_weights(second).items())
+    assert_weights(second, final_weights(alone))
 
 
 async def test_only_the_thread_that_computes_reads_tensors(

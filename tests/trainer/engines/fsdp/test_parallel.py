@@ -17,9 +17,9 @@ import parallel_ranks
 from safetensors.torch import load_file
 from tests.tiny_model import save_tiny_model
 from torch.distributed.checkpoint import FileSystemReader
-from trainer_support import ENVIRONMENT, make_job, threads_of_gloo
+from trainer_support import ENVIRONMENT, threads_of_gloo
 
-from penstock.trainer import BadJob, Ranks, check_job
+from penstock.trainer import Ranks
 from penstock.trainer.engines.fsdp.tensor_parallel import CannotSplitModel, plan_of
 
 pytestmark = pytest.mark.torch
@@ -223,25 +223,3 @@ def test_what_cannot_be_split_is_refused_by_name(
     model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path, kind, **changes))
     with pytest.raises(CannotSplitModel, match=message):
         plan_of(model, 2)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"ranks": 3, "parallel": {"tensor": 2}}, r"trainer\.ranks is 3; one copy of the model takes 2"),
-        ({"ranks": 2, "parallel": {"pipeline": 2}}, r"fsdp has no trainer\.parallel\.pipeline"),
-        ({"ranks": 12, "parallel": {"tensor": 2, "context": 2}}, "groups_per_step only 2"),
-        ({"ranks": 4, "parallel": {"replicate": 3}}, r"trainer\.parallel\.replicate is 3, which does not divide the 4"),
-        (
-            {"ranks": 4, "parallel": {"replicate": 4, "tensor": 2}},
-            r"replicate is 4, .* the 2 copies .*each of 2 ranks",
-        ),
-        ({"engine": "megatron", "ranks": 2, "parallel": {"replicate": 2}}, r"trainer\.parallel\.replicate is of"),
-        ({"ranks": 2, "parallel": {"tensor": 2}, "compile": True}, r"trainer\.compile does not go with"),
-    ],
-)
-def test_a_layout_that_cannot_be_is_refused_before_anything_is_loaded(
-    tmp_path: Path, tiny_model: str, settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(BadJob, match=message):
-        check_job(make_job(tmp_path, tiny_model, settings))

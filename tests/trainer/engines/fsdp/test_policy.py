@@ -106,18 +106,6 @@ def test_tiles_change_neither_logprobs_nor_gradients(tiny_model: str, monkeypatc
     torch.testing.assert_close(results[0][1], results[1][1], atol=1e-5, rtol=1e-5)
 
 
-def test_a_row_is_blind_to_its_neighbours(tiny_model: str) -> None:
-    loaded = load_policy(tiny_model, 1.0)
-    first, second, third = rows(3)
-    other = replace(second, ids=np.flip(second.ids).copy())
-    with torch.no_grad():
-        before = loaded(join_rows([first, second, third])).logprobs
-        after = loaded(join_rows([first, other, third])).logprobs
-    n = len(first.targets)
-    assert torch.equal(before[:n], after[:n])
-    assert torch.equal(before[-len(third.targets) :], after[-len(third.targets) :])
-
-
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.tiny_model import save_tiny_model
+from trainer_support import ENVIRONMENT
 
 from penstock.trainer.engines.megatron import find_python
 from penstock.trainer.engines.megatron.settings import SETUP_HINT
@@ -74,9 +75,7 @@ def on_ranks(folder: Path, cases: Sequence[Case], *, cpu: bool = True) -> None:
     given = folder / "cases.json"
     given.write_text(json.dumps([case.as_json() for case in cases]))
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cases[0].ranks}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    if cpu:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
+    environment = {**ENVIRONMENT, **({"CUDA_VISIBLE_DEVICES": ""} if cpu else {})}
     done = subprocess.run(
         [PYTHON, *([] if cpu else torchrun), str(HERE / "rank.py"), str(given)],
         env=environment,

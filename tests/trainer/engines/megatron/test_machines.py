@@ -7,7 +7,6 @@ Both machines are this one. All cases go through one pair of torchruns: importin
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -19,8 +18,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_runs import HERE, INSTALLED, PYTHON, ROOT, Case, metrics, on_ranks, with_distinct_norms
+from megatron_runs import HERE, INSTALLED, PYTHON, Case, metrics, on_ranks, with_distinct_norms
 from safetensors.torch import load_file
+from trainer_support import ENVIRONMENT
 
 from penstock.deploy import Rendezvous
 from penstock.trainer.engines.megatron.settings import SETUP_HINT
@@ -57,7 +57,7 @@ def on_two_machines(folder: Path, cases: Sequence[Case]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
     halves = []
     for node in range(2):
         words = Rendezvous(2, node, endpoint).arguments(cases[0].ranks, "two-machines", folder)

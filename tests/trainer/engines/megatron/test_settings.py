@@ -3,40 +3,15 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from penstock.common import UnknownName
 from penstock.trainer import BadJob, TrainerConfig
-from penstock.trainer.engines import check_engine
 from penstock.trainer.engines.megatron import settings
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"advantage": "gae"}, "advantage=gae needs a critic"),
-        ({"lora": {"rank": 8}}, r"lora\.rank is of trainer\.engine fsdp"),
-        ({"offload": True}, r"offload is of trainer\.engine fsdp"),
-        ({"ranks": 3, "parallel": {"tensor": 2}}, "ranks is 3; one copy of the model takes 2"),
-        ({"ranks": 4, "parallel": {"pipeline": 2, "expert": 4}}, "expert is 4, which does not divide the 2 ranks"),
-        ({"ranks": 2, "engine": "fsdp", "parallel": {"pipeline": 2}}, "fsdp has no trainer.parallel.pipeline"),
-        ({"ranks": 2, "parallel": {"context": 2}}, "parallel.context is 2 and trainer.dtype float32"),
-    ],
-)
-def test_settings_that_cannot_be_served_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadJob, match=message):
-        check_engine(TrainerConfig(**{"engine": "megatron", **changes}))
-
-
-def test_an_unknown_engine_is_named() -> None:
-    with pytest.raises(UnknownName, match="did you mean 'megatron'"):
-        check_engine(TrainerConfig(engine="megatrn"))
 
 
 def test_a_machine_without_megatron_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
