@@ -23,8 +23,10 @@ from transformers import PreTrainedModel
 
 from penstock.rollout_server import LayerLoad
 from penstock.trainer.batch import ModelLimits
+from penstock.trainer.config import TrainerConfig
 from penstock.trainer.logprobs import Outputs
 from penstock.trainer.packing import Pack, RowLayout
+from penstock.trainer.ranks.distributed import Ranks
 from penstock.weight_sync import Shard
 
 
@@ -207,3 +209,15 @@ def peak_tflops(given: float | None, device: torch.device, dtype: str) -> float 
         return given
     name = torch.cuda.get_device_name(device)
     return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+
+
+def update_speed(
+    flops: Flops | None, config: TrainerConfig, ranks: Ranks, trained: tuple[int, int, int], seconds: float
+) -> dict[str, float]:
+    """Arithmetic of an update per second and rank, and as a share of the peak if that is known. `trained`: as
+    `Flops.of_update` takes them."""
+    if flops is None:
+        return {}
+    tflops = flops.of_update(*trained) / max(seconds, 1e-9) / ranks.world / 1e12
+    peak = peak_tflops(config.peak_tflops, ranks.device, config.dtype)
+    return {"tflops_per_s": tflops, **({"mfu": tflops / peak} if peak else {})}

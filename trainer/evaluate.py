@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from penstock.common import cancel_and_wait
 from penstock.trainer.data.rows import DatasetRow
 from penstock.trainer.state.recorder import Recorder
 from penstock.trainer.timeline import Timeline, Track
@@ -76,8 +77,7 @@ class Evaluator:
 
     async def close(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await cancel_and_wait([self._task])
             self._task = None
 
     def _raise_failure(self) -> None:

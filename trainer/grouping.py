@@ -97,14 +97,9 @@ def gae_of(rewards: Tensor, values: Tensor, episode: Tensor, gamma: float, lam: 
     goes_on = torch.zeros_like(rewards)
     goes_on[:-1] = (episode[1:] == episode[:-1]).to(rewards.dtype)
     following = values.roll(-1) * goes_on
-    deltas = rewards + gamma * following - values
-    return _backward_sum(deltas, gamma * lam * goes_on)
-
-
-def _backward_sum(deltas: Tensor, keep: Tensor) -> Tensor:
-    """a_m = d_m + keep_m · a_{m+1}. A plain loop over floats: a step has some 10⁵ of them, and it is exact."""
-    advantages = deltas.tolist()
-    factors = keep.tolist()
+    # A plain loop over floats: a step has some 10⁵ of them, and it is exact.
+    advantages = (rewards + gamma * following - values).tolist()
+    factors = (gamma * lam * goes_on).tolist()
     for index in reversed(range(len(advantages) - 1)):
         advantages[index] += factors[index] * advantages[index + 1]
-    return torch.tensor(advantages, dtype=deltas.dtype)
+    return torch.tensor(advantages, dtype=rewards.dtype)

@@ -72,7 +72,9 @@ class Learner:
         if self._scores_first:
             minibatches = self._with(minibatches, self._engine.score, "proximal")
         if self._config.kl.needs_reference or self._has_implicit:
-            minibatches = self._with(minibatches, self._score_reference, "reference")
+            # By the reference's own experts: those of the engine are another policy's choice.
+            score = lambda packs: self._engine.score_reference([replace(pack, experts=None) for pack in packs])  # noqa: E731
+            minibatches = self._with(minibatches, score, "reference")
         kl_rewards, kl = self._kl_rewards(minibatches, batch) if self._config.kl.in_reward else (None, 0.0)
         values = self._in_order(minibatches, self._engine.values, batch) if self._engine.has_critic else None
         implicit = self._implicit_rewards(minibatches, values) if self._has_implicit else None
@@ -116,10 +118,6 @@ class Learner:
         metrics = step_metrics(batch, tally.reduce(self._ranks), updates)
         loads = self._engine.take_router_loads()
         return metrics if loads is None else {**metrics, **router_metrics(loads, self._ranks)}
-
-    def _score_reference(self, packs: Sequence[Pack]) -> list[Tensor]:
-        """By the reference's own experts: those of the engine are another policy's choice."""
-        return self._engine.score_reference([replace(pack, experts=None) for pack in packs])
 
     @property
     def _scores_first(self) -> bool:

@@ -116,7 +116,9 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy = sums.log_total - sums.mean
         ctx.save_for_backward(hidden, weight, bias, targets, ids, sums.log_total, entropy, sums.log_rest)
         ctx.head, ctx.with_entropy = head, with_entropy
-        return sums.target - sums.log_total, entropy, _coarse(sums, ids)
+        coarse = torch.cat([sums.some, sums.log_rest[:, None]], 1) - sums.log_total[:, None]
+        coarse[:, :-1].masked_fill_(ids < 0, -math.inf)
+        return sums.target - sums.log_total, entropy, coarse
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -144,13 +146,6 @@ class _Sums(NamedTuple):
     """[n, k] z of the ids that are asked for"""
     log_rest: Tensor
     """[n] log Σ exp z over all other ids; −inf where there are none, and where no ids are asked for"""
-
-
-def _coarse(sums: _Sums, ids: Tensor) -> Tensor:
-    """[n, k + 1]"""
-    logs = torch.cat([sums.some, sums.log_rest[:, None]], 1) - sums.log_total[:, None]
-    logs[:, :-1].masked_fill_(ids < 0, -math.inf)
-    return logs
 
 
 def _sums(

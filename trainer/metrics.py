@@ -155,7 +155,8 @@ def router_metrics(loads: RouterLoads, ranks: Ranks) -> dict[str, float]:
     experts = (summed.shape[1] - 3) // 2
     load, probability = (part / tokens[:, None] for part in (summed[:, :experts], summed[:, experts:-3]))
     peaks = (load.amax(1) / load.mean(1)).tolist()
-    entropies = [_entropy_share(layer) for layer in load]
+    shares = load / load.sum(1, keepdim=True)
+    entropies = (-torch.special.xlogy(shares, shares).sum(1) / math.log(experts)).tolist()
     found = {
         "moe/load_max_over_mean": max(peaks),
         "moe/load_entropy": min(entropies),
@@ -167,12 +168,6 @@ def router_metrics(loads: RouterLoads, ranks: Ranks) -> dict[str, float]:
     if loads.has_aux_loss:
         found["moe/aux_loss"] = float(experts * (load.mean(0) * probability.mean(0)).sum())
     return found
-
-
-def _entropy_share(load: Tensor) -> float:
-    """load [E] → its entropy over that of an even one"""
-    share = load / load.sum()
-    return float(-torch.special.xlogy(share, share).sum()) / math.log(len(load))
 
 
 def means_by_episode(tokens: Tensor, batch: StepBatch) -> Tensor:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from penstock.rollout_server import find_model
+from penstock.trainer.background import BackgroundWork
 from penstock.trainer.engine import Engine
 from penstock.trainer.job import TrainJob
 from penstock.trainer.ranks.distributed import Ranks, TorchThread
@@ -38,13 +39,13 @@ POLL_S = 0.1
 logger = logging.getLogger(__name__)
 
 
-class Publisher:
+class Publisher(BackgroundWork):
     """Every rank has one (gathering the weights is a collective); rank 0's writes. `published` is equal on all."""
 
     def __init__(
         self, job: TrainJob, engine: Engine, ranks: Ranks, in_torch: TorchThread, timeline: Timeline | None = None
     ) -> None:
-        self._queue = job.run.queue
+        super().__init__(job.run.queue, "publish")
         self._timeline = timeline or Timeline()
         self._dtype = getattr(torch, job.rollout.dtype)
         self._write_timeout_s = job.config.publish_timeout_s
@@ -71,7 +72,6 @@ class Publisher:
         """Whether each rank keeps a copy of its own share."""
         self._source: WeightSource | None = None
         """This rank's copies, where it does."""
-        self._task: asyncio.Task[None] | None = None
         self.published = 0
         """Newest version that the queue has, or will have when `settle` returns."""
         self.last_s = 0.0
@@ -122,16 +122,6 @@ class Publisher:
             work = self._write(version, partial(write, self._files), renew)
             self._task = asyncio.create_task(work, name=f"publish version {version}")
 
-    async def settle(self) -> None:
-        """Wait until what was announced is out; raises what went wrong (no space, queue away, `TrainerFenced`)."""
-        if self._task is not None:
-            began = time.monotonic()
-            try:
-                await self._task
-            finally:
-                self._task = None
-            await self._queue.add_wait("trainer", "publish", time.monotonic() - began)
-
     async def until_published(self, version: int) -> None:
         """Wait until the queue has `version`, without taking part in the writing. The caller sets the deadline."""
         if self._ranks.is_rank0:
@@ -160,9 +150,7 @@ class Publisher:
                 await self._queue.renew_manifest(self._newest)
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await super().close()
         if self._files is not None:
             await self._files.close()
         if self._source is not None:

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from penstock.common import Backoff
+from penstock.common import Backoff, cancel_and_wait
 from penstock.trainer.batch import ModelLimits, StepBatch, make_step_batch, row_cost, share_of, without_greedy
 from penstock.trainer.data.rows import Feeder
 from penstock.trainer.job import TrainJob, needs_of_advantage
@@ -88,8 +88,7 @@ class BatchSource:
 
     async def close(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await cancel_and_wait([self._task])
 
     async def _fetch(self, step: int) -> StepBatch:
         batch = await self._lease(step)

@@ -21,7 +21,7 @@ from penstock.common import pattern_of
 from penstock.trainer.batch import GREEDY_MEMBER, BadBatch, StepBatch
 from penstock.trainer.data.order import CurriculumTasks, StreamedTasks
 from penstock.trainer.data.rows import DatasetRow, DataStream, Feeder, TaskOrder, load_rows
-from penstock.trainer.engine import Engine, peak_tflops
+from penstock.trainer.engine import Engine, update_speed
 from penstock.trainer.engines import ENGINES
 from penstock.trainer.evaluate import Evaluator
 from penstock.trainer.export import save_final_model
@@ -33,8 +33,8 @@ from penstock.trainer.ranks.agreement import check_same_batch
 from penstock.trainer.ranks.distributed import Ranks, TorchThread
 from penstock.trainer.ranks.heartbeat import Heartbeat
 from penstock.trainer.ranks.preemption import Preemption
-from penstock.trainer.sinks import SINKS, MetricSink, SinkJob
-from penstock.trainer.sinks.async_sink import AsyncSink
+from penstock.trainer.sinks import SinkJob
+from penstock.trainer.sinks.async_sink import open_sinks
 from penstock.trainer.source import BatchSource
 from penstock.trainer.state.recorder import Recorder
 from penstock.trainer.state.saver import Saver, Spiller
@@ -187,20 +187,12 @@ class Trainer:
             "checkpoints_damaged": self.saver.damaged,
             "tokens_per_s": metrics["tokens"] / busy_s,
         }
-        times |= self._speed(metrics, busy_s)
+        trained = metrics["tokens"], metrics["tokens_sampled"], metrics["tokens_squared"]
+        times |= update_speed(self.engine.flops, self.job.config, self.ranks, trained, busy_s)
         by_episode = means_by_episode(advantages, batch)
         with self.timeline.during(Track.STEPS, "record", batch.step):
             await asyncio.to_thread(self.recorder.step, batch, {**metrics, **of_order, **times}, by_episode)
         await asyncio.to_thread(self.timeline.write)
-
-    def _speed(self, metrics: Mapping[str, Any], busy_s: float) -> dict[str, float]:
-        """Arithmetic of the update, per second and rank, and as a share of the peak where that is known."""
-        if self.engine.flops is None:
-            return {}
-        trained = metrics["tokens"], metrics["tokens_sampled"], metrics["tokens_squared"]
-        tflops = self.engine.flops.of_update(*trained) / busy_s / self.ranks.world / 1e12
-        peak = peak_tflops(self.job.config.peak_tflops, self.ranks.device, self.job.config.dtype)
-        return {"tflops_per_s": tflops, **({"mfu": tflops / peak} if peak else {})}
 
     async def save(self) -> None:
         with self.timeline.during(Track.STEPS, "save", max(self.step - 1, 0)):
@@ -300,7 +292,8 @@ def first_rank_parts(job: TrainJob, timeline: Timeline) -> tuple[Feeder, Recorde
             rows[number] = replace(row, group_size=sources[pattern].group_size)
     eval_rows = load_rows(job.data.eval, job.data.eval_limit) if job.data.eval else []
     feeder = Feeder(job.run.queue, job.limits, _order_of(job, rows), job.config.steps)
-    stopping, sinks = Stopping(job.config.stop), [*job.watchers, *_sinks(job)]
+    stopping = Stopping(job.config.stop)
+    sinks = [*job.watchers, *open_sinks(job.config.sinks, SinkJob(job.run_dir, job.settings))]
     recorder = Recorder(job.run_dir, job.run.model, job.config.save_trajectories, stopping, sinks)
     return feeder, recorder, Evaluator(job.run.queue, eval_rows, recorder, timeline)
 
@@ -315,10 +308,3 @@ def _order_of(job: TrainJob, rows: Sequence[DatasetRow]) -> TaskOrder:
         return CurriculumTasks(rows, data.curriculum, job.run_dir, seed, shuffle=data.shuffle, sampling=sampling)
     except ValueError as error:
         raise BadJob(f"data.curriculum: {error}") from error
-
-
-def _sinks(job: TrainJob) -> list[MetricSink]:
-    """Those that the recipe names; the recorder has ``jsonl`` by itself."""
-    sink_job = SinkJob(job.run_dir, job.settings)
-    names = [name for name in dict.fromkeys(job.config.sinks) if name != "jsonl"]
-    return [AsyncSink(name, SINKS.get(name), sink_job) for name in names]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from unittest.mock import ANY, MagicMock
 
 from trainer_support import make_trajectory
 
@@ -31,25 +31,14 @@ def test_nothing_was_sampled() -> None:
     assert by_version([], 3) == {}
 
 
-class Recorded:
-    """What a recorder is given."""
-
-    def __init__(self) -> None:
-        self.results: list[dict[str, float]] = []
-
-    def evaluation(self, version: int, result: dict[str, float], seconds: float) -> None:
-        self.results.append(result)
-
-
 async def test_evaluate_stuck_one_lets_the_next_start() -> None:
-    queue, recorder = MemoryTransferQueue(), Recorded()
+    queue, recorder = MemoryTransferQueue(), MagicMock()
     await queue.create_run(Limits(2, 1, 0), "")
     row = DatasetRow([{"role": "user", "content": "?"}], "test", "1", None, {})
-    made: Any = recorder
-    evaluator = Evaluator(queue, [row], made, idle_timeout_s=0.05)
+    evaluator = Evaluator(queue, [row], recorder, idle_timeout_s=0.05)
     assert evaluator.start(1)
     assert not evaluator.start(2)
     await evaluator.settle()  # no worker takes the episode
     assert evaluator.start(2)
     await evaluator.close()
-    assert recorder.results == [{"episodes": 0.0, "failed": 1.0}]
+    recorder.evaluation.assert_called_once_with(1, {"episodes": 0.0, "failed": 1.0}, ANY)

@@ -315,9 +315,7 @@ async def test_lost_updates_are_said_and_lost_checkpoints_stop(
 async def test_a_batch_that_does_not_come_names_the_cause(tmp_path: Path, tiny_model: str) -> None:
     job = make_job(tmp_path, tiny_model, {"batch_timeout_s": 0.3})
     job.run.queue.starved = True
-    with pytest.raises(
-        BatchTimeout, match=r"no batch for step 0 within 0 s .*: 6 groups queued\. TransferQueue: version 0"
-    ):
+    with pytest.raises(BatchTimeout, match=r"no batch for step 0 .*trainer\.batch_timeout_s.* 6 queued\. .*version 0"):
         await train(job)
 
 

@@ -24,6 +24,7 @@ from penstock.transfer_queue import Announcement, ServerInfo, Task, TrainerFence
 from penstock.weight_sync import Manifest, NoSpace, Shard, WeightFiles, read_verified
 
 pytestmark = pytest.mark.torch
+TOKEN = "the-token-of-this-run"
 
 
 class OneTensor:
@@ -68,7 +69,7 @@ async def open_setting(tmp_path: Path, ranks: Ranks) -> AsyncIterator[Callable[.
 
     async def open_one(**rollout: Any) -> Setting:
         job, engine = (
-            make_job(tmp_path, "", token="secret", rollout={"weight_transport": "shm", **rollout}),
+            make_job(tmp_path, "", token=TOKEN, rollout={"weight_transport": "shm", **rollout}),
             OneTensor(),
         )
         tasks = [Task(task_name(number), "train", [], "test", None) for number in range(8)]
@@ -129,11 +130,13 @@ async def test_a_replaced_trainer_writes_over_no_file(
     theirs = file.with_name(file.name.replace("1", "2"))
     theirs.write_bytes(b"of the trainer in its place")
 
+    await setting.queue.lease_batch(1)
+
     async def fenced() -> None:
         raise TrainerFenced("epoch 1: another trainer has claimed the run, epoch 2")
 
     monkeypatch.setattr(setting.queue, "check_training", fenced)
-    await setting.step(2, settle=False)
+    await setting.publisher.announce(2)
     with pytest.raises(TrainerFenced):
         await setting.publisher.settle()
     assert theirs.read_bytes() == b"of the trainer in its place"

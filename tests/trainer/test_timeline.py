@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
+pytest.importorskip("torch")
+
+from trainer_support import make_job
+
 from penstock.common import read_jsonl
-from penstock.trainer import TIMELINE_FILE, Track
+from penstock.trainer import TIMELINE_FILE, Track, train
 from penstock.trainer.timeline import Timeline
+
+pytestmark = pytest.mark.torch
 
 
 def test_intervals_are_written_in_the_order_of_their_ends(tmp_path) -> None:
@@ -44,3 +51,19 @@ def test_other_ranks_write_nothing(tmp_path) -> None:
         pass
     timeline.write()
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_times_of_every_phase_are_left(tmp_path: Path, tiny_model: str) -> None:
+    job = make_job(tmp_path, tiny_model, {"steps": 2, "checkpoint_every": 1})
+    await train(job)
+    lines = read_jsonl(job.run_dir / TIMELINE_FILE, broken="skip")
+    of_steps = [(line["name"], line["number"]) for line in lines if line["track"] == "steps"]
+    phases = ["wait", "score", "advantages", "update", "announce", "record", "save"]
+    assert of_steps[:14] == [(name, step) for step in (0, 1) for name in phases]
+    assert [line["number"] for line in lines if line["track"] == "publish"] == [1, 2]
+    assert {line["number"] for line in lines if line["track"] == "checkpoint"} == {1, 2}
+    starts = [line["at_unix_s"] for line in lines if line["track"] == "steps"]
+    assert starts == sorted(starts)
+    row = read_jsonl(job.run_dir / "metrics.jsonl")[1]
+    spent = sum(line["s"] for line in lines if line["track"] == "steps" and line["number"] == 1)
+    assert spent <= row["wall_s"] + sum(line["s"] for line in lines if line["name"] in ("record", "save"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +43,13 @@ BATCHES = {0: [["train/3#0", "train/3#1"], ["train/7#0"]], 12: [["train/9#1"]]}
 """Of a checkpoint that `save` makes."""
 ROWS = 10
 """Tasks of an epoch."""
+
+
+def run_ranks(program: str, *arguments: object) -> None:
+    """A program of this folder, which starts ranks."""
+    command = [sys.executable, str(HERE / program), *map(str, arguments)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def make_segment(rng: np.random.Generator, version: int, prompt: int = 6, response: int = 14) -> Segment:

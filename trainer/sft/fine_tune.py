@@ -11,7 +11,6 @@ the same bits. Checkpoints are written in the background and sealed by rank 0 be
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import threading
@@ -24,11 +23,10 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.common import append_jsonl, iter_jsonl, rewrite_jsonl, write_atomically
 from penstock.trainer.batch import Row, make_row, number_tokens
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.data.rows import DataStream
-from penstock.trainer.engine import peak_tflops
+from penstock.trainer.engine import update_speed
 from penstock.trainer.engines import check_engine
 from penstock.trainer.engines.fsdp.engine import FSDPEngine
 from penstock.trainer.export import save_final_model
@@ -38,10 +36,10 @@ from penstock.trainer.packing import Pack, pack_rows
 from penstock.trainer.ranks.distributed import Ranks, TorchThread
 from penstock.trainer.sft.config import SftConfig
 from penstock.trainer.sft.conversations import ConversationFile
-from penstock.trainer.sinks import SINKS, MetricSink, SinkJob
-from penstock.trainer.sinks.async_sink import AsyncSink
-from penstock.trainer.sinks.jsonl import JsonLines
+from penstock.trainer.sinks import SINKS, SinkJob
+from penstock.trainer.sinks.async_sink import open_sinks
 from penstock.trainer.state.checkpoint import CheckpointStore, save_timeout_s
+from penstock.trainer.state.recorder import Records
 from penstock.trainer.state.restore import newest_whole
 from penstock.trainer.stopping import Stopping, TrainingDiverged
 from penstock.transfer_queue import DataCursor
@@ -123,8 +121,11 @@ class FineTuning:
         self._order = DataStream(len(self._train), job.seed, shuffle=True)
         self._engine = FSDPEngine(job.model, self._config, ranks)
         self._checkpoints = SftCheckpoints(job, self._engine, ranks)
-        self._records = SftRecords(job) if ranks.is_rank0 else None
         self._bad_steps = 0
+        self._records: Records | None = None
+        if ranks.is_rank0:
+            sinks = open_sinks(self._config.sinks, SinkJob(job.run_dir, job.settings))
+            self._records = Records(job.run_dir, Stopping(self._config.stop), sinks)
 
     def run(self, stopped: Callable[[], bool]) -> None:
         """Until the last step, or until any rank is told to stop."""
@@ -192,7 +193,8 @@ class FineTuning:
             "tokens_per_s": tokens / max(wall_s, 1e-9),
             "checkpoints_damaged": self._checkpoints.damaged,
         }
-        self._records.step(step + 1, metrics | self._speed(tokens, trained, squares, wall_s))
+        speed = update_speed(self._engine.flops, self._config, self._ranks, (tokens, trained, squares), wall_s)
+        self._records.metrics(step + 1, metrics | speed)
 
     def _rows(self, file: ConversationFile, numbers: Sequence[int]) -> list[Row]:
         """This rank's share of them."""
@@ -202,14 +204,6 @@ class FineTuning:
             for place, number in enumerate(mine)
         ]
         return number_tokens(rows)
-
-    def _speed(self, tokens: int, trained: int, squares: int, wall_s: float) -> dict[str, float]:
-        if self._engine.flops is None:
-            return {}
-        done = self._engine.flops.of_update(tokens, trained, squares)
-        tflops = done / max(wall_s, 1e-9) / self._ranks.world / 1e12
-        peak = peak_tflops(self._config.peak_tflops, self._ranks.device, self._config.dtype)
-        return {"tflops_per_s": tflops, **({"mfu": tflops / peak} if peak else {})}
 
     # between steps -------------------------------------------------------------------------------------------------
     def _after(self, version: int) -> None:
@@ -327,48 +321,3 @@ class SftCheckpoints:
         future.result(self._timeout_s)
         if self._ranks.is_rank0:
             self._store.seal(step, DataCursor(), self._ranks.world, {})
-
-
-class SftRecords:
-    """Rank 0's files: metrics.jsonl, eval.jsonl, ended.json, and the recipe's sinks."""
-
-    def __init__(self, job: SftJob) -> None:
-        self._evaluations, self._ended = job.run_dir / "eval.jsonl", job.run_dir / "ended.json"
-        self._lines = JsonLines(job.run_dir)
-        names = [name for name in dict.fromkeys(job.config.sinks) if name != "jsonl"]
-        sink_job = SinkJob(job.run_dir, job.settings)
-        self._sinks: list[MetricSink] = [self._lines, *(AsyncSink(name, SINKS.get(name), sink_job) for name in names)]
-        self._stopping = Stopping(job.config.stop)
-
-    def rewind(self, step: int) -> None:
-        """Forget `step` and later: they are trained again. A line that a crash cut short goes too."""
-        # Version 0 is measured again where nothing is trained.
-        known = [line for line in iter_jsonl(self._evaluations) if line["version"] <= step and step]
-        rewrite_jsonl(self._evaluations, known)
-        for sink in self._sinks:
-            sink.rewind(step)
-        self._ended.unlink(missing_ok=True)
-        self._stopping.begin(self._lines.lines())
-
-    def step(self, version: int, metrics: Mapping[str, Any]) -> None:
-        for sink in self._sinks:
-            sink.step(version, metrics)
-        self._stopping.see(version, metrics)
-
-    def evaluation(self, version: int, result: Mapping[str, float], wall_s: float) -> None:
-        append_jsonl(self._evaluations, [{"version": version, **result, "wall_s": wall_s}])
-        named = {f"eval/{name}": value for name, value in result.items()}
-        for sink in self._sinks:
-            sink.evaluation(version, named)
-        self._stopping.see(version, named)
-
-    def why_over(self) -> str | None:
-        return self._stopping.why()
-
-    def ended(self, version: int, why: str) -> None:
-        logger.info("over at version %d: %s", version, why)
-        write_atomically(self._ended, json.dumps({"version": version, "why": why}) + "\n")
-
-    def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()

@@ -69,3 +69,20 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
             if isinstance(one, int | float):
                 found[full] = one
     return found
+
+
+def plain_text(record: Record) -> str:
+    """Prompt and runs as they were fed and sampled, each under a line that says which; ids where there is no text."""
+    head = f"{record['episode_id']}  reward {record['reward']}  {record['outcome']['kind']}"
+    parts = [head]
+    for segment in record["segments"]:
+        parts += ["── prompt", _text(segment["prompt"])]
+        for run in segment["runs"]:
+            versions = ", ".join(str(version) for version, _ in run.get("versions", ()))
+            title = f"sampled, version {versions}" if versions else "sampled"
+            parts += [f"── {title if run['mask'] else 'fed'}", _text(run["text"])]
+    return "\n".join(parts)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else " ".join(map(str, value))

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from penstock.trainer.sinks import MakeSink, MetricSink, Record, SinkJob
+from penstock.trainer.sinks import SINKS, MakeSink, MetricSink, Record, SinkJob
 
 logger = logging.getLogger(__name__)
 MOST_WAITING = 1024
@@ -82,3 +82,8 @@ class AsyncSink:
                 "trainer.sinks: %s failed and is left out from here on, the run continues without it: %s: %s",
                 *(self._name, type(error).__name__, error),
             )
+
+
+def open_sinks(names: Sequence[str], job: SinkJob) -> list[MetricSink]:
+    """Those that the recipe names; a recorder has ``jsonl`` by itself."""
+    return [AsyncSink(name, SINKS.get(name), job) for name in dict.fromkeys(names) if name != "jsonl"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.trainer.sinks import SINKS, MetricSink, Record, SinkJob, numbers
-from penstock.trainer.sinks.text import plain_text
+from penstock.trainer.sinks import SINKS, MetricSink, Record, SinkJob, numbers, plain_text
 
 
 class Board:

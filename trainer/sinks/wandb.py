@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.trainer.sinks import SINKS, MetricSink, Record, SinkJob, numbers
-from penstock.trainer.sinks.text import plain_text
+from penstock.trainer.sinks import SINKS, MetricSink, Record, SinkJob, numbers, plain_text
 
 VERSION = "version"
 """The axis of every curve: evaluations come late, and W&B's own step may never go back."""

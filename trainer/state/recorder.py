@@ -31,55 +31,36 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Recorder:
-    """Only rank 0 records, one call at a time: a line appended while the file is rewritten would be lost.
+class Records:
+    """Rank 0's numbers of a run: metrics.jsonl, eval.jsonl, ended.json, and its sinks. One call at a time: a line that
+    is appended while the file is rewritten would be lost.
 
     Lines are flushed as they are written; a rewritten file is replaced atomically.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        model: str,
-        save_trajectories: int,
-        stopping: Stopping,
-        further: Sequence[MetricSink] = (),
-    ) -> None:
+    def __init__(self, run_dir: Path, stopping: Stopping, further: Sequence[MetricSink] = ()) -> None:
         """`further`: sinks besides ``metrics.jsonl``; none of their calls may raise."""
-        self._steps = run_dir / "steps.jsonl"
-        self._evaluations = run_dir / "eval.jsonl"
-        self._ended = run_dir / "ended.json"
-        self._save_trajectories = save_trajectories
+        self._evaluations, self._ended = run_dir / "eval.jsonl", run_dir / "ended.json"
         self._stopping = stopping
         self._one_at_a_time = threading.Lock()
         self._lines = JsonLines(run_dir)
-        self._images = run_dir / FOLDER
         self._sinks: Sequence[MetricSink] = (self._lines, *further)
-        self._tokenizer = _tokenizer(model)
 
     def rewind(self, step: int) -> None:
         """Forget `step` and later: they are trained again. A line that a crash cut short goes too."""
-        rewrite_jsonl(self._steps, (line for line in iter_jsonl(self._steps) if line["step"] < step))
-        rewrite_jsonl(self._evaluations, (line for line in iter_jsonl(self._evaluations) if line["version"] <= step))
+        # Version 0 is measured again where nothing is trained.
+        known = (line for line in iter_jsonl(self._evaluations) if step and line["version"] <= step)
+        rewrite_jsonl(self._evaluations, known)
         for sink in self._sinks:
             sink.rewind(step)
         self._ended.unlink(missing_ok=True)
         self._stopping.begin(self._lines.lines())
 
-    def step(self, batch: StepBatch, metrics: Mapping[str, Any], advantages: Tensor) -> None:
-        """Everything of one step. The step's episodes are written first: the account is never behind the metrics."""
-        episodes = [episode for group in batch.groups for episode in group]
-        chosen = kept_of([t.reward for t in batch.trajectories], self._save_trajectories)
-        self._keep_images([batch.trajectories[n] for n in chosen])
-        weights = advantages.tolist()
-        records = [readable_trajectory(batch.trajectories[n], weights[n], self._tokenizer) for n in chosen]
-        with self._one_at_a_time:
-            append_jsonl(self._steps, [{"step": batch.step, "version": batch.step + 1, "episodes": episodes}])
-            for sink in self._sinks:
-                sink.trajectories(batch.step, records)
-                sink.step(batch.step + 1, metrics)
-        self._stopping.see(batch.step + 1, metrics)
-        self._stopping.check(metrics)
+    def metrics(self, version: int, metrics: Mapping[str, Any]) -> None:
+        """The numbers of the step that made `version`."""
+        for sink in self._sinks:
+            sink.step(version, metrics)
+        self._stopping.see(version, metrics)
 
     def evaluation(self, version: int, result: Mapping[str, float], wall_s: float) -> None:
         """A line of ``eval.jsonl``; its numbers also join the line of the step that made the version."""
@@ -102,6 +83,36 @@ class Recorder:
     def close(self) -> None:
         for sink in self._sinks:
             sink.close()
+
+
+class Recorder(Records):
+    """Adds the account of episodes, ``steps.jsonl``, and some trajectories to read."""
+
+    def __init__(
+        self, run_dir: Path, model: str, save_trajectories: int, stopping: Stopping, further: Sequence[MetricSink] = ()
+    ) -> None:
+        super().__init__(run_dir, stopping, further)
+        self._steps, self._images = run_dir / "steps.jsonl", run_dir / FOLDER
+        self._save_trajectories = save_trajectories
+        self._tokenizer = _tokenizer(model)
+
+    def rewind(self, step: int) -> None:
+        rewrite_jsonl(self._steps, (line for line in iter_jsonl(self._steps) if line["step"] < step))
+        super().rewind(step)
+
+    def step(self, batch: StepBatch, metrics: Mapping[str, Any], advantages: Tensor) -> None:
+        """Everything of one step. The step's episodes are written first: the account is never behind the metrics."""
+        episodes = [episode for group in batch.groups for episode in group]
+        chosen = kept_of([t.reward for t in batch.trajectories], self._save_trajectories)
+        self._keep_images([batch.trajectories[n] for n in chosen])
+        weights = advantages.tolist()
+        records = [readable_trajectory(batch.trajectories[n], weights[n], self._tokenizer) for n in chosen]
+        with self._one_at_a_time:
+            append_jsonl(self._steps, [{"step": batch.step, "version": batch.step + 1, "episodes": episodes}])
+            for sink in self._sinks:
+                sink.trajectories(batch.step, records)
+            self.metrics(batch.step + 1, metrics)
+        self._stopping.check(metrics)
 
     def _keep_images(self, trajectories: Sequence[Trajectory]) -> None:
         """For people: a record without its images is better than no record."""

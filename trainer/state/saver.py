@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from concurrent.futures import Future
 from typing import Any
 
+from penstock.trainer.background import BackgroundWork
 from penstock.trainer.batch import StepBatch
 from penstock.trainer.engine import Engine
 from penstock.trainer.job import TrainJob
@@ -30,13 +30,13 @@ from penstock.transfer_queue import DataCursor, Status
 logger = logging.getLogger(__name__)
 
 
-class Saver:
+class Saver(BackgroundWork):
     """Every rank has one; rank 0's seals and commits."""
 
     def __init__(
         self, job: TrainJob, engine: Engine, ranks: Ranks, in_torch: TorchThread, timeline: Timeline | None = None
     ) -> None:
-        self._queue = job.run.queue
+        super().__init__(job.run.queue, "checkpoint")
         self._timeline = timeline or Timeline()
         self._engine = engine
         self._ranks = ranks
@@ -45,7 +45,6 @@ class Saver:
         self._recent = RecentBatches()
         self._publish_timeout_s = job.config.publish_timeout_s
         self._timeout_s = save_timeout_s(self._publish_timeout_s, engine.state_bytes)
-        self._task: asyncio.Task[None] | None = None
         self._saved = -1
 
     @property
@@ -102,21 +101,6 @@ class Saver:
             self._store.unfinished(step), step, data_cursor, self._ranks.world, self._recent.below(step)
         )
         self._task = asyncio.create_task(self._finish(found, future, publisher), name=f"save {step}")
-
-    async def settle(self) -> None:
-        """Wait for the save under way and its commit; raises what went wrong."""
-        if self._task is not None:
-            began = time.monotonic()
-            try:
-                await self._task
-            finally:
-                self._task = None
-            await self._queue.add_wait("trainer", "checkpoint", time.monotonic() - began)
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
 
     def _begin(self) -> None:
         """A collective. One rank may have more to write than another: all wait as long as the largest part takes."""
@@ -179,16 +163,18 @@ SPILL_TIMEOUT_S = 600.0
 """A share that is not in the log by then, its version's publication included, stops the run."""
 
 
-class Spiller:
-    """Every rank has one and spills its own share. Without `TrainJob.spill` every method is a no-op."""
+class Spiller(BackgroundWork):
+    """Every rank has one and spills its own share. Without `TrainJob.spill` every method is a no-op.
+
+    `settle` comes before every checkpoint on every rank. A checkpoint is whole only when all ranks wrote their shards,
+    so no share can reach the log after the commit that drops the log's files.
+    """
 
     def __init__(self, job: TrainJob, publisher: Publisher, first: bool, *, is_replica_leader: bool = True) -> None:
         """`is_replica_leader`: of the ranks that hold the same rows, one spills them."""
-        self._queue = job.run.queue
+        super().__init__(job.run.queue, "spill", is_counted=first)
         self._enabled = job.spill and is_replica_leader
         self._publisher = publisher
-        self._first = first
-        self._task: asyncio.Task[None] | None = None
 
     async def begin(self, batch: StepBatch) -> None:
         """Spill a trained step in the background; none whose checkpoint, and with it the commit, follows at once.
@@ -200,27 +186,6 @@ class Spiller:
         await self.settle()
         episodes = [trajectory.episode_id for trajectory in batch.trajectories]
         self._task = asyncio.create_task(self._spill(batch.step, episodes), name=f"spill step {batch.step}")
-
-    async def settle(self) -> None:
-        """Wait for the spill under way; raises what went wrong (disk full, queue away).
-
-        Comes before every checkpoint on every rank. A checkpoint is whole only when all ranks wrote their shards, so
-        no share can reach the log after the commit that drops the log's files.
-        """
-        if self._task is None:
-            return
-        began = time.monotonic()
-        try:
-            await self._task
-        finally:
-            self._task = None
-        if self._first:
-            await self._queue.add_wait("trainer", "spill", time.monotonic() - began)
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
 
     async def _spill(self, step: int, episodes: list[str]) -> None:
         async with asyncio.timeout(SPILL_TIMEOUT_S):

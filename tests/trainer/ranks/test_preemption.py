@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file
 from stopped_ranks import AT, TOLD
-from trainer_support import ENVIRONMENT, HERE, assert_weights, check_accounts, final_weights, lines, make_job, task_name
+from trainer_support import assert_weights, check_accounts, final_weights, lines, make_job, run_ranks, task_name
 
 from penstock.trainer import train
 from penstock.trainer.engines.fsdp import FSDPEngine
@@ -121,9 +119,7 @@ async def test_told_to_stop_a_step_is_given_up_unless_weights_have_changed(
 
 @pytest.mark.deep
 def test_one_of_two_ranks_is_told_in_the_middle_of_a_step_and_both_give_it_up(tmp_path: Path, tiny_model: str) -> None:
-    command = [sys.executable, str(HERE / "stopped_ranks.py"), str(tmp_path), tiny_model]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks("stopped_ranks.py", tmp_path, tiny_model)
     said = [json.loads((tmp_path / f"said_{rank}").read_text()) for rank in range(2)]
     assert said[TOLD]["first"] == "cancelled"
     assert [one["packs"] for one in said] == [2, 2], "no pack was trained after the one in which it was told"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file
 from tests.tiny_model import save_poisoned_model as poisoned
-from trainer_support import ENVIRONMENT, HERE, make_job, metrics, threads_of_gloo
+from trainer_support import make_job, metrics, run_ranks, threads_of_gloo
 from two_ranks import OTHER, job_of
 
 from penstock.trainer import Ranks, TrainerConfig, train
@@ -63,9 +61,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
 
 def run_cases(folder: Path, cases: dict[str, Any]) -> Path:
     """`folder`, with a folder of each case."""
-    command = [sys.executable, str(HERE / "two_ranks.py"), str(folder), json.dumps(cases)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks("two_ranks.py", folder, json.dumps(cases))
     return folder
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 
 pytest.importorskip("torch")
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from trainer_support import make_trajectory
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from penstock.common import append_jsonl, read_jsonl
 from penstock.trainer import Recorder, Stopping, readable_trajectory
 from penstock.trainer.config import StopConfig
-from penstock.trainer.state.recorder import kept_of, mask_runs
+from penstock.trainer.state.recorder import kept_of, mask_runs, token_ends
 
 pytestmark = pytest.mark.torch
 
@@ -85,3 +88,63 @@ def test_recorder_keeps_best_worst_and_sample() -> None:
     assert kept_of(rewards, 1) == [60]
     assert kept_of(rewards[:3], 8) == [0, 1, 2]
     assert kept_of(rewards, 0) == []
+
+
+# how far each token reaches in the text -------------------------------------------------------------------------------
+MODEL = str(Path(__file__).parents[3] / "recipes" / "calculator" / "model")
+
+
+def cut(text: str, ends: list[int]) -> list[str]:
+    assert ends == sorted(ends)
+    assert ends[-1] == len(text)
+    return [text[start:end] for start, end in pairwise([0, *ends])]
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Every byte is a token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def blank_tokenizer() -> PreTrainedTokenizerFast:
+    """A decoder that drops the blank in front of the first word: a word alone is not a word in a row."""
+    tokenizer = Tokenizer(models.WordLevel({"▁the": 0, "▁cat": 1, "s": 2}, unk_token="s"))
+    tokenizer.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def test_a_real_tokenizer() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    ids = tokenizer.encode('<tool_call>\n{"code": "12+30"}\n</tool_call><|im_end|>', add_special_tokens=False)
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    pieces = cut(text, token_ends(ids, text, tokenizer))
+    assert pieces == [tokenizer.decode([number], skip_special_tokens=False) for number in ids]
+
+
+def test_a_character_of_several_tokens_counts_with_the_last() -> None:
+    tokenizer = byte_tokenizer()
+    text = "aé𝄞b"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert cut(text, token_ends(ids, text, tokenizer)) == ["a", "", "é", "", "", "", "𝄞", "b"]
+
+
+def test_bytes_that_are_no_character_take_no_time_and_lose_nothing() -> None:
+    tokenizer = byte_tokenizer()
+    ids = tokenizer.encode("é", add_special_tokens=False)[:1] * 2000 + tokenizer.encode("ok", add_special_tokens=False)
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    assert cut(text, token_ends(ids, text, tokenizer))[-1] == "k"
+
+
+def test_blanks_are_where_the_decoder_puts_them() -> None:
+    tokenizer = blank_tokenizer()
+    text = tokenizer.decode([0, 1, 2, 0], skip_special_tokens=False)
+    assert text == "the cats the"
+    assert cut(text, token_ends([0, 1, 2, 0], text, tokenizer)) == ["the", " cat", "s", " the"]
+
+
+@pytest.mark.parametrize("tokenizer", [byte_tokenizer(), blank_tokenizer()])
+def test_nothing_has_no_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert token_ends([], "", tokenizer) == []

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from restoring_ranks import ODD, WORLD
+from trainer_support import run_ranks
 
 from penstock.trainer.state.checkpoint import CheckpointStore, read_timeout_s
 from penstock.trainer.state.restore import newest_whole, shares_of
@@ -51,9 +49,7 @@ def damage(path: Path) -> None:
 
 
 def start_ranks(folder: Path, cases: list[str]) -> Path:
-    program = Path(__file__).parents[1] / "restoring_ranks.py"
-    command = [sys.executable, str(program), str(folder), *cases]
-    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300, check=True)
+    run_ranks("restoring_ranks.py", folder, *cases)
     return folder
 
 

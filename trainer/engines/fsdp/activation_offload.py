@@ -352,11 +352,8 @@ def _unpack(saved: _Saved | _Kept) -> Tensor:
     return local if saved.split is None else saved.split.joined(local)
 
 
-def offload_activations(blocks: Sequence[nn.Module], device: torch.device) -> ActivationOffload | None:
-    """Of all `blocks`, in place; after everything else that wraps their `forward`. None where there are no blocks."""
-    if not blocks:
-        return None
+def offload_activations(blocks: Sequence[nn.Module], device: torch.device) -> None:
+    """Wraps all `blocks`, in place; after everything else that wraps their `forward`."""
     offload = ActivationOffload(device)
     for block in blocks:
         offload.wrap(block)
-    return offload

@@ -92,7 +92,10 @@ def packed_attention(  # noqa: PLR0917 - the order is that of transformers' inte
     if cu_seq_lens_q is None:
         raise NoBounds(f"{type(module).__name__} does not hand on the bounds of packed rows")
     if context is not None:
-        query, key, value = (context.to_heads(part) for part in _even_heads(query, key, value, context.size))
+        if key.shape[1] % context.size:  # the ranks could not share out the heads of keys and values
+            times = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+        query, key, value = (context.to_heads(part) for part in (query, key, value))
     seen = seen or VisibleKeys.of(cu_seq_lens_q, cu_seq_lens_q.diff())
     key, value = seen.of_runs(key), seen.of_runs(value)
     if softcap is None and query.is_cuda and query.dtype in HALF and KERNEL:
@@ -112,14 +115,6 @@ def _refuse_unknown(module: nn.Module, arguments: dict[str, Any]) -> None:
     if asked:
         names = ", ".join(sorted(asked))
         raise UnsupportedAttention(f"{type(module).__name__} calls attention with {names}, unknown to packed attention")
-
-
-def _even_heads(query: Tensor, key: Tensor, value: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values repeated for every query head where `size` ranks could not share out their own heads."""
-    if key.shape[1] % size == 0:
-        return query, key, value
-    times = query.shape[1] // key.shape[1]
-    return query, key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
 
 
 @dataclass(frozen=True, slots=True)

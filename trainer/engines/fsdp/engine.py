@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from penstock.trainer.advantages import ADVANTAGES, needs_of
@@ -18,7 +22,6 @@ from penstock.trainer.config import TrainerConfig, learning_rate
 from penstock.trainer.data.images import sees_images
 from penstock.trainer.engine import Flops, PackLoss, RouterLoads, Update, ValueLoss
 from penstock.trainer.engines.fsdp.flash_attention import use_flash
-from penstock.trainer.engines.fsdp.hashing_writer import HashingWriter
 from penstock.trainer.engines.fsdp.host_states import HostStates, on_this_rank
 from penstock.trainer.engines.fsdp.lora import gathered, merged, named_weights
 from penstock.trainer.engines.fsdp.models import (
@@ -35,6 +38,8 @@ from penstock.trainer.engines.fsdp.shell import local_part
 from penstock.trainer.job import BadJob, no_replay
 from penstock.trainer.packing import Pack, RowLayout
 from penstock.trainer.ranks.distributed import Ranks
+from penstock.trainer.state.checkpoint import leave_fingerprints
+from penstock.trainer.state.hashed_files import HashingStream
 from penstock.weight_sync import Shard, host_copy
 
 
@@ -269,3 +274,41 @@ def _model_state(engine: FSDPEngine) -> dict[str, Any]:
     if engine.critic is not None:
         state["critic"], state["critic_optimizer"] = get_state_dict(engine.critic.module, engine.critic.optimizer)
     return state
+
+
+class HashingWriter(FileSystemWriter):
+    """Writes one rank's files of a checkpoint by DCP, and takes their checksums meanwhile.
+
+    Each rank leaves its files' fingerprints beside them before it says that it is done; rank 0, which seals the
+    checkpoint, reads those and no file again. Files are on disk when they are closed.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        # All tensors are on the CPU already. DCP's copy ahead would open a CUDA context on GPU 0 in every rank's writer
+        # thread, about 0.5 GB each.
+        super().__init__(folder, per_thread_copy_ahead=0)
+        self._files = HashingFiles()
+        self.fs = self._files
+        self._rank = rank
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """DCP waits for all ranks' results: when the checkpoint is written, every rank's fingerprints are there."""
+        results = super().write_data(plan, planner)
+        leave_fingerprints(Path(self.path), self._rank, self._files.written)
+        return results
+
+
+class HashingFiles(FileSystem):
+    def __init__(self) -> None:
+        self.written: dict[str, dict[str, Any]] = {}
+        """Fingerprint of every file that was closed, by name."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
+        with super().create_stream(path, mode) as stream:
+            if mode != "wb":
+                yield stream
+                return
+            hashing = HashingStream(stream)
+            yield hashing
+        self.written[Path(path).name] = hashing.fingerprint

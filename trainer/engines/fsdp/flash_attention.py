@@ -11,7 +11,6 @@ is why models that see images, whose tower calls it with heads of another size, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -36,62 +35,45 @@ TRIED_LENGTHS, TRIED_PARENTS = (70, 129, 1, 56), (-1, 0, 0, -1)
 """Runs that a kernel is tried on, of which two continue another one."""
 
 
-@dataclass(frozen=True, slots=True)
-class FlashOffer:
-    """What there is to choose from, and what for."""
+def declined_because(
+    *,
+    capability: tuple[int, int] | None,
+    dtype: torch.dtype,
+    packed: bool,
+    sees_images: bool,
+    one_head_size: bool,
+    listed: bool,
+    installed: bool,
+    active: str | None,
+) -> str:
+    """Why no trial is worth it; empty if one is.
 
-    capability: tuple[int, int] | None
-    """Of the device; None: no GPU."""
-    dtype: torch.dtype
-    """Of the arithmetic."""
-    packed: bool
-    """Rows go through packed attention."""
-    sees_images: bool
-    one_head_size: bool
-    """Queries, keys and values of all layers: the one that is tried."""
-    listed: bool
-    """torch knows how to activate it."""
-    installed: bool
-    """Its package can be found."""
-    active: str | None
-    """What somebody else has activated in this process."""
-
-    @property
-    def declined_because(self) -> str:
-        """A phrase; empty where a trial is worth it."""
-        reasons = {
-            "there is no GPU": self.capability is None,
-            f"the arithmetic is {str(self.dtype).removeprefix('torch.')}": self.dtype not in HALF,
-            "rows are not packed by our attention": not self.packed,
-            "the model sees images": self.sees_images,
-            "the model's heads are of several sizes": not self.one_head_size,
-            f"{self.active} was activated before": self.active not in (None, IMPLEMENTATION),
-            f"the device's capability is {self.capability}, not {CAPABILITY}": self.capability != CAPABILITY,
-            f"torch {torch.__version__} does not list {IMPLEMENTATION}": not self.listed,
-            f"the package {PACKAGE} is not installed": not self.installed,
-        }
-        return next((reason for reason, holds in reasons.items() if holds), "")
-
-
-def choose_flash(offer: FlashOffer, trial: Callable[[], str]) -> str:
-    """Why torch's own kernel is taken; empty: FlashAttention 3 is. `trial`: why the two differ, empty where they agree;
-    it is asked only where there is something to try."""
-    return offer.declined_because or trial()
+    Args:
+        capability: of the device; None: there is no GPU.
+        dtype: of the arithmetic.
+        packed: rows go through packed attention.
+        one_head_size: queries, keys and values of all layers have the head size that is tried.
+        listed: torch knows how to activate FlashAttention 3.
+        installed: its package can be found.
+        active: what somebody else has activated in this process.
+    """
+    reasons = {
+        "there is no GPU": capability is None,
+        f"the arithmetic is {str(dtype).removeprefix('torch.')}": dtype not in HALF,
+        "rows are not packed by our attention": not packed,
+        "the model sees images": sees_images,
+        "the model's heads are of several sizes": not one_head_size,
+        f"{active} was activated before": active not in (None, IMPLEMENTATION),
+        f"the device's capability is {capability}, not {CAPABILITY}": capability != CAPABILITY,
+        f"torch {torch.__version__} does not list {IMPLEMENTATION}": not listed,
+        f"the package {PACKAGE} is not installed": not installed,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def use_flash(policy: Policy, dtype: torch.dtype, device: torch.device) -> None:
     """Activates what is chosen for this model, and logs it. Kernels that fail in the trial are not taken."""
-    offer = _offer(policy, dtype, device)
-    declined = choose_flash(offer, lambda: _tried(policy, dtype, device))
-    if not declined:
-        logger.info("attention kernel: %s, which agrees with torch's own", IMPLEMENTATION)
-    else:
-        level = logging.DEBUG if offer.capability is None else logging.INFO
-        logger.log(level, "attention kernel: torch's own, not %s: %s", IMPLEMENTATION, declined)
-
-
-def _offer(policy: Policy, dtype: torch.dtype, device: torch.device) -> FlashOffer:
-    return FlashOffer(
+    declined = declined_because(
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
         dtype=dtype,
         packed=policy.rows.layout is RowLayout.PACKED and policy.rows.attention == attention.NAME,
@@ -100,7 +82,12 @@ def _offer(policy: Policy, dtype: torch.dtype, device: torch.device) -> FlashOff
         listed=IMPLEMENTATION in getattr(torch.nn.attention, "list_flash_attention_impls", list)(),
         installed=find_spec(PACKAGE) is not None,
         active=getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)(),
-    )
+    ) or _tried(policy, dtype, device)
+    if not declined:
+        logger.info("attention kernel: %s, which agrees with torch's own", IMPLEMENTATION)
+    else:
+        level = logging.INFO if device.type == "cuda" else logging.DEBUG
+        logger.log(level, "attention kernel: torch's own, not %s: %s", IMPLEMENTATION, declined)
 
 
 def _tried(policy: Policy, dtype: torch.dtype, device: torch.device) -> str:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.trainer.config import TrainerConfig
+from penstock.trainer.engines.fsdp.shell import folder_of
 from penstock.trainer.engines.megatron.settings import SETUP_HINT, check_model
 from penstock.trainer.job import BadJob
 
@@ -39,7 +40,7 @@ class ModelBridge:
 
     def __init__(self, model: str, config: TrainerConfig, *, transformer_engine: bool) -> None:
         """Raises `BadJob` for a model that mbridge does not know, or that cannot be split so."""
-        self.folder = _folder_of(model)
+        self.folder = folder_of(model)
         self.hf_config = _read_config(self.folder)
         check_model(self.hf_config, config.parallel, model)
         self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
@@ -208,14 +209,6 @@ def _read_config(folder: Path) -> Any:
     if not hasattr(config, "rope_theta") and "rope_theta" in rope:
         config.rope_theta = rope["rope_theta"]
     return config
-
-
-def _folder_of(model: str) -> Path:
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors"]))
 
 
 PLAIN = {

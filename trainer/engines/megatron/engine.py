@@ -215,7 +215,10 @@ def flops_of(config: Any, vocab: int) -> Flops | None:
     queries = config.num_attention_heads * config.kv_channels
     keys = config.num_query_groups * config.kv_channels
     attention = config.hidden_size * (2 * queries + 2 * keys)
-    mixtures = _mixtures(config)
+    mixtures = 0
+    if config.num_moe_experts:  # every n-th layer, or those that a list marks
+        every = config.moe_layer_freq
+        mixtures = sum(every) if isinstance(every, list) else len(range(0, config.num_layers, every))
     mlps = (config.num_layers - mixtures) * _mlp(config, config.ffn_hidden_size)
     if mixtures:
         mlps += mixtures * _mixture(config)
@@ -236,11 +239,3 @@ def _mixture(config: Any) -> int:
     router = int(config.hidden_size * config.num_moe_experts)
     experts = config.moe_router_topk * _mlp(config, config.moe_ffn_hidden_size)
     return router + experts + _mlp(config, config.moe_shared_expert_intermediate_size or 0)
-
-
-def _mixtures(config: Any) -> int:
-    """Layers with experts: every n-th, or those that a list marks."""
-    if not config.num_moe_experts:
-        return 0
-    every = config.moe_layer_freq
-    return sum(every) if isinstance(every, list) else len(range(0, config.num_layers, every))

@@ -103,24 +103,20 @@ def check_model(hf_config: Any, parallel: ParallelConfig, model: str) -> None:
             f"{model} has norm_topk_prob false: the weights of a token's experts do not sum to 1, and mbridge builds "
             "Qwen3-MoE so that they do; trainer.engine fsdp computes what the model says"
         )
+    # Model families call their number of experts by three names.
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
     divided = {
         "num_hidden_layers": parallel.pipeline,
         "num_attention_heads": parallel.tensor,
         "num_key_value_heads": parallel.tensor,
         "vocab_size": parallel.tensor,
-        _name_of_experts(hf_config): parallel.expert,
+        next((name for name in names if hasattr(hf_config, name)), names[0]): parallel.expert,
     }
     for name, by in divided.items():
         size = getattr(hf_config, name, None)
         if by > 1 and (size is None or size % by):
             setting = "pipeline" if name == "num_hidden_layers" else "expert" if "experts" in name else "tensor"
             raise BadJob(f"{model} has {name} {size}, which trainer.parallel.{setting} {by} does not divide")
-
-
-def _name_of_experts(hf_config: Any) -> str:
-    """Model families call their number of experts by three names."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return next((name for name in names if hasattr(hf_config, name)), names[0])
 
 
 def _is_installed(module: str) -> bool:

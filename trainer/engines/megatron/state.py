@@ -76,7 +76,11 @@ class State:
 
     def load(self, checkpoint: Path, written_by: int) -> float:
         """The KL coefficient. Raises `ValueError` where another engine wrote the checkpoint."""
-        about = _read_about(checkpoint)
+        if not (checkpoint / ABOUT).is_file():
+            raise ValueError(
+                f"{checkpoint} was not written by trainer.engine megatron: continue with the engine that wrote it"
+            )
+        about: dict[str, Any] = json.loads((checkpoint / ABOUT).read_text())
         self._optimizer.updates = int(about["updates"])
         if self._optimizer.updates:
             make_moments(self._optimizer.megatron, self._optimizer.updates)
@@ -141,10 +145,3 @@ class State:
             (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": share.files}, indent=1))
             self._bridge.save_settings(folder)
         return fingerprint
-
-
-def _read_about(path: Path) -> dict[str, Any]:
-    if not (path / ABOUT).is_file():
-        raise ValueError(f"{path} was not written by trainer.engine megatron: continue with the engine that wrote it")
-    about: dict[str, Any] = json.loads((path / ABOUT).read_text())
-    return about

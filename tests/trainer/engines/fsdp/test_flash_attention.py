@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,20 +18,19 @@ from penstock.trainer import Ranks, TrainerConfig
 from penstock.trainer.engines.fsdp import FSDPEngine, Policy, load_policy
 from penstock.trainer.engines.fsdp.attention import VisibleKeys, attend_by_row
 from penstock.trainer.engines.fsdp.flash_attention import (
-    FlashOffer,
     Heads,
     attended,
-    choose_flash,
+    declined_because,
     difference,
     use_flash,
 )
 
 pytestmark = pytest.mark.torch
 INSIDE, PACKAGE = "penstock.trainer.engines.fsdp", "flash_attn_interface"
-HOPPER = FlashOffer(
+HOPPER: dict[str, Any] = {
     **{"capability": (9, 0), "dtype": torch.bfloat16, "packed": True, "sees_images": False, "one_head_size": True},
     **{"listed": True, "installed": True, "active": None},
-)
+}
 DECLINED: dict[str, dict[str, Any]] = {
     "no GPU": {"capability": None},
     "float32": {"dtype": torch.float32},
@@ -48,16 +46,8 @@ DECLINED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("because", "change"), DECLINED.items(), ids=DECLINED)
 def test_what_is_not_there_is_not_tried(because: str, change: dict[str, Any]) -> None:
-    def trial() -> str:
-        raise AssertionError("nothing to try")
-
-    assert re.search(because, choose_flash(replace(HOPPER, **change), trial))
-
-
-def test_the_trial_decides() -> None:
-    assert choose_flash(HOPPER, lambda: "") == ""
-    assert choose_flash(replace(HOPPER, active="FA3"), lambda: "") == ""
-    assert choose_flash(HOPPER, lambda: "it failed") == "it failed"
+    assert re.search(because, declined_because(**HOPPER | change))
+    assert declined_because(**HOPPER) == declined_because(**HOPPER | {"active": "FA3"}) == ""
 
 
 class Torch:
@@ -71,7 +61,7 @@ class Torch:
         monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: self.active)
         monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", self._activate)
         monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", lambda: self._activate(None))
-        monkeypatch.setattr(f"{INSIDE}.flash_attention._offer", lambda *given: HOPPER)
+        monkeypatch.setattr(f"{INSIDE}.flash_attention.declined_because", lambda **given: "")
 
     def _activate(self, name: str | None) -> None:
         self.active = name
@@ -109,7 +99,7 @@ def test_a_kernel_that_does_not_agree_is_let_go(
 ) -> None:
     made, because = KERNELS[kind]
     there = Torch(monkeypatch, made)
-    with caplog.at_level(logging.INFO, f"{INSIDE}.flash_attention"):
+    with caplog.at_level(logging.DEBUG, f"{INSIDE}.flash_attention"):
         use_flash(policy, torch.bfloat16, torch.device("cpu"))
     assert there.active == (None if because else "FA3")
     assert because in caplog.text

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import parallel_ranks
 from safetensors.torch import load_file
 from tests.tiny_model import save_tiny_model
 from torch.distributed.checkpoint import FileSystemReader
-from trainer_support import ENVIRONMENT, threads_of_gloo
+from trainer_support import run_ranks, threads_of_gloo
 
 from penstock.trainer import Ranks
 from penstock.trainer.engines.fsdp.tensor_parallel import CannotSplitModel, plan_of
@@ -63,9 +61,7 @@ GOING_ON: dict[str, tuple[str, dict[str, int]]] = {
 
 
 def launch(folder: Path, model: str, ranks: int, cases: dict[str, Any]) -> Path:
-    command = [sys.executable, parallel_ranks.__file__, str(ranks), str(folder), model, json.dumps(cases)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks("parallel_ranks.py", ranks, folder, model, json.dumps(cases))
     return folder
 
 

@@ -43,15 +43,41 @@ def plain_logprobs(model: str, row: Row, temperature: float = 1.0) -> torch.Tens
     return logprobs[targets - 1, torch.from_numpy(row.ids)[targets]]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_packed_equals_one_by_one(tiny_model: str, temperature: float) -> None:
-    loaded = load_policy(tiny_model, temperature)
-    given = rows(6)
+CAPPED = {"initializer_range": 0.6, "sliding_window": 16, "attn_logit_softcapping": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "temperature"),
+    [
+        ("Qwen3", {"initializer_range": 0.02}, 1.0),
+        ("Qwen3", {"initializer_range": 0.02}, 0.7),
+        ("Gemma2", {"intermediate_size": 48, "sliding_window": 16, "final_logit_softcapping": 2.0}, 1.0),
+        ("Cohere", {"logit_scale": 0.25, "num_key_value_heads": 4}, 1.0),
+        ("Granite", {"logits_scaling": 3.0}, 1.0),
+        ("Gemma2", CAPPED, 1.0),
+        ("VaultGemma", CAPPED, 1.0),
+    ],
+)
+def test_packed_equals_one_by_one_whatever_caps_or_scales(
+    tmp_path: Path, kind: str, changes: dict[str, Any], temperature: float
+) -> None:
+    model = save_tiny_model(tmp_path, kind, **{"initializer_range": 0.3, **changes})
+    assert_exact(model, temperature, in_tiles=True)
+
+
+def test_a_head_that_is_not_understood_is_called_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_tiny_model(tmp_path, "Granite", logits_scaling=3.0)
+    monkeypatch.setattr("penstock.trainer.engines.fsdp.traits._head_settings", lambda model: Head())
+    assert_exact(model, in_tiles=False)
+
+
+def assert_exact(model: str, temperature: float = 1.0, *, in_tiles: bool) -> None:
+    loaded, given = load_policy(model, temperature), rows(6)
+    assert (loaded.head is not None) == in_tiles
+    assert loaded.model.config._attn_implementation == "penstock_packed"
     with torch.no_grad():
         packed = loaded(join_rows(given)).logprobs
-    alone = torch.cat([plain_logprobs(tiny_model, row, temperature) for row in given])
-    assert loaded.head is not None
-    assert loaded.model.config._attn_implementation == "penstock_packed"
+    alone = torch.cat([plain_logprobs(model, row, temperature) for row in given])
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
 
 
@@ -94,47 +120,31 @@ def logprobs_and_gradient(loaded: Any, pack: Any) -> tuple[torch.Tensor, torch.T
     return found.detach(), loaded.model.model.embed_tokens.weight.grad.clone()
 
 
-def test_tiles_change_neither_logprobs_nor_gradients(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = load_policy(tiny_model, 1.0)
-    pack = join_rows(rows(4))
-    results = []
-    for columns, elements in ((4096, 1 << 20), (11, 77)):
-        monkeypatch.setattr("penstock.trainer.logprobs.VOCAB_TILE", columns)
-        monkeypatch.setattr("penstock.trainer.logprobs.CPU_TILE_ELEMENTS", elements)
-        results.append(logprobs_and_gradient(loaded, pack))
-    torch.testing.assert_close(results[0][0], results[1][0], atol=1e-5, rtol=0)
-    torch.testing.assert_close(results[0][1], results[1][1], atol=1e-5, rtol=1e-5)
+HEAD, ATTENTION = "penstock.trainer.logprobs", "penstock.trainer.engines.fsdp.attention"
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes"),
+    ("kind", "changes", "tiles"),
     [
-        ("Gemma2", {"intermediate_size": 48, "sliding_window": 16, "final_logit_softcapping": 2.0}),
-        ("Cohere", {"logit_scale": 0.25, "num_key_value_heads": 4}),
-        ("Granite", {"logits_scaling": 3.0}),
+        ("Qwen3", {}, {f"{HEAD}.VOCAB_TILE": (4096, 11), f"{HEAD}.CPU_TILE_ELEMENTS": (1 << 20, 77)}),
+        ("Gemma2", CAPPED, {f"{ATTENTION}.CAPPED_TILE": (512, 7)}),
     ],
+    ids=["head", "capped attention"],
 )
-def test_heads_that_cap_or_scale_their_logits_are_exact_in_tiles(
-    tmp_path: Path, kind: str, changes: dict[str, Any]
+def test_tiles_change_neither_logprobs_nor_gradients(
+    kind: str,
+    changes: dict[str, Any],
+    tiles: dict[str, tuple[int, int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    save_tiny_model(tmp_path, kind, **{"initializer_range": 0.3, **changes})
-    assert_exact(tmp_path, in_tiles=True)
-
-
-def test_a_head_that_is_not_understood_is_called_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_tiny_model(tmp_path, "Granite", logits_scaling=3.0)
-    monkeypatch.setattr("penstock.trainer.engines.fsdp.traits._head_settings", lambda model: Head())
-    assert_exact(tmp_path, in_tiles=False)
-
-
-def assert_exact(model: Path, *, in_tiles: bool) -> None:
-    loaded = load_policy(str(model), 1.0)
-    given = rows(4)
-    assert (loaded.head is not None) == in_tiles
-    with torch.no_grad():
-        packed = loaded(join_rows(given)).logprobs
-    alone = torch.cat([plain_logprobs(str(model), row) for row in given])
-    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
+    loaded, pack, results = load_policy(save_tiny_model(tmp_path, kind, **changes), 1.0), join_rows(rows(4)), []
+    for size in range(2):
+        for name, sizes in tiles.items():
+            monkeypatch.setattr(name, sizes[size])
+        results.append(logprobs_and_gradient(loaded, pack))
+    torch.testing.assert_close(results[0][0], results[1][0], atol=1e-5 if kind == "Qwen3" else 1e-4, rtol=0)
+    torch.testing.assert_close(results[0][1], results[1][1], atol=1e-5 if kind == "Qwen3" else 1e-3, rtol=1e-4)
 
 
 def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
@@ -147,23 +157,6 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
         BadJob, match=r"weights hold NaN.*first in model\.layers\.0\.self_attn\.k_proj\.weight and 1 more"
     ):
         load_policy(model, 1.0)
-
-
-@pytest.mark.parametrize("kind", ["Gemma2", "VaultGemma"])
-def test_attention_that_caps_its_scores_is_exact(tmp_path: Path, kind: str) -> None:
-    save_tiny_model(tmp_path, kind, initializer_range=0.6, sliding_window=16, attn_logit_softcapping=1.0)
-    assert_exact(tmp_path, in_tiles=True)
-
-
-def test_capped_scores_do_not_depend_on_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes = {"initializer_range": 0.6, "sliding_window": 16, "attn_logit_softcapping": 1.0}
-    loaded = load_policy(save_tiny_model(tmp_path, "Gemma2", **changes), 1.0)
-    pack, results = join_rows(rows(4)), []
-    for queries in (512, 7):
-        monkeypatch.setattr("penstock.trainer.engines.fsdp.attention.CAPPED_TILE", queries)
-        results.append(logprobs_and_gradient(loaded, pack))
-    torch.testing.assert_close(results[0][0], results[1][0], atol=1e-4, rtol=0)
-    torch.testing.assert_close(results[0][1], results[1][1], atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
