@@ -136,7 +136,7 @@ async def test_a_sink_that_breaks_changes_nothing_of_a_run(
     with caplog.at_level(logging.WARNING, "penstock"):
         await train(job)
     assert [row["step"] for row in read_jsonl(job.run_dir / "metrics.jsonl")] == [0, 1]
-    assert inner.mock_calls == [call.rewind(0), call.step(1, ANY)]
+    assert inner.mock_calls == [call.rewind(0), call.trajectories(0, ANY), call.step(1, ANY)]
     (message,) = warnings(caplog)
     assert "the server went away" in message
     assert list((job.run_dir / "tensorboard").iterdir())
