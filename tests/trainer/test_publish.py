@@ -187,6 +187,7 @@ async def test_broadcast_goes_to_servers_that_wait_and_the_file_to_others(
     await setting.step(2, settle=False)
     setting.engine.step()  # the next step changes the weights while they are on their way
     await setting.publisher.settle()
+    assert not list(setting.publisher._files.directory.glob("weights-00000002*")), "the server that waits has a place"
     second = setting.manifests[1]
     assert (await ready.receive(second))["w"].tolist() == [2.0] * 1000
     assert (await late.receive(second))["w"].tolist() == [2.0] * 1000

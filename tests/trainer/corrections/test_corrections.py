@@ -28,6 +28,7 @@ BY_HAND: list[tuple[str, dict[str, Any], list[float]]] = [
     ("icepop", {}, RATIOS),
     ("rejection", {"high": 1.5}, [1.0, 1.0, 0.0, 0.0]),
     ("rejection", {"level": "token", "high": 1.5}, [1.0, 1.0, 0.0, 1.0]),
+    ("rejection", {"level": "token", "low": 0.9}, [1.0, 0.0, 0.0, 1.0]),
 ]
 
 
