@@ -3,6 +3,7 @@ from .app import CannotListen as CannotListen
 from .app import make_app as make_app
 from .app import serve_page as serve_page
 from .config import DashboardConfig as DashboardConfig
+from .jsonable import plain as plain
 from .live import Pulse as Pulse
 from .live import rollout_idle as rollout_idle
 from .metrics import advise as advise

@@ -15,21 +15,18 @@ with uncollected():
     import typer
 
     from penstock.deploy.commands import compose, config, data, kubernetes, queue, ray, slurm
-    from penstock.deploy.commands.bench import bench
     from penstock.deploy.commands.clean import clean
     from penstock.deploy.commands.curriculum import curriculum
     from penstock.deploy.commands.dashboard import dashboard
     from penstock.deploy.commands.doctor import doctor
-    from penstock.deploy.commands.eval import evaluate
-    from penstock.deploy.commands.export import export
-    from penstock.deploy.commands.guard import guarded as _guarded
     from penstock.deploy.commands.rehearse import rehearse
     from penstock.deploy.commands.servers import redis_server, reward_server, search_server, teacher_server
-    from penstock.deploy.commands.sft import sft
+    from penstock.deploy.commands.shared import Overrides, Recipe, user_errors
     from penstock.deploy.commands.simulate import simulate
     from penstock.deploy.commands.start import init, quickstart, recipes
     from penstock.deploy.commands.status import status
     from penstock.deploy.commands.trace import trace
+    from penstock.deploy.commands.training import bench, evaluate, export, sft
 
 app = typer.Typer(
     epilog="First run: penstock quickstart    A project: penstock init FOLDER    What ships: penstock recipes",
@@ -76,8 +73,6 @@ def main_options(
     """Asynchronous, disaggregated reinforcement learning for agents that use tools."""
 
 
-Recipe = Annotated[Path, typer.Argument(help="A recipe: one YAML file, see recipes/.", metavar="RECIPE")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")]
 QueueUrl = Annotated[str | None, typer.Option("--queue", help="redis:// URL of the run's queue [PENSTOCK_QUEUE].")]
 WaitS = Annotated[
     float,
@@ -178,11 +173,9 @@ def train(
     from penstock.deploy.commands.train import exec_trainer
     from penstock.deploy.run.plan import Rendezvous
 
-    def work() -> None:
-        exec_trainer(_link(queue, run), Rendezvous.of(nnodes, node_rank, rdzv_endpoint), wait_s=wait_s)
-
     if context.invoked_subcommand is None:
-        _guarded(work)
+        with user_errors():
+            exec_trainer(_link(queue, run), Rendezvous.of(nnodes, node_rank, rdzv_endpoint), wait_s=wait_s)
 
 
 train_app.command()(export)
@@ -216,7 +209,8 @@ def sft_ranks(folder: Path) -> None:
     """Become torchrun with the ranks of `penstock sft`."""
     from penstock.deploy.sft.rank import exec_sft_ranks
 
-    _guarded(lambda: exec_sft_ranks(folder))
+    with user_errors():
+        exec_sft_ranks(folder)
 
 
 @app.command(rich_help_panel=ROLES)
@@ -245,7 +239,8 @@ def _link(queue: str | None, run: str | None) -> Any:
 def _run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     from penstock.deploy.run.roles import run_role
 
-    _guarded(lambda: run_role(main))
+    with user_errors():
+        run_role(main)
 
 
 def main() -> None:

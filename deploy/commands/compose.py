@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.deploy.config import ConfigError
+from penstock.deploy.commands.shared import Overrides, user_errors
 
 app = typer.Typer(
     help="A run in containers: Redis, rollout servers, workers, sandbox, trainer, page.", no_args_is_help=True
@@ -23,7 +23,7 @@ def group() -> None:
 def init(
     folder: Annotated[Path, typer.Argument(help="New folder: compose.yaml, .env, secrets, and what the run leaves.")],
     recipe: Annotated[Path, typer.Argument(help="A recipe; containers see its folder as /work/recipes.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")] = None,
+    overrides: Overrides = None,
     trainer_gpus: Annotated[str | None, typer.Option(help="NVIDIA GPUs of the trainer, as 0,1.")] = None,
     rollout_gpus: Annotated[
         list[str] | None, typer.Option(help="GPUs of one rollout server; repeat for each further server.")
@@ -38,11 +38,7 @@ def init(
 
     if bool(trainer_gpus) != bool(rollout_gpus):
         raise typer.BadParameter("--trainer-gpus and --rollout-gpus must be given together")
-    try:
-        stack = Stack(folder, recipe, overrides or [], trainer_gpus, rollout_gpus or [])
-        config = make_stack(stack)
-    except (ConfigError, QueueError) as error:
-        typer.secho(str(error), fg="red", err=True)
-        raise typer.Exit(2) from None
+    with user_errors(QueueError):
+        config = make_stack(Stack(folder, recipe, overrides or [], trainer_gpus, rollout_gpus or []))
     typer.echo(f"run {config.name}: cd {folder} && docker compose up -d", err=True)
     typer.echo(f"page: http://127.0.0.1:8600/, its token is in {folder / 'secrets' / 'token'}", err=True)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.deploy.commands.shared import user_errors
+
 if TYPE_CHECKING:
     from penstock.deploy.migrate.convert import Migrated
 
@@ -33,7 +35,6 @@ def from_verl(
 
     Example: penstock config from-verl run_grpo.sh trainer.total_training_steps=100 --out recipe.yaml
     """
-    from penstock.deploy.config import ConfigError
     from penstock.deploy.migrate.convert import migrate
     from penstock.deploy.migrate.source import BadSource, read_source
     from penstock.deploy.migrate.table import load_table
@@ -41,12 +42,9 @@ def from_verl(
     words = list(overrides or [])
     if source is not None and "=" in source.name and not source.exists():
         words, source = [str(source), *words], None  # without a file the first word is an override already
-    try:
+    with user_errors(BadSource):
         made = migrate(read_source(source, words), load_table("verl"))
         made.check()
-    except (BadSource, ConfigError) as error:
-        typer.secho(str(error), fg="red", err=True)
-        raise typer.Exit(2) from None
     _print_summary(made, everything)
     if out is None:
         typer.echo(made.yaml(), nl=False)

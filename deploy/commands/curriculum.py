@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.deploy.commands.shared import AsJson, RunName, RunsDir, folder_of_run, user_errors
+
 if TYPE_CHECKING:
     from penstock.trainer import CurriculumWeights
 
@@ -17,7 +19,7 @@ COLUMNS = ("weight", "drawn", "pass_rate", "new", "learnable", "easy", "hard")
 
 
 def curriculum(
-    run: Annotated[str, typer.Argument(help="A run's folder, or its name in --runs-dir.", metavar="RUN")],
+    run: RunName,
     source: Annotated[
         list[str] | None, typer.Option(metavar="NAME=WEIGHT", help="How often a data source comes; may be repeated.")
     ] = None,
@@ -25,9 +27,9 @@ def curriculum(
         list[str] | None,
         typer.Option(metavar="POOL=WEIGHT", help="How often rows of new, learnable, easy or hard come."),
     ] = None,
-    runs_dir: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = Path("runs"),
+    runs_dir: RunsDir = Path("runs"),
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show a run's curriculum by data source, and change its weights: the trainer takes them with its next tasks.
 
@@ -36,13 +38,8 @@ def curriculum(
     Examples: penstock curriculum mine
     penstock curriculum mine --source gsm8k=2 --source code=0.5 --pool easy=0
     """
-    from penstock.deploy.config import ConfigError
-
-    try:
-        found = _changed(Path(run) if Path(run).is_dir() else runs_dir / run, source or (), pool or ())
-    except (ConfigError, OSError, ValueError) as error:
-        typer.secho(str(error), fg="red", err=True)
-        raise typer.Exit(2) from None
+    with user_errors(OSError, ValueError):
+        found = _changed(folder_of_run(run, runs_dir), source or (), pool or ())
     if as_json:
         print(json.dumps(found))
     else:
@@ -55,14 +52,17 @@ def _changed(root: Path, sources: Sequence[str], pools: Sequence[str]) -> dict[s
     Raises `ConfigError`, `OSError`, `ValueError`.
     """
     from penstock.dashboard import newest_row
-    from penstock.trainer import write_weights
+    from penstock.trainer import RowPool, write_weights
 
     weights = _weights_of(root)
     found = by_source(newest_row(root / "metrics.jsonl") or {})
     if sources or pools:
         tree = weights.model_dump()
         tree["sources"] |= dict(map(_given, sources))
-        tree |= _pools(dict(map(_given, pools)))
+        pool_weights = dict(map(_given, pools))
+        if unknown := pool_weights.keys() - set(RowPool):
+            raise ValueError(f"--pool {', '.join(unknown)}: a row is in one of {', '.join(RowPool)}")
+        tree |= pool_weights
         weights = type(weights).model_validate(tree)
         if found:
             weights.check(list(found))
@@ -96,15 +96,6 @@ def _given(text: str) -> tuple[str, float]:
         return name, float(weight)
     except ValueError:
         raise ValueError(f"{text!r}: write NAME=WEIGHT, such as gsm8k=2") from None
-
-
-def _pools(given: dict[str, float]) -> dict[str, float]:
-    from penstock.trainer import RowPool
-
-    for name in given:
-        if name not in list(RowPool):
-            raise ValueError(f"--pool {name}: a row is in one of {', '.join(RowPool)}")
-    return given
 
 
 def by_source(row: dict[str, Any]) -> dict[str, dict[str, float]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.deploy.config import ConfigError
+from penstock.deploy.commands.shared import user_errors
 
 if TYPE_CHECKING:
     from penstock.dashboard import Tokens
@@ -31,22 +31,18 @@ def dashboard(
     from penstock.deploy.run.roles import run_role
 
     tokens = _tokens()
-
     if not any(runs_dir.glob("*/config.yaml")):
         typer.echo(f"{runs_dir}: no run in it yet; give the folder that holds the runs, not a run", err=True)
 
     async def role() -> None:
         queues = FolderQueues(runs_dir.resolve(), _own_link())
-        await serve_page(runs_dir.resolve(), queues, tokens, host=host, port=port, say=_say)
+        await serve_page(runs_dir.resolve(), queues, tokens, host=host, port=port, say=_print_page)
 
-    try:
+    with user_errors(CannotListen):
         run_role(role)
-    except (ConfigError, CannotListen) as error:
-        typer.secho(str(error), fg="red", err=True)
-        raise typer.Exit(2) from None
 
 
-def _say(url: str) -> None:
+def _print_page(url: str) -> None:
     typer.echo(f"page: {url}", err=True)
 
 

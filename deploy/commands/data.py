@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.deploy.commands import data_harbor, data_swe
+from penstock.deploy.commands.shared import user_errors
 
 app = typer.Typer(help="Turn raw data into Parquet files with verl's columns.", no_args_is_help=True)
 
@@ -48,10 +49,7 @@ def gsm8k_equations(
     """One task per calculator annotation of GSM8K (<<48/2=24>>), train and test split."""
     from penstock.datasets import BadInput, write_gsm8k_equations
 
-    try:
+    with user_errors(BadInput):
         counts = write_gsm8k_equations(source, out, all_rows=everything, keep_duplicates=keep_duplicates)
-    except BadInput as error:
-        typer.secho(str(error), fg="red", err=True)
-        raise typer.Exit(2) from None
     for name, count in counts.items():
         typer.echo(f"{name}: {count}")

@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from penstock.deploy.commands.shared import show_progress, user_errors
 
 if TYPE_CHECKING:
     from penstock.datasets.harbor import CheckedTask
     from penstock.sandbox import SandboxConfig
     from penstock.sandbox.harbor import HarborTask
-
-T = TypeVar("T")
-RECORD_SUFFIX = ".check.jsonl"
 
 
 def check(  # noqa: PLR0917 - options of a command
@@ -49,21 +49,19 @@ def check(  # noqa: PLR0917 - options of a command
 
     Example: penstock data check tasks --concurrency 4
     """
-    found = _refusing(
-        lambda: asyncio.run(
-            _check(
-                folder,
-                _config(recipe, backend, image, concurrency),
-                _passed(recipe),
-                record=record or folder.absolute().with_name(folder.absolute().name + RECORD_SUFFIX),
-                names=only or [],
-                concurrency=concurrency,
-                network=network if build else None,
-                again=again,
-            )
+    with _harbor_errors():
+        check = _check(
+            folder,
+            _config(recipe, backend, image, concurrency),
+            _passed(recipe),
+            record=record or folder.absolute().with_name(f"{folder.absolute().name}.check.jsonl"),
+            names=only or [],
+            concurrency=concurrency,
+            network=network if build else None,
+            again=again,
         )
-    )
-    for line in _as_json(found) if as_json else _table(found):
+        found = asyncio.run(check)
+    for line in map(_as_json, found) if as_json else _table(found):
         typer.echo(line)
     raise typer.Exit(0 if all(one.sound for one in found) else 1)
 
@@ -80,7 +78,8 @@ def export(
     """
     from penstock.datasets.swe import export_predictions
 
-    written, missing = _refusing(lambda: export_predictions(folder, out, model, sample))
+    with _harbor_errors():
+        written, missing = export_predictions(folder, out, model, sample)
     typer.echo(f"{out}: {written} predictions")
     if missing:
         typer.secho(f"without a sample {sample}: {', '.join(missing)}", fg="yellow", err=True)
@@ -105,7 +104,7 @@ async def _check(
     sandbox = make_sandbox(config, "harbor-check", os.environ.get(TOKEN_VARIABLE), 3600.0)
     try:
         make_image = _Images(config.backend, network)
-        checker = Checker(sandbox, record, make_image, passed, concurrency=concurrency, report=_progress)
+        checker = Checker(sandbox, record, make_image, passed, concurrency=concurrency, report=show_progress)
         return await checker.check(folders, again=again)
     finally:
         await sandbox.close()
@@ -127,7 +126,7 @@ class _Images:
         async with self._turn:
             if await has_image(task.image):
                 return
-            _progress(f"{task.name}: building {task.image} …")
+            show_progress(f"{task.name}: building {task.image} …")
             context = await asyncio.to_thread(task.build.packed)
             await build_image(task.image, context, task.build_timeout_s, self._network)
 
@@ -166,39 +165,16 @@ def _figures(one: CheckedTask) -> str:
     return "  ".join(f"{cell:>8}" for cell in [*cells, f"{seconds:.1f}"])
 
 
-def _as_json(found: Sequence[CheckedTask]) -> list[str]:
-    return [
-        json.dumps(
-            {
-                "task": one.task,
-                "sound": one.sound,
-                "problem": one.problem,
-                "probes": {name: asdict(probe) for name, probe in one.probes.items()},
-            }
-        )
-        for one in found
-    ]
+def _as_json(one: CheckedTask) -> str:
+    probes = {name: asdict(probe) for name, probe in one.probes.items()}
+    return json.dumps({"task": one.task, "sound": one.sound, "problem": one.problem, "probes": probes})
 
 
-def _progress(text: str) -> None:
-    typer.secho(text, dim=True, err=True)
-
-
-def _refusing(work: Callable[[], T]) -> T:
-    """Mistakes of people are one message, not a traceback."""
+def _harbor_errors() -> AbstractContextManager[None]:
     from pydantic import ValidationError
 
     from penstock.datasets.swe import BadFile
-    from penstock.deploy.config import ConfigError
     from penstock.sandbox import SandboxError
     from penstock.sandbox.harbor import HarborTaskError
 
-    try:
-        return work()
-    except (BadFile, ConfigError, HarborTaskError, OSError, SandboxError, ValidationError) as error:
-        _refuse(str(error))
-
-
-def _refuse(message: str) -> NoReturn:
-    typer.secho(message, fg="red", err=True)
-    raise typer.Exit(2)
+    return user_errors(BadFile, HarborTaskError, OSError, SandboxError, ValidationError)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.deploy.commands.shared import refuse, show_progress, user_errors
+
 if TYPE_CHECKING:
-    from penstock.datasets.swe import Format, Places
+    from penstock.datasets.swe import Format
     from penstock.sandbox import Sandbox
 
-T = TypeVar("T")
 Backend = Annotated[str, typer.Option(help="Where tests run: bwrap or docker.")]
 BoxImage = Annotated[str, typer.Option("--image", help="Backend docker: image of the boxes.")]
 Input = Annotated[Path, typer.Option("--input", help="A .parquet, .jsonl or .json file, or a folder of them.")]
@@ -56,13 +57,13 @@ def swe_mutations(  # noqa: PLR0917 - options of a command
 
     folders = tests or []
     if len(folders) > len(package):
-        _refuse(f"{len(folders)} times --tests for {len(package)} times --package")
+        refuse(f"{len(folders)} times --tests for {len(package)} times --package")
     wanted = Wanted(tuple(package), tuple(folders), evaluation)
     settings = FactorySettings(count=count, seed=seed, per_function=per_function, concurrency=concurrency)
-    sandbox = _sandbox(backend, image, concurrency)
-    lines = _guarded(lambda: asyncio.run(make_tasks(wanted, out, sandbox, settings, _progress)))
-    for line in lines:
-        typer.echo(line)
+    with _swe_errors():
+        sandbox = _sandbox(backend, image, concurrency)
+        for line in asyncio.run(make_tasks(wanted, out, sandbox, settings, show_progress)):
+            typer.echo(line)
 
 
 def swe_check(
@@ -75,8 +76,8 @@ def swe_check(
     """Grade each task's reference patch, and no patch; say what is wrong with a task. Status 1 where one is unsound."""
     from penstock.datasets.swe import check_tasks
 
-    sandbox = _sandbox(backend, image, 1)
-    problems = _guarded(lambda: asyncio.run(check_tasks(tasks, sandbox, times, limit, _progress)))
+    with _swe_errors():
+        problems = asyncio.run(check_tasks(tasks, _sandbox(backend, image, 1), times, limit, show_progress))
     for line in problems:
         typer.secho(line, fg="red", err=True)
     raise typer.Exit(1 if problems else 0)
@@ -119,8 +120,8 @@ def _convert(  # noqa: PLR0917 - the options as they come
 ) -> None:
     from penstock.datasets.swe import Places, convert
 
-    places: Places = Places(image, repositories, test_command)
-    done = _guarded(lambda: convert(kind, source, out, places, split))
+    with _swe_errors():
+        done = convert(kind, source, out, Places(image, repositories, test_command), split)
     for line in done.refused[:20]:
         typer.secho(line, fg="yellow", err=True)
     typer.echo(f"{out / f'{split}.parquet'}: {done.written} tasks, {len(done.refused)} rows left out")
@@ -130,28 +131,15 @@ def _sandbox(backend: str, image: str, concurrency: int) -> Sandbox:
     from penstock.datasets.swe import box_config
     from penstock.sandbox import make_sandbox
 
-    return _guarded(lambda: make_sandbox(box_config(backend, image, concurrency), "swe-data"))
+    return make_sandbox(box_config(backend, image, concurrency), "swe-data")
 
 
-def _progress(text: str) -> None:
-    typer.secho(text, dim=True, err=True)
-
-
-def _guarded(work: Callable[[], T]) -> T:
-    """Mistakes of people are one message, not a traceback."""
+def _swe_errors() -> AbstractContextManager[None]:
     from pydantic import ValidationError
 
     from penstock.datasets.swe import BadFile, GitFailed, NoPytest, PackageError
     from penstock.sandbox import SandboxError
     from penstock.sandbox.swe import SweTaskError
 
-    complaints = (BadFile, GitFailed, NoPytest, OSError, PackageError, SandboxError, SweTaskError, ValidationError)
-    try:
-        return work()
-    except complaints as error:
-        _refuse(str(error))
-
-
-def _refuse(message: str) -> NoReturn:
-    typer.secho(message, fg="red", err=True)
-    raise typer.Exit(2)
+    data_errors = (BadFile, GitFailed, NoPytest, PackageError, ValidationError)
+    return user_errors(*data_errors, OSError, SandboxError, SweTaskError)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.deploy.commands.shared import AsJson, Overrides
 from penstock.deploy.config import ConfigError, load_config
 
 if TYPE_CHECKING:
@@ -24,9 +25,9 @@ def doctor(
     recipe: Annotated[
         Path | None, typer.Argument(help="A recipe: one YAML file; not needed with --join.", metavar="RECIPE")
     ] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")] = None,
+    overrides: Overrides = None,
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
     join: Annotated[
         bool, typer.Option("--join", help="Check whether this machine can join the running run that connect.env names.")
     ] = False,

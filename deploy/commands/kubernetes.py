@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from penstock.deploy.commands.shared import user_errors
 from penstock.deploy.run.connection import PASSWORD_VARIABLE, TOKEN_VARIABLE, USER_VARIABLE, VIEW_TOKEN_VARIABLE
 from penstock.transfer_queue import QueueError
 from penstock.transfer_queue.redis import user_rules
@@ -34,11 +35,8 @@ def print_secrets(
 
     Example: penstock kubernetes secrets mine --release mine | kubectl --namespace training apply -f -
     """
-    try:
+    with user_errors(QueueError):
         manifests = list(secrets_of(run, release))
-    except QueueError as error:
-        typer.secho(str(error), fg="red", err=True)
-        raise typer.Exit(2) from None
     typer.echo(yaml.safe_dump_all(manifests, sort_keys=False, width=1000), nl=False)
 
 

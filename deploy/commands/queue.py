@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
+from penstock.dashboard import plain
+from penstock.deploy.commands.shared import user_errors
 from penstock.deploy.config import ConfigError
 from penstock.deploy.run.connection import PASSWORD_VARIABLE, RUN_VARIABLE, URL_VARIABLE, USER_VARIABLE, RunConnection
 from penstock.deploy.run_dir import no_such_run
-from penstock.transfer_queue import QueueError, ServerInfo, Status, TransferQueue, exposition, version_lags
+from penstock.transfer_queue import QueueError, TransferQueue, exposition, version_lags
 from penstock.transfer_queue.redis import RIGHTS, setuser_commands
 
 app = typer.Typer(
@@ -43,13 +44,13 @@ def status(
     if not prometheus and (summary := _summary_of_ended(run)) is not None:
         print(json.dumps(summary, indent=2))
         return
-    found, servers = _ask(run, _status_and_servers)
+    found, servers = _ask(run, lambda queue: asyncio.gather(queue.status(), queue.servers()))
     if prometheus:
         print(exposition(_connection(run).run, found, servers).decode(), end="")
         return
     lags = version_lags(found, servers)
-    listed = {s.server_id: {**_plain(s), "version_lag": lags[s.server_id]} for s in servers}
-    print(json.dumps({**_plain(found), "servers": listed}, indent=2))
+    listed = {s.server_id: {**plain(s), "version_lag": lags[s.server_id]} for s in servers}
+    print(json.dumps({**plain(found), "servers": listed}, indent=2))
 
 
 @app.command()
@@ -63,16 +64,12 @@ def export(
     from penstock.common import listen, serve
     from penstock.deploy.telemetry.metrics import QueueExporter, make_app
 
-    link = _connection(run)
-
-    async def work() -> None:
-        queue = await link.connect()
-        try:
-            await serve(make_app(QueueExporter(queue, link.run, every_s), link.token), listen(host, port))
-        finally:
-            await queue.close()
-
-    _run(work)
+    with user_errors():
+        link = _connection(run)
+    _ask(
+        run,
+        lambda queue: serve(make_app(QueueExporter(queue, link.run, every_s), link.token), listen(host, port)),
+    )
 
 
 @app.command()
@@ -94,10 +91,8 @@ def acl(run: RunArgument = None) -> None:
     """
     name = run or os.environ.get(RUN_VARIABLE, "")
     passwords = {role: secrets.token_urlsafe(32) for role in RIGHTS}
-    try:
+    with user_errors(QueueError):
         print("\n".join(setuser_commands(name, passwords)))
-    except QueueError as error:
-        raise _mistake(error) from None
     for role, password in passwords.items():
         typer.echo(f"export {USER_VARIABLE}={name}-{role} {PASSWORD_VARIABLE}={password}", err=True)
 
@@ -119,11 +114,10 @@ def show(episode_id: str, run: RunArgument = None) -> None:
     """Show a dead letter with its journal: model output and tool results."""
     found = _ask(run, lambda queue: queue.dead_letter(episode_id))
     if found is None:
-        typer.secho(
-            f"{episode_id}: no such dead letter; `penstock queue dead-letters list` shows them", fg="red", err=True
-        )
+        message = f"{episode_id}: no such dead letter; `penstock queue dead-letters list` shows them"
+        typer.secho(message, fg="red", err=True)
         raise typer.Exit(1)
-    print(json.dumps(_plain(found), indent=2, default=str))
+    print(json.dumps(plain(found), indent=2))
 
 
 @letters.command()
@@ -133,33 +127,18 @@ def requeue(episode_id: str, run: RunArgument = None) -> None:
     print(f"{episode_id} is queued again")
 
 
-async def _status_and_servers(queue: TransferQueue) -> tuple[Status, list[ServerInfo]]:
-    return await queue.status(), await queue.servers()
-
-
 def _ask(run: str | None, question: Callable[[TransferQueue], Awaitable[Answer]]) -> Answer:
-    """Connects and asks one question; user errors are one message."""
-    return _run(lambda: _asked(run, question))
+    """Connects to the run's queue and asks one question; user errors are one message."""
 
+    async def ask() -> Answer:
+        queue = await _connection(run).connect()
+        try:
+            return await question(queue)
+        finally:
+            await queue.close()
 
-def _run(job: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
-    try:
-        return asyncio.run(job())
-    except (ConfigError, QueueError) as error:
-        raise _mistake(error) from None
-
-
-def _mistake(error: Exception) -> typer.Exit:
-    typer.secho(str(error), fg="red", err=True)
-    return typer.Exit(2)
-
-
-async def _asked(run: str | None, question: Callable[[TransferQueue], Awaitable[Answer]]) -> Answer:
-    queue = await _connection(run).connect()
-    try:
-        return await question(queue)
-    finally:
-        await queue.close()
+    with user_errors(QueueError):
+        return asyncio.run(ask())
 
 
 def _connection(run: str | None) -> RunConnection:
@@ -195,13 +174,3 @@ def _summary_of_ended(run: str | None) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return {"run": folder.name, "alive": False, **summary}
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value.tolist() if hasattr(value, "tolist") else value

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
+from penstock.deploy.commands.shared import user_errors
 from penstock.deploy.config import ConfigError
 
 app = typer.Typer(help="Runs on a Ray cluster: show and scale their roles.", no_args_is_help=True)
@@ -27,7 +29,7 @@ def status(run: RunArgument, ray_address: Address = None) -> None:
 
     Example: penstock ray status calculator
     """
-    _guarded(run, ray_address, {}, 0.0)
+    _ask_and_print(run, ray_address, {}, 0.0)
 
 
 @app.command()
@@ -43,24 +45,21 @@ def scale(
     """
     from penstock.deploy.placements.ray.registry import parse_counts
 
-    try:
+    with user_errors():
         wanted = parse_counts(counts)
-    except ConfigError as error:
-        raise _mistake(error) from None
-    _guarded(run, ray_address, wanted, wait_s)
+    _ask_and_print(run, ray_address, wanted, wait_s)
 
 
-def _guarded(run: str, address: str | None, wanted: Mapping[str, int], wait_s: float) -> None:
+def _ask_and_print(run: str, address: str | None, wanted: Mapping[str, int], wait_s: float) -> None:
     from penstock.deploy.placements.ray.cluster import connect
 
     try:
-        connect(address, run)
-        shown = _ask(run, wanted, wait_s)
-    except ConfigError as error:
-        raise _mistake(error) from None
+        with user_errors():
+            connect(address, run)
+            print(json.dumps(_ask(run, wanted, wait_s), indent=2))
     finally:
-        _leave()
-    print(json.dumps(shown, indent=2))
+        if "ray" in sys.modules:
+            sys.modules["ray"].shutdown()
 
 
 def _ask(run: str, wanted: Mapping[str, int], wait_s: float) -> dict[str, Any]:
@@ -85,15 +84,3 @@ def _ask(run: str, wanted: Mapping[str, int], wait_s: float) -> dict[str, Any]:
             time.sleep(LOOK_S)
     except (GetTimeoutError, RayActorError) as error:
         raise ConfigError(f"run {run} does not answer, it may have just ended: {error}") from error
-
-
-def _leave() -> None:
-    import sys
-
-    if "ray" in sys.modules:
-        sys.modules["ray"].shutdown()
-
-
-def _mistake(error: Exception) -> typer.Exit:
-    typer.secho(str(error), fg="red", err=True)
-    return typer.Exit(2)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.deploy.commands.shared import AsJson, Overrides, Recipe, user_errors
 from penstock.deploy.config import ConfigError
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ SHOWN = 5
 
 
 def rehearse(
-    recipe: Annotated[Path, typer.Argument(help="A recipe: one YAML file, see recipes/.", metavar="RECIPE")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")] = None,
+    recipe: Recipe,
+    overrides: Overrides = None,
     *,
     policy: Annotated[str, typer.Option(help="FILE.py:function that returns the model's next text.")],
     rows: Annotated[int, typer.Option(min=0, help="The first rows only; 0 takes all.")] = 64,
@@ -35,7 +36,7 @@ def rehearse(
             help="A number, or full (extra_info.full_reward of each row, else 1): exit with 1 on another reward."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run a recipe's tasks with a scripted policy: real loop, tools, boxes, servers and reward; no model, no training.
 
@@ -43,21 +44,18 @@ def rehearse(
 
     Example: penstock rehearse recipes/retool/cpu.yaml --policy recipes/retool/policies.py:oracle --expect 1
     """
-    from penstock.agent_loops import AgentError
+    from penstock.agent_loops import AgentError, load_object
     from penstock.deploy.config import load_config
     from penstock.deploy.rehearsal import rows_of
     from penstock.sandbox import SandboxError
     from penstock.tools import ToolConfigError
     from penstock.trainer import DataError
 
-    try:
+    with user_errors(AgentError, SandboxError, ToolConfigError, DataError):
         config = load_config(recipe, overrides or [])
         played = rows_of(config, split, rows)
         wanted = _expected(expect, played)
-        found = asyncio.run(_play(config, _policy(policy), played, quiet=as_json))
-    except (ConfigError, AgentError, SandboxError, ToolConfigError, DataError) as error:
-        typer.secho(str(error), fg="red", err=True)
-        raise typer.Exit(2) from None
+        found = asyncio.run(_play(config, load_object(policy, Path.cwd()), played, quiet=as_json))
     unexpected = [one for one in found.trajectories if wanted and one.reward != wanted[_row(one.task_id) - 1]]
     typer.echo(json.dumps(_figures(found)) if as_json else _told(found, unexpected, wanted))
     raise typer.Exit(1 if unexpected or found.failures else 0)
@@ -75,13 +73,6 @@ def _expected(expect: str | None, rows: list[DatasetRow]) -> list[float]:
         return [float(expect)] * len(rows)
     except ValueError:
         raise ConfigError(f"--expect {expect}: give a number, or full") from None
-
-
-def _policy(spec: str) -> Policy:
-    from penstock.agent_loops import load_object
-
-    found: Policy = load_object(spec, Path.cwd())
-    return found
 
 
 async def _play(config: RunConfig, policy: Policy, rows: list[DatasetRow], *, quiet: bool) -> EnvCheck:

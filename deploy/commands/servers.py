@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from penstock.deploy.commands.guard import guarded
+from penstock.deploy.commands.shared import user_errors
 from penstock.deploy.config import ConfigError
 from penstock.deploy.run.connection import PASSWORD_VARIABLE
 
@@ -37,37 +37,24 @@ def redis_server(
     from penstock.deploy.run.roles import run_role
     from penstock.transfer_queue import QueueError, RedisServer
 
-    def work() -> None:
-        server = RedisServer(
-            directory,
-            _secret(PASSWORD_VARIABLE),
-            host=_address(host),
-            port=port,
-            users=_users(users),
-            appendfsync=appendfsync,
-        )
+    with user_errors(QueueError):
+        try:
+            lines = users.read_text(encoding="utf-8").splitlines() if users is not None else []
+        except OSError as error:
+            raise ConfigError(f"--users {users}: {error.strerror}") from None
+        password, address = _secret(PASSWORD_VARIABLE), _address(host)
+        server = RedisServer(directory, password, host=address, port=port, users=lines, appendfsync=appendfsync)
         run_role(lambda: serve(server, linger_while, linger_s))
-
-    guarded(work, QueueError)
 
 
 def _address(host: str) -> str:
-    """What to listen on. A name that means loopback here, as Debian's 127.0.1.1 does, is another address elsewhere."""
+    """Address to listen on. A name that means loopback here, as Debian's 127.0.1.1, is another address elsewhere."""
     try:
         address = socket.gethostbyname(host)
     except OSError as error:
         raise ConfigError(f"--host {host}: {error.strerror}") from None
     named = not host.replace(".", "").isdigit() and host != "localhost"
     return "0.0.0.0" if named and address.startswith("127.") else address  # noqa: S104 - it has a password
-
-
-def _users(path: Path | None) -> list[str]:
-    if path is None:
-        return []
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"--users {path}: {error.strerror}") from None
 
 
 def search_server(
@@ -92,12 +79,10 @@ def search_server(
     from penstock.tools import TOKEN_VARIABLE
     from penstock.tools.retrieval import BadCorpus, IndexFailed, serve
 
-    def work() -> None:
+    with user_errors(BadCorpus, IndexFailed):
         token, opened = _secret(TOKEN_VARIABLE), _open(corpus, index, dense)
         typer.echo(f"{len(opened)} passages; POST http://{host}:{port}/retrieve", err=True)
         run_role(lambda: serve(opened, host, port, token, topk))
-
-    guarded(work, BadCorpus, IndexFailed)
 
 
 def _open(corpus: Path, folder: Path | None, dense: str | None) -> Index:
@@ -137,7 +122,7 @@ def reward_server(  # noqa: PLR0917 - typer reads the options off the parameters
     from penstock.deploy.run.roles import run_role
     from penstock.rollout_server import BadModel, Batcher, HuggingFaceClassifier, build_reward_app, serve_batched
 
-    def work() -> None:
+    with user_errors(BadModel, OSError):
         token, classifier = _secret(TOKEN_VARIABLE), HuggingFaceClassifier(model, label, dtype, max_tokens)
         typer.echo(f"{model}: POST http://{host}:{port}/score", err=True)
 
@@ -147,8 +132,6 @@ def reward_server(  # noqa: PLR0917 - typer reads the options off the parameters
             await serve_batched(build_reward_app(classifier, token, model, batches), host, port, "reward server")
 
         run_role(role)
-
-    guarded(work, BadModel, OSError)
 
 
 def teacher_server(  # noqa: PLR0917 - typer reads the options off the parameters
@@ -168,7 +151,7 @@ def teacher_server(  # noqa: PLR0917 - typer reads the options off the parameter
     from penstock.deploy.run.roles import run_role
     from penstock.rollout_server import Batcher, TokenScorer, UnfitTeacher, build_teacher_app, serve_batched
 
-    def work() -> None:
+    with user_errors(UnfitTeacher, OSError):
         token = _secret("PENSTOCK_TEACHER_TOKEN")
         import torch
 
@@ -182,8 +165,6 @@ def teacher_server(  # noqa: PLR0917 - typer reads the options off the parameter
             await serve_batched(build_teacher_app(scorer, token, model, batches), host, port, "teacher server")
 
         run_role(role)
-
-    guarded(work, UnfitTeacher, OSError)
 
 
 def _secret(variable: str) -> str:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.deploy.commands.shared import AsJson, Overrides, user_errors
+
 if TYPE_CHECKING:
     from penstock.simulator import Simulation
 
@@ -18,14 +20,14 @@ def simulate(
     setup: Annotated[
         Path | None, typer.Argument(help="A YAML file of a cluster and its work: docs/simulator.md.", metavar="SETUP")
     ] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")] = None,
+    overrides: Overrides = None,
     *,
     case: Annotated[str | None, typer.Option(help="A built-in run; `list` names them.")] = None,
     sweep: Annotated[str | None, typer.Option(help="key=a,b,c: one run for each value, as a table.")] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Predict published and local runs and report the errors.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Simulate a run: step time, throughput, waiting times, staleness, and which split of GPUs would be faster.
 
@@ -35,42 +37,29 @@ def simulate(
     penstock simulate simulator/setups/agentic-64.yaml --sweep max_staleness=0,1,2,4
     penstock simulate --case verl-7b-64-64 --json · penstock simulate --check
     """
-    from penstock.simulator import BadSetup, StuckSimulation
+    from penstock.simulator import BadSetup, StuckSimulation, case_names
 
-    try:
+    with user_errors(BadSetup, StuckSimulation):
         if check:
             raise typer.Exit(_check(as_json))
         if case == "list":
-            _list()
+            typer.echo("\n".join(case_names()))
             return
         config = _config(setup, case, overrides or [])
         if sweep is None:
             _one(config, as_json)
         else:
             _sweep(config, sweep, as_json)
-    except (BadSetup, StuckSimulation) as error:
-        typer.secho(str(error), fg="red", err=True)
-        raise typer.Exit(2) from None
 
 
 def _config(setup: Path | None, case: str | None, overrides: list[str]) -> Simulation:
     from penstock.simulator import BadSetup, changed, of_case, of_file
 
-    if case is not None and setup is not None:
-        overrides = [str(setup), *overrides]  # with --case the first argument is an override already
-        setup = None
-    if case is not None:
-        return changed(of_case(case), overrides)
+    if case is not None:  # the first argument is an override already
+        return changed(of_case(case), [str(setup), *overrides] if setup is not None else overrides)
     if setup is None:
         raise BadSetup("name a setup file, --case NAME (--case list shows them), or --check; --help has examples")
     return changed(of_file(setup), overrides)
-
-
-def _list() -> None:
-    from penstock.simulator import case_names
-
-    for name in case_names():
-        typer.echo(name)
 
 
 def _one(config: Simulation, as_json: bool) -> None:

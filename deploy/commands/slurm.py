@@ -9,7 +9,7 @@ import typer
 import yaml
 from typer.core import TyperGroup
 
-from penstock.deploy.commands.guard import guarded
+from penstock.deploy.commands.shared import Overrides, Recipe, user_errors
 from penstock.deploy.config import ConfigError, load_config, parse_config
 from penstock.deploy.placements.slurm.placement import place, server_gpus
 from penstock.deploy.placements.slurm.script import Runtime, SlurmJob
@@ -50,8 +50,8 @@ Print = Annotated[bool, typer.Option("--print", help="Print the script; write an
 
 @app.command()
 def run(
-    recipe: Annotated[Path, typer.Argument(help="A recipe: one YAML file, see recipes/.", metavar="RECIPE")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")] = None,
+    recipe: Recipe,
+    overrides: Overrides = None,
     *,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job; the first is the trainer's.")] = 1,
     partition: Partition = None,
@@ -83,7 +83,7 @@ def run(
     from penstock.deploy.placements.slurm.script import SlurmRecipe, run_script
     from penstock.deploy.placements.slurm.submit import submit, write_secrets
 
-    def work() -> None:
+    with user_errors():
         job = SlurmJob(partition, account, time, gpus_per_node, cpus_per_node, sbatch or (), setup or (), container,
                   container_runtime, mount or ())  # fmt: skip
         config = load_config(recipe, overrides or [])
@@ -98,12 +98,11 @@ def run(
             print(text, end="")
             return
         folder = RunDir.of(config)
-        _refuse_earlier(folder, resume=resume)
+        if folder.config.exists() and not resume:
+            raise ConfigError(f"name: {folder.root} holds an earlier run; --resume continues it, name=… starts another")
         folder.logs.mkdir(parents=True, exist_ok=True)
         write_secrets(folder.slurm, config)
         _print_submitted(submit(text, folder.slurm / "run.sbatch"), folder, folder.slurm / "run.sbatch")
-
-    guarded(work)
 
 
 @app.command()
@@ -135,7 +134,7 @@ def join(
     from penstock.deploy.placements.slurm.script import join_script
     from penstock.deploy.placements.slurm.submit import submit
 
-    def work() -> None:
+    with user_errors():
         job = SlurmJob(partition, account, time, gpus_per_node, cpus_per_node, sbatch or (), setup or (), container,
                   container_runtime, mount or ())  # fmt: skip
         folder = RunDir(run_folder.resolve())
@@ -151,13 +150,6 @@ def join(
             return
         folder.slurm.mkdir(mode=0o700, exist_ok=True)
         _print_submitted(submit(text, folder.slurm / "join.sbatch"), folder, folder.slurm / "join.sbatch")
-
-    guarded(work)
-
-
-def _refuse_earlier(folder: RunDir, *, resume: bool) -> None:
-    if folder.config.exists() and not resume:
-        raise ConfigError(f"name: {folder.root} holds an earlier run; --resume continues it, name=… starts another")
 
 
 def _print_submitted(job: str, folder: RunDir, script: Path) -> None:

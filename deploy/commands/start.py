@@ -11,12 +11,12 @@ from typing import Annotated
 
 import typer
 
-from penstock.deploy.commands.guard import guarded
+from penstock.deploy.commands.shared import Overrides, user_errors
 from penstock.deploy.config import ConfigError
 
 
 def quickstart(
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Train the calculator, from nothing: makes its base model where there is none, trains it, shows page and result.
 
@@ -26,27 +26,24 @@ def quickstart(
 
     Example: penstock quickstart trainer.steps=20 max_staleness=sync
     """
-    guarded(lambda: _quickstart(overrides or []))
-
-
-def _quickstart(overrides: Sequence[str]) -> None:
     from penstock.common.http_server import listen
     from penstock.dashboard import DashboardConfig
     from penstock.deploy.commands.run import run_recipe
     from penstock.deploy.shipped import FOLDER, find_base_model, make_base_model
 
-    recipe = FOLDER / "calculator.yaml"
-    usual = DashboardConfig()
+    recipe, usual = FOLDER / "calculator.yaml", DashboardConfig()
     with listen(usual.host, usual.port, ports=50) as free:
         page = f"dashboard.port={free.getsockname()[1]}"
-    given = [f"name=quickstart-{time.strftime('%Y%m%d-%H%M%S')}", "dashboard.enabled=true", page, *overrides]
-    _refuse_without_programs(recipe, given)
-    if not any(one.startswith("model=") for one in overrides):
-        model = find_base_model()
-        if model is None:
-            typer.echo("making the base model, once: ten minutes of one core", err=True)
-            model = make_base_model()
-        given.append(f"model={model}")
+    name = f"name=quickstart-{time.strftime('%Y%m%d-%H%M%S')}"
+    given = [name, "dashboard.enabled=true", page, *(overrides or [])]
+    with user_errors():
+        _refuse_without_programs(recipe, given)
+        if not any(one.startswith("model=") for one in given):
+            model = find_base_model()
+            if model is None:
+                typer.echo("making the base model, once: ten minutes of one core", err=True)
+                model = make_base_model()
+            given.append(f"model={model}")
     status = run_recipe(recipe, given, resume=False, dry_run=False)
     if status == 0:
         typer.echo("look at it: penstock dashboard    a project of your own: penstock init FOLDER", err=True)
@@ -94,13 +91,11 @@ def init(
     """
     from penstock.deploy.shipped import write_project
 
-    def work() -> None:
+    with user_errors():
         for name in write_project(folder, template):
             typer.echo(f"  {folder / name}")
         typer.echo(f"next: cd {shlex.quote(str(folder))}, then the commands of README.md:\n")
         typer.echo((folder / "README.md").read_text(encoding="utf-8"))
-
-    guarded(work)
 
 
 def recipes() -> None:

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock.deploy.commands.shared import AsJson, RunsDir, refuse
+
 EVERY_S = 1.0
 
 
@@ -19,9 +21,9 @@ def status(
     run: Annotated[
         str | None, typer.Argument(help="Name of a run, or its folder [PENSTOCK_RUN].", metavar="[RUN]")
     ] = None,
-    runs_dir: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = Path("runs"),
+    runs_dir: RunsDir = Path("runs"),
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every second, until the run ends or Ctrl-C.")] = False,
 ) -> None:
     """Show what a run is doing: what waits for what, queues, servers, staleness, reward, restarts, time left.
@@ -48,8 +50,7 @@ def _place(run: str | None, runs_dir: Path) -> tuple[Path, str]:
     given = Path(name)
     folder, name = (given.resolve().parent, given.name) if given.name != name else (runs_dir.resolve(), name)
     if not (folder / name).is_dir() and os.environ.get(RUN_VARIABLE) != name:
-        typer.secho(no_such_run(folder, name), fg="red", err=True)
-        raise typer.Exit(2)
+        refuse(no_such_run(folder, name))
     return folder, name
 
 

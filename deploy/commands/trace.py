@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.deploy.commands.shared import RunName, RunsDir, folder_of_run, user_errors
+
 if TYPE_CHECKING:
     from penstock.deploy.telemetry.trace import StepRange
 
 
 def trace(
-    run: Annotated[str, typer.Argument(help="A run's folder, or its name in --runs-dir.", metavar="RUN")],
+    run: RunName,
     out: Annotated[Path, typer.Option(help="File to write.")] = Path("trace.json"),
     steps: Annotated[str, typer.Option(metavar="A:B", help="StepRange A to B-1; either may be left out.")] = ":",
-    runs_dir: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = Path("runs"),
+    runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Write a trace of every role of a run, for https://ui.perfetto.dev or chrome://tracing.
 
@@ -29,21 +30,14 @@ def trace(
 
     Example: penstock trace mine --steps 100:110 --out mine.json
     """
-    from penstock.deploy.run_dir import no_such_run
+    from penstock.common import write_atomically
     from penstock.deploy.telemetry.trace import NothingToDraw, chrome_trace, collect
 
-    root = Path(run) if Path(run).is_dir() else runs_dir / run
-    try:
-        if not root.is_dir():
-            raise NothingToDraw(no_such_run(root.parent, root.name))
+    with user_errors(NothingToDraw, ValueError):
+        root = folder_of_run(run, runs_dir)
         processes = collect(root, weight_updates(root), steps_of(steps))
-    except (NothingToDraw, ValueError) as error:
-        typer.secho(str(error), fg="red", err=True)
-        raise typer.Exit(2) from None
     text = json.dumps(chrome_trace(processes))
-    temporary = out.with_name(out.name + ".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, out)
+    write_atomically(out, text)
     listed = ", ".join(f"{process.name} ({len(process.slices)})" for process in processes)
     typer.echo(f"{out}: {len(text) / 1e6:.1f} MB; {listed}", err=True)
 

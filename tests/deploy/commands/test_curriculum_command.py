@@ -39,9 +39,9 @@ def ask(folder: Path, *words: str) -> Result:
 
 
 def test_it_shows_the_newest_step_by_source(folder: Path) -> None:
-    found = json.loads(ask(folder, "--json").stdout)
-    assert found["weights"]["hard"] == 0.2
-    assert found["sources"] == {
+    state = json.loads(ask(folder, "--json").stdout)
+    assert state["weights"]["hard"] == 0.2
+    assert state["sources"] == {
         "openai/gsm8k": {"weight": 1.0, "drawn": 12, "new": 4},
         "sums": {"weight": 1.0, "drawn": 9, "pass_rate": 0.25},
     }

@@ -97,21 +97,17 @@ def test_a_base_model_at_hand_comes_along(tmp_path: Path) -> None:
     assert (folder / "model/model.safetensors").is_file()
 
 
-def test_without_a_base_model_the_project_makes_it(wheel_like: Path, tmp_path: Path) -> None:
+@pytest.mark.torch
+def test_the_base_model_is_made_once(wheel_like: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_base_model() is None
     assert "model/" not in write_project(tmp_path / "mine", "calculator")
     assert "make_base_model.py --out model" in (tmp_path / "mine/README.md").read_text()
-
-
-@pytest.mark.torch
-def test_the_base_model_is_made_once(wheel_like: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "src"))
-    made = make_base_model(steps=1)
-    assert find_base_model() == made
-    before = (made / "model.safetensors").stat().st_mtime_ns
-    assert make_base_model(steps=1) == made
-    assert (made / "model.safetensors").stat().st_mtime_ns == before
-    assert [path.name for path in made.parent.iterdir() if path.is_dir()] == [made.name]
+    model = make_base_model(steps=1)
+    before = (model / "model.safetensors").stat().st_mtime_ns
+    assert find_base_model() == make_base_model(steps=1) == model
+    assert (model / "model.safetensors").stat().st_mtime_ns == before
+    assert [path.name for path in model.parent.iterdir() if path.is_dir()] == [model.name]
 
 
 def test_a_maker_that_fails_leaves_no_model(wheel_like: Path) -> None:
@@ -128,21 +124,16 @@ def test_a_new_and_an_empty_folder_are_filled(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "a/new").iterdir()] == ["one"]
 
 
-def test_a_folder_in_use_is_refused_and_named(tmp_path: Path) -> None:
+def test_a_folder_in_use_and_an_unknown_template_are_refused(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("years of work")
-    for taken in (tmp_path / "mine", tmp_path / "mine/thesis.txt"):
-        ended = CliRunner().invoke(app, ["init", str(taken)])
+    unknown = [str(tmp_path / "new"), "--from", "calculater"]
+    cases = [([str(path)], [str(path)]) for path in (tmp_path / "mine", tmp_path / "mine/thesis.txt")]
+    for words, names in [*cases, (unknown, TEMPLATES)]:
+        ended = CliRunner().invoke(app, ["init", *words])
         assert ended.exit_code == 2
-        assert str(taken) in ended.output.replace("\n", "")
-    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
-
-
-def test_an_unknown_template_names_the_choices(tmp_path: Path) -> None:
-    ended = CliRunner().invoke(app, ["init", str(tmp_path / "mine"), "--from", "calculater"])
-    assert ended.exit_code == 2
-    assert [name for name in TEMPLATES if name not in ended.output] == []
-    assert not (tmp_path / "mine").exists()
+        assert [name for name in names if name not in ended.output.replace("\n", "")] == []
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["mine", "mine/thesis.txt"]
 
 
 def test_a_failure_half_way_leaves_no_folder(tmp_path: Path, wheel_like: Path) -> None:

@@ -1,0 +1,46 @@
+"""Shared by the commands: options, a run by its name or folder, user errors as one message."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from penstock.deploy.config import ConfigError
+from penstock.deploy.run_dir import no_such_run
+
+Recipe = Annotated[Path, typer.Argument(help="A recipe: one YAML file, see recipes/.", metavar="RECIPE")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+RunName = Annotated[str, typer.Argument(help="A run's folder, or its name in --runs-dir.", metavar="RUN")]
+RunsDir = Annotated[Path, typer.Option(help="Folder that holds the runs.")]
+
+
+@contextlib.contextmanager
+def user_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Ends the command with status 2 and the message of a `ConfigError`, or of an error of `kinds`."""
+    try:
+        yield
+    except (ConfigError, *kinds) as error:
+        refuse(str(error))
+
+
+def refuse(message: str) -> NoReturn:
+    """Prints the message and ends the command with status 2."""
+    typer.secho(message, fg="red", err=True)
+    raise typer.Exit(2)
+
+
+def show_progress(text: str) -> None:
+    typer.secho(text, dim=True, err=True)
+
+
+def folder_of_run(run: str, runs_dir: Path) -> Path:
+    """Raises `ConfigError` if there is no such run."""
+    root = Path(run) if Path(run).is_dir() else runs_dir / run
+    if not root.is_dir():
+        raise ConfigError(no_such_run(root.parent, root.name))
+    return root
