@@ -5,6 +5,7 @@ Every error names the key and how to fix it.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from penstock.agent_loops import AgentConfig
 from penstock.dashboard import DashboardConfig
@@ -182,9 +184,7 @@ def load_sandbox(recipe: Path | None, overrides: Sequence[str] = ()) -> SandboxC
     try:
         return SandboxConfig.model_validate(tree["sandbox"])
     except ValidationError as error:
-        problems = [{**problem, "loc": ("sandbox", *problem["loc"])} for problem in error.errors()]
-        lines = [f"  {_explain(dict(problem), tree)}" for problem in problems]
-        raise ConfigError("\n".join([f"{recipe or 'overrides'}: {len(lines)} problem(s)", *lines])) from None
+        raise _invalid(error, str(recipe or "overrides"), "sandbox") from None
 
 
 def parse_config(tree: Mapping[str, Any], source: str) -> RunConfig:
@@ -192,8 +192,7 @@ def parse_config(tree: Mapping[str, Any], source: str) -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        lines = [f"  {_explain(dict(problem), tree)}" for problem in error.errors()]
-        raise ConfigError("\n".join([f"{source}: {len(lines)} problem(s)", *lines])) from None
+        raise _invalid(error, source) from None
 
 
 def dump_config(config: RunConfig) -> str:
@@ -225,17 +224,10 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         node = node.setdefault(section, {})
         if not isinstance(node, dict):
             raise ConfigError(f"override {override!r}: {section!r} is a value, not a section")
-    node[leaf] = _parse_value(text)
-
-
-def _parse_value(text: str) -> Any:
-    value = yaml.safe_load(text)
-    if isinstance(value, str):
-        try:  # YAML 1.1 reads 1e-6 as a string; people mean the number
-            return float(value)
-        except ValueError:
-            return value
-    return value
+    node[leaf] = yaml.safe_load(text)
+    if isinstance(node[leaf], str):
+        with contextlib.suppress(ValueError):  # YAML 1.1 reads 1e-6 as a string; people mean the number
+            node[leaf] = float(node[leaf])
 
 
 _PATH_KEYS = (
@@ -246,53 +238,38 @@ _PATH_KEYS = (
 
 def _resolve_paths(tree: dict[str, Any], roots: Sequence[Path]) -> None:
     for *sections, leaf in _PATH_KEYS:
-        node: Any = tree
+        node = tree
         for section in sections:
-            node = node.get(section) if isinstance(node, dict) else None
-        if isinstance(node, dict) and isinstance(node.get(leaf), str):
-            node[leaf] = _resolve_path(node[leaf], roots)
-    for holder, key in (*_named_loop(tree), *_named_rewards(tree), *_named_tools(tree)):
-        holder[key] = _resolve_path(holder[key], roots)
-    for listed in _listed_files(tree):
-        listed[:] = [_resolve_path(path, roots) if isinstance(path, str) else path for path in listed]
+            node = _mapping(node.get(section))
+        value = node.get(leaf)
+        if isinstance(value, str):
+            node[leaf] = _resolve_path(value, roots)
+        elif isinstance(value, list):
+            node[leaf] = [_resolve_path(path, roots) if isinstance(path, str) else path for path in value]
+    for holder, key in _references(tree):
+        value = holder.get(key)
+        if isinstance(value, str) and ".py:" in value:
+            holder[key] = _resolve_path(value, roots)
 
 
-def _named_loop(tree: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where `loop` or `settings.env`, of `agent` or of one of its sources, names a file: a folder `gymnasium` makes no
-    path of that name."""
-    agent = tree.get("agent")
-    sources = agent.get("sources") if isinstance(agent, dict) else None
-    holders = [agent, *(sources.values() if isinstance(sources, dict) else ())]
-    places = [(holder, "loop") for holder in holders]
-    places += [(holder.get("settings"), "env") for holder in holders if isinstance(holder, dict)]
-    yield from ((one, key) for one, key in places if isinstance(one, dict) and ".py:" in str(one.get(key)))
+def _references(tree: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Places for ``FILE.py:name``: loops, environments, rewards and tools. Any other name there is not a path, even if
+    a folder has it."""
+    agent, tools = _mapping(tree.get("agent")), tree.get("tools")
+    for holder in (agent, *map(_mapping, _mapping(agent.get("sources")).values())):
+        yield holder, "loop"
+        yield _mapping(holder.get("settings")), "env"
+    yield agent, "reward"
+    sources = _mapping(_mapping(agent.get("rewards")).get("sources"))
+    for key, choice in sources.items():
+        yield (choice, "name") if isinstance(choice, dict) else (sources, key)
+    for entry in tools if isinstance(tools, list) else ():
+        yield _mapping(entry), "name"
 
 
-def _named_rewards(tree: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where `agent.reward` and `agent.rewards.sources` name a file; a name such as `code` is no path, whatever folder
-    has it."""
-    agent = tree.get("agent")
-    rewards = agent.get("rewards") if isinstance(agent, dict) else None
-    sources = rewards.get("sources") if isinstance(rewards, dict) else None
-    places = [(agent, "reward")] if isinstance(agent, dict) else []
-    if isinstance(sources, dict):
-        places += [(choice, "name") if isinstance(choice, dict) else (sources, key) for key, choice in sources.items()]
-    yield from ((holder, key) for holder, key in places if ".py:" in str(holder.get(key)))
-
-
-def _named_tools(tree: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where an entry of `tools` names a file."""
-    tools = tree.get("tools")
-    entries = tools if isinstance(tools, list) else []
-    yield from ((entry, "name") for entry in entries if isinstance(entry, dict) and ".py:" in str(entry.get("name")))
-
-
-def _listed_files(tree: Mapping[str, Any]) -> Iterator[list[Any]]:
-    """Where `sft` names several files or folders."""
-    section = tree.get("sft")
-    if isinstance(section, dict):
-        found = (section.get(name) for name in ("messages", "runs", "validation"))
-        yield from (listed for listed in found if isinstance(listed, list))
+def _mapping(node: Any) -> dict[str, Any]:
+    """The node if it is a mapping; else an empty one, as for a section that the recipe lacks."""
+    return node if isinstance(node, dict) else {}
 
 
 def _resolve_path(text: str, roots: Sequence[Path]) -> str:
@@ -306,8 +283,14 @@ def _resolve_path(text: str, roots: Sequence[Path]) -> str:
     return text
 
 
-def _explain(problem: dict[str, Any], tree: Mapping[str, Any]) -> str:
-    location = [str(part) for part in problem["loc"] if not str(part).startswith("function-")]
+def _invalid(error: ValidationError, source: str, *sections: str) -> ConfigError:
+    """One line per problem. `sections`: where the checked part stands in the recipe."""
+    lines = [f"  {_explain(problem, [*sections, *map(str, problem['loc'])])}" for problem in error.errors()]
+    return ConfigError("\n".join([f"{source}: {len(lines)} problem(s)", *lines]))
+
+
+def _explain(problem: ErrorDetails, path: Sequence[str]) -> str:
+    location = [part for part in path if not part.startswith("function-")]
     dotted = ".".join(location)
     if problem["type"] == "extra_forbidden":
         sentence = removed(dotted)
@@ -339,12 +322,9 @@ def _section(location: Sequence[str]) -> type[BaseModel] | None:
         if name.isdigit():
             continue
         annotation = model.model_fields[name].annotation if name in model.model_fields else None
-        found = next((t for t in (annotation, *get_args(annotation)) if _is_model(t)), None)
-        if found is None:
+        classes = (t for t in (annotation, *get_args(annotation)) if isinstance(t, type))
+        inner = next((t for t in classes if issubclass(t, BaseModel)), None)
+        if inner is None:
             return None
-        model = found
+        model = inner
     return model
-
-
-def _is_model(candidate: Any) -> bool:
-    return isinstance(candidate, type) and issubclass(candidate, BaseModel)

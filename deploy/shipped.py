@@ -26,8 +26,6 @@ from penstock.common.registry import nearest
 from penstock.deploy.config import ConfigError
 
 FOLDER = Path(penstock.__file__).parent / "recipes"
-INDEX = "index.toml"
-NOT_COPIED = ("__pycache__",)
 MODEL = "model"
 """A project's folder of the base model, as its recipe names it."""
 MAKER = "calculator/make_base_model.py"
@@ -77,7 +75,7 @@ def templates() -> dict[str, Template]:
 
 
 def _index() -> dict[str, Any]:
-    with (FOLDER / INDEX).open("rb") as file:
+    with (FOLDER / "index.toml").open("rb") as file:
         return tomllib.load(file)
 
 
@@ -88,9 +86,14 @@ def write_project(folder: Path, name: str) -> list[str]:
     A base model at hand is copied, so that the project's recipe runs at once. A folder that this call makes is whole
     or absent. Raises `ConfigError` for an unknown template, and where `folder` is a file or holds anything.
     """
-    template = _template(name)
-    _refuse_used(folder)
+    known = templates()
+    if name not in known:
+        raise ConfigError(f"--from {name}: no such template{nearest(name, known)}; there are {', '.join(known)}")
+    template = known[name]
     if folder.exists():
+        if not folder.is_dir() or any(folder.iterdir()):
+            problem = "is not empty" if folder.is_dir() else "is a file"
+            raise ConfigError(f"{folder} {problem}: give the name of a new or empty folder, nothing was written")
         return _fill(folder, template)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as beside:
@@ -99,19 +102,6 @@ def write_project(folder: Path, name: str) -> list[str]:
         written = _fill(made, template)
         made.rename(folder)
     return written
-
-
-def _template(name: str) -> Template:
-    known = templates()
-    if name not in known:
-        raise ConfigError(f"--from {name}: no such template{nearest(name, known)}; there are {', '.join(known)}")
-    return known[name]
-
-
-def _refuse_used(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        what = "is not empty" if folder.is_dir() else "is a file"
-        raise ConfigError(f"{folder} {what}: give the name of a new or empty folder, nothing was written")
 
 
 def _fill(folder: Path, template: Template) -> list[str]:
@@ -142,7 +132,7 @@ def _sources(template: Template) -> Iterator[tuple[str, Path]]:
     for name, source in template.files.items():
         path = FOLDER / source
         if path.is_dir():
-            inside = [one for one in sorted(path.rglob("*")) if one.is_file() and one.parent.name not in NOT_COPIED]
+            inside = [one for one in sorted(path.rglob("*")) if one.is_file() and one.parent.name != "__pycache__"]
             yield from ((f"{name}/{one.relative_to(path)}", one) for one in inside)
         else:
             yield name, path

@@ -289,9 +289,9 @@ async def _start_again(server: RedisServer) -> None:
 
 
 async def serve(server: RedisServer, linger_while: Path | None, linger_s: float) -> None:
-    """Until cancelled, and then while the file is there: the head takes its ``connect.env`` away when it is done.
+    """Serves until cancelled, and then as long as the file exists: the head removes its ``connect.env`` at its end.
 
-    Raises `QueueError` where redis-server does not come up, `RedisLost` where it does not again.
+    Raises `QueueError` if redis-server does not come up, `RedisLost` if it does not come up again.
     """
     await server.start()
     logger.info("queue at %s:%d and loopback", server.host, server.port)
@@ -299,8 +299,10 @@ async def serve(server: RedisServer, linger_while: Path | None, linger_s: float)
     try:
         await asyncio.shield(keeper)
     except asyncio.CancelledError:
-        if linger_while is not None:
-            await _until_gone(linger_while, linger_s)
+        deadline = time.monotonic() + linger_s
+        # A shared disk sends no change events.
+        while linger_while and time.monotonic() < deadline and await asyncio.to_thread(linger_while.exists):  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_S)
         raise
     finally:
         keeper.cancel()
@@ -308,22 +310,8 @@ async def serve(server: RedisServer, linger_while: Path | None, linger_s: float)
         await server.stop()
 
 
-async def _until_gone(path: Path, timeout_s: float) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            # A shared disk sends no change events.
-            while await asyncio.to_thread(path.exists):  # noqa: ASYNC110
-                await asyncio.sleep(LOOK_S)
-
-
 SETTINGS = TransferQueueConfig(deadline_s=4.0)
 """A person looks: say soon that a queue is away."""
-
-
-@dataclass(slots=True)
-class _Open:
-    link: RunConnection
-    queue: TransferQueue
 
 
 class FolderQueues:
@@ -335,7 +323,7 @@ class FolderQueues:
     def __init__(self, runs_dir: Path, own: RunConnection | None) -> None:
         self._runs_dir = runs_dir
         self._own = own
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, tuple[RunConnection, TransferQueue]] = {}
         self._one_at_a_time: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def names(self) -> Sequence[str]:
@@ -346,20 +334,18 @@ class FolderQueues:
         """See `LiveQueues`."""
         link = await asyncio.to_thread(self._link, run)
         async with self._one_at_a_time[run]:  # an unreachable queue delays no request for another run
-            opened = self._open.get(run)
-            if opened is not None and opened.link != link:
-                del self._open[run]
-                await opened.queue.close()
+            if run in self._open and self._open[run][0] != link:
+                await self._open.pop(run)[1].close()
             if link is None:
                 return None
             if run not in self._open:
-                self._open[run] = _Open(link, await link.connect(SETTINGS))
-            return self._open[run].queue
+                self._open[run] = link, await link.connect(SETTINGS)
+            return self._open[run][1]
 
     async def close(self) -> None:
         while self._open:
-            _, opened = self._open.popitem()
-            await opened.queue.close()
+            _, (_, queue) = self._open.popitem()
+            await queue.close()
 
     def _link(self, run: str) -> RunConnection | None:
         if self._own is not None and run == self._own.run:

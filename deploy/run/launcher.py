@@ -28,7 +28,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -97,8 +97,8 @@ async def _launch(config: RunConfig, resume: bool, placement: Placement) -> Path
             found = describe_found(record, await queue.status(), identity) if resume else ""
             # Files that a head which was refused must not take from the one that lives.
             run.config.write_text(dump_config(config))
-            with connect_file(link, run):
-                async with open_weights(config, link.token), placement.open(config, run):
+            with connect_file(link, run), open_weights(config, link.token):
+                async with placement.open(config, run):
                     await _run_roles(config, run, link, queue, placement, keepers=[*keepers, keeping], found=found)
     return run.summary
 
@@ -122,32 +122,25 @@ async def open_queue(
     config: RunConfig, run: RunDir
 ) -> AsyncIterator[tuple[RunConnection, RedisTransferQueue, list[asyncio.Task[None]]]]:
     """A connection to the run's Redis: the one the recipe names, or one of our own, with its keeper."""
-    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
-    url = config.transfer_queue.url
-    if url:
-        username, password = redis_login()
-        link = RunConnection(url, config.name, password, token, username)
-        async with _connected(link, config) as queue:
-            yield link, queue, []
-        return
-    async with own_redis(config, run, token) as (link, keeper), _connected(link, config) as queue:
-        yield link, queue, [keeper]
+    token, url = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32), config.transfer_queue.url
+    async with contextlib.AsyncExitStack() as stack:
+        keepers = []
+        if url:
+            username, password = redis_login()
+            link = RunConnection(url, config.name, password, token, username)
+        else:
+            link, keeper = await stack.enter_async_context(own_redis(config, run, token))
+            keepers.append(keeper)
+        queue = await link.connect(config.transfer_queue)
+        stack.push_async_callback(queue.close)
+        yield link, queue, keepers
 
 
-@contextlib.asynccontextmanager
-async def _connected(link: RunConnection, config: RunConfig) -> AsyncIterator[RedisTransferQueue]:
-    queue = await link.connect(config.transfer_queue)
-    try:
-        yield queue
-    finally:
-        await queue.close()
-
-
-@contextlib.asynccontextmanager
-async def open_weights(config: RunConfig, token: str) -> AsyncIterator[None]:
+@contextlib.contextmanager
+def open_weights(config: RunConfig, token: str) -> Iterator[None]:
     """The folder of published weights in this machine's shared memory, until the end of the run.
 
-    Raises `ConfigError` where its name has something that is not this user's alone.
+    Raises `ConfigError` if its name has something that is not this user's alone.
     """
     with contextlib.ExitStack() as stack:
         try:

@@ -69,16 +69,9 @@ def roles_of(config: RunConfig, link: RunConnection) -> list[Role]:
     """The run's processes as its recipe counts them, the trainer last."""
     rollouts = [rollout_role(config, link, number) for number in range(config.rollout.servers)]
     if config.rollout.evaluation_server:
-        port = _port(config, config.rollout.servers)
-        words = ("rollout", "--name", "rollout-eval", "--port", port, "--evaluates")
-        rollouts.append(
-            _role(config, link, "rollout-eval", "rollout", *words, max_restarts=config.rollout.max_restarts)
-        )
+        rollouts.append(_server_role(config, link, "rollout-eval", len(rollouts), "--evaluates"))
     for place in range(lent_servers(config)):
-        name = f"rollout-lent-{place}"
-        port = _port(config, config.rollout.servers + config.rollout.evaluation_server + place)
-        words = ("rollout", "--name", name, "--port", port, "--lent")
-        role = _role(config, link, name, "rollout", *words, max_restarts=config.rollout.max_restarts)
+        role = _server_role(config, link, f"rollout-lent-{place}", len(rollouts), "--lent")
         rollouts.append(replace(role, lent=place))
     agents = [agent_role(config, link, number) for number in range(config.agent.workers)]
     return [*rollouts, *agents, _trainer_role(config, link)]
@@ -88,11 +81,8 @@ def _trainer_role(config: RunConfig, link: RunConnection) -> Role:
     """One rank of this Python is started as such; `penstock train` finds out what else there is to start."""
     trainer = config.trainer
     alone = trainer.ranks == 1 and trainer.engine != "megatron" and os.environ.get(NODES_VARIABLE, "1") in ("", "1")
-    role = _role(
-        *(config, link, "trainer", "trainer", *(("train-rank", "--alone") if alone else ("train",))),
-        max_restarts=trainer.max_restarts,
-        stop_grace_s=trainer_stop_s(trainer) + SUPERVISOR_S,
-    )
+    words, stop_s = ("train-rank", "--alone") if alone else ("train",), trainer_stop_s(trainer) + SUPERVISOR_S
+    role = _role(link, "trainer", "trainer", *words, max_restarts=trainer.max_restarts, stop_grace_s=stop_s)
     return replace(role, env={**role.env, "OMP_NUM_THREADS": str(trainer.threads or 1)}) if alone else role
 
 
@@ -102,32 +92,32 @@ def trainer_stop_s(trainer: TrainerConfig) -> float:
 
 
 def rollout_role(config: RunConfig, link: RunConnection, number: int) -> Role:
-    name = f"rollout-{number}"
-    words = ("rollout", "--name", name, "--port", _port(config, number))
-    return _role(config, link, name, "rollout", *words, max_restarts=config.rollout.max_restarts, number=number)
+    return replace(_server_role(config, link, f"rollout-{number}", number), number=number)
+
+
+def _server_role(config: RunConfig, link: RunConnection, name: str, index: int, *flags: str) -> Role:
+    """The rollout server at the `index`-th port of the recipe, or at a free one."""
+    port = str(config.rollout.port and config.rollout.port + index)
+    words = ("rollout", "--name", name, "--port", port, *flags)
+    return _role(link, name, "rollout", *words, max_restarts=config.rollout.max_restarts)
 
 
 def agent_role(config: RunConfig, link: RunConnection, number: int) -> Role:
     name = f"agent-{number}"
-    words = ("agent", "--name", name)
-    return _role(config, link, name, "agent", *words, max_restarts=config.agent.max_restarts, number=number)
+    role = _role(link, name, "agent", "agent", "--name", name, max_restarts=config.agent.max_restarts)
+    return replace(role, number=number)
 
 
 def page_roles(config: RunConfig, run: RunDir, link: RunConnection) -> list[Role]:
-    """The page beside the run, where it is configured. An agent's rights are enough to queue dead letters again."""
+    """The page of the run, if it is configured. An agent's rights are enough to queue dead letters again."""
     page = config.dashboard
     if not page.enabled:
         return []
     words = ("dashboard", str(run.root.parent), "--host", page.host, "--port", str(page.port))
-    return [_role(config, link, "dashboard", "dashboard", *words, rights="agent", max_restarts=3)]
-
-
-def _port(config: RunConfig, server: int) -> str:
-    return str(config.rollout.port and config.rollout.port + server)
+    return [_role(link, "dashboard", "dashboard", *words, rights="agent", max_restarts=3)]
 
 
 def _role(
-    config: RunConfig,
     link: RunConnection,
     name: str,
     kind: Kind,
@@ -135,7 +125,6 @@ def _role(
     rights: str = "",
     max_restarts: int,
     stop_grace_s: float = 15.0,
-    number: int | None = None,
 ) -> Role:
     env = {
         **link.of_role(rights or kind).environment(),
@@ -144,11 +133,11 @@ def _role(
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": "1",
     }
-    return Role(name, kind, words, env, max_restarts, stop_grace_s, number)
+    return Role(name, kind, words, env, max_restarts, stop_grace_s)
 
 
 ADDED = {"rollout": rollout_role, "agent": agent_role}
-"""Kinds of which there may be more and fewer during a run, and how one is made."""
+"""Factories of the role kinds that can be scaled at run time."""
 logger = logging.getLogger("penstock.run")
 DRIVER = Path("/dev/nvidiactl")
 VARIABLE = "CUDA_VISIBLE_DEVICES"

@@ -48,8 +48,9 @@ class Reporter:
         self._config = config
         self._run = run
         self._queue = queue
-        self._roles = RolesFile(run.roles, members)
         self._members, self._lives = members, lives
+        self._roles: dict[str, Any] = {}
+        """As in roles.json, which is rewritten when something has changed."""
         self._watchdog = Watchdog(config, members, self._say, forgive_workers)
         self._metrics = JsonlTail(run.metrics)
         self._recent: deque[dict[str, Any]] = deque(maxlen=10)
@@ -86,21 +87,24 @@ class Reporter:
 
     def _report(self, status: Status | None) -> None:
         """A full or missing disk does not end the run: the error is reported once, and the write is retried."""
-        found = ""
+        problem = ""
         try:
             self._show(self._metrics.lines(), status)
-            self._roles.write()
+            roles = {m.spec.name: {"state": m.state, "restarts": m.restarts} for m in self._members}
+            if roles != self._roles:
+                rewrite_jsonl(self._run.roles, [roles])
+                self._roles = roles
             self._lives.write(restarts_of(self._members))
         except OSError as error:
-            found = f"  not recorded: {error}"
-            if found != self._unrecorded:
-                self._say(found)
-        self._unrecorded = found
+            problem = f"  not recorded: {error}"
+            if problem != self._unrecorded:
+                self._say(problem)
+        self._unrecorded = problem
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-        self._roles.remove()
+        self._run.roles.unlink(missing_ok=True)
 
     async def _ask(self) -> tuple[Status | None, list[ServerInfo]]:
         try:
@@ -155,24 +159,6 @@ def describe(config: RunConfig) -> str:
     )
 
 
-class RolesFile:
-    """``roles.json``, rewritten atomically when something has changed."""
-
-    def __init__(self, path: Path, processes: Sequence[SupervisedRole]) -> None:
-        self._path = path
-        self._processes = processes
-        self._written: dict[str, Any] = {}
-
-    def write(self) -> None:
-        now = {p.spec.name: {"state": p.state, "restarts": p.restarts} for p in self._processes}
-        if now != self._written:
-            rewrite_jsonl(self._path, [now])
-            self._written = now
-
-    def remove(self) -> None:
-        self._path.unlink(missing_ok=True)
-
-
 def restarts_of(members: Iterable[SupervisedRole]) -> dict[str, int]:
     """Role to how often it was started again, in this life of the run."""
     return {member.spec.name: member.restarts for member in members}
@@ -218,16 +204,6 @@ def _learning(rows: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> 
     }
 
 
-REASONS = {
-    "episodes_dropped": "dropped",
-    "episodes_filtered": "filtered",
-    "episodes_unrewarded": "unrewarded",
-    "episodes_buried": "group_failed",
-    "episodes_payload_lost": "payload_lost",
-}
-"""Key in summary.json, which users' scripts read, and the queue's state of an episode."""
-
-
 def _accounts(steps: list[dict[str, Any]], status: Status, held: set[str]) -> dict[str, Any]:
     """Invariant 2 from the outside: the trainer's own record of what it trained against what the queue acknowledged.
 
@@ -235,7 +211,13 @@ def _accounts(steps: list[dict[str, Any]], status: Status, held: set[str]) -> di
     """
     trained = Counter(episode for row in steps for episode in row["episodes"])
     episodes = status.episodes
-    reasons = {key: episodes.get(state, 0) for key, state in REASONS.items()}
+    reasons = {
+        "episodes_dropped": episodes.get("dropped", 0),
+        "episodes_filtered": episodes.get("filtered", 0),
+        "episodes_unrewarded": episodes.get("unrewarded", 0),
+        "episodes_buried": episodes.get("group_failed", 0),
+        "episodes_payload_lost": episodes.get("payload_lost", 0),
+    }
     still_held = len(held - set(trained))
     return {
         "episodes": episodes.get("completed", 0),

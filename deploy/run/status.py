@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -27,12 +25,13 @@ async def run_state(files: RunFiles, run: str, pulse: Pulse) -> dict[str, Any]:
     split = advise(rows, rollout_idle(files, rows, live.get("status")), files.devices)  # as the page does
     steps = config.get("trainer.steps")
     done = max(len(rows), int(status.get("version", 0)))
-    servers = live.get("servers", [])
+    servers, end = live.get("servers", []), files.end()
+    ended_roles = {name: {"state": "ended", "restarts": n} for name, n in end["summary"].get("restarts", {}).items()}
     return {
         "run": run,
         "alive": live["alive"],
         "cause": None if live["alive"] else live["cause"],
-        "ended": _json_of(files.root / "ended.json").get("why"),
+        "ended": end["ended"],
         "step": done,
         "steps": steps,
         "eta_s": _eta_s(rows, done, steps) if live["alive"] else None,
@@ -41,10 +40,10 @@ async def run_state(files: RunFiles, run: str, pulse: Pulse) -> dict[str, Any]:
         **{name: status.get(name) for name in QUEUE_FACTS},
         "bound_groups": _bound(config),
         "servers": servers,
-        "waiting": who_waits(status, servers, config) if live["alive"] else [],
+        "waiting": [_training(status, config), _rolling_out(status, servers, config)] if live["alive"] else [],
         "advice": split.advice,
         "warning": "; ".join(filter(None, (split.warning, refusals(servers)))) or None,
-        "roles": _roles(files.root),
+        "roles": files.json_of("roles.json") or ended_roles,
     }
 
 
@@ -63,12 +62,6 @@ def _learning(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _roles(root: Path) -> dict[str, dict[str, Any]]:
-    """Of this machine; those of a run that ended have restarts alone."""
-    ended = _json_of(root / "summary.json").get("restarts", {})
-    return _json_of(root / "roles.json") or {name: {"state": "ended", "restarts": n} for name, n in ended.items()}
-
-
 def _eta_s(rows: Sequence[Row], done: int, steps: int | None) -> float | None:
     """At the speed of the newest steps; the first includes the start-up and counts only while it is the only one."""
     step_s = _mean(rows[1:][-RECENT_STEPS:] or rows, "wall_s")
@@ -79,11 +72,6 @@ def _bound(config: Row) -> int | None:
     """Maximum number of admitted groups."""
     staleness, groups = config.get("max_staleness"), config.get("groups_per_step")
     return None if staleness is None or groups is None else (int(staleness) + 1) * int(groups)
-
-
-def who_waits(status: Row, servers: Sequence[Row], config: Row) -> list[str]:
-    """One line for the trainer and one for the agent workers: what they do or wait for."""
-    return [_training(status, config), _rolling_out(status, servers, config)]
 
 
 def _training(status: Row, config: Row) -> str:
@@ -119,15 +107,6 @@ def refusals(servers: Sequence[Row]) -> str:
 def _mean(rows: Sequence[Row], name: str) -> float | None:
     values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
     return fmean(values) if values else None
-
-
-def _json_of(file: Path) -> dict[str, Any]:
-    """Empty where there is no such file, or one that is being written."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 GROUPS = ("queued", "admitted", "ready", "shipped", "trained")

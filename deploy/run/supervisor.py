@@ -194,23 +194,6 @@ class VersionRefused(Exception):
         return str(self)
 
 
-class RefusalCheck:
-    """Called once a second, before anything else is made of the queue's answers."""
-
-    def __init__(self) -> None:
-        self._suspect: int | None = None
-        """The version that every server refused at the last look."""
-
-    def look(self, status: Status | None, servers: Sequence[ServerInfo]) -> None:
-        """Raises `VersionRefused` at the second look in a row: a version may be replaced between two answers."""
-        serving = [server for server in servers if not server.evaluates]
-        refused = status is not None and serving and all(server.refused == status.version for server in serving)
-        version = status.version if status is not None and refused else None
-        if version is not None and version == self._suspect:
-            raise VersionRefused(version, serving)
-        self._suspect = version
-
-
 MOST_GIVEN_UP = 16
 """Episodes that killed their workers, in a row with none completed between them, whose restarts are forgiven. After
 more, workers die of anything."""
@@ -233,7 +216,8 @@ class Watchdog:
         self._ended: tuple[int, int] | None = None
         """Episodes that killed their workers, and completed ones, at the last look."""
         self._given_up_in_a_row = 0
-        self._refusals = RefusalCheck()
+        self._refused: int | None = None
+        """The version that every server refused at the last look."""
         self._fingerprint: tuple[int, ...] = ()
         self._quiet_since = time.monotonic()
         self._seen: set[str] = set()
@@ -243,18 +227,21 @@ class Watchdog:
 
     async def look(self, steps_done: int, status: Status | None, servers: Sequence[ServerInfo]) -> None:
         """Raises `VersionRefused`; `StalledRun` where nothing has moved for too long."""
-        self._refusals.look(status, servers)
+        self._check_refusals(status, servers)
         if status is not None:
             self._forgive(status)
         if status is not None and self._moved(steps_done, status, servers):
             self._quiet_since, self._used_s = time.monotonic(), None
             return
         if self._used_s is None:
-            self._used_s = await asyncio.to_thread(self._measure)
+            now = await asyncio.to_thread(ProcessTable.now)
+            self._used_s = {pid: now.cpu_s(pid) for pid in self._pids().values()}
         quiet_s = time.monotonic() - self._quiet_since
         if quiet_s <= self._config.stall_timeout_s:
             return
-        snapshot = await asyncio.to_thread(self._scene, status, servers)
+        config, now = self._config, await asyncio.to_thread(ProcessTable.now)
+        roles = [self._local(process, now) for process in self._processes]
+        snapshot = Snapshot(status, servers, roles, config.groups_per_step, config.max_staleness, config.trainer.steps)
         stalled = StalledRun(quiet_s, diagnose_stall(snapshot), self._who_waits(snapshot))
         self._say(str(stalled))
         asked = await asyncio.to_thread(ask_for_stacks, list(self._pids().values()))
@@ -262,6 +249,15 @@ class Watchdog:
             self._say(f"  stacks of {len(asked)} local processes are at the end of logs/NAME.log")
             await asyncio.sleep(STACKS_S)
         raise stalled
+
+    def _check_refusals(self, status: Status | None, servers: Sequence[ServerInfo]) -> None:
+        """Raises `VersionRefused` at the second look in a row: a version may be replaced between two answers."""
+        serving = [server for server in servers if not server.evaluates]
+        refused = status is not None and serving and all(server.refused == status.version for server in serving)
+        version = status.version if status is not None and refused else None
+        if version is not None and version == self._refused:
+            raise VersionRefused(version, serving)
+        self._refused = version
 
     def _forgive(self, status: Status) -> None:
         """An episode that ends its workers is a dead letter after some of them: their restarts do not count any more.
@@ -286,19 +282,10 @@ class Watchdog:
         before, self._fingerprint = self._fingerprint, counts
         return counts != before
 
-    def _measure(self) -> dict[int, float]:
-        now = ProcessTable.now()
-        return {pid: now.cpu_s(pid) for pid in self._pids().values()}
-
     def _pids(self) -> dict[str, int]:
         """Of the roles that run on this machine."""
         pids = ((process.spec.name, process.pid) for process in self._processes)
         return {name: pid for name, pid in pids if pid is not None}
-
-    def _scene(self, status: Status | None, servers: Sequence[ServerInfo]) -> Snapshot:
-        config, now = self._config, ProcessTable.now()
-        roles = [self._local(process, now) for process in self._processes]
-        return Snapshot(status, servers, roles, config.groups_per_step, config.max_staleness, config.trainer.steps)
 
     def _local(self, process: SupervisedRole, now: ProcessTable) -> LocalRole:
         name, running = process.spec.name, not process.state.startswith("not running")

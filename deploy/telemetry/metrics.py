@@ -57,7 +57,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 EVERY_S = 5.0
-HEAD = "head"
 PORTS_TRIED = 32
 STOP_S = 2
 
@@ -117,13 +116,6 @@ def target_list(
     if sandbox_url:
         found.append(MetricsTarget(urlsplit(sandbox_url).netloc, run, "sandbox", "sandbox").plain())
     return list({entry["targets"][0]: entry for entry in found}.values())
-
-
-def _write_targets(path: Path, targets: Sequence[dict[str, Any]]) -> None:
-    """Written only if changed, and atomically: Prometheus reads the file at every change."""
-    text = json.dumps(targets, indent=2) + "\n"
-    if not path.exists() or path.read_text() != text:
-        write_atomically(path, text)
 
 
 # a role's metrics --------------------------------------------------------------------------------------------------
@@ -245,7 +237,7 @@ async def head_served(  # noqa: PLR0917 - what `penstock run` has at its start
     exporter = head_exporter(queue, config.name, roles, every_s)
     write_atomically(run.metrics_token, metrics_token(token), mode=0o600)
     _remove_addresses(run)
-    who = MetricsTarget("", config.name, HEAD, HEAD)
+    who = MetricsTarget("", config.name, "head", "head")
     async with metrics_served(config.telemetry, exporter.registry, token, run.metric_addresses, who):
         tasks = [
             asyncio.create_task(exporter.poll()),
@@ -261,11 +253,14 @@ async def head_served(  # noqa: PLR0917 - what `penstock run` has at its start
 
 
 async def _update_targets(config: RunConfig, run: RunDir, exporter: QueueExporter, every_s: float) -> None:
-    logged = ""
+    logged, written = "", ""
     while True:
         try:
             targets = target_list(run.metric_addresses, config.name, exporter.servers, config.sandbox.url)
-            await asyncio.to_thread(_write_targets, run.prometheus_targets, targets)
+            text = json.dumps(targets, indent=2) + "\n"
+            if text != written:  # Prometheus reads the file at every change
+                await asyncio.to_thread(write_atomically, run.prometheus_targets, text)
+                written = text
         except (OSError, ValueError) as error:  # a full disk; a partly written file on a shared one
             if str(error) != logged:
                 logger.warning("%s: %s", run.prometheus_targets, error)

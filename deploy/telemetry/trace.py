@@ -91,7 +91,6 @@ def _nested(one: TraceSlice) -> tuple[TraceSlice, list[TraceSlice]]:
 
 
 Line = Mapping[str, Any]
-COUNTERS = ("reward", "staleness_mean", "tokens_per_s")
 
 
 class NothingToDraw(Exception):
@@ -136,7 +135,8 @@ def _trainer(lines: Sequence[Line], metrics: Sequence[dict[str, Any]], steps: St
     drawn = [*_steps(lines, steps), *_plain(lines, Track.PUBLISH, steps), *_plain(lines, Track.CHECKPOINT, steps)]
     ends = {line["number"]: line["at_unix_s"] for line in lines if line["name"] == "record"}
     rows = [row for row in last_by(metrics, "step") if row["step"] in steps and row["step"] in ends]
-    counters = {name: [(ends[row["step"]], row[name]) for row in rows if name in row] for name in COUNTERS}
+    names = ("reward", "staleness_mean", "tokens_per_s")
+    counters = {name: [(ends[row["step"]], row[name]) for row in rows if name in row] for name in names}
     return TraceProcess("trainer", drawn, "trainer", counters)
 
 
@@ -232,11 +232,9 @@ def _turns(parts: Sequence[TraceSlice]) -> list[TraceSlice]:
             turns.append([part])
         else:
             (turns[-1] if turns else before).append(part)
-    return [*before, *(_turn(number, turn) for number, turn in enumerate(turns))]
-
-
-def _turn(number: int, parts: Sequence[TraceSlice]) -> TraceSlice:
-    return TraceSlice(f"turn {number}", parts[0].start_s, max(part.end_s for part in parts), {}, parts)
+    ends = [max(part.end_s for part in turn) for turn in turns]
+    named = zip(turns, ends, strict=True)
+    return [*before, *(TraceSlice(f"turn {n}", turn[0].start_s, end, {}, turn) for n, (turn, end) in enumerate(named))]
 
 
 Event = dict[str, Any]
