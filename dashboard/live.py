@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,33 +66,23 @@ def _event(entry: JournalEntry, decode: Decode | None) -> dict[str, Any]:
     }
 
 
-WAIT = "agent:admission"
-"""Seconds of whole workers: a worker with half of its slots held back for a second waits half a second."""
-
-
 def rollout_idle(files: RunFiles, rows: Sequence[Mapping[str, Any]], status: Mapping[str, Any] | None) -> float | None:
     """Share of the agent workers' time for which admission refused episodes; None where it was not counted."""
     if status is None:
-        status, elapsed_s = _summary(files)
+        summary = files.end()["summary"]
+        status, elapsed_s = {"waits_s": summary.get("wait_s", {})}, float(summary.get("wall_s", 0.0))
     else:  # waits are counted up to now, rows up to the last step
         elapsed_s = sum(row.get("wall_s", 0.0) for row in rows) + files.quiet_s
-    waited_s = status.get("waits_s", {}).get(WAIT)
+    # Seconds of whole workers: a worker with half of its slots held back for a second waits half a second.
+    waited_s = status.get("waits_s", {}).get("agent:admission")
     workers = max(len(status.get("workers", {})), int(flat(files.config()).get("agent.workers") or 1))
     return min(1.0, waited_s / (workers * elapsed_s)) if waited_s is not None and elapsed_s else None
 
 
-def _summary(files: RunFiles) -> tuple[Mapping[str, Any], float]:
-    try:
-        summary = json.loads((files.root / "summary.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return {}, 0.0
-    return {"waits_s": summary.get("wait_s", {})}, float(summary.get("wall_s", 0.0))
-
-
 FRESH_S = 0.5
 UPDATES_S = 10.0
+"""Weight updates are asked for less often than the rest: a long run has thousands."""
 DEADLINE_S = 5.0
-NEWEST_UPDATES = 20
 
 
 class LiveQueues(Protocol):
@@ -150,7 +139,7 @@ class Pulse:
                 queue = await self.queue(run)
                 status, servers = await queue.status(), await queue.servers()
                 if time.monotonic() - beat.updates_at > UPDATES_S or not beat.updates:
-                    beat.updates, beat.updates_at = told_updates(await queue.updates()), time.monotonic()
+                    beat.updates, beat.updates_at = _summary_of(await queue.updates()), time.monotonic()
         except TimeoutError:
             return {"alive": False, "cause": f"the queue did not answer within {DEADLINE_S:g} s"}
         except (NotAlive, QueueError) as error:
@@ -165,12 +154,8 @@ class Pulse:
         }
 
 
-def told_updates(updates: Sequence[WeightUpdate]) -> dict[str, Any]:
-    """How long swaps paused their servers, and the newest of them, newest first."""
+def _summary_of(updates: Sequence[WeightUpdate]) -> dict[str, Any]:
+    """Pauses of the servers at weight updates, and the newest 20 updates, newest first."""
     pauses_ms = [1000 * update.pause_s for update in updates]
-    return {
-        "count": len(updates),
-        "pause_ms_p50": float(np.percentile(pauses_ms, 50)) if pauses_ms else None,
-        "pause_ms_p99": float(np.percentile(pauses_ms, 99)) if pauses_ms else None,
-        "newest": [plain(update) for update in updates[: -NEWEST_UPDATES - 1 : -1]],
-    }
+    p50, p99 = (float(np.percentile(pauses_ms, percent)) if pauses_ms else None for percent in (50, 99))
+    return {"count": len(updates), "pause_ms_p50": p50, "pause_ms_p99": p99, "newest": plain(updates[:-21:-1])}

@@ -72,7 +72,15 @@ class RunFiles:
 
     def end(self) -> dict[str, Any]:
         """How the run ended: ``ended`` (why, in words; None where nothing says so) and its ``summary``."""
-        return {"ended": _json_of(self.root / "ended.json").get("why"), "summary": _json_of(self.root / "summary.json")}
+        return {"ended": self.json_of("ended.json").get("why"), "summary": self.json_of("summary.json")}
+
+    def json_of(self, name: str) -> dict[str, Any]:
+        """The object in a file of the run; empty if there is none, or if it is being written."""
+        try:
+            tree = json.loads((self.root / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return tree if isinstance(tree, dict) else {}
 
     def overview(self) -> dict[str, Any]:
         """A line of the list of runs."""
@@ -91,15 +99,6 @@ class RunFiles:
             if self._index is not None:
                 self._index.close()
                 self._index = None
-
-
-def _json_of(file: Path) -> dict[str, Any]:
-    """Empty where there is no such file, or one that is being written."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 class RunFolders:

@@ -3,7 +3,7 @@
 The index covers the recorder's ``trajectories/step_*.jsonl``, and lists 10,000 of them at once.
 
     step files ──refresh, newest first, within a time budget──► episodes(columns, file, offset, bytes) · texts
-    list: Query ──► ids in order, remembered ──► one page          show: offset, bytes ──► one line of one file
+    list: Query ──► one page of rows in order          show: offset, bytes ──► one line of one file
 
 The index is a cache beside the files: a file that changed (a resumed run trains its steps again) is read again, an
 index of another shape or one that a crash damaged is made anew. Where the folder takes no files it is kept in memory.
@@ -17,9 +17,8 @@ import re
 import sqlite3
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,7 +46,6 @@ COLUMNS = {
     "latency_s": "REAL",
     "snippet": "TEXT",
 }
-SNIPPET = 160
 
 
 def columns_of(record: Mapping[str, Any], step: int) -> dict[str, Any]:
@@ -55,6 +53,7 @@ def columns_of(record: Mapping[str, Any], step: int) -> dict[str, Any]:
     episode = str(record["episode_id"])
     runs = [run for segment in record["segments"] for run in segment["runs"]]
     versions = [version for run in runs for version, _ in run.get("versions", ())]
+    said = [as_text(run["text"]) for run in runs if run["mask"]]
     outcome, extra, metrics = record.get("outcome", {}), record.get("extra", {}), record.get("metrics", {})
     return {
         "step": step,
@@ -73,30 +72,19 @@ def columns_of(record: Mapping[str, Any], step: int) -> dict[str, Any]:
         "source": record.get("data_source", ""),
         "agent": str(extra.get("agent", "")),
         "latency_s": metrics.get("latency_s"),
-        "snippet": _snippet(record),
+        "snippet": " ".join(said[-1].split())[:160] if said else "",
     }
 
 
 def searched_text(record: Mapping[str, Any]) -> str:
-    """Everything that the model was told and said, and what tools answered."""
-    return "\n".join(_texts(record))
-
-
-def _texts(record: Mapping[str, Any]) -> Iterator[str]:
-    for segment in record["segments"]:
-        yield as_text(segment["prompt"])
-        yield from (as_text(run["text"]) for run in segment["runs"])
+    """Prompts, the model's words and the answers of tools."""
+    segments = ([segment["prompt"], *(run["text"] for run in segment["runs"])] for segment in record["segments"])
+    return "\n".join(as_text(text) for texts in segments for text in texts)
 
 
 def as_text(text: Any) -> str:
     """A recorder without a tokenizer writes lists of ids."""
     return text if isinstance(text, str) else " ".join(str(piece) for piece in text)
-
-
-def _snippet(record: Mapping[str, Any]) -> str:
-    """The last thing that the model said."""
-    said = [as_text(run["text"]) for segment in record["segments"] for run in segment["runs"] if run["mask"]]
-    return " ".join(said[-1].split())[:SNIPPET] if said else ""
 
 
 Order = Literal["step", "reward", "advantage", "tokens", "turns", "latency_s"]
@@ -118,27 +106,18 @@ class Query(BaseModel):
     order: Order = "step"
     descending: bool = True
 
-    def sql(self) -> tuple[str, list[object]]:
-        """A statement for the ids in order, and its values."""
-        conditions: list[tuple[str, object]] = []
-        for column in ("outcome", "task", "source", "step"):
-            value = getattr(self, column)
-            if value not in ("", None):
-                conditions.append((f"{column} = ?", value))
-        if self.reward_min is not None:
-            conditions.append(("reward >= ?", self.reward_min))
-        if self.reward_max is not None:
-            conditions.append(("reward <= ?", self.reward_max))
-        values: list[object] = [value for _, value in conditions]
-        texts = [condition for condition, _ in conditions]
+    def sql(self) -> tuple[str, str, list[object]]:
+        """What to put behind WHERE and behind ORDER BY, and the values of the first."""
+        exact = [(f"{column} = ?", getattr(self, column)) for column in ("outcome", "task", "source", "step")]
+        bounds = [("reward >= ?", self.reward_min), ("reward <= ?", self.reward_max)]
+        conditions = [(condition, value) for condition, value in exact + bounds if value not in ("", None)]
+        texts, values = ["TRUE", *(condition for condition, _ in conditions)], [value for _, value in conditions]
         if self.text:
             texts.append(r"(episode LIKE ? ESCAPE '\' OR id IN (SELECT id FROM texts WHERE text LIKE ? ESCAPE '\'))")
             escaped = self.text.replace("\\", "\\\\").replace("%", r"\%").replace("_", r"\_")
             values += [f"%{escaped}%"] * 2
-        where = f" WHERE {' AND '.join(texts)}" if texts else ""
         direction = "DESC" if self.descending else "ASC"
-        order = f"{self.order} {direction} NULLS LAST, step DESC, offset"
-        return f"SELECT id FROM episodes{where} ORDER BY {order}", values  # noqa: S608 - all of it is ours
+        return " AND ".join(texts), f"{self.order} {direction} NULLS LAST, step DESC, offset", values
 
 
 ABSENT: Mapping[str, Any] = {
@@ -188,8 +167,6 @@ def _parser(name: str) -> ToolCallParser | None:
 logger = logging.getLogger(__name__)
 SHAPE = 1
 """Of the tables; another number makes the index anew."""
-REMEMBERED = 16
-"""Answers to queries, as lists of ids."""
 STEP_FILE = re.compile(r"step_\d+\.jsonl")
 NAMES = ", ".join(COLUMNS)
 TABLES = f"""
@@ -211,7 +188,6 @@ class TrajectoryIndex:
         self._folder = folder
         self._lock = threading.Lock()
         self._database = open_database(file)
-        self._found: OrderedDict[tuple[Query, int, int], Sequence[int]] = OrderedDict()
         self.generation = 0
         """Grows when episodes came or went."""
 
@@ -243,13 +219,12 @@ class TrajectoryIndex:
 
     def page(self, query: Query, offset: int, limit: int) -> tuple[int, list[dict[str, Any]]]:
         """How many match, and the rows of one page."""
+        where, order, values = query.sql()
+        page = f"SELECT {NAMES} FROM episodes WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?"  # noqa: S608 - all ours
         with self._lock:
-            ids = self._matches(query)
-            wanted = ids[offset : offset + limit]
-            marks = ",".join("?" * len(wanted))
-            sql = f"SELECT id, {NAMES} FROM episodes WHERE id IN ({marks})"  # noqa: S608 - names and marks are ours
-            rows = {row["id"]: dict(row) for row in self._database.execute(sql, wanted)}
-        return len(ids), [rows[number] for number in wanted if number in rows]
+            counted = self._database.execute(f"SELECT count(*) FROM episodes WHERE {where}", values)  # noqa: S608
+            rows = self._database.execute(page, [*values, limit, offset])
+            return counted.fetchone()[0], [dict(row) for row in rows]
 
     def record(self, episode: str, step: int) -> dict[str, Any] | None:
         """The recorded line; None where there is none (any more)."""
@@ -258,17 +233,6 @@ class TrajectoryIndex:
             row = self._database.execute(sql, (episode, step)).fetchone()
         found = _line(self._folder / row["file"], row["offset"], row["bytes"]) if row else None
         return found if found and found.get("episode_id") == episode else None
-
-    def _matches(self, query: Query) -> Sequence[int]:
-        # Another page may write the same index: its rows have other numbers then.
-        key = (query, self.generation, self._database.execute("PRAGMA data_version").fetchone()[0])
-        if key not in self._found:
-            sql, values = query.sql()
-            self._found[key] = [row["id"] for row in self._database.execute(sql, values)]
-            while len(self._found) > REMEMBERED:
-                self._found.popitem(last=False)
-        self._found.move_to_end(key)
-        return self._found[key]
 
     def _forget(self, name: str) -> None:
         self._database.execute("DELETE FROM texts WHERE id IN (SELECT id FROM episodes WHERE file = ?)", (name,))
@@ -279,7 +243,8 @@ class TrajectoryIndex:
         step = int(name[len("step_") : -len(".jsonl")])
         marks = ", ".join("?" * (len(COLUMNS) + 3))
         into = f"INSERT INTO episodes(file, offset, bytes, {NAMES}) VALUES ({marks})"  # noqa: S608
-        for offset, line in _lines(self._folder / name):
+        lines = (self._folder / name).read_bytes().splitlines(keepends=True)
+        for offset, line in zip(accumulate(map(len, lines), initial=0), lines, strict=False):
             try:
                 record = json.loads(line)
                 values = columns_of(record, step)
@@ -326,14 +291,6 @@ def _marks(folder: Path) -> dict[str, str]:
             state = path.stat()
             found[path.name] = f"{state.st_ino} {state.st_size} {state.st_mtime_ns}"
     return found
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    offset = 0
-    with path.open("rb") as file:
-        for line in file:
-            yield offset, line
-            offset += len(line)
 
 
 def _line(path: Path, offset: int, length: int) -> dict[str, Any] | None:
