@@ -24,13 +24,11 @@ START_S = 60
 PATIENCE_MS = 60_000
 PICTURES = os.environ.get("PENSTOCK_SCREENSHOTS")
 """A folder for the pictures of docs/dashboard.md; unset: none are taken."""
+MISSING = CHROMIUM is None or find_spec("playwright") is None
 IN_BROWSER = [
     pytest.mark.browser,
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; scripts/setup-browser installs one"),
-    pytest.mark.skipif(
-        find_spec("playwright") is None, reason="playwright is not installed: pip install penstock[dev]"
-    ),
+    pytest.mark.skipif(MISSING, reason="no Chromium or playwright: scripts/setup-browser, pip install penstock[dev]"),
 ]
 
 

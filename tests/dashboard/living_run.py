@@ -76,21 +76,19 @@ class LivingRun:
         await self.queue.close()
         await self.redis.stop()
 
-    async def step(self, *, said: str | None = None, extra: dict[str, Any] | None = None) -> None:
-        """One group through the whole queue; `said` is the last answer of each of its members."""
+    async def step(self) -> None:
+        """One group through the whole queue."""
         step = self.steps
-        await self.train({}, said=said, extra=extra)
+        await self.train({})
         await self.queue.add_wait("trainer", "batch", 0.5)
         await self.queue.report_update(WeightUpdate("rollout-0", step + 1, 0.002, 0.03, 0.01, 5))
 
-    async def train(
-        self, manifest: Mapping[str, Any], *, said: str | None = None, extra: dict[str, Any] | None = None
-    ) -> None:
+    async def train(self, manifest: Mapping[str, Any]) -> None:
         """`step` up to the new version, whose weights are where `manifest` says."""
         step = self.steps
         await self._submit(step)
         for lease in await self.queue.lease_episodes("agent-0", LIMITS.group_size, max(0, step - 1)):
-            await self.queue.complete(lease, self._trajectory(lease, step, said, extra or {}))
+            await self.queue.complete(lease, self._trajectory(lease, step))
         batch = await self.queue.lease_batch(step)
         assert isinstance(batch, Batch), batch
         await asyncio.to_thread(self._record, batch, await self.queue.read(batch.groups[0]))
@@ -126,9 +124,9 @@ class LivingRun:
         task = Task(f"train/{at.index:08d}", "train", [{"role": "user", "content": f"{number}*7"}], "calculator", "1")
         await self.queue.submit([task], cursor=DataCursor(0, at.index + 1))
 
-    def _trajectory(self, lease: Lease, step: int, said: str | None, extra: dict[str, Any]) -> Trajectory:
+    def _trajectory(self, lease: Lease, step: int) -> Trajectory:
         right = lease.member % 2 == 0
-        last = said if said is not None else f"{step * 7 if right else step + 7}<|im_end|>"
+        last = f"{step * 7 if right else step + 7}<|im_end|>"
         parts = [(1, CALL.format(step)), (0, ANSWER.format(step * 7)), (1, last)]
         return Trajectory(
             lease.episode_id,
@@ -138,7 +136,7 @@ class LivingRun:
             COMPLETED,
             num_turns=2,
             metrics={"tool_calls": 1.0, "latency_s": 1.2},
-            extra={"agent": "ToolAgentLoop", "worker": "agent-0", "attempt": 0, "trace": TRACE, **extra},
+            extra={"agent": "ToolAgentLoop", "worker": "agent-0", "attempt": 0, "trace": TRACE},
             data_source="calculator",
         )
 

@@ -26,14 +26,11 @@ async def test_data_needs_a_token(page: httpx.AsyncClient, path: str, header: st
     assert answer.json()["error"]["field"] == "authorization"
 
 
-def test_an_unset_token_opens_nothing() -> None:
+async def test_only_the_token_in_the_header_opens_the_page(page: httpx.AsyncClient) -> None:
     tokens = Tokens("writes")
     assert tokens.scope_of("writes") == "write"
     assert [tokens.scope_of(given) for given in ("", "write", "writes ", "Bearer writes")] == [None] * 4
     assert "writes" not in repr(tokens)
-
-
-async def test_a_token_in_the_address_counts_for_nothing(page: httpx.AsyncClient) -> None:
     page.headers.pop("Authorization")
     assert (await page.get("/api/runs", params={"token": "writes"})).status_code == 401
     assert (await page.get("/api/runs", headers={"Cookie": "token=writes"})).status_code == 401

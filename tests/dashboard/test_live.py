@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import httpx
 import numpy as np
@@ -49,23 +50,22 @@ async def test_the_state_of_a_living_run(page: httpx.AsyncClient, run: MemoryTra
     assert told["limits"]["groups_per_step"] == 1
 
 
-async def test_a_queue_that_is_away_is_a_cause_not_a_failure(page: httpx.AsyncClient, run: MemoryTransferQueue) -> None:
+async def test_a_queue_that_does_not_answer_is_a_cause_and_not_waited_for(page, run, monkeypatch) -> None:
     async def away() -> None:
         raise QueueUnavailable("status: redis did not answer in 4 s")
 
-    run.status = away  # type: ignore[method-assign,assignment]
-    told = (await page.get("/api/runs/mine/live")).json()
-    assert (told["alive"], told["cause"]) == (False, "status: redis did not answer in 4 s")
-
-
-async def test_a_queue_that_does_not_answer_is_not_waited_for(page, run: MemoryTransferQueue, monkeypatch) -> None:
+    monkeypatch.setattr(run, "status", away)
+    state = (await page.get("/api/runs/mine/live")).json()
+    assert (state["alive"], state["cause"]) == (False, "status: redis did not answer in 4 s")
+    monkeypatch.setattr("penstock.dashboard.live.FRESH_S", 0.0)
     monkeypatch.setattr("penstock.dashboard.live.DEADLINE_S", 0.05)
     monkeypatch.setattr("penstock.dashboard.routes.DEADLINE_S", 0.05)
 
     async def never(*_: object) -> None:
         await asyncio.Event().wait()
 
-    run.status = run.requeue = never  # type: ignore[method-assign,assignment]
+    monkeypatch.setattr(run, "status", never)
+    monkeypatch.setattr(run, "requeue", never)
     assert "did not answer within" in (await page.get("/api/runs/mine/live")).json()["cause"]
     answer = await page.post("/api/runs/mine/dead-letters/requeue", json={"episode": "train/0#0"})
     assert (answer.status_code, "did not answer" in answer.json()["error"]["message"]) == (503, True)
@@ -78,18 +78,12 @@ async def test_a_run_that_ended(page: httpx.AsyncClient, tmp_path: Path) -> None
     assert (answer.status_code, answer.json()["error"]["field"]) == (409, "run")
 
 
-async def test_many_pages_ask_the_queue_once(queues, run: MemoryTransferQueue) -> None:
-    asked, status = [], run.status
-
-    async def counted():
-        asked.append(1)
-        return await status()
-
-    run.status = counted  # type: ignore[method-assign]
+async def test_many_pages_ask_the_queue_once(queues, run: MemoryTransferQueue, monkeypatch) -> None:
+    status = AsyncMock(wraps=run.status)
+    monkeypatch.setattr(run, "status", status)
     pulse = Pulse(queues)
     answers = [await pulse.of("mine") for _ in range(20)]
-    assert len(asked) == 1
-    assert answers[0] is answers[-1]
+    assert (status.await_count, answers[0] is answers[-1]) == (1, True)
 
 
 async def test_dead_letters_with_their_journal(page: httpx.AsyncClient, run: MemoryTransferQueue) -> None:

@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 
 import httpx
-import pytest
 from tests.dashboard.recorded import write_config, write_rows
 
 from penstock.common import append_jsonl
@@ -43,10 +42,7 @@ def test_many_steps_become_as_many_points_as_asked() -> None:
     assert len(thin["steps"]) == 100
     assert (thin["steps"][0], thin["series"]["reward"][0]) == (9, 4.5)
     assert thin["series"]["absent"] == [None] * 100
-
-
-def test_what_json_cannot_say_is_nothing() -> None:
-    assert columns([row(0, reward=math.nan)], ["reward"], 10)["series"]["reward"] == [None]
+    assert columns([row(0, reward=math.nan)], ["reward"], 10)["series"]["reward"] == [None], "JSON has no NaN"
 
 
 def test_staleness_shares_add_up() -> None:
@@ -57,16 +53,12 @@ def test_staleness_shares_add_up() -> None:
 async def test_columns_are_asked_for_by_name(page: httpx.AsyncClient, tmp_path: Path) -> None:
     write_config(tmp_path / "mine", "trainer: {steps: 7}\n")
     write_rows(tmp_path / "mine", [row(0, note="text", eval=True), row(1)])
-    told = (await page.get("/api/runs/mine/metrics", params={"name": ["reward", "bubble"]})).json()
-    assert told["names"] == ["bubble", "reward", "wait_s", "wall_s"]
-    assert told["series"] == {"reward": [0.0, 1.0], "bubble": [0.25, 0.25]}
+    answer = (await page.get("/api/runs/mine/metrics", params={"name": ["reward", "bubble"]})).json()
+    assert answer["names"] == ["bubble", "reward", "wait_s", "wall_s"]
+    assert answer["series"] == {"reward": [0.0, 1.0], "bubble": [0.25, 0.25]}
+    for points in ("1", "100000", "x"):
+        refused = await page.get(f"/api/runs/mine/metrics?points={points}")
+        assert (refused.status_code, refused.json()["error"]["field"]) == (422, "query.points")
     assert (await page.get("/api/runs/mine/config")).json() == {"trainer.steps": 7}
     (listed,) = (await page.get("/api/runs")).json()
     assert (listed["name"], listed["steps"], listed["steps_planned"], listed["reward"]) == ("mine", 2, 7, 1.0)
-
-
-@pytest.mark.parametrize("query", ["points=1", "points=100000", "points=x"])
-async def test_a_bad_query_names_its_field(page: httpx.AsyncClient, tmp_path: Path, query: str) -> None:
-    write_config(tmp_path / "mine")
-    answer = await page.get(f"/api/runs/mine/metrics?{query}")
-    assert (answer.status_code, answer.json()["error"]["field"]) == (422, "query.points")

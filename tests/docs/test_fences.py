@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
-import os
 import runpy
 import shutil
 import sys
@@ -26,11 +24,9 @@ LANGUAGES = ("", "text", "console", "bash", "python", "yaml", "json", "toml")
 RUN_BY = {
     "docs/algorithms.md": "tests/docs/test_algorithms.py",
     "docs/swe.md": "tests/docs/test_tutorials.py",
-    "docs/tutorials/my_first_loop.md": "tests/docs/test_tutorials.py",
     "docs/tutorials/my_first_tool.md": "tests/tools/test_tutorial.py",
     "docs/tutorials/my_own_sandbox_image.md": "tests/docs/test_tutorials.py",
     "docs/tutorials/my_own_tests.md": "tests/docs/test_tutorials.py",
-    "docs/tutorials/openai_agent.md": "tests/docs/test_tutorials.py",
 }
 """Pages whose programs have a test of their own, which runs all of them in order."""
 NEEDS = {"import torch": "torch", "make_engine(": "torch", "make_sandbox(": "bwrap", "RedisServer(": "redis"}
@@ -57,8 +53,17 @@ def test_the_programs_of_a_page_run(
     programs: list[Fence], needs: list[str], desk: Path, tokenizer_for: Callable[[str], Any], monkeypatch: Any
 ) -> None:
     """One after the other in one folder, each as a program of the name that its first line gives it."""
-    _skip_without(needs)
-    _lay_out(desk, tokenizer_for, "torch" in needs)
+    if missing := [program for need, program in PROGRAMS.items() if need in needs and shutil.which(program) is None]:
+        pytest.skip(f"no {', '.join(missing)}")
+    model = desk / "path" / "to" / "a" / "model"
+    if "torch" in needs:
+        pytest.importorskip("torch")
+        from tests.tiny_model import save_tiny_model
+
+        model.parent.mkdir(parents=True)
+        Path(save_tiny_model(desk / "tiny")).rename(model)
+    else:
+        tokenizer_for("qwen2_5").save_pretrained(model)
     monkeypatch.setenv("MODEL", "path/to/a/model")
     monkeypatch.setattr(sys, "path", [str(desk), *sys.path])
     monkeypatch.setattr(sys, "argv", ["program.py"])
@@ -66,33 +71,8 @@ def test_the_programs_of_a_page_run(
         (desk / (fence.file or "program.py")).write_text(fence.text)
     for fence in programs:
         program = desk / (fence.file or "program.py")
-        program.write_text(fence.text)
+        program.write_text(fence.text)  # programs without a name share one
         runpy.run_path(str(program), run_name="__main__")
-
-
-def _skip_without(needs: list[str]) -> None:
-    if "torch" in needs and importlib.util.find_spec("torch") is None:
-        pytest.skip("no torch")
-    missing = [PROGRAMS[need] for need in needs if need in PROGRAMS and shutil.which(PROGRAMS[need]) is None]
-    if missing:
-        pytest.skip(f"no {', '.join(missing)}")
-
-
-def _lay_out(desk: Path, tokenizer_for: Callable[[str], Any], weights: bool) -> None:
-    """``path/to/a/model``: a tokenizer, and where a program has an engine the weights of a tiny model."""
-    model = desk / "path" / "to" / "a" / "model"
-    if weights:
-        from tests.tiny_model import save_tiny_model
-
-        model.parent.mkdir(parents=True)
-        Path(save_tiny_model(desk / "tiny")).rename(model)
-    else:
-        tokenizer_for("qwen2_5").save_pretrained(model)
-
-
-@pytest.mark.parametrize("fence", by_language("python"), ids=lambda fence: fence.name)
-def test_python_is_python(fence: Fence) -> None:
-    compile(fence.text, fence.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
 
 
 @pytest.mark.parametrize(
@@ -137,12 +117,8 @@ def test_the_named_tests_read_the_pages() -> None:
         assert Path(page).stem in (ROOT / test).read_text(), f"{test} does not read {page}"
 
 
-def test_what_is_only_shown_says_why(record_property: Callable[[str, object], None]) -> None:
-    shown = {fence.name: fence.shown_only for fence in ALL if fence.shown_only}
-    record_property("shown only", shown)
-    if os.environ.get("PENSTOCK_SHOWN"):
-        print(*(f"{name}  {reason}" for name, reason in shown.items()), sep="\n")
-    assert [name for name, reason in shown.items() if len(reason.split()) < 4] == []
+def test_what_is_only_shown_says_why() -> None:
+    assert [fence.name for fence in ALL if fence.shown_only and len(fence.shown_only.split()) < 4] == []
 
 
 def test_the_shortest_loop_is_the_recipes() -> None:

@@ -1,3 +1,5 @@
+"""The lock of a run's folder, and when its name is free again."""
+
 from pathlib import Path
 
 import pytest
@@ -6,17 +8,18 @@ from penstock.common import process_identity
 from penstock.deploy import ConfigError, RunDir, RunLock
 
 
+def refused(run: RunDir, message: str, *, resume: bool = False) -> None:
+    with pytest.raises(ConfigError, match=message), RunLock(run, resume=resume):
+        raise AssertionError("the run got the lock")
+
+
 def test_run_lock_refuses_a_second_run(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "mine")
-    with (
-        RunLock(run, resume=False),
-        pytest.raises(ConfigError, match="'mine' is running"),
-        RunLock(run, resume=True),
-    ):
-        raise AssertionError("the second run got the lock")
+    with RunLock(run, resume=False):
+        refused(run, "'mine' is running", resume=True)
 
 
-def test_run_dir_untrained_run_leaves_its_name_free(tmp_path: Path) -> None:
+def test_only_an_untrained_run_leaves_its_name_free(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "mine")
     with RunLock(run, resume=False):
         run.config.write_text("name: mine")
@@ -26,13 +29,17 @@ def test_run_dir_untrained_run_leaves_its_name_free(tmp_path: Path) -> None:
         run.identity.write_text("a1b2\n")
         run.checkpoints.mkdir()
     with RunLock(run, resume=False):
-        assert not run.summary.exists()
-        assert not run.redis.exists()
-        assert not run.identity.exists(), "it would let another recipe into the first one's queue"
+        gone = (run.summary, run.redis, run.identity)  # with its id another recipe would enter the first one's queue
+        assert [path for path in gone if path.exists()] == []
         run.config.write_text("name: mine")
         run.metrics.write_text('{"step": 0}\n')
-    with pytest.raises(ConfigError, match="--resume"), RunLock(run, resume=False):
-        raise AssertionError("a run that trained was overwritten")
+    refused(run, "--resume")
+    with RunLock(run, resume=True):
+        assert run.metrics.exists()
+    foreign = RunDir(tmp_path / "foreign")
+    foreign.root.mkdir()
+    (foreign.root / "summary.json").write_text("{}")
+    refused(foreign, "--resume")
 
 
 @pytest.mark.parametrize(
@@ -40,20 +47,9 @@ def test_run_dir_untrained_run_leaves_its_name_free(tmp_path: Path) -> None:
     ["", f"# head: {process_identity()}", "# head: another-boot:1:2:3"],
     ids=["of an earlier release", "lives", "of another machine"],
 )
-def test_run_dir_untrained_run_that_may_live_keeps_its_name(tmp_path: Path, head: str) -> None:
+def test_an_untrained_run_that_may_live_keeps_its_name(tmp_path: Path, head: str) -> None:
     run = RunDir(tmp_path / "mine")
     run.root.mkdir()
     run.config.write_text("name: mine")
     run.connect_env.write_text(f"export PENSTOCK_RUN=mine\n{head}\n")
-    with pytest.raises(ConfigError, match="--resume"), RunLock(run, resume=False):
-        raise AssertionError("a run that may live on another machine was overwritten")
-
-
-def test_an_earlier_run_is_kept_unless_resumed(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "mine")
-    with RunLock(run, resume=False):
-        (run.root / "summary.json").write_text("{}")
-    with pytest.raises(ConfigError, match="--resume"), RunLock(run, resume=False):
-        raise AssertionError("an earlier run was overwritten")
-    with RunLock(run, resume=True):
-        assert run.summary.exists()
+    refused(run, "--resume")

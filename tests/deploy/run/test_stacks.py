@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.until import until_in_threads
 
 from penstock.common import ProcessTable
 from penstock.deploy.run.stacks import ask_for_stacks, is_held, task_lines
@@ -47,60 +47,49 @@ class Child:
     def __init__(self, log: Path, code: str, *words: str) -> None:
         self.log = log
         with log.open("wb") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", code, *words], stdout=file, stderr=file, start_new_session=True
-            )
+            argv = [sys.executable, "-c", code, *words]
+            self.pid = subprocess.Popen(argv, stdout=file, stderr=file, start_new_session=True).pid
 
-    def until(self, text: str, timeout_s: float = 60.0) -> str:
-        deadline = time.monotonic() + timeout_s
-        while text not in (said := self.log.read_text()):
-            assert self.process.poll() is None, said
-            assert time.monotonic() < deadline, said
-            time.sleep(0.02)
-        return said
+    def until(self, text: str, times: int = 1) -> str:
+        until_in_threads(lambda: self.log.read_text().count(text) >= times)
+        return self.log.read_text()
 
 
 @pytest.fixture
-def answering(tmp_path: Path) -> Iterator[Child]:
-    child = Child(tmp_path / "role.log", ANSWERS, "penstock.deploy.cli")
-    yield child
-    os.killpg(child.process.pid, signal.SIGKILL)
-    child.process.wait()
+def start(tmp_path: Path) -> Iterator[Callable[..., Child]]:
+    children: list[Child] = []
+
+    def start(code: str, *words: str) -> Child:
+        children.append(Child(tmp_path / "role.log", code, *words))
+        return children[-1]
+
+    yield start
+    for child in children:
+        os.killpg(child.pid, signal.SIGKILL)
+        os.waitpid(child.pid, 0)
 
 
-def test_threads_and_tasks_are_written_and_nobody_is_ended(answering: Child) -> None:
-    below = int(answering.until("up ").split()[1])
+def test_threads_and_tasks_are_written_and_nobody_is_ended(start: Callable[..., Child]) -> None:
+    role = start(ANSWERS, "penstock.deploy.cli")
+    below = int(role.until("up ").split()[1])
     for times in (1, 2):
-        assert ask_for_stacks([answering.process.pid]) == [answering.process.pid], "not the one below it"
-        while (said := answering.log.read_text()).count("3 task(s), such as walker") < times:
-            answering.until("3 task(s), such as walker")
-    assert said.index("in go_home") < said.index("in wait_for_a_bus"), "from the outermost call inwards"
-    assert "in read_a_book" in said, "threads, too"
-    assert below in ProcessTable.now().tree_of(answering.process.pid), "a process that does not answer lives on"
+        assert ask_for_stacks([role.pid]) == [role.pid], "not the one below it"
+        text = role.until("3 task(s), such as walker", times)
+    assert text.index("in go_home") < text.index("in wait_for_a_bus"), "from the outermost call inwards"
+    assert "in read_a_book" in text, "threads, too"
+    assert below in ProcessTable.now().tree_of(role.pid), "a process that does not answer lives on"
+    assert not is_held(ProcessTable.now(), role.pid)
+    assert ProcessTable.now().cpu_s(role.pid) > 0
+    os.kill(role.pid, signal.SIGSTOP)
+    until_in_threads(lambda: is_held(ProcessTable.now(), role.pid))
 
 
-def test_a_program_of_others_is_not_asked(tmp_path: Path) -> None:
+def test_a_program_of_others_is_not_asked(start: Callable[..., Child]) -> None:
     """It catches the signal for a purpose of its own, or would be ended by it."""
     handler = "signal.signal(signal.SIGUSR1, lambda *_: print('asked'))"
-    code = f"import signal, time; {handler}; print('up', flush=True); time.sleep(60)"
-    other = Child(tmp_path / "other.log", code)
-    try:
-        other.until("up")
-        assert ask_for_stacks([other.process.pid]) == []
-    finally:
-        other.process.kill()
-        other.process.wait()
-
-
-def test_a_role_that_is_stopped_is_seen_and_its_cpu_counted(answering: Child) -> None:
-    answering.until("up ")
-    pid = answering.process.pid
-    assert not is_held(ProcessTable.now(), pid)
-    assert ProcessTable.now().cpu_s(pid) > 0
-    os.kill(pid, signal.SIGSTOP)
-    while not is_held(ProcessTable.now(), pid):
-        time.sleep(0.01)
-    os.kill(pid, signal.SIGCONT)
+    other = start(f"import signal, time; {handler}; print('up', flush=True); time.sleep(60)")
+    other.until("up")
+    assert ask_for_stacks([other.pid]) == []
 
 
 async def test_tasks_with_the_same_stack_are_counted_together() -> None:

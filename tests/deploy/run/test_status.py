@@ -12,7 +12,7 @@ from tests.dashboard.living_run import LivingRun
 from tests.dashboard.recorded import write_config, write_rows
 from typer.testing import CliRunner, Result
 
-from penstock.deploy import app
+from penstock.deploy import RunConnection, app
 
 pytestmark = [pytest.mark.redis, pytest.mark.torch]
 
@@ -31,7 +31,7 @@ async def invoke(*words: str) -> Result:
     return await asyncio.to_thread(CliRunner().invoke, app, ["status", *words])
 
 
-async def told(*words: str) -> dict:
+async def state_of(*words: str) -> dict:
     result = await invoke(*words, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
@@ -39,7 +39,7 @@ async def told(*words: str) -> dict:
 
 async def test_a_living_run(living: LivingRun) -> None:
     (living.root / "roles.json").write_text('{"trainer": {"state": "running", "restarts": 2}}')
-    state = await told("mine", "--runs-dir", str(living.root.parent))
+    state = await state_of("mine", "--runs-dir", str(living.root.parent))
     assert (state["alive"], state["step"], state["steps"], state["version"]) == (True, 3, 50, 3)
     assert state["eta_s"] == pytest.approx(47 * 2.0)
     assert state["reward"] == pytest.approx(1 - 0.8 * 0.9**2)
@@ -56,17 +56,14 @@ async def test_a_living_run(living: LivingRun) -> None:
     ]
     assert state["roles"]["trainer"]["restarts"] == 2
     assert "rollout-1: version 3 refused, version 2 stays: no" in state["warning"]
+    await living._submit(9)
+    await living.queue.lease_episodes("agent-7", 4, 3)
+    held = await state_of(str(living.root))
+    assert held["workers"]["agent-7"] == 4
+    assert held["waiting"][1] == "agent workers: run 4 episodes, 7 requests are in flight"
     page = (await invoke(str(living.root))).stdout
     for words in ("mine  alive  step 3 of 50", "94 s left", "trainer running, 2 restarts", "rollout-1", "→ shipped 0"):
         assert words in page, page
-
-
-async def test_what_a_held_episode_looks_like(living: LivingRun) -> None:
-    await living._submit(9)
-    await living.queue.lease_episodes("agent-7", 4, 3)
-    state = await told(str(living.root))
-    assert state["workers"]["agent-7"] == 4
-    assert state["waiting"][1] == "agent workers: run 4 episodes, 7 requests are in flight"
 
 
 async def test_status_warns_of_flat_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +71,7 @@ async def test_status_warns_of_flat_rewards(tmp_path: Path, monkeypatch: pytest.
     write_config(tmp_path / "flat", "trainer: {steps: 9}\n")
     row = {"reward": 0.0, "reward_std": 0.0, "episodes": 4, "faults": {"no tool named python": 3}}
     write_rows(tmp_path / "flat", [{"step": step, "wall_s": 1.0, **row} for step in range(3)])
-    state = await told(str(tmp_path / "flat"))
+    state = await state_of(str(tmp_path / "flat"))
     assert "no tool named python (9 of 12 episodes)" in state["warning"]
     assert "warning   All rewards" in (await invoke(str(tmp_path / "flat"))).stdout
 
@@ -83,7 +80,7 @@ async def test_a_run_that_ended_says_why(living: LivingRun) -> None:
     (living.root / "connect.env").unlink()
     (living.root / "ended.json").write_text('{"version": 3, "why": "no progress for 9 s; stuck is agent-0: tools"}')
     (living.root / "summary.json").write_text('{"restarts": {"agent-0": 1}}')
-    state = await told(str(living.root))
+    state = await state_of(str(living.root))
     assert (state["alive"], state["step"], state["eta_s"]) == (False, 3, None)
     assert state["ended"] == "no progress for 9 s; stuck is agent-0: tools"
     assert state["roles"] == {"agent-0": {"state": "ended", "restarts": 1}}
@@ -94,16 +91,13 @@ async def test_a_run_that_ended_says_why(living: LivingRun) -> None:
 async def test_a_run_whose_folder_is_elsewhere(
     living: LivingRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for line in (living.root / "connect.env").read_text().splitlines():
-        if line.startswith("export "):
-            name, _, value = line.removeprefix("export ").partition("=")
-            monkeypatch.setenv(name, value.strip("'"))
-    state = await told("--runs-dir", str(tmp_path / "nothing"))
+    link = RunConnection.from_lines((living.root / "connect.env").read_text())
+    for name, value in link.environment().items():
+        monkeypatch.setenv(name, value)
+    state = await state_of("--runs-dir", str(tmp_path / "nothing"))
     assert (state["run"], state["alive"], state["step"], state["reward"]) == ("mine", True, 3, None)
 
 
-async def test_a_run_that_is_not_there_names_those_that_are(living: LivingRun) -> None:
-    result = await invoke("mien", "--runs-dir", str(living.root.parent))
-    assert result.exit_code == 2
-    assert "there are: mine" in result.stderr
+async def test_a_name_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PENSTOCK_RUN", raising=False)
     assert "RUN is missing" in (await invoke()).stderr

@@ -56,6 +56,6 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_part_that_should_have_moved_is_named(case: str) -> None:
-    given, part, why = CASES[case]
-    found = diagnose_stall(given)
-    assert (found.part, why in found.why) == (part, True), found
+    scene, part, why = CASES[case]
+    cause = diagnose_stall(scene)
+    assert (cause.part, why in cause.why) == (part, True), cause

@@ -1,4 +1,4 @@
-"""A run that stands still: its stuck part is named, stacks are written, and it ends or goes on as it is told to."""
+"""A run without progress ends: the stuck part is named, and stacks are written."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ class Hangs(AgentLoopBase):
     async def wait_for_a_bus(self):
         await asyncio.Event().wait()
 """
-CONSTANT = "def compute_score(data_source, solution_str, ground_truth, extra_info): return 1.0\n"
 SERVER = ServerInfo("rollout-0", "http://a", 0)
 NOTHING = Status(0, 0, 0, {"queued": 9}, {"leased": 0}, 0, {}, {})
 
@@ -127,14 +126,8 @@ async def test_a_version_that_the_engine_does_not_know_ends_a_run(tmp_path: Path
 @pytest.mark.deep
 def test_watchdog_names_and_shows_a_hanging_loop(start_run, tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text(HANGS)
-    run = start_run(
-        "stuck",
-        f"agent.loop={tmp_path / 'hangs.py'}:Hangs",
-        "agent.episode_deadline_s=600",
-        "stall_timeout_s=60",
-        "groups_per_step=2",
-        "group_size=2",
-    )
+    words = ("agent.episode_deadline_s=600", "stall_timeout_s=60", "groups_per_step=2", "group_size=2")
+    run = start_run("stuck", f"agent.loop={tmp_path / 'hangs.py'}:Hangs", *words)
     assert run.process.wait(600) == 1
     cause = run.log.read_text().partition("stuck is agent-")[2]
     assert "episodes are held and no server has a request of them" in cause
@@ -153,27 +146,8 @@ def test_watchdog_ends_a_stalled_run_with_the_cause(start_run) -> None:
     run.wait_for((run.root / "roles.json").exists)
     pids = run.pids()
     assert run.process.wait(180) == 1
-    why = json.loads((run.root / "ended.json").read_text())["why"]
-    assert "no progress for " in why
-    assert "; stuck is " in why
-    assert run.summary()["ended"] == why
+    (ended,) = run.rows("ended.json")
+    assert re.search("no progress for .*; stuck is ", ended["why"])
+    assert run.summary()["ended"] == ended["why"]
     assert_nothing_left(run, pids)
     assert not (run.root / "roles.json").exists()
-
-
-@whole
-@pytest.mark.deep
-def test_run_that_filters_everything_stops(start_run, tmp_path: Path) -> None:
-    (tmp_path / "constant.py").write_text(CONSTANT)
-    run = start_run(
-        "filtered",
-        f"agent.reward={tmp_path / 'constant.py'}:compute_score",
-        "transfer_queue.filter_groups=zero_variance",
-        "transfer_queue.max_filtered_steps=1",
-        "groups_per_step=2",
-        "group_size=2",
-    )
-    assert run.process.wait(600) == 1
-    assert "trainer stopped the run: TooManyFiltered" in run.log.read_text()
-    assert run.summary()["restarts"]["trainer"] == 0
-    assert "TooManyFiltered" in json.loads((run.root / "ended.json").read_text())["why"]
