@@ -127,27 +127,23 @@ class RunConnection:
 
         A queue that is away and a run that has not begun are waited for, `wait_s` seconds. Raises `QueueError` then.
         """
-        text = await self._config_of_run(time.monotonic() + wait_s)
-        config = parse_config(yaml.safe_load(text), source=f"the queue's run {self.run!r}")
-        batch_log = BatchLog(RunDir.of(config).batches) if with_batch_log else None
-        return await self.connect(config.transfer_queue, batch_log), config
-
-    async def _config_of_run(self, deadline: float) -> str:
-        logged = False
-        while True:
+        deadline, text, logged = time.monotonic() + wait_s, None, False
+        while text is None:
             try:
-                queue = await self.connect()
-                try:
-                    return await queue.config()
-                finally:
-                    await queue.close()
+                async with contextlib.AsyncExitStack() as stack:
+                    queue = await self.connect()
+                    stack.push_async_callback(queue.close)
+                    text = await queue.config()
             except (NoSuchRun, QueueUnavailable) as error:
                 if time.monotonic() >= deadline:
                     raise
                 if not logged:
                     logger.info("waiting for run %s: %s", self.run, error)
-                    logged = True
-            await asyncio.sleep(0.5)
+                logged = True
+                await asyncio.sleep(0.5)
+        config = parse_config(yaml.safe_load(text), source=f"the queue's run {self.run!r}")
+        batch_log = BatchLog(RunDir.of(config).batches) if with_batch_log else None
+        return await self.connect(config.transfer_queue, batch_log), config
 
 
 def connection_of_run(config: RunConfig) -> RunConnection:

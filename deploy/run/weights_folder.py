@@ -142,17 +142,14 @@ def _remove_if_free(folder: Path) -> AbandonedWeights | None:
 
 
 def _own_folders() -> list[Path]:
-    if not SHARED_MEMORY.is_dir():
-        return []
-    return [path for path in SHARED_MEMORY.iterdir() if _NAME.fullmatch(path.name) and _is_own_folder(path)]
-
-
-def _is_own_folder(path: Path) -> bool:
-    try:
-        found = path.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    """Folders of weights that belong to this user. Links are not followed."""
+    folders = []
+    for path in SHARED_MEMORY.iterdir() if SHARED_MEMORY.is_dir() else ():
+        with contextlib.suppress(OSError):  # removed meanwhile
+            state = path.lstat()
+            if _NAME.fullmatch(path.name) and stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid():
+                folders.append(path)
+    return folders
 
 
 def _is_still(descriptor: int, path: Path) -> bool:

@@ -170,20 +170,17 @@ def _slice(line: Line, name: str) -> TraceSlice:
 def _servers(updates: Sequence[Line], steps: StepRange) -> list[TraceProcess]:
     by_server: dict[str, list[TraceSlice]] = defaultdict(list)
     for update in updates:
-        if steps.version(update["version"]) and update.get("at_unix_s"):
-            by_server[update["server_id"]].append(_swap(update))
+        version, end = update["version"], update.get("at_unix_s")
+        if not steps.version(version) or not end:
+            continue
+        # Fetched while tokens are sampled, then a pause with the load in it, at the end of which it was reported.
+        paused = end - update["pause_s"]
+        fetch = TraceSlice("fetch", paused - update["fetch_s"], paused)
+        load = TraceSlice("load", end - min(update["load_s"], update["pause_s"]), end)
+        pause = TraceSlice("pause", paused, end, {"requests in flight": update["in_flight"]}, [load])
+        swap = TraceSlice(f"swap to version {version}", fetch.start_s, end, {"version": version}, [fetch, pause])
+        by_server[update["server_id"]].append(swap)
     return [TraceProcess(name, by_server[name], "weights") for name in sorted(by_server)]
-
-
-def _swap(update: Line) -> TraceSlice:
-    """Fetched while tokens are sampled, then a pause with the load in it, at the end of which it was reported."""
-    end = update["at_unix_s"]
-    paused = end - update["pause_s"]
-    load = TraceSlice("load", end - min(update["load_s"], update["pause_s"]), end)
-    facts = {"requests in flight": update["in_flight"]}
-    parts = [TraceSlice("fetch", paused - update["fetch_s"], paused), TraceSlice("pause", paused, end, facts, [load])]
-    version = {"version": update["version"]}
-    return TraceSlice(f"swap to version {update['version']}", parts[0].start_s, end, version, parts)
 
 
 def _workers(folder: Path, steps: StepRange) -> list[TraceProcess]:

@@ -19,15 +19,7 @@ from tests.docs.pages import ROOT
 
 DOCS = ROOT / "docs"
 CONFIG = (ROOT / "mkdocs.yml").read_text()
-RESOURCES = {
-    "script": "src",
-    "img": "src",
-    "iframe": "src",
-    "source": "src",
-    "video": "src",
-    "object": "data",
-    "use": "href",
-}
+RESOURCES = {**dict.fromkeys(("script", "img", "iframe", "source", "video"), "src"), "object": "data", "use": "href"}
 NOT_FETCHED = {"canonical", "next", "prev", "alternate", "license", "author"}
 """What a `<link>` may be without being loaded."""
 IN_CSS = re.compile(r"(?:url\(|@import)\s*['\"]?([^'\")]+)")

@@ -85,8 +85,9 @@ async def test_stop_ends_the_role_and_what_it_started(role: Callable[..., RolePr
     running = asyncio.create_task(process.run())
     await printed(process, "up")
     child = int(process.spec.log.read_text().split()[0])
-    await process.stop()
-    await running
+    async with asyncio.timeout(60):
+        await process.stop()
+        await running
     await until(lambda: not alive(child))
 
 

@@ -10,7 +10,7 @@ import httpx
 import psutil
 import pytest
 from tests.deploy.conftest import RECIPE, SMALL, LivingRun, assert_accounts_balance, assert_nothing_left, held_by
-from tests.deploy.telemetry.trace.checked import check
+from tests.deploy.telemetry.trace_format import check
 from typer.testing import CliRunner
 
 from penstock.deploy import app, load_config
