@@ -22,9 +22,10 @@ RunsDir = Annotated[Path, typer.Option(help="Folder that holds the runs.")]
 @contextlib.contextmanager
 def user_errors(*kinds: type[Exception]) -> Iterator[None]:
     """Ends the command with status 2 and the message of a `ConfigError`, or of an error of `kinds`."""
+    handled: tuple[type[Exception], ...] = (ConfigError, *kinds)
     try:
         yield
-    except (ConfigError, *kinds) as error:
+    except handled as error:
         refuse(str(error))
 
 

@@ -28,7 +28,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -97,8 +97,8 @@ async def _launch(config: RunConfig, resume: bool, placement: Placement) -> Path
             found = describe_found(record, await queue.status(), identity) if resume else ""
             # Files that a head which was refused must not take from the one that lives.
             run.config.write_text(dump_config(config))
-            with connect_file(link, run), open_weights(config, link.token):
-                async with placement.open(config, run):
+            with connect_file(link, run):
+                async with open_weights(config, link.token), placement.open(config, run):
                     await _run_roles(config, run, link, queue, placement, keepers=[*keepers, keeping], found=found)
     return run.summary
 
@@ -136,8 +136,8 @@ async def open_queue(
         yield link, queue, keepers
 
 
-@contextlib.contextmanager
-def open_weights(config: RunConfig, token: str) -> Iterator[None]:
+@contextlib.asynccontextmanager
+async def open_weights(config: RunConfig, token: str) -> AsyncIterator[None]:
     """The folder of published weights in this machine's shared memory, until the end of the run.
 
     Raises `ConfigError` if its name has something that is not this user's alone.
