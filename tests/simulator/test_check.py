@@ -26,26 +26,18 @@ def checked() -> dict[str, Any]:
 
 
 @pytest.mark.deep
-def test_published_speedups_are_predicted_within_the_bound(checked: dict[str, Any]) -> None:
+def test_measured_runs_are_predicted_within_the_bounds(checked: dict[str, Any]) -> None:
+    """In verl's ablation on 128 GPUs each more stale setting is faster."""
     rows = {name: row for name, row in checked["published"].items() if not row["calibrates"]}
     assert len(rows) == len(cases()) - 1
     assert {name: row["error"] for name, row in rows.items() if row["error"] > WITHIN_PUBLISHED} == {}
-    assert checked["figures"]["largest_error_published"] == max(row["error"] for row in rows.values())
-
-
-@pytest.mark.deep
-def test_local_runs_are_predicted_within_the_bound(checked: dict[str, Any]) -> None:
     errors = [row["error"] for row in checked["local"].values() if row["counted"]]
+    assert checked["figures"]["largest_error_published"] == max(row["error"] for row in rows.values())
     assert checked["figures"]["largest_error_local"] == max(errors) <= WITHIN_LOCAL
-
-
-@pytest.mark.deep
-def test_streaming_and_staleness_rank_as_published(checked: dict[str, Any]) -> None:
-    """verl's ablation on 128 GPUs: each more stale setting is faster."""
     order = ["verl-7b-64-64-staleness-0", "verl-7b-64-64-staleness-0.1", "verl-7b-64-64-staleness-0.3", "verl-7b-64-64"]
-    predicted_, published = ([checked["published"][name][key] for name in order] for key in ("predicted", "published"))
-    assert predicted_ == sorted(predicted_)
-    assert published == sorted(published)
+    for key in ("predicted", "published"):
+        speedups = [checked["published"][name][key] for name in order]
+        assert speedups == sorted(speedups)
 
 
 def test_the_asynchronous_outcome_is_not_an_input() -> None:

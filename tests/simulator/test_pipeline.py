@@ -15,6 +15,8 @@ from penstock.simulator.config import LogNormal, Rollout, Trainer, Weights, Work
 from penstock.simulator.episodes import Group
 from penstock.simulator.pipeline import Pipeline
 
+TOOLS = Work(prompt_tokens=0, response=LogNormal(median=10, sigma=0), turns=2, tool_s=LogNormal(median=7, sigma=0))
+
 
 def changed(config: Simulation, **parts: dict[str, Any]) -> Simulation:
     """`changed(config, rollout={"servers": 2}, seed=3)`"""
@@ -46,9 +48,21 @@ def test_a_slow_trainer_is_the_limit_however_stale_data_may_be() -> None:
     assert found.rollout_bubble == pytest.approx(0.5)
 
 
-def test_weights_on_their_way_delay_a_synchronous_step_by_their_time() -> None:
-    assert simulate(cluster(weights=Weights(sync_s=3))).step_s == pytest.approx(23)
-    assert simulate(cluster(weights=Weights(sync_s=3, pause_s=2))).step_s == pytest.approx(25)
+@pytest.mark.parametrize(
+    ("changes", "step_s"),
+    [
+        ({"weights": Weights(sync_s=3)}, 10 + 10 + 3),
+        ({"weights": Weights(sync_s=3, pause_s=2)}, 10 + 10 + 3 + 2),
+        # One group of two at a time: two groups of 10 s each, then training.
+        ({"rollout": Rollout(token_s=1.0, groups_in_flight=1)}, 2 * 10 + 10),
+        # A stranger on the core halves the speed.
+        ({"cores": 1, "background": 1}, 2 * 20),
+        # 4 boxes, one after the other at 1 s; two calls of 5 s, a tool of 7 s; the last is done at 4 + 17.
+        ({"work": TOOLS, "rollout": Rollout(token_s=1.0, start_s=1.0)}, 4 + 17 + 10),
+    ],
+)
+def test_a_synchronous_step_adds_up(changes: dict[str, Any], step_s: float) -> None:
+    assert simulate(cluster(**changes)).step_s == pytest.approx(step_s)
 
 
 def test_requests_go_on_over_a_swap_and_their_tokens_have_both_versions() -> None:
@@ -68,26 +82,11 @@ def test_requests_go_on_over_a_swap_and_their_tokens_have_both_versions() -> Non
     assert found[4] == found[5] == [{1: pytest.approx(4), 2: pytest.approx(6)}] * 2
 
 
-def test_turns_tools_and_box_starts_add_up() -> None:
-    """4 boxes, one after the other at 1 s; two calls of 5 s, a tool of 7 s; the last is done at 4 + 17."""
-    config = cluster(
-        work=Work(
-            prompt_tokens=0, response=LogNormal(median=10, sigma=0), turns=2, tool_s=LogNormal(median=7, sigma=0)
-        ),
-        rollout=Rollout(token_s=1.0, start_s=1.0),
-    )
-    assert simulate(config).step_s == pytest.approx(4 + 17 + 10)
-
-
 def test_roles_that_share_a_core_take_as_long_as_their_work_together() -> None:
     alone = simulate(cluster(max_staleness=1, steps=40, warmup=20))
     shared = simulate(cluster(max_staleness=1, cores=1, steps=40, warmup=20))
     assert alone.step_s == pytest.approx(10)
     assert shared.step_s == pytest.approx(20, rel=0.02)
-
-
-def test_a_stranger_on_the_core_halves_the_speed() -> None:
-    assert simulate(cluster(cores=1, background=1)).step_s == pytest.approx(40)
 
 
 def test_whole_batches_wait_for_the_batch_before() -> None:
@@ -97,11 +96,6 @@ def test_whole_batches_wait_for_the_batch_before() -> None:
     whole = simulate(cluster(**{**slow, "rollout": Rollout(token_s=3.0, whole_batches=True)}))
     assert whole.step_s == pytest.approx(30)
     assert streamed.step_s < whole.step_s
-
-
-def test_groups_in_flight_are_bounded() -> None:
-    """One group of two at a time: two groups of 10 s each, then training."""
-    assert simulate(cluster(rollout=Rollout(token_s=1.0, groups_in_flight=1))).step_s == pytest.approx(30)
 
 
 # what always holds -------------------------------------------------------------------------------------------------
@@ -157,11 +151,6 @@ def test_work_is_conserved(noisy: Simulation, lend: bool) -> None:
     )
     made = sum(server.stage.work_done for server in pipeline.rollouts.servers)
     assert made == pytest.approx(counted + running)
-
-
-def test_synchronous_roles_never_overlap(noisy: Simulation) -> None:
-    found = simulate(changed(noisy, max_staleness=0, rollout={"servers": 1, "in_flight": 0}, work={"turns": 1}))
-    assert (1 - found.trainer_bubble) + (1 - found.rollout_bubble) == pytest.approx(1)
 
 
 @settings(max_examples=12)

@@ -6,6 +6,7 @@ import secrets
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -16,10 +17,12 @@ from penstock.transfer_queue.redis.server import RedisCluster
 
 sys.path.insert(0, str(Path(__file__).parent))  # test files share queue_samples and redis_parts
 
+from queue_samples import LIMITS
 from redis_parts import CONFIG, PASSWORD
 
 MakeQueue = Callable[[Limits], Awaitable[TransferQueue]]
 AnotherClient = Callable[[TransferQueue], Awaitable[TransferQueue]]
+ConnectRedis = Callable[..., Awaitable[RedisTransferQueue]]
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
@@ -62,6 +65,38 @@ async def make_queue(store: RedisServer | RedisCluster | None, tmp_path: Path) -
     for queue in made:
         await queue.drop_run()
         await queue.close()
+
+
+@pytest.fixture
+async def connect_redis(redis_server: RedisServer) -> AsyncIterator[ConnectRedis]:
+    """Connects clients to one run of the redis-server; it is dropped afterwards, and they are closed."""
+    made: list[RedisTransferQueue] = []
+    own = f"r-{secrets.token_hex(4)}"
+
+    async def connect(url: str = "", run: str = own, log: Path | None = None, **settings: Any) -> RedisTransferQueue:
+        config, batch_log = CONFIG.model_copy(update=settings), None if log is None else BatchLog(log)
+        client = await RedisTransferQueue.connect(url or redis_server.url, run, config, PASSWORD, batch_log=batch_log)
+        made.append(client)
+        return client
+
+    yield connect
+    await made[0].drop_run()
+    for client in made:
+        await client.close()
+
+
+@pytest.fixture
+async def queue(connect_redis: ConnectRedis) -> RedisTransferQueue:
+    """A run in Redis."""
+    made = await connect_redis()
+    await made.create_run(LIMITS, "x")
+    return made
+
+
+@pytest.fixture
+async def trainer(queue: RedisTransferQueue, connect_redis: ConnectRedis, tmp_path: Path) -> RedisTransferQueue:
+    """A client of `queue`'s run that has a batch log."""
+    return await connect_redis(log=tmp_path / "log")
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from queue_samples import LIMITS, at, finish_all, task, tasks, train, trajectory
 
 from penstock.testing import MemoryTransferQueue
 from penstock.transfer_queue import (
-    COMPLETED,
     Announcement,
     Batch,
     BatchLog,
@@ -29,12 +28,11 @@ from penstock.transfer_queue import (
     ServerInfo,
     Status,
     Task,
-    Trajectory,
     TransferQueueConfig,
-    encode_trajectory,
     exposition,
 )
-from penstock.transfer_queue.codec.trajectories import encode_journal, encode_task
+from penstock.transfer_queue.codec.trajectories import encode_task
+from penstock.transfer_queue.metrics import MEMBER_COST, journal_cost, payload_cost, task_cost
 
 SERVERS = [ServerInfo("s1", "http://b", 1), ServerInfo("s0", "http://a", 0)]
 
@@ -104,67 +102,38 @@ async def test_deciles_divide_a_bucket_evenly() -> None:
     assert sum(row.episodes for row in await finished([3] * 3)) == 3
 
 
-ONE = Limits(group_size=1, groups_per_step=1, max_staleness=0)
-GROUP, MEMBER, KEY, ENTRY = 350, 300, 110, 240
-"""What Redis needs for a group, an episode, a key and an entry of a journal, besides the bytes themselves."""
-
-
-def padded(size: int, encode: Callable[[str], bytes]) -> str:
-    """The padding with which something is `size` bytes long."""
-    every = ("x" * count for count in range(max(0, size - 400), size))
-    return next(padding for padding in every if len(encode(padding)) == size)
-
-
-@pytest.mark.parametrize(("size", "allocated"), [(243, 256), (244, 256), (245, 320), (500, 512), (501, 640)])
-@pytest.mark.parametrize("split", ["train", "eval/1"])
-async def test_bytes_of_a_task_are_of_its_size_class(split: str, size: int, allocated: int) -> None:
-    """Twelve bytes stand around what is stored. The episodes of a training task count once they may run."""
-
-    def made(padding: str) -> Task:
-        return Task("t", split, [{"content": padding}], "", None)
-
-    queue = MemoryTransferQueue()
-    await queue.create_run(ONE, "x")
-    await queue.submit([made(padded(size, lambda padding: encode_task(made(padding))))])
-    first = (await queue.status()).bytes
-    assert first == allocated + KEY + GROUP + (0 if split == "train" else MEMBER)
-    await queue.lease_episodes("worker", 1, 0)
-    assert (await queue.status()).bytes == allocated + KEY + GROUP + MEMBER
-
-
-@pytest.mark.parametrize(("size", "allocated"), [(96, 112), (104, 128), (112, 128), (120, 160), (240, 256), (248, 320)])
-async def test_bytes_of_an_entry_are_of_its_size_class(size: int, allocated: int) -> None:
-    def made(padding: str) -> JournalEntry:
-        return JournalEntry(JournalKind.TOOLS, data={"x": padding})
-
-    queue = MemoryTransferQueue()
-    await queue.create_run(ONE, "x")
-    await queue.submit(tasks(1))
-    (lease,) = await queue.lease_episodes("worker", 1, 0)
-    await queue.journal(lease, made(padded(size, lambda padding: encode_journal(made(padding)))), 0)
-    assert (await queue.status()).unconsumed_bytes == allocated + ENTRY
+KEY, GROUP, ENTRY = 110, 350, 240
+"""What Redis needs for a key, a group and an entry of a journal, besides the bytes themselves."""
+MIB, PIECE = 1 << 20, (1 << 20) - 64
 
 
 @pytest.mark.parametrize(
-    ("size", "allocated"),
+    ("cost", "size", "expected"),
     [
-        (1000, 1024 + KEY),
-        (2**20 - 64, 2**20 + KEY),
-        (2**20 + 24, 2**20 + KEY + 112 + KEY),
-        (2**21 - 128, 2**21 + 2 * KEY),
+        *((task_cost, *sizes) for sizes in ((243, 256), (244, 256), (245, 320), (500, 512), (501, 640))),
+        *((journal_cost, *sizes) for sizes in ((96, 112), (104, 128), (116, 128), (117, 160), (244, 256), (248, 320))),
+        *(
+            (payload_cost, *sizes)
+            for sizes in ((1000, 1024), (PIECE, MIB), (PIECE + 88, MIB + 112), (2 * PIECE, 2 * MIB))
+        ),
     ],
 )
-async def test_bytes_of_a_payload_are_those_of_its_pieces(size: int, allocated: int) -> None:
+def test_costs_are_those_of_the_allocators_size_classes(cost: Callable[[int], int], size: int, expected: int) -> None:
+    """Twelve bytes stand around what is stored; payloads lie in pieces of a key each."""
+    keys = -(-size // PIECE) if cost is payload_cost else 1
+    besides = {task_cost: KEY + GROUP, journal_cost: ENTRY, payload_cost: keys * KEY}[cost]
+    assert cost(size) == expected + besides
+
+
+@pytest.mark.parametrize(("split", "counted"), [("train", 0), ("eval/1", 1)])
+async def test_episodes_of_a_training_task_count_once_they_may_run(split: str, counted: int) -> None:
     queue = MemoryTransferQueue()
-    await queue.create_run(ONE, "x")
-    await queue.submit(tasks(1))
-    (lease,) = await queue.lease_episodes("worker", 1, 0)
-
-    def made(padding: str) -> Trajectory:
-        return Trajectory(lease.episode_id, lease.task.task_id, [], 1.0, COMPLETED, extra={"x": padding})
-
-    await queue.complete(lease, made(padded(size, lambda padding: encode_trajectory(made(padding)))))
-    assert (await queue.status()).unconsumed_bytes == allocated
+    await queue.create_run(Limits(group_size=1, groups_per_step=1, max_staleness=0), "x")
+    await queue.submit([task(0, split)])
+    cost = task_cost(len(encode_task(task(0, split))))
+    assert (await queue.status()).bytes == cost + counted * MEMBER_COST
+    await queue.lease_episodes("worker", 1, 0)
+    assert (await queue.status()).bytes == cost + MEMBER_COST
 
 
 PASSWORD = "a-test-password"

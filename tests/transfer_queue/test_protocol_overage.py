@@ -107,28 +107,7 @@ async def test_drop_gives_up_groups_over_the_bound(make_queue) -> None:
     assert await queue.renew([late]) == []
 
 
-async def test_drop_counts_what_it_drops(make_queue) -> None:
-    """Staleness 1, two groups per step. The slow group 0 is due at step 1; steps 0 and 1 ship without it."""
-    queue = await make_queue(replace(LIMITS, overage="drop"))
-    slow = await _finish_around_a_slow_one(queue, 8, steps=2)
-    await train(queue, 2)
-    status = await queue.status()
-    assert status.groups["dropped_over_age"] == 1
-    assert status.episodes["dropped"] == 1  # of its two members one had finished
-    assert status.episodes["leased"] == 0
-    with pytest.raises(LeaseLost):
-        await queue.complete(slow, trajectory(slow))
-
-
-async def test_mask_ships_late_groups_and_lets_others_pass(make_queue) -> None:
-    queue = await make_queue(replace(LIMITS, overage="mask"))
-    slow = await _finish_around_a_slow_one(queue, 8, steps=3)
-    await queue.complete(slow, trajectory(slow))
-    batch = await queue.lease_batch(3)
-    assert batch.groups[0] == ["train/0000#0", "train/0000#1"]
-
-
-async def test_masked_episodes_are_counted_by_length(make_queue) -> None:
+async def test_mask_ships_late_groups_and_counts_them_by_length(make_queue) -> None:
     """Nine tenths of the episodes are short and in time; a long one ships at step 3 with tokens of version 0."""
     queue = await make_queue(replace(LIMITS, overage="mask"))
     slow = await _finish_around_a_slow_one(queue, 20, steps=3)
@@ -143,7 +122,8 @@ async def test_masked_episodes_are_counted_by_length(make_queue) -> None:
     assert status.over_age[-1].over_age == 1
 
 
-async def test_dropped_episodes_count_with_what_they_had_sampled(make_queue) -> None:
+async def test_drop_counts_what_it_drops_with_what_it_had_sampled(make_queue) -> None:
+    """Staleness 1, two groups per step. The slow group 0 is due at step 1; steps 0 and 1 ship without it."""
     queue = await make_queue(replace(LIMITS, overage="drop"))
     await queue.submit(tasks(8), cursor=at(8))
     slow, *rest = await queue.lease_episodes("worker", 8, 0)
@@ -155,9 +135,12 @@ async def test_dropped_episodes_count_with_what_they_had_sampled(make_queue) -> 
         await finish_all(queue, version=step + 1)
     status = await queue.status()
     assert status.groups["dropped_over_age"] == 1
+    assert (status.episodes["dropped"], status.episodes["leased"]) == (1, 0)  # of its two members one had finished
     assert sum(decile.over_age for decile in status.over_age) == 2
     assert status.over_age[0].over_age >= 1
     assert status.over_age[0].tokens_up_to <= 3
+    with pytest.raises(LeaseLost):
+        await queue.complete(slow, trajectory(slow))
 
 
 async def test_a_dropped_episode_counts_sampled_tokens_alone(make_queue) -> None:

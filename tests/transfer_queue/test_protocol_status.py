@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from queue_samples import INFRA, LIMITS, at, finish_all, task, tasks, train, trajectory, turn
+from queue_samples import INFRA, LIMITS, at, task, tasks, trajectory, turn
 
 from penstock.transfer_queue import (
     QueueError,
@@ -172,15 +172,3 @@ async def test_bytes_of_many_dead_letters_end_at_zero(make_queue) -> None:
     assert [len(letter.journal) for letter in letters] == [0] * 3 + [1] * 100
     await queue.drop_split("eval/1")
     assert (await queue.status()).bytes == 0
-
-
-async def test_held_names_finished_episodes_until_committed(make_queue) -> None:
-    queue = await make_queue(LIMITS)
-    await queue.submit(tasks(LIMITS.groups_per_step), cursor=at(LIMITS.groups_per_step))
-    assert await queue.held() == set()
-    finished = await finish_all(queue)
-    assert await queue.held() == set(finished)
-    await train(queue, 0)
-    assert await queue.held() == set(finished)
-    await queue.commit(1)
-    assert await queue.held() == set()

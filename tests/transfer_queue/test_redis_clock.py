@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 
 import pytest
 from faults.redis_clock import STEP_KEY, movable_redis_clock
 from queue_samples import LIMITS, at, tasks, trajectory
-from redis_parts import CONFIG, PASSWORD
 
-from penstock.transfer_queue import Lease, RedisServer, RedisTransferQueue, ServerInfo
+from penstock.transfer_queue import Lease, RedisTransferQueue, ServerInfo
 
 pytestmark = pytest.mark.redis
 HOUR_S = 3600
@@ -30,13 +29,8 @@ def movable_time() -> Iterator[None]:
 
 
 @pytest.fixture
-async def queue(redis_server: RedisServer) -> AsyncIterator[RedisTransferQueue]:
-    made = await RedisTransferQueue.connect(
-        redis_server.url, "stepping", CONFIG.model_copy(update={"registry_ttl_s": TTL_S}), PASSWORD
-    )
-    yield made
-    await made.drop_run()
-    await made.close()
+async def queue(movable_time: None, connect_redis) -> RedisTransferQueue:
+    return await connect_redis(registry_ttl_s=TTL_S)
 
 
 @pytest.fixture

@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from queue_samples import LIMITS, at, same, tasks, trajectory
-from redis_parts import CONFIG, PASSWORD
+from queue_samples import at, same, tasks, trajectory
+from redis_parts import CONFIG
 
 from penstock.transfer_queue import (
     Announcement,
     BadPayload,
     Batch,
-    BatchLog,
     Lease,
     QueueError,
     QueueUnavailable,
-    RedisServer,
     RedisTransferQueue,
     encode_trajectory,
 )
 
 pytestmark = pytest.mark.redis
-
-
-@pytest.fixture
-async def queue(redis_server: RedisServer) -> AsyncIterator[RedisTransferQueue]:
-    made = await RedisTransferQueue.connect(redis_server.url, f"p-{secrets.token_hex(4)}", CONFIG, PASSWORD)
-    await made.create_run(LIMITS, "x")
-    yield made
-    await made.drop_run()
-    await made.close()
 
 
 async def completed(queue: RedisTransferQueue, episodes: int) -> list[Lease]:
@@ -59,12 +46,9 @@ async def spilled(queue: RedisTransferQueue) -> str:
 
 
 async def test_long_payloads_are_read_by_field_and_spilled(
-    redis_server: RedisServer, queue: RedisTransferQueue, tmp_path: Path
+    queue: RedisTransferQueue, trainer: RedisTransferQueue
 ) -> None:
     """Long enough to be received into memory of their own, in one key and in several; what comes of it is read-only."""
-    trainer = await RedisTransferQueue.connect(
-        redis_server.url, queue._run, CONFIG, PASSWORD, batch_log=BatchLog(tmp_path)
-    )
     await queue.submit(tasks(2), cursor=at(2))
     leases = await queue.lease_episodes("worker", 4, 0)
     sent = [trajectory(lease, tokens=tokens) for lease, tokens in zip(leases, (2, 6_000, 40_000, 90_000), strict=True)]
@@ -81,7 +65,6 @@ async def test_long_payloads_are_read_by_field_and_spilled(
         for values, work in zip(await trainer.get(names, ["response_ids", "version_spans"]), sent, strict=True):
             assert same(values.segments[0]["response_ids"], work.segments[0].response_ids)
             assert same(values.segments[0]["version_spans"], work.segments[0].version_spans)
-    await trainer.close()
 
 
 async def test_payloads_of_refused_episodes_are_deleted_beside_an_error_of_another_kind(
@@ -104,17 +87,12 @@ async def test_payloads_of_refused_episodes_are_deleted_beside_an_error_of_anoth
     assert [key async for keys in queue._connection.scan(f"*{leases[2].episode_id}@*") for key in keys]
 
 
-async def test_a_client_without_the_batch_log_says_so(
-    redis_server: RedisServer, queue: RedisTransferQueue, tmp_path: Path
-) -> None:
-    connect = RedisTransferQueue.connect
-    trainer = await connect(redis_server.url, queue._run, CONFIG, PASSWORD, batch_log=BatchLog(tmp_path))
+async def test_a_client_without_the_batch_log_says_so(queue: RedisTransferQueue, trainer: RedisTransferQueue) -> None:
     episode = await spilled(trainer)
     for call in (queue.read([episode]), queue.get([episode], ["reward"]), queue.spill(0, [episode])):
         with pytest.raises(QueueError, match="batch log"):
             await call
     assert [found.episode_id for found in await trainer.read([episode])] == [episode]
-    await trainer.close()
 
 
 @pytest.mark.parametrize("damaged", [b"", b"x" * 40, None], ids=["empty", "other", "cut"])

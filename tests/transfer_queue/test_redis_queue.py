@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import secrets
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from queue_samples import INFRA, LIMITS, at, finish_all, task, tasks, trajectory, turn
-from redis_parts import Proxy, nothing_left_open
+from redis_parts import CONFIG, PASSWORD, Proxy, nothing_left_open
 
 from penstock.transfer_queue import (
     Announcement,
     Batch,
-    BatchLog,
     LeaseLost,
     QueueError,
     QueueUnavailable,
@@ -25,15 +22,12 @@ from penstock.transfer_queue import (
     RedisTransferQueue,
     ServerInfo,
     TransferQueue,
-    TransferQueueConfig,
     TurnCall,
     WeightUpdate,
     encode_trajectory,
 )
 
 pytestmark = pytest.mark.redis
-PASSWORD = "a-test-password"
-CONFIG = TransferQueueConfig(deadline_s=20.0)
 
 
 def check_protocol(queue: RedisTransferQueue) -> TransferQueue:
@@ -42,21 +36,12 @@ def check_protocol(queue: RedisTransferQueue) -> TransferQueue:
 
 
 @pytest.fixture
-async def queue(redis_server: RedisServer) -> AsyncIterator[RedisTransferQueue]:
-    made = await RedisTransferQueue.connect(redis_server.url, f"r-{secrets.token_hex(4)}", CONFIG, PASSWORD)
-    await made.create_run(LIMITS, "x")
-    yield made
-    await made.drop_run()
-    await made.close()
-
-
-@pytest.fixture
-async def cut(queue: RedisTransferQueue, redis_server: RedisServer) -> AsyncIterator[tuple[RedisTransferQueue, Proxy]]:
+async def cut(
+    queue: RedisTransferQueue, redis_server: RedisServer, connect_redis
+) -> AsyncIterator[tuple[RedisTransferQueue, Proxy]]:
     """The same run through a proxy that loses replies on demand."""
     async with Proxy(redis_server.port) as proxy:
-        through = await RedisTransferQueue.connect(proxy.url, queue._run, CONFIG, PASSWORD)
-        yield through, proxy
-        await through.close()
+        yield await connect_redis(proxy.url), proxy
 
 
 async def keys_of(queue: RedisTransferQueue) -> set[str]:
@@ -214,19 +199,13 @@ async def test_payloads_that_nothing_names_are_deleted_at_once(queue: RedisTrans
     assert not [key for key in await keys_of(queue) if "eval" in key]
 
 
-async def test_spilled_payloads_leave_redis_at_once(
-    queue: RedisTransferQueue, redis_server: RedisServer, tmp_path: Path
-) -> None:
-    trainer = await RedisTransferQueue.connect(
-        redis_server.url, queue._run, CONFIG, PASSWORD, batch_log=BatchLog(tmp_path)
-    )
+async def test_spilled_payloads_leave_redis_at_once(queue: RedisTransferQueue, trainer: RedisTransferQueue) -> None:
     await queue.submit(tasks(2), cursor=at(2))
     episodes = await finish_all(queue)
     await trainer.lease_batch(0)
     await trainer.publish_version(Announcement(1, {}))
     assert await trainer.spill(0, episodes[1:]) == 3
     assert [name.partition("@")[0] for name in await payloads_of(queue)] == episodes[:1]
-    await trainer.close()
 
 
 async def test_a_writer_that_died_leaves_no_payload_behind(queue: RedisTransferQueue) -> None:
@@ -279,13 +258,10 @@ async def test_a_claim_of_training_may_be_repeated(queue: RedisTransferQueue) ->
 
 @pytest.mark.parametrize("functions", [True, False])
 async def test_a_full_redis_lets_everything_end(
-    redis_server: RedisServer, queue: RedisTransferQueue, tmp_path: Path, functions: bool
+    queue: RedisTransferQueue, trainer: RedisTransferQueue, functions: bool
 ) -> None:
     """What makes room, or says who is alive, goes through. A Redis 6.2 gets scripts, which it lets write where their
     first write needs no room."""
-    trainer = await RedisTransferQueue.connect(
-        redis_server.url, queue._run, CONFIG, PASSWORD, batch_log=BatchLog(tmp_path)
-    )
     trainer._connection._functions = queue._connection._functions = functions
     await trainer.claim_training("trainer")
     await queue.submit([*tasks(4), task(0, "eval/1")])
@@ -317,7 +293,6 @@ async def test_a_full_redis_lets_everything_end(
         await queue._connection.command("CONFIG", "SET", "maxmemory", 0)
         queue._connection._deadline_s = CONFIG.deadline_s
     assert (await queue.status()).committed_step == 1
-    await trainer.close()
 
 
 @pytest.mark.parametrize("functions", [True, False])
@@ -368,22 +343,17 @@ async def test_a_cancelled_call_ends(queue: RedisTransferQueue) -> None:
     assert await queue.submit(tasks(1)) == 1
 
 
-async def test_two_runs_do_not_see_each_other(queue: RedisTransferQueue, redis_server: RedisServer) -> None:
-    other = await RedisTransferQueue.connect(redis_server.url, queue._run + "-b", CONFIG, PASSWORD)
+async def test_two_runs_do_not_see_each_other(queue: RedisTransferQueue, connect_redis) -> None:
+    other = await connect_redis(run=queue._run + "-b")
     await other.create_run(replace(LIMITS, group_size=5), "y")
     await other.submit(tasks(1), cursor=at(1))
     await queue.submit(tasks(2), cursor=at(2))
     await other.drop_run()
     assert (await queue.status()).groups["queued"] == 2
-    await other.close()
 
 
-async def test_compressed_trajectories_are_smaller_and_equal(
-    queue: RedisTransferQueue, redis_server: RedisServer
-) -> None:
-    packing = await RedisTransferQueue.connect(
-        redis_server.url, queue._run, CONFIG.model_copy(update={"compression": "zstd"}), PASSWORD
-    )
+async def test_compressed_trajectories_are_smaller_and_equal(queue: RedisTransferQueue, connect_redis) -> None:
+    packing = await connect_redis(compression="zstd")
     await queue.submit(tasks(1), cursor=at(1))
     plain, small = await queue.lease_episodes("worker", 2, 0)
     await queue.complete(plain, trajectory(plain, tokens=5000))
@@ -394,7 +364,6 @@ async def test_compressed_trajectories_are_smaller_and_equal(
     assert repr(two.segments) == repr(one.segments)
     (values,) = await queue.get([small.episode_id], ["response_ids"])
     assert values.segments[0]["response_ids"].tolist() == list(range(5001))
-    await packing.close()
 
 
 @pytest.mark.parametrize(("stored", "found"), [(None, "1"), ("4", "4")])

@@ -20,7 +20,7 @@ from redis_parts import open_to
 from penstock.transfer_queue import QueueError, RedisServer
 from penstock.transfer_queue.redis import RedisBinary, find_redis_server, free_port
 from penstock.transfer_queue.redis.server import RedisCluster
-from penstock.transfer_queue.redis.server_config import ServerOptions, check_free
+from penstock.transfer_queue.redis.server_config import ServerOptions, check_free, server_environment
 
 pytestmark = pytest.mark.redis
 PASSWORD = "a-test-password"
@@ -52,30 +52,18 @@ async def test_memory_is_limited_and_nothing_evicted(tmp_path: Path) -> None:
         await connection.close()
 
 
-async def test_the_allocator_uses_huge_pages_unless_configured_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kernel", "huge"), [("5.8.0-generic", True), ("5.7.19", False), ("6.1", True), ("odd", False)]
+)
+def test_the_allocator_uses_huge_pages_unless_configured_otherwise(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, huge: bool
 ) -> None:
-    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    kernel = tuple(map(int, platform.release().split(".")[:2]))
-    if not enabled.exists() or "[never]" in enabled.read_text() or kernel < (5, 8):  # there the feature is off
-        pytest.skip("no transparent huge pages on this machine, or a kernel before 5.8")
-
-    async def huge_kib(folder: Path) -> int:
-        """Of a server that holds 64 MB."""
-        async with RedisServer(folder, PASSWORD) as server:
-            connection = await open_to(server.url)
-            if not str((await connection.info())["mem_allocator"]).startswith("jemalloc"):  # no other has the setting
-                pytest.skip("this redis-server was not built with jemalloc")
-            for number in range(64):
-                await connection.command("SET", number, bytes(1 << 20))
-            await connection.close()
-            rollup = Path(f"/proc/{server.pid}/smaps_rollup").read_text()
-            return int(next(line for line in rollup.splitlines() if line.startswith("AnonHugePages")).split()[1])
-
-    assert await huge_kib(tmp_path / "default") > 32 << 10
+    monkeypatch.setattr(platform, "release", lambda: kernel)
     monkeypatch.setenv("MALLOC_CONF", "thp:never")
-    monkeypatch.setenv("JE_MALLOC_CONF", "thp:never")
-    assert await huge_kib(tmp_path / "configured") == 0
+    monkeypatch.delenv("JE_MALLOC_CONF", raising=False)
+    environment = server_environment()
+    assert environment["MALLOC_CONF"] == "thp:never"
+    assert environment.get("JE_MALLOC_CONF") == ("thp:always" if huge else None)
 
 
 async def test_the_configuration_is_private_and_safe(tmp_path: Path) -> None:
@@ -295,25 +283,17 @@ def test_rights_to_read_only_need_redis_7() -> None:
             options.check_version(RedisBinary("redis-server", (6, 2)))
 
 
-def test_a_node_of_a_cluster_needs_two_ports() -> None:
+def test_a_node_of_a_cluster_needs_two_ports_and_a_server_by_itself_one() -> None:
     port = free_port(cluster=True)
     with socket.socket() as bus:
         bus.bind(("127.0.0.1", port + 10_000))
         bus.listen()
-        with pytest.raises(QueueError, match=f"port {port + 10_000} for redis-server is in use"):
-            check_free(port, cluster=True)
+        check_free(port)
+        for taken, cluster in ((port, True), (port + 10_000, False)):
+            with pytest.raises(QueueError, match=f"port {port + 10_000} for redis-server is in use"):
+                check_free(taken, cluster=cluster)
     with pytest.raises(QueueError, match="bus port 65536 is over 65535"):
         check_free(55_536, cluster=True)
-
-
-def test_a_server_by_itself_needs_one_port() -> None:
-    """Its bus port would be over 65535."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = next(port for port in range(61_000, 65_000) if can_bind(port))
-        check_free(port)
-        with pytest.raises(QueueError, match=f"port {taken.getsockname()[1]} for redis-server is in use"):
-            check_free(taken.getsockname()[1])
 
 
 def can_bind(port: int) -> bool:

@@ -1,18 +1,11 @@
-"""What Redis acknowledged is in its file when it is killed, also while the disk is busy; and is synced every second.
-
-With Redis's own ``everysec`` it answers and holds the write back for up to 2 s while a sync is under way.
-"""
+"""What Redis acknowledged is in its file when it is killed, also while the disk hangs; and is synced every second."""
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import errno
 import os
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,48 +16,7 @@ from penstock.transfer_queue.redis.server_config import newest_append_only_file
 
 pytestmark = [pytest.mark.redis, pytest.mark.crash]
 PASSWORD = "a-test-password"
-SEIZE, INTERRUPT = 0x4206, 0x4207
-"""Requests of ptrace."""
 SYNC_THREAD = "redis sync"
-ANY_CHILD = 0x40000000
-"""``__WALL``: threads too."""
-
-
-def ptrace(request: int, thread: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.ptrace(ctypes.c_long(request), ctypes.c_long(thread), ctypes.c_void_p(0), ctypes.c_void_p(0)):
-        raise OSError(ctypes.get_errno(), f"ptrace {request:#x}: {os.strerror(ctypes.get_errno())}")
-
-
-def syncing_thread(pid: int) -> int:
-    """The thread of a redis-server that syncs its append-only file."""
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    return next(int(one.name) for one in threads if (one / "comm").read_text().startswith("bio_aof"))
-
-
-@contextmanager
-def frozen(thread: int) -> Iterator[None]:
-    """A thread of a child process that stands still until the process is killed, inside."""
-    ptrace(SEIZE, thread)
-    ptrace(INTERRUPT, thread)
-    os.waitpid(thread, ANY_CHILD)
-    yield
-    os.waitpid(thread, ANY_CHILD)  # a killed process ends when its traced threads are collected
-
-
-async def test_a_sync_under_way_holds_no_write_back(tmp_path: Path) -> None:
-    """Red with ``appendfsync everysec`` in redis.conf: the last write was acknowledged, and is gone."""
-    async with RedisServer(tmp_path, PASSWORD) as server:
-        assert server.pid is not None
-        with frozen(syncing_thread(server.pid)):
-            acknowledged = await write_until_a_sync_waits(server)
-            killing = asyncio.create_task(server.kill())
-            await asyncio.sleep(0)
-        await killing
-        await server.restart()
-        client = client_of(server)
-        assert await client.get("newest") == str(acknowledged).encode()
-        await client.aclose()
 
 
 async def test_a_disk_that_hangs_holds_no_write_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,19 +74,6 @@ async def test_under_always_redis_syncs_by_itself(tmp_path: Path, monkeypatch: p
         client = client_of(server)
         assert (await client.config_get("appendfsync")) == {"appendfsync": "always"}
         await client.aclose()
-
-
-async def write_until_a_sync_waits(server: RedisServer) -> int:
-    """And once more, and so for 3 s where Redis syncs nothing by itself."""
-    client, number, end = client_of(server), 0, time.monotonic() + 3
-    pending = 0
-    while time.monotonic() < end and not pending:
-        await asyncio.sleep(0.05)
-        await client.set("newest", number := number + 1)
-        pending = (await client.info("persistence"))["aof_pending_bio_fsync"]
-    await client.set("newest", number := number + 1)
-    await client.aclose()
-    return number
 
 
 def client_of(server: RedisServer) -> aioredis.Redis:

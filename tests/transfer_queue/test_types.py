@@ -52,24 +52,14 @@ def test_a_record_is_not_changed_and_has_no_dict(name: str) -> None:
         vars(made)
 
 
-def test_a_task_that_says_little_has_defaults() -> None:
-    given = Task("t", "train", [], "sums", None)
-    assert (given.min_version, given.priority, given.group_size, given.agent_name) == (0, 0, None, None)
+def test_records_that_say_little_have_defaults() -> None:
+    task, entry = Task("t", "train", [], "sums", None), JournalEntry(JournalKind.TOOLS)
+    assert (task.min_version, task.priority, task.group_size, task.agent_name) == (0, 0, None, None)
     assert DataCursor() == DataCursor(0, 0) < DataCursor(0, 1) < DataCursor(1, 0)
-    entry = JournalEntry(JournalKind.TOOLS)
     assert (entry.context_len, entry.context_hash, entry.ids, entry.data) == (0, 0, None, {})
-
-
-def test_a_server_that_says_little_has_defaults() -> None:
-    said = ServerInfo("s", "http://a", 3)
-    assert (said.in_flight, said.accepting, said.in_flight_tokens, said.evaluates) == (0, True, 0, False)
-    assert (said.refused, said.refusal, said.asleep, said.age_s) == (None, "", False, 0.0)
-    assert said == replace(said, age_s=2.0), "the age is the registry's, not the server's"
-
-
-def test_a_turn_that_says_little_has_defaults() -> None:
-    call = TurnCall("engine", "a", 1, holds=True, ttl_s=1.0)
-    assert (call.bytes, call.used, call.budget) == (0, 0, 0)
+    server = ServerInfo("s", "http://a", 3)
+    assert server == ServerInfo("s", "http://a", 3, 0, True, 0, False, None, "", False, "", age_s=2.0)
+    assert TurnCall("engine", "a", 1, holds=True, ttl_s=1.0) == TurnCall("engine", "a", 1, True, 1.0, 0, 0, 0)
     assert TurnHolder("engine", "a", False, False, 0, 0).fence == 0
     assert TurnSettings() == TurnSettings(budget=0, ttl_s=15.0, hand_over_s=900.0, sleep_level=1)
 

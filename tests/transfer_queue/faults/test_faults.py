@@ -6,28 +6,22 @@ One small stage with every kind of fault runs by default; each kind alone, repea
 from __future__ import annotations
 
 import asyncio
-import random
-import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from faults.account import Account
-from faults.episodes import cursor_at, next_entry, task_at, trajectory_of
-from faults.havoc import HOUR_S, REAL_TIME, REPLY, REQUEST, fill_redis, kill_redis, lose_tail, pause_redis
+from faults.havoc import REPLY, REQUEST, fill_redis, kill_redis, lose_tail, pause_redis
 from faults.intruders import Wedged
 from faults.mix import EVERY_GAP as EVERY_GAP_AND_MORE
 from faults.mix import play_mix
 from faults.plan import ANYWHERE, GAPS, seeds
 from faults.stage import Stage
-from penstock.transfer_queue import Announcement, Batch, JournalEntry, Lease, Limits
+from penstock.transfer_queue import Limits
 
 pytestmark = [pytest.mark.redis, pytest.mark.crash]
 WAIT = Limits(group_size=3, groups_per_step=2, max_staleness=1, lease_ttl_s=0.6, max_attempts=2, max_lost_leases=1000)
-LASTING = replace(WAIT, lease_ttl_s=600.0)
-"""A lease of these does not run out while a test looks, however busy the machine is."""
 MEAN_BYTES = 12_000
 """Between two cuts of a connection: some dozens of calls."""
 EVERY_GAP = len(GAPS) + 1
@@ -171,43 +165,3 @@ async def test_a_run_that_trains_nothing_is_called_wedged(monkeypatch: pytest.Mo
     async with Stage(0) as stage:
         with pytest.raises(Wedged, match="no step after 0"):
             await stage.intruders.watch(lambda: 0)
-
-
-async def test_commits_go_on_in_a_full_redis() -> None:
-    """They are what makes room. What needs room waits until there is some, and is acknowledged then."""
-    async with Stage(0, limits=LASTING) as stage:
-        queue, client = stage.queue, stage.client
-        await queue.submit([task_at(number) for number in range(3)], cursor_at(3))
-        leases = await queue.lease_episodes("worker", 9, 0)
-        for lease in leases[:6]:
-            await queue.complete(lease, trajectory_of(lease, [sampled(lease)], 1.0))
-        batch = await queue.lease_batch(0)
-        assert isinstance(batch, Batch)
-        await client.config_set("maxmemory", 1)
-        waiting = asyncio.create_task(queue.complete(leases[6], trajectory_of(leases[6], [sampled(leases[6])], 1.0)))
-        await queue.publish_version(Announcement(1, {}))
-        await queue.commit(1)
-        status = await queue.status()
-        assert (status.version, status.committed_step, status.episodes["committed"]) == (1, 1, 6)
-        assert not waiting.done()
-        await client.config_set("maxmemory", 0)
-        await waiting
-        assert await queue.held() == {leases[6].episode_id}
-
-
-def sampled(lease: Lease) -> JournalEntry:
-    entry = next_entry(lease.episode_id, [], 0, random.Random(lease.episode_id))
-    assert entry is not None
-    return entry
-
-
-@pytest.mark.parametrize("jump_s", [-HOUR_S, HOUR_S])
-async def test_a_clock_decides_nothing_about_leases(monkeypatch: pytest.MonkeyPatch, jump_s: float) -> None:
-    async with Stage(0, limits=LASTING) as stage:
-        queue = stage.queue
-        await queue.submit([task_at(0)], cursor_at(1))
-        held = await queue.lease_episodes("old", 9, 0)
-        assert held
-        monkeypatch.setattr(time, "time", lambda: REAL_TIME() + jump_s)
-        assert await queue.lease_episodes("new", 9, 0) == []
-        assert await queue.renew(held) == []
