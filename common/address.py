@@ -26,18 +26,18 @@ QUEUE_VARIABLE = "PENSTOCK_QUEUE"
 
 
 def own_host() -> str:
-    """By the rule above."""
+    """Returns this machine's address by the rule above."""
     return os.environ.get(HOST_VARIABLE) or _found(socket.gethostname(), os.environ.get(QUEUE_VARIABLE) or "")
 
 
 def reachable_host(bound: str) -> str:
-    """How others reach what listens on `bound`: "all interfaces" are reached under `own_host`."""
+    """Returns the address under which others reach a listener on `bound`: `own_host` for "all interfaces"."""
     return own_host() if bound in ("0.0.0.0", "::") else bound  # noqa: S104 - what settings say, not a binding
 
 
 def listening_host(host: str) -> str:
-    """What to listen on as `host` where that address itself is announced to others: one of this machine. Another one
-    where the name means loopback here, or an address that this machine does not have."""
+    """Returns an address of this machine to listen on if `host` is announced to others: `host`, or another one if that
+    name stands for loopback here or for an address that this machine does not have."""
     if is_loopback(host) or _can_listen(host):
         return host
     queue = urlsplit(os.environ.get(QUEUE_VARIABLE) or "").hostname
@@ -87,7 +87,7 @@ def _resolved(name: str) -> str | None:
 
 
 def _can_listen(host: str) -> bool:
-    """Whether the name stands for an address of this machine that others reach."""
+    """Returns True if the name stands for an address of this machine that others reach."""
     with contextlib.suppress(OSError):
         family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
         if is_loopback(str(address[0])):

@@ -171,7 +171,7 @@ def read_jsonl(path: Path, *, broken: Literal["stop", "skip"] = "stop") -> list[
 
 
 def iter_jsonl(path: Path, *, broken: Literal["stop", "skip"] = "stop") -> Iterator[dict[str, Any]]:
-    """As `read_jsonl`, one line in memory at a time: files of a run grow with its steps."""
+    """Yields the lines that `read_jsonl` returns, one in memory at a time: files of a run grow with its steps."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -237,7 +237,7 @@ class JsonlTail:
         return list(self.lines())
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """As `read`, one line in memory at a time; what is not taken comes with the next call.
+        """Yields the lines that `read` returns, one in memory at a time; the next call yields the rest.
 
         A complete line that is no JSON is left out with a warning.
         """
@@ -289,7 +289,7 @@ class FileLock:
 
     @property
     def held(self) -> bool:
-        """Whether this object holds it."""
+        """True if this object holds the lock."""
         return self._descriptor is not None
 
     def try_acquire(self) -> bool:

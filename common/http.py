@@ -1,4 +1,4 @@
-"""What every HTTP server shares: bearer tokens, body limits, one error body, OpenAPI. `http_server` runs the app.
+"""Parts that every HTTP server shares: bearer tokens, body limits, one error body, OpenAPI. `http_server` runs the app.
 
     app = FastAPI()
     add_error_handlers(app, {QueueFull: lambda error: error_response(429, "", str(error), retry_after_s=1)})
@@ -30,10 +30,10 @@ MAX_BODY_BYTES = 64 << 20
 
 # error body --------------------------------------------------------------------------------------------------------
 class ErrorDetail(BaseModel):
-    """What is wrong, for people and programs."""
+    """Describes a mistake for people and programs."""
 
     field: str
-    """What in the request is wrong, dotted; empty where it is not one field."""
+    """Dotted name of the wrong field of the request; empty if it is not one field."""
     message: str
 
 

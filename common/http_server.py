@@ -27,7 +27,7 @@ KEEP_ALIVE_S = 75
 STOP_S = 5.0
 """Requests in progress when a server stops may take this long."""
 DEADLINE_S = 60.0
-"""And the whole stop this long."""
+"""Longest time of the whole stop."""
 
 
 class ServerFailed(Exception):
@@ -80,7 +80,6 @@ class HttpServer:
         *,
         stop_s: float = STOP_S,
         deadline_s: float = DEADLINE_S,
-        keep_alive_s: int = KEEP_ALIVE_S,
         signals: bool = False,
         **settings: Any,
     ) -> None:
@@ -96,7 +95,7 @@ class HttpServer:
         self._deadline_s = deadline_s
         chosen = {"log_level": "warning", "access_log": False, "server_header": False, "lifespan": "on", **settings}
         chosen["timeout_graceful_shutdown"] = stop_s  # an int by its type only
-        self._server = _Server(uvicorn.Config(app, timeout_keep_alive=keep_alive_s, **chosen), signals)
+        self._server = _Server(uvicorn.Config(app, timeout_keep_alive=KEEP_ALIVE_S, **chosen), signals)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

@@ -109,16 +109,6 @@ def kill_group(pid: int | None, signum: int = signal.SIGKILL) -> None:
             os.killpg(pid, signum)
 
 
-def signal_tree(root: int, signum: int = signal.SIGKILL) -> list[int]:
-    """Sends `signum` to `root` and every process below it, parents first; returns the pids that got it."""
-    reached = []
-    for pid in ProcessTable.now().tree_of(root):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signum)
-            reached.append(pid)
-    return reached
-
-
 def describe_exit(returncode: int) -> str:
     """An exit status in words; above 128 it is read as a shell, and `guard`, report a signal."""
     number = -returncode if returncode < 0 else returncode - 128
@@ -172,12 +162,12 @@ class ProcessTable:
         return [pid for pid in self.tree_of(root) if self.fields.get(pid, "?")[_STATE] in ("T", "t")]
 
     def is_running(self, pid: int) -> bool:
-        """Whether `pid` exists and is no zombie."""
+        """Returns True if `pid` exists and is not a zombie."""
         return self.fields.get(pid, "Z")[_STATE] not in ("Z", "X")
 
 
 def handles_signal(pid: int, signum: int) -> bool:
-    """Whether the process has installed a handler for `signum`; False where it has ended."""
+    """Returns True if the process has installed a handler for `signum`; False if it has ended."""
     with contextlib.suppress(OSError, StopIteration):
         lines = (PROC / str(pid) / "status").read_text().splitlines()
         caught = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
@@ -204,7 +194,7 @@ def process_identity() -> str:
 
 
 def process_has_ended(identity: str) -> bool:
-    """Whether the process of that `process_identity` has ended. False where it is of another machine or namespace."""
+    """Returns True if the process of that `process_identity` has ended; False for another machine or namespace."""
     place, _, process = identity.rpartition(":")
     place, _, pid = place.rpartition(":")
     if not place or place != _namespace():

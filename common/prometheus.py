@@ -79,7 +79,7 @@ def _samples(samples: Samples) -> Iterable[tuple[Sequence[str], float]]:
 
 
 def exposition(collector: Any) -> bytes:
-    """What one collector gives, in Prometheus's text format."""
+    """Returns the metrics of one collector in Prometheus's text format."""
     registry = CollectorRegistry()
     registry.register(collector)
     return generate_latest(registry)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 TRACEPARENT = "traceparent"
 MAX_TEXT_CHARS = 32_000
-"""Of a prompt, an answer or a tool's result in a span."""
+"""Longest prompt, answer or tool result in a span."""
 GEN_AI = {
     "input_tokens": "gen_ai.usage.input_tokens",
     "output_tokens": "gen_ai.usage.output_tokens",
@@ -43,7 +43,7 @@ PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_
 TEXT_VARIABLE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 """``true``: spans hold prompts, answers, tool arguments and results too."""
 FLUSH_S = 5.0
-"""What a process that ends has not sent within this time is lost."""
+"""A process that ends sends its last spans within this time or loses them."""
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ def install_tracer(tracer: Tracer | None, common: Mapping[str, str] | None = Non
 
 
 def spans_on() -> bool:
-    """Whether a tracer is installed."""
+    """Returns True if a tracer is installed."""
     return _TRACING.tracer is not None
 
 
@@ -82,7 +82,7 @@ class OpenSpan:
 
     @property
     def with_text(self) -> bool:
-        """Whether `text` does anything."""
+        """True if spans hold texts."""
         return _TRACING.with_text
 
     @property
@@ -111,7 +111,7 @@ class OpenSpan:
 
 
 class NoSpan:
-    """In place of a span where spans are off."""
+    """Stands in for a span while spans are off."""
 
     with_text = False
 
@@ -186,7 +186,7 @@ def context_of(traceparent: str | None) -> Context | None:
 
 # export ------------------------------------------------------------------------------------------------------------
 def export_configured(environment: Mapping[str, str]) -> bool:
-    """Whether OpenTelemetry's standard variables name a collector and do not switch spans off."""
+    """Returns True if OpenTelemetry's standard variables name a collector and do not switch spans off."""
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
     if environment.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":

@@ -1,4 +1,4 @@
-"""What a cluster would do: a discrete-event model of rollouts, gate and trainer. Imports no torch and no engine."""
+"""A discrete-event model of rollouts, admission and trainer. Imports no torch and no engine."""
 
 import lazy_loader
 

@@ -22,7 +22,7 @@ class SimulatedEpisode:
     """Sampled tokens of all turns."""
     turns: int
     tool_s: list[float]
-    """Of each turn but the last."""
+    """Tool seconds of each turn but the last."""
     versions: dict[int, float] = field(default_factory=dict)
     """Sampled tokens by the policy version that sampled them."""
     turn: int = 0
@@ -57,14 +57,14 @@ def draw(config: Simulation, number: int, version: int) -> Group:
 
 
 def trained_tokens(config: Simulation, episode: SimulatedEpisode) -> float:
-    """What the trainer computes on: prompt, sampled tokens and observations."""
+    """Returns the tokens that the trainer computes on: prompt, sampled tokens and observations."""
     return config.work.prompt_tokens + episode.tokens + (episode.turns - 1) * config.work.observation_tokens
 
 
 def may_admit(config: Simulation, admitted: int, version: int) -> bool:
     """``admitted < (version + 1 + max_staleness) * groups_per_step``, `version` being what rollout servers have.
 
-    The closed form of the queue's admission (`transfer_queue.arithmetic.may_admit`) for groups that arrive in order of
+    The closed form of the queue's admission (`transfer_queue.may_admit`) for groups that arrive in order of
     their versions; a test holds the two against each other. AReaL (arXiv:2505.24298, eq. 3) paces by the same
     formula, and verl's staleness_threshold is its fraction.
     """

@@ -195,7 +195,7 @@ class LocalPrediction(Section):
 
 
 def predict_local(case: LocalCase) -> list[LocalPrediction]:
-    """Of each pair the second run, from rates of the first."""
+    """Predicts the second run of each pair from the rates of the first."""
     predictions = []
     for pair in case.pairs:
         first, second = case.run(pair.calibrated_on), case.run(pair.predicted)

@@ -58,7 +58,7 @@ PLACE = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 
 def tables_in(page: str) -> dict[str, str]:
-    """What stands between the marks now, by name."""
+    """Returns the text between the marks, by name."""
     return {name: text.strip("\n") for name, text in PLACE.findall(page)}
 
 

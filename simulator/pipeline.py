@@ -63,7 +63,7 @@ class Pipeline:
         self.accounts = Accounts(config)
         self.admitted = 0
         self.version = 0
-        """What rollout servers have; the trainer is at `step`."""
+        """Version of the rollout servers; the trainer is at `step`."""
         self.step = 0
         self._part: list[Group] = []
         self._trained_parts = 0

@@ -27,16 +27,16 @@ from penstock.simulator.result import Result
 from penstock.simulator.stated import Case
 
 SIGMA = 1.0
-"""Of response lengths, where the source gives none but the maximum."""
+"""Spread of response lengths if the source states only the maximum."""
 PROMPT_TOKENS = 150
-"""Of a competition problem with its template."""
+"""Tokens of a competition problem with its template."""
 PROMPTS_PER_ENGINE = 16
 """verl's rollouter keeps no more in flight (`max_concurrent_samples` in fully_async_rollouter.py)."""
 CONCURRENT = 1024
 """verl's `max_num_seqs`."""
 CALIBRATION_STEPS = 3
 HOST_RATE_CASE = "verl-one-step-off-fsdp"
-"""How fast weights and optimizer go to CPU memory and back is in no datasheet. This case's table tells it, so this case
+"""No datasheet states the rate of offloading weights and optimizer. It follows from this case's table, so this case
 is calibration and no prediction; see `host_bytes_per_s`."""
 
 
@@ -112,7 +112,7 @@ class Calibration:
 
     @cached_property
     def tokens_per_s(self) -> float:
-        """Of one rank: stated update time, less what does not depend on tokens, against its slowest ranks' tokens."""
+        """Tokens of the slowest ranks over the part of the stated update time that depends on tokens."""
         return (
             self.slowest_tokens(self.stated.synchronous.gpus // self.stated.sequence_parallel) / self._update_tokens_s
         )

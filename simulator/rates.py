@@ -1,4 +1,4 @@
-"""What weights take on their way: measured here, with the figure of the benchmark; and inputs of a plan, which are not.
+"""Rates of weight transfer: measured here, with the benchmark's figure; and inputs of a plan, which were not measured.
 
     MEASURED       figures of `penstock bench weights`, one run on a quiet machine
     PLAN_INPUTS    what was not measured here: cited from others, or assumed. Replace it by your own figures
@@ -59,7 +59,7 @@ class PlanInput:
     unit: str
     kind: Literal["cited", "assumed"]
     source: str
-    """Of a cited one; of an assumed one the reason, and what measures it."""
+    """Source of a cited figure; of an assumed one the reason and the benchmark that measures it."""
 
 
 PLAN_INPUTS = {

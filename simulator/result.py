@@ -1,4 +1,4 @@
-"""What a simulated run did, counted over the steps after the warm-up."""
+"""Results of a simulated run, counted over the steps after the warm-up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.simulator.episodes import Group
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """Where things stood at the end of a step; times and tokens are totals since the beginning."""
+    """State at the end of a step; times and tokens are totals since the beginning."""
 
     ended_s: float
     trained_s: float
@@ -66,7 +66,7 @@ class Accounts:
         self._ages: dict[int, float] = {}
         self.tokens = 0.0
         self.episodes: Counter[int] = Counter()
-        """How often each group was trained; a test holds it against once."""
+        """Group number → how often it was trained; a test asserts that it is once."""
 
     def trained(self, groups: list[Group], step: int) -> None:
         self.episodes.update(group.number for group in groups)

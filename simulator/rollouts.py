@@ -19,7 +19,7 @@ class Server:
 
         self.stage = Stage(clock, speed, config.concurrent, host, one_core=True)
         self.episodes: dict[int, SimulatedEpisode] = {}
-        """Those that are on it, by identity."""
+        """Episodes on this server, by identity."""
         self._versions: list[tuple[float, int]] = [(0.0, 0)]
 
     def swap(self, version: int) -> None:
@@ -44,7 +44,7 @@ class Rollouts:
     def __init__(self, clock: Clock, config: Simulation, host: Host | None, ended: Callable[[Group], None]) -> None:
         self.servers = [Server(clock, config.rollout, host) for _ in range(config.rollout.servers + config.lent)]
         self._lent = self.servers[config.rollout.servers :]
-        """Those on the trainer's GPUs."""
+        """Servers on the trainer's GPUs."""
         self._asleep = False
         self._turns = 0
         self.starts = Stage(clock, lambda _: 1.0, config.rollout.starts_at_once, host)

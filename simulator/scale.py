@@ -27,13 +27,13 @@ from penstock.simulator.result import Result
 
 MACHINE = MACHINES["H100"]
 FLOPS_PER_VALUE = 8
-"""Of a trainer, per active parameter and token: forward twice, backward."""
+"""FLOPs of a trainer per active parameter and token: forward twice, backward."""
 TURNS, TOOL_S, PROMPT, OBSERVATION = 3.0, 2.0, 1000.0, 300.0
 RESPONSE = LogNormal(median=3000, sigma=1.0, longest=32768)
 GROUP_SIZE = 16
 MAX_STALENESS = 2
 TOKEN_BYTES = 12
-"""Of a packed trajectory: id, logprob and version span of a token; 100k tokens pack into 1.2 MB."""
+"""Bytes of a token in a packed trajectory: id, logprob and version span of a token; 100k tokens pack into 1.2 MB."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def http_s(model: Model, servers: int, kind: str = "http_full") -> float:
 
 
 def from_trainer_s(model: Model, servers: int) -> float:
-    """What it would take if the trainer served every server itself, one after the other."""
+    """Returns the time if the trainer served all servers itself, one after the other."""
     return servers * model.bytes / MEASURED["http_full"].bytes_per_s
 
 

@@ -9,9 +9,9 @@ from penstock.simulator.pipeline import simulate
 from penstock.simulator.result import Result
 
 SHARES = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
-"""Of the GPUs, for rollout: the splits that are tried."""
+"""Shares of the GPUs for rollout that are tried."""
 WORTH_IT = 0.97
-"""What is not 3 % faster is not recommended."""
+"""A split is recommended if its step takes at most this share of the time."""
 IDLE = 0.05
 """Share of the time that the trainer must wait before it is asked whether it should lend its GPUs."""
 
@@ -37,7 +37,7 @@ def _lending(config: Simulation, found: Result) -> str:
 
 
 def limit(config: Simulation, found: Result) -> str:
-    """Who waits for whom, in one sentence."""
+    """Describes in one sentence which side waits."""
     trainer, rollout = found.trainer_bubble, found.rollout_bubble
     if config.max_staleness == 0:
         return f"Synchronous: the trainer waits {trainer:.0%} of the time, rollout servers {rollout:.0%}."

@@ -1,4 +1,4 @@
-"""What a source states of a published run: `cases/*.yaml`, read and checked."""
+"""Cases of published runs: `cases/*.yaml`, read and checked."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from penstock.testing.fake_tokens import VOCAB, next_token
 from penstock.weight_sync import ChainFile, LoadReport, Manifest, TensorEntry, WeightsRefused, state_of
 
 FAKE_BYTES = 100
-"""Of the device of an engine that is awake."""
+"""Device bytes of an engine that is awake."""
 
 
 def fake_experts(token: int, version: int) -> NDArray[np.uint8]:

@@ -1,4 +1,4 @@
-"""What every fake engine samples. Few imports: a process that samples nothing else starts in milliseconds."""
+"""Tokens that every fake engine samples. Few imports: a process that needs nothing else starts in milliseconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State of an in-memory queue and its transitions, used by `memory.MemoryTransferQueue`.
+"""State of an in-memory queue and its transitions, used by `memory_queue.MemoryTransferQueue`.
 
 Each transition that is one Lua script in Redis runs here without an await, so calls do not interleave.
 """
@@ -260,7 +260,7 @@ class MemoryState:
         del self.groups[group.task.task_id]
 
     def keeps_enough(self, group: MemoryGroup, gone: set[str]) -> bool:
-        """Whether a group of a fixed step can be trained without the episodes that are gone."""
+        """Returns True if a group of a fixed step can be trained without the episodes that are gone."""
         before = group.rewarded_episodes()
         left = sum(name not in gone for name in before)
         return left == len(before) or enough_members(left, len(group.members), self.limits.min_group)

@@ -4,10 +4,8 @@ types, queue          the data types and the protocol `TransferQueue`
 admission             the admission and shipping inequalities; limits that cannot work
 validation            checks of tasks and trajectories before they are sent
 codec/                trajectories, journal entries and tasks as bytes
-memory, memory_state  the queue in memory: unit tests, and the model of the Redis queue
 redis/, lua/          the queue in Redis or a Redis Cluster, its servers and access rights
 batch_log             payloads of trained, uncommitted steps on disk
-context               `RunContext`: what every role of a run gets
 metrics               `Status` for Prometheus; memory accounting; length deciles
 """
 

@@ -18,17 +18,17 @@ from penstock.transfer_queue.types import Limits
 
 
 def places(step: int, next_step: int, groups_per_step: int) -> int:
-    """How many groups can still ship at or before `step`."""
+    """Returns the number of groups that can still ship at or before `step`."""
     return max(0, step - next_step + 1) * groups_per_step
 
 
 def count_due(dues: Sequence[int], step: int) -> int:
-    """How many of `dues` are at or before `step`."""
+    """Returns the number of `dues` at or before `step`."""
     return sum(due <= step for due in dues)
 
 
 def may_admit(due: int, unshipped: Sequence[int], next_step: int, groups_per_step: int) -> bool:
-    """Whether every group in the system can still ship in time after one more with `due` (EDF feasibility).
+    """Returns True if every group in the system can still ship in time after one more with `due` (EDF feasibility).
 
     `unshipped`: dues of groups that are admitted or ready. For all t ≥ due: #{dues ≤ t} < places(t).
     """
@@ -37,7 +37,7 @@ def may_admit(due: int, unshipped: Sequence[int], next_step: int, groups_per_ste
 
 
 def may_ship(ended: Sequence[int], running: Sequence[int], step: int, groups_per_step: int) -> bool:
-    """Whether a batch of `step` may leave groups with these dues behind: for all t ≥ step, #{≤ t} ≤ (t − step)·G.
+    """Returns True if a batch of `step` may leave groups with these dues: for all t ≥ step, #{≤ t} ≤ (t − step)·G.
 
     For t = step: no group that is due now may be left. If no group due by t is still running there is nothing to wait
     for; too many due at once occur only in a queue that has caught up with a checkpoint.
@@ -58,7 +58,7 @@ def room_allows(unconsumed: int, max_bytes: int, groups: int, max_groups: int, g
 
 
 def enough_members(rewarded: int, group_size: int, min_group: int) -> bool:
-    """Whether a group whose members have all ended is trained."""
+    """Returns True if a group whose members have all ended is trained."""
     return rewarded >= min(min_group, group_size)
 
 
@@ -76,7 +76,7 @@ LEAST_LOST_LEASES = 4
 
 
 BYTES_PER_TOKEN = 9
-"""Of a response: id 4, logprob 4, mask 1."""
+"""Bytes of one response token: id 4, logprob 4, mask 1."""
 OVERAGE = ("wait", "mask", "drop")
 FILTERS = ("none", "zero_variance")
 

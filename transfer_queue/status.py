@@ -73,7 +73,7 @@ def evaluation_split(version: int) -> str:
 
 
 def under_evaluation(status: Status, version: int) -> bool:
-    """Whether evaluation episodes that a server at `version` may sample are queued or running.
+    """Returns True if evaluation episodes that a server at `version` may sample are queued or running.
 
     An evaluation of a newer version does not count: it waits until a server has that version.
     """

@@ -82,7 +82,7 @@ class Turns:
     over_budget: bool
     """The caller's claim was refused: its bytes, besides those of the others, exceed the budget."""
     holders: tuple[TurnHolder, ...]
-    """By name."""
+    """Sorted by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class TurnReport:
     """One change of an entry, and the sums of all entries after it."""
 
     at_s: float
-    """By the queue's clock."""
+    """Time on the queue's clock."""
     side: Side
     holder: str
     holds: bool
@@ -129,7 +129,7 @@ class TurnTable:
         return self._answer(call.holder, over)
 
     def look(self) -> Turns:
-        """Without a caller."""
+        """Returns all entries without a caller's own part."""
         self._expire()
         return self._answer("", over=False)
 

@@ -62,7 +62,7 @@ class DataCursor:
 
 
 class OutcomeKind(StrEnum):
-    """How an episode ended. Only the first three may carry a reward (invariant 5)."""
+    """Kinds of an episode's end. Only the first three may carry a reward (invariant 5)."""
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"

@@ -121,12 +121,6 @@ async def test_scripts_come_back_after_a_flush(connection: Connection, functions
     assert await connection.write_and_run([("APPEND", "p", b"xyz")], "weigh", "h", keys=["p"]) == [3, 1]
 
 
-async def test_functions_outlive_a_restart(connection: Connection, server: RedisServer) -> None:
-    await connection.script("echo", "k")
-    await server.restart()
-    assert len(await connection.command("FUNCTION", "LIST")) == 1
-
-
 async def test_a_full_redis_is_waited_for(connection: Connection) -> None:
     await connection.script("echo", "k")  # loads the functions
     await connection.command("SET", "ballast", b"x" * 2_000_000)

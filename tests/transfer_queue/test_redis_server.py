@@ -38,20 +38,6 @@ async def test_data_and_address_survive_a_restart(tmp_path: Path) -> None:
         await connection.close()
 
 
-async def test_a_password_may_hold_what_redis_conf_escapes(tmp_path: Path) -> None:
-    password = "a\\test-password#'!"
-    async with RedisServer(tmp_path, password) as server:
-        assert server.alive
-
-
-async def test_memory_is_limited_and_nothing_evicted(tmp_path: Path) -> None:
-    async with RedisServer(tmp_path, PASSWORD, maxmemory=50 << 20) as server:
-        connection = await open_to(server.url)
-        info = await connection.info()
-        assert (info["maxmemory"], info["maxmemory_policy"]) == (50 << 20, "noeviction")
-        await connection.close()
-
-
 @pytest.mark.parametrize(
     ("kernel", "huge"), [("5.8.0-generic", True), ("5.7.19", False), ("6.1", True), ("odd", False)]
 )

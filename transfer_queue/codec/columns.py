@@ -57,7 +57,7 @@ class Field(NamedTuple):
     start: int
     """Position of its first stored byte in the payload."""
     size: int
-    """StoredColumn bytes."""
+    """Stored bytes."""
     codec: str
     block: int
     checksums: bytes

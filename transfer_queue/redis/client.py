@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -34,8 +34,7 @@ SLOWEST_BYTES_PER_S = 4 << 20
 LOADING_TIMEOUT_S = 60.0
 """Longest time in which a Redis that loads its file makes no progress."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
-_UNJITTERED = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-_BACKOFF = replace(_UNJITTERED, jitter=(0.5, 1.0))
+_BACKOFF = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, jitter=(0.5, 1.0))
 SCAN_COUNT = 1000
 """Keys per SCAN: Redis blocks other clients meanwhile."""
 
@@ -219,12 +218,13 @@ class Connection:
                 before, loaded = loaded, await self._loaded_bytes(loaded)
                 if loaded > before:
                     deadline = max(deadline, loop.time() + self._loading_timeout_s)
-            if loop.time() + _UNJITTERED.pause_s(pauses.failures + 1) > deadline:
+            pause_s = pauses.next_s()
+            if loop.time() + pause_s > deadline:
                 waited_s = loop.time() - started
                 raise QueueUnavailable(f"{what}: no answer from {self._where} for {waited_s:.1f} s: {cause}") from cause
             for job in jobs:
                 job.forget_unfinished()
-            await pauses.sleep()
+            await asyncio.sleep(pause_s)
 
     async def _loaded_bytes(self, before: int) -> int:
         """Returns the bytes of their files that the servers have read; `before` if no server answers."""

@@ -13,7 +13,6 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Protocol
 
 import redis.asyncio as aioredis
@@ -92,7 +91,7 @@ class Node:
             )
         except ValueError as error:
             raise QueueError(f"queue URL {redact(url)!r}: {error}") from error
-        return cls(pool.connection_class, {**_driver(), **pool.connection_kwargs})
+        return cls(pool.connection_class, pool.connection_kwargs)
 
     def beside(self, host: str, port: int) -> Node:
         """Another server of the same cluster: same login, same TLS."""
@@ -169,17 +168,6 @@ class _Link:
             self._wire.abort()
             self._wire = None
         await self._connection.disconnect(nowait=True)
-
-
-@cache
-def _driver() -> dict[str, Any]:
-    """Settings by which redis-py introduces itself to a server. Made once: each connection would read the package's
-    metadata, which blocks the event loop for a millisecond."""
-    try:
-        from redis.driver_info import DriverInfo
-    except ImportError:  # an older redis-py
-        return {}
-    return {"driver_info": DriverInfo()}
 
 
 def redact(url: str) -> str:

@@ -103,7 +103,7 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """Without the password. Known once started."""
+        """URL without the password. Known once started."""
         return self._options.url(self.port)
 
     @property

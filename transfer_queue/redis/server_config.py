@@ -69,7 +69,7 @@ class ServerOptions:
     tls_key: Path | None = None
     tls_ca: Path | None = None
     cluster: bool = False
-    """A node of a Redis Cluster; see `redis_cluster`."""
+    """A node of a Redis Cluster; see `RedisCluster`."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[!#-~]{8,}", self.password):
@@ -90,7 +90,7 @@ class ServerOptions:
             )
 
     def url(self, port: int) -> str:
-        """Without the password."""
+        """Returns the URL without the password."""
         if self.unix_socket:
             return f"unix://{self.unix_socket}"
         if self.tls_ca:

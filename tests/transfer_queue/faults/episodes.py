@@ -1,9 +1,5 @@
-"""Tiny random episodes, and prints of them by which two processes know that they saw the same one.
-
-Append-only files of JSON lines that outlive the process that writes them.
-
-The shared log of what owners of an episode journaled, by which the next owner checks what the queue hands it.
-"""
+"""Tiny random episodes and prints of them, files of JSON lines that outlive their writer, and the shared log of what
+owners of an episode journaled."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ async def play_mix(seed: int, kills: int, *, first_gap: int = 0, load_s: float =
 
         account = await stage.play(
             redis(),
-            stage.every(lasting_s / others, stage.kill_worker, times=others),
+            stage.every(lasting_s / others, stage.troupe.kill_worker, times=others),
             stage.every(lasting_s / others, intruders.second_head, times=others),
             stage.every(lasting_s / others, intruders.step_clock, times=others),
             stage.every(lasting_s / others, lambda: intruders.lose_payload(stage.client), times=others),

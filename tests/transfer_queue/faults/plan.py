@@ -1,9 +1,5 @@
-"""What all processes of a stage are told: where the queue is, under which limits, and where they write.
-
-Where a trainer may be told to die, by SIGKILL from its own hand.
-
-Rounds of a fault test: each with a seed of its own, printed, and repeated by ``PENSTOCK_FAULT_SEED``.
-"""
+"""What all processes of a stage share: the queue, its limits, their folders; gaps in which a trainer dies; and seeds,
+which are printed and repeated by ``PENSTOCK_FAULT_SEED``."""
 
 from __future__ import annotations
 

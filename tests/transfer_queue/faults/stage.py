@@ -1,15 +1,10 @@
 """One stage: a redis-server, workers, a trainer, the faults that are played on them, and the account at the end.
 
-async with Stage(folder, seed) as stage:
+async with Stage(seed) as stage:
     account = await stage.play(stage.every(0.2, lambda: kill_redis(stage.server, stage.chance), times=4))
 account.check()
 
-Keeps a stage's workers and its trainer alive: one that was killed is replaced, one that fails ends the stage.
-
-per worker place:  start ─► wait ─► killed by us? start the next
-trainer:           start with the next gap ─► wait ─► killed, or told to start again? the next life
-
-Worker and trainer processes of a stage: started, awaited, killed, and told apart by how they ended.
+A worker or trainer that was killed is replaced; one that fails by itself ends the stage.
 """
 
 from __future__ import annotations
@@ -146,9 +141,6 @@ class Stage:
             await fault()
             if name:
                 self.kills[name] += 1
-
-    async def kill_worker(self) -> None:
-        await self.troupe.kill_worker()
 
     async def leftovers(self) -> list[str]:
         """Keys that are left when the run is dropped."""

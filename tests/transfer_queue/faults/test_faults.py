@@ -62,7 +62,7 @@ def full(times: int) -> Faults:
 
 
 def kills_of_workers(times: int, mean_s: float = 0.6) -> Faults:
-    return lambda stage: [stage.every(mean_s, stage.kill_worker, times=times)]
+    return lambda stage: [stage.every(mean_s, stage.troupe.kill_worker, times=times)]
 
 
 def cuts(seconds: float) -> Faults:

@@ -4,10 +4,6 @@ The order of trainer/loop.py: take(s), prefetch(s + 1), train, publish(s + 1), s
 its commit beside the next steps. Its model is the list of what it was trained on. Exit 0: everything fed is trained.
 Exit 75: the queue has lost steps, or a payload of one; started again, it continues from its newest checkpoint.
 Exit 76: a later trainer has claimed the run.
-
-The miniature trainer's model: which episodes it learned from in which step, in durable files that form a chain.
-
-Tasks for the miniature trainer, by the rule of trainer/data/rows.py, without an end.
 """
 
 from __future__ import annotations
