@@ -173,7 +173,9 @@ class MemoryState:
                 self.counts["expired"] += group.is_train
                 if len(member.lost_by) >= self.limits.max_lost_leases:
                     self.counts["killed_workers"] += 1
-                    self.give_up(group, index, _worker_died(member.lost_by))
+                    workers = f"{len(member.lost_by)} workers died or fell silent while they ran it: "
+                    cause = workers + ", ".join(member.lost_by)
+                    self.give_up(group, index, Outcome(OutcomeKind.INFRA_ERROR, cause, "worker"))
 
     def holds(self, worker: str) -> tuple[int, float]:
         """Episodes that a worker holds, and the most that it may hold beside those that lost leases."""
@@ -201,16 +203,13 @@ class MemoryState:
         elif self.limits.filter_groups == "zero_variance" and min(rewards) == max(rewards):
             self._filter(group)
         else:
-            self._free_unrewarded(group)
+            for member in group.members:
+                if member.payload is not None and not member.rewarded:
+                    member.payload = None
+                    self.counts["unrewarded"] += 1
             lowest = group.floor if group.lowest_version is None else group.lowest_version
             group.due = lowest + self.limits.max_staleness
             self.change(group, "ready")
-
-    def _free_unrewarded(self, group: MemoryGroup) -> None:
-        for member in group.members:
-            if member.payload is not None and not member.rewarded:
-                member.payload = None
-                self.counts["unrewarded"] += 1
 
     def _filter(self, group: MemoryGroup) -> None:
         self.counts["filtered_groups"] += 1
@@ -283,18 +282,13 @@ class MemoryState:
         if not room or not may_admit(due, self._unshipped_dues(), self.next_step, limits.groups_per_step):
             return None
         for group in sorted(self.in_state("queued"), key=_queue_rank):
-            if group.task.min_version <= version and self._quota_allows(group):
+            source = group.task.data_source
+            unshipped, quota = self._of_source(source, "admitted", "ready"), limits.quotas.get(source, math.inf)
+            if group.task.min_version <= version and unshipped < quota:
                 group.floor, group.due = due - limits.max_staleness, due
                 self.change(group, "admitted")
                 return group
         return None
-
-    def _quota_allows(self, group: MemoryGroup) -> bool:
-        source = group.task.data_source
-        return (
-            source not in self.limits.quotas
-            or self._of_source(source, "admitted", "ready") < self.limits.quotas[source]
-        )
 
     def parked(self) -> int:
         """Queued groups beyond what the quota of their source has room for."""
@@ -312,11 +306,6 @@ class MemoryState:
         late_before = self.next_step if self.limits.overage == "mask" else 0
         running = [group.due for group in self.in_state("admitted") if group.due >= late_before]
         return running + [group.due for group in self.in_state("ready")]
-
-
-def _worker_died(workers: list[str]) -> Outcome:
-    reason = f"{len(workers)} workers died or fell silent while they ran it: {', '.join(workers)}"
-    return Outcome(OutcomeKind.INFRA_ERROR, reason, "worker")
 
 
 def _queue_rank(group: MemoryGroup) -> tuple[int, int]:

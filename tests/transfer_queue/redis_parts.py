@@ -7,13 +7,15 @@ import gc
 import shutil
 import subprocess
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import redis.asyncio as aioredis
 
-from penstock.transfer_queue import TransferQueueConfig
+from penstock.transfer_queue import RedisServer, TransferQueueConfig
 from penstock.transfer_queue.redis import Connection
 from penstock.transfer_queue.redis.scripts import Script, make_library
 
@@ -45,6 +47,12 @@ def small_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def open_to(url: str, deadline_s: float = 20.0) -> Connection:
     return await Connection.connect(url, deadline_s=deadline_s, password=PASSWORD)
+
+
+async def ask(server: RedisServer, question: Callable[[aioredis.Redis], Awaitable[Any]]) -> Any:
+    """Asks by redis-py, without a `Connection` of ours."""
+    async with aioredis.Redis.from_url(server.url, password=PASSWORD, protocol=2) as client:
+        return await question(client)
 
 
 @contextmanager

@@ -6,13 +6,13 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import redis.asyncio as aioredis
 from queue_samples import at, tasks, trajectory, turn
 from redis.exceptions import RedisError
+from redis_parts import PASSWORD, ask
 
 from penstock.transfer_queue import (
     Announcement,
@@ -28,7 +28,6 @@ from penstock.transfer_queue.redis import Connection, find_redis_server
 from penstock.transfer_queue.redis.server_config import newest_append_only_file, repair_append_only_file
 
 pytestmark = pytest.mark.redis
-PASSWORD = "a-test-password"
 TWO_WRITES = "redis.call('SET', KEYS[1], 'half') redis.call('SET', KEYS[2], 'done') return 1"
 
 
@@ -74,14 +73,6 @@ def test_without_a_file_there_is_nothing_to_repair(tmp_path: Path) -> None:
     repair_append_only_file("/bin/false", tmp_path)
 
 
-async def ask(server: RedisServer, question: Callable[[aioredis.Redis], Awaitable[object]]) -> object:
-    client = aioredis.Redis.from_url(server.url, password=PASSWORD, protocol=2)
-    try:
-        return await question(client)
-    finally:
-        await client.aclose()
-
-
 class SlowLoading(RedisServer):
     """Redis sleeps before each command of its file, and answers others after every 1024 of them."""
 
@@ -94,12 +85,7 @@ class SlowLoading(RedisServer):
 async def write_file(folder: Path, keys: int) -> int:
     """Returns the port of the server that wrote it."""
     async with RedisServer(folder, PASSWORD) as server:
-        client = aioredis.Redis.from_url(server.url, password=PASSWORD)
-        pipeline = client.pipeline(transaction=False)
-        for number in range(keys):
-            pipeline.set(f"k{number}", "x")
-        await pipeline.execute()
-        await client.aclose()
+        await ask(server, lambda client: client.mset({f"k{number}": "x" for number in range(keys)}))
         return server.port
 
 
@@ -109,9 +95,7 @@ async def test_a_start_waits_while_the_file_is_loaded(tmp_path: Path) -> None:
     started = time.monotonic()
     async with SlowLoading(tmp_path, PASSWORD, start_timeout_s=4.0) as server:
         assert time.monotonic() - started > 4.0
-        client = aioredis.Redis.from_url(server.url, password=PASSWORD)
-        assert await client.dbsize() == 40_000
-        await client.aclose()
+        assert await ask(server, lambda client: client.dbsize()) == 40_000
 
 
 async def test_a_call_waits_while_redis_loads(tmp_path: Path) -> None:
@@ -121,10 +105,8 @@ async def test_a_call_waits_while_redis_loads(tmp_path: Path) -> None:
         slow = SlowLoading(tmp_path, PASSWORD, port=port)
         starting = asyncio.create_task(slow.start())
         try:
-            client = aioredis.Redis.from_url(slow.url, password=PASSWORD)
-            while not await is_loading(client):
+            while not await is_loading(slow):
                 await asyncio.sleep(0.01)
-            await client.aclose()
             connection = await Connection.connect(slow.url, deadline_s=2.0, loading_timeout_s=30, password=PASSWORD)
             assert await connection.command("DBSIZE") == 20_000
             await connection.close()
@@ -134,16 +116,14 @@ async def test_a_call_waits_while_redis_loads(tmp_path: Path) -> None:
             await slow.stop()
 
 
-async def is_loading(client: aioredis.Redis) -> bool:
+async def is_loading(server: RedisServer) -> bool:
     try:
-        return bool((await client.info("persistence"))["loading"])
+        return bool((await ask(server, lambda client: client.info("persistence")))["loading"])
     except RedisError:
         return False
 
 
 # the lost second ----------------------------------------------------------------------------------------------------
-pytestmark = pytest.mark.redis
-PASSWORD = "a-test-password"
 LOSS_LIMITS = Limits(group_size=2, groups_per_step=1, max_staleness=1)
 
 

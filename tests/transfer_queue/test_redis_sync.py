@@ -9,13 +9,12 @@ import threading
 from pathlib import Path
 
 import pytest
-import redis.asyncio as aioredis
+from redis_parts import PASSWORD, ask
 
 from penstock.transfer_queue import RedisServer
 from penstock.transfer_queue.redis.server_config import newest_append_only_file
 
 pytestmark = [pytest.mark.redis, pytest.mark.crash]
-PASSWORD = "a-test-password"
 SYNC_THREAD = "redis sync"
 
 
@@ -24,13 +23,11 @@ async def test_a_disk_that_hangs_holds_no_write_back(tmp_path: Path, monkeypatch
     monkeypatch.setattr(os, "fdatasync", lambda _: (entered.set(), leave.wait(60)))
     async with RedisServer(tmp_path, PASSWORD) as server:
         assert await asyncio.to_thread(entered.wait, 60)
-        client = client_of(server)
-        await client.set("newest", "kept")
+        await ask(server, lambda client: client.set("newest", "kept"))
         await server.kill()
         leave.set()
         await server.restart()
-        assert await client.get("newest") == b"kept"
-        await client.aclose()
+        assert await ask(server, lambda client: client.get("newest")) == b"kept"
 
 
 def sync_threads() -> set[threading.Thread]:
@@ -44,14 +41,12 @@ async def test_each_part_of_the_file_is_synced(tmp_path: Path, monkeypatch: pyte
     others = sync_threads()
     monkeypatch.setattr(os, "fdatasync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")))
     async with RedisServer(tmp_path, PASSWORD) as server, asyncio.timeout(60):
-        client = client_of(server)
         first = str(newest_append_only_file(tmp_path))
         while synced.count(first) < 2:
             await asyncio.sleep(0.05)
-        await client.bgrewriteaof()
+        await ask(server, lambda client: client.bgrewriteaof())
         while (second := str(newest_append_only_file(tmp_path))) == first or second not in synced:
             await asyncio.sleep(0.05)
-        await client.aclose()
     assert sync_threads() <= others
 
 
@@ -71,10 +66,4 @@ async def test_under_always_redis_syncs_by_itself(tmp_path: Path, monkeypatch: p
     others = sync_threads()
     async with RedisServer(tmp_path, PASSWORD, appendfsync="always") as server:
         assert sync_threads() <= others
-        client = client_of(server)
-        assert (await client.config_get("appendfsync")) == {"appendfsync": "always"}
-        await client.aclose()
-
-
-def client_of(server: RedisServer) -> aioredis.Redis:
-    return aioredis.Redis.from_url(server.url, password=PASSWORD, protocol=2)
+        assert await ask(server, lambda client: client.config_get("appendfsync")) == {"appendfsync": "always"}

@@ -23,7 +23,7 @@ from redis.exceptions import BusyLoadingError, NoPermissionError, NoScriptError,
 from penstock.common import Backoff
 from penstock.transfer_queue.codec.packing import Packed
 from penstock.transfer_queue.errors import QueueError, QueueUnavailable
-from penstock.transfer_queue.redis.cluster import Cluster, Node, OneServer, RedisCall, Routes, redact
+from penstock.transfer_queue.redis.cluster import Cluster, Node, RedisCall, Routes, redact
 from penstock.transfer_queue.redis.replies import FunctionsMissing, check_passing, check_server, knows_functions
 from penstock.transfer_queue.redis.scripts import library, script
 
@@ -103,7 +103,7 @@ class Connection:
         Raises `QueueUnavailable`, or `QueueError` if a server does not meet the requirements.
         """
         where = redact(url)
-        connection = cls(OneServer(Node.of_url(url, password, username)), where, deadline_s, loading_timeout_s)
+        connection = cls(Node.of_url(url, password, username), where, deadline_s, loading_timeout_s)
         try:
             (info,) = await connection.infos()
             if info.get("cluster_enabled"):

@@ -62,7 +62,9 @@ class RedisCall:
 
 
 class Node:
-    """The connections to one redis-server. Safe for concurrent tasks of one event loop."""
+    """The connections to one redis-server, and `Routes` to it. Safe for concurrent tasks of one event loop."""
+
+    spreads = False
 
     def __init__(self, kind: Any, settings: dict[str, Any]) -> None:
         """`kind` is a class of redis-py's connections, made with `settings`."""
@@ -73,7 +75,6 @@ class Node:
         self._free = asyncio.Semaphore(MAX_CONNECTIONS)
         self._closed = False
         self.host = str(settings.get("host", "localhost"))
-        self.port = int(settings.get("port", 6379))
 
     @classmethod
     def of_url(cls, url: str, password: str | None, username: str | None) -> Node:
@@ -123,6 +124,10 @@ class Node:
                     await link.disconnect()
                 else:
                     self._idle.append(link)
+
+    @property
+    def masters(self) -> Sequence[Node]:
+        return [self]
 
     async def close(self) -> None:
         """Running calls fail or end; then their connections are closed."""
@@ -175,9 +180,9 @@ def redact(url: str) -> str:
     return re.sub(r"//[^@/]*@", "//", url)
 
 
-_KEYLESS = {"ACL", "BGREWRITEAOF", "CLIENT", "CLUSTER", "COMMAND", "CONFIG", "DBSIZE", "INFO", "KEYS", "PING", "SCAN"}
-_KEYLESS |= {"FUNCTION", "SCRIPT", "TIME"}
-_KEY_AT = {"EVAL": 3, "EVALSHA": 3, "FCALL": 3, "MEMORY": 2, "OBJECT": 2, "DEBUG": 2}
+_KEYLESS = {"CLUSTER", "CONFIG", "DBSIZE", "FUNCTION", "INFO", "PING", "SCAN", "SCRIPT"}
+_KEY_AT = {"EVAL": 3, "EVALSHA": 3, "FCALL": 3}
+"""Command → position of its first key; 1 for all others that the queue sends."""
 ASK_TIMEOUT_S = 2.0
 """Timeout of one node's slot map; then the next node is asked."""
 
@@ -195,25 +200,6 @@ class Routes(Protocol):
         """Every server that holds keys; for a cluster according to the last slot map."""
 
     async def close(self) -> None: ...
-
-
-class OneServer:
-    """`Routes` to a single server."""
-
-    spreads = False
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-
-    async def run(self, calls: Sequence[RedisCall]) -> None:
-        await self._node.run(calls)
-
-    @property
-    def masters(self) -> Sequence[Node]:
-        return [self._node]
-
-    async def close(self) -> None:
-        await self._node.close()
 
 
 class Cluster:
@@ -269,15 +255,14 @@ class Cluster:
             else:
                 shares.setdefault(node, []).append(call)
         async with asyncio.TaskGroup() as group:
-            for node, share in list(shares.items())[1:]:
+            for node, share in shares.items():
                 group.create_task(node.run(share, asking=asking))
-            for node, share in list(shares.items())[:1]:  # here: most calls have one server, and a task costs time
-                await node.run(share, asking=asking)
 
     def _node_of(self, args: Sequence[Any]) -> Node | None:
-        key = key_of(args)
-        if key is None:
+        """The node that holds the command's key; any node for a command without one."""
+        if args[0] in _KEYLESS:
             return next((node for node in self._slots if node is not None), self._seed)
+        key = args[_KEY_AT.get(args[0], 1)]
         return self._slots[key_slot(key if isinstance(key, bytes) else str(key).encode())]
 
     def _known(self, host: str, port: int) -> Node:
@@ -314,15 +299,6 @@ class Cluster:
         masters = set(slots)
         for at in [at for at, node in self._nodes.items() if node not in masters]:
             await self._nodes.pop(at).close()
-
-
-def key_of(args: Sequence[Any]) -> Any | None:
-    """The key that determines the node of a command; None if any node will do."""
-    name = (args[0].decode() if isinstance(args[0], bytes) else args[0]).upper()
-    if name in _KEYLESS:
-        return None
-    at = _KEY_AT.get(name, 1)
-    return args[at] if len(args) > at else None
 
 
 def _map_is_old(error: Exception | None) -> bool:
