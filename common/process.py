@@ -161,10 +161,6 @@ class ProcessTable:
         """Processes of the tree that SIGSTOP or a debugger holds."""
         return [pid for pid in self.tree_of(root) if self.fields.get(pid, "?")[_STATE] in ("T", "t")]
 
-    def is_running(self, pid: int) -> bool:
-        """Returns True if `pid` exists and is not a zombie."""
-        return self.fields.get(pid, "Z")[_STATE] not in ("Z", "X")
-
 
 def handles_signal(pid: int, signum: int) -> bool:
     """Returns True if the process has installed a handler for `signum`; False if it has ended."""

@@ -32,7 +32,8 @@ FAMILY = "sleep 300 & echo $!; sleep 300 & echo $!; wait"
 
 
 def running(pid: int) -> bool:
-    return ProcessTable.now().is_running(pid)
+    """Returns True if the process exists and is not a zombie."""
+    return ProcessTable.now().fields.get(pid, "Z")[0] not in ("Z", "X")
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:

@@ -50,8 +50,9 @@ async def open_to(url: str, deadline_s: float = 20.0) -> Connection:
 
 
 async def ask(server: RedisServer, question: Callable[[aioredis.Redis], Awaitable[Any]]) -> Any:
-    """Asks by redis-py, without a `Connection` of ours."""
-    async with aioredis.Redis.from_url(server.url, password=PASSWORD, protocol=2) as client:
+    """Asks by redis-py, without a `Connection` of ours. A read timeout of redis-py 8 would swallow cancellations."""
+    client = aioredis.Redis.from_url(server.url, password=PASSWORD, protocol=2, socket_timeout=None)
+    async with client:
         return await question(client)
 
 

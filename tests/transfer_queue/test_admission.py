@@ -1,18 +1,18 @@
-"""Hand-worked numbers for admission and shipping.
-
-Settings that could never work are refused with the sums that say so.
-"""
+"""Hand-worked numbers for admission and shipping; limits and settings that could never work are refused."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from penstock.transfer_queue import (
     Limits,
     QueueError,
     Status,
+    TransferQueueConfig,
     check_limits,
     check_quotas,
     check_step_bytes,
@@ -175,3 +175,52 @@ def test_which_splits_a_server_at_version_4_is_needed_by(splits: dict[str, dict[
 
 def test_a_split_is_named_after_its_version() -> None:
     assert evaluation_split(12) == "eval/12"
+
+
+# settings -----------------------------------------------------------------------------------------------------------
+WHOLE = [name for name in LEAST if name in TransferQueueConfig.model_fields and name != "lease_ttl_s"]
+DURATIONS = ["start_timeout_s", "lease_ttl_s", "registry_ttl_s", "deadline_s"]
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [*((name, LEAST[name], LEAST[name] - 1) for name in WHOLE), *((name, 0.5, 0.0) for name in DURATIONS)],
+)
+def test_config_takes_a_number_in_its_range(name: str, good: float, bad: float) -> None:
+    assert getattr(TransferQueueConfig(**{name: good}), name) == good
+    with pytest.raises(ValidationError, match=name):
+        TransferQueueConfig(**{name: bad})
+
+
+@pytest.mark.parametrize("wrong", [{"max_atempts": 3}, {"overage": "keep"}, {"quotas": {"sums": "many"}}])
+def test_config_refuses_by_name_what_it_does_not_know(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(ValidationError, match=name):
+        TransferQueueConfig(**wrong)
+
+
+def test_config_has_the_defaults_of_the_limits() -> None:
+    config, limits = TransferQueueConfig(), Limits(1, 1, 0)
+    assert {name: getattr(config, name) for name in DEFAULTS} == DEFAULTS
+    shared = DEFAULTS.keys() & {one.name for one in fields(Limits)}
+    assert {name: getattr(limits, name) for name in shared} == {name: DEFAULTS[name] for name in shared}
+
+
+DEFAULTS = {
+    "min_group": 2,
+    "max_attempts": 3,
+    "max_lost_leases": 4,
+    "max_bytes": 4 << 30,
+    "max_groups": 0,
+    "filter_groups": "none",
+    "max_filtered_steps": 10,
+    "quotas": {},
+    "overage": "wait",
+    "spill": True,
+}
+
+
+def test_config_stays_as_it_was_read() -> None:
+    config: Any = TransferQueueConfig()
+    with pytest.raises(ValidationError, match="frozen"):
+        config.max_attempts = 9

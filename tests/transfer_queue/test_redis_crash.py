@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import redis.asyncio as aioredis
 from queue_samples import at, tasks, trajectory, turn
 from redis.exceptions import RedisError
 from redis_parts import PASSWORD, ask
@@ -83,9 +84,16 @@ class SlowLoading(RedisServer):
 
 
 async def write_file(folder: Path, keys: int) -> int:
-    """Returns the port of the server that wrote it."""
+    """Returns the port of the server that wrote it, a command for each key."""
+
+    async def fill(client: aioredis.Redis) -> None:
+        pipeline = client.pipeline(transaction=False)
+        for number in range(keys):
+            pipeline.set(f"k{number}", "x")
+        await pipeline.execute()
+
     async with RedisServer(folder, PASSWORD) as server:
-        await ask(server, lambda client: client.mset({f"k{number}": "x" for number in range(keys)}))
+        await ask(server, fill)
         return server.port
 
 
