@@ -109,15 +109,18 @@ class MemoryTransferQueue(MemorySteps):
     def _give_open(self, worker: str, count: int, version: int, leases: list[Lease], *, train: bool) -> bool:
         """Adds open episodes to `leases`, oldest first. Returns whether the worker takes more.
 
-        An episode that lost leases and needs an emptier worker stays and holds up nothing.
+        An episode that lost leases and needs an emptier worker stays; it holds up only others that lost leases: they
+        would end more workers at once.
         """
-        state = self._state
+        state, one_waits = self._state, False
         held, most = state.holds(worker)
         for group, index in state.open_episodes(train=train, version=version):
             if len(leases) >= count or held >= most:
                 return False
-            bound = min(most, most_together(len(group.members[index].lost_by)))
-            if held < bound:
+            losses = len(group.members[index].lost_by)
+            bound = min(most, most_together(losses))
+            one_waits = one_waits or held >= bound
+            if not (one_waits and losses):
                 leases.append(self._lease(worker, group, index))
                 held, most = held + 1, bound
         return len(leases) < count and held < most

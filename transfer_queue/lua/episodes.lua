@@ -61,10 +61,10 @@ local function give(episode, group, m)
   given[#given + 1] = episode .. ' ' .. fence .. '\n'
 end
 
--- Gives what is open, oldest first. An episode that lost leases and needs an emptier worker stays and holds up nothing.
--- Returns whether the worker takes more.
+-- Gives what is open, oldest first. An episode that lost leases and needs an emptier worker stays; it holds up only others
+-- that lost leases: they would end more workers at once. Returns whether the worker takes more.
 local function give_open(split_key)
-  local skipped = 0
+  local skipped, one_waits = 0, false
   while #rows < wanted and held < most do
     local open = call('ZRANGEBYSCORE', key(split_key), '-inf', up_to(version), 'LIMIT', skipped, 64)
     if #open == 0 then return true end
@@ -72,12 +72,14 @@ local function give_open(split_key)
       if #rows >= wanted or held >= most then return false end
       local task_id, m = split_episode(episode)
       local group = group_key(task_id)
-      local bound = math.min(most, most_together(call('HGET', group, 'l' .. m) or ''))
-      if held < bound then
+      local lost_by = call('HGET', group, 'l' .. m) or ''
+      local bound = math.min(most, most_together(lost_by))
+      one_waits = one_waits or held >= bound
+      if one_waits and lost_by ~= '' then
+        skipped = skipped + 1
+      else
         give(episode, group, m)
         held, most = held + 1, bound
-      else
-        skipped = skipped + 1
       end
     end
   end
