@@ -137,6 +137,25 @@ async def test_an_episode_that_lost_three_leases_runs_alone_and_holds_up_nobody(
     assert len(await queue.lease_episodes("busy", 5, 0)) == 5
 
 
+async def test_while_an_episode_waits_to_run_alone_others_that_lost_leases_wait_too(make_queue) -> None:
+    queue = await make_queue(WIDE)
+    await queue.submit(tasks(2), cursor=at(2))
+    await lose(queue, 3)
+    (alone,) = await queue.lease_episodes("first", 1, 0)
+    (once,) = await queue.lease_episodes("dead", 1, 0)
+    busy = await queue.lease_episodes("busy", 1, 0)
+    await expire_leases(queue)
+    assert await queue.renew([alone, *busy]) == []
+    await queue.release(alone)
+    busy += await queue.lease_episodes("busy", 9, 0)
+    assert [lease.episode_id for lease in busy] == ["train/0000#2", *(f"train/0001#{member}" for member in range(3))]
+    await finish(queue, busy)
+    for suspect in (alone, once):
+        (lease,) = await queue.lease_episodes("busy", 9, 0)
+        assert lease.episode_id == suspect.episode_id
+        await finish(queue, [lease])
+
+
 async def test_a_worker_that_holds_many_passes_over_all_that_lost_two_leases(make_queue) -> None:
     """70 episodes: more than Redis looks at in one read of the queue."""
     queue = await make_queue(replace(LIMITS, group_size=70))
