@@ -104,7 +104,8 @@ def search_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     corpus, index = RECIPES / "search_r1/corpus/corpus.jsonl", tmp_path_factory.mktemp("index") / "index"
-    argv = [sys.executable, "-m", "penstock.deploy.cli", "search-server", "--corpus", corpus, "--index", index]
+    files = ("--corpus", str(corpus), "--index", str(index))
+    argv = [sys.executable, "-m", "penstock.deploy.cli", "search-server", *files]
     environment = {**os.environ, "PENSTOCK_SEARCH_TOKEN": SEARCH_TOKEN, "PYTHONPATH": str(REPOSITORY / "src")}
     process = subprocess.Popen([*argv, "--port", str(port)], env=environment, cwd=REPOSITORY)
     try:
