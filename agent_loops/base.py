@@ -180,20 +180,14 @@ def find_loop(name: str, recipe_dir: Path) -> type[AgentLoopBase]:
     """The class for a registered name, ``package.module:Class`` or ``folder/file.py:Class``; an ``async def`` that
     takes (client, task) becomes an `OpenAIAgentLoop`. Raises `LoadError`.
     """
-    loop = _find(name, recipe_dir)
-    loop.require()
-    return loop
-
-
-def _find(name: str, recipe_dir: Path) -> type[AgentLoopBase]:
     registered: Any = LOOPS.get(name, partial(load_object, recipe_dir=recipe_dir))
     if inspect.iscoroutinefunction(registered):
         # A path, not an import: the gateway imports this folder.
-        loop: type[AgentLoopBase] = load_object("penstock.gateway.openai_agent:loop_of", recipe_dir)(registered, name)
-        return loop
+        registered = load_object("penstock.gateway.openai_agent:loop_of", recipe_dir)(registered, name)
     if not (isinstance(registered, type) and issubclass(registered, AgentLoopBase)):
         raise LoadError(f"{name} is not a subclass of AgentLoopBase, nor an `async def agent(client, task)`")
     if inspect.isabstract(registered):
         missing = ", ".join(sorted(registered.__abstractmethods__))
         raise LoadError(f"{name} has no `async def {missing}`: it must be written")
+    registered.require()
     return registered

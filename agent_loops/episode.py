@@ -125,7 +125,10 @@ class Episode:
                 outputs = await self._outputs_within_deadline(loop, llm)
             finally:
                 await self._teardown(loop)
-            _raise_swallowed(llm, tools)
+            for failure in (llm.failure, tools.failure):
+                # A loop may catch our failures to clean up, not to be rewarded despite them (invariant 5).
+                if failure is not None:
+                    raise failure
             tool_rewards = await tools.rewards()
         except (asyncio.CancelledError, QueueError):
             leave = True
@@ -197,13 +200,6 @@ class Episode:
                 await call_users(loop.teardown)
         except Exception:
             log.exception("teardown of episode %s failed", self._lease.episode_id)
-
-
-def _raise_swallowed(llm: EpisodeLLM, tools: ToolBox) -> None:
-    """A loop may catch our failures to clean up, not to be rewarded despite them (invariant 5)."""
-    for failure in (llm.failure, tools.failure):
-        if failure is not None:
-            raise failure
 
 
 @dataclass(frozen=True, slots=True)

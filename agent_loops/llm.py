@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -70,23 +69,14 @@ def usual_sampling(config: AgentConfig, stop_token_ids: Sequence[int], lease: Le
     A task's ``greedy_member`` names the one episode of its group that is sampled greedily.
     """
     try:
-        usual = _sampling(config.temperature, config.top_p, config.top_k, config.max_new_tokens, tuple(stop_token_ids))
-        if not lease.task.sampling:
-            return usual
-        fields = {**usual.model_dump(), **lease.task.sampling}
+        names = ("temperature", "top_p", "top_k", "max_new_tokens")
+        fields = {**{name: getattr(config, name) for name in names}, "stop_token_ids": tuple(stop_token_ids)}
+        fields |= lease.task.sampling or {}
         if fields.pop("greedy_member", None) == lease.member:
             fields["temperature"] = 0.0
         return Sampling(**fields)
     except ValidationError as error:
         raise InfraFailure("task", f"bad sampling of {lease.task.task_id}: {error}") from error
-
-
-@lru_cache(maxsize=64)
-def _sampling(temperature: float, top_p: float, top_k: int, max_new_tokens: int, stops: tuple[int, ...]) -> Sampling:
-    """One object for all episodes of a worker."""
-    return Sampling(
-        temperature=temperature, top_p=top_p, top_k=top_k, max_new_tokens=max_new_tokens, stop_token_ids=stops
-    )
 
 
 def prefix_of(lease: Lease) -> str:

@@ -128,7 +128,12 @@ class Teacher:
             raise BadTeacher(error.reason, "start the server, or correct agent.teachers.*.url") from error
         except ToolInfraError as error:
             raise BadTeacher(error.reason, _fix_of(error, self._config.top_k)) from error
-        await self._check_highest(encoded, highest)
+        try:
+            # Last of all: SGLang ends at an id that its model does not have.
+            await self._ask_in_known_form([*encoded, highest], [len(encoded)])
+        except ToolInfraError as error:
+            fix = f"the model's highest token id is {highest}: take a teacher whose vocabulary has it; is it still up?"
+            raise BadTeacher(error.reason, fix) from error
         room = entry.get("max_model_len")
         if isinstance(room, int) and room <= longest:
             raise BadTeacher(
@@ -153,14 +158,6 @@ class Teacher:
                 f"{MOST_ANSWER_BYTES >> 20} MiB that are read",
                 "lower agent.teachers.*.top_k or rollout.max_model_len",
             )
-
-    async def _check_highest(self, encoded: Sequence[int], highest: int) -> None:
-        """Last of all: SGLang ends at an id that its model does not have. Raises `BadTeacher`."""
-        try:
-            await self._ask_in_known_form([*encoded, highest], [len(encoded)])
-        except ToolInfraError as error:
-            fix = f"the model's highest token id is {highest}: take a teacher whose vocabulary has it; is it still up?"
-            raise BadTeacher(error.reason, fix) from error
 
     async def _attempt(self, ids: Sequence[int], sampled: Sequence[int]) -> PromptLogprobs:
         try:

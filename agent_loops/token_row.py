@@ -113,20 +113,13 @@ class SharedInts:
 
     def of(self, ids: NDArray[np.int32]) -> list[int]:
         """`ids` as a list."""
-        try:
-            # As unsigned numbers negative ids are out of range too, instead of counting from the end.
-            whole: list[int] = self._ints.take(ids.view(np.uint32)).tolist()
-        except IndexError:
-            return self._of_new(ids)
-        return whole
-
-    def _of_new(self, ids: NDArray[np.int32]) -> list[int]:
-        """The same where an id was not asked for before."""
         most = int(ids.max(initial=0))
         if most >= MOST or ids.min(initial=0) < 0:
             return [int(one) for one in ids]
-        self._ints = np.arange(1 << most.bit_length(), dtype=object)
-        return self.of(ids)
+        if most >= len(self._ints):
+            self._ints = np.arange(1 << most.bit_length(), dtype=object)
+        shared: list[int] = self._ints.take(ids).tolist()
+        return shared
 
 
 SHARED = SharedInts()

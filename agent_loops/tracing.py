@@ -2,7 +2,7 @@
 
 Trace          spans of the episode, kept in its trajectory's `extra`: small enough to keep for each one
 EpisodeSpans   the same blocks as OpenTelemetry spans, where those are on: episode ─► turns ─► blocks of each turn
-TracedSandbox  sandbox calls as OpenTelemetry spans under the tool that makes them
+_Traced         sandbox calls as OpenTelemetry spans under the tool that makes them
 
 Spans are those of the current run: what a resumed episode takes from its journal takes no time and leaves none. A turn
 begins with a model call and holds what follows it, up to the next model call of the same branch: branches that run
@@ -21,7 +21,7 @@ from functools import wraps
 from typing import Any, cast
 
 from penstock.common import NO_SPAN, NoSpan, OpenSpan, current_context, spans_on, start_span, use_span
-from penstock.sandbox import Sandbox, Session
+from penstock.sandbox import Sandbox
 from penstock.transfer_queue import Lease, Outcome, OutcomeKind
 
 MAX_SPANS = 256
@@ -34,9 +34,21 @@ _CURRENT: ContextVar[Trace | None] = ContextVar("trace of the episode", default=
 NAMES = {"model": "generate", "tool": "tool", "reward": "reward", "sandbox": "sandbox"}
 _TURN: ContextVar[_Turn | None] = ContextVar("turn of the episode", default=None)
 WORK = frozenset(
-    {"run", "run_python", "run_shell", "run_served", "open_port", "write_file", "read_file", "close", "leave"}
+    {
+        "start",
+        "attach",
+        "run",
+        "run_python",
+        "run_shell",
+        "run_served",
+        "open_port",
+        "write_file",
+        "read_file",
+        "close",
+        "leave",
+    }
 )
-"""Verbs of a session that are awaited; a stream is its reader's own time."""
+"""Verbs of a sandbox and of a session that are awaited; a stream is its reader's own time."""
 
 
 @dataclass(slots=True)
@@ -199,30 +211,15 @@ def trajectory_facts(trajectory: Any) -> dict[str, Any]:
 
 def traced(sandbox: Sandbox) -> Sandbox:
     """The same sandbox, told about where spans are on."""
-    return cast(Sandbox, TracedSandbox(sandbox)) if spans_on() else sandbox
+    return cast(Sandbox, _Traced(sandbox)) if spans_on() else sandbox
 
 
-class _Proxy:
-    """Everything else is as it is."""
+class _Traced:
+    """A sandbox or session whose awaited verbs are spans; everything else is as it is."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-
-class TracedSandbox(_Proxy):
-    async def start(self, label: str, **options: Any) -> Session:
-        with exported_span("sandbox", "start"):
-            return cast(Session, TracedSession(await self._inner.start(label, **options)))
-
-    async def attach(self, session_id: str) -> Session:
-        with exported_span("sandbox", "attach"):
-            return cast(Session, TracedSession(await self._inner.attach(session_id)))
-
-
-class TracedSession(_Proxy):
     def __getattr__(self, name: str) -> Any:
         work = getattr(self._inner, name)
         if name not in WORK:
@@ -231,6 +228,7 @@ class TracedSession(_Proxy):
         @wraps(work)
         async def call(*args: Any, **kwargs: Any) -> Any:
             with exported_span("sandbox", name):
-                return await work(*args, **kwargs)
+                result = await work(*args, **kwargs)
+            return _Traced(result) if name in ("start", "attach") else result
 
         return call

@@ -181,7 +181,9 @@ class Worker:
             keeper.add_done_callback(lambda _: self._room.set())
         try:
             while True:
-                _raise_from(keepers)
+                for keeper in keepers:
+                    if keeper.done():
+                        keeper.result()
                 self._stop_if_broken()
                 await self._admit()
         finally:
@@ -210,17 +212,15 @@ class Worker:
         if leases:
             self._pauses.reset()
         else:
-            await self._back_off("server" if version is None else "admission", free)
+            pause_s = self._pauses.next_s()
+            cause = "server" if version is None else "admission"
+            self.stats.add_wait(cause, pause_s * free / self._job.config.concurrency)
+            await asyncio.sleep(pause_s)
 
     async def _asleep(self) -> bool:
         """Whether servers are there that wait for the trainer to hand their devices back."""
         client = self._job.client
         return isinstance(client, WatchedClient) and any(server.asleep for server in await client.servers())
-
-    async def _back_off(self, cause: str, free: int) -> None:
-        pause_s = self._pauses.next_s()
-        self.stats.add_wait(cause, pause_s * free / self._job.config.concurrency)
-        await asyncio.sleep(pause_s)
 
     # keepers -------------------------------------------------------------------------------------------------------
     async def _renew(self) -> None:
@@ -270,12 +270,6 @@ class Worker:
             )
         if time.monotonic() - self._server_seen > NO_SERVER_DEADLINE_S:
             raise WorkerStopped(f"no rollout server for {NO_SERVER_DEADLINE_S:.0f} s; see the rollout servers' logs")
-
-
-def _raise_from(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        if task.done():
-            task.result()
 
 
 class RunningEpisodes:

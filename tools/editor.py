@@ -73,12 +73,6 @@ def line_range(text: str, asked: list[int] | None, path: str) -> tuple[int, int]
     return first, min(last, count)
 
 
-def around(text: str, first: int, new: str) -> str:
-    """What the model reads after an edit: the changed lines with some before and after."""
-    last = first + max(new.count("\n") - new.endswith("\n"), 0)
-    return numbered(text, first - 4, last + 4)
-
-
 MAX_BYTES = 4 << 20
 """Of one file's history; the oldest steps go first."""
 
@@ -121,11 +115,6 @@ class EditHistory:
 
 def _hash(text: str) -> str:
     return xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogatepass"))
-
-
-def is_unchanged(text: str | None, after: str) -> bool:
-    """Whether the file still is as the edit left it."""
-    return text is not None and _hash(text) == after
 
 
 MAX_FILE_BYTES = 1 << 20
@@ -214,7 +203,8 @@ class EditorTool(BoxTool):
             after, line = insert_after(before, arguments["line"], new, path)
         await _write(session, path, after)
         await EditHistory(session, path).push(before, after)
-        return ToolResult(f"{path} now reads:\n{around(after, line, new)}")
+        last = line + max(new.count("\n") - new.endswith("\n"), 0)
+        return ToolResult(f"{path} now reads:\n{numbered(after, line - 4, last + 4)}")
 
     async def _undo(self, session: Session, path: str) -> ToolResult:
         history = EditHistory(session, path)
@@ -222,7 +212,8 @@ class EditorTool(BoxTool):
         if step is None:
             raise EditError(f"there is no edit of {path} to undo")
         before, after = step
-        if not is_unchanged(await _read_if_there(session, path), after):
+        text = await _read_if_there(session, path)
+        if text is None or _hash(text) != after:
             raise EditError(f"{path} was changed since by something else; undo would lose that")
         if before is None:
             await session.run(["rm", "-f", "--", path], timeout_s=self.run_timeout_s)

@@ -12,8 +12,19 @@ from penstock.tools.base import BaseTool, ToolInfraError
 from penstock.tools.episode_state import shared_in_episode
 from penstock.transfer_queue import Task
 
-RUN_MARGIN_S = 2.0
-"""A command ends so much before its tool's own deadline: past that one the whole box would go, with its files."""
+LIMITS = {
+    "wall": "ran longer",
+    "cpu": "used more CPU time",
+    "memory": "used more memory",
+    "output": "wrote more output",
+}
+
+
+def limit_text(what: str, limit: str | None) -> str:
+    """What the model reads when the sandbox stopped its command or code."""
+    if limit not in LIMITS:
+        return f"Error: the {what} was stopped."
+    return f"Error: the {what} {LIMITS[limit]} than it may and was stopped."
 
 
 class EpisodeBox:
@@ -160,5 +171,8 @@ class BoxTool(BaseTool):
 
     @property
     def run_timeout_s(self) -> float | None:
-        """Of one command; None: the sandbox's own limit."""
-        return max(1.0, self.guard.config.timeout_s - RUN_MARGIN_S) if self.guard else None
+        """Deadline of one command; None: the sandbox's own limit.
+
+        It is before the tool's own deadline: past that one the whole box would go, with its files.
+        """
+        return max(1.0, self.guard.config.timeout_s - 2.0) if self.guard else None

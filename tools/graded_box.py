@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 import shlex
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+import xxhash
+
+from penstock.common import write_atomically
 from penstock.sandbox import Sandbox, Session
 from penstock.tools.base import ToolInfraError, ToolResult
 from penstock.tools.episode_box import BoxTool, EpisodeBox
 from penstock.transfer_queue import Task
+
+PREDICTIONS = "Folder for each graded episode's patch, which `penstock data export` writes as SWE-bench's predictions."
 
 
 class Environment(Protocol):
@@ -109,3 +117,15 @@ class Submit(GradedTool):
 
     async def execute(self, state: EpisodeBox, arguments: Mapping[str, Any]) -> ToolResult:
         return ToolResult("submitted", final=True)
+
+
+def keep_prediction(folder: Path, episode: str, instance_id: str, patch: bytes) -> None:
+    """A file per episode: one that is graded again replaces it. Raises `ToolInfraError` where it cannot be written."""
+    name = re.sub(r"[^A-Za-z0-9_.#-]", ".", episode).lstrip(".") or "episode"
+    name += f"-{xxhash.xxh3_64_hexdigest(episode.encode())[:8]}"  # a/b and a.b are two episodes
+    line = {"instance_id": instance_id, "model_patch": patch.decode("utf-8", "replace"), "episode": episode}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / f"{name}.json", json.dumps(line) + "\n")
+    except OSError as error:
+        raise ToolInfraError("predictions", f"{folder}: {error}") from error

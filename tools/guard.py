@@ -26,17 +26,12 @@ class ResultCache:
         self._max_chars = max_chars
         self._entries: OrderedDict[str, ToolResult] = OrderedDict()
         self._chars = 0
-        self.hits = 0
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def get(self, arguments: Mapping[str, Any]) -> ToolResult | None:
         key = _key(arguments)
         result = self._entries.get(key)
         if result is not None:
             self._entries.move_to_end(key)
-            self.hits += 1
         return result
 
     def put(self, arguments: Mapping[str, Any], result: ToolResult) -> None:

@@ -23,8 +23,7 @@ from penstock.sandbox.harbor import HarborEnvironment, HarborTask, HarborTaskErr
 from penstock.tools.base import BaseTool, ToolGroup, ToolInfraError, ToolResult
 from penstock.tools.editor import EditorTool
 from penstock.tools.episode_box import EpisodeBox
-from penstock.tools.graded_box import GradedBox, GradedTool, Submit
-from penstock.tools.predictions import DESCRIPTION, keep_prediction
+from penstock.tools.graded_box import PREDICTIONS, GradedBox, GradedTool, Submit, keep_prediction
 from penstock.tools.shell import ShellTool
 from penstock.transfer_queue import Task
 
@@ -49,7 +48,7 @@ class HarborSettings(BaseModel):
     pass_env: list[str] = Field(
         default_factory=list, description="Variables of the worker that tasks may read as ${NAME}; no others."
     )
-    predictions: Path | None = Field(None, description=DESCRIPTION)
+    predictions: Path | None = Field(None, description=PREDICTIONS)
     longest_tests_s: float = Field(3600.0, gt=0, description="Most that a task's verifier.timeout_sec may be.")
 
 

@@ -7,16 +7,8 @@ from typing import Any
 
 from penstock.sandbox import RunResult, Sandbox, SandboxError, SandboxLost
 from penstock.tools.base import ToolInfraError, ToolResult
-from penstock.tools.episode_box import BoxTool, EpisodeBox
+from penstock.tools.episode_box import BoxTool, EpisodeBox, limit_text
 
-LIMIT_TEXTS = {
-    "wall": "Error: the code ran longer than it may and was stopped.",
-    "cpu": "Error: the code used more CPU time than it may and was stopped.",
-    "memory": "Error: the code used more memory than it may and was stopped.",
-    "output": "Error: the code wrote more output than it may and was stopped.",
-}
-TRACEBACK_LINES = 6
-"""Last lines of stderr that the model reads after an error."""
 STATE_LOST = "The interpreter was restarted: variables and imports are gone."
 
 
@@ -68,9 +60,9 @@ class PythonTool(BoxTool):
         failed = result.exit_code != 0
         parts = [result.stdout.rstrip()]
         if failed:
-            parts.append("\n".join(result.stderr.rstrip().splitlines()[-TRACEBACK_LINES:]))
+            parts.append("\n".join(result.stderr.rstrip().splitlines()[-6:]))
         if result.exit_code is None:
-            parts.append(LIMIT_TEXTS.get(result.limit or "", "Error: the code was stopped."))
+            parts.append(limit_text("code", result.limit))
         elif result.limit == "output":
             parts.append("[output cut]")
         if result.state_lost:

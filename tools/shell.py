@@ -7,14 +7,7 @@ from typing import Any
 
 from penstock.sandbox import RunResult, SandboxError
 from penstock.tools.base import ToolInfraError, ToolResult
-from penstock.tools.episode_box import BoxTool, EpisodeBox
-
-LIMIT_TEXTS = {
-    "wall": "Error: the command ran longer than it may and was stopped.",
-    "cpu": "Error: the command used more CPU time than it may and was stopped.",
-    "memory": "Error: the command used more memory than it may and was stopped.",
-    "output": "Error: the command wrote more output than it may and was stopped.",
-}
+from penstock.tools.episode_box import BoxTool, EpisodeBox, limit_text
 
 # Variables and functions of a call are there in the next: `set -a` exports what is assigned, the trap writes it down.
 # The file lies in the box, so that the shell also continues where another worker takes over.
@@ -56,7 +49,7 @@ class ShellTool(BoxTool):
 def _to_tool_result(result: RunResult) -> ToolResult:
     parts = [(result.stdout + result.stderr).rstrip()]
     if result.exit_code is None:
-        parts.append(LIMIT_TEXTS.get(result.limit or "", "Error: the command was stopped."))
+        parts.append(limit_text("command", result.limit))
     elif result.exit_code != 0:
         parts.append(f"[exit status {result.exit_code}]")
     if result.limit == "output" and result.exit_code is not None:

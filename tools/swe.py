@@ -26,8 +26,7 @@ from penstock.sandbox.swe import (
 )
 from penstock.tools.base import BaseTool, ToolGroup
 from penstock.tools.editor import EditorTool
-from penstock.tools.graded_box import GradedBox, GradedTool, Submit
-from penstock.tools.predictions import DESCRIPTION, keep_prediction
+from penstock.tools.graded_box import PREDICTIONS, GradedBox, GradedTool, Submit, keep_prediction
 from penstock.tools.shell import ShellTool
 from penstock.transfer_queue import Task
 
@@ -44,7 +43,7 @@ class SweSettings(SweLimits):
     )
     repositories: Path = Field(Path(), description="What rows' relative `repository` and `packages` are relative to.")
 
-    predictions: Path | None = Field(None, description=DESCRIPTION)
+    predictions: Path | None = Field(None, description=PREDICTIONS)
 
     @property
     def limits(self) -> SweLimits:

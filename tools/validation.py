@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 from jsonschema import Draft202012Validator, SchemaError, ValidationError
 
 from penstock.common import nearest
 
-_CHECKERS: dict[int, _Checker] = {}
-"""id of a schema → what checks it"""
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    **{"string": (str,), "boolean": (bool,), "integer": (int,), "number": (int, float), "null": (type(None),)},
-    **{"array": (list,), "object": (dict,)},
-}
-_OF_PLAIN_VALUES = frozenset({"type", "description", "title", "default", "examples"})
-_OF_PLAIN_SCHEMAS = frozenset({"type", "properties", "required", "description", "title", "additionalProperties"})
+_VALIDATORS: dict[int, Draft202012Validator] = {}
+"""By the id of a schema."""
 
 
 def check_schema(tool: str, schema: Mapping[str, Any]) -> None:
@@ -41,55 +34,19 @@ def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> 
         for name in arguments:
             if name not in known:
                 return f"unknown argument {name!r}{_nearest(name, known)}"
-    checker = _checker(schema)
-    if checker.surely_fit(arguments):
-        return None
-    errors = sorted(checker.validator.iter_errors(arguments), key=lambda error: list(map(str, error.path)))
+    errors = sorted(_validator(schema).iter_errors(arguments), key=lambda error: list(map(str, error.path)))
     return _describe(errors[0]) if errors else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Checker:
-    """Of one schema object."""
-
-    validator: Draft202012Validator
-    types: Mapping[str, frozenset[type]]
-    """Argument → types of which every value fits; only arguments of which the schema says no more than that."""
-    required: frozenset[str]
-    is_plain: bool
-    """The schema says nothing of the arguments together but which are required."""
-
-    def surely_fit(self, arguments: Mapping[str, Any]) -> bool:
-        """False: the validator decides. It costs several times as much, and most tools ask for a few plain values."""
-        if not self.is_plain or not self.required <= arguments.keys():
-            return False
-        return all(type(value) in self.types.get(name, ()) for name, value in arguments.items())
-
-
-def _checker(schema: Mapping[str, Any]) -> _Checker:
+def _validator(schema: Mapping[str, Any]) -> Draft202012Validator:
     """One per schema object: making one costs several times the check itself."""
-    known = _CHECKERS.get(id(schema))
+    known = _VALIDATORS.get(id(schema))
     # The validator holds its schema, so that no other object gets this id.
-    if known is not None and known.validator.schema is schema:
-        return known
-    if len(_CHECKERS) >= 1024:
-        _CHECKERS.clear()
-    types = {name: _types_of(one) for name, one in schema.get("properties", {}).items()}
-    made = _CHECKERS[id(schema)] = _Checker(
-        Draft202012Validator(schema),
-        {name: found for name, found in types.items() if found},
-        frozenset(schema.get("required", ())),
-        schema.keys() <= _OF_PLAIN_SCHEMAS,
-    )
-    return made
-
-
-def _types_of(schema: Any) -> frozenset[type]:
-    """Types of which every value fits; none where the schema asks for more."""
-    if not isinstance(schema, Mapping) or not schema.keys() <= _OF_PLAIN_VALUES:
-        return frozenset()
-    named = schema.get("type")
-    return frozenset(kind for name in ([named] if isinstance(named, str) else named or ()) for kind in _TYPES[name])
+    if known is None or known.schema is not schema:
+        if len(_VALIDATORS) >= 1024:
+            _VALIDATORS.clear()
+        known = _VALIDATORS[id(schema)] = Draft202012Validator(schema)
+    return known
 
 
 def _describe(error: ValidationError) -> str:

@@ -16,10 +16,6 @@ from penstock.agent_loops.errors import TemplateError
 from penstock.agent_loops.segment import MessageDelta
 from penstock.tools.parsers import ToolCall
 
-CACHED_PROMPTS = 512
-CACHED_DELTAS = 512
-CACHED_CHARS = 1000
-"""Longest messages, together, of a delta that is cached."""
 Tools = Sequence[Mapping[str, Any]]
 
 
@@ -40,9 +36,7 @@ class Rendering:
         self.ends = find_reply_ends(self.continuation, self.encode, words, stops)
         self.places = None if processor is None else ImagePlaces(processor)
         """None: the model takes no images."""
-        self._deltas: dict[tuple[Any, ...], array[int]] = {}
-        """`key_of_delta` → ids"""
-        self.prompt = lru_cache(CACHED_PROMPTS)(self.prompt_anew)
+        self.prompt = lru_cache(512)(self.prompt_anew)
         """`prompt_anew`, remembered: the episodes of a group begin alike."""
 
     # text and ids --------------------------------------------------------------------------------------------------
@@ -83,22 +77,7 @@ class Rendering:
         return self.places.widen(text, parts) if self.places else text
 
     def delta(self, messages: Sequence[Message], tools: Tools, calls: Sequence[ToolCall]) -> list[int]:
-        """End of the reply, the messages, opening of the next reply. Raises `TemplateError`.
-
-        Remembered where it is short: members of a group often get equal results.
-        """
-        key = key_of_delta(messages, tools, calls)
-        if key is None:
-            return self.delta_anew(messages, tools, calls)
-        known = self._deltas.get(key)
-        if known is None:
-            if len(self._deltas) >= CACHED_DELTAS:
-                self._deltas.clear()
-            known = self._deltas[key] = array("i", self.delta_anew(messages, tools, calls))
-        return known.tolist()
-
-    def delta_anew(self, messages: Sequence[Message], tools: Tools, calls: Sequence[ToolCall]) -> list[int]:
-        """`delta`, rendered and encoded."""
+        """End of the reply, the messages, opening of the next reply. Raises `TemplateError`."""
         parts = self._image_parts(messages)
         text = self.continuation.delta([self.defused(message) for message in messages], calls, tools)
         ids = self.encode(self.places.widen(text, parts) if self.places else text)
@@ -162,15 +141,3 @@ def is_untouched(backend: Any) -> bool:
 def key_of(messages: Sequence[Message], tools: Tools) -> str:
     """A conversation as text, for `Rendering.prompt`."""
     return json.dumps([list(messages), list(tools)], ensure_ascii=False)
-
-
-def key_of_delta(messages: Sequence[Message], tools: Tools, calls: Sequence[ToolCall]) -> tuple[Any, ...] | None:
-    """All that a delta is made of, for `Rendering.delta`; None for messages that are long or not of text alone."""
-    contents = tuple(tuple(message.items()) for message in messages)
-    texts = [text for pairs in contents for pair in pairs for text in pair]
-    if any(type(text) is not str for text in texts) or sum(map(len, texts)) > CACHED_CHARS:
-        return None
-    # The arguments of one call that one message answers are marked, and leave no trace (`Continuation`).
-    written = () if len(calls) == len(messages) == 1 else tuple(repr(call.arguments) for call in calls)
-    names = tuple((call.name, call.call_id, call.written_id) for call in calls)
-    return contents, names, written, repr(tools)

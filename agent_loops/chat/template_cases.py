@@ -87,13 +87,13 @@ def _with_results(
         reply, new = _reply(template, calls, content), results_of(template, calls, texts)
         later = _calls(chat, tools, [USER, reply, *new], count, count)
         again, newer = _reply(template, later, content), results_of(template, later, texts)
-        pieces = [*said, *(call.name for call in calls if template.call_form)]
         after = f"then {'several tool results' if count > 1 else 'tool results'}"
         for title, history, results, made in (
             (f"{name}, {after}", [USER, reply], new, calls),
             (f"{name} under a system prompt, {after}", [SYSTEM, USER, reply], new, calls),
             (f"{name}, {after}, second tool turn", [USER, reply, *new, again], newer, later),
         ):
+            pieces = [*said, *(call.name for call in made if template.call_form)]
             yield TemplateCase(title, history, results, pieces, made)
 
 

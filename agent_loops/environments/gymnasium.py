@@ -285,7 +285,7 @@ class ProcessEnvironment:
         answer = await self._ask(request, "reset", "start_timeout_s")
         if "error" in answer:
             raise InfraFailure(COMPONENT, f"reset of {self._settings.env} with seed {seed} raised {answer['error']}")
-        return _step_of(answer)
+        return EnvStep(**answer)
 
     async def step(self, action: str) -> EnvStep:
         self._steps += 1
@@ -294,7 +294,7 @@ class ProcessEnvironment:
             raise StepFailed(answer["error"])
         if "invalid" in answer:
             raise InvalidAction(answer["invalid"])
-        return _step_of(answer)
+        return EnvStep(**answer)
 
     async def close(self) -> None:
         """Asks for its own `close`, waits a moment, and kills its process."""
@@ -326,15 +326,3 @@ class ProcessEnvironment:
             self._broken = True
             raise InfraFailure(COMPONENT, f"{title}: its process {await self._host.status(self._number)}")
         return dict(answer)
-
-
-def _step_of(answer: Mapping[str, Any]) -> EnvStep:
-    return EnvStep(
-        text=answer["text"],
-        reward=answer["reward"],
-        terminated=answer["terminated"],
-        truncated=answer["truncated"],
-        state=answer["state"],
-        numbers=answer["numbers"],
-        shown=answer["shown"],
-    )

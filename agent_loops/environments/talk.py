@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.agent_loops.base import AgentLoopBase
 from penstock.agent_loops.chat.chat import ChatTokens
@@ -22,47 +22,19 @@ MAX_REMEMBERED_CHARS = 2000
 """Characters of one observation in a memory."""
 
 
-class Talk(Protocol):
-    """One episode's."""
+class WholeTalk(Conversation):
+    """One conversation: each observation is a user's message."""
 
-    @property
-    def segment(self) -> SegmentBuilder:
-        """In which the next answer is sampled."""
-
-    @property
-    def done(self) -> bool:
-        """No further answer fits."""
+    def __init__(self, loop: AgentLoopBase, messages: Messages, first: str) -> None:
+        super().__init__(loop.chat, with_observation(loop.chat, messages, first))
 
     def observe(self, reply: Generation, action: str, text: str) -> None:
         """Appends the observation that follows the last answer. Raises `TemplateError`."""
-
-    def outputs(self, outcome: Outcome | None, turn_rewards: Sequence[float]) -> list[AgentLoopOutput]:
-        """All segments; at least one was sampled. `outcome` None: read off the end of the last one."""
-
-
-class WholeTalk:
-    """One conversation."""
-
-    def __init__(self, loop: AgentLoopBase, messages: Messages, first: str) -> None:
-        self._talk = Conversation(loop.chat, with_observation(loop.chat, messages, first))
-
-    @property
-    def segment(self) -> SegmentBuilder:
-        return self._talk.segment
-
-    @property
-    def done(self) -> bool:
-        return self._talk.done
-
-    def observe(self, reply: Generation, action: str, text: str) -> None:
-        self._talk.go_on(reply, [{"role": "user", "content": text}])
-
-    def outputs(self, outcome: Outcome | None, turn_rewards: Sequence[float]) -> list[AgentLoopOutput]:
-        return self._talk.outputs(outcome, turn_rewards)
+        self.go_on(reply, [{"role": "user", "content": text}])
 
 
 class WindowedTalk:
-    """Each turn is a prompt of its own: prompts stay short, however long the episode."""
+    """Each turn is a prompt of its own: prompts stay short, however long the episode. Used as `WholeTalk`."""
 
     def __init__(self, loop: AgentLoopBase, messages: Messages, first: str, remembered_turns: int) -> None:
         self._chat = loop.chat
@@ -109,6 +81,9 @@ class WindowedTalk:
             for number, (observed, action) in enumerate(turns, start=first + 1)
         ]
         return "\n".join(["Before:", *lines]) if lines else ""
+
+
+Talk = WholeTalk | WindowedTalk
 
 
 def with_observation(chat: ChatTokens, messages: Messages, text: str) -> list[Mapping[str, Any]]:

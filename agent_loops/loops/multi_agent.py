@@ -79,7 +79,7 @@ class MultiAgentLoop(AgentLoopBase):
         shares = self._shares(problems.count(None))
         free = iter(shares)
         work = [
-            _refused(problem) if problem else self._help(call, next(free, None))
+            self._help(call, problem, None if problem else next(free, None))
             for call, problem in zip(calls, problems, strict=True)
         ]
         answers = await self.together(work)
@@ -88,10 +88,11 @@ class MultiAgentLoop(AgentLoopBase):
         self.helped += [output for answer in answers for output in answer.outputs]
         return [answer.result for answer in answers]
 
-    async def _help(self, call: ToolCall, share: Budget | None) -> HelperResult:
+    async def _help(self, call: ToolCall, problem: str | None, share: Budget | None) -> HelperResult:
         """One helper from its question to its last words, or to the tool result that it ended with."""
         if share is None:
-            return await _refused("no helper is free any more; answer yourself")
+            problem = problem or "no helper is free any more; answer yourself"
+            return HelperResult(ToolResult(f"Error: {problem}", is_error=True))
         question = [{"role": "user", "content": str(call.arguments["question"])}]
         chat = self.chat.for_episode(share)
         talk = Conversation(chat, with_system(question, HELPER_PROMPT), self.tools.schemas)
@@ -112,10 +113,6 @@ class MultiAgentLoop(AgentLoopBase):
     def _spend(self, shares: Sequence[Budget]) -> None:
         self.chat.budget.turns += sum(share.turns for share in shares)
         self.chat.budget.response_tokens += sum(share.response_tokens for share in shares)
-
-
-async def _refused(problem: str) -> HelperResult:
-    return HelperResult(ToolResult(f"Error: {problem}", is_error=True))
 
 
 def _problem_with(call: ToolCall) -> str | None:

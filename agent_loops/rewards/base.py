@@ -19,7 +19,6 @@ from penstock.tools import UserThreads
 
 Value = float | Mapping[str, Any]
 """A finite number, or a mapping with ``score``; its other numbers become metrics."""
-AT_ONCE = 16
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 log = logging.getLogger(__name__)
 
@@ -81,7 +80,7 @@ class FunctionReward(BaseReward):
         self._name = name
         is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         self._in_thread = not is_async
-        self._threads = UserThreads(AT_ONCE)
+        self._threads = UserThreads(at_once=16)
 
     async def score(self, answer: Answer) -> Value:
         arguments = (answer.data_source, answer.solution, answer.ground_truth, answer.extra_info)

@@ -196,12 +196,8 @@ def same_text(given: str, expected: str) -> bool:
 
 
 def _same_word(word: str, expected: str) -> bool:
-    if word == expected:
-        return True
-    if "." not in word + expected:
-        return False
     try:
-        return _close(float(word), float(expected))
+        return word == expected or ("." in word + expected and _close(float(word), float(expected)))
     except ValueError:
         return False
 

@@ -1,12 +1,7 @@
-"""Chat templates of model families with their special tokens, on one small real byte-level BPE tokenizer.
-
-``PENSTOCK_CHAT_TEMPLATES=FILE[:FILE…]`` adds template files to those that the tests run on; a file's special tokens are
-read off its text and off what it renders (``<|…|>``, ``<｜…｜>``, ``<…_of_turn>``, ``[CAPITALS]``). None is downloaded.
-"""
+"""Chat templates of model families with their special tokens, on one small real byte-level BPE tokenizer."""
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -18,7 +13,6 @@ from penstock.agent_loops.chat.template import ChatTemplate
 from penstock.tools.parsers import ParserName, ToolCall, get_parser
 
 TEMPLATES = Path(__file__).parent / "templates"
-FILES_FROM = "PENSTOCK_CHAT_TEMPLATES"
 SPECIAL = re.compile(
     r"<\|/?[A-Za-z0-9_:▁-]+\|>|<｜[^｜<>]+｜>|<(?:start|end)_of_(?:turn|sentence)>|\[/?[A-Z_]+\]|</?s>|<eos>|<bos>"
     r"|<\|[a-z_]+>|<[a-z_]+\|>|<\|\"\|>|<seed:[be]os>|\]~!?b\[?\]?|\[e~\[|<SPECIAL_\d+>|<sep>|</assistant>"
@@ -84,14 +78,6 @@ THINKS_FIRST = """{%- if tools %}{{ tools | tojson }}{%- endif %}
 {{- '</function>\n</tool_call>\n' }}{%- endfor %}{{ '<|im_end|>\n' }}
 {%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{%- endif %}"""
 """As Nemotron 3: the generation prompt opens a thought in another way than old turns show it."""
-
-
-def given_files() -> list[Path]:
-    """Templates that somebody wants to have tried."""
-    return [Path(path) for path in os.environ.get(FILES_FROM, "").split(os.pathsep) if path]
-
-
-GIVEN = given_files()
 
 
 @lru_cache

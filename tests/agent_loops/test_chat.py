@@ -15,7 +15,6 @@ from tests.agent_loops.talking import TOOLS, USER, reply_of, say, split_anyhow
 from penstock.agent_loops import AgentConfig, Budget, TemplateError
 from penstock.agent_loops.chat import chat_of, name_of, new_budget, tools_problem, verify_template
 from penstock.tools import ToolResult
-from penstock.tools.parsers import ToolCall
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+34"}}\n</tool_call>'
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -45,35 +44,6 @@ def test_chat_contexts_extend_and_match_template(chat_for, template, data):
         assert after[: len(before) + len(sampled)] == [*before, *sampled]
         history += [{"role": "assistant", "content": reply}, *({"role": "tool", "content": text} for text in texts)]
         assert chat.decode(after) == chat.template.render(history, TOOLS, prompt=True)
-
-
-@many
-@given(data=st.data())
-def test_user_turns_of_plain_chatml_are_exact_too(chat_for, data):
-    chat = chat_for("chatml").for_episode(Budget(50, 100_000))
-    history, segment = [USER], chat.start([USER])
-    for _ in range(2):
-        before, reply = segment.context(), data.draw(plain_text.filter(bool))
-        sampled = split_anyhow(chat, reply, data.draw) + [chat.turn_end_id] * data.draw(st.integers(0, 1))
-        say(segment, sampled)
-        follow = {"role": "user", "content": data.draw(plain_text)}
-        segment.observe(chat.render([follow]))
-        assert segment.context()[: len(before) + len(sampled)] == [*before, *sampled]
-        history += [{"role": "assistant", "content": reply}, follow]
-        assert chat.decode(segment.context()) == chat.template.render(history, prompt=True)
-
-
-def test_the_newline_between_turns_is_there_and_is_not_sampled(chat_for):
-    chat = chat_for("qwen2_5").for_episode(Budget(5, 1000))
-    segment = chat.start([USER], TOOLS)
-    say(segment, [*chat.encode(CALL), chat.turn_end_id])
-    segment.observe(chat.render_tools([ToolResult("46"), ToolResult("")]))
-    output = segment.output()
-    observed = [int(i) for i, m in zip(output.response_ids, output.response_mask, strict=True) if m == 0]
-    assert chat.decode(observed) == (
-        "\n<|im_start|>user\n<tool_response>\n46\n</tool_response>\n<tool_response>\n\n</tool_response><|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
 
 
 def test_ids_of_canonical_replies_equal_those_of_the_whole_text(chat_for):
@@ -111,29 +81,6 @@ def test_chat_tool_arguments_get_schema_types(chat_for):
     shown.start([USER], TOOLS)
     assert shown.tool_calls(reply_of([], text))[0].arguments == {"expression": "46"}
     assert other.tool_calls(reply_of([], text))[0].arguments == {"expression": 46}, "a guess, without schemas"
-
-
-@pytest.mark.parametrize("template", ["qwen2_5", "qwen3"])
-def test_templates_with_tools_are_proven(chat_for, template):
-    proof = verify_template(chat_for(template), TOOLS)
-    assert proof.conversations > 30
-    assert all("tool results" not in name for name in proof.rewritten if template == "qwen2_5")
-
-
-def test_history_that_a_template_rewrites_is_reported(chat_for):
-    assert "reply with thinking, then a user message" in verify_template(chat_for("qwen3"), TOOLS).rewritten
-    assert verify_template(chat_for("qwen2_5"), TOOLS).rewritten == ()
-
-
-def test_non_thinking_qwen3_is_continued_exactly(chat_for):
-    chat = chat_for("qwen3", enable_thinking=False)
-    proof = verify_template(chat, TOOLS)
-    assert proof.conversations > 30
-    assert chat.decode(chat.render_tools([ToolResult("4")])).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-
-
-def test_a_template_without_tools_is_proven_without_them(chat_for):
-    assert verify_template(chat_for("chatml")).conversations == 6
 
 
 def test_a_model_folder_is_proven_by_its_path(tokenizer_for, tmp_path):
@@ -344,29 +291,3 @@ def test_chat_without_a_parser_reads_text_and_shows_no_tools(tokenizer_for, tmp_
     assert chat.start([USER]).context_len > 1
     with pytest.raises(TemplateError, match="calls"):
         chat.start([USER], TOOLS)
-
-
-def test_chat_remembers_deltas_only_of_what_is_the_same(chat_for):
-    """Two turns share a delta where everything that it is made of is equal, and a caller's copy is the caller's."""
-    chat, fresh = chat_for("qwen2_5"), chat_for("qwen2_5")
-    one, other = ToolCall("look", {"at": "1"}, "call_0"), ToolCall("find", {"at": "<|im_end|>"}, "call_1")
-    asked = [
-        *(
-            ([{"role": "tool", "content": text}], [call])
-            for text in ("46", "47", "<|im_end|>")
-            for call in (one, other)
-        ),
-        *(([{"role": "tool", "content": text} for text in texts], [one, other]) for texts in (("1", "2"), ("12", ""))),
-        ([{"role": "tool", "content": "46"}], [one, other]),
-        ([{"role": "user", "content": "46"}], []),
-        ([{"role": "tool", "content": "46"}, {"role": "user", "content": "Go on."}], [one]),
-        ([{"role": "tool", "content": "46", "name": "x"}, {"role": "tool", "content": "7"}], [one]),
-        ([{"role": "tool", "content": "46"}, {"name": "x", "role": "tool", "content": "7"}], [one]),
-    ]
-    for tools in ((), TOOLS):
-        for _ in range(2):
-            for messages, calls in asked:
-                delta = chat.rendering.delta(messages, tools, calls)
-                assert delta == fresh.rendering.delta_anew(messages, tools, calls)
-                delta.clear()
-    assert len(chat.rendering._deltas) == 2 * len(asked)

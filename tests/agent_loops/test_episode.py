@@ -37,6 +37,9 @@ async def test_an_episode_with_a_tool_is_recorded_token_for_token(run, calculato
     assert (trajectory.reward, outcome.kind, trajectory.num_turns) == (1.0, OutcomeKind.COMPLETED, 2)
     assert segment.turn_starts.tolist()[0] == 0
     assert trajectory.extra["tool_results"] == ["46 (call 1)"]
+    spans = trajectory.extra["trace"]
+    assert [span[:2] for span in spans] == [["model", ""], ["tool", "calculator"], ["model", ""], ["reward", ""]]
+    assert [span[2] for span in spans] == sorted(span[2] for span in spans)
     wanted = {"num_turns": 2, "tool_calls": 1, "tool_errors": 0, "calls": 2, "token_mismatches": 0, "calls_resumed": 0}
     assert wanted.items() <= trajectory.metrics.items()
     assert trajectory.metrics["response_tokens"] == len(segment.response_ids)
@@ -67,14 +70,6 @@ async def test_episode_out_of_turns_is_truncated(run, calculator, calling_policy
     assert calculator.executed == ["12+34"]
     assert trajectory.reward == 1.0
     assert trajectory.segments[0].response_mask[-1] == 1
-
-
-async def test_length_truncates(run, calculator, calling_policy):
-    config = AgentConfig(max_new_tokens=5, max_response_tokens=1000)
-    outcome, trajectory, _ = await run(FakeClient(calling_policy()), calculator, config=config)
-    assert outcome == Outcome(OutcomeKind.TRUNCATED, "length")
-    assert len(trajectory.segments[0].response_ids) == 5
-    assert trajectory.reward == 0.0
 
 
 @pytest.mark.parametrize(("tokens", "ending"), [(5, COMPLETED), (3, Outcome(OutcomeKind.TRUNCATED, "length"))])
@@ -131,27 +126,6 @@ async def test_episode_loop_bug_is_infra_after_teardown(run):
     assert (outcome.kind, outcome.component) == (OutcomeKind.INFRA_ERROR, "loop")
     assert "a bug of the user's" in outcome.reason
     assert trajectory is None
-
-
-async def test_cancellation_tears_down_and_releases(run, calculator):
-    torn = []
-
-    class Careful(AgentLoopBase):
-        async def run(self, task):
-            segment = self.chat.start(task.messages, tools=self.tools.schemas)
-            await self.tools.call_all(self.chat.tool_calls(await self.llm.generate(segment)))
-
-        async def teardown(self):
-            torn.append(True)
-
-    calculator.delay_s = 30
-    task = asyncio.create_task(run(tool=calculator, loop=Careful, tool_timeout_s=60))
-    await calculator.entered.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert torn == [True]
-    assert calculator.open == 0
 
 
 async def test_a_loop_that_swallows_our_failure_is_not_rewarded(run):
@@ -297,22 +271,7 @@ async def test_the_rows_sampling_overrides_the_runs(run, queue_of, tasks_of, par
     assert "temprature" in outcome.reason
 
 
-async def test_the_reward_function_sees_text_without_special_tokens(run):
-    seen = {}
-
-    async def judge(data_source, solution_str, ground_truth, extra_info):
-        seen.update(extra_info, solution=solution_str, source=data_source)
-        return {"score": 0.5, "format": 1, "note": "fine"}
-
-    _, trajectory, _ = await run(reward=RewardFunction(judge))
-    assert "<|im_" not in seen["solution"]
-    assert seen["source"] == "sums"
-    assert trajectory.reward == 0.5
-    assert trajectory.metrics["reward/format"] == 1.0
-    assert "reward/note" not in trajectory.metrics
-
-
-async def test_reward_sees_every_segment(run, chat_for):
+async def test_reward_sees_the_text_of_every_segment(run, chat_for):
     class Two(AgentLoopBase):
         async def run(self, task):
             plan, answer = self.chat.start(task.messages), self.chat.start([{"role": "user", "content": "Go."}])
@@ -323,12 +282,15 @@ async def test_reward_sees_every_segment(run, chat_for):
     seen = {}
 
     def judge(data_source, solution_str, ground_truth, extra_info):
-        seen.update(extra_info, solution=solution_str)
-        return 0.5
+        seen.update(extra_info, solution=solution_str, source=data_source)
+        return {"score": 0.5, "format": 1, "note": "fine"}
 
     said = iter(["I add 12 and 34.<|im_end|>", "It is 46.<|im_end|>"])
-    await run(FakeClient(lambda context: chat_for().encode(next(said))), loop=Two, reward=RewardFunction(judge))
+    client = FakeClient(lambda context: chat_for().encode(next(said)))
+    _, trajectory, _ = await run(client, loop=Two, reward=RewardFunction(judge))
     assert (seen["segments"], seen["solution"]) == (["I add 12 and 34.", "It is 46."], "It is 46.")
+    assert (seen["source"], trajectory.reward, trajectory.metrics["reward/format"]) == ("sums", 0.5, 1.0)
+    assert "reward/note" not in trajectory.metrics
 
 
 async def test_episode_failed_reward_stores_nothing(run):

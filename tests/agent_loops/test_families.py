@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.agent_loops.families import FAMILIES, FILES_FROM, GIVEN, THINKS_FIRST, Family, given_files, tokenizer_of
+from tests.agent_loops.families import FAMILIES, THINKS_FIRST, Family, tokenizer_of
 from tests.agent_loops.talking import PARAMETERS, TOOLS, USER, reply_of, say, split_anyhow
 
 from penstock.agent_loops import AgentConfig, Budget, ChatTokens, TemplateError
@@ -94,7 +94,6 @@ def test_families_turn_costs_its_delta_only(name, monkeypatch):
         say(segment, [*encode("The answer is 46."), chat.turn_end_id])
         encoded.clear()
         rendered.clear()
-        chat.rendering._deltas.clear()  # a delta that is known costs nothing
         delta = chat.render([USER])
         assert segment.observe(delta)
         costs.append((sum(len(encode(text)) for text in encoded), sum(map(len, rendered))))
@@ -181,7 +180,8 @@ def test_calls_of_another_format_are_refused(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_are_verified_with_findings(name):
-    proof = verify_template(FAMILIES[name].chat(), TOOLS if FAMILIES[name].takes_tools else ())
+    search = {"type": "function", "function": {"name": "search", "description": "", "parameters": PARAMETERS}}
+    proof = verify_template(FAMILIES[name].chat(), [*TOOLS, search] if FAMILIES[name].takes_tools else ())
     told = {
         "llama3": ("refused", "This model only supports single tool-calls at once!"),
         "gemma": ("refused", "System role not supported"),
@@ -218,17 +218,6 @@ def test_families_unsupported_role_begins_a_segment(tools, case):
     assert chat.decode(after.context()) == chat.template.render(history, tools, prompt=True)
 
 
-@pytest.mark.parametrize("name", WITH_TOOLS)
-def test_several_tools_are_proven_too(name):
-    tools = [*TOOLS, {"type": "function", "function": {"name": "search", "description": "", "parameters": PARAMETERS}}]
-    assert verify_template(FAMILIES[name].chat(), tools).conversations >= 40
-
-
-def test_gemma_takes_no_tools_and_says_so():
-    with pytest.raises(TemplateError, match=r"ignores tools \(not shown: calculator\)"):
-        verify_template(FAMILIES["gemma"].chat(), TOOLS)
-
-
 def test_families_results_carry_name_or_id():
     gpt_oss = FAMILIES["gpt_oss"].chat()
     text = (
@@ -241,19 +230,6 @@ def test_families_results_carry_name_or_id():
     mistral = FAMILIES["mistral"].chat()
     call = ToolCall("calculator", {}, "aB3dE6gH9")
     assert '"call_id": "aB3dE6gH9"' in mistral.decode(mistral.render_tools([ToolResult("3")], [call]))
-
-
-@pytest.mark.parametrize("name", WITH_TOOLS)
-def test_families_fit_openai_calls(name):
-    function = {"name": "calculator", "arguments": {"expression": "12+34"}}
-    asked = {"role": "assistant", "content": "", "tool_calls": [{"id": "call_of_a_client_1", "function": function}]}
-    asked["tool_calls"][0]["type"] = "function"
-    result = {"role": "tool", "content": "46", "tool_call_id": "call_of_a_client_1"}
-    chat = FAMILIES[name].chat()
-    text = chat.decode(chat.prompt_ids([USER, asked, result], TOOLS))
-    assert "12+34" in text
-    assert "46" in text
-    assert '\\"expression' not in text
 
 
 def test_families_ambiguous_results_are_refused():
@@ -322,27 +298,6 @@ def test_families_end_of_text_keeps_opening(tmp_path):
     assert after(chat, "Yes<eos>", chat.render([USER])) == "Yes<eos><|user|>What is 12+34?<|assistant|>"
 
 
-def verdict(family: Family, tools: Any) -> str:
-    """Anything but a proof and a refusal in words is an error."""
-    try:
-        return f"proven on {verify_template(family.chat(), tools).conversations} conversations"
-    except TemplateError as refusal:
-        return str(refusal)
-
-
-@pytest.mark.parametrize("file", [next(iter(FAMILIES.values())).file, *GIVEN], ids=lambda file: file.name)
-def test_given_templates_are_proven_or_refused_in_words(file):
-    for tools in ((), TOOLS):
-        told = verdict(Family(file.stem, file), tools)
-        print(f"{file}, {len(tools)} tools: {told}")
-        assert told
-
-
-def test_template_files_are_taken_from_the_environment(monkeypatch, tmp_path):
-    monkeypatch.setenv(FILES_FROM, f"{tmp_path / 'a.jinja'}:{tmp_path / 'b.jinja'}")
-    assert given_files() == [Path(tmp_path / "a.jinja"), Path(tmp_path / "b.jinja")]
-
-
 def chat_with_stops(name: str, *words: str) -> tuple[ChatTokens, list[int]]:
     """As for a model whose ``generation_config.json`` names these words."""
     tokenizer = tokenizer_of(FAMILIES[name].file, FAMILIES[name].eos)
@@ -370,16 +325,6 @@ def test_families_glm_stops_are_unique():
     assert sorted(chat.stop_token_ids) == sorted(ids)
 
 
-@pytest.mark.parametrize("name", WITH_TOOLS)
-def test_the_parser_in_the_box_reads_what_the_template_writes(name):
-    chat = FAMILIES[name].chat()
-    chat.start([USER], TOOLS)
-    wanted = ToolCall("calculator", {"expression": "1 < 2 ü"}, "call00000")
-    text = chat.template.reply_with_call(TOOLS, wanted)
-    (call,) = chat.tool_calls(reply_of([], text))
-    assert (call.name, call.arguments, call.error) == (wanted.name, wanted.arguments, None)
-
-
 def client_turn(call_id: str, arguments: Any) -> list[dict[str, Any]]:
     function = {"name": "calculator", "arguments": arguments}
     called = {"id": call_id, "type": "function", "function": function}
@@ -392,8 +337,10 @@ def test_families_write_letters_of_arguments_as_they_are(name):
     """Not as escapes: a model would read another text than it is asked to write."""
     chat, arguments = FAMILIES[name].chat(), {"expression": "1 + ünï 数"}
     said = chat.template.render([USER, chat.template.call_message([ToolCall("calculator", arguments)])], prompt=False)
-    prompt = chat.decode(chat.prompt_ids(client_turn("call_1", arguments), TOOLS))
+    prompt = chat.decode(chat.prompt_ids(client_turn("call_of_a_client_1", arguments), TOOLS))
     assert [arguments["expression"] in text for text in (said, prompt)] == [True, True]
+    assert "46" in prompt
+    assert '\\"expression' not in prompt
 
 
 def test_families_take_arguments_that_are_text_already():

@@ -105,18 +105,6 @@ async def test_another_context_than_the_journals_restarts_the_episode(make):
     assert isinstance(again.failure, EpisodeRestart)
 
 
-async def test_after_a_restart_the_old_path_is_never_followed_again(make):
-    llm, queue = make(FakeClient(echo))
-    await llm.generate(SegmentBuilder([10, 11], Budget(4, 20)))
-    again, _ = make(FakeClient(echo), queue)
-    await again._journal.restart("test")
-    await again.generate(SegmentBuilder([10, 12], Budget(4, 20)))
-    third_client = FakeClient(echo)
-    third, _ = make(third_client, queue)
-    await third.generate(SegmentBuilder([10, 12], Budget(4, 20)))
-    assert third_client.requests == []
-
-
 @pytest.mark.parametrize(
     ("error", "failure"),
     [

@@ -135,14 +135,3 @@ async def test_mcp_episode_of_a_dead_worker_starts_afresh(
         await texts(again, READ)
     await again.release()
     await first.release()
-
-
-async def test_mcp_shared_server_keeps_the_notes_of_all_episodes(episode: Episode) -> None:
-    shared = make()
-    one, other = episode(shared), episode(shared)
-    await texts(one, note("one"))
-    await texts(other, note("other"))
-    assert await texts(other, READ) == ["one other"]
-    await one.release()
-    await other.release()
-    await close_tools(shared.values())

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from tests.agent_loops.families import TEMPLATES
 from tests.agent_loops.talking import USER, answer, say
 from tests.agent_loops.template_table import TOOLS, auto_chat, judge, main, templates_in
@@ -143,17 +142,6 @@ def test_public_template_writes_what_its_parser_reads(name: str, arguments: dict
     assert (call.name, repr(call.arguments), call.error) == ("write_file", repr(fitted), None)
 
 
-@pytest.mark.parametrize("name", WRITERS)
-@settings(max_examples=20)
-@given(data=st.data())
-def test_a_cut_call_of_a_public_template_is_not_run(name: str, data: st.DataObject) -> None:
-    chat = chat_of(name)
-    text = chat.template.reply_with_call(CALLED, ToolCall("write_file", {"text": "a word"}))
-    whole = chat.parser.parse(text, CALLED).calls
-    cut = chat.parser.parse(text[: data.draw(st.integers(0, len(text)))], CALLED).calls
-    assert [call for call in cut if call.error is None] in ([], [*whole])
-
-
 def test_the_parser_that_a_prompt_asks_for_comes_before_one_that_reads_old_calls():
     chat = ChatTokens(chat_of("phi4_mini").tokenizer, get_parser("llama3_json"))
     with pytest.raises(TemplateError, match=r"llama3_json does not read .*set agent\.parser=phi4_mini"):
@@ -182,20 +170,6 @@ def test_the_table_says_why_a_template_is_refused(tmp_path: Path):
 def cohere_call(*numbers: int) -> str:
     written = [f'{{"tool_call_id": "{one}", "tool_name": "calculator", "parameters": {{}}}}' for one in numbers]
     return f"<|START_THINKING|>Plan.<|END_THINKING|><|START_ACTION|>[\n    {', '.join(written)}\n]<|END_ACTION|>"
-
-
-def test_cohere_results_have_the_numbers_that_the_model_wrote():
-    chat = chat_of("command_r7b").for_episode(Budget(9, 9999))
-    segment = chat.start([USER], TOOLS)
-    for numbers in ([0], [1, 2], [3]):
-        reply = answer(chat, segment, cohere_call(*numbers))
-        delta = chat.render_tools([ToolResult(f"result {one}") for one in numbers], chat.tool_calls(reply))
-        assert segment.observe(delta)
-        text = chat.decode(delta)
-        assert text.startswith("<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|><|START_TOOL_RESULT|>[")
-        assert all(f'"{one}",\n        "results": {{\n            "0": "result {one}"' in text for one in numbers)
-        assert text.count("tool_call_id") == len(numbers)
-        assert text.endswith(f"<|END_OF_TURN_TOKEN|>{OPENING}")
 
 
 def test_cohere_splice_is_what_the_template_writes_of_the_whole():

@@ -38,16 +38,6 @@ def test_output_is_what_happened_in_order(prompt, turns):
     assert segment.context_hash == xxhash.xxh3_64_intdigest(whole)
 
 
-def test_dtypes_are_those_of_the_contract():
-    segment = SegmentBuilder([1], Budget(2, 10))
-    say(segment, [5, 6])
-    output = segment.output()
-    kinds = [output.prompt_ids, output.response_ids, output.response_mask, output.response_logprobs]
-    assert [array.dtype.name for array in kinds] == ["int32", "int32", "uint8", "float32"]
-    assert output.version_spans.tolist() == [[0, 0, 2]]
-    assert output.version_spans.dtype == np.int32
-
-
 @pytest.mark.parametrize(
     ("sampled", "observed", "response"),
     [

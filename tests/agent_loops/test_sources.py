@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from pydantic import ValidationError
 
 from penstock.agent_loops import AgentConfig, Episode, LoadError, verify_sources
 from penstock.agent_loops.config import SourceConfig
@@ -74,15 +71,3 @@ def test_a_tool_that_the_recipe_lacks_is_named(parts_of, calculator) -> None:
         verify_sources(services.chat, config, services.tools)
     with pytest.raises(LoadError, match="the recipe has no tools"):
         verify_sources(services.chat, config, {})
-
-
-def test_every_set_of_tools_is_verified(parts_of, calculator) -> None:
-    services = parts_of(None, None, calculator, config=CONFIG)
-    assert verify_sources(services.chat, CONFIG, services.tools).conversations > 0
-    plain = CONFIG.model_copy(update={"sources": {}})
-    assert services_of(replace(services, config=plain), "sums").config is plain
-
-
-def test_unknown_keys_of_a_source_are_refused() -> None:
-    with pytest.raises(ValidationError, match="temperature"):
-        SourceConfig(temperature=0.5)

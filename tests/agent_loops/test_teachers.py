@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI, HTTPException, Request
 from tests.tools.conftest import serve  # noqa: F401 - the fixture
 
-from penstock.agent_loops import AgentConfig, BadTeacher, Episode, InfraFailure, Teacher, TeacherConfig, Teachers
+from penstock.agent_loops import BadTeacher, Episode, InfraFailure, Teacher, TeacherConfig, Teachers
 from penstock.common import Backoff
 from penstock.testing import FakeClient
 from penstock.transfer_queue import OutcomeKind
@@ -197,13 +197,6 @@ async def test_texts_in_place_of_ids_are_no_likeliest_ids(teacher_of) -> None:
         await teacher.judge([1, 2, 3], [2])
 
 
-def test_names_go_before_patterns() -> None:
-    configs = {pattern: TeacherConfig(url=f"http://{n}") for n, pattern in enumerate(["ma*", "*", "maths"])}
-    teachers = Teachers(configs)
-    order = list(teachers._teachers.values())
-    assert [order.index(teachers.of(name)) for name in ("maths", "mazes", "code")] == [2, 0, 1]
-
-
 async def test_a_busy_teacher_is_asked_again(run, serve: Callable[[Any], Any]) -> None:
     server = FakeServer()
     server.failures = [503, 429, 500]
@@ -230,33 +223,6 @@ async def test_a_failed_teacher_is_infrastructure(
     outcome, trajectory = await run(await serve(server.app), retries=2)
     assert (outcome.kind, outcome.component, trajectory) == (OutcomeKind.INFRA_ERROR, "teacher", None)
     assert named in outcome.reason
-
-
-async def test_a_worker_that_dies_while_the_teacher_answers_leaves_nothing(
-    serve: Callable[[Any], Any], queue_of, tasks_of, parts_of, calling_policy, calculator
-) -> None:
-    """The next one samples nothing and runs no tool again, and records what a worker that lived would have."""
-    server, (task,) = FakeServer(), tasks_of()
-    queue, client = queue_of([task]), FakeClient(calling_policy())
-    teachers = Teachers({"*": TeacherConfig(url=await serve(server.app))})
-    parts = dataclasses.replace(parts_of(queue, client, calculator), teachers=teachers)
-    server.open.clear()
-    dying = asyncio.create_task(Episode(parts, queue.lease(task)).run())
-    await server.entered.wait()
-    queue.expire_all()  # from here on nothing that the dead worker does counts
-    dying.cancel()
-    await asyncio.gather(dying, return_exceptions=True)
-    assert task.task_id not in queue.done
-    sampled, executed = len(client.requests), list(calculator.executed)
-    server.open.set()
-    outcome = await Episode(parts, queue.lease(task)).run()
-    assert outcome.kind is OutcomeKind.COMPLETED
-    assert (len(client.requests), calculator.executed) == (sampled, executed)
-    (segment,) = queue.done[task.task_id].segments
-    ids = [*segment.prompt_ids.tolist(), *segment.response_ids.tolist()]
-    expected = [judged(ids, n) for n in range(len(segment.prompt_ids), len(ids))]
-    np.testing.assert_allclose(segment.teacher_logprobs, np.where(segment.response_mask, expected, 0), atol=1e-6)
-    await teachers.close()
 
 
 async def test_a_teacher_that_is_away_is_named(run) -> None:
@@ -347,10 +313,3 @@ async def test_a_teacher_says_what_its_likeliest_ids_cost(teacher_of) -> None:
     teacher = await teacher_of(server.app, top_k=20)
     assert "top_k 20: 160 bytes more per sampled token" in await teacher.check([1, 2, 3], 63, 100)
     assert server.top_k == [20, 20]
-
-
-def test_settings_are_frozen_and_known() -> None:
-    config = AgentConfig(teachers={"*": {"url": "http://teacher"}})
-    assert config.teachers["*"].retries == 30
-    with pytest.raises(ValueError, match="extra"):
-        TeacherConfig(url="http://teacher", uri="x")

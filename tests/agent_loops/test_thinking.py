@@ -4,7 +4,7 @@ import pytest
 from tests.agent_loops.families import FAMILIES
 from tests.agent_loops.talking import USER, answer
 
-from penstock.agent_loops import AgentConfig, AgentError, Budget, ChatTokens, TemplateError, continuity
+from penstock.agent_loops import AgentError, Budget, ChatTokens, TemplateError, continuity
 from penstock.agent_loops.chat import verify_template
 
 AGAIN = {"role": "user", "content": "Sure?"}
@@ -13,16 +13,6 @@ THINKING = "<think>\nAdd them.\n</think>\n\n46"
 
 def chat_with(policy: str, name: str = "qwen3") -> ChatTokens:
     return FAMILIES[name].chat(thinking_history=policy).for_episode(Budget(20, 10_000))
-
-
-def test_kept_thinking_stays_in_one_segment_id_for_id():
-    chat = chat_with("keep")
-    segment = chat.start([USER])
-    reply = answer(chat, segment, THINKING)
-    before = segment.context()
-    assert chat.go_on(segment, reply, [AGAIN]) is segment
-    assert segment.context()[: len(before)] == before
-    assert "Add them." in chat.decode(segment.context())
 
 
 def test_strip_segment_begins_with_rendered_history():
@@ -90,13 +80,6 @@ def test_strip_refused_if_replies_cannot_be_rendered():
     with pytest.raises(TemplateError, match="template of channels"):
         verify_template(chat_with("strip", "gpt_oss"))
     assert verify_template(chat_with("strip")).conversations
-
-
-def test_the_policy_is_a_key_of_the_agent_config():
-    assert AgentConfig().thinking_history == "keep"
-    assert AgentConfig(thinking_history="strip").thinking_history == "strip"
-    with pytest.raises(ValueError, match="thinking_history"):
-        AgentConfig(thinking_history="drop")
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,8 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.agent_loops import Episode, span
+from penstock.agent_loops import span
 from penstock.agent_loops.tracing import begin_trace
-from penstock.testing import FakeClient
-
-
-async def test_episode_spans_in_its_trajectory(queue_of, tasks_of, parts_of, calling_policy, calculator):
-    queue = queue_of(tasks_of())
-    await Episode(parts_of(queue, FakeClient(calling_policy()), calculator), queue.lease(tasks_of()[0])).run()
-    trajectory = queue.done["train/00000000"]
-    spans = trajectory.extra["trace"]
-    assert [span[:2] for span in spans] == [["model", ""], ["tool", "calculator"], ["model", ""], ["reward", ""]]
-    assert [span[2] for span in spans] == sorted(span[2] for span in spans)
 
 
 async def test_spans_belong_to_the_episode_of_their_task():

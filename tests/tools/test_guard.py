@@ -75,18 +75,6 @@ async def test_guard_repeats_no_call_past_its_deadline() -> None:
     assert (result.text, result.is_error, service.calls) == ("Error: service did not finish within 0.05 s", True, 1)
 
 
-def test_backoff_grows_and_spreads_and_honours_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    from penstock.tools.guard import BACKOFF
-
-    for failures, low, high in [(1, 0.25, 0.5), (2, 0.5, 1), (3, 1, 2), (9, 15, 30)]:
-        pauses = {BACKOFF.pause_s(failures) for _ in range(50)}
-        assert all(low <= pause <= high for pause in pauses)
-        assert len(pauses) > 1
-    assert BACKOFF.pause_s(1, at_least_s=3) == 3
-    assert BACKOFF.pause_s(1, at_least_s=3600) == 30
-
-
 async def test_guard_limits_concurrency_outside_the_calls_time() -> None:
     service = Service()
     service.open.clear()

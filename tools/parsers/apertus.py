@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.tools.parsers.base import ParsedTurn
 from penstock.tools.parsers.json_call import named_calls, read_json
-from penstock.tools.parsers.turn import Malformed, TurnBuilder, expect, read_marked
-
-OPEN, CLOSE = "<|tools_prefix|>", "<|tools_suffix|>"
-SHAPE = f"calls are written {OPEN}[{{NAME: {{...}}}}, ...]{CLOSE}"
+from penstock.tools.parsers.turn import Malformed, MarkedParser, Tools, TurnBuilder, expect
 
 
-class ApertusParser:
-    opening, closing = OPEN, CLOSE
+class ApertusParser(MarkedParser):
+    opening, closing = "<|tools_prefix|>", "<|tools_suffix|>"
+    shape = f"calls are written {opening}[{{NAME: {{...}}}}, ...]{closing}"
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
-        return read_marked(text, OPEN, SHAPE, _read_calls)
-
-
-def _read_calls(text: str, body: int, turn: TurnBuilder) -> int:
-    values, end = read_json(text, body)
-    calls = named_calls([_named(value) for value in values] if isinstance(values, list) else values)
-    end = expect(text, end, CLOSE)
-    for name, arguments in calls:
-        turn.call(name, arguments)
-    return end
+    def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:
+        values, end = read_json(text, body)
+        calls = named_calls([_named(value) for value in values] if isinstance(values, list) else values)
+        end = expect(text, end, self.closing)
+        turn.add_named(calls)
+        return end
 
 
 def _named(value: Any) -> dict[str, Any]:

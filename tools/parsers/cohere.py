@@ -12,32 +12,29 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.tools.parsers.base import ParsedTurn
 from penstock.tools.parsers.json_call import named_calls, read_json
-from penstock.tools.parsers.turn import Malformed, TurnBuilder, expect, read_marked
+from penstock.tools.parsers.turn import Malformed, MarkedParser, Tools, TurnBuilder, expect
 
-OPEN, CLOSE = "<|START_ACTION|>", "<|END_ACTION|>"
-SHAPE = f'calls are written {OPEN}[{{"tool_call_id": "NUMBER", "tool_name": ..., "parameters": {{...}}}}, ...]{CLOSE}'
-KEYS, NUMBER = ("tool_name", "parameters"), "tool_call_id"
+NUMBER = "tool_call_id"
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,2}")
 """A conversation has fewer calls than a thousand: a result is written behind as many as its number says."""
 
 
-class CohereParser:
-    opening, closing = OPEN, CLOSE
+class CohereParser(MarkedParser):
+    opening, closing = "<|START_ACTION|>", "<|END_ACTION|>"
+    shape = (
+        f'calls are written {opening}[{{"tool_call_id": "NUMBER", "tool_name": ..., "parameters": {{...}}}}, ...]'
+        f"{closing}"
+    )
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
-        return read_marked(text, OPEN, SHAPE, _read_calls)
-
-
-def _read_calls(text: str, body: int, turn: TurnBuilder) -> int:
-    values, end = read_json(text, body)
-    values = [values] if isinstance(values, dict) else values
-    calls = named_calls(values, KEYS, also=(NUMBER,))
-    end = expect(text, end, CLOSE)
-    for (name, arguments), number in zip(calls, _numbers(values), strict=True):
-        turn.call(name, arguments, written_id=number)
-    return end
+    def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:
+        values, end = read_json(text, body)
+        values = [values] if isinstance(values, dict) else values
+        calls = named_calls(values, ("tool_name", "parameters"), also=(NUMBER,))
+        end = expect(text, end, self.closing)
+        for (name, arguments), number in zip(calls, _numbers(values), strict=True):
+            turn.call(name, arguments, written_id=number)
+        return end
 
 
 def _numbers(values: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -8,12 +8,9 @@ V3 and R1: ``<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
 
-from penstock.tools.parsers.base import ParsedTurn
 from penstock.tools.parsers.json_call import read_arguments
-from penstock.tools.parsers.turn import NAME, Malformed, TurnBuilder, expect, read_marked, skip_space
+from penstock.tools.parsers.turn import NAME, Malformed, MarkedParser, Tools, TurnBuilder, expect, skip_space
 
 CALLS, END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -23,20 +20,17 @@ _HEAD = re.compile(rf"\s*({NAME})\s*{re.escape(SEPARATOR)}")
 _NAME_LINE = re.compile(rf"\s*({NAME})[ \t]*\n```json\n")
 
 
-class DeepSeekParser:
+class DeepSeekParser(MarkedParser):
     opening, closing = CALLS, END_CALLS
+    shape = SHAPE
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
-        return read_marked(text, CALLS, SHAPE, _read_calls)
-
-
-def _read_calls(text: str, body: int, turn: TurnBuilder) -> int:
-    position = _read_call(text, expect(text, body, CALL), turn)
-    while not turn.full and text.startswith(CALL, following := skip_space(text, position)):
-        position = _read_call(text, following + len(CALL), turn)
-    if turn.full or not text[skip_space(text, position) :]:
-        return len(text)
-    return expect(text, position, END_CALLS)
+    def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:
+        position = _read_call(text, expect(text, body, CALL), turn)
+        while not turn.full and text.startswith(CALL, following := skip_space(text, position)):
+            position = _read_call(text, following + len(CALL), turn)
+        if turn.full or not text[skip_space(text, position) :]:
+            return len(text)
+        return expect(text, position, END_CALLS)
 
 
 def _read_call(text: str, start: int, turn: TurnBuilder) -> int:

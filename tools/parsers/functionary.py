@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
 
-from penstock.tools.parsers.base import ParsedTurn
 from penstock.tools.parsers.json_call import read_arguments
-from penstock.tools.parsers.turn import NAME, Malformed, TurnBuilder, expect, read_marked
+from penstock.tools.parsers.turn import NAME, Malformed, MarkedParser, Tools, TurnBuilder, expect
 
-OPEN, CLOSE = "<function=", "</function>"
-SHAPE = f"a call is written {OPEN}NAME>{{...}}{CLOSE}"
 _NAME = re.compile(rf"({NAME})>")
 
 
-class FunctionaryParser:
-    opening, closing = OPEN, CLOSE
+class FunctionaryParser(MarkedParser):
+    opening, closing = "<function=", "</function>"
+    shape = f"a call is written {opening}NAME>{{...}}{closing}"
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
-        return read_marked(text, OPEN, SHAPE, _read_call)
-
-
-def _read_call(text: str, body: int, turn: TurnBuilder) -> int:
-    name = _NAME.match(text, body)
-    if name is None:
-        raise Malformed(f"a name and > belong behind {OPEN}")
-    arguments, end = read_arguments(text, name.end(), name[1])
-    end = expect(text, end, CLOSE)
-    turn.call(name[1], arguments)
-    return end
+    def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:
+        name = _NAME.match(text, body)
+        if name is None:
+            raise Malformed(f"a name and > belong behind {self.opening}")
+        arguments, end = read_arguments(text, name.end(), name[1])
+        end = expect(text, end, self.closing)
+        turn.call(name[1], arguments)
+        return end

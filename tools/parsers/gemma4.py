@@ -6,13 +6,11 @@ Texts stand between ``<|"|>`` as they are, keys stand bare (between the same mar
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.tools.parsers.base import ParsedTurn
 from penstock.tools.parsers.json_call import unusable
 from penstock.tools.parsers.literal import read_scalar, read_text, read_value
-from penstock.tools.parsers.turn import Malformed, TurnBuilder, expect, read_marked
+from penstock.tools.parsers.turn import Malformed, MarkedParser, Tools, TurnBuilder, expect
 
 OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 SHAPE = f"a call is written {OPEN}call:NAME{{KEY:VALUE,...}}{CLOSE}, text as {QUOTE}...{QUOTE}"
@@ -20,23 +18,20 @@ _HEAD = re.compile(r"\s*call:\s*([^\s<>{}\[\]\"`:]{1,256})\s*(?=\{)")
 _KEY = re.compile(r"[^\s:,<>{}\[\]][^:,<>{}\[\]\n]*(?=:)")
 
 
-class Gemma4Parser:
+class Gemma4Parser(MarkedParser):
     opening, closing = OPEN, CLOSE
+    shape = SHAPE
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
-        return read_marked(text, OPEN, SHAPE, _read_call)
-
-
-def _read_call(text: str, body: int, turn: TurnBuilder) -> int:
-    head = _HEAD.match(text, body)
-    if head is None:
-        raise Malformed(f"call:NAME{{ belongs behind {OPEN}")
-    arguments, end = read_value(text, head.end(), _read_scalar, _read_key, 0)
-    end = expect(text, end, CLOSE)
-    if problem := unusable([head[1], arguments]):
-        raise Malformed(problem)
-    turn.call(head[1], arguments)
-    return end
+    def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:
+        head = _HEAD.match(text, body)
+        if head is None:
+            raise Malformed(f"call:NAME{{ belongs behind {OPEN}")
+        arguments, end = read_value(text, head.end(), _read_scalar, _read_key, 0)
+        end = expect(text, end, CLOSE)
+        if problem := unusable([head[1], arguments]):
+            raise Malformed(problem)
+        turn.call(head[1], arguments)
+        return end
 
 
 def _read_scalar(text: str, start: int) -> tuple[Any, int]:

@@ -1,88 +1,76 @@
-"""GLM-4.5 and later: ``<tool_call>python\\n<arg_key>code</arg_key>\\n<arg_value>1 + 1</arg_value>\\n</tool_call>``."""
+"""GLM-4.5 and later, and Hunyuan 3: pairs of tags of a key and its value.
+
+glm     <tool_call>python\\n<arg_key>code</arg_key>\\n<arg_value>1 + 1</arg_value>\\n</tool_call>
+hy_v3   the same with a suffix (``<arg_key:opensource>``), a name before its own mark, and a section around all calls:
+        <tool_calls:opensource>\\n<tool_call:opensource>python<tool_sep:opensource>\\n … </tool_call:opensource>\\n …
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-from penstock.tools.parsers.base import ParsedTurn
 from penstock.tools.parsers.plain_text import ArgumentReader
-from penstock.tools.parsers.turn import Malformed, TurnBuilder, expect, read_marked, skip_space
+from penstock.tools.parsers.turn import Malformed, MarkedParser, Tools, TurnBuilder, expect, skip_space
 
 
-@dataclass(frozen=True, slots=True)
 class PairTags:
-    """Names of the tags of a key and of its value."""
+    """The tags of a key and of its value, and those of a call."""
 
-    key_tag: str = "arg_key"
-    value_tag: str = "arg_value"
+    def __init__(self, suffix: str = "") -> None:
+        self.key, self.end_key = f"<arg_key{suffix}>", f"</arg_key{suffix}>"
+        self.value, self.end_value = f"<arg_value{suffix}>", f"</arg_value{suffix}>"
+        self.call, self.end_call = f"<tool_call{suffix}>", f"</tool_call{suffix}>"
+        self.marks = (self.key, self.end_key, self.value, self.end_value, self.call, self.end_call)
+        self.pair_shape = f"{self.key}KEY{self.end_key}\n{self.value}VALUE{self.end_value}\n{self.end_call}"
 
-    @property
-    def key(self) -> str:
-        return f"<{self.key_tag}>"
-
-    @property
-    def end_key(self) -> str:
-        return f"</{self.key_tag}>"
-
-    @property
-    def value(self) -> str:
-        return f"<{self.value_tag}>"
-
-    @property
-    def end_value(self) -> str:
-        return f"</{self.value_tag}>"
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        return (self.key, self.end_key, self.value, self.end_value)
+    def read_call(self, text: str, position: int, reader: ArgumentReader, turn: TurnBuilder) -> int:
+        """Adds the call whose pairs and end stand at `position`; returns where it ends. Raises `Malformed`."""
+        while text.startswith(self.key, position := skip_space(text, position)):
+            key, position = _until(text, position + len(self.key), self.end_key)
+            value, position = _until(text, expect(text, position, self.value), self.end_value)
+            reader.add(key.strip(), value)
+        position = expect(text, position, self.end_call)
+        turn.call(reader.name, reader.done())
+        return position
 
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-TAGS = PairTags()
-MARKS = (OPEN, CLOSE, *TAGS.marks)
-SHAPE = "a call is written <tool_call>NAME\n<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n</tool_call>"
+TAGS, HY_TAGS = PairTags(), PairTags(":opensource")
 
 
-class GlmParser:
-    opening, closing = OPEN, CLOSE
+class GlmParser(MarkedParser):
+    opening, closing = TAGS.call, TAGS.end_call
+    shape = f"a call is written {TAGS.call}NAME\n{TAGS.pair_shape}"
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
-        def read(text: str, body: int, turn: TurnBuilder) -> int:
-            return _read_call(text, body, turn, tools)
-
-        return read_marked(text, OPEN, SHAPE, read)
-
-
-def _read_call(text: str, body: int, turn: TurnBuilder, tools: Sequence[Mapping[str, Any]]) -> int:
-    end = _find(text, CLOSE, body)
-    first = text.find(TAGS.key, body, end)
-    position = end if first < 0 else first
-    name = text[body:position].strip()
-    reader = ArgumentReader(name, tools, MARKS)
-    position = expect(text, read_pairs(text, position, reader, TAGS), CLOSE)
-    turn.call(name, reader.done())
-    return position
+    def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:
+        end = _find(text, self.closing, body)
+        first = text.find(TAGS.key, body, end)
+        position = end if first < 0 else first
+        return TAGS.read_call(text, position, ArgumentReader(text[body:position].strip(), tools, TAGS.marks), turn)
 
 
-def read_pairs(text: str, position: int, reader: ArgumentReader, tags: PairTags) -> int:
-    """Adds the keys and values that stand at `position`; where the last one ends. Raises `Malformed`."""
-    while text.startswith(tags.key, position := skip_space(text, position)):
-        key, position = until(text, position + len(tags.key), tags.end_key)
-        value, position = until(text, expect(text, position, tags.value), tags.end_value)
-        reader.add(key.strip(), value)
-    return position
+class HyV3Parser(MarkedParser):
+    opening, closing = "<tool_calls:opensource>", "</tool_calls:opensource>"
+    name_end = "<tool_sep:opensource>"
+    shape = f"calls are written {opening}\n{HY_TAGS.call}NAME{name_end}\n{HY_TAGS.pair_shape}\n{closing}"
+
+    def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:
+        position = self._read_call(text, body, turn, tools)
+        while not turn.full and not text.startswith(self.closing, skip_space(text, position)):
+            position = self._read_call(text, position, turn, tools)
+        return len(text) if turn.full else expect(text, position, self.closing)
+
+    def _read_call(self, text: str, position: int, turn: TurnBuilder, tools: Tools) -> int:
+        name, position = _until(text, expect(text, position, HY_TAGS.call), self.name_end)
+        reader = ArgumentReader(name.strip(), tools, (self.opening, self.closing, self.name_end, *HY_TAGS.marks))
+        return HY_TAGS.read_call(text, position, reader, turn)
 
 
-def until(text: str, start: int, mark: str) -> tuple[str, int]:
-    """What stands before `mark`, and the place behind it. Raises `Malformed`."""
+def _until(text: str, start: int, mark: str) -> tuple[str, int]:
+    """Returns the text before `mark`, and the position behind it. Raises `Malformed`."""
     end = _find(text, mark, start)
     return text[start:end], end + len(mark)
 
 
 def _find(text: str, mark: str, start: int) -> int:
-    found = text.find(mark, start)
-    if found < 0:
+    end = text.find(mark, start)
+    if end < 0:
         raise Malformed(f"{mark} is missing")
-    return found
+    return end

@@ -55,16 +55,6 @@ def add_call(turn: TurnBuilder, value: Any, arguments_key: str = "arguments", al
     turn.malformed(problem, name if isinstance(name, str) else "")
 
 
-def read_call(text: str, body: int, turn: TurnBuilder) -> int:
-    """Adds the call that the JSON object at `body` is, where a mark before it is all that a syntax has beside it.
-
-    Returns where it ends. Raises `Malformed`.
-    """
-    value, end = read_json(text, body)
-    add_call(turn, value)
-    return end
-
-
 def arguments_key(value: Any, usual: str, other: str) -> str:
     """What a model that was taught `usual` calls the arguments; models tuned on other data keep to `other`."""
     return other if isinstance(value, dict) and other in value and usual not in value else usual
@@ -96,8 +86,6 @@ def named_calls(
 def unusable(value: Any) -> str | None:
     """What is wrong with it. JSON can escape half of a surrogate pair, which no file or tokenizer takes, and write
     numbers without end."""
-    if _is_usual(value):
-        return None
     if _is_deep(value):
         return f"it is nested more than {MAX_DEPTH} levels deep"
     try:
@@ -120,15 +108,6 @@ def _problem_with(value: Any, keys: tuple[str, str], also: Sequence[str]) -> str
     if extra := sorted(set(value) - {*keys, *also}):
         return f"{extra[0]!r} has no meaning here"
     return unusable(value)
-
-
-def _is_usual(value: Any, levels: int = 3) -> bool:
-    """Few levels of ASCII text, short integers and constants: to write it down would find nothing."""
-    if isinstance(value, dict):
-        return levels > 0 and all(_is_usual(one, levels - 1) for pair in value.items() for one in pair)
-    if isinstance(value, str):
-        return value.isascii()
-    return value is None or (isinstance(value, int) and value.bit_length() <= 64)
 
 
 def _is_deep(value: Any) -> bool:

@@ -7,12 +7,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
 
-from penstock.tools.parsers.base import ParsedTurn
 from penstock.tools.parsers.json_call import read_arguments
-from penstock.tools.parsers.turn import Malformed, TurnBuilder, expect, read_marked, skip_space
+from penstock.tools.parsers.turn import Malformed, MarkedParser, Tools, TurnBuilder, expect, skip_space
 
 OPEN, CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL, ARGUMENTS, END_CALL = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
@@ -20,18 +17,15 @@ SHAPE = f"calls are written {OPEN}{CALL}functions.NAME:NUMBER{ARGUMENTS}{{...}}{
 _HEAD = re.compile(rf"\s*((?:functions\.)?([^\s<>{{}}\[\]\"`:]{{1,256}}):\d{{1,9}})\s*{re.escape(ARGUMENTS)}")
 
 
-class KimiK2Parser:
+class KimiK2Parser(MarkedParser):
     opening, closing = OPEN, CLOSE
+    shape = SHAPE
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
-        return read_marked(text, OPEN, SHAPE, _read_calls)
-
-
-def _read_calls(text: str, body: int, turn: TurnBuilder) -> int:
-    position = _read_call(text, expect(text, body, CALL), turn)
-    while not turn.full and text.startswith(CALL, following := skip_space(text, position)):
-        position = _read_call(text, following + len(CALL), turn)
-    return len(text) if turn.full else expect(text, position, CLOSE)
+    def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:
+        position = _read_call(text, expect(text, body, CALL), turn)
+        while not turn.full and text.startswith(CALL, following := skip_space(text, position)):
+            position = _read_call(text, following + len(CALL), turn)
+        return len(text) if turn.full else expect(text, position, CLOSE)
 
 
 def _read_call(text: str, start: int, turn: TurnBuilder) -> int:

@@ -8,12 +8,10 @@ arguments of a call may also be one ``json`` tag.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.tools.parsers.base import ParsedTurn
 from penstock.tools.parsers.json_call import DECODER, unusable
-from penstock.tools.parsers.turn import Malformed, TurnBuilder, expect, read_marked, skip_space, tool_name
+from penstock.tools.parsers.turn import Malformed, MarkedParser, Tools, TurnBuilder, expect, skip_space, tool_name
 
 SEP = "<|sep|>"
 
@@ -38,18 +36,15 @@ _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 MARKS = ("<|open|>", "<|close|>", SEP)
 
 
-class KimiK3Parser:
+class KimiK3Parser(MarkedParser):
     opening, closing = OPEN, CLOSE
+    shape = SHAPE
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
-        return read_marked(text, OPEN, SHAPE, _read_calls)
-
-
-def _read_calls(text: str, body: int, turn: TurnBuilder) -> int:
-    position = _read_call(text, body, turn)
-    while not turn.full and not text.startswith(CLOSE, skip_space(text, position)):
-        position = _read_call(text, position, turn)
-    return len(text) if turn.full else expect(text, position, CLOSE)
+    def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:
+        position = _read_call(text, body, turn)
+        while not turn.full and not text.startswith(CLOSE, skip_space(text, position)):
+            position = _read_call(text, position, turn)
+        return len(text) if turn.full else expect(text, position, CLOSE)
 
 
 def _read_call(text: str, position: int, turn: TurnBuilder) -> int:

@@ -6,12 +6,9 @@ Text that holds ``<``, ``&`` or a line break stands in ``<![CDATA[...]]>``.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
 
-from penstock.tools.parsers.base import ParsedTurn
 from penstock.tools.parsers.plain_text import ArgumentReader
-from penstock.tools.parsers.turn import Malformed, TurnBuilder, expect, read_marked
+from penstock.tools.parsers.turn import Malformed, MarkedParser, Tools, TurnBuilder, expect
 
 OPEN, CLOSE = "<function name=", "</function>"
 PARAM, END_PARAM = "<param name=", "</param>"
@@ -19,30 +16,23 @@ CDATA, END_CDATA = "<![CDATA[", "]]>"
 SHAPE = f'a call is written {OPEN}"NAME">{PARAM}"KEY">VALUE{END_PARAM}{CLOSE}'
 _NAME = re.compile(r'"([^"<>\n]{1,256})">')
 _PARAM = re.compile(rf'\s*{PARAM}"([^"<>\n]{{1,256}})">')
-Tools = Sequence[Mapping[str, Any]]
 
 
-class MiniCpm5Parser:
+class MiniCpm5Parser(MarkedParser):
     opening, closing = OPEN, CLOSE
+    shape = SHAPE
 
-    def parse(self, text: str, tools: Tools = ()) -> ParsedTurn:
-        def read(text: str, body: int, turn: TurnBuilder) -> int:
-            return _read_call(text, body, turn, tools)
-
-        return read_marked(text, OPEN, SHAPE, read)
-
-
-def _read_call(text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:
-    head = _NAME.match(text, body)
-    if head is None:
-        raise Malformed(f'"NAME"> belongs behind {OPEN}')
-    reader = ArgumentReader(head[1], tools, (OPEN, CLOSE, PARAM, END_PARAM))
-    position = head.end()
-    while found := _PARAM.match(text, position):
-        position = _read_param(text, found, reader)
-    position = expect(text, position, CLOSE)
-    turn.call(head[1], reader.done())
-    return position
+    def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:
+        head = _NAME.match(text, body)
+        if head is None:
+            raise Malformed(f'"NAME"> belongs behind {OPEN}')
+        reader = ArgumentReader(head[1], tools, (OPEN, CLOSE, PARAM, END_PARAM))
+        position = head.end()
+        while param := _PARAM.match(text, position):
+            position = _read_param(text, param, reader)
+        position = expect(text, position, CLOSE)
+        turn.call(head[1], reader.done())
+        return position
 
 
 def _read_param(text: str, found: re.Match[str], reader: ArgumentReader) -> int:

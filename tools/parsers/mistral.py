@@ -7,34 +7,28 @@ without an id. Both are read, whichever the model writes.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
 
-from penstock.tools.parsers.base import ParsedTurn
 from penstock.tools.parsers.json_call import add_call, read_arguments, read_json
-from penstock.tools.parsers.turn import NAME, Malformed, TurnBuilder, read_marked, skip_space
+from penstock.tools.parsers.turn import NAME, Malformed, MarkedParser, Tools, TurnBuilder, skip_space
 
 OPEN = "[TOOL_CALLS]"
 SHAPE = 'calls are written [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...] or [TOOL_CALLS]NAME[ARGS]{...}'
 _HEAD = re.compile(rf"\s*({NAME})\s*(?:\[CALL_ID\]\s*\w+\s*)?\[ARGS\]")
 
 
-class MistralParser:
+class MistralParser(MarkedParser):
     opening, closing = OPEN, ""
+    shape = SHAPE
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
-        return read_marked(text, OPEN, SHAPE, _read_calls)
-
-
-def _read_calls(text: str, body: int, turn: TurnBuilder) -> int:
-    if text.startswith("[", start := skip_space(text, body)) and not text.startswith(OPEN, start):
-        return _read_list(text, start, turn)
-    head = _HEAD.match(text, body)
-    if head is None:
-        raise Malformed("neither a list of calls nor NAME[ARGS] follows [TOOL_CALLS]")
-    arguments, end = read_arguments(text, head.end(), head[1])
-    turn.call(head[1], arguments)
-    return end
+    def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:
+        if text.startswith("[", start := skip_space(text, body)) and not text.startswith(OPEN, start):
+            return _read_list(text, start, turn)
+        head = _HEAD.match(text, body)
+        if head is None:
+            raise Malformed("neither a list of calls nor NAME[ARGS] follows [TOOL_CALLS]")
+        arguments, end = read_arguments(text, head.end(), head[1])
+        turn.call(head[1], arguments)
+        return end
 
 
 def _read_list(text: str, start: int, turn: TurnBuilder) -> int:

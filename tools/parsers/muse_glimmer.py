@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.tools.parsers.base import ParsedTurn
-from penstock.tools.parsers.invoke import InvokeParser, InvokeSyntax
+from penstock.tools.parsers.invoke import InvokeParser
 from penstock.tools.parsers.turn import NAME, TurnBuilder
 
-SYNTAX = InvokeSyntax("atem:function_calls", "atem:")
 _HEADER = re.compile(rf"(?:<\|start\|>assistant)?[ ]?to=({NAME})<\|message\|>")
 _END = re.compile(r"<\|(?:eom|eot)\|>|(?=<\|start\|>)")
 
@@ -25,10 +24,10 @@ class MuseGlimmerParser:
     """A call begins with the header of its message, as every other message does."""
 
     def __init__(self) -> None:
-        self._calls = InvokeParser(SYNTAX)
+        self._calls = InvokeParser("atem:function_calls", "atem:")
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
-        turn = TurnBuilder(SYNTAX.shape)
+        turn = TurnBuilder(self._calls.shape)
         position = 0
         while not turn.full and (header := _HEADER.search(text, position)):
             turn.say(text[position : header.start()])

@@ -1,5 +1,7 @@
 """Calls as a list of Python: ``[python(code="1 + 1"), search(query='x', topk=3)]``; Llama 4, Gemma 3, ToolACE.
 
+LFM2 and LFM2.5 write the list between marks: ``<|tool_call_start|>[…]<|tool_call_end|>``.
+
 The list is the whole answer, thoughts before it aside: so the prompts of these models have it, and so vLLM reads it. A
 list with words before or behind it is content, as one that a model quotes. An answer that begins as a list of calls
 does, ``[NAME(KEY=`` or ``[NAME()``, and cannot be read is a malformed call.
@@ -13,7 +15,6 @@ end cannot be distinguished from one.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.tools.parsers.base import ParsedTurn
@@ -25,7 +26,9 @@ from penstock.tools.parsers.turn import (
     THOUGHT,
     UNREAD,
     Malformed,
+    MarkedParser,
     NamedCall,
+    Tools,
     TurnBuilder,
     expect,
     skip_space,
@@ -43,7 +46,6 @@ _END = rf"(?=\s{{0,32}}(?:,\s{{0,32}}{_KEY}\s{{0,32}}=|\)\s{{0,32}}(?:\]|,\s{{0,
 """Of a value: the next argument, the last call's end, or the next call."""
 _UNQUOTED = re.compile(r"[^\n]*?" + _END)
 _ENDS = {quote: re.compile(quote + _END) for quote in ("'", '"')}
-Tools = Sequence[Mapping[str, Any]]
 
 
 class PythonicParser:
@@ -61,8 +63,7 @@ class PythonicParser:
             if found is not None:
                 calls, end = found
                 turn.say(text[:start])
-                for name, arguments in calls:
-                    turn.call(name, arguments)
+                turn.add_named(calls)
                 turn.say(text[end:])
                 return turn.done()
         turn.say(text[: starts[-1]] if problem else text)
@@ -71,13 +72,24 @@ class PythonicParser:
         return turn.done()
 
 
+class Lfm2Parser(MarkedParser):
+    opening, closing = "<|tool_call_start|>", "<|tool_call_end|>"
+    shape = f"calls are written {opening}[NAME(KEY=VALUE, ...), ...]{closing}"
+
+    def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:
+        calls, end = _read_list(text, expect(text, body, "["), tools)
+        end = expect(text, end, self.closing)
+        turn.add_named(calls)
+        return end
+
+
 def _read_answer(text: str, start: int, tools: Tools) -> tuple[list[NamedCall], int] | None:
     """The calls of a list that is all that stands from `start` on; None where it does not begin as one, or other text
     stands behind it. Raises `Malformed`."""
     found = _LIST.match(text, start)
     if found is None:
         return None
-    calls, end = read_list(text, found.end(), tools)
+    calls, end = _read_list(text, found.end(), tools)
     return (calls, end) if _MARKS.match(text, end) else None
 
 
@@ -90,7 +102,7 @@ def _starts(text: str) -> list[int]:
     return list(dict.fromkeys([0, *behind]))
 
 
-def read_list(text: str, position: int, tools: Tools) -> tuple[list[NamedCall], int]:
+def _read_list(text: str, position: int, tools: Tools) -> tuple[list[NamedCall], int]:
     """The calls of a list behind its ``[``, and where it ends. Raises `Malformed`."""
     calls: list[NamedCall] = []
     while not text.startswith("]", position := skip_space(text, position)):

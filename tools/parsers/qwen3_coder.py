@@ -1,69 +1,56 @@
-"""Qwen3-Coder: XML-like tags, each value on its own lines.
+"""Qwen3-Coder and Seed-OSS: XML-like tags; Qwen's values stand on lines of their own.
 
-``<tool_call>\\n<function=python>\\n<parameter=code>\\n1 + 1\\n</parameter>\\n</function>\\n</tool_call>``
+<tool_call>\\n<function=python>\\n<parameter=code>\\n1 + 1\\n</parameter>\\n</function>\\n</tool_call>
+<seed:tool_call>\\n<function=python>\\n<parameter=code>1 + 1</parameter>\\n</function>\\n</seed:tool_call>
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import ClassVar
 
-from penstock.tools.parsers.base import ParsedTurn
 from penstock.tools.parsers.plain_text import ArgumentReader
-from penstock.tools.parsers.turn import Malformed, TurnBuilder, expect, read_marked, skip_space
+from penstock.tools.parsers.turn import Malformed, MarkedParser, Tools, TurnBuilder, expect, skip_space
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
-MARKS = (OPEN, CLOSE, FUNCTION, END_FUNCTION, PARAMETER, END_PARAMETER)
-SHAPE = (
-    "a call is written <tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>"
-)
 _WORD = re.compile(r"([^<>\r\n]+)>")
 
 
-class Qwen3CoderParser:
-    opening, closing = OPEN, CLOSE
+class Qwen3CoderParser(MarkedParser):
+    opening, closing = "<tool_call>", "</tool_call>"
+    around: ClassVar[str] = "\n"
+    """Stands before and after a value, and is not part of it."""
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
-        def read(text: str, body: int, turn: TurnBuilder) -> int:
-            return _read_call(text, body, turn, tools)
+    def __init__(self) -> None:
+        self.shape = (
+            f"a call is written {self.opening}\n<function=NAME>\n<parameter=KEY>{self.around}VALUE{self.around}"
+            f"</parameter>\n</function>\n{self.closing}"
+        )
+        self._marks = (self.opening, self.closing, FUNCTION, END_FUNCTION, PARAMETER, END_PARAMETER)
 
-        return read_marked(text, OPEN, SHAPE, read)
+    def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:
+        name, position = _read_word(text, expect(text, body, FUNCTION))
+        reader = ArgumentReader(name, tools, self._marks)
+        while text.startswith(PARAMETER, position := skip_space(text, position)):
+            key, start = _read_word(text, position + len(PARAMETER))
+            end = text.find(END_PARAMETER, start)
+            if end < 0:
+                raise Malformed(f"{END_PARAMETER} is missing")
+            reader.add(key, text[start:end].removeprefix(self.around).removesuffix(self.around))
+            position = end + len(END_PARAMETER)
+        arguments = reader.done()
+        position = expect(text, expect(text, position, END_FUNCTION), self.closing)
+        turn.call(name, arguments)
+        return position
 
 
-def _read_call(text: str, body: int, turn: TurnBuilder, tools: Sequence[Mapping[str, Any]]) -> int:
-    name, arguments, position = read_function(text, body, tools, MARKS, own_lines=True)
-    position = expect(text, position, CLOSE)
-    turn.call(name, arguments)
-    return position
-
-
-def read_function(
-    text: str, body: int, tools: Sequence[Mapping[str, Any]], marks: Sequence[str], *, own_lines: bool
-) -> tuple[str, dict[str, Any], int]:
-    """Name, arguments and where the function ends.
-
-    `own_lines`: a value stands on lines of its own; the line break before it and the one after it are not part of it.
-
-    Raises `Malformed`.
-    """
-    name, position = _read_word(text, expect(text, body, FUNCTION))
-    reader = ArgumentReader(name, tools, marks)
-    while text.startswith(PARAMETER, position := skip_space(text, position)):
-        key, start = _read_word(text, position + len(PARAMETER))
-        end = text.find(END_PARAMETER, start)
-        if end < 0:
-            raise Malformed(f"{END_PARAMETER} is missing")
-        value = text[start:end]
-        reader.add(key, value.removeprefix("\n").removesuffix("\n") if own_lines else value)
-        position = end + len(END_PARAMETER)
-    return name, reader.done(), expect(text, position, END_FUNCTION)
+class SeedOssParser(Qwen3CoderParser):
+    opening, closing, around = "<seed:tool_call>", "</seed:tool_call>", ""
 
 
 def _read_word(text: str, start: int) -> tuple[str, int]:
-    """What stands before ``>``, and the place behind it."""
+    """Returns the text before ``>``, and the position behind it."""
     match = _WORD.match(text, start)
     if match is None:
         raise Malformed("a name and > belong behind =")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from penstock.tools.parsers.base import ParsedTurn, ToolCall
@@ -47,6 +49,10 @@ class TurnBuilder:
         """A call that another parser read of a part of the turn."""
         self._add(replace(call, call_id=self._next_id()))
 
+    def add_named(self, calls: Sequence[NamedCall]) -> None:
+        for name, arguments in calls:
+            self.call(name, arguments)
+
     def malformed(self, problem: str, name: str = "") -> None:
         """`name`: where it could be read."""
         error = f"malformed tool call: {problem}; {self._shape}"
@@ -67,6 +73,7 @@ class TurnBuilder:
 
 ReadCall = Callable[[str, int, TurnBuilder], int]
 """(text, where the body begins behind the opening mark, turn) → where parsing continues. Raises `Malformed`."""
+Tools = Sequence[Mapping[str, Any]]
 
 
 def read_marked(text: str, opening: str, shape: str, read: ReadCall, resume_behind: str = "") -> ParsedTurn:
@@ -87,6 +94,22 @@ def read_marked(text: str, opening: str, shape: str, read: ReadCall, resume_behi
             position = _behind(text, body, opening, resume_behind) if resume_behind else len(text)
     turn.say("" if turn.full else text[position:])
     return turn.done()
+
+
+class MarkedParser(ABC):
+    """A parser of calls that begin with the mark `opening`."""
+
+    opening: str
+    closing: str = ""
+    shape: str
+    """How calls are written; ends every error."""
+
+    def parse(self, text: str, tools: Tools = ()) -> ParsedTurn:
+        return read_marked(text, self.opening, self.shape, partial(self.read, tools=tools))
+
+    @abstractmethod
+    def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:
+        """Adds the calls at `body`, behind the opening mark; returns where parsing continues. Raises `Malformed`."""
 
 
 NamedCall = tuple[str, Mapping[str, Any]]
@@ -116,8 +139,7 @@ def read_unmarked(text: str, begins: re.Pattern[str], shape: str, read: ReadList
         turn.say(text[position : found.start()])
         if not calls:
             turn.malformed(error)
-        for name, arguments in calls:
-            turn.call(name, arguments)
+        turn.add_named(calls)
         position = end
     turn.say("" if turn.full else text[position:])
     return turn.done()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,6 +27,16 @@ def loop_on(environment: FakeEnvironment) -> type[EnvironmentLoop]:
     return OnFake
 
 
+def acts(on_step: Callable[[str, EnvStep], EnvStep]) -> type[FakeEnvironment]:
+    """An environment whose steps become what `on_step` makes of them."""
+
+    class Acting(FakeEnvironment):
+        async def step(self, action: str) -> EnvStep:
+            return on_step(action, await super().step(action))
+
+    return Acting
+
+
 async def test_a_step_per_answer_with_its_reward_and_state(play: Play, chat_for) -> None:
     environment = FakeEnvironment(steps=3)
     played = await play(loop_on(environment), ["good", "bad", "good"], row={"seed": 7, "env": {"size": 4}})
@@ -42,12 +53,8 @@ async def test_a_step_per_answer_with_its_reward_and_state(play: Play, chat_for)
 
 
 async def test_turns_of_one_state_have_one_key(play: Play) -> None:
-    class Circle(FakeEnvironment):
-        async def step(self, action: str) -> EnvStep:
-            step = await super().step(action)
-            return dataclasses.replace(step, state=str(len(self.actions) % 2))
-
-    one, two = [(await play(loop_on(Circle(5)), ["good"], row={"seed": 0})).done.extra["turn_states"] for _ in range(2)]
+    circle = acts(lambda _, step: dataclasses.replace(step, state=str(int(step.state) % 2)))
+    one, two = [(await play(loop_on(circle(5)), ["good"], row={"seed": 0})).done.extra["turn_states"] for _ in range(2)]
     assert one == two
     assert [one.index(state) for state in one] == [0, 1, 0, 1, 0]
 
@@ -155,11 +162,8 @@ async def test_the_last_turns_action_is_taken_where_turns_run_out(play: Play) ->
 
 
 async def test_an_environments_own_limit_is_a_truncation(play: Play) -> None:
-    class Limited(FakeEnvironment):
-        async def step(self, action: str) -> EnvStep:
-            return dataclasses.replace(await super().step(action), terminated=False, truncated=True)
-
-    played = await play(loop_on(Limited()), ["good"])
+    limited = acts(lambda _, step: dataclasses.replace(step, terminated=False, truncated=True))
+    played = await play(loop_on(limited()), ["good"])
     assert played.outcome == Outcome(TRUNCATED, "turns")
 
 
@@ -180,38 +184,34 @@ async def test_words_of_special_tokens_open_no_turn(play: Play, chat_for, rememb
     assert counts == ([3, 3, 3] if remembered else [3, 6, 9])
 
 
-async def test_a_reward_that_is_no_number_is_a_failure(play: Play) -> None:
-    class Odd(FakeEnvironment):
-        async def step(self, action: str) -> EnvStep:
-            return dataclasses.replace(await super().step(action), reward=float("nan"))
-
-    played = await play(loop_on(Odd()), ["good"])
-    assert (played.outcome.kind, played.outcome.component) == (OutcomeKind.INFRA_ERROR, "environment")
+def breaks(action: str, step: EnvStep) -> EnvStep:
+    if step.state == "2":
+        raise StepFailed("ValueError: no such door")
+    return step
 
 
-class Breaks(FakeEnvironment):
-    async def step(self, action: str) -> EnvStep:
-        if self.actions:
-            raise StepFailed("ValueError: no such door")
-        return await super().step(action)
-
-
-async def test_a_step_that_raises_is_a_failure_of_the_environment(play: Play) -> None:
-    environment = Breaks()
+@pytest.mark.parametrize(
+    ("on_step", "named"),
+    [
+        (lambda _, step: dataclasses.replace(step, reward=float("nan")), "nan"),
+        (breaks, "step 2 raised ValueError: no such door"),
+    ],
+)
+async def test_a_step_that_is_none_is_a_failure_of_the_environment(play: Play, on_step: Any, named: str) -> None:
+    environment = acts(on_step)()
     played = await play(loop_on(environment), ["good"])
     assert (played.outcome.kind, played.outcome.component) == (OutcomeKind.INFRA_ERROR, "environment")
-    assert "step 2 raised ValueError: no such door" in played.outcome.reason
+    assert named in played.outcome.reason
     assert (played.trajectory, environment.closed) == (None, True)
 
 
 async def test_an_action_that_an_environment_refuses_is_answered(play: Play, chat_for) -> None:
-    class Numbered(FakeEnvironment):
-        async def step(self, action: str) -> EnvStep:
-            if action == "9":
-                raise InvalidAction("an action is a number from 0 to 3")
-            return await super().step(action)
+    def numbered(action: str, step: EnvStep) -> EnvStep:
+        if action == "9":
+            raise InvalidAction("an action is a number from 0 to 3")
+        return step
 
-    played = await play(loop_on(Numbered(2)), ["9", "1"])
+    played = await play(loop_on(acts(numbered)(3)), ["9", "1"])
     assert played.done.num_turns == 3
     assert "an action is a number from 0 to 3" in chat_for().decode(played.prompts[1])
 

@@ -123,12 +123,6 @@ async def test_a_killed_worker_loses_no_summary(run_loop, saying, calculator, qu
     assert [whole(one) for one in after.segments[:recorded]] == [whole(one) for one in before.segments[:recorded]]
 
 
-async def test_a_wrong_setting_is_named(run_loop, saying, calculator):
-    outcome, _ = await run_loop(CompactionLoop, saying(plays), calculator, settings={"compact_at": 0})
-    assert outcome.kind is OutcomeKind.INFRA_ERROR
-    assert "agent.settings.compact_at of CompactionLoop" in outcome.reason
-
-
 async def test_results_that_outgrow_the_window_end_the_episode(run_loop, saying, calculator):
     """Every segment is within the window, although the budget of all of them is larger than it."""
 

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.agent_loops.loops.conftest import check_fed
 from tests.agent_loops.talking import answer, say
 from tests.vision_model import png, save_vision_processor, vision_tokenizer
 
@@ -161,20 +162,15 @@ def test_a_model_without_a_processor_says_so(chat_for):
         chat_for().start([asks(url_of(RED))])
 
 
-def test_a_processor_that_cannot_be_made_is_named(folder, tmp_path):
-    vision_tokenizer().save_pretrained(tmp_path)
-    (tmp_path / "preprocessor_config.json").write_text(
-        '{"image_processor_type": "X", "processor_class": "NoProcessor"}'
-    )
-    with pytest.raises(TemplateError, match="'NoProcessor'"):
-        chat_of(str(tmp_path), AgentConfig())
-
-
-def test_a_class_that_is_no_processor_is_named(folder, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("NoProcessor", "'NoProcessor'"), ("Qwen2Config", r"processor of .* cannot be made for images alone")],
+)
+def test_a_processor_that_cannot_be_made_is_named(folder, tmp_path, name, words):
     vision_tokenizer().save_pretrained(tmp_path)
     settings = json.loads((Path(folder) / "preprocessor_config.json").read_text())
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**settings, "processor_class": "Qwen2Config"}))
-    with pytest.raises(TemplateError, match=r"processor of .* cannot be made for images alone"):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**settings, "processor_class": name}))
+    with pytest.raises(TemplateError, match=words):
         chat_of(str(tmp_path), AgentConfig())
 
 
@@ -228,14 +224,8 @@ async def test_an_episode_carries_its_images_by_reference(shared, run_loop, sayi
     _, trajectory = await run_loop(ToolAgentLoop, client, calculator, chat=shared, messages=[asks(url_of(RED))])
     shas = [hashlib.sha256(data).hexdigest() for data in (RED, BLUE)]
     assert [[image.sha256 for image in request.images] for request in client.requests] == [shas[:1], shas]
-    assert trajectory.images == EpisodeImages(((*shas,),), dict(zip(shas, (RED, BLUE), strict=True)))
-    assert (
-        client.requests[1].token_ids
-        == [
-            *trajectory.segments[0].prompt_ids.tolist(),
-            *trajectory.segments[0].response_ids.tolist(),
-        ][: len(client.requests[1].token_ids)]
-    )
+    assert trajectory.images == EpisodeImages([[*shas]], dict(zip(shas, (RED, BLUE), strict=True)))
+    check_fed(client, trajectory)
 
 
 def lease_of(*messages: dict) -> Lease:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 from tests.agent_loops.families import FAMILIES, TEMPLATES
 from tests.agent_loops.loops.conftest import check_fed, whole
-from tests.agent_loops.loops.test_code_act import Interpreter
 from tests.agent_loops.template_table import auto_chat
 
 from penstock.agent_loops.chat import verify_template
 from penstock.agent_loops.loops import ToolAgentLoop
-from penstock.agent_loops.loops.code_act import CodeActLoop
 from penstock.agent_loops.loops.multi_agent import MultiAgentLoop
-from penstock.tools import ToolResult
-from penstock.transfer_queue import Outcome, OutcomeKind
+from penstock.transfer_queue import OutcomeKind
 
 THOUGHT = "<think>\nAdd them.\n</think>\n\n"
 CALLS = (
@@ -73,20 +68,6 @@ async def test_results_that_cannot_be_appended_begin_segments(run_loop, saying, 
     )
 
 
-async def test_what_stripping_costs_is_told(run_loop, saying, calculator):
-    _, _, _, trajectory = await run_deepseek(run_loop, saying, calculator, "strip")
-    prompts = [len(one.prompt_ids) for one in trajectory.segments]
-    told = trajectory.metrics
-    assert (told["segments"], told["merged_turns"], told["mismatch/rewritten"]) == (3, 0.0, 2)
-    assert told["repeated_tokens"] == prompts[1] + prompts[2]
-    shared = [
-        next(at for at, (old, new) in enumerate(zip(whole(before), after.prompt_ids, strict=False)) if old != new)
-        for before, after in pairwise(trajectory.segments)
-    ]
-    assert told["refilled_tokens"] == told["repeated_tokens"] - sum(shared)
-    assert min(shared) >= prompts[0] - 1
-
-
 async def test_kept_it_is_one_segment_and_costs_nothing(run_loop, saying, calculator):
     chat, client, _, trajectory = await run_deepseek(run_loop, saying, calculator, "keep")
     assert len(trajectory.segments) == 1
@@ -94,30 +75,6 @@ async def test_kept_it_is_one_segment_and_costs_nothing(run_loop, saying, calcul
     told = trajectory.metrics
     assert (told["merged_turns"], told["repeated_tokens"], told["refilled_tokens"]) == (1.0, 0.0, 0.0)
     assert chat.decode(whole(trajectory.segments[0])).count("Add them.") == 2
-
-
-async def test_rewards_of_turns_stay_with_their_segments(run_loop, saying, calculator):
-    given = iter((0.5, 0.25))
-
-    async def execute(state, arguments):
-        return ToolResult(f"46 (call {calculator_calls.append(1) or len(calculator_calls)})", reward=next(given))
-
-    calculator_calls: list[int] = []
-    calculator.execute = execute
-    _, _, _, trajectory = await run_deepseek(run_loop, saying, calculator, "strip")
-    assert trajectory.turn_rewards == (0.5, 0.25, 0.0)
-
-
-async def test_strip_results_draw_on_budget(run_loop, saying, calculator):
-    async def execute(state, arguments):
-        return ToolResult("much " * 300)
-
-    calculator.execute = execute
-    _, _, outcome, trajectory = await run_deepseek(
-        run_loop, saying, calculator, "strip", says=lambda text: call(), max_response_tokens=1500, max_turns=50
-    )
-    assert outcome == Outcome(OutcomeKind.TRUNCATED, "length")
-    assert len(trajectory.segments) < 5
 
 
 async def test_a_killed_worker_goes_on_in_the_segment_where_it_was(run_loop, saying, calculator, queue_of, tasks_of):
@@ -131,17 +88,6 @@ async def test_a_killed_worker_goes_on_in_the_segment_where_it_was(run_loop, say
     assert again.extra["replayed_calls"] == 2
 
 
-async def test_strip_code_act_user_observation_begins_segment(run_loop, saying):
-    chat = FAMILIES["qwen3"].chat(thinking_history="strip")
-    client = saying(lambda text: "It is 46." if "ran 1" in text else f"{THOUGHT}```python\n1\n```", chat=chat)
-    _, trajectory = await run_loop(CodeActLoop, client, Interpreter(), chat=chat)
-    first, second = (chat.decode(whole(one)) for one in trajectory.segments)
-    assert "Add them." in first
-    assert "Add them." not in second
-    assert "```python\n1\n```" in second
-    assert trajectory.turn_rewards == (0.5, 0.0)
-
-
 async def test_a_planner_and_its_helpers_hand_back_all_their_segments(run_loop, saying, calculator):
     def plays(text: str) -> str:
         if "Divide the task" in text:
@@ -151,21 +97,6 @@ async def test_a_planner_and_its_helpers_hand_back_all_their_segments(run_loop, 
     *_, trajectory = await run_deepseek(run_loop, saying, calculator, "strip", loop=MultiAgentLoop, says=plays)
     assert [len(one.turn_starts) for one in trajectory.segments] == [1, 1, 1, 1]
     assert (trajectory.metrics["mismatch/rewritten"], trajectory.num_turns) == (2, 4)
-
-
-async def test_strip_deadline_ends_last_sampled_segment(run_loop, saying, calculator):
-    chat = FAMILIES["deepseek"].chat(thinking_history="strip")
-    client = saying(lambda text: call(), chat=chat)
-    generate = client.generate
-
-    async def slow_later(request):
-        client._latency_s = 30 if client.requests else 0
-        return await generate(request)
-
-    client.generate = slow_later
-    outcome, trajectory = await run_loop(ToolAgentLoop, client, calculator, chat=chat, settings={"max_seconds": 1.0})
-    assert outcome == Outcome(OutcomeKind.TRUNCATED, "deadline")
-    assert [len(one.turn_starts) for one in trajectory.segments] == [1]
 
 
 @pytest.mark.parametrize("policy", ["keep", "strip"])

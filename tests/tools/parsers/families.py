@@ -4,306 +4,55 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from string import Template
 from typing import Any
 
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-HERMES = """\
-{{- content }}
-{%- for call in calls %}
-    {{- '\\n<tool_call>\\n{"name": ' + call.name | tojson }}
-    {{- ', "arguments": ' + call.arguments | tojson + '}\\n</tool_call>' }}
-{%- endfor %}"""
-QWEN3_CODER = """\
-{{- content }}
-{%- for call in calls %}
-    {{- '\\n<tool_call>\\n<function=' + call.name + '>\\n' }}
-    {%- for key, value in call.arguments | items %}
-        {{- '<parameter=' + key + '>\\n' }}
-        {{- value | tojson if value is mapping or (value is sequence and value is not string) else value | string }}
-        {{- '\\n</parameter>\\n' }}
-    {%- endfor %}
-    {{- '</function>\\n</tool_call>' }}
-{%- endfor %}"""
-LLAMA3 = """\
-{{- content + '\\n' if content else '' }}
-{%- for call in calls %}
-    {{- '; ' if not loop.first else '' }}
-    {{- '{"name": ' + call.name | tojson + ', "parameters": ' + call.arguments | tojson + '}' }}
-{%- endfor %}"""
-MISTRAL = """\
-{{- content + '[TOOL_CALLS][' }}
-{%- for call in calls %}
-    {{- ', ' if not loop.first else '' }}
-    {{- '{"name": ' + call.name | tojson + ', "arguments": ' + call.arguments | tojson + ', "id": "a1b2c3d4e"}' }}
-{%- endfor %}
-{{- ']' }}"""
-MISTRAL_11 = """\
-{{- content }}
-{%- for call in calls %}
-    {{- '[TOOL_CALLS]' + call.name + ('[CALL_ID]a1b2c3d4e' if loop.first else '') }}
-    {{- '[ARGS]' + call.arguments | tojson }}
-{%- endfor %}"""
-DEEPSEEK = """\
-{{- content + '<｜tool▁calls▁begin｜>' }}
-{%- for call in calls %}
-    {{- '\\n' if not loop.first else '' }}
-    {{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + call.name }}
-    {{- '\\n```json\\n' + call.arguments | tojson + '\\n```<｜tool▁call▁end｜>' }}
-{%- endfor %}
-{{- '<｜tool▁calls▁end｜>' }}"""
-DEEPSEEK_31 = """\
-{{- content + '<｜tool▁calls▁begin｜>' }}
-{%- for call in calls %}
-    {{- '<｜tool▁call▁begin｜>' + call.name + '<｜tool▁sep｜>' + call.arguments | tojson + '<｜tool▁call▁end｜>' }}
-{%- endfor %}
-{{- '<｜tool▁calls▁end｜>' }}"""
-GLM = """\
-{{- content }}
-{%- for call in calls %}
-    {{- '\\n<tool_call>' + call.name }}
-    {%- for key, value in call.arguments | items %}
-        {{- '\\n<arg_key>' + key + '</arg_key>\\n<arg_value>' }}
-        {{- value if value is string else value | tojson }}
-        {{- '</arg_value>' }}
-    {%- endfor %}
-    {{- '\\n</tool_call>' }}
-{%- endfor %}"""
-GLM_47 = GLM.replace("'\\n<", "'<").replace("\\n<arg_value>", "<arg_value>")
-HARMONY = """\
-{{- '<|channel|>analysis<|message|>' + content + '<|end|>' }}
-{%- for call in calls %}
-    {{- '<|start|>assistant<|channel|>commentary to=functions.' + call.name }}
-    {{- ' <|constrain|>json<|message|>' + call.arguments | tojson + '<|call|>' }}
-{%- endfor %}"""
-HARMONY_HISTORY = """\
-{{- '<|channel|>analysis<|message|>' + content + '<|end|>' }}
-{%- for call in calls %}
-    {{- '<|start|>assistant to=functions.' + call.name }}
-    {{- '<|channel|>commentary json<|message|>' + call.arguments | tojson + '<|call|>' }}
-{%- endfor %}"""
-PYTHONIC = """\
-{{- '<think>' + content + '</think>\\n[' }}
-{%- for call in calls %}
-    {{- call.name + '(' }}
-    {%- for key, value in call.arguments | items %}
-        {{- key + '=' + value | tojson }}
-        {{- ', ' if not loop.last else '' }}
-    {%- endfor %}
-    {{- ')' }}
-    {{- ', ' if not loop.last else '' }}
-{%- endfor %}
-{{- ']' }}"""
-QUOTED = PYTHONIC.replace("value | tojson", "'\"%s\"' | format(value)")
-UNQUOTED = PYTHONIC.replace("value | tojson", "'%s' | format(value)")
-LFM2 = """\
-{%- macro written(value) %}
-    {%- if value is string %}
-        {{- "'" + value + "'" }}
-    {%- else %}
-        {{- value | tojson if value is mapping else value | string }}
-    {%- endif %}
-{%- endmacro %}
-{{- content + '<|tool_call_start|>[' }}
-{%- for call in calls %}
-    {{- call.name + '(' }}
-    {%- for key, value in call.arguments | items %}
-        {{- key + '=' + written(value) }}
-        {{- ', ' if not loop.last else '' }}
-    {%- endfor %}
-    {{- ')' }}
-    {{- ', ' if not loop.last else '' }}
-{%- endfor %}
-{{- ']<|tool_call_end|>' }}"""
-GEMMA4 = """\
-{%- macro written(value) %}
-    {%- if value is string %}
-        {{- '<|"|>' + value + '<|"|>' }}
-    {%- elif value is boolean %}
-        {{- 'true' if value else 'false' }}
-    {%- elif value is mapping %}
-        {{- '{' }}
-        {%- for key, inner in value | dictsort %}
-            {{- (',' if not loop.first else '') + key + ':' + written(inner) }}
-        {%- endfor %}
-        {{- '}' }}
-    {%- elif value is none %}
-        {{- 'null' }}
-    {%- elif value is sequence %}
-        {{- '[' }}
-        {%- for inner in value %}
-            {{- (',' if not loop.first else '') + written(inner) }}
-        {%- endfor %}
-        {{- ']' }}
-    {%- else %}
-        {{- value }}
-    {%- endif %}
-{%- endmacro %}
-{{- content }}
-{%- for call in calls %}
-    {{- '<|tool_call>call:' + call.name + written(call.arguments) + '<tool_call|>' }}
-{%- endfor %}"""
-MINIMAX_M2 = """\
-{{- content + '\\n<minimax:tool_call>\\n' }}
-{%- for call in calls %}
-    {{- '<invoke name="' + call.name + '">\\n' }}
-    {%- for key, value in call.arguments | items %}
-        {{- '<parameter name="' + key + '">' + (value if value is string else value | tojson) + '</parameter>\\n' }}
-    {%- endfor %}
-    {{- '</invoke>\\n' }}
-{%- endfor %}
-{{- '</minimax:tool_call>' }}"""
-DEEPSEEK_32 = """\
-{{- content + '\\n\\n<｜DSML｜function_calls>\\n' }}
-{%- for call in calls %}
-    {{- '<｜DSML｜invoke name="' + call.name + '">\\n' }}
-    {%- for key, value in call.arguments | items %}
-        {{- '<｜DSML｜parameter name="' + key + '" string="' + ('true' if value is string else 'false') + '">' }}
-        {{- (value if value is string else value | tojson) + '</｜DSML｜parameter>\\n' }}
-    {%- endfor %}
-    {{- '</｜DSML｜invoke>\\n' }}
-{%- endfor %}
-{{- '</｜DSML｜function_calls>' }}"""
-KIMI_K2 = """\
-{{- content + '<|tool_calls_section_begin|>' }}
-{%- for call in calls %}
-    {{- '<|tool_call_begin|>functions.' + call.name + ':' + loop.index0 | string }}
-    {{- '<|tool_call_argument_begin|>' + call.arguments | tojson + '<|tool_call_end|>' }}
-{%- endfor %}
-{{- '<|tool_calls_section_end|>' }}"""
-XLAM = """\
-{{- content + '\\n[' }}
-{%- for call in calls %}
-    {{- '{"name": ' + call.name | tojson + ', "arguments": ' + call.arguments | tojson + '}' }}
-    {{- ', ' if not loop.last else '' }}
-{%- endfor %}
-{{- ']' }}"""
-PHI4_MINI = XLAM.replace("\\n[", "functools[")
-GRANITE = XLAM.replace("\\n[", "<|tool_call|>[")
-INTERNLM2 = """\
-{{- content }}
-{%- for call in calls %}
-    {{- '<|action_start|><|plugin|>\\n{"name": "' + call.name + '", "arguments": ' + call.arguments | tojson }}
-    {{- '}<|action_end|>' }}
-{%- endfor %}"""
-SEED_OSS = """\
-{{- content }}
-{%- for call in calls %}
-    {{- '\\n<seed:tool_call>\\n<function=' + call.name + '>\\n' }}
-    {%- for key, value in call.arguments | items %}
-        {{- '<parameter=' + key + '>' + (value if value is string else value | tojson) + '</parameter>\\n' }}
-    {%- endfor %}
-    {{- '</function>\\n</seed:tool_call>' }}
-{%- endfor %}"""
-COHERE = """\
-{{- content + '<|START_ACTION|>[\\n' }}
-{%- for call in calls %}
-    {{- '    {"tool_call_id": "' + loop.index0 | string + '", "tool_name": ' + call.name | tojson }}
-    {{- ', "parameters": ' + call.arguments | tojson + '}' + (',\\n' if not loop.last else '\\n') }}
-{%- endfor %}
-{{- ']<|END_ACTION|>' }}"""
-COMMAND_R = """\
-{{- content + '\\nAction:\\n```json\\n[\\n' }}
-{%- for call in calls %}
-    {{- '    {\\n        "tool_name": ' + call.name | tojson + ',\\n        "parameters": ' }}
-    {{- call.arguments | tojson + '\\n    }' + (',\\n' if not loop.last else '') }}
-{%- endfor %}
-{{- '\\n]```' }}"""
-GRANITE_20B_FC = """\
-{{- content }}
-{%- for call in calls %}
-    {{- '<function_call> {"name": ' + call.name | tojson + ', "arguments": ' + call.arguments | tojson + '}' }}
-{%- endfor %}"""
-GIGACHAT3 = GRANITE_20B_FC.replace("<function_call> ", "<|function_call|>")
-APERTUS = """\
-{{- content + '<|tools_prefix|>[' }}
-{%- for call in calls %}
-    {{- '{' + call.name | tojson + ': ' + call.arguments | tojson + '}' }}
-    {{- ', ' if not loop.last else '' }}
-{%- endfor %}
-{{- ']<|tools_suffix|>' }}"""
-HUNYUAN = XLAM.replace("\\n[", "<tool_calls>[").replace("']' }}", "']</tool_calls>' }}")
-MINIMAX_M1 = """\
-{{- content + '\\n<tool_calls>\\n' }}
-{%- for call in calls %}
-    {{- '{"name": ' + call.name | tojson + ', "arguments": ' + call.arguments | tojson + '}\\n' }}
-{%- endfor %}
-{{- '</tool_calls>' }}"""
-GLM_PAIRS = """\
-    {%- for key, value in call.arguments | items %}
-        {{- '<arg_key:opensource>' + key + '</arg_key:opensource>\\n<arg_value:opensource>' }}
-        {{- (value if value is string else value | tojson) + '</arg_value:opensource>\\n' }}
-    {%- endfor %}"""
-HY_V3 = f"""\
-{{{{- content + '<tool_calls:opensource>\\n' }}}}
-{{%- for call in calls %}}
-    {{{{- '<tool_call:opensource>' + call.name + '<tool_sep:opensource>\\n' }}}}
-{GLM_PAIRS}
-    {{{{- '</tool_call:opensource>\\n' }}}}
-{{%- endfor %}}
-{{{{- '</tool_calls:opensource>' }}}}"""
-MINICPM5 = """\
-{{- content }}
-{%- for call in calls %}
-    {{- '\\n<function name="' + call.name + '">' }}
-    {%- for key, value in call.arguments | items %}
-        {{- '<param name="' + key + '">' }}
-        {%- if value is string and ('<' in value or '&' in value or '\\n' in value) %}
-            {{- '<![CDATA[' + value + ']]>' }}
-        {%- else %}
-            {{- value | string }}
-        {%- endif %}
-        {{- '</param>' }}
-    {%- endfor %}
-    {{- '</function>' }}
-{%- endfor %}"""
-NEMOTRON = XLAM.replace("\\n[", "<TOOLCALL>[").replace("']' }}", "']</TOOLCALL>' }}")
-FUNCTIONARY = """\
-{{- content }}
-{%- for call in calls %}
-    {{- '<function=' + call.name + '>' + call.arguments | tojson + '</function>' }}
-{%- endfor %}"""
-FUNCTIONARY_V3_2 = """\
-{{- 'all\\n' + content }}
-{%- for call in calls %}
-    {{- '>>>' + call.name + '\\n' + call.arguments | tojson }}
-{%- endfor %}"""
-KIMI_K3 = """\
-{{- content + '<|open|>tools<|sep|>' }}
-{%- for call in calls %}
-    {{- '<|open|>call tool="' + call.name + '" index="' + loop.index | string + '"<|sep|>' }}
-    {%- for key, value in call.arguments | items %}
-        {{- '<|open|>argument key="' + key + '" type="' + ('string' if value is string else 'object') + '"<|sep|>' }}
-        {{- (value if value is string else value | tojson) + '<|close|>argument<|sep|>' }}
-    {%- endfor %}
-    {{- '<|close|>call<|sep|>' }}
-{%- endfor %}
-{{- '<|close|>tools<|sep|>' }}"""
-MUSE_GLIMMER = """\
-{{- ' to=user<|message|>' + content + '<|eom|>' }}
-{%- for call in calls %}
-    {{- '<|start|>assistant to=' + call.name + '<|message|><atem:function_calls>\\n' }}
-    {{- '<atem:invoke name="' + call.name + '">\\n' }}
-    {%- for key, value in call.arguments | items %}
-        {{- '<atem:parameter name="' + key + '">' + (value if value is string else value | tojson) }}
-        {{- '</atem:parameter>\\n' }}
-    {%- endfor %}
-    {{- '</atem:invoke>\\n</atem:function_calls>' + ('<|eom|>' if not loop.last else '<|eot|>') }}
-{%- endfor %}"""
-CODE = """\
-{{- content + '\\n' }}
-{%- for call in calls %}
-    {{- '```' + ('python' if call.name == 'python' else 'bash') + '\\n' }}
-    {{- call.arguments.code or call.arguments.command }}
-    {{- '\\n```\\n' }}
-{%- endfor %}"""
+def as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def text_or_json(value: Any) -> str:
+    return value if isinstance(value, str) else as_json(value)
+
+
+def printed(value: Any) -> str:
+    """As Jinja prints a value, but lists and mappings as JSON."""
+    return as_json(value) if isinstance(value, list | dict) else str(value)
+
+
+def python_text(value: Any) -> str:
+    """LFM2: texts in quotes that are not escaped."""
+    return f"'{value}'" if isinstance(value, str) else as_json(value) if isinstance(value, dict) else str(value)
+
+
+def gemma(value: Any) -> str:
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{gemma(value[key])}" for key in sorted(value)) + "}"
+    return f"[{','.join(map(gemma, value))}]" if isinstance(value, list) else as_json(value)
+
+
+def cdata(value: Any) -> str:
+    """MiniCPM5."""
+    has_marks = isinstance(value, str) and any(mark in value for mark in "<&\n")
+    return f"<![CDATA[{value}]]>" if has_marks else str(value)
 
 
 @dataclass(frozen=True)
 class Family:
     parser: str
-    template: str
+    call: str
+    """One call, of $name, $quoted (as JSON), $number, $arguments (as JSON), $written (by `value`) and $pairs."""
+    whole: str = "$content$calls"
+    between: str = ""
+    """Two calls."""
+    pair: str = ""
+    """One argument, of $key, $value, and whether it is text: $is_text, $kind."""
+    between_pairs: str = ""
+    value: Callable[[Any], str] = text_or_json
     marks: tuple[str, ...] = ()
     """That no value may hold: the syntax has no way to write them."""
     wrapped: tuple[str, str] = ("", "")
@@ -338,54 +87,177 @@ def one_line(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+CALL = '{"name": $quoted, "arguments": $arguments}'
+DEEPSEEK = "$content<｜tool▁calls▁begin｜>$calls<｜tool▁calls▁end｜>"
+ANALYSIS = ("<|channel|>analysis<|message|>", "<|end|>")
+PYTHONIC = Family(
+    "pythonic",
+    "$name($pairs)",
+    "<think>$content</think>\n[$calls]",
+    between=", ",
+    pair="$key=$value",
+    between_pairs=", ",
+    value=as_json,
+    wrapped=("<think>", "</think>"),
+)
+QUOTED = replace(PYTHONIC, value=lambda value: f'"{value}"')
+UNQUOTED = replace(PYTHONIC, value=str)
+GLM = Family(
+    "glm",
+    "\n<tool_call>$name$pairs\n</tool_call>",
+    pair="\n<arg_key>$key</arg_key>\n<arg_value>$value</arg_value>",
+    marks=("<tool", "</tool", "<arg", "</arg"),
+)
+DSML = Family(
+    "deepseek_v32",
+    '<｜DSML｜invoke name="$name">\n$pairs</｜DSML｜invoke>\n',
+    "$content\n\n<｜DSML｜function_calls>\n$calls</｜DSML｜function_calls>",
+    pair='<｜DSML｜parameter name="$key" string="$is_text">$value</｜DSML｜parameter>\n',
+    marks=("<｜", "</｜"),
+)
 FAMILIES = {
-    "hermes": Family("hermes", HERMES),
-    "qwen3_coder": Family("qwen3_coder", QWEN3_CODER, ("<tool", "</tool", "<function", "</f", "<param", "</p")),
-    "llama3_json": Family("llama3_json", LLAMA3),
-    "mistral": Family("mistral", MISTRAL),
-    "mistral 11": Family("mistral", MISTRAL_11),
-    "deepseek": Family("deepseek", DEEPSEEK),
-    "deepseek 3.1": Family("deepseek", DEEPSEEK_31),
-    "glm": Family("glm", GLM, ("<tool", "</tool", "<arg", "</arg")),
-    "glm 4.7": Family("glm", GLM_47, ("<tool", "</tool", "<arg", "</arg")),
-    "pythonic": Family("pythonic", PYTHONIC, wrapped=("<think>", "</think>")),
-    "lfm2": Family("lfm2", LFM2, fit=unescaped),
-    "gemma4": Family("gemma4", GEMMA4, ('<|"|>',), fit=sorted_keys),
-    "minimax_m2": Family("minimax_m2", MINIMAX_M2, ("<minimax", "</minimax", "<invoke", "</i", "<param", "</p")),
-    "deepseek_v32": Family("deepseek_v32", DEEPSEEK_32, ("<｜", "</｜")),
-    "deepseek_v4": Family("deepseek_v4", DEEPSEEK_32.replace("function_calls", "tool_calls"), ("<｜", "</｜")),
-    "xlam": Family("xlam", XLAM),
-    "kimi_k2": Family("kimi_k2", KIMI_K2),
-    "phi4_mini": Family("phi4_mini", PHI4_MINI),
-    "granite": Family("granite", GRANITE),
-    "internlm2": Family("internlm2", INTERNLM2),
-    "seed_oss": Family("seed_oss", SEED_OSS, ("<seed", "</seed", "<function", "</f", "<param", "</p")),
-    "cohere": Family("cohere", COHERE),
-    "command_r": Family("command_r", COMMAND_R),
-    "granite_20b_fc": Family("granite_20b_fc", GRANITE_20B_FC),
-    "gigachat3": Family("gigachat3", GIGACHAT3),
-    "apertus": Family("apertus", APERTUS),
-    "hunyuan_a13b": Family("hunyuan_a13b", HUNYUAN),
-    "minimax_m1": Family("hunyuan_a13b", MINIMAX_M1),
-    "hy_v3": Family("hy_v3", HY_V3, ("<tool", "</tool", "<arg", "</arg")),
-    "minicpm5": Family("minicpm5", MINICPM5, ("<function", "</f", "<param", "</p", "]]>")),
-    "nemotron": Family("nemotron", NEMOTRON),
-    "functionary": Family("functionary", FUNCTIONARY),
-    "functionary_v3_2": Family("functionary_v3_2", FUNCTIONARY_V3_2, wrapped=("all\n", "")),
-    "kimi_k3": Family("kimi_k3", KIMI_K3, ("<|",)),
-    "muse_glimmer": Family(
-        "muse_glimmer", MUSE_GLIMMER, ("<|", "<atem", "</atem"), wrapped=("to=user<|message|>", "<|eom|>")
+    "hermes": Family("hermes", f"\n<tool_call>\n{CALL}\n</tool_call>"),
+    "qwen3_coder": Family(
+        "qwen3_coder",
+        "\n<tool_call>\n<function=$name>\n$pairs</function>\n</tool_call>",
+        pair="<parameter=$key>\n$value\n</parameter>\n",
+        value=printed,
+        marks=("<tool", "</tool", "<function", "</f", "<param", "</p"),
     ),
-    "harmony": Family("harmony", HARMONY, wrapped=("<|channel|>analysis<|message|>", "<|end|>")),
-    "harmony history": Family("harmony", HARMONY_HISTORY, wrapped=("<|channel|>analysis<|message|>", "<|end|>")),
+    "llama3_json": Family(
+        "llama3_json", '{"name": $quoted, "parameters": $arguments}', "$content\n$calls", between="; "
+    ),
+    "mistral": Family("mistral", CALL[:-1] + ', "id": "a1b2c3d4e"}', "$content[TOOL_CALLS][$calls]", between=", "),
+    "mistral 11": Family("mistral", "[TOOL_CALLS]$name[CALL_ID]a1b2c3d4e[ARGS]$arguments"),
+    "deepseek": Family(
+        "deepseek",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>$name\n```json\n$arguments\n```<｜tool▁call▁end｜>",
+        DEEPSEEK,
+        between="\n",
+    ),
+    "deepseek 3.1": Family(
+        "deepseek", "<｜tool▁call▁begin｜>$name<｜tool▁sep｜>$arguments<｜tool▁call▁end｜>", DEEPSEEK
+    ),
+    "glm": GLM,
+    "glm 4.7": replace(GLM, call=GLM.call.replace("\n", ""), pair=GLM.pair.replace("\n", "")),
+    "pythonic": PYTHONIC,
+    "lfm2": replace(
+        PYTHONIC,
+        parser="lfm2",
+        whole="$content<|tool_call_start|>[$calls]<|tool_call_end|>",
+        value=python_text,
+        wrapped=("", ""),
+        fit=unescaped,
+    ),
+    "gemma4": Family(
+        "gemma4", "<|tool_call>call:$name$written<tool_call|>", value=gemma, marks=('<|"|>',), fit=sorted_keys
+    ),
+    "minimax_m2": Family(
+        "minimax_m2",
+        '<invoke name="$name">\n$pairs</invoke>\n',
+        "$content\n<minimax:tool_call>\n$calls</minimax:tool_call>",
+        pair='<parameter name="$key">$value</parameter>\n',
+        marks=("<minimax", "</minimax", "<invoke", "</i", "<param", "</p"),
+    ),
+    "deepseek_v32": DSML,
+    "deepseek_v4": replace(DSML, parser="deepseek_v4", whole=DSML.whole.replace("function_calls", "tool_calls")),
+    "xlam": Family("xlam", CALL, "$content\n[$calls]", between=", "),
+    "kimi_k2": Family(
+        "kimi_k2",
+        "<|tool_call_begin|>functions.$name:$number<|tool_call_argument_begin|>$arguments<|tool_call_end|>",
+        "$content<|tool_calls_section_begin|>$calls<|tool_calls_section_end|>",
+    ),
+    "phi4_mini": Family("phi4_mini", CALL, "${content}functools[$calls]", between=", "),
+    "granite": Family("granite", CALL, "$content<|tool_call|>[$calls]", between=", "),
+    "internlm2": Family("internlm2", f"<|action_start|><|plugin|>\n{CALL}<|action_end|>"),
+    "seed_oss": Family(
+        "seed_oss",
+        "\n<seed:tool_call>\n<function=$name>\n$pairs</function>\n</seed:tool_call>",
+        pair="<parameter=$key>$value</parameter>\n",
+        marks=("<seed", "</seed", "<function", "</f", "<param", "</p"),
+    ),
+    "cohere": Family(
+        "cohere",
+        '    {"tool_call_id": "$number", "tool_name": $quoted, "parameters": $arguments}',
+        "$content<|START_ACTION|>[\n$calls\n]<|END_ACTION|>",
+        between=",\n",
+    ),
+    "command_r": Family(
+        "command_r",
+        '    {\n        "tool_name": $quoted,\n        "parameters": $arguments\n    }',
+        "$content\nAction:\n```json\n[\n$calls\n]```",
+        between=",\n",
+    ),
+    "granite_20b_fc": Family("granite_20b_fc", f"<function_call> {CALL}"),
+    "gigachat3": Family("gigachat3", f"<|function_call|>{CALL}"),
+    "apertus": Family(
+        "apertus", "{$quoted: $arguments}", "$content<|tools_prefix|>[$calls]<|tools_suffix|>", between=", "
+    ),
+    "hunyuan_a13b": Family("hunyuan_a13b", CALL, "$content<tool_calls>[$calls]</tool_calls>", between=", "),
+    "minimax_m1": Family("hunyuan_a13b", f"{CALL}\n", "$content\n<tool_calls>\n$calls</tool_calls>"),
+    "hy_v3": Family(
+        "hy_v3",
+        "<tool_call:opensource>$name<tool_sep:opensource>\n$pairs</tool_call:opensource>\n",
+        "$content<tool_calls:opensource>\n$calls</tool_calls:opensource>",
+        pair="<arg_key:opensource>$key</arg_key:opensource>\n<arg_value:opensource>$value</arg_value:opensource>\n",
+        marks=("<tool", "</tool", "<arg", "</arg"),
+    ),
+    "minicpm5": Family(
+        "minicpm5",
+        '\n<function name="$name">$pairs</function>',
+        pair='<param name="$key">$value</param>',
+        value=cdata,
+        marks=("<function", "</f", "<param", "</p", "]]>"),
+    ),
+    "nemotron": Family("nemotron", CALL, "$content<TOOLCALL>[$calls]</TOOLCALL>", between=", "),
+    "functionary": Family("functionary", "<function=$name>$arguments</function>"),
+    "functionary_v3_2": Family(
+        "functionary_v3_2", ">>>$name\n$arguments", "all\n$content$calls", wrapped=("all\n", "")
+    ),
+    "kimi_k3": Family(
+        "kimi_k3",
+        '<|open|>call tool="$name" index="$number"<|sep|>$pairs<|close|>call<|sep|>',
+        "$content<|open|>tools<|sep|>$calls<|close|>tools<|sep|>",
+        pair='<|open|>argument key="$key" type="$kind"<|sep|>$value<|close|>argument<|sep|>',
+        marks=("<|",),
+    ),
+    "muse_glimmer": Family(
+        "muse_glimmer",
+        '<|start|>assistant to=$name<|message|><atem:function_calls>\n<atem:invoke name="$name">\n'
+        "$pairs</atem:invoke>\n</atem:function_calls>",
+        " to=user<|message|>$content<|eom|>$calls<|eot|>",
+        between="<|eom|>",
+        pair='<atem:parameter name="$key">$value</atem:parameter>\n',
+        marks=("<|", "<atem", "</atem"),
+        wrapped=("to=user<|message|>", "<|eom|>"),
+    ),
+    "harmony": Family(
+        "harmony",
+        "<|start|>assistant<|channel|>commentary to=functions.$name <|constrain|>json<|message|>$arguments<|call|>",
+        "$content".join(ANALYSIS) + "$calls",
+        wrapped=ANALYSIS,
+    ),
+    "harmony history": Family(
+        "harmony",
+        "<|start|>assistant to=functions.$name<|channel|>commentary json<|message|>$arguments<|call|>",
+        "$content".join(ANALYSIS) + "$calls",
+        wrapped=ANALYSIS,
+    ),
 }
-CODE_FAMILY = Family("code", CODE)
-
-_JINJA = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-_JINJA.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+CODE_FAMILY = Family("code", "```$language\n$code\n```\n", "$content\n$calls")
 
 
 def render(family: Family, content: str, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """The turn as the family's template writes it."""
-    named = [{"name": name, "arguments": arguments} for name, arguments in calls]
-    return _JINJA.from_string(family.template).render(content=content, calls=named)
+    written = []
+    for number, (name, arguments) in enumerate(calls):
+        pairs = []
+        for key, value in arguments.items():
+            text = isinstance(value, str)
+            words = {"is_text": str(text).lower(), "kind": "string" if text else "object"}
+            pairs.append(Template(family.pair).substitute(words, key=key, value=family.value(value)))
+        words = {"language": "python" if name == "python" else "bash", "quoted": as_json(name)}
+        words |= {"code": arguments.get("code") or arguments.get("command"), "arguments": as_json(arguments)}
+        words |= {"pairs": family.between_pairs.join(pairs), "written": family.value(arguments)}
+        written.append(Template(family.call).substitute(words, name=name, number=number))
+    return Template(family.whole).substitute(content=content, calls=family.between.join(written))

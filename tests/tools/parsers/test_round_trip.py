@@ -113,14 +113,13 @@ def test_parser_guesses_types_without_a_schema(parser: str) -> None:
     assert get_parser(parser).parse(typed_text).calls[0].arguments == {"text": 42, "count": "many"}
 
 
-@pytest.mark.parametrize(("template", "fit"), [(QUOTED, unescaped), (UNQUOTED, one_line)])
+@pytest.mark.parametrize(("family", "fit"), [(QUOTED, unescaped), (UNQUOTED, one_line)])
 @settings(max_examples=30)
 @example(calls=[("write_file", {"nested": {"\\": ["\\"]}})])
 @given(calls=calls)
-def test_pythonic_reads_texts_in_any_quotes(template: str, fit: Any, calls: list[tuple[str, dict[str, Any]]]) -> None:
+def test_pythonic_reads_texts_in_any_quotes(family: Family, fit: Any, calls: list[tuple[str, dict[str, Any]]]) -> None:
     """As Llama 4 and ToolACE write them: around every value, around none. The schema says what is text."""
     calls = [(name, {k: v for k, v in fit(one).items() if v is not None}) for name, one in calls]
-    family = Family("pythonic", template)
     found = parsed(family, render(family, "", calls))[1]
     assert (found, repr(found)) == (calls, repr(calls))
 
