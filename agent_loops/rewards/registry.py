@@ -12,21 +12,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol
 
 import xxhash
 
 from penstock.agent_loops.config import AgentConfig, RewardChoice, entry_of
 from penstock.agent_loops.errors import InfraFailure, LoadError
-from penstock.agent_loops.journal import EpisodeJournal, KeptScore
+from penstock.agent_loops.journal import KeptScore
 from penstock.agent_loops.loader import load_object, nearest
 from penstock.agent_loops.rewards.base import Answer, BaseReward, FunctionReward, Value
 from penstock.agent_loops.token_row import little_endian
 from penstock.common import describe_error
-from penstock.sandbox import Sandbox, SandboxError
+from penstock.sandbox import BoxNeeds, Sandbox, SandboxError, Session
 from penstock.tools import ToolInfraError
 from penstock.transfer_queue import Segment, Task
 
+REWARD_DEADLINE_S = 60.0
 BY_SOURCE = "by_data_source"
 PACKAGE = "penstock.agent_loops.rewards"
 REWARDS = {
@@ -71,6 +72,16 @@ class Score:
     """``reward/NAME`` for each further number it returned."""
 
 
+class ScoreKeeper(Protocol):
+    """An episode's journal."""
+
+    @property
+    def score(self) -> KeptScore | None: ...
+
+    async def keep_score(self, score: KeptScore) -> None:
+        """Raises `QueueError`."""
+
+
 class RewardFunction:
     """Calls a `BaseReward`, or a function in verl's ``compute_score`` shape: sync or async, number or dict."""
 
@@ -78,7 +89,7 @@ class RewardFunction:
         self,
         reward: BaseReward | Callable[..., Any],
         name: str = "compute_score",
-        timeout_s: float = 60.0,
+        timeout_s: float = REWARD_DEADLINE_S,
         settings: str = "",
     ) -> None:
         """`settings` distinguishes rewards of one name. Raises `LoadError` where a function lacks verl's arguments."""
@@ -107,12 +118,7 @@ class RewardFunction:
         return _to_score(value, self._name)
 
     async def score_once(
-        self,
-        task: Task,
-        solution: str,
-        further: Mapping[str, Any],
-        segments: Sequence[Segment],
-        journal: EpisodeJournal,
+        self, task: Task, solution: str, further: Mapping[str, Any], segments: Sequence[Segment], keeper: ScoreKeeper
     ) -> Score:
         """Scores once: a score that a dead owner of the episode recorded for the same ids and row is returned.
 
@@ -121,11 +127,11 @@ class RewardFunction:
         if not self._reward.is_journaled(task.data_source):
             return await self.score(task, solution, further)
         digest = self._digest(task, further, segments)
-        kept = journal.score
+        kept = keeper.score
         if kept is None or kept.of != digest:
             score = await self.score(task, solution, further)
             kept = KeptScore(digest, score.reward, score.metrics)
-            await journal.keep_score(kept)
+            await keeper.keep_score(kept)
         return Score(kept.reward, kept.metrics)
 
     def _digest(self, task: Task, further: Mapping[str, Any], segments: Sequence[Segment]) -> str:
@@ -165,11 +171,23 @@ def check_reward(config: AgentConfig, data_sources: Iterable[str]) -> None:
 
     Works without a sandbox: whether one can be created is a separate check.
     """
-    unused = cast(Sandbox, object())
     if config.reward != BY_SOURCE:
-        load_reward(config, Path(), unused)
+        load_reward(config, Path(), _NoSandbox())
         return
-    BySource(config.rewards.sources, Path(), unused).check(data_sources)
+    BySource(config.rewards.sources, Path(), _NoSandbox()).check(data_sources)
+
+
+class _NoSandbox:
+    """In place of the worker's sandbox while a recipe is checked."""
+
+    async def start(self, label: str, *, image: str | None = None, needs: BoxNeeds | None = None) -> Session:
+        raise SandboxError("no sandbox is available while a recipe is checked")
+
+    async def attach(self, session_id: str) -> Session:
+        raise SandboxError("no sandbox is available while a recipe is checked")
+
+    async def close(self) -> None:
+        """Nothing was opened."""
 
 
 def may_need_sandbox(config: AgentConfig) -> bool:
