@@ -105,7 +105,7 @@ def test_with_a_gpu_nothing_is_missing() -> None:
 
 @pytest.mark.usefixtures("no_gpu")
 def test_a_model_larger_than_the_machine_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.deploy.preflight.machine.memory_bytes", lambda: 64 << 30)
+    monkeypatch.setattr("penstock.deploy.preflight.machine.memory_bytes", lambda: 120 << 30)
     found = check_size(load_config(RECIPE, [f"model={model}"]))
     assert found is not None
     assert not found.ok, "float32 weights, gradients and moments are 16 bytes of each of 8 billion"
