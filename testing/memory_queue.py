@@ -109,8 +109,9 @@ class MemoryTransferQueue(MemorySteps):
     def _give_open(self, worker: str, count: int, version: int, leases: list[Lease], *, train: bool) -> bool:
         """Adds open episodes to `leases`, oldest first. Returns whether the worker takes more.
 
-        An episode that lost leases and needs an emptier worker stays; it holds up only others that lost leases: they
-        would end more workers at once.
+        An episode that lost leases and needs an emptier worker waits for the emptiest one, which takes nothing until
+        it holds few enough. For other workers it holds up only others that lost leases: they would end more workers
+        at once.
         """
         state, one_waits = self._state, False
         held, most = state.holds(worker)
@@ -119,6 +120,8 @@ class MemoryTransferQueue(MemorySteps):
                 return False
             losses = len(group.members[index].lost_by)
             bound = min(most, most_together(losses))
+            if held >= bound and state.is_emptiest(worker):
+                return False
             one_waits = one_waits or held >= bound
             if not (one_waits and losses):
                 leases.append(self._lease(worker, group, index))

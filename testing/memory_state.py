@@ -182,6 +182,11 @@ class MemoryState:
         held = [member for _, _, member in self.leased() if member.worker == worker]
         return len(held), min((most_together(len(member.lost_by)) for member in held), default=math.inf)
 
+    def is_emptiest(self, worker: str) -> bool:
+        """Whether no worker holds fewer episodes. Ties are broken by name."""
+        counts = Counter(member.worker for _, _, member in self.leased())
+        return min(counts, key=lambda name: (counts[name], name)) == worker
+
     def give_up(self, group: MemoryGroup, index: int, outcome: Outcome) -> None:
         """The episode becomes a dead letter; its journal moves there."""
         member = group.members[index]

@@ -117,24 +117,38 @@ async def test_renewing_forgives_no_lost_lease(make_queue) -> None:
 
 
 @pytest.mark.parametrize("split", ["train", "eval/0"])
-async def test_an_episode_that_lost_three_leases_runs_alone_and_holds_up_nobody(make_queue, split: str) -> None:
+async def test_an_episode_that_lost_three_leases_runs_alone_at_the_emptiest_worker(make_queue, split: str) -> None:
     queue = await make_queue(WIDE)
-    await queue.submit([task(0, split), *tasks(6, start=1)])
+    await queue.submit([task(0, split), *tasks(7, start=1)])
     await lose(queue, 3)
     (lost,) = await queue.lease_episodes("first", 5, 0)
-    busy = await queue.lease_episodes("busy", 1, 0)
+    emptiest = await queue.lease_episodes("emptiest", 1, 0)
+    busy = await queue.lease_episodes("busy", 2, 0)
     await queue.release(lost)
     busy += await queue.lease_episodes("busy", 5, 0)
-    assert len(busy) == 6, "a worker that may not take it takes the next ones, of new groups too"
+    assert len(busy) == 7, "a worker that is not the emptiest takes the next ones, of new groups too"
     assert lost.episode_id not in {lease.episode_id for lease in busy}
-    await finish(queue, busy)
-    (alone,) = await queue.lease_episodes("busy", 5, 0)
+    assert await queue.lease_episodes("emptiest", 5, 0) == []
+    await finish(queue, emptiest)
+    (alone,) = await queue.lease_episodes("emptiest", 5, 0)
     assert alone.episode_id == lost.episode_id
     admitted = (await queue.status()).groups["admitted"]
-    assert await queue.lease_episodes("busy", 5, 0) == []
+    assert await queue.lease_episodes("emptiest", 5, 0) == []
     assert (await queue.status()).groups["admitted"] == admitted, "no group is admitted in vain"
     await queue.complete(alone, trajectory(alone))
-    assert len(await queue.lease_episodes("busy", 5, 0)) == 5
+    assert len(await queue.lease_episodes("emptiest", 5, 0)) == 5
+
+
+async def test_of_workers_that_hold_the_same_one_waits_for_an_episode_that_must_run_alone(make_queue) -> None:
+    queue = await make_queue(WIDE)
+    await queue.submit(tasks(6), cursor=at(6))
+    await lose(queue, 3)
+    (lost,) = await queue.lease_episodes("first", 1, 0)
+    for worker in ("a", "b"):
+        assert len(await queue.lease_episodes(worker, 2, 0)) == 2
+    await queue.release(lost)
+    assert await queue.lease_episodes("a", 3, 0) == []
+    assert len(await queue.lease_episodes("b", 3, 0)) == 3
 
 
 async def test_while_an_episode_waits_to_run_alone_others_that_lost_leases_wait_too(make_queue) -> None:
@@ -143,13 +157,14 @@ async def test_while_an_episode_waits_to_run_alone_others_that_lost_leases_wait_
     await lose(queue, 3)
     (alone,) = await queue.lease_episodes("first", 1, 0)
     (once,) = await queue.lease_episodes("dead", 1, 0)
-    busy = await queue.lease_episodes("busy", 1, 0)
+    emptiest = await queue.lease_episodes("emptiest", 1, 0)
+    busy = await queue.lease_episodes("busy", 2, 0)
     await expire_leases(queue)
-    assert await queue.renew([alone, *busy]) == []
+    assert await queue.renew([alone, *emptiest, *busy]) == []
     await queue.release(alone)
-    busy += await queue.lease_episodes("busy", 9, 0)
-    assert [lease.episode_id for lease in busy] == ["train/0000#2", *(f"train/0001#{member}" for member in range(3))]
-    await finish(queue, busy)
+    more = await queue.lease_episodes("busy", 9, 0)
+    assert [lease.episode_id for lease in more] == ["train/0001#2"]
+    await finish(queue, [*emptiest, *busy, *more])
     for suspect in (alone, once):
         (lease,) = await queue.lease_episodes("busy", 9, 0)
         assert lease.episode_id == suspect.episode_id
@@ -163,11 +178,13 @@ async def test_a_worker_that_holds_many_passes_over_all_that_lost_two_leases(mak
     await queue.lease_episodes("dead", 70, 0)
     await expire_leases(queue)
     suspects = await queue.lease_episodes("dead", 70, 0)
-    busy = await queue.lease_episodes("busy", 70, 0)
+    light = await queue.lease_episodes("light", 9, 0)
+    busy = await queue.lease_episodes("busy", 61, 0)
     await expire_leases(queue)
-    assert await queue.renew(busy) == []
+    assert await queue.renew([*light, *busy]) == []
     more = await queue.lease_episodes("busy", 70, 0)
     assert [lease.task.task_id for lease in more] == ["train/0002"] * 70
+    assert await queue.lease_episodes("light", 20, 0) == []
     free = await queue.lease_episodes("free", 20, 0)
     assert [lease.episode_id for lease in free] == [lease.episode_id for lease in suspects[:8]]
 

@@ -61,8 +61,19 @@ local function give(episode, group, m)
   given[#given + 1] = episode .. ' ' .. fence .. '\n'
 end
 
--- Gives what is open, oldest first. An episode that lost leases and needs an emptier worker stays; it holds up only others
--- that lost leases: they would end more workers at once. Returns whether the worker takes more.
+-- Ties are broken by name: of all workers one is the emptiest.
+local function is_emptiest()
+  local counts = call('HGETALL', key('workers'))
+  for i = 1, #counts, 2 do
+    local other, count = counts[i], tonumber(counts[i + 1])
+    if count < held or (count == held and other < worker) then return false end
+  end
+  return true
+end
+
+-- Gives what is open, oldest first. An episode that lost leases and needs an emptier worker waits for the emptiest one,
+-- which takes nothing until it holds few enough. For other workers it holds up only others that lost leases: they would
+-- end more workers at once. Returns whether the worker takes more.
 local function give_open(split_key)
   local skipped, one_waits = 0, false
   while #rows < wanted and held < most do
@@ -74,6 +85,7 @@ local function give_open(split_key)
       local group = group_key(task_id)
       local lost_by = call('HGET', group, 'l' .. m) or ''
       local bound = math.min(most, most_together(lost_by))
+      if held >= bound and is_emptiest() then return false end
       one_waits = one_waits or held >= bound
       if one_waits and lost_by ~= '' then
         skipped = skipped + 1
