@@ -99,7 +99,6 @@ def write_file(path: Path, sections: list[Section], metadata: Mapping[str, str],
             for piece in sections.pop().pieces:
                 file.write(piece)
                 digest.update(piece)
-            del piece
     return Written(path, size, digest.hexdigest())
 
 

@@ -49,6 +49,8 @@ from penstock.weight_sync import (
     WeightsUnreachable,
     stream_version,
 )
+from penstock.weight_sync.broadcast import receiver
+from penstock.weight_sync.broadcast.memory import SpareMemory
 from penstock.weight_sync.broadcast.source import Superseded
 
 pytestmark = pytest.mark.torch
@@ -259,8 +261,10 @@ async def test_older_version_that_was_not_loaded_is_dropped(trainer: Broadcastin
 
 
 async def test_memory_of_a_version_is_used_again_once_nobody_reads_it(
-    trainer: BroadcastingTrainer, members: Members
+    trainer: BroadcastingTrainer, members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(receiver, "SpareMemory", lambda nbytes: made.append(nbytes) or SpareMemory(nbytes))
     server = members.join("a")
     places = []
     for version in range(1, 5):
@@ -277,6 +281,7 @@ async def test_memory_of_a_version_is_used_again_once_nobody_reads_it(
         del kept
     assert torch.equal(second, small_tensors(2)["last"]), "whoever still uses a tensor has it"
     assert places[0] == places[1] != places[2] == places[3]
+    assert len(made) == 2
 
 
 async def test_member_that_never_comes_costs_the_broadcast_only(tmp_path: Path) -> None:
@@ -428,7 +433,7 @@ async def test_member_that_is_too_slow_delays_a_version_until_the_deadline(
             members.join("", server)
         manifest = await trainer.publish(1, big(1), members=2)
         assert state(await fast.receive(manifest)) == state(big(1))
-        assert (fast.member.missed, fast.by_file) == (1, 1)
+        assert (fast.member.missed, fast.by_file, fast.member.cause) == (1, 1, ""), "it still holds the version before"
         await cancel_and_wait(list(members.tasks.values()))
 
 
