@@ -102,6 +102,7 @@ WRONG: Rows = [
     ("messages", turn("user", use("c1")), "messages.0.content.0", ""),
     ("messages", turn("user", {"type": "document"}), "messages.0.content.0", ""),
     ("messages", turn("user", {"type": "text", "text": "x"}, IMAGE), "messages.0.content.1", "no images"),
+    ("messages", turn("user", result("c1", "x"), IMAGE), "messages.0.content.1", "no images"),
     ("messages", turn("user", result("c1", [IMAGE])), "messages.0.content.0.content.0", "no images"),
     ("messages", turn("user", result("c1", [{"type": "search_result"}])), "messages.0.content.0.content.0", ""),
     ("messages", turn("assistant", use("c1"), {"type": "text", "text": "then"}), "messages.0.content.1", "tool_use"),
@@ -159,6 +160,7 @@ UNSUPPORTED: Rows = [
     ("responses", {"truncation": "auto"}, "truncation", GROWS),
     ("messages", {"tool_choice": {"type": "any"}}, "tool_choice", CONSTRAINED),
     ("messages", {"tool_choice": {"type": "tool", "name": "add"}}, "tool_choice", CONSTRAINED),
+    ("messages", {"tool_choice": {"type": "auto", "name": "add"}}, "tool_choice", "a named tool"),
     ("messages", {"output_format": SCHEMA}, "output_format", CONSTRAINED),
     ("messages", {"output_config": {"format": SCHEMA}}, "output_config.format", CONSTRAINED),
     (
