@@ -79,6 +79,14 @@ async def test_tokens_has_a_cost_for_each_turn_and_side(measure: Measure) -> Non
     assert tokens["turn_1"] < tokens["turn_4"] < tokens["turn_12"]
 
 
+async def test_http_has_a_ratio_for_each_client_and_kind_of_call(measure: Measure) -> None:
+    short = {"PENSTOCK_BENCH_ROUNDS": "1", "PENSTOCK_BENCH_ANSWERS": "4", "PENSTOCK_BENCH_CALLS": "8"}
+    measured = await measure("http", **short)
+    sides, kinds = ("httpx", "httpx_aiohttp"), ("stream", "call")
+    assert set(measured["ratio"]) == {f"{kind}_{side}_over_aiohttp" for side in sides for kind in kinds}
+    assert all(value > 0 for of in measured["figures"].values() for value in of.values())
+
+
 @redis
 @pytest.mark.deep
 @pytest.mark.vllm
