@@ -104,7 +104,9 @@ HARMLESS_IN_MESSAGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("parse", "fields"), [*((chat, one) for one in HARMLESS_IN_CHAT), (message, HARMLESS_IN_MESSAGES)], ids=str
+    ("parse", "fields"),
+    [*((chat, one) for one in HARMLESS_IN_CHAT), (message, HARMLESS_IN_MESSAGES)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_field_that_changes_no_token_is_ignored(parse: Any, fields: dict[str, Any]) -> None:
     assert parse(**fields) == parse()
