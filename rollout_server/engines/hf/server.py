@@ -149,9 +149,7 @@ class HFServer:
                 case "abort":
                     self.batcher.cancel(message["id"])
                 case "load" | "stage" | "receive" | "sleep" as op:
-                    self._tasks[op] = asyncio.create_task(
-                        self._answer(partial(self._work[op], message), message["call"])
-                    )
+                    self._tasks[op] = asyncio.create_task(self._answer(op, message))
                 case "wake":
                     self.given_up.take_back()
                     if not self.given_up.dropped:
@@ -193,11 +191,11 @@ class HFServer:
             await _wait(self._finished, max(0.0, ticked + TICK_S - time.monotonic()))
         raise RuntimeError(f"decoding stopped: {fatal}")
 
-    async def _answer(self, work: Callable[[], dict[str, Any]], call: int) -> None:
-        """Replies with the fields that `work` returns, or with why it did nothing. Other errors end the process: the
-        model may hold half of a version, and no token may be sampled from it."""
+    async def _answer(self, op: str, message: Mapping[str, Any]) -> None:
+        """Replies with the fields that the work returns, or with its refusal. Other errors end the process: the model
+        may hold half of a version, and no token may be sampled from it."""
         try:
-            fields = await asyncio.to_thread(work)
+            fields = await asyncio.to_thread(self._work[op], message)
         except WeightsRefused as error:
             fields = {"refused": str(error)}
         except WeightsUnreachable as error:
@@ -205,9 +203,9 @@ class HFServer:
         except WeightsBroken as error:
             fields = {"broken": str(error)}
         except Exception as error:
-            logger.exception("the engine ends")
+            logger.exception("%s failed; the engine ends", op)
             _end_damaged(str(error))
-        self._send({"event": "reply", "call": call, **fields})
+        self._send({"event": "reply", "call": message["call"], **fields})
 
     # in threads ----------------------------------------------------------------------------------------------------
     def _sleep(self, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -97,6 +97,15 @@ async def test_bfloat16_takes_float32_weights(tiny_model: str, tmp_path: Path, r
         assert (await whole(engine, ask(PROMPT, 8, temperature=0.0))).token_ids == before.token_ids
 
 
+async def test_work_that_fails_ends_the_engine_and_names_the_cause(tiny_model: str, tmp_path: Path) -> None:
+    """Its memory may hold half of a version."""
+    async with hf_engine(tiny_model, tmp_path) as engine:
+        with pytest.raises(EngineError, match=r"(?s)gone.*sleep failed.*exit status 3") as lost:
+            await engine.child.call("sleep", 60.0)
+        assert lost.value.retryable
+        assert not engine.alive
+
+
 async def test_a_model_that_is_not_there_is_named_at_start(tmp_path: Path) -> None:
     engine = HFEngine(small_config(), str(tmp_path / "nothing"), tmp_path, 0)
     with pytest.raises(EngineError, match="nothing"):
