@@ -1,8 +1,8 @@
 """Sampling for a batch of requests, each with its own settings, and the record of what was sampled.
 
 The record is made in the forward pass itself, so a token's logprob and policy version are those of the weights that
-sampled it, whatever happens to the request later (invariant 1). `LiveRequests` passes the records on as chunks,
-and `HaltingRequests` keeps decoding still while weights are exchanged.
+sampled it, whatever happens to the request later (invariant 1). `LiveRequests` passes the records on as chunks.
+`HaltingRequests` owns the decoding thread, which stands still while weights are exchanged or memory is given up.
 """
 
 from __future__ import annotations

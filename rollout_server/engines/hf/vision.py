@@ -83,9 +83,9 @@ class VisionBatcher(HaltingRequests[Seeing, tuple[float, list[Seeing]]]):
         return time.perf_counter() - paused, load_s, in_flight
 
     def _stop_decoding(self) -> tuple[float, list[Seeing]]:
-        return time.perf_counter(), [
-            live for live in self._live.values() if live.cache is not None and not live.finish_reason
-        ]
+        # A copy: the event loop adds requests meanwhile, and this is the loader's thread.
+        every = list(self._live.values())
+        return time.perf_counter(), [live for live in every if live.cache is not None and not live.finish_reason]
 
     def _turn_away(self) -> None:
         for live in list(self._live.values()):
