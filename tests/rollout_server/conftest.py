@@ -148,10 +148,12 @@ async def begun(client: RolloutClient, requests: Sequence[GenerateRequest]) -> l
     """Answers under way, each with tokens here: what a server that dies now has sampled goes on at the next."""
 
     async def one(request: GenerateRequest, arrived: asyncio.Event) -> Generation:
-        answer = AnswerBuilder(request)
+        answer, handed_on = AnswerBuilder(request), list[int]()
         async with aclosing(client._stream(answer)) as chunks:
-            async for _ in chunks:
+            async for chunk in chunks:
+                handed_on += chunk.token_ids
                 arrived.set()
+        assert handed_on == answer.token_ids, "a stream repeats no token and drops none"
         return answer.build()
 
     events = [asyncio.Event() for _ in requests]

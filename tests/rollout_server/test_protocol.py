@@ -51,8 +51,10 @@ def test_a_server_that_died_before_saying_so_had_finished(ids: list[int], reason
 def test_an_abort_is_no_end() -> None:
     answer = AnswerBuilder(request())
     answer.next_request(9.0)
-    answer.add(chunk([5], 3, finish_reason="abort"))
-    assert answer.finish_reason is None
+    handed_on = answer.add(chunk([5], 3, finish_reason="abort"))
+    assert handed_on is not None
+    assert (handed_on.token_ids, handed_on.finish_reason, answer.finish_reason) == ([5], None, None)
+    assert answer.add(Chunk(finish_reason="abort")) is None, "the reader of a stream sees no empty chunk"
 
 
 def test_two_versions_in_one_stream_were_continued_over_an_update() -> None:

@@ -36,9 +36,11 @@ class EngineAddress:
 
     def session(self) -> aiohttp.ClientSession:
         """A client for control calls."""
-        connector: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=0, force_close=not self.keep_s)
+        connector: aiohttp.BaseConnector
         if self.socket:
             connector = aiohttp.UnixConnector(self.socket, limit=0, keepalive_timeout=self.keep_s)
+        else:
+            connector = aiohttp.TCPConnector(limit=0, force_close=not self.keep_s)
         return aiohttp.ClientSession(self.url, connector=connector, headers=bearer_headers(self.key), trust_env=False)
 
     @property
