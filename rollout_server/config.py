@@ -60,7 +60,8 @@ class RolloutConfig(BaseModel):
     start_timeout_s: float = Field(
         180.0,
         gt=0,
-        description="Deadline of an engine's start, besides 10 s for each GB of its weights; then it is restarted.",
+        description="Deadline of an engine's start, and of reading, comparing or loading a version, besides 10 s for"
+        " each GB of weights; then it is restarted.",
     )
     request_timeout_s: float = Field(120.0, gt=0, description="Deadline of one generate call, waiting included.")
     routing_replay: bool = Field(

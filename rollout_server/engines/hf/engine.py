@@ -37,7 +37,6 @@ from penstock.weight_sync import (
 )
 
 PING_S = 10.0
-LOAD_S = 300.0
 STAGE_S = 30.0
 """Beside a broadcast's own deadline."""
 
@@ -52,6 +51,8 @@ class HFEngine:
         self._one_load_at_a_time = asyncio.Lock()
         self.stands_still = False
         """See `InPlaceEngine`."""
+        self._timeout_s = config.start_timeout_s
+        """Seconds that a start or a load may take; `start` adds the time of reading the weights."""
 
     @property
     def process(self) -> asyncio.subprocess.Process | None:
@@ -68,9 +69,9 @@ class HFEngine:
         folder = await asyncio.to_thread(fetch_model, self.model)
         if self.config.routing_replay:
             layers_with_experts(str(folder))
-        start_s = start_deadline_s(self.config.start_timeout_s, folder)
+        self._timeout_s = start_deadline_s(self.config.start_timeout_s, folder)
         try:
-            async with asyncio.timeout(start_s):
+            async with asyncio.timeout(self._timeout_s):
                 model = ["--model", self.model, "--seed", str(self.seed), "--config", self.config.model_dump_json()]
                 link = await self.child.open("penstock.rollout_server.engines.hf.server", *model)
                 self.info = await link.ready
@@ -78,7 +79,7 @@ class HFEngine:
                     pass
         except TimeoutError as error:
             await self.stop()
-            raise EngineError(f"the hf engine was not up in {start_s:g} s (rollout.start_timeout_s)") from error
+            raise EngineError(f"the hf engine was not up in {self._timeout_s:g} s (rollout.start_timeout_s)") from error
         except BaseException:
             await self.stop()
             raise
@@ -123,7 +124,7 @@ class HFEngine:
     async def load_weights(self, manifest: Manifest) -> LoadReport:
         """See `Engine.load_weights`; one at a time."""
         async with self._one_load_at_a_time:
-            reply = _done(await self.child.call("load", LOAD_S, manifest=manifest.as_dict()))
+            reply = _done(await self.child.call("load", self._timeout_s, manifest=manifest.as_dict()))
             self.stands_still = False
         return LoadReport(**reply["report"])
 
@@ -157,10 +158,10 @@ class HFEngine:
 
     async def sleep(self, level: SleepLevel) -> None:
         async with self._one_load_at_a_time:
-            await self.child.call("sleep", LOAD_S, level=level)
+            await self.child.call("sleep", self._timeout_s, level=level)
 
     async def wake(self) -> None:
-        await self.child.call("wake", LOAD_S)
+        await self.child.call("wake", self._timeout_s)
 
     async def healthy(self) -> bool:
         """The process lives and its event loop answers within `PING_S`."""

@@ -170,6 +170,8 @@ class ChildServer(Child, ABC):
         """Address of the server while it is connected."""
         self.sleep_level: SleepLevel | None = None
         """Under placement.colocated; None: it never sleeps."""
+        self.timeout_s = config.start_timeout_s
+        """Seconds that a start may take, and a call that reads, compares or loads weights. `start` adds their size."""
 
     @abstractmethod
     async def find_installation(self) -> Installation:
@@ -186,13 +188,13 @@ class ChildServer(Child, ABC):
         """
         self.installation = installation = await self.find_installation()
         folder = await asyncio.to_thread(fetch_model, self.model)
-        start_s = start_deadline_s(self.config.start_timeout_s, folder)
+        self.timeout_s = start_deadline_s(self.config.start_timeout_s, folder)
         self.folder = Path(tempfile.mkdtemp(prefix=f"penstock-{self.product.key}-"))
         try:
             address, command, environment = self.prepare(installation)
             self.http, self.events, self.address = address.session(), EventClient(address), address
             await self.spawn(guard_command(command), environment, stdin=asyncio.subprocess.PIPE)
-            await self._until_ready(start_s)
+            await self._until_ready(self.timeout_s)
         except BaseException:
             await self.stop()
             raise
@@ -222,9 +224,9 @@ class ChildServer(Child, ABC):
     async def call(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
     ) -> dict[str, Any]:
-        """The answer to a control request, within `timeout_s` or `start_timeout_s`. Raises `EngineError`: refused, too
-        slow, or the server is gone."""
-        within_s = self.config.start_timeout_s if timeout_s is None else timeout_s
+        """Returns the answer to a control request, within `timeout_s` or the server's. Raises `EngineError`: refused,
+        too slow, or the server is gone."""
+        within_s = self.timeout_s if timeout_s is None else timeout_s
         # A connection for each call: servers close the one on which a call failed, and the next must not meet that.
         headers, timeout = {"Connection": "close"}, aiohttp.ClientTimeout(total=within_s)
         try:

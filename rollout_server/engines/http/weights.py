@@ -180,9 +180,9 @@ class HttpWeights(ABC, Generic[Fetched]):
 
     @asynccontextmanager
     async def _or_end(self, late: str, timeout_s: float | None = None) -> AsyncGenerator[None]:
-        """Within `timeout_s` or `start_timeout_s`, else `late` is said. What leaves the server in an unknown state ends
-        it."""
-        within_s = self.config.start_timeout_s if timeout_s is None else timeout_s
+        """Bounds the block by `timeout_s` or the server's; `late` is the error then. What leaves the server in an
+        unknown state ends it."""
+        within_s = self.server.timeout_s if timeout_s is None else timeout_s
         try:
             async with asyncio.timeout(within_s):
                 yield

@@ -219,7 +219,7 @@ class VLLMWeights(HttpWeights[Manifest]):
 
     async def _until_said(self, report: Path, what: str) -> str:
         """The first complaint, or empty once every worker has none. Raises `EngineError` where one did not `what`."""
-        deadline = time.monotonic() + self.config.start_timeout_s
+        deadline = time.monotonic() + self.server.timeout_s
         while True:
             said = _said(report)
             if any(said) or len(said) >= self.world_size:

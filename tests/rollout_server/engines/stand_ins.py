@@ -79,6 +79,7 @@ class StandIn(ABC):
 
     parts = frozenset({"weights", "kv_cache"})
     name, alive, end_of_it = "the stand-in", True, "was ended"
+    timeout_s = 60.0
 
     def __init__(self, folder: Path, level: int = 1, manual: Collection[str] = ()) -> None:
         self.folder, self.sleep_level = folder, level

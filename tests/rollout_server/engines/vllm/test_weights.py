@@ -66,6 +66,20 @@ async def test_the_pause_begins_when_every_worker_has_read(tmp_path: Path) -> No
     await server.stop()
 
 
+async def test_reading_and_loading_have_the_servers_deadline_not_that_of_a_start(tmp_path: Path) -> None:
+    server = VLLM(tmp_path, manual=("fetch", "load"))
+    weights = await weights_of(server, 1)
+    weights.config = RolloutConfig(engine="vllm", start_timeout_s=0.001)
+    swap = asyncio.create_task(weights.swap(MANIFEST))
+    for phase in ("fetch", "load"):
+        report = await server.manual[phase]
+        await a_while()
+        (report / "101").write_text("")
+    assert (await swap).version == 3
+    await weights.until_verified()
+    await server.stop()
+
+
 async def test_what_a_worker_refuses_does_not_pause(tmp_path: Path) -> None:
     server = VLLM(tmp_path, manual=PHASES)
     swap = asyncio.create_task((await weights_of(server, 2)).swap(MANIFEST))
