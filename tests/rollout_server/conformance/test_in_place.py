@@ -193,7 +193,7 @@ async def test_what_an_engine_received_in_place_is_no_other_version(
 async def test_losses_in_mid_bucket_in_place_cost_no_answer(
     subject: Subject, reference: Reference, tmp_path: Path
 ) -> None:
-    """The trainer, and another member: each time the engine stands still until it has a whole file."""
+    """The trainer and another member are killed: each time the engine stands still until it has a whole file."""
     trainer, chosen = subject.trainer, random.Random(0)
     assert trainer is not None
     buckets = sum(tensor.nbytes for tensor in reference.first.values()) // BUCKET_BYTES

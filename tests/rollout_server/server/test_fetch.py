@@ -120,8 +120,8 @@ async def test_engine_that_lost_what_it_received_takes_the_file(queue: RunQueue,
         announce(queue, await trainer.publish(1, {"w": torch.zeros(9)}, members=0))
         async with rollout_server(queue, tmp_path, new_engine=StagingFake, config=config) as server:
             manifest = await trainer.publish(2, {"w": torch.ones(9)}, members=1)
-            await server.until(lambda: server.engine.staged._staged is not None)
-            server.engine.staged._staged = None
+            await server.until(lambda: server.engine.staged._held is not None)
+            server.engine.staged._held = None
             announce(queue, manifest)
             await server.until(lambda: server.engine.version == 2)
             assert torch.equal(server.engine.held["w"], torch.ones(9))
