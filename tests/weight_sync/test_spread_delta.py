@@ -136,6 +136,7 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.weight_sync.publisher.BUCKET_BYTES", 5000)
     monkeypatch.setattr("penstock.weight_sync.broadcast.share_changes.PIECE_VALUES", 333)
     monkeypatch.setattr("penstock.weight_sync.broadcast.share_changes.CHUNK_VALUES", 400)
+    monkeypatch.setattr("penstock.weight_sync.broadcast.share_changes.MOVED_VALUES", 1000)
 
 
 @pytest.mark.usefixtures("small_buckets")

@@ -110,11 +110,11 @@ class StagedWeights(_StagedVersion[dict[str, torch.Tensor]]):
 
 
 class _SharedFile:
-    """Memory that is a file; it goes with this object and the versions that map it."""
+    """Memory that is a file; it goes with this object, or its `close`, and the versions that map it."""
 
     def __init__(self, name: str) -> None:
         self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, self.descriptor)
+        self.close = weakref.finalize(self, os.close, self.descriptor)
 
     def write(self, piece: memoryview) -> None:
         while piece:
@@ -135,7 +135,11 @@ class StagedMemory(_StagedVersion[_SharedFile]):
 
     def _read(self, joined: JoinedBroadcast) -> _SharedFile:
         file = _SharedFile(f"broadcast-{joined.offer.version}")
-        file.write(memoryview(stream_header(joined.offer.tensors)))
-        for bucket in joined.buckets():
-            file.write(bucket)
+        try:
+            file.write(memoryview(stream_header(joined.offer.tensors)))
+            for bucket in joined.buckets():
+                file.write(bucket)
+        except BaseException:
+            file.close()  # The error's traceback refers to it, and whoever has the error keeps half a version.
+            raise
         return file

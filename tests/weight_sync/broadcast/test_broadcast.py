@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -16,25 +17,14 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.broadcasting import TOKEN, BroadcastingTrainer, StagedServer, broadcasting
+from tests.broadcasting import TOKEN, BroadcastingTrainer, HeldTrainer, StagedServer, broadcasting
 from tests.until import until
 from tests.weight_sync.conftest import altered, next_version, other_checksum, small_tensors
 from tests.weight_sync.processes import BUCKET_BYTES, ReceivingProcess, big, receiving, state
 
 torch = pytest.importorskip("torch")
 
-import asyncio
-import contextlib
-import os
-from collections.abc import AsyncIterator
-from pathlib import Path
-from typing import Any
-
-import pytest
 from safetensors.torch import load_file
-from tests.broadcasting import BroadcastingTrainer, StagedServer, broadcasting
-from tests.until import until
-from tests.weight_sync.conftest import small_tensors
 
 from penstock.common import cancel_and_wait
 from penstock.weight_sync import (
@@ -536,3 +526,27 @@ async def test_broadcast_that_breaks_off_drops_what_came_before_it(
     await until(lambda: server.member.missed == 1)
     with pytest.raises(WeightsUnreachable, match="does not hold"):
         server.staged.take(before)
+
+
+async def test_broadcast_that_breaks_off_in_its_middle_gives_up_its_memory(
+    trainer: BroadcastingTrainer, server: StagedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever keeps the error, as a log record does, keeps no half version."""
+    errors = list[Exception]()
+
+    async def stage(offer: Any) -> str:
+        try:
+            return str(await asyncio.to_thread(server.staged.receive, offer))
+        except WeightsUnreachable as error:
+            errors.append(error)
+            raise
+
+    monkeypatch.setattr(server, "stage_weights", stage)
+    held = HeldTrainer(trainer, 2, dies=True)
+    held.go_on.set()
+    with pytest.raises(RuntimeError, match="the trainer is gone"):
+        await trainer.publish(201, small_tensors(1), members=1)
+    await until(lambda: server.member.missed == 1)
+    assert (len(errors), is_open("memfd:broadcast-201")) == (1, False)
+    manifest = await trainer.publish(202, small_tensors(2), members=1)
+    assert same(await server.receive(manifest), small_tensors(2))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
+from tests.until import until
 
 from penstock.weight_sync import Broadcaster
 
@@ -23,3 +26,21 @@ async def test_same_nccl_or_a_server_without_a_gpu_is_no_reason_to_warn(
     broadcaster = Broadcaster(wires=("nccl/2.29.7", "gloo/1"))
     assert await broadcaster.park(1, offered, wait_s=0.01) is None
     assert caplog.messages == []
+
+
+async def test_group_has_the_wire_of_most_servers_and_the_others_leave_at_once() -> None:
+    broadcaster = Broadcaster(wires=("nccl/2.29.7", "gloo/1"))
+    waiting = [
+        asyncio.create_task(broadcaster.park(1, wire, wait_s=600)) for wire in ("nccl/2.29.7", "gloo/1", "gloo/1")
+    ]
+    await until(lambda: broadcaster.parked == 3)
+    sending = broadcaster.open(1, [])
+    assert sending.listener is not None
+    sending.listener.close()
+    async with asyncio.timeout(60):
+        offers = await asyncio.gather(*waiting)
+    assert [offer and (offer.wire, offer.first_rank, offer.size) for offer in offers] == [
+        None,
+        ("gloo/1", 1, 3),
+        ("gloo/1", 2, 3),
+    ]

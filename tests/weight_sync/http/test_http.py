@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from tests.weight_sync.conftest import TOKEN, OpenRoute, altered, next_version, reorder_header, small_tensors
+from tests.until import until
+from tests.weight_sync.conftest import (
+    TOKEN,
+    OpenRoute,
+    altered,
+    file_of,
+    next_version,
+    parts_of,
+    reorder_header,
+    small_tensors,
+)
 from tests.weight_sync.http.http_parts import cutting_proxy
 
 torch = pytest.importorskip("torch")
-
-import asyncio
-import socket
-from dataclasses import replace
-from pathlib import Path
-
-import httpx
-import pytest
-from tests.until import until
-from tests.weight_sync.conftest import TOKEN, OpenRoute, file_of, parts_of, small_tensors
 
 from penstock.common import Backoff
 from penstock.weight_sync import (
