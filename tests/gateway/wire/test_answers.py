@@ -19,7 +19,7 @@ from openai.types.responses import Response
 from pydantic import BaseModel
 from tests.gateway.wire.conftest import check_known
 
-from penstock.gateway.errors import refusal_of
+from penstock.gateway.errors import ClientErrors, refusal_of
 from penstock.gateway.wire.answers import (
     KEEP_ALIVE,
     SSE_DONE,
@@ -102,6 +102,25 @@ async def test_errors_by_status(status: int, raised: type[openai.APIStatusError]
     with pytest.raises(raised, match="what happened") as error:
         await client_for(httpx2.Response(status, json=body)).models.list()
     assert (error.value.status_code, error.value.code, error.value.param) == (status, code, "messages")
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [("chat/completions", {"message": "too long", "param": "n"}), ("messages", {"message": "too long"})],
+)
+async def test_error_of_another_layer_in_pieces_is_one_of_the_clients_own(path: str, expected: dict[str, str]) -> None:
+    async def refuse(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"48")]})
+        for piece, more in ((b'{"error": {"message": ', True), (b'"too long", "field": "n"}}', False)):
+            await send({"type": "http.response.body", "body": piece, "more_body": more})
+
+    app: Any = ClientErrors(refuse, refuse)
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app)) as http:
+        answer = await http.post(f"http://x/episodes/e/v1/{path}")
+    error = answer.json()["error"]
+    assert "type" in error
+    assert {name: error[name] for name in expected} == expected
+    assert answer.headers.get_list("content-length") == [str(len(answer.content))]
 
 
 def test_a_bad_ask_names_the_field() -> None:

@@ -68,11 +68,11 @@ WRONG: Rows = [
     ("chat messages", {"messages": []}, "messages", ""),
     ("chat", {"messages": [USER, {"role": "function", "content": "x", "name": "f"}]}, "messages.1", ""),
     ("chat", {"messages": [USER, {"role": "user"}]}, "messages.1.content", ""),
-    ("chat", {"messages": [{**USER, "contents": "x"}]}, "messages.0.contents", "unknown field"),
     ("chat", turn("user", {"type": "text"}), "messages.0.content.0.text", ""),
     ("chat", turn("user", {"type": "input_audio"}), "messages.0.content.0", ""),
     ("chat", turn("user", {"type": "image_url", "image_url": {"url": "u"}}), "messages.0.content.0", "no images"),
     ("chat", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content", "no Unicode"),
+    ("messages", {"tools": [{**TOOL, "input_schema": {"\ud800": 1}}]}, r"tools.0.input_schema.\ud800", "no Unicode"),
     ("chat", {"messages": [{"role": "tool", "content": "3"}]}, "messages.0.tool_call_id", ""),
     (
         "chat",
@@ -110,7 +110,6 @@ WRONG: Rows = [
     ("messages", {"system": [{"type": "image"}]}, "system.0.type", ""),
     # tools
     ("chat", {"tools": [{"type": "custom", "custom": {}}]}, "tools.0.type", ""),
-    ("chat", {"tools": [{"type": "function", "function": {"name": "f", "body": 1}}]}, "tools.0.function.body", ""),
     ("chat", {"tools": [FUNCTION] * 2}, "tools.1", "'f'"),
     ("responses", {"tools": [{"type": "web_search"}]}, "tools.0.type", ""),
     ("messages", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type", ""),
@@ -124,6 +123,13 @@ UNKNOWN: Rows = [
     ("responses messages", {"stop": "x"}, "stop", "unknown field"),
     ("responses", {"max_tokens": 5}, "max_tokens", "unknown field"),
     ("messages", {"n": 2}, "n", "unknown field"),
+    ("chat", {"messages": [{**USER, "contents": "x"}]}, "messages.0.contents", "unknown field"),
+    (
+        "chat",
+        {"tools": [{"type": "function", "function": {"name": "f", "body": 1}}]},
+        "tools.0.function.body",
+        "unknown field",
+    ),
 ]
 """Of no API, or of another one."""
 UNSUPPORTED: Rows = [
