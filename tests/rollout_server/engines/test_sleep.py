@@ -53,7 +53,9 @@ async def test_the_order_of_a_turn(name: str, level: int, tmp_path: Path) -> Non
         first = asyncio.Event()
         answer = asyncio.create_task(whole(engine, ask([1, 2], 1000), sets(first)))
         await first.wait()
+        salt = engine.weights.cache_salt
         await engine.sleep(level)
+        assert engine.weights.cache_salt != salt, "no prefix is left"
         ended = await answer
         assert (ended.finish_reason, len(ended.token_ids) > 0) == ("abort", True)
         assert server.asked == SLEEP[name][level]

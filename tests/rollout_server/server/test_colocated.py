@@ -10,7 +10,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from tests.rollout_server.conftest import RunningServer, RunQueue, ask, begun, fake_answer, rollout_server
+from tests.rollout_server.conftest import (
+    RunningServer,
+    RunQueue,
+    ask,
+    begun,
+    fake_answer,
+    rollout_server,
+    small_config,
+)
 from tests.until import until
 
 from penstock.rollout_server import RolloutClient
@@ -82,6 +90,24 @@ async def test_answers_in_flight_continue_after_the_turn(
     assert found.resumed == 1
     first = fake_answer(CONTEXT, cut)
     assert found.token_ids == first + fake_answer(CONTEXT + first, 100 - cut, version=1)
+
+
+async def test_request_that_waits_for_a_slot_does_not_reach_an_engine_that_sleeps(
+    client: RolloutClient, queue: RunQueue, tmp_path: Path
+) -> None:
+    job = {"config": small_config(max_concurrent=1), "turn": settings(), "token_s": 0.1}
+    async with trainer_of(queue) as trainer, rollout_server(queue, tmp_path, **job) as server:
+        answers = [asyncio.create_task(client.generate(ask([one, *CONTEXT], 200))) for one in (1, 2)]
+        await server.status("/health", lambda found: found["in_flight"] == 2)
+        await server.until(lambda: server.engine.running == 1)
+        asked = server.engine.asked
+        await trainer.take(200)
+        await server.status("/health", lambda found: found["in_flight"] == 0)
+        assert server.engine.asked == asked
+        server.engine.token_s = 0.001
+        await trainer.give_back()
+        for one, answer in enumerate(await asyncio.gather(*answers), 1):
+            assert answer.token_ids == fake_answer([one, *CONTEXT], 200)
 
 
 async def test_an_engine_that_dies_asleep_is_replaced_in_the_next_turn(queue: RunQueue, tmp_path: Path) -> None:

@@ -12,6 +12,10 @@ import pytest
 from tests.rollout_server.conftest import RunningServer, RunQueue, ask, rollout_server
 
 from penstock.rollout_server import GenerateRequest, Generation, RolloutClient
+from penstock.rollout_server.server.registration import QueueConnection
+from penstock.rollout_server.server.request_queue import TooOld
+from penstock.rollout_server.server.version_pin import VersionPin
+from penstock.transfer_queue import Status
 
 BUSY = {"queued": 3, "leased": 1, "done": 0}
 OVER = {"queued": 0, "leased": 0, "done": 4}
@@ -58,6 +62,25 @@ async def test_it_stays_while_an_answer_is_in_flight(
     queue.announce(1)
     assert versions(await answering) == {0}
     await server.until(lambda: server.engine.version == 1)
+
+
+async def test_no_request_is_admitted_while_the_queue_is_asked(
+    queue: RunQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else an evaluation that begins meanwhile would have two versions."""
+    pin = VersionPin(QueueConnection(queue), lambda: 0)
+
+    async def status() -> Status:
+        with pytest.raises(TooOld):
+            pin.check()
+        return await RunQueue.status(queue)
+
+    monkeypatch.setattr(queue, "status", status)
+    assert await pin.may_move(lambda: 0)
+    with pytest.raises(TooOld):
+        pin.check()
+    pin.moved()
+    pin.check()
 
 
 async def test_an_evaluation_of_newer_weights_does_not_hold_it_back(

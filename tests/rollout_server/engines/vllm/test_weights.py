@@ -248,7 +248,8 @@ class OnTrial:
 
     def __init__(self) -> None:
         self.queue = RequestQueue(4, RolloutMetrics(), truncated_sampling=False)
-        self.loaded = asyncio.Event()
+        self.loaded, self.may_end = asyncio.Event(), asyncio.Event()
+        self.may_end.set()
         self.engine: Any = None
         self.server: Any = None
 
@@ -260,8 +261,9 @@ class OnTrial:
         for line in (event([11]), event([12])):
             await send(response, line)
         await self.loaded.wait()
-        for line in (event([13]), event([14], "length", [(0, 0, 2), (3, 2, 4)])):
-            await send(response, line)
+        await send(response, event([13]))
+        await self.may_end.wait()
+        await send(response, event([14], "length", [(0, 0, 2), (3, 2, 4)]))
         return response
 
     async def load(self) -> tuple[Client, Client]:
@@ -303,6 +305,22 @@ async def test_what_is_sampled_before_the_verdict_comes_after_it(tmp_path: Path)
     assert (began.token_ids, began.versions) == ([11, 12, 13, 14], [0, 0, 3, 3])
     assert (after.token_ids, after.versions) == ([21, 22], [3, 3])
     assert [client.chunks[-1].finish_reason for client in (began, after)] == ["length", "length"]
+
+
+async def test_token_that_is_handed_on_before_the_end_has_the_version_of_its_moment(tmp_path: Path) -> None:
+    async with on_trial(tmp_path) as trial:
+        trial.may_end.clear()
+        began = Client(trial.queue, trial.engine, 1)
+        await until(lambda: began.token_ids == [11, 12])
+        swap = asyncio.create_task(trial.engine.load_weights(MANIFEST))
+        (await trial.server.manual["fetch"] / "101").write_text("")
+        await swap
+        (await trial.verdict()).write_text("")
+        trial.loaded.set()
+        await until(lambda: began.token_ids == [11, 12, 13])
+        trial.may_end.set()
+        await asyncio.wait_for(began.answer, 60)
+    assert (began.token_ids, began.versions) == ([11, 12, 13, 14], [0, 0, 3, 3])
 
 
 async def test_nobody_gets_a_token_of_weights_that_are_not_the_versions(tmp_path: Path) -> None:
