@@ -111,6 +111,14 @@ def test_two_pages_share_an_index(index: TrajectoryIndex, run: Path, monkeypatch
     assert len(episodes(index)) == 4
 
 
+def test_pages_of_a_search_read_the_texts_once(index: TrajectoryIndex) -> None:
+    statements: list[str] = []
+    index._database.set_trace_callback(statements.append)
+    pages = [index.page(Query(text="first"), offset, 1) for offset in range(4)]
+    assert [(total, len(rows)) for total, rows in pages] == [(3, 1), (3, 1), (3, 1), (3, 0)]
+    assert sum("LIKE" in statement for statement in statements) == 1
+
+
 def of_another_shape(path: Path) -> None:
     with sqlite3.connect(path) as database:
         database.executescript("CREATE TABLE files(other); PRAGMA user_version = 999;")
