@@ -31,11 +31,12 @@ def check_room(config: RunConfig) -> Check | None:
         return None
     checkpoint = checkpoint_bytes(config, shape)
     kept = config.trainer.keep_checkpoints + 1  # the one that is written beside those that stay
+    on_disk = config.rollout.weight_transport == "disk"
     parts = {
         f"{kept} checkpoints of {human(checkpoint)}": kept * checkpoint,
         "final model": MASTER * shape.parameters,
         "steps between two checkpoints": config.trainer.checkpoint_every * step_bytes(config),
-        "published weights": published_bytes(shape, config) if config.rollout.weight_transport == "disk" else 0,
+        "published weights": published_bytes(shape.parameters, config) if on_disk else 0,
     }
     folder = existing_folder(config)
     needed, free = sum(parts.values()), shutil.disk_usage(folder).free

@@ -208,9 +208,9 @@ def copied_bytes(shape: ModelShape, config: RunConfig) -> float:
     return (2 if spread else 1) * BYTES[rollout.dtype] * shape.parameters + marks
 
 
-def published_bytes(shape: ModelShape, config: RunConfig) -> float:
+def published_bytes(parameters: int, config: RunConfig) -> float:
     """Three versions at once: the one that is read, the one that is written, and one in between."""
-    return 3 * BYTES[config.rollout.dtype] * shape.parameters
+    return 3 * BYTES[config.rollout.dtype] * parameters
 
 
 # host ----------------------------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
         "copied weights": copied_bytes(shape, config),
         "received weights": servers * received_bytes(shape, config),
         "offloaded KV": servers * rollout.kv_offload_gb * GB,
-        "published weights": 0 if rollout.weight_transport == "disk" else published_bytes(shape, config),
+        "published weights": 0 if rollout.weight_transport == "disk" else published_bytes(shape.parameters, config),
         "in flight": 0 if config.transfer_queue.url else min(in_flight_bytes(config), config.transfer_queue.max_bytes),
         "processes": (servers + trainer.ranks) * TORCH_PROCESS + config.agent.workers * WORKER_PROCESS,
     }

@@ -28,6 +28,7 @@ import yaml
 from penstock.deploy.config import ConfigError, RunConfig, load_config
 from penstock.deploy.preflight.check import Check, available_bytes, human, memory_bytes, skipped, warning
 from penstock.deploy.preflight.memory import host_parts, in_flight_bytes, published_bytes, rank_bytes, server_bytes
+from penstock.deploy.preflight.model import BadModelFiles, read_weights
 from penstock.deploy.preflight.model_shape import ModelShape, described_shape, find_shape, model_shape
 from penstock.deploy.run.plan import gpus_of_server, lent_servers, places_of_server
 from penstock.deploy.run.weights_folder import SHARED_MEMORY
@@ -89,10 +90,14 @@ def _in_flight(config: RunConfig) -> Check:
 
 
 def check_shared_memory(config: RunConfig) -> Check | None:
-    shape = model_shape(config)
-    if config.rollout.weight_transport == "disk" or shape is None:
+    """By the headers of the weights alone: the config of a model may name its sizes in another way."""
+    try:
+        weights = read_weights(Path(config.model))
+    except BadModelFiles:  # `check_model` reports it
         return None
-    needed = published_bytes(shape, config)
+    if config.rollout.weight_transport == "disk" or weights is None:
+        return None
+    needed = published_bytes(weights.parameters, config)
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
     return Check(
         "shared memory",

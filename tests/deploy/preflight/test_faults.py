@@ -412,6 +412,16 @@ def test_little_room(check: Asked, module: str, name: str, fix: str, monkeypatch
     assert_refused(check, [], name, fix)
 
 
+def test_shared_memory_for_a_model_whose_config_names_its_sizes_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Path(shutil.copytree(MODEL, tmp_path / "model"))
+    (model / "config.json").write_text('{"n_embd": 64}')
+    usage = shutil.disk_usage("/")._replace(free=1 << 20)
+    monkeypatch.setattr("penstock.deploy.preflight.memory_checks.shutil.disk_usage", lambda _: usage)
+    assert_refused(check_shared_memory, [f"model={model}"], "shared memory", "--shm-size")
+
+
 def test_more_episodes_than_files_may_be_open() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert_refused(check_open_files, [f"agent.concurrency={hard}"], "open files", "ulimit -Hn")
