@@ -295,10 +295,11 @@ async def serve(server: RedisServer, linger_while: Path | None, linger_s: float)
     try:
         await asyncio.shield(keeper)
     except asyncio.CancelledError:
-        deadline = time.monotonic() + linger_s
-        # A shared disk sends no change events.
-        while linger_while and time.monotonic() < deadline and await asyncio.to_thread(linger_while.exists):  # noqa: ASYNC110
-            await asyncio.sleep(LOOK_S)
+        # A shared disk sends no change events, and may not answer.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(linger_s):
+                while linger_while and await asyncio.to_thread(linger_while.exists):  # noqa: ASYNC110
+                    await asyncio.sleep(LOOK_S)
         raise
     finally:
         keeper.cancel()

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 
 from penstock.common import Backoff
 from penstock.deploy import RoleSpec, RunConfig, RunDir, app
-from penstock.deploy.run.connection import RedisLost, keep_alive
+from penstock.deploy.run.connection import RedisLost, keep_alive, serve
 from penstock.deploy.run.launcher import launch
 from penstock.deploy.run.plan import Role
 from penstock.deploy.run.supervisor import LocalPlacement
@@ -101,6 +102,28 @@ def test_it_does_not_stay_for_ever(start, words: tuple[str, ...]) -> None:
     queue = start(*words)
     queue.process.terminate()
     assert queue.process.wait(120) == 0
+
+
+async def test_a_disk_that_does_not_answer_does_not_keep_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    asked, answer = threading.Event(), threading.Event()
+
+    class HangingFile(type(tmp_path)):  # type: ignore[misc]
+        def exists(self, **_: bool) -> bool:
+            asked.set()
+            return answer.wait(60)
+
+    port = free_port()
+    serving = asyncio.create_task(serve(RedisServer(tmp_path / "redis", PASSWORD, port=port), HangingFile("f"), 0.5))
+    try:
+        await until(lambda: "queue at" in caplog.text)
+        serving.cancel()
+        await until(asked.is_set)
+        done, _ = await asyncio.wait([serving], timeout=30)
+        assert done
+        assert not is_open("127.0.0.1", port)
+    finally:
+        answer.set()
 
 
 def test_roles_have_their_own_rights(start) -> None:
