@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,8 @@ NEEDS = {"retool": "math_verify", "openai": "agents"}
 """Template → the module without which its parts cannot be loaded."""
 PARTS = {"harbor": {"recipe.yaml", "tasks"}, "swe": {"recipe.yaml", "agent.py", "test_project.py"}}
 """What a project is made of where it is not the usual: a loop, a reward, a test."""
+ELSEWHERE = {"f.py", "prove.py", "cpu.yaml"}
+"""Files that a project's files name and do not need: of a box, of the shipped recipe."""
 README_LINES = 16
 """With its blank ones."""
 
@@ -64,9 +67,12 @@ def test_a_project_names_its_own_files_alone(name: str, tmp_path: Path) -> None:
         (RECIPES / source).read_text() for source in template.files.values() if (RECIPES / source).is_file()
     )
     assert [old for old in template.replace if old not in shipped] == [], "the shipped files have changed"
+    there = {Path(file).name for file, _ in project_files(template)}
     for file, text in project_files(template):
         assert "recipes/" not in text, file
         assert "../" not in text, file
+        named = set(re.findall(r"(?<![/\w-])[\w-]+\.(?:py|yaml|jinja)\b", text))
+        assert named - there - ELSEWHERE == set(), file
     readme = dict(project_files(template))["README.md"]
     assert len(readme.splitlines()) <= README_LINES
     assert PARTS.get(name, {"recipe.yaml", "reward.py", "test_project.py"}) <= set(template.files)

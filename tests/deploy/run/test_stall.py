@@ -204,3 +204,18 @@ def test_watchdog_ends_a_stalled_run_with_the_cause(start_run) -> None:
     assert run.summary()["ended"] == ended["why"]
     assert_nothing_left(run, pids)
     assert not (run.root / "roles.json").exists()
+
+
+@whole
+@pytest.mark.deep
+def test_run_that_filters_everything_stops(start_run, tmp_path: Path) -> None:
+    """Its trainer is not started again: it would filter the same groups."""
+    score = "def compute_score(data_source, solution_str, ground_truth, extra_info): return 1.0\n"
+    (tmp_path / "constant.py").write_text(score)
+    words = ("transfer_queue.filter_groups=zero_variance", "transfer_queue.max_filtered_steps=1")
+    words += ("groups_per_step=2", "group_size=2", f"agent.reward={tmp_path / 'constant.py'}:compute_score")
+    run = start_run("filtered", *words)
+    assert run.process.wait(600) == 1
+    (ended,) = run.rows("ended.json")
+    assert "trainer stopped the run: TooManyFiltered" in ended["why"]
+    assert run.summary()["restarts"]["trainer"] == 0
