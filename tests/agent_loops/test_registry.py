@@ -41,6 +41,25 @@ def test_a_file_that_does_not_import_names_the_cause(tmp_path):
         find_loop("broken.py:X", tmp_path)
 
 
+NEEDY = """
+from penstock.agent_loops import AgentLoopBase, LoadError
+
+
+class Needy(AgentLoopBase):
+    async def run(self, task): ...
+
+    @classmethod
+    def require(cls):
+        raise LoadError("pip install what-it-needs")
+"""
+
+
+def test_a_loop_is_asked_for_what_it_requires(tmp_path):
+    (tmp_path / "needy.py").write_text(NEEDY)
+    with pytest.raises(LoadError, match="pip install what-it-needs"):
+        find_loop("needy.py:Needy", tmp_path)
+
+
 def test_two_loops_cannot_have_one_name():
     class Other(AgentLoopBase):
         pass

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from penstock.tools.parsers.json_call import add_call, arguments_key, named_calls, read_call_list, read_json
-from penstock.tools.parsers.turn import MAX_CALLS, MarkedParser, Tools, TurnBuilder, expect, skip_space
+from penstock.tools.parsers.turn import MarkedParser, Tools, TurnBuilder, expect, skip_space
 
 CALL = '{"name": ..., "arguments": {...}}'
 
@@ -67,7 +67,7 @@ class HunyuanA13bParser(JsonListParser):
     def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:
         values: list[Any] = []
         end = body
-        while len(values) <= MAX_CALLS and text.startswith("{", skip_space(text, end)):
+        while text.startswith("{", skip_space(text, end)):
             value, end = read_json(text, end)
             values.append(value)
         if not values:
@@ -81,8 +81,11 @@ class HunyuanA13bParser(JsonListParser):
 class JsonCallParser(MarkedParser):
     """One object behind each mark, and nothing that ends it."""
 
+    between: ClassVar[str] = ""
+    """Stands between the mark and the object."""
+
     def __init__(self) -> None:
-        self.shape = f"a call is written {self.opening}{CALL}"
+        self.shape = f"a call is written {self.opening}{self.between}{CALL}"
 
     def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:
         value, end = read_json(text, body)
@@ -91,7 +94,7 @@ class JsonCallParser(MarkedParser):
 
 
 class Granite20bFcParser(JsonCallParser):
-    opening = "<function_call>"
+    opening, between = "<function_call>", " "
 
 
 class GigaChat3Parser(JsonCallParser):

@@ -227,6 +227,7 @@ def test_parser_separates_calls_and_content(parser: str, text: str, content: str
         ("apertus", '<|tools_prefix|>[{"f": {}, "g": {}}]<|tools_suffix|>', "the name of its tool as the only key"),
         ("apertus", '<|tools_prefix|>[{"f": 1}]<|tools_suffix|>', '"arguments" must be a JSON object'),
         ("apertus", '<|tools_prefix|>{"f": {}}<|tools_suffix|>', "calls are written as a JSON list"),
+        ("granite_20b_fc", "<function_call> 1", 'a call is written <function_call> {"name": ..., "arguments": {...}}'),
         ("hunyuan_a13b", f"<tool_calls>[{F_JSON}]", "</tool_calls> is missing"),
         ("hunyuan_a13b", f"<tool_calls>{F_JSON}, {F_JSON}</tool_calls>", "stands where </tool_calls> belongs"),
         ("hy_v3", f"{HY}</tool_calls:opensource>", "stands where <tool_call:opensource> belongs"),
@@ -279,8 +280,15 @@ def test_parser_refuses_a_json_key_given_twice() -> None:
     assert "the same key twice" in (get_parser("hermes").parse(text).calls[0].error or "")
 
 
-def test_parser_bounds_the_calls_of_a_turn() -> None:
-    turn = get_parser("hermes").parse('<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 200)
+@pytest.mark.parametrize(
+    ("parser", "opening", "call", "closing"),
+    [
+        ("hermes", "", f"{OPEN}{F_JSON}{CLOSE}", ""),
+        ("hunyuan_a13b", "<tool_calls>", f"{F_JSON}\n", "</tool_calls>"),
+    ],
+)
+def test_parser_bounds_the_calls_of_a_turn(parser: str, opening: str, call: str, closing: str) -> None:
+    turn = get_parser(parser).parse(f"{opening}{call * 200}{closing}")
     assert [call.error for call in turn.calls[:128]] == [None] * 128
     assert [call.error for call in turn.calls[128:]] == ["only the first 128 calls of a turn are read"]
 
