@@ -298,7 +298,7 @@ async def serve(server: RedisServer, linger_while: Path | None, linger_s: float)
         # A shared disk sends no change events, and may not answer.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(linger_s):
-                while linger_while and await asyncio.to_thread(linger_while.exists):  # noqa: ASYNC110
+                while linger_while is not None and await asyncio.to_thread(linger_while.exists):  # noqa: ASYNC110
                     await asyncio.sleep(LOOK_S)
         raise
     finally:
