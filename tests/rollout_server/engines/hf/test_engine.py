@@ -83,9 +83,11 @@ async def test_abandoned_requests_free_their_kv_even_when_the_cache_was_full(tin
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        steps = (await engine.ping())["steps"]
         async with asyncio.timeout(60):
             while (figures := await engine.ping())["kv_blocks"] or figures["in_flight"]:
                 await asyncio.sleep(0.02)
+            assert figures["steps"] < steps + 100, "they were sampled to their ends"
             assert len((await whole(engine, ask(PROMPT, 30))).token_ids) == 30
 
 

@@ -71,7 +71,12 @@ async def test_requests_wait_while_it_stands_still_and_are_turned_away_while_it_
         await asyncio.to_thread(continues)
         assert await outcome(batcher, "waits") == WHOLE
     draw = batcher.sampler.draw
-    batcher.sampler.draw = lambda *arguments: (time.sleep(0.02), draw(*arguments))[1]
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.02)
+        return draw(*arguments)
+
+    batcher.sampler.draw = slow
     batcher.add("long", [5, 6, 7], Sampling(max_new_tokens=1000))
     await until(lambda: bool(batcher._live["long"].record.samples))
     await asyncio.to_thread(batcher.sleep)
