@@ -1,8 +1,9 @@
 """Ranks of a trainer that publish deltas, as processes: delta_ranks FOLDER WORLD DIES RANK.
 
 Versions 1 to 4 go to FOLDER/published, one of three whole. Rank 0 writes one line of JSON in the end: the bases and
-files of what it wrote, and the `error` that ended it. DIES: at this of its answers for version 3 the last rank kills
-itself; 0: it does not.
+files of what it wrote, the `error` that ended it, the bytes of its `share`, and its resident memory `before` it wrote
+version 2 and at the `peak` meanwhile. DIES: at this of its answers for version 3 the last rank kills itself; 0: it does
+not.
 """
 
 from __future__ import annotations
@@ -61,6 +62,11 @@ def die_at(answer: int) -> None:
     WeightSource._answer = count_and_die  # type: ignore[method-assign]
 
 
+def resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+
 def main(folder: Path, world: int, dies: int, rank: int) -> None:
     import penstock.weight_sync.publisher as publisher
 
@@ -80,6 +86,9 @@ def main(folder: Path, world: int, dies: int, rank: int) -> None:
     for version in range(1, 5):
         source.take(version, shards(version, rank, world))
         if rank == 0:
+            if version == 2:
+                Path("/proc/self/clear_refs").write_text("5")
+                said["before"] = resident("VmRSS")
             try:
                 manifest = files.write_from_ranks(version, source)
             except RuntimeError as error:
@@ -87,7 +96,10 @@ def main(folder: Path, world: int, dies: int, rank: int) -> None:
                 break
             said["bases"].append(manifest.base_version)
             said["files"].append(manifest.place)
+            if version == 2:
+                said["peak"] = resident("VmHWM")
         dist.barrier()
+    said["share"] = len(source._bytes)
     if rank == 0:
         print(json.dumps(said), flush=True)
     if said["error"]:

@@ -398,6 +398,17 @@ def run_ranks(folder: Path, world: int, dies: int = 0) -> tuple[dict[str, Any], 
 
 
 @pytest.mark.deep
+def test_rank_processes_write_deltas_in_little_memory(tmp_path: Path) -> None:
+    """What torch takes for a moment in any thread, which the test above cannot count."""
+    found, ends = run_ranks(tmp_path, 2)
+    assert (ends, found["bases"]) == ([0, 0], [None, 1, 2, None])
+    assert found["share"] > 40 << 20
+    extra = found["peak"] - found["before"]
+    print(f"{extra / found['share']:.3f} of rank 0's share")
+    assert extra < 24 << 20, "beside its share and its marks: pieces that do not grow with the model"
+
+
+@pytest.mark.deep
 @pytest.mark.parametrize("answer", [1, 2, 5])
 def test_rank_that_is_killed_in_a_delta_leaves_no_half_version(answer: int, tmp_path: Path) -> None:
     """At its sums, and within buckets."""
