@@ -44,7 +44,7 @@ class Box(ABC):
     def __init__(self) -> None:
         self._requests = 0
         self._oom_kills = 0
-        """Processes of this box that ran out of memory so far, as its driver reports them."""
+        """Processes of this box that ran out of memory so far, as its driver or its cgroup counts them."""
         self._oom_kills_seen = 0
         self.port: int | None = None
         """Port of the box's loopback; set once a port was opened for served runs."""

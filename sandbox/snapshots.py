@@ -97,13 +97,13 @@ async def copy_folders(session: Session, paths: Sequence[str], *, themselves: bo
         for path in paths:
             try:
                 tar = await get_folder(session, path)
+                if not themselves and tar.startswith(b"./\0"):
+                    tar = tar[512:]  # without the first header
+                file = opened.enter_context(tempfile.TemporaryFile())
+                file.write(tar)
             except OSError as error:
                 text = f"the files of session {session.session_id} cannot be copied: {error}"
                 raise SandboxError(text) from error
-            if not themselves and tar.startswith(b"./\0"):
-                tar = tar[512:]  # without the first header
-            file = opened.enter_context(tempfile.TemporaryFile())
-            file.write(tar)
             copies.append(FolderCopy(path, file, len(tar)))
         opened.pop_all()  # they are closed with their copy
     return tuple(copies)

@@ -83,10 +83,8 @@ def _become_untrusted(
     try:
         for number, fd in enumerate(stdio):
             os.dup2(fd, number)
-        start = 3
-        for fd in sorted(
-            keep
-        ):  # all others are closed, above all the control socket: its holder answers for the driver
+        start = 3  # all but `keep` are closed, above all the control socket: its holder answers for the driver
+        for fd in sorted(keep):
             os.closerange(start, fd)
             start = fd + 1
         os.closerange(start, 1024)

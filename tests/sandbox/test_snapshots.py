@@ -73,6 +73,17 @@ async def test_files_that_are_too_many_are_refused() -> None:
     await sandbox.close()
 
 
+@pytest.mark.bwrap
+async def test_snapshot_on_a_full_disk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = BwrapSandbox(CONFIG, "tests")
+    session = await sandbox.start("trunk")
+    monkeypatch.setattr("penstock.sandbox.snapshots.tempfile.TemporaryFile", lambda: open("/dev/full", "wb", 0))
+    with pytest.raises(SandboxError, match=r"cannot be copied: .*No space left"):
+        await sandbox.snapshot(session)
+    monkeypatch.undo()
+    await sandbox.close()
+
+
 OWN_ROOTS = [
     pytest.param("bwrap", "/app", marks=pytest.mark.bwrap),
     pytest.param("docker", "/etc/app", marks=pytest.mark.docker),
