@@ -107,9 +107,18 @@ for fd in os.listdir('/proc/self/fd'):
     try: print(os.readlink('/proc/self/fd/' + fd))
     except OSError: pass
 """
+    await session.run_shell("true")  # its pipes are none of theirs
+    interpreter, command = await attack(session, code), await session.run(["python3", "-c", code])
+    for result, own in ((interpreter, 5), (command, 3)):  # the interpreter's requests and outcomes beside the usual
+        held = result.stdout.splitlines()
+        assert {line.partition(":[")[0] for line in held} <= {"pipe", "/dev/null"}
+        assert len(held) == len(set(held)) == own, held
+
+
+async def test_attack_code_runs_out_of_memory_before_its_driver(session: Session) -> None:
+    code = "print(open('/proc/self/oom_score_adj').read())"
     for result in (await attack(session, code), await session.run(["python3", "-c", code])):
-        kinds = {line.partition(":[")[0] for line in result.stdout.splitlines()}
-        assert kinds <= {"pipe", "/dev/null"} | {line for line in kinds if line.startswith("/proc/")}
+        assert result.stdout.strip() == "1000"
 
 
 @on_every_backend
