@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 import pytest_asyncio
@@ -77,7 +78,8 @@ async def test_files_that_are_too_many_are_refused() -> None:
 async def test_snapshot_on_a_full_disk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox = BwrapSandbox(CONFIG, "tests")
     session = await sandbox.start("trunk")
-    monkeypatch.setattr("penstock.sandbox.snapshots.tempfile.TemporaryFile", lambda: open("/dev/full", "wb", 0))
+    full = partial(open, "/dev/full", "wb", 0)
+    monkeypatch.setattr("penstock.sandbox.snapshots.tempfile.TemporaryFile", full)
     with pytest.raises(SandboxError, match=r"cannot be copied: .*No space left"):
         await sandbox.snapshot(session)
     monkeypatch.undo()

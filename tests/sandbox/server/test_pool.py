@@ -151,6 +151,20 @@ async def test_slots_go_to_those_who_wait_in_their_order() -> None:
     assert order == ["first", "second", "third"]
 
 
+async def test_slots_turn_that_comes_as_its_waiter_gives_up_goes_on() -> None:
+    slots = Slots(1)
+    assert slots.take_now()
+    leaver = asyncio.create_task(slots.take(5.0))
+    await asyncio.sleep(0)
+    slots.give()
+    leaver.cancel()
+    await asyncio.gather(leaver, return_exceptions=True)
+    assert slots.take_now()
+    with pytest.raises(SandboxBusy):
+        await slots.take(0.0)
+    assert slots.waiting == 0  # who gave up leaves no place behind
+
+
 Step = st.tuples(st.sampled_from(["take", "back", "die", "fail", "cancel", "wait"]), st.integers(0, 3))
 
 
