@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.agent_loops import AgentConfig, Episode, LoadError, verify_sources
+from penstock.agent_loops.chat import verify_template as real
 from penstock.agent_loops.config import SourceConfig
 from penstock.agent_loops.sources import services_of
 from penstock.testing import FakeClient
@@ -71,3 +72,13 @@ def test_a_tool_that_the_recipe_lacks_is_named(parts_of, calculator) -> None:
         verify_sources(services.chat, config, services.tools)
     with pytest.raises(LoadError, match="the recipe has no tools"):
         verify_sources(services.chat, config, {})
+
+
+def test_every_set_of_tools_is_verified(parts_of, calculator, monkeypatch) -> None:
+    services, shown = parts_of(None, None, calculator, config=CONFIG), []
+    monkeypatch.setattr(
+        "penstock.agent_loops.sources.verify_template",
+        lambda chat, tools: shown.append(len(tools)) or real(chat, tools),
+    )
+    assert verify_sources(services.chat, CONFIG, services.tools).conversations > 0
+    assert sorted(shown) == [0, 1]

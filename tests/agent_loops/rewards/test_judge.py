@@ -97,6 +97,15 @@ async def test_own_template_pattern_scale_and_request(judge, endpoint: Endpoint,
     assert endpoint.bodies[1]["messages"][0]["content"] == "Rate: I add.\n\nIt is 46."
 
 
+async def test_limits_of_the_service_are_those_of_the_settings(judge, endpoint: Endpoint, tasks_of) -> None:
+    endpoint.delay_s = 0.02
+    (task,) = tasks_of()
+    reward = judge(concurrency=2)
+    await asyncio.gather(*(reward.score(task, f"answer {n}", {}) for n in range(6)))
+    await reward.score(task, "answer 0", {})
+    assert (endpoint.most_at_once, len(endpoint.bodies)) == (2, 6), "a question that was asked is not asked again"
+
+
 async def test_busy_and_a_score_that_is_missing_are_asked_again(judge, endpoint: Endpoint, tasks_of) -> None:
     answers = [JSONResponse({"error": "slow down"}, 429), "No idea.", "SCORE: 11", "SCORE: 10"]
     endpoint.say = lambda number: answers[number - 1]
