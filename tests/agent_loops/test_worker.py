@@ -42,13 +42,15 @@ async def test_worker_respects_concurrency_and_counts(worker_of, queue_of, tasks
     queue = queue_of(tasks_of(40))
     config = AgentConfig(concurrency=7, max_response_tokens=1000)
     worker = worker_of(queue, FakeClient(calling_policy(), latency_s=0.01), calculator, config=config)
-    most, value = 0, worker.stats.metrics.registry.get_sample_value
+    most, busiest, value = 0, 0, worker.stats.metrics.registry.get_sample_value
     async with running(worker):
         while len(queue.done) < 40 or not value("penstock_agent_waited_seconds_total", {"cause": "admission"}):
             await asyncio.sleep(0.005)
             most = max(most, len(queue.leased))
+            busiest = max(busiest, value("penstock_agent_in_flight"))
             assert value("penstock_agent_concurrency_limit") == 7
     assert most == 7
+    assert 0 < busiest <= 7
     assert all(trajectory.reward == 1.0 for trajectory in queue.done.values())
     assert (calculator.created, calculator.open) == (40, 0)
     assert queue.waits["agent:admission"] > 0
