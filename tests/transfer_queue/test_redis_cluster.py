@@ -144,6 +144,7 @@ async def test_info_is_of_the_whole(connection: Connection, cluster: RedisCluste
     infos = await connection.infos()
     assert {info["tcp_port"] for info in infos} == {server.port for server in cluster.servers}
     assert (await connection.info())["used_memory"] > max(info["used_memory"] for info in infos)
+    assert len(await connection.command("TIME")) == 2, "`penstock doctor` asks any node"
 
 
 async def test_one_node_that_evicts_is_named(cluster: RedisCluster) -> None:

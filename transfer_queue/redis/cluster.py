@@ -180,7 +180,7 @@ def redact(url: str) -> str:
     return re.sub(r"//[^@/]*@", "//", url)
 
 
-_KEYLESS = {"CLUSTER", "CONFIG", "DBSIZE", "FUNCTION", "INFO", "PING", "SCAN", "SCRIPT"}
+_KEYLESS = {"CLUSTER", "CONFIG", "DBSIZE", "FUNCTION", "INFO", "PING", "SCAN", "SCRIPT", "TIME"}
 _KEY_AT = {"EVAL": 3, "EVALSHA": 3, "FCALL": 3}
 """Command → position of its first key; 1 for all others that the queue sends."""
 ASK_TIMEOUT_S = 2.0
