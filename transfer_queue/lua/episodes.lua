@@ -85,7 +85,7 @@ local function give_open(split_key)
       local group = group_key(task_id)
       local lost_by = call('HGET', group, 'l' .. m) or ''
       local bound = math.min(most, most_together(lost_by))
-      if held >= bound and is_emptiest() then return false end
+      if held >= bound and not one_waits and is_emptiest() then return false end
       one_waits = one_waits or held >= bound
       if one_waits and lost_by ~= '' then
         skipped = skipped + 1
