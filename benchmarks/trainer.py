@@ -1,4 +1,4 @@
-"""Our packed training step beside a padded loop over the transformers model: tokens/s and memory.
+"""Packed training step compared with a padded loop over the transformers model: tokens/s and memory.
 
     penstock bench trainer --json
 

@@ -54,7 +54,7 @@ def columns_of(record: Mapping[str, Any], step: int) -> dict[str, Any]:
     episode = str(record["episode_id"])
     runs = [run for segment in record["segments"] for run in segment["runs"]]
     versions = [version for run in runs for version, _ in run.get("versions", ())]
-    said = [as_text(run["text"]) for run in runs if run["mask"]]
+    sampled = [as_text(run["text"]) for run in runs if run["mask"]]
     outcome, extra, metrics = record.get("outcome", {}), record.get("extra", {}), record.get("metrics", {})
     return {
         "step": step,
@@ -73,7 +73,7 @@ def columns_of(record: Mapping[str, Any], step: int) -> dict[str, Any]:
         "source": record.get("data_source", ""),
         "agent": str(extra.get("agent", "")),
         "latency_s": metrics.get("latency_s"),
-        "snippet": " ".join(said[-1].split())[:160] if said else "",
+        "snippet": " ".join(sampled[-1].split())[:160] if sampled else "",
     }
 
 
@@ -108,7 +108,7 @@ class Query(BaseModel):
     descending: bool = True
 
     def sql(self) -> tuple[str, str, list[object]]:
-        """What to put behind WHERE and behind ORDER BY, and the values of the first."""
+        """Returns the WHERE condition, the ORDER BY expression, and the values of the condition."""
         exact = [(f"{column} = ?", getattr(self, column)) for column in ("outcome", "task", "source", "step")]
         bounds = [("reward >= ?", self.reward_min), ("reward <= ?", self.reward_max)]
         conditions = [(condition, value) for condition, value in exact + bounds if value not in ("", None)]

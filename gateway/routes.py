@@ -120,7 +120,7 @@ def make_client_router(find: FindSession, version: Callable[[], int]) -> APIRout
         @router.post(path, openapi_extra=_takes(wire.body), responses=responses)
         @_with_refusals
         async def ask(request: Request, handle: str) -> Response:
-            """As the API's own route; the answer is recorded before it ends."""
+            """Answers like the API's own route. The answer is recorded before it ends."""
             asked = await parse_body(wire.parse, await request.body())
             episode = await find(handle)
             return await respond(request, asked, await episode.answer(asked, retried=is_retry(request.headers)))

@@ -183,7 +183,7 @@ class MemoryState:
         return len(held), min((most_together(len(member.lost_by)) for member in held), default=math.inf)
 
     def is_emptiest(self, worker: str) -> bool:
-        """Whether no worker holds fewer episodes. Ties are broken by name."""
+        """Returns True if no worker holds fewer episodes. Ties are broken by name."""
         counts = Counter(member.worker for _, _, member in self.leased())
         return min(counts, key=lambda name: (counts[name], name)) == worker
 

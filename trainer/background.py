@@ -1,4 +1,4 @@
-"""Work of the trainer that goes on beside its steps."""
+"""Work of the trainer that runs while it trains: publishing, saving, spilling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class BackgroundWork:
         self._task: asyncio.Task[None] | None = None
 
     async def settle(self) -> None:
-        """Waits for the work under way; raises what went wrong."""
+        """Waits for the work under way. Raises its error."""
         if self._task is None:
             return
         began = time.monotonic()
@@ -30,5 +30,6 @@ class BackgroundWork:
             await self._queue.add_wait("trainer", self._cause, time.monotonic() - began)
 
     async def close(self) -> None:
+        """Cancels the work under way. Its error is not raised."""
         if self._task is not None:
             await cancel_and_wait([self._task])

@@ -30,13 +30,13 @@ from .fetch import no_fetch as no_fetch
 from .files.file_format import NoSpace as NoSpace
 from .files.file_format import checksum as checksum
 from .files.file_format import dtype_name as dtype_name
+from .files.file_format import host_copy as host_copy
 from .files.file_reader import open_published as open_published
 from .files.hub_names import HubNames as HubNames
 from .files.hub_names import UnmappedTensors as UnmappedTensors
 from .files.mapped_version import MappedVersion as MappedVersion
 from .files.reader import WeightReader as WeightReader
 from .files.reader import read_verified as read_verified
-from .host_tensors import host_copy as host_copy
 from .http.client import Downloader as Downloader
 from .http.server import FileServer as FileServer
 from .lora.merger import Merger as Merger

@@ -1,4 +1,4 @@
-"""What the runs of `penstock bench compare` come to: figures by side and ratios."""
+"""Figures of the runs of `penstock bench compare`, by side, and their ratios."""
 
 from __future__ import annotations
 

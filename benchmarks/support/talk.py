@@ -28,7 +28,7 @@ class Look(BaseTool):
     parameters = {"type": "object", "properties": {"page": {"type": "integer"}}, "required": ["page"]}  # noqa: RUF012
 
     async def execute(self, state: Any, arguments: Any) -> ToolResult:
-        raise NotImplementedError
+        raise NotImplementedError("the benchmark renders results of its own; only the schema is used")
 
 
 @dataclass

@@ -43,26 +43,26 @@ def from_verl(
     if source is not None and "=" in source.name and not source.exists():
         words, source = [str(source), *words], None  # without a file the first word is an override already
     with user_errors(BadSource):
-        made = migrate(read_source(source, words), load_table("verl"))
-        made.check()
-    _print_summary(made, everything)
+        migration = migrate(read_source(source, words), load_table("verl"))
+        migration.check()
+    _print_summary(migration, everything)
     if out is None:
-        typer.echo(made.yaml(), nl=False)
+        typer.echo(migration.yaml(), nl=False)
     else:
-        out.write_text(made.yaml(), encoding="utf-8")
-    raise typer.Exit(1 if strict and made.account.unmapped else 0)
+        out.write_text(migration.yaml(), encoding="utf-8")
+    raise typer.Exit(1 if strict and migration.account.unmapped else 0)
 
 
-def _print_summary(made: Migrated, everything: bool) -> None:
-    for key, ours in made.account.mapped.items():
+def _print_summary(migration: Migrated, everything: bool) -> None:
+    for key, ours in migration.account.mapped.items():
         typer.echo(f"{key} → {ours}", err=True)
     if everything:
-        for key, why in made.account.ignored.items():
+        for key, why in migration.account.ignored.items():
             typer.echo(f"{key}: nothing to set; {why}", err=True)
-    for one in made.account.unmapped:
+    for one in migration.account.unmapped:
         typer.secho(f"no counterpart: {one.key}={one.value}: {one.why}", fg="yellow", err=True)
-    for note in made.notes:
+    for note in migration.notes:
         typer.secho(f"note: {note}", fg="yellow", err=True)
-    sizes = len(made.account.mapped), len(made.account.unmapped), len(made.account.ignored)
+    sizes = len(migration.account.mapped), len(migration.account.unmapped), len(migration.account.ignored)
     summary = "{} settings taken over, {} without counterpart, {} with nothing to set".format(*sizes)
     typer.echo(summary + ("" if everything else " (--all names them)"), err=True)

@@ -39,11 +39,11 @@ def curriculum(
     penstock curriculum mine --source gsm8k=2 --source code=0.5 --pool easy=0
     """
     with user_errors(OSError, ValueError):
-        found = _changed(folder_of_run(run, runs_dir), source or (), pool or ())
+        state = _changed(folder_of_run(run, runs_dir), source or (), pool or ())
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(state))
     else:
-        _show(found)
+        _show(state)
 
 
 def _changed(root: Path, sources: Sequence[str], pools: Sequence[str]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def _changed(root: Path, sources: Sequence[str], pools: Sequence[str]) -> dict[s
 
 
 def _weights_of(root: Path) -> CurriculumWeights:
-    """Those that were given while it trained, else the recipe's."""
+    """Returns the weights that were set while the run trained, otherwise the recipe's."""
     import yaml
 
     from penstock.deploy.config import ConfigError, parse_config
@@ -99,7 +99,7 @@ def _given(text: str) -> tuple[str, float]:
 
 
 def by_source(row: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """A line of metrics.jsonl → data source → its numbers."""
+    """Returns the numbers of a line of metrics.jsonl by data source."""
     found: dict[str, dict[str, float]] = {}
     for key, value in row.items():
         if key.startswith(PREFIX):

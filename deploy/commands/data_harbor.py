@@ -60,10 +60,10 @@ def check(  # noqa: PLR0917 - options of a command
             network=network if build else None,
             again=again,
         )
-        found = asyncio.run(check)
-    for line in map(_as_json, found) if as_json else _table(found):
+        verdicts = asyncio.run(check)
+    for line in map(_as_json, verdicts) if as_json else _table(verdicts):
         typer.echo(line)
-    raise typer.Exit(0 if all(one.sound for one in found) else 1)
+    raise typer.Exit(0 if all(one.sound for one in verdicts) else 1)
 
 
 def export(

@@ -62,7 +62,7 @@ def rehearse(
 
 
 def _expected(expect: str | None, rows: list[DatasetRow]) -> list[float]:
-    """Of each row; empty where nothing is expected. Raises `ConfigError`, `DataError`."""
+    """Returns the expected reward of each row; empty if nothing is expected. Raises `ConfigError`, `DataError`."""
     from penstock.deploy.rehearsal import full_reward
 
     if expect is None:

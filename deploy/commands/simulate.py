@@ -107,7 +107,7 @@ def _cell(name: str, value: Any) -> str:
 
 
 def _check(as_json: bool) -> int:
-    """0 where both largest errors are within their bounds."""
+    """Returns the exit status: 0 if both largest errors are within their bounds."""
     from penstock.simulator import check
 
     found = check()

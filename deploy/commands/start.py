@@ -105,10 +105,10 @@ def recipes() -> None:
     """
     from penstock.deploy.shipped import FOLDER, shipped_recipes, templates
 
-    found = shipped_recipes()
-    width, wide = max(len(one.file) for one in found), max(len(one.needs) for one in found)
+    shipped = shipped_recipes()
+    width, wide = max(len(one.file) for one in shipped), max(len(one.needs) for one in shipped)
     typer.echo(f"{FOLDER.resolve()}:")
-    for one in found:
+    for one in shipped:
         typer.echo(f"  {one.file:{width}}  {one.needs:{wide}}  {one.about}")
     typer.echo("\ntemplates, for `penstock init FOLDER --from NAME`:")
     for template in templates().values():

@@ -114,14 +114,14 @@ def export(
 
 def _checkpoint(folder: Path, step: int | None) -> Path:
     """Raises `FileNotFoundError`."""
-    found = sorted(path for path in folder.glob("step_*") if not path.suffix)
-    wanted = [path for path in found if step is None or path.name == f"step_{step:08d}"]
-    if not wanted:
-        there = ", ".join(path.name for path in found) or "none"
+    checkpoints = sorted(path for path in folder.glob("step_*") if not path.suffix)
+    matches = [path for path in checkpoints if step is None or path.name == f"step_{step:08d}"]
+    if not matches:
+        there = ", ".join(path.name for path in checkpoints) or "none"
         raise FileNotFoundError(
             f"{folder} has no checkpoint{'' if step is None else f' of step {step}'}; there: {there}"
         )
-    return wanted[-1]
+    return matches[-1]
 
 
 def bench(
@@ -149,7 +149,7 @@ def bench(
 
 
 def _leave(number: int, _frame: FrameType | None) -> Never:
-    """By an exception, as Ctrl-C does: what a benchmark started and wrote goes with its `finally` blocks."""
+    """Ends the process by an exception, as Ctrl-C does, so that a benchmark's `finally` blocks remove what it made."""
     raise SystemExit(128 + number)
 
 

@@ -222,7 +222,7 @@ def check_lengths(config: RunConfig) -> Check:
 
 
 def _longest_response(config: RunConfig) -> int:
-    """Of any data source. Raises `LoadError` if a loop refuses its settings."""
+    """Returns the longest response of any data source, in tokens. Raises `LoadError` if a loop refuses its settings."""
     from penstock.agent_loops import LoadError, find_loop
 
     lengths = []

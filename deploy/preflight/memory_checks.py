@@ -90,7 +90,10 @@ def _in_flight(config: RunConfig) -> Check:
 
 
 def check_shared_memory(config: RunConfig) -> Check | None:
-    """By the headers of the weights alone: the config of a model may name its sizes in another way."""
+    """Checks that a published version fits into shared memory.
+
+    Its size is read from the headers of the weights, because a model's config may name its sizes in another way.
+    """
     try:
         weights = read_weights(Path(config.model))
     except BadModelFiles:  # `check_model` reports it

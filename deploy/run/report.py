@@ -50,7 +50,7 @@ class Reporter:
         self._queue = queue
         self._members, self._lives = members, lives
         self._roles: dict[str, Any] = {}
-        """As in roles.json, which is rewritten when something has changed."""
+        """Content of roles.json, which is rewritten when it changes."""
         self._watchdog = Watchdog(config, members, self._say, forgive_workers)
         self._metrics = JsonlTail(run.metrics)
         self._recent: deque[dict[str, Any]] = deque(maxlen=10)

@@ -133,7 +133,7 @@ class EpisodeQueue(MemoryTransferQueue):
 
     @property
     def journals(self) -> dict[str, list[JournalEntry]]:
-        """Those of completed episodes too."""
+        """Journals by task, also of completed episodes."""
         return {name: [entry for entry, _ in member.journal] for name, member in self.members.items()}
 
     @property
@@ -154,13 +154,13 @@ class EpisodeQueue(MemoryTransferQueue):
         return replace(self._lease("next", group, 0), task=task)
 
     def rewind(self, name: str, journal: Sequence[JournalEntry]) -> None:
-        """As if the episode had not ended, and the queue had this much of its journal."""
+        """Reopens a completed episode with this much of its journal."""
         self._state.change(self._state.groups[name], "admitted")
         member = self.members[name]
         member.state, member.payload, member.journal = "queued", None, [(entry, 0) for entry in journal]
 
     def expire_all(self, *killed: str) -> None:
-        """As if every lease had run out; the workers in `killed` lease nothing more."""
+        """Expires every lease. The workers in `killed` lease nothing more."""
         self.killed.update(killed)
         for name in self.leased:
             self.members[name].state, self.members[name].fence = "queued", self._state.new_fence()

@@ -8,7 +8,7 @@ hy_v3   the same with a suffix (``<arg_key:opensource>``), a name before its own
 from __future__ import annotations
 
 from penstock.tools.parsers.plain_text import ArgumentReader
-from penstock.tools.parsers.turn import Malformed, MarkedParser, Tools, TurnBuilder, expect, skip_space
+from penstock.tools.parsers.turn import Malformed, MarkedParser, SectionParser, Tools, TurnBuilder, expect, skip_space
 
 
 class PairTags:
@@ -46,18 +46,12 @@ class GlmParser(MarkedParser):
         return TAGS.read_call(text, position, ArgumentReader(text[body:position].strip(), tools, TAGS.marks), turn)
 
 
-class HyV3Parser(MarkedParser):
+class HyV3Parser(SectionParser):
     opening, closing = "<tool_calls:opensource>", "</tool_calls:opensource>"
     name_end = "<tool_sep:opensource>"
     shape = f"calls are written {opening}\n{HY_TAGS.call}NAME{name_end}\n{HY_TAGS.pair_shape}\n{closing}"
 
-    def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:
-        position = self._read_call(text, body, turn, tools)
-        while not turn.full and not text.startswith(self.closing, skip_space(text, position)):
-            position = self._read_call(text, position, turn, tools)
-        return len(text) if turn.full else expect(text, position, self.closing)
-
-    def _read_call(self, text: str, position: int, turn: TurnBuilder, tools: Tools) -> int:
+    def read_call(self, text: str, position: int, turn: TurnBuilder, tools: Tools) -> int:
         name, position = _until(text, expect(text, position, HY_TAGS.call), self.name_end)
         reader = ArgumentReader(name.strip(), tools, (self.opening, self.closing, self.name_end, *HY_TAGS.marks))
         return HY_TAGS.read_call(text, position, reader, turn)

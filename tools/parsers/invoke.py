@@ -12,12 +12,12 @@ from typing import Any
 
 from penstock.tools.parsers.json_call import DECODER
 from penstock.tools.parsers.plain_text import ArgumentReader
-from penstock.tools.parsers.turn import Malformed, MarkedParser, Tools, TurnBuilder, expect, skip_space
+from penstock.tools.parsers.turn import Malformed, SectionParser, Tools, TurnBuilder, expect, skip_space
 
 _ATTRIBUTE = r"\s+name=\"([^\"<>\n]{1,256})\""
 
 
-class InvokeParser(MarkedParser):
+class InvokeParser(SectionParser):
     """`section` and `prefix` stand before a tag's name: ``<minimax:tool_call>`` and ``<｜DSML｜invoke …>``.
 
     `says_type`: a parameter says whether it is text, ``string="true"``, or JSON, ``string="false"``. Else its schema
@@ -42,13 +42,7 @@ class InvokeParser(MarkedParser):
             *(self._invoke, parameter, self._end_invoke, self._end_parameter),
         )
 
-    def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:
-        position = self._read_call(text, body, turn, tools)
-        while not turn.full and not text.startswith(self.closing, skip_space(text, position)):
-            position = self._read_call(text, position, turn, tools)
-        return len(text) if turn.full else expect(text, position, self.closing)
-
-    def _read_call(self, text: str, position: int, turn: TurnBuilder, tools: Tools) -> int:
+    def read_call(self, text: str, position: int, turn: TurnBuilder, tools: Tools) -> int:
         head = self._head.match(text, start := skip_space(text, position))
         if head is None:
             missing = f'{self._invoke} name="NAME">'

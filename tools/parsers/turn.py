@@ -112,6 +112,20 @@ class MarkedParser(ABC):
         """Adds the calls at `body`, behind the opening mark; returns where parsing continues. Raises `Malformed`."""
 
 
+class SectionParser(MarkedParser):
+    """A parser of sections: `opening`, one call after the other, `closing`."""
+
+    def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:
+        position = self.read_call(text, body, turn, tools)
+        while not turn.full and not text.startswith(self.closing, skip_space(text, position)):
+            position = self.read_call(text, position, turn, tools)
+        return len(text) if turn.full else expect(text, position, self.closing)
+
+    @abstractmethod
+    def read_call(self, text: str, position: int, turn: TurnBuilder, tools: Tools) -> int:
+        """Adds the call at `position`; returns where it ends. Raises `Malformed`."""
+
+
 NamedCall = tuple[str, Mapping[str, Any]]
 ReadList = Callable[[str, int], tuple[Sequence[NamedCall], int]]
 """(text, where the body begins behind what the pattern found) → calls, where parsing continues. Raises `Malformed`."""

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.weight_sync.files.delta import Gaps, Positions, words_of
-from penstock.weight_sync.host_tensors import host_copy
+from penstock.weight_sync.files.file_format import host_copy
 
 MOVED_VALUES = 1 << 24
 """Brought to the host at once."""

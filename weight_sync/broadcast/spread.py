@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from penstock.weight_sync.broadcast.source import Shard
-from penstock.weight_sync.host_tensors import host_copy
+from penstock.weight_sync.files.file_format import host_copy
 
 PART_BYTES = 1 << 20
 """A tensor is cut into parts of at least so much. Smaller ones would cost rank 0 a question for few bytes."""

@@ -159,6 +159,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def host_copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a copy of `tensor` on the CPU; if it is floating-point, in `dtype`.
+
+    It is cast on its own device: otherwise float32 crosses the bus, and one CPU thread casts it.
+    """
+    tensor = tensor.detach()
+    target = dtype if tensor.is_floating_point() else tensor.dtype
+    return tensor.to(target, copy=True) if tensor.is_cpu else tensor.to(target).cpu()
+
+
 def describe(name: str, tensor: torch.Tensor) -> TensorEntry:
     """The manifest's entry of a tensor; reads all of its bytes."""
     return TensorEntry(name, tuple(tensor.shape), dtype_name(tensor.dtype), checksum(tensor))

@@ -2,7 +2,7 @@
 
 The record is made in the forward pass itself, so a token's logprob and policy version are those of the weights that
 sampled it, whatever happens to the request later (invariant 1). `LiveRequests` passes the records on as chunks.
-`HaltingRequests` owns the decoding thread, which stands still while weights are exchanged or memory is given up.
+`HaltingRequests` owns the decoding thread, which is paused while weights are exchanged or memory is released.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class HaltingRequests(LiveRequests[L], ABC, Generic[L, H]):
         self._news = threading.Event()
         """The decoding thread has something to do."""
         self._halt: H | None = None
-        """Result of `_stop_decoding` while decoding stands still."""
+        """Result of `_stop_decoding` while decoding is paused."""
         self._asleep = self._stopping = False
         self.fatal_error: str | None = None
         """Why the decoding thread is gone; None while it runs."""
