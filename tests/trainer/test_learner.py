@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -95,6 +96,17 @@ def test_an_episode_weighs_the_same_in_one_segment_and_in_two(tiny_model: str, r
         results.append(step.learner.update(batch, step.learner.score(batch), same))
     assert results[0]["loss"] == pytest.approx(results[1]["loss"], abs=1e-9)
     assert results[0]["grad_norm"] == pytest.approx(results[1]["grad_norm"], rel=1e-6)
+
+
+def test_a_filter_multiplies_the_weights_of_episode_mean(tiny_model: str, ranks: Ranks) -> None:
+    step = Step(tiny_model, ranks, aggregation="episode_mean", filter="pf_ppo", filter_options={"mode": "max_min"})
+    (group,) = trajectories(groups=1, members=3)
+    batch = step.batch_of([[replace(one, reward=reward) for one, reward in zip(group, (0.0, 0.5, 1.0), strict=True)]])
+    with patch("penstock.trainer.learner.Targets", wraps=Targets) as targets:
+        step.train(batch)
+    tokens = [sum(int(row.mask.sum()) for row in batch.rows if row.episode == episode) for episode in range(3)]
+    expected = [1.5 / tokens[0], 0.0, 1.5 / tokens[2]]
+    assert targets.call_args.args[1].tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_minibatches_clip_against_the_policy_at_the_start_of_the_step(tiny_model: str, ranks: Ranks) -> None:
