@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+from typing import Any
 
 from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
+from mcp.types import CallToolResult
 
 
 def build() -> MCPServer:
@@ -55,6 +57,11 @@ def build() -> MCPServer:
         """Takes a minute."""
         await asyncio.sleep(60)
         return "done"
+
+    @server.tool()
+    def answer(result: dict[str, Any]) -> CallToolResult:
+        """Answers with this result of a call."""
+        return CallToolResult.model_validate(result)
 
     return server
 

@@ -58,7 +58,7 @@ def has_ended(process_id: int) -> bool:
 
 
 async def test_mcp_stdio_servers_tools_as_the_loop_sees_them(stdio: dict[str, BaseTool]) -> None:
-    assert list(stdio) == ["note", "read_notes", "add", "fail", "variable", "process", "die", "wait"]
+    assert list(stdio) == ["note", "read_notes", "add", "fail", "variable", "process", "die", "wait", "answer"]
     assert stdio["add"].description == "Add two whole numbers."
     assert set(configs_of(stdio)) == set(stdio)
     assert check_arguments(stdio["add"].parameters, {"a": 1}) == "argument 'b' is missing"
@@ -66,6 +66,30 @@ async def test_mcp_stdio_servers_tools_as_the_loop_sees_them(stdio: dict[str, Ba
     failed = await call(stdio, "fail")
     assert failed.is_error
     assert "on purpose" in failed.text
+
+
+TEXT = {"type": "text", "text": "21 C"}
+LINK = {"type": "resource_link", "uri": "file:///a.csv", "name": "a.csv", "description": "all values"}
+BLOB = {"type": "resource", "resource": {"uri": "db://rows/7", "blob": "AAAA"}}
+IMAGE = {"type": "image", "data": "AAAA", "mimeType": "image/png"}
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        ({"content": [], "structuredContent": {"städte": ["Köln"]}}, '{"städte": ["Köln"]}'),
+        ({"content": [], "structuredContent": {"error": "no such city"}, "isError": True}, '{"error": "no such city"}'),
+        ({"content": [IMAGE, {**TEXT, "text": " "}], "structuredContent": {"x": 1}}, '[image left out]\n \n{"x": 1}'),
+        ({"content": [TEXT], "structuredContent": {"celsius": 21}}, "21 C"),
+        ({"content": [LINK, BLOB]}, "a.csv (all values): file:///a.csv\n[resource db://rows/7 left out]"),
+        ({"content": []}, "(no output)"),
+    ],
+)
+async def test_mcp_result_without_text_shows_its_json_and_addresses(
+    stdio: dict[str, BaseTool], result: dict[str, Any], text: str
+) -> None:
+    answer = await call(stdio, "answer", result=result)
+    assert (answer.text, answer.is_error) == (text, result.get("isError", False))
 
 
 async def test_mcp_one_process_serves_all_calls_and_ends_with_worker(stdio: dict[str, BaseTool]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -92,16 +93,25 @@ class McpTool(BaseTool):
 
 
 def _text(answer: Any) -> str:
-    """The text parts, one per line; parts of another kind are named, not shown."""
-    return "\n".join(_part(part) for part in answer.content) or "(no output)"
+    """The parts, one per line, and the result's JSON if no part has text. Images and other bytes are only named."""
+    texts = [_text_of(part) for part in answer.content]
+    lines = [_name_of(part) if text is None else text for part, text in zip(answer.content, texts, strict=True)]
+    if answer.structured_content is not None and not any(text and text.strip() for text in texts):
+        lines.append(json.dumps(answer.structured_content, ensure_ascii=False))
+    return "\n".join(lines) or "(no output)"
 
 
-def _part(part: Any) -> str:
-    if part.type == "text":
-        return str(part.text)
-    if part.type == "resource" and getattr(part.resource, "text", None) is not None:
-        return str(part.resource.text)
-    return f"[{part.type} left out]"
+def _text_of(part: Any) -> str | None:
+    text = getattr(part.resource if part.type == "resource" else part, "text", None)
+    return None if text is None else str(text)
+
+
+def _name_of(part: Any) -> str:
+    if part.type == "resource_link":
+        description = f" ({part.description})" if part.description else ""
+        return f"{part.title or part.name}{description}: {part.uri}"
+    address = f" {part.resource.uri}" if part.type == "resource" else ""
+    return f"[{part.type}{address} left out]"
 
 
 LIST_DEADLINE_S = 30.0
