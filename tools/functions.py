@@ -137,14 +137,20 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 def _schema(
     function: Callable[..., Any], adapters: dict[str, TypeAdapter[Any]], descriptions: dict[str, str]
 ) -> dict[str, Any]:
-    properties, required = {}, []
+    """Parameters as a schema; definitions stand at its root, where references look for them. Raises `TypeError`."""
+    properties, definitions = dict[str, Any](), dict[str, Any]()
+    required = []
     for name, parameter in inspect.signature(function).parameters.items():
         properties[name] = _without_titles(adapters[name].json_schema())
+        for key, definition in properties[name].pop("$defs", {}).items():
+            if definitions.setdefault(key, definition) != definition:
+                raise TypeError(f"{function.__name__}: two different types are called {key}; rename one of them")
         if descriptions.get(name):
             properties[name]["description"] = descriptions[name]
         if parameter.default is parameter.empty:
             required.append(name)
-    return {"type": "object", "properties": properties, "required": required}
+    schema = {"type": "object", "properties": properties, "required": required}
+    return {**schema, "$defs": definitions} if definitions else schema
 
 
 def _without_titles(schema: Any) -> Any:

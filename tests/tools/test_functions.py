@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Literal
+from enum import Enum
+from typing import Any, Literal
 
 import pytest
+from pydantic import BaseModel
 
-from penstock.tools import ToolInfraError, ToolResult, function_tool
+from penstock.tools import ToolInfraError, ToolResult, check_arguments, function_tool
 from penstock.tools.functions import FunctionTool
 
 
@@ -49,6 +51,50 @@ def test_function_tool_schema_from_hints_and_docstring() -> None:
     assert weather("Oslo") == "Oslo 1 C"
 
 
+class Unit(Enum):
+    GRAM = "g"
+    LITRE = "l"
+
+
+class Item(BaseModel):
+    name: str
+    unit: Unit | None = None
+    parts: list[Item] = []
+
+
+@function_tool
+def order(
+    units: list[Unit], unit: Unit | None, items: list[Item], item: Item, sizes: dict[str, tuple[Unit, int]]
+) -> str:
+    return repr((units, unit, items, item, sizes))
+
+
+FLOUR = {"name": "flour", "unit": "g", "parts": [{"name": "wheat"}]}
+ORDER = {"units": ["g", "l"], "unit": "l", "items": [FLOUR], "item": FLOUR, "sizes": {"small": ["g", 5]}}
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({}, None),
+        ({"unit": None}, None),
+        ({"units": ["kg"]}, "argument 'units[0]': 'kg' is not one of ['g', 'l']"),
+        ({"unit": "kg"}, "argument 'unit': 'kg' is not valid under any of the given schemas"),
+        ({"items": [{"unit": "g"}]}, "argument 'items[0]': 'name' is a required property"),
+        ({"item": {**FLOUR, "parts": [{}]}}, "argument 'item.parts[0]': 'name' is a required property"),
+        ({"sizes": {"small": ["kg", 5]}}, "argument 'sizes.small[0]': 'kg' is not one of ['g', 'l']"),
+    ],
+)
+async def test_function_tool_types_of_the_users_own(change: dict[str, Any], problem: str | None) -> None:
+    arguments = ORDER | change
+    assert check_arguments(order.parameters, arguments) == problem
+    if problem is None:
+        item = Item.model_validate(FLOUR)
+        unit = None if arguments["unit"] is None else Unit.LITRE
+        values = ([Unit.GRAM, Unit.LITRE], unit, [item], item, {"small": (Unit.GRAM, 5)})
+        assert await order.execute(None, arguments) == ToolResult(repr(values))
+
+
 async def test_function_tool_runs_sync_functions_in_a_thread() -> None:
     @function_tool
     def where() -> bool:
@@ -85,3 +131,10 @@ def test_function_tool_functions_that_cannot_be_tools_say_why() -> None:
 
     with pytest.raises(TypeError, match="parameter 'args' must be an ordinary named one"):
         function_tool(many)
+
+    def two(a: Any, b: Any) -> None:
+        pass
+
+    two.__annotations__ = {"a": list[Unit], "b": list[Enum("Unit", {"METRE": "m"})]}
+    with pytest.raises(TypeError, match="two: two different types are called Unit; rename one of them"):
+        function_tool(two)
