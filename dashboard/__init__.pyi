@@ -7,7 +7,7 @@ from .jsonable import plain as plain
 from .live import Pulse as Pulse
 from .live import rollout_idle as rollout_idle
 from .metrics import advise as advise
-from .metrics import flat_rewards as flat_rewards
 from .metrics import newest_row as newest_row
+from .metrics import reward_warning as reward_warning
 from .runs import RunFiles as RunFiles
 from .runs import flat as flat

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from penstock.common import JsonlTail
@@ -131,14 +132,14 @@ class Split:
     """Of all devices, to be given to rollouts."""
     advice: str
     warning: str = ""
-    """Why nothing is learnt, where rewards say so."""
+    """See `reward_warning`."""
 
 
 def advise(rows: Sequence[Mapping[str, Any]], rollout_idle: float | None, devices: Devices) -> Split:
     """From rows of ``metrics.jsonl``, oldest first, without the first step, which waits for everything to start."""
     recent = [row for row in rows[1:] if row.get("wall_s")][-RECENT_STEPS:]
     wall_s, wait_s = sum(row["wall_s"] for row in recent), sum(row.get("wait_s", 0.0) for row in recent)
-    warning = flat_rewards(rows)
+    warning = reward_warning(rows)
     if not wall_s:
         return Split(0, None, rollout_idle, None, "No step to judge by yet.", warning)
     bubble = min(1.0, wait_s / wall_s)
@@ -153,8 +154,34 @@ FLAT = 1e-6
 """Standard deviation of rewards below which they are equal: sums of squares are rounded."""
 
 
-def flat_rewards(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Says that all rewards of the newest steps are equal, with the commonest fault of their episodes; else empty."""
+FALL_STEPS = 5
+"""Steps whose mean reward is compared with the best mean of as many steps."""
+
+
+def reward_warning(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a sentence if the newest rewards are all equal or have fallen far below their best; else an empty one.
+
+    `rows`: lines of ``metrics.jsonl``, oldest first.
+    """
+    return _flat_rewards(rows) or _fallen_reward([row["reward"] for row in rows if "reward" in row])
+
+
+def _fallen_reward(rewards: Sequence[float]) -> str:
+    if len(rewards) < 2 * FALL_STEPS:
+        return ""
+    means = [fmean(rewards[end - FALL_STEPS : end]) for end in range(FALL_STEPS, len(rewards) + 1)]
+    best, newest = max(means), means[-1]
+    gained = best - min(rewards)
+    if best <= 0 or newest > best / 2 or gained < 0.05:
+        return ""
+    return (
+        f"The mean reward of {FALL_STEPS} steps fell from {best:.2f} to {newest:.2f}: training spoils the model. "
+        "Lower trainer.lr (a tenth, to begin with); for a small model raise trainer.eps as well, and --resume "
+        "from an earlier checkpoint."
+    )
+
+
+def _flat_rewards(rows: Sequence[Mapping[str, Any]]) -> str:
     flat: list[Mapping[str, Any]] = []
     for row in reversed(rows):
         if row.get("reward_std", 1.0) > FLAT:
@@ -171,6 +198,8 @@ def flat_rewards(rows: Sequence[Mapping[str, Any]]) -> str:
     if not faults:
         return f"{said}. No episode had a fault: look at what the reward compares (trajectories, penstock rehearse)."
     cause, count = faults.most_common(1)[0]
+    if cause.startswith("truncated"):  # a loop may use all its turns by design: the reward is looked at first
+        return f"{said}. Look at what the reward compares (penstock rehearse); {count} of {episodes} are {cause}."
     return f"{said}. Commonest cause: {cause} ({count} of {episodes} episodes)."
 
 

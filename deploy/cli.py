@@ -100,6 +100,9 @@ def run(
         Where, typer.Option(help="Where the roles run: on this machine, or on a Ray cluster.")
     ] = Where.MACHINE,
     ray_address: ray.Address = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print summary.json at the end, on the standard output.")
+    ] = False,
 ) -> None:
     """Train: start and supervise every role of a recipe, on this machine or on a Ray cluster.
 
@@ -111,7 +114,15 @@ def run(
         from penstock.deploy.commands.run import run_recipe
 
     on_ray = on is Where.RAY
-    status = run_recipe(recipe, overrides or [], resume=resume, dry_run=dry_run, on_ray=on_ray, ray_address=ray_address)
+    status = run_recipe(
+        recipe,
+        overrides or [],
+        resume=resume,
+        dry_run=dry_run,
+        as_json=as_json,
+        on_ray=on_ray,
+        ray_address=ray_address,
+    )
     raise typer.Exit(status)
 
 

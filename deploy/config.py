@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+import penstock
 from penstock.agent_loops import AgentConfig
 from penstock.dashboard import DashboardConfig
 from penstock.datasets import HARBOR
@@ -25,6 +26,8 @@ from penstock.tools import ToolConfig, read_tools
 from penstock.trainer import DataConfig, SftConfig, TrainerConfig
 from penstock.transfer_queue import TransferQueueConfig
 
+RECIPES = Path(penstock.__file__).parent / "recipes"
+"""The recipes that ship with Penstock, in a checkout and in a wheel."""
 NO_TASKS = "none"
 """`data.train` of a recipe for `penstock sft` that names no tasks."""
 STALENESS_NAMES = {"sync": 0, "one_step_off": 1, "fully_async": 2}
@@ -158,7 +161,8 @@ def load_config(recipe: Path, overrides: Sequence[str] = (), *, with_tasks: bool
 
     Paths of `model`, `data.train`, `data.eval`, `sft`, loop, environment, rewards and tools become absolute, so that
     every role finds them: those in the file relative to its folder, those in overrides to the current directory,
-    each to the other where there is nothing. `with_tasks`: `data.train` is needed. Raises `ConfigError`.
+    each to the other if it does not exist there. `recipes/…` of an override may also be a file that ships with
+    Penstock. `with_tasks`: `data.train` is required. Raises `ConfigError`.
     """
     tree = _read_yaml(recipe)
     if not with_tasks:
@@ -277,7 +281,7 @@ def _resolve_path(text: str, roots: Sequence[Path]) -> str:
     if text.startswith(HARBOR):
         return HARBOR + _resolve_path(text.removeprefix(HARBOR), roots)
     file, colon, name = text.partition(":") if ".py:" in text else (text, "", "")
-    for root in roots:
+    for root in [*roots, *([RECIPES.parent] if text.startswith("recipes/") else [])]:
         if file and (root / file).exists():
             return f"{(root / file).resolve()}{colon}{name}"
     return text

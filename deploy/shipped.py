@@ -3,38 +3,19 @@
 shipped_recipes()                           one line each, for `penstock recipes`
 shipped_sizes("Qwen/Qwen3-30B-A3B")         sizes of the hub's models that the recipes name, for `penstock doctor`
 write_project(Path("mine"), "calculator")   a template's files under a project's names, for `penstock init`
-find_base_model(), make_base_model()        the calculator's model, which is in a checkout and not in the wheel
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import penstock
-from penstock.common.files import FileLock
 from penstock.common.registry import nearest
-from penstock.deploy.config import ConfigError
-
-FOLDER = Path(penstock.__file__).parent / "recipes"
-MODEL = "model"
-"""A project's folder of the base model, as its recipe names it."""
-MAKER = "calculator/make_base_model.py"
-MAKERS = (MAKER, "calculator/traces.py", "calculator/chat_template.jinja")
-"""What the base model follows from; its name in the cache is their digest."""
-MAKE_STEPS = 1500
-"""Of supervised training: after 400 the model copies digits too badly for the recipe to reach its goal."""
-MAKE_S = 4 * 3600.0
-"""A quiet core needs ten minutes, a busy one many times that."""
+from penstock.deploy.config import RECIPES, ConfigError
 
 
 @dataclass(frozen=True)
@@ -75,7 +56,7 @@ def templates() -> dict[str, Template]:
 
 
 def _index() -> dict[str, Any]:
-    with (FOLDER / "index.toml").open("rb") as file:
+    with (RECIPES / "index.toml").open("rb") as file:
         return tomllib.load(file)
 
 
@@ -83,8 +64,8 @@ def _index() -> dict[str, Any]:
 def write_project(folder: Path, name: str) -> list[str]:
     """Writes the files of template `name` into `folder`, which is made, and returns their names in order.
 
-    A base model at hand is copied, so that the project's recipe runs at once. A folder that this call makes is whole
-    or absent. Raises `ConfigError` for an unknown template, and where `folder` is a file or holds anything.
+    A folder that this call makes is whole or absent. Raises `ConfigError` for an unknown template, and if `folder` is
+    a file or is not empty.
     """
     known = templates()
     if name not in known:
@@ -106,74 +87,33 @@ def write_project(folder: Path, name: str) -> list[str]:
 
 def _fill(folder: Path, template: Template) -> list[str]:
     written = []
-    for name, text in project_files(template):
+    for name, content in project_files(template):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8")
+        (folder / name).write_bytes(content)
         written.append(name)
-    if MAKER in template.files.values() and (model := find_base_model()) is not None:
-        shutil.copytree(model, folder / MODEL)
-        written.append(f"{MODEL}/")
     return written
 
 
-def project_files(template: Template) -> Iterator[tuple[str, str]]:
-    """(name in the project, text) of each file. A shipped file names others by paths that hold in `recipes/`."""
+def project_files(template: Template) -> Iterator[tuple[str, bytes]]:
+    """Yields (name in the project, content) of each file, with the shipped paths replaced by the project's."""
     names = {f"recipes/{source}": name for name, source in template.files.items()}
     changes = [*template.replace.items(), *sorted(names.items(), key=lambda pair: -len(pair[0]))]
     for name, source in _sources(template):
+        if source.suffix == ".safetensors":
+            yield name, source.read_bytes()
+            continue
         text = source.read_text(encoding="utf-8")
         for old, new in changes:
             text = text.replace(old, new)
-        yield name, text
+        yield name, text.encode()
 
 
 def _sources(template: Template) -> Iterator[tuple[str, Path]]:
     """(name in the project, shipped file); a folder stands for all files in it."""
     for name, source in template.files.items():
-        path = FOLDER / source
+        path = RECIPES / source
         if path.is_dir():
             inside = [one for one in sorted(path.rglob("*")) if one.is_file() and one.parent.name != "__pycache__"]
             yield from ((f"{name}/{one.relative_to(path)}", one) for one in inside)
         else:
             yield name, path
-
-
-# the base model -----------------------------------------------------------------------------------------------------
-def find_base_model() -> Path | None:
-    """The checkout's, or one that `make_base_model` made on this machine."""
-    places = (FOLDER / "calculator" / MODEL, _cached_model())
-    return next((place.resolve() for place in places if (place / "model.safetensors").is_file()), None)
-
-
-def make_base_model(steps: int = MAKE_STEPS) -> Path:
-    """Trains the calculator's base model into this user's cache, unless there is one at hand; its progress is printed.
-
-    Raises `ConfigError` where it cannot be made, and where another process makes it.
-    """
-    made = _cached_model()
-    made.parent.mkdir(parents=True, exist_ok=True)
-    busy = "another process makes the base model; start again when it has ended"
-    with FileLock(made.with_suffix(".lock"), busy, error=ConfigError):
-        return find_base_model() or _make(made, steps)
-
-
-def _make(made: Path, steps: int) -> Path:
-    """The folder appears whole or not at all: a maker that is killed leaves a folder of another name."""
-    for left in made.parent.glob(f"{made.name}.making-*"):
-        shutil.rmtree(left, ignore_errors=True)
-    beside = Path(tempfile.mkdtemp(dir=made.parent, prefix=f"{made.name}.making-"))
-    command = [sys.executable, str(FOLDER / MAKER), "--out", str(beside)]
-    try:
-        subprocess.run([*command, "--steps", str(steps)], check=True, timeout=MAKE_S)
-        beside.rename(made)
-    except (subprocess.SubprocessError, OSError) as error:
-        raise ConfigError(f"the base model was not made: {error}") from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-    return made
-
-
-def _cached_model() -> Path:
-    digest = sha256(b"".join((FOLDER / name).read_bytes() for name in MAKERS)).hexdigest()[:12]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "penstock" / f"calculator-{digest}"

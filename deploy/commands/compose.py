@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.deploy.commands.shared import Overrides, user_errors
+from penstock.deploy.commands.shared import Overrides, own_or_shipped, user_errors
 
 app = typer.Typer(
     help="A run in containers: Redis, rollout servers, workers, sandbox, trainer, page.", no_args_is_help=True
@@ -22,7 +22,9 @@ def group() -> None:
 @app.command()
 def init(
     folder: Annotated[Path, typer.Argument(help="New folder: compose.yaml, .env, secrets, and what the run leaves.")],
-    recipe: Annotated[Path, typer.Argument(help="A recipe; containers see its folder as /work/recipes.")],
+    recipe: Annotated[
+        Path, typer.Argument(help="A recipe; containers see its folder as /work/recipes.", callback=own_or_shipped)
+    ],
     overrides: Overrides = None,
     trainer_gpus: Annotated[str | None, typer.Option(help="NVIDIA GPUs of the trainer, as 0,1.")] = None,
     rollout_gpus: Annotated[

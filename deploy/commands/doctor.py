@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.deploy.commands.shared import AsJson, Overrides
+from penstock.deploy.commands.shared import AsJson, Overrides, own_or_shipped
 from penstock.deploy.config import ConfigError, load_config
 
 if TYPE_CHECKING:
@@ -23,7 +23,8 @@ STYLES = {"ok": "green", "warn": "yellow", "skip": "dim", "FAIL": "red"}
 
 def doctor(
     recipe: Annotated[
-        Path | None, typer.Argument(help="A recipe: one YAML file; not needed with --join.", metavar="RECIPE")
+        Path | None,
+        typer.Argument(help="A recipe; not needed with --join.", metavar="RECIPE", callback=own_or_shipped),
     ] = None,
     overrides: Overrides = None,
     *,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from penstock.deploy.preflight.stop_grace import with_stop_grace
 from penstock.deploy.preflight.suite import run_checks
 from penstock.deploy.preflight.turns import check_turns, refuse_elsewhere
 from penstock.deploy.run.supervisor import Placement
+from penstock.deploy.run_dir import RunDir
 from penstock.transfer_queue import QueueError
 
 console = Console(stderr=True, highlight=False)
@@ -25,6 +27,7 @@ def run_recipe(
     *,
     resume: bool,
     dry_run: bool,
+    as_json: bool = False,
     on_ray: bool = False,
     ray_address: str | None = None,
 ) -> int:
@@ -32,7 +35,7 @@ def run_recipe(
     with uncollected():
         from penstock.deploy.run.launcher import Interrupted, launch
         from penstock.deploy.run.processes import RoleFailed
-        from penstock.deploy.run.report import describe
+        from penstock.deploy.run.report import describe, describe_end
         from penstock.deploy.run.supervisor import StalledRun, VersionRefused
 
     try:
@@ -58,8 +61,12 @@ def run_recipe(
         return _complain(
             f"interrupted; continue with: penstock run {recipe} {' '.join(overrides)} --resume{where}", 130
         )
-    console.print(summary.read_text(), markup=False, soft_wrap=True)
-    console.print(f"done: {summary}", markup=False, soft_wrap=True)
+    if as_json:
+        print(summary.read_text(), end="")
+    else:
+        console.print(
+            describe_end(json.loads(summary.read_text()), RunDir(summary.parent)), markup=False, soft_wrap=True
+        )
     return 0
 
 

@@ -9,10 +9,25 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from penstock.deploy.config import ConfigError
+from penstock.deploy.config import RECIPES, ConfigError
 from penstock.deploy.run_dir import no_such_run
 
-Recipe = Annotated[Path, typer.Argument(help="A recipe: one YAML file, see recipes/.", metavar="RECIPE")]
+
+def own_or_shipped(recipe: Path | None) -> Path | None:
+    """Returns the path itself if it exists, or the shipped recipe of that name, which is reported."""
+    if recipe is None or recipe.exists():
+        return recipe
+    shipped = RECIPES / Path(*recipe.parts[recipe.parts[:1] == ("recipes",) :])
+    if recipe.is_absolute() or not shipped.is_file():
+        return recipe
+    typer.secho(f"{recipe}: not in this folder; Penstock's own is used: {shipped}", dim=True, err=True)
+    return shipped
+
+
+Recipe = Annotated[
+    Path,
+    typer.Argument(help="A YAML file, or the name of a recipe that ships.", metavar="RECIPE", callback=own_or_shipped),
+]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 RunName = Annotated[str, typer.Argument(help="A run's folder, or its name in --runs-dir.", metavar="RUN")]

@@ -18,32 +18,25 @@ from penstock.deploy.config import ConfigError
 def quickstart(
     overrides: Overrides = None,
 ) -> None:
-    """Train the calculator, from nothing: makes its base model where there is none, trains it, shows page and result.
+    """Train a small model to use a Python sandbox: one or two minutes on two CPU cores.
 
-    A model of 1.2 million parameters learns from reward alone to call a Python sandbox, in a minute or two on two CPU
-    cores. From a wheel its base model is made first, once, in ten minutes or more of one core, and kept
-    in ~/.cache/penstock. The run is in runs/quickstart-…; its page is served meanwhile, later by `penstock dashboard`.
+    A model of 1.2 million parameters learns from reward alone to call its tool. The run is in runs/quickstart-…;
+    its page is served while it runs, and later by `penstock dashboard`.
 
     Example: penstock quickstart trainer.steps=20 max_staleness=sync
     """
     from penstock.common.http_server import listen
     from penstock.dashboard import DashboardConfig
     from penstock.deploy.commands.run import run_recipe
-    from penstock.deploy.shipped import FOLDER, find_base_model, make_base_model
+    from penstock.deploy.config import RECIPES
 
-    recipe, usual = FOLDER / "calculator.yaml", DashboardConfig()
+    recipe, usual = RECIPES / "calculator.yaml", DashboardConfig()
     with listen(usual.host, usual.port, ports=50) as free:
         page = f"dashboard.port={free.getsockname()[1]}"
     name = f"name=quickstart-{time.strftime('%Y%m%d-%H%M%S')}"
     given = [name, "dashboard.enabled=true", page, *(overrides or [])]
     with user_errors():
         _refuse_without_programs(recipe, given)
-        if not any(one.startswith("model=") for one in given):
-            model = find_base_model()
-            if model is None:
-                typer.echo("making the base model, once: ten minutes of one core", err=True)
-                model = make_base_model()
-            given.append(f"model={model}")
     status = run_recipe(recipe, given, resume=False, dry_run=False)
     if status == 0:
         typer.echo("look at it: penstock dashboard    a project of your own: penstock init FOLDER", err=True)
@@ -51,7 +44,7 @@ def quickstart(
 
 
 def _refuse_without_programs(recipe: Path, overrides: Sequence[str]) -> None:
-    """Checks for the programs that a wheel cannot install, before a model is made. Raises `ConfigError`."""
+    """Checks for the packages and programs that `pip install penstock` leaves out. Raises `ConfigError`."""
     from penstock.deploy.config import load_config
     from penstock.deploy.preflight.network import check_redis
     from penstock.deploy.preflight.sandbox import check_sandbox
@@ -103,11 +96,12 @@ def recipes() -> None:
 
     Their files are in the folder of the first line; `penstock init` makes a project of your own of one of them.
     """
-    from penstock.deploy.shipped import FOLDER, shipped_recipes, templates
+    from penstock.deploy.config import RECIPES
+    from penstock.deploy.shipped import shipped_recipes, templates
 
     shipped = shipped_recipes()
     width, wide = max(len(one.file) for one in shipped), max(len(one.needs) for one in shipped)
-    typer.echo(f"{FOLDER.resolve()}:")
+    typer.echo(f"{RECIPES.resolve()}:")
     for one in shipped:
         typer.echo(f"  {one.file:{width}}  {one.needs:{wide}}  {one.about}")
     typer.echo("\ntemplates, for `penstock init FOLDER --from NAME`:")

@@ -14,7 +14,7 @@ from typing import Annotated, Never
 import typer
 import yaml
 
-from penstock.deploy.commands.shared import Overrides, Recipe, refuse, user_errors
+from penstock.deploy.commands.shared import Overrides, Recipe, own_or_shipped, refuse, user_errors
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -39,7 +39,9 @@ def sft(
 
 
 def evaluate(
-    target: Annotated[Path, typer.Argument(help="A recipe, or the folder of a run.", metavar="RECIPE|RUN")],
+    target: Annotated[
+        Path, typer.Argument(help="A recipe, or the folder of a run.", metavar="RECIPE|RUN", callback=own_or_shipped)
+    ],
     overrides: Overrides = None,
     *,
     checkpoint: Annotated[

@@ -10,8 +10,8 @@ import contextlib
 import importlib
 import json
 import sys
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from penstock.common import JsonlTail, last_by, read_jsonl, rewrite_jsonl
-from penstock.dashboard import flat_rewards
+from penstock.dashboard import reward_warning
 from penstock.deploy.config import RunConfig
 from penstock.deploy.run.plan import lent_servers
 from penstock.deploy.run.supervisor import SupervisedRole, Watchdog
 from penstock.deploy.run_dir import LivesFile, LivesTotal, RunDir
 from penstock.transfer_queue import QueueError, ServerInfo, Status, TransferQueue, TurnReport, WeightUpdate
+
+REWARD_FACTS = ("reward", "reward_std", "episodes", "faults")
 
 
 class Reporter:
@@ -53,8 +55,9 @@ class Reporter:
         """Content of roles.json, which is rewritten when it changes."""
         self._watchdog = Watchdog(config, members, self._say, forgive_workers)
         self._metrics = JsonlTail(run.metrics)
-        self._recent: deque[dict[str, Any]] = deque(maxlen=10)
-        self._said_flat = False
+        self._rows: list[dict[str, Any]] = []
+        """What `reward_warning` reads of each step."""
+        self._warned = False
         self._unrecorded = ""
         self.steps_done = 0
         self._bar: Progress | None = None
@@ -74,8 +77,9 @@ class Reporter:
         if found:
             self._say(f"  found: {found}")
         if config.dashboard.enabled:
-            where = f"port {config.dashboard.port}" if config.dashboard.port else "its port is in logs/dashboard.log"
-            self._say(f"  page: {config.dashboard.host}, {where}; its token is PENSTOCK_TOKEN in connect.env")
+            port = config.dashboard.port
+            where = f"http://{config.dashboard.host}:{port}/" if port else "address in logs/dashboard.log"
+            self._say(f"  dashboard: {where} (token: PENSTOCK_TOKEN in {run.connect_env.name})")
 
     async def run(self) -> None:
         """Until cancelled; raises `StalledRun`, `VersionRefused`."""
@@ -120,14 +124,14 @@ class Reporter:
             self._say(
                 f"  step {row['step'] + 1:>3}/{self._config.trainer.steps}  reward {row['reward']:.3f}  "
                 f"staleness {row['staleness_mean']:.2f} (max {row['staleness_max']})  tokens {row['tokens']}  "
-                f"train {row['train_s']:.1f} s  waited {row['wait_s']:.1f} s"
+                f"train {row['train_s']:.1f} s  waited {row['wait_s']:.1f} s{_faults(row)}"
             )
             self.steps_done = row["step"] + 1
-            self._recent.append(row)
-            warning = flat_rewards(self._recent)
-            if warning and not self._said_flat:  # once for each stretch of steps whose rewards are all equal
+            self._rows.append({name: row[name] for name in REWARD_FACTS if name in row})
+            warning = reward_warning(self._rows)
+            if warning and not self._warned:  # once for each stretch of such steps
                 self._say(f"  {warning}")
-            self._said_flat = bool(warning)
+            self._warned = bool(warning)
         if self._bar is not None:
             pipeline = "queue away"
             if status is not None:
@@ -142,6 +146,12 @@ class Reporter:
         console = self._bar.console if self._bar is not None else self._console
         console.print(line, markup=False, soft_wrap=True)
         sys.stderr.flush()
+
+
+def _faults(row: Mapping[str, Any]) -> str:
+    """The two commonest faults of a step's episodes, for the end of its line; empty if there is none."""
+    faults = Counter(row.get("faults", {})).most_common(2)
+    return f"  faults: {', '.join(f'{count} {cause}' for cause, count in faults)}" if faults else ""
 
 
 def describe(config: RunConfig) -> str:
@@ -179,7 +189,7 @@ async def write_summary(config: RunConfig, run: RunDir, queue: TransferQueue, to
         "lives": total.lives,
         "wall_s": round(total.wall_s, 1),
         **_learning(rows, read_jsonl(run.evaluations)),
-        "rewards_warning": flat_rewards(rows) or None,
+        "rewards_warning": reward_warning(rows) or None,
         **_accounts(last_by(read_jsonl(run.steps), "step"), status, await queue.held()),
         **_tokens(rows),
         "checkpoints_damaged": rows[-1].get("checkpoints_damaged", 0) if rows else 0,
@@ -192,6 +202,43 @@ async def write_summary(config: RunConfig, run: RunDir, queue: TransferQueue, to
     if rows:
         draw_reward(run.plot, rows, read_jsonl(run.evaluations))
     return summary
+
+
+def describe_end(summary: dict[str, Any], run: RunDir) -> str:
+    """The results of a run that ended, for a terminal: one line per subject; the first says how the run ended."""
+    get = summary.get
+    lost = {
+        "lost": get("lost"),
+        "trained twice": get("trained_twice"),
+        "failed": get("episodes_failed"),
+        "too old": get("episodes_dropped"),
+        "payload lost": get("episodes_payload_lost"),
+        "in dead letters": get("episodes_buried"),
+    }
+    waits = {
+        "workers for admission": "agent:admission",
+        "workers for a server": "agent:server",
+        "trainer for a batch": "trainer:batch",
+    }
+    restarts = ", ".join(f"{role} {times}" for role, times in get("restarts", {}).items() if times)
+    lines = {
+        "reward": f"{_rounded(get('reward_first'))} -> {_rounded(get('reward_last'))} (first 3 steps, last 5 steps)",
+        "evaluation": f"{_rounded(get('eval_reward'))} over {get('eval_episodes', 0):.0f} episodes",
+        "episodes": ", ".join([f"{get('episodes_trained')} trained", *(f"{n} {what}" for what, n in lost.items() if n)])
+        + ("" if get("lost") or get("trained_twice") else "; none lost, none trained twice"),
+        "tokens": f"{get('tokens_sampled', 0):,} sampled, at most {get('staleness_max')} versions old",
+        "updates": f"{get('weight_updates')} of weights; requests paused {get('pause_ms_p99')} ms (p99)",
+        "waits": ", ".join(f"{who} {get('wait_s', {}).get(key, 0):.0f} s" for who, key in waits.items()),
+        "restarts": restarts or "none",
+        "warning": get("rewards_warning"),
+        "files": f"{run.root}: {run.summary.name}, {run.plot.name}, {run.trajectories.name}/",
+    }
+    head = f"{get('name')}: {get('ended') or 'ended'}, after {get('wall_s', 0):.0f} s"
+    return "\n".join([head, *(f"  {subject:11}{line}" for subject, line in lines.items() if line)])
+
+
+def _rounded(value: float | None) -> str:
+    return "none" if value is None else f"{value:.2f}"
 
 
 def _learning(rows: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> dict[str, Any]:

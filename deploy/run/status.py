@@ -59,6 +59,7 @@ def _learning(rows: Sequence[Row]) -> dict[str, Any]:
         "tokens_per_s": _mean(recent, "tokens_per_s"),
         "step_s": _mean(recent, "wall_s"),
         "trainer_waits": _mean(recent, "bubble"),
+        "faults": last.get("faults") or {},
     }
 
 
@@ -140,6 +141,8 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
         f"speed     {_number(state['tokens_per_s'], 0)} trained tokens/s, {_number(state['step_s'], 1)} s per step, of "
         f"which the trainer waits {_share(state['trainer_waits'])}; {last}"
     )
+    if state["faults"]:
+        yield f"faults    of the newest step: {_pairs(state['faults'], '')}"
     if state["groups"] is not None:
         queue = " → ".join(f"{name} {state['groups'].get(name, 0)}" for name in GROUPS)
         yield f"groups    {queue}   (at most {_or_dash(state['bound_groups'])} from admitted to shipped)"

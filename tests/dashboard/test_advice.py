@@ -9,7 +9,7 @@ import httpx
 import pytest
 from tests.dashboard.recorded import write_config, write_rows
 
-from penstock.dashboard import advise, flat_rewards
+from penstock.dashboard import advise, reward_warning
 from penstock.dashboard.metrics import Devices
 
 
@@ -69,11 +69,17 @@ def step(reward: float = 0.0, std: float = 0.0, **faults: int) -> dict[str, obje
     [
         ([step(**FAULTS)] * 4, ["last 4 steps are 0", "every call malformed (24 of 32 episodes)"]),
         ([step(1.0)] * 3, ["equal", "No episode had a fault"]),
+        (
+            [step(**{"truncated (turns)": 8})] * 3,
+            ["Look at what the reward compares", "24 of 24 are truncated (turns)"],
+        ),
+        ([step(0.28, 0.4)] * 8 + [step(0.03, 0.1)] * 6, ["fell from 0.28 to 0.03", "Lower trainer.lr"]),
+        ([step(0.28, 0.4), step(0.2, 0.4)] * 8, []),
         ([*[step()] * 9, step(0.5, 0.5)], []),
         ([step()] * 2, []),
     ],
 )
-def test_equal_rewards_name_the_commonest_cause(steps: list[dict[str, object]], words: list[str]) -> None:
-    warning = flat_rewards(steps)
+def test_equal_and_falling_rewards_are_reported(steps: list[dict[str, object]], words: list[str]) -> None:
+    warning = reward_warning(steps)
     assert bool(warning) == bool(words)
     assert [word for word in words if word not in warning] == []

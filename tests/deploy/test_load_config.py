@@ -4,6 +4,8 @@ import pytest
 import yaml
 
 from penstock.deploy import ConfigError, dump_config, load_config, parse_config
+from penstock.deploy.commands.shared import own_or_shipped
+from penstock.deploy.config import RECIPES
 from penstock.deploy.removed_settings import SINCE_0_2
 
 RECIPE = """
@@ -66,6 +68,19 @@ def test_missing_keys_and_files_are_named(tmp_path: Path) -> None:
         load_config(tmp_path / "empty.yaml")
     with pytest.raises(ConfigError, match="no such recipe file"):
         load_config(tmp_path / "absent.yaml")
+
+
+def test_a_shipped_recipe_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe, and files of `recipes/` in overrides; a file of that name in the current folder comes first."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("recipes/search_r1/cpu.yaml", "search_r1/cpu.yaml"):
+        assert own_or_shipped(Path(name)) == RECIPES / "search_r1/cpu.yaml"
+    config = load_config(RECIPES / "calculator.yaml", ["agent.loop=recipes/own_loop/agent.py:MyAgent"])
+    assert config.agent.loop == f"{(RECIPES / 'own_loop/agent.py').resolve()}:MyAgent"
+    assert own_or_shipped(Path("recipes/none.yaml")) == Path("recipes/none.yaml")
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/calculator.yaml").write_text(RECIPE)
+    assert own_or_shipped(Path("recipes/calculator.yaml")) == Path("recipes/calculator.yaml")
 
 
 def test_all_problems_are_named_at_once(recipe: Path) -> None:

@@ -20,10 +20,8 @@ pytestmark = [
     *(pytest.mark.recipes, pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch),
     pytest.mark.timeout(1800),
 ]
-MODEL = REPOSITORY / "recipes/calculator/model"
-"""Made in minutes otherwise, which another test of `make_base_model` does for one step."""
 SHORT = ("trainer.steps=3", "groups_per_step=2", "agent.workers=1", "data.eval=null")
-MOST_BYTES = 3 << 20
+MOST_BYTES = 7 << 20
 
 
 @pytest.fixture(scope="module")
@@ -89,14 +87,13 @@ def test_the_wheel_has_recipes_and_stays_small(wheel: Path, installed: Installed
     assert "search_r1/cpu.yaml" in listed
     shipped = Path(listed.partition(":\n")[0])
     assert (shipped / "calculator.yaml").is_file()
-    assert not (shipped / "calculator/model").exists()
+    assert (shipped / "calculator/model/model.safetensors").is_file()
 
 
 def test_a_calculator_project_trains(installed: Installed, tmp_path: Path) -> None:
-    """As its README says, the base model apart."""
+    """As its README says."""
     project = tmp_path / "mine"
     installed.run(tmp_path, "penstock", "init", "mine")
-    shutil.copytree(MODEL, project / "model")
     check = ("recipe.yaml", "--policy", "policies.py:oracle", "--rows", "16", "--expect", "1")
     installed.run(project, "penstock", "rehearse", *check)
     installed.run(project, "penstock", "run", "recipe.yaml", *SHORT)
@@ -104,7 +101,7 @@ def test_a_calculator_project_trains(installed: Installed, tmp_path: Path) -> No
 
 
 def test_quickstart_trains(installed: Installed, tmp_path: Path) -> None:
-    said = installed.run(tmp_path, "penstock", "quickstart", f"model={MODEL}", *SHORT)
-    assert "page: 127.0.0.1, port " in said
+    said = installed.run(tmp_path, "penstock", "quickstart", *SHORT)
+    assert "dashboard: http://127.0.0.1:" in said
     (found,) = (tmp_path / "runs").glob("quickstart-*")
     assert_trained(found)

@@ -14,10 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.agent_loops import find_loop
-from penstock.deploy import ConfigError, app, load_config
+from penstock.deploy import app, load_config
 from penstock.deploy.shipped import (
-    find_base_model,
-    make_base_model,
     project_files,
     shipped_recipes,
     templates,
@@ -38,12 +36,11 @@ README_LINES = 16
 
 
 @pytest.fixture
-def wheel_like(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The recipes as a wheel has them, without the base model, and an empty cache."""
+def copied_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the recipes that a test may change."""
     folder = tmp_path / "shipped"
-    shutil.copytree(RECIPES, folder, ignore=shutil.ignore_patterns("model", "__pycache__"))
-    monkeypatch.setattr("penstock.deploy.shipped.FOLDER", folder)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shutil.copytree(RECIPES, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr("penstock.deploy.shipped.RECIPES", folder)
     return folder
 
 
@@ -67,14 +64,14 @@ def test_a_project_names_its_own_files_alone(name: str, tmp_path: Path) -> None:
         (RECIPES / source).read_text() for source in template.files.values() if (RECIPES / source).is_file()
     )
     assert [old for old in template.replace if old not in shipped] == [], "the shipped files have changed"
-    there = {Path(file).name for file, _ in project_files(template)}
-    for file, text in project_files(template):
+    texts = {file: content.decode() for file, content in project_files(template) if Path(file).suffix != ".safetensors"}
+    there = {Path(file).name for file in texts} | {"model.safetensors"}
+    for file, text in texts.items():
         assert "recipes/" not in text, file
         assert "../" not in text, file
         named = set(re.findall(r"(?<![/\w-])[\w-]+\.(?:py|yaml|jinja)\b", text))
         assert named - there - ELSEWHERE == set(), file
-    readme = dict(project_files(template))["README.md"]
-    assert len(readme.splitlines()) <= README_LINES
+    assert len(texts["README.md"].splitlines()) <= README_LINES
     assert PARTS.get(name, {"recipe.yaml", "reward.py", "test_project.py"}) <= set(template.files)
 
 
@@ -96,31 +93,12 @@ def test_a_project_loads_and_passes_its_tests(name: str, tmp_path: Path) -> None
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def test_a_base_model_at_hand_comes_along(tmp_path: Path) -> None:
+def test_a_project_has_the_base_model(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
-    assert "model/" in write_project(folder, "calculator")
+    write_project(folder, "calculator")
     assert load_config(folder / "recipe.yaml").model == str(folder / "model")
-    assert (folder / "model/model.safetensors").is_file()
-
-
-@pytest.mark.torch
-def test_the_base_model_is_made_once(wheel_like: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_base_model() is None
-    assert "model/" not in write_project(tmp_path / "mine", "calculator")
-    assert "make_base_model.py --out model" in (tmp_path / "mine/README.md").read_text()
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "src"))
-    model = make_base_model(steps=1)
-    before = (model / "model.safetensors").stat().st_mtime_ns
-    assert find_base_model() == make_base_model(steps=1) == model
-    assert (model / "model.safetensors").stat().st_mtime_ns == before
-    assert [path.name for path in model.parent.iterdir() if path.is_dir()] == [model.name]
-
-
-def test_a_maker_that_fails_leaves_no_model(wheel_like: Path) -> None:
-    (wheel_like / "calculator/make_base_model.py").write_text("raise SystemExit(3)")
-    with pytest.raises(ConfigError, match="base model"):
-        make_base_model(steps=1)
-    assert find_base_model() is None
+    weights = "model/model.safetensors"
+    assert (folder / weights).read_bytes() == (RECIPES / "calculator" / weights).read_bytes()
 
 
 def test_a_new_and_an_empty_folder_are_filled(tmp_path: Path) -> None:
@@ -142,17 +120,15 @@ def test_a_folder_in_use_and_an_unknown_template_are_refused(tmp_path: Path) -> 
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["mine", "mine/thesis.txt"]
 
 
-def test_a_failure_half_way_leaves_no_folder(tmp_path: Path, wheel_like: Path) -> None:
-    (wheel_like / "calculator/traces.py").unlink()
-    (wheel_like / "calculator/traces.py").write_bytes(b"\xff\xfe")
+def test_a_failure_half_way_leaves_no_folder(tmp_path: Path, copied_recipes: Path) -> None:
+    (copied_recipes / "calculator/reward.py").write_bytes(b"\xff\xfe")
     with pytest.raises(UnicodeDecodeError):
         write_project(tmp_path / "mine", "calculator")
     assert not (tmp_path / "mine").exists()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".mine")] == []
 
 
-def test_quickstart_names_what_a_wheel_cannot_bring(wheel_like: Path, tmp_path: Path) -> None:
-    """Before minutes go into a model."""
+def test_quickstart_names_what_a_wheel_cannot_bring(tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": str(tmp_path), "PYTHONPATH": str(REPOSITORY / "src")}
     argv = [sys.executable, "-m", "penstock.deploy.cli", "quickstart"]
     ended = subprocess.run(

@@ -14,7 +14,7 @@ from tests.until import until
 
 from penstock.common import cancel_and_wait
 from penstock.deploy import RunConfig, RunDir, limits_of, load_config
-from penstock.deploy.run.report import Reporter, write_summary
+from penstock.deploy.run.report import Reporter, describe_end, write_summary
 from penstock.deploy.run_dir import LivesFile, LivesTotal
 from penstock.testing import MemoryTransferQueue
 from penstock.transfer_queue import WeightUpdate
@@ -106,6 +106,13 @@ async def test_the_accounts_of_a_run_name_lost_and_repeated_episodes(
     write_lines(run.steps, [{"step": number, "episodes": list(episodes)} for number, episodes in enumerate(steps)])
     summary = await write_summary(config, run, queue, LivesTotal(1, 1.0, {}))
     assert (summary["lost"], summary["trained_twice"], summary["episodes_held"]) == (lost, twice, still_held)
+    (line,) = [line for line in describe_end(summary, run).splitlines() if line.startswith("  episodes")]
+    balanced = not lost and not twice
+    assert ("none lost" in line, f"{lost} lost" in line, f"{twice} trained twice" in line) == (
+        balanced,
+        bool(lost),
+        bool(twice),
+    )
 
 
 def test_lives_are_summed_without_the_time_between_them(tmp_path: Path) -> None:
