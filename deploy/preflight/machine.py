@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib.util
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import permutations
 from typing import Any
@@ -16,6 +20,7 @@ from penstock.deploy.preflight.memory import rank_bytes, server_bytes, states_by
 from penstock.deploy.preflight.memory_checks import Gpus, check_device
 from penstock.deploy.preflight.model_shape import find_shape, model_shape
 from penstock.deploy.preflight.settings import GPU_DEVICES
+from penstock.deploy.preflight.torch_builds import TorchBuild, build_of, driver_version, newer_driver
 from penstock.deploy.run.plan import (
     NODES_VARIABLE,
     gpus_of_server,
@@ -151,6 +156,55 @@ def check_apart(config: RunConfig, count: int) -> Iterator[Check]:
     if shared:
         found = f"rollout server {shared[0]} receives on the GPU that rank 0 sends from, and NCCL takes each GPU once"
     yield Check("rollout.weight_transport", not shared, found, "set it to broadcast" if shared else "")
+
+
+def check_driver(config: RunConfig) -> Check | None:
+    """The driver, against what the torch of the trainer and of the engine need. None where nothing computes on GPUs."""
+    if not has_gpu():
+        return None
+    try:
+        driver, builds = driver_version(), _builds(config)
+    except (OSError, subprocess.SubprocessError) as error:
+        return skipped("driver", f"nvidia-smi, or an environment, cannot be asked: {error}")
+    fix = newer_driver(driver, builds.values())
+    listed = "".join(f"; {role} has {build}" for role, build in builds.items())
+    return Check("driver", not fix, f"driver {driver}{listed}", fix)
+
+
+def check_wire(config: RunConfig) -> Check | None:
+    """Under nccl, whether both sides have one version of NCCL: else versions go over gloo, through host memory."""
+    rollout = config.rollout
+    if rollout.weight_transport != "nccl" or not (has_gpu() and rollout.servers and config.trainer.ranks):
+        return None
+    if rollout.engine != "vllm":
+        found = f"versions go over gloo, which is slower: {rollout.engine} receives over nothing else"
+        return warning("nccl broadcast", found, "set rollout.weight_transport=broadcast, or rollout.engine=vllm")
+    try:
+        builds = _builds(config)
+    except (OSError, subprocess.SubprocessError) as error:
+        return skipped("nccl broadcast", f"an environment cannot be asked: {error}")
+    if "vllm" not in builds:  # `check_engine` reports it
+        return None
+    trainer, server = builds["trainer"], builds["vllm"]
+    if trainer.nccl and trainer.nccl == server.nccl:
+        return Check("nccl broadcast", True, f"NCCL {trainer.nccl} on both sides")
+    found = f"versions go over gloo, which is slower: the trainer has {trainer}, vllm has {server}"
+    same = f"TORCH_VERSION={server.torch.partition('+')[0]} scripts/install-torch"
+    return warning("nccl broadcast", found, f"install the same torch for both: {same}")
+
+
+def _builds(config: RunConfig) -> dict[str, TorchBuild]:
+    """By role. An engine whose environment cannot be used is left out: `check_engine` reports it.
+
+    Raises `OSError`, `subprocess.SubprocessError`.
+    """
+    from penstock.rollout_server import EngineError, find_installation
+
+    pythons = {"trainer": sys.executable} if config.trainer.ranks else {}
+    if config.rollout.servers and config.rollout.engine in ("vllm", "sglang"):
+        with contextlib.suppress(EngineError):
+            pythons[config.rollout.engine] = asyncio.run(find_installation(config.rollout)).python
+    return {role: build_of(python) for role, python in pythons.items()}
 
 
 def check_gpus(config: RunConfig) -> Iterator[Check]:

@@ -24,7 +24,15 @@ from penstock.deploy.preflight.agent import (
 from penstock.deploy.preflight.check import Check
 from penstock.deploy.preflight.data import check_curriculum, check_data, check_sources
 from penstock.deploy.preflight.disk import check_disk, check_room
-from penstock.deploy.preflight.machine import check_devices, check_gpus, check_open_files, check_size, check_threads
+from penstock.deploy.preflight.machine import (
+    check_devices,
+    check_driver,
+    check_gpus,
+    check_open_files,
+    check_size,
+    check_threads,
+    check_wire,
+)
 from penstock.deploy.preflight.memory_checks import check_memory, check_shared_memory
 from penstock.deploy.preflight.model import check_context, check_model, check_vocabulary
 from penstock.deploy.preflight.network import (
@@ -96,6 +104,8 @@ TRIALS: tuple[Asked, ...] = (
     check_concurrency,
     check_advertised,
     check_memory,
+    check_driver,
+    check_wire,
     check_gpus,
     check_disk,
     check_stop_grace,
@@ -122,6 +132,7 @@ EVALUATION: tuple[Asked, ...] = (
 JOINING: tuple[Asked, ...] = (
     check_versions,
     check_open_files,
+    check_driver,
     check_gpus,
     check_model,
     check_vocabulary,

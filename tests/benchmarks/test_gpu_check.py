@@ -66,7 +66,8 @@ class Checkout:
 
     def __init__(self, folder: Path, gpus: int) -> None:
         self.folder, self.notes = folder, folder / "notes"
-        executable(folder / "scripts" / "gpu-check", (ROOT / "scripts" / "gpu-check").read_text())
+        for name in ("scripts/gpu-check", "deploy/preflight/torch_builds.py"):
+            executable(folder / name, (ROOT / name).read_text())
         for name in ("setup", "setup-megatron"):
             executable(folder / "scripts" / name, "#!/bin/sh\n")
         for venv in (".venv", ".venv-vllm", ".venv-sglang"):
