@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from penstock.common import Registry
 from penstock.sandbox import Sandbox
+from penstock.tools.arguments import ArgumentSchema
 from penstock.tools.base import BaseTool, ToolGroup
 from penstock.tools.config import ToolConfig
 from penstock.tools.episode_box import BoxTool
@@ -126,8 +127,9 @@ def _rename(tools: list[BaseTool], schema: Mapping[str, Any]) -> None:
         raise ValueError("tool_schema is of one tool: {type: function, function: {name, description, parameters}}")
     (tool,) = tools
     parameters = function.get("parameters", tool.parameters)
-    for name in tool.parameters.get("required", ()):
-        if not {name, *tool.aliases.get(name, ())} & set(parameters.get("properties", {})):
+    described = ArgumentSchema(parameters)
+    for name in ArgumentSchema(tool.parameters).required:
+        if not any(map(described.takes, (name, *tool.aliases.get(name, ())))):
             raise ValueError(f"tool_schema: its parameters have no {name!r}, which this tool needs")
     tool.name = function.get("name", tool.name)
     tool.description = " ".join(function.get("description", tool.description).split())

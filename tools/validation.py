@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from jsonschema import Draft202012Validator, SchemaError, ValidationError
 
 from penstock.common import nearest
+from penstock.tools.arguments import ArgumentSchema
 
 _VALIDATORS: dict[int, Draft202012Validator] = {}
 """By the id of a schema."""
@@ -26,14 +27,13 @@ def check_schema(tool: str, schema: Mapping[str, Any]) -> None:
 def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
     """None where they fit, else one line for the model.
 
-    Arguments that the schema does not name are refused, unless it says ``additionalProperties``: tools are functions,
-    and spelling this out in every schema would cost tokens in every prompt.
+    Arguments that the schema does not name are refused, unless it speaks of them (``additionalProperties``): tools are
+    functions, and spelling this out in every schema would cost tokens in every prompt.
     """
-    known = schema.get("properties", {})
-    if "additionalProperties" not in schema:
-        for name in arguments:
-            if name not in known:
-                return f"unknown argument {name!r}{_nearest(name, known)}"
+    described = ArgumentSchema(schema)
+    for name in arguments:
+        if not described.takes(name):
+            return f"unknown argument {name!r}{_nearest(name, described.names)}"
     errors = sorted(_validator(schema).iter_errors(arguments), key=lambda error: list(map(str, error.path)))
     return _describe(errors[0]) if errors else None
 
@@ -58,7 +58,7 @@ def _describe(error: ValidationError) -> str:
     return f"argument {where!r}: {message}" if where else message
 
 
-def _nearest(name: str, known: Mapping[str, Any]) -> str:
+def _nearest(name: str, known: Sequence[str]) -> str:
     if hint := nearest(name, known):
         return hint
     return f" (this tool takes: {', '.join(known)})" if known else " (this tool takes no arguments)"

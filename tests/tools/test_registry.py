@@ -76,3 +76,12 @@ def test_registry_tool_without_schema_of_type_object_is_refused() -> None:
 
     with pytest.raises(ToolConfigError, match="must be a JSON schema of type object"):
         make("bad")
+
+
+def test_registry_tool_schema_offers_what_the_tool_needs() -> None:
+    combined = {"type": "object", "$ref": "#/$defs/P", "$defs": {"P": {"allOf": [add.parameters]}}}
+    function = {"name": "plus", "parameters": combined}
+    assert list(make("add", tool_schema={"type": "function", "function": function})) == ["plus"]
+    for lacking in ({}, {"anyOf": [{"properties": {"a": {}}}, {"patternProperties": {"^c": {}}}]}):
+        with pytest.raises(ToolConfigError, match=r"its parameters have no '[ab]', which this tool needs"):
+            make("add", tool_schema={"function": {"parameters": {"type": "object", **lacking}}})

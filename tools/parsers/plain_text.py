@@ -7,14 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.tools.arguments import ArgumentSchema, type_of
 from penstock.tools.parsers.json_call import DECODER, unusable
 from penstock.tools.parsers.literal import read_literal
 from penstock.tools.parsers.turn import Malformed, tool_name
 
 _WORDS = {"True": True, "False": False, "None": None}
 """Python's spelling, which templates write where they print a value as it is."""
-
-_NAMES: Mapping[type, str] = {str: "string", dict: "object", list: "array"}
 
 
 class ArgumentReader:
@@ -23,13 +22,13 @@ class ArgumentReader:
     def __init__(self, name: str, tools: Sequence[Mapping[str, Any]], marks: Sequence[str]) -> None:
         """`marks` are the syntax's own: a value that holds one cannot be distinguished from a broken call."""
         self.name = tool_name(name)
-        self._properties = properties_of(name, tools)
+        self._schema = argument_schema(name, tools)
         self._mark = re.compile("|".join(map(re.escape, marks)))
         self.arguments: dict[str, Any] = {}
 
     def add(self, key: str, text: str) -> None:
         """`text` with the type that the schema says. Raises `Malformed`."""
-        self.add_value(key, text, typed(text, self._properties.get(key)))
+        self.add_value(key, text, typed(text, self._schema.types(key)))
 
     def add_value(self, key: str, text: str, value: Any) -> None:
         """`value`, which was written as `text`. Raises `Malformed`."""
@@ -46,13 +45,12 @@ class ArgumentReader:
         return self.arguments
 
 
-def typed(text: str, schema: Any = None) -> Any:
-    """`text` as the schema of its argument has it; what does not fit stays text, for the argument check to report.
+def typed(text: str, types: set[str]) -> Any:
+    """`text` as a value of one of the JSON `types`; what does not fit stays text, for the argument check to report.
 
-    Where the schema takes text, text it is, but for ``null`` where that is allowed too. Without a schema: what is a
+    Where the schema takes text, text it is, but for ``null`` where that is allowed too. Without types: what is a
     whole JSON value other than a text, else the text.
     """
-    types = types_of(schema)
     if "string" in types:
         nothing = "null" in types and text.strip() in ("null", "None")
         return None if nothing else text
@@ -83,33 +81,7 @@ def _literal_or_text(text: str) -> Any:
         return text
 
 
-def type_of(value: Any) -> str:
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, int | float):
-        return "number"
-    return "null" if value is None else _NAMES.get(type(value), "object")
-
-
-def types_of(schema: Any) -> set[str]:
-    """JSON types that a schema takes, integers among numbers; empty where it does not say, and anything goes."""
-    if not isinstance(schema, Mapping):
-        return set()
-    if constants := _listed(schema.get("enum")) or ([schema["const"]] if "const" in schema else []):
-        return {type_of(constant) for constant in constants}
-    branches = [types_of(one) for key in ("anyOf", "oneOf") for one in _listed(schema.get(key))]
-    if branches:
-        return set().union(*branches) if all(branches) else set()
-    given = schema.get("type")
-    names = [given] if isinstance(given, str) else _listed(given)
-    return {"number" if name == "integer" else str(name) for name in names}
-
-
-def _listed(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else ()
-
-
-def properties_of(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = next((tool["function"] for tool in tools if tool["function"]["name"] == name), {})
-    properties = (found.get("parameters") or {}).get("properties")
-    return properties if isinstance(properties, Mapping) else {}
+def argument_schema(name: str, tools: Sequence[Mapping[str, Any]]) -> ArgumentSchema:
+    """That of the tool `name`; one without arguments if there is no such tool."""
+    schemas = (tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == name)
+    return ArgumentSchema(next(schemas, None))

@@ -17,10 +17,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from penstock.tools.arguments import type_of
 from penstock.tools.parsers.base import ParsedTurn
 from penstock.tools.parsers.json_call import unusable
 from penstock.tools.parsers.literal import read_literal, read_text
-from penstock.tools.parsers.plain_text import properties_of, type_of, types_of
+from penstock.tools.parsers.plain_text import argument_schema
 from penstock.tools.parsers.turn import (
     MAX_CALLS,
     THOUGHT,
@@ -119,7 +120,7 @@ def _read_call(text: str, position: int, tools: Tools) -> tuple[str, dict[str, A
     head = _HEAD.match(text, position)
     if head is None:
         raise Malformed("a call begins with NAME(")
-    properties, position = properties_of(head[1], tools), head.end()
+    schema, position = argument_schema(head[1], tools), head.end()
     arguments: dict[str, Any] = {}
     while not text.startswith(")", position := skip_space(text, position)):
         argument = _ARGUMENT.match(text, expect(text, position, ",") if arguments else position)
@@ -127,25 +128,25 @@ def _read_call(text: str, position: int, tools: Tools) -> tuple[str, dict[str, A
             raise Malformed("arguments are written KEY=VALUE")
         if argument[1] in arguments:
             raise Malformed(f"the argument {argument[1][:80]!r} is given twice")
-        arguments[argument[1]], position = _read_argument(text, argument.end(), properties.get(argument[1]))
+        arguments[argument[1]], position = _read_argument(text, argument.end(), schema.types(argument[1]))
     if problem := unusable([head[1], arguments]):
         raise Malformed(problem)
     return head[1], arguments, position + 1
 
 
-def _read_argument(text: str, start: int, schema: Any) -> tuple[Any, int]:
+def _read_argument(text: str, start: int, types: set[str]) -> tuple[Any, int]:
     quote = text[start : start + 1]
     if quote in _ENDS:
         value, end = _read_quoted(text, start, quote)
-        return _of_schema(value, text[start + 1 : end - 1], schema), end
+        return _of_type(value, text[start + 1 : end - 1], types), end
     try:
         value, end = read_literal(text, start)
         is_whole = text.startswith((",", ")"), skip_space(text, end))
     except Malformed as problem:
-        return _read_unquoted(text, start, schema, problem)
-    if is_whole and not (isinstance(value, bool | int | float) and types_of(schema) == {"string"}):
+        return _read_unquoted(text, start, types, problem)
+    if is_whole and not (isinstance(value, bool | int | float) and types == {"string"}):
         return value, end
-    return _read_unquoted(text, start, schema, Malformed("text stands behind a value"))
+    return _read_unquoted(text, start, types, Malformed("text stands behind a value"))
 
 
 def _read_quoted(text: str, start: int, quote: str) -> tuple[str, int]:
@@ -162,21 +163,19 @@ def _read_quoted(text: str, start: int, quote: str) -> tuple[str, int]:
     return text[start + 1 : found.start()], found.end()
 
 
-def _read_unquoted(text: str, start: int, schema: Any, problem: Malformed) -> tuple[Any, int]:
+def _read_unquoted(text: str, start: int, types: set[str], problem: Malformed) -> tuple[Any, int]:
     """Text that was meant to have quotes. Raises `problem` where it cannot be that."""
     found = _UNQUOTED.match(text, start)
-    types = types_of(schema)
     if found is None or not found[0] or found[0][0] in "[{" or (types and "string" not in types):
         raise problem
     return found[0], found.end()
 
 
-def _of_schema(value: str, written: str, schema: Any) -> Any:
+def _of_type(value: str, written: str, types: set[str]) -> Any:
     """Quoted text as its schema has it: some templates put quotes around every value, and escape nothing in it.
 
     `written` is the text between the quotes, `value` what Python reads there.
     """
-    types = types_of(schema)
     if not types or "string" in types:
         return value
     for text in (value, written):

@@ -8,6 +8,7 @@ import pytest
 from tests.tools.parsers.families import CODE_FAMILY, FAMILIES, render
 
 from penstock.agent_loops import AgentConfig
+from penstock.tools.arguments import ArgumentSchema
 from penstock.tools.parsers import ParserName, ToolCall, get_parser
 from penstock.tools.parsers.plain_text import typed
 
@@ -367,7 +368,7 @@ def test_hermes_names_a_call_cut_off() -> None:
     ],
 )
 def test_typed_reads_a_value_by_its_schema(text: str, schema: Any, value: object) -> None:
-    found = typed(text, schema)
+    found = typed(text, ArgumentSchema({"properties": {"x": schema}}).types("x"))
     assert (found, type(found)) == (value, type(value))
 
 

@@ -113,6 +113,40 @@ def test_parser_guesses_types_without_a_schema(parser: str) -> None:
     assert get_parser(parser).parse(typed_text).calls[0].arguments == {"text": 42, "count": "many"}
 
 
+TYPED_BY_SCHEMA = ("qwen3_coder", "glm", "minimax_m2", "seed_oss", "hy_v3", "minicpm5", "muse_glimmer")
+ZIP = {"type": "string", "pattern": "^[0-9]{5}$"}
+COUNT = {"type": ["integer", "null"]}
+SCHEMAS = {
+    "ref": {"properties": {"zip": {"$ref": "#/$defs/Zip"}, "count": {"$ref": "#/definitions/Count"}}},
+    "allOf": {
+        "properties": {"zip": {"allOf": [{"maxLength": 5}, {"$ref": "#/$defs/Zip"}]}, "count": {"allOf": [COUNT]}}
+    },
+    "anyOf": {"properties": {"zip": {"anyOf": [{"$ref": "#/$defs/Zip"}]}, "count": {"oneOf": [COUNT]}}},
+    "root ref": {"$ref": "#/$defs/Address"},
+    "root allOf": {"allOf": [{"$ref": "#/$defs/Address"}, {"properties": {"zip": {"minLength": 5}}}]},
+    "root anyOf": {"anyOf": [{"properties": {"zip": ZIP}}, {"properties": {"count": COUNT}}]},
+    "then": {"if": {}, "then": {"properties": {"zip": ZIP, "count": COUNT}}},
+    "patterns": {"patternProperties": {"^z": ZIP}, "properties": {"count": COUNT}},
+    "additional": {"additionalProperties": ZIP, "properties": {"count": COUNT}},
+}
+DEFINITIONS = {
+    "$defs": {
+        "Zip": {"allOf": [ZIP, {"$ref": "#/$defs/Zip"}]},
+        "Address": {"properties": {"zip": ZIP, "count": COUNT}},
+    },
+    "definitions": {"Count": COUNT},
+}
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+@pytest.mark.parametrize("family", [*map(FAMILIES.get, TYPED_BY_SCHEMA), UNQUOTED], ids=lambda one: one.parser)
+def test_parser_finds_types_behind_references_and_combinations(family: Family, schema: str) -> None:
+    function = {"name": "find", "parameters": {"type": "object", **DEFINITIONS, **SCHEMAS[schema]}}
+    written = {"zip": "10115", "count": 5}
+    calls = get_parser(family.parser).parse(render(family, "", [("find", written)]), [{"function": function}]).calls
+    assert [call.arguments for call in calls] == [written]
+
+
 @pytest.mark.parametrize(("family", "fit"), [(QUOTED, unescaped), (UNQUOTED, one_line)])
 @settings(max_examples=30)
 @example(calls=[("write_file", {"nested": {"\\": ["\\"]}})])
