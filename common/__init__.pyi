@@ -8,6 +8,11 @@ from .backoff import Backoff as Backoff
 from .backoff import retry as retry
 from .concurrency import cancel_and_wait as cancel_and_wait
 from .concurrency import gather_or_cancel as gather_or_cancel
+from .device_locks import DEVICE_WAIT_S as DEVICE_WAIT_S
+from .device_locks import DeviceBusy as DeviceBusy
+from .device_locks import load_on_devices as load_on_devices
+from .device_locks import until_up as until_up
+from .device_locks import visible_devices as visible_devices
 from .errors import describe_error as describe_error
 from .files import FileLock as FileLock
 from .files import JsonlTail as JsonlTail

@@ -2,6 +2,8 @@ from .client.answer_builder import AnswerBuilder as AnswerBuilder
 from .client.client import RolloutClient as RolloutClient
 from .config import RolloutConfig as RolloutConfig
 from .engines.checkpoint import find_model as find_model
+from .engines.child import engine_logs as engine_logs
+from .engines.child import up_file as up_file
 from .engines.registry import find_installation as find_installation
 from .engines.registry import make_engine as make_engine
 from .import_without_torch import no_torch as no_torch

@@ -96,7 +96,8 @@ class Trainer:
             )
             devices = TrainerDevices(job, ranks, in_torch, timeline)
             await stack.enter_async_context(devices.kept())
-            engine = await in_torch(ENGINES.get(job.config.engine), job, ranks)
+            async with devices.loading():
+                engine = await in_torch(ENGINES.get(job.config.engine), job, ranks)
             await devices.started(engine)
             publisher = Publisher(job, engine, ranks, in_torch, timeline)
             saver = Saver(job, engine, ranks, in_torch, timeline)

@@ -1,6 +1,6 @@
 """The trainer's part in the turns on devices that it shares with rollout engines.
 
-    start   take ─► load the model, restore, publish ─► what it needs is claimed ─► leave
+    start   take ─► load the model (no other process loads onto its GPUs) ─► restore, publish ─► needs claimed ─► leave
     step    batch is there ─► take ─► enter ─► score, update, copy weights and checkpoint ─► version is out ─► leave
 
 Rank 0 has the turn for all ranks; they enter and leave their devices together. The engines begin their turn with the
@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from penstock.common import process_identity
+from penstock.common import DEVICE_WAIT_S, load_on_devices, process_identity, visible_devices
 from penstock.trainer.engine import Engine, SharingEngine
 from penstock.trainer.job import BadJob, TrainJob
 from penstock.trainer.publish import Publisher
@@ -26,11 +26,11 @@ from penstock.transfer_queue import ALL_THAT_IS_FREE, DeviceTurn
 
 
 class TrainerDevices:
-    """Every rank has one. Without `TrainJob.turn` every method is a no-op: the devices are the trainer's own."""
+    """Every rank has one. Without `TrainJob.turn` the devices are the trainer's, and only `loading` does something."""
 
     def __init__(self, job: TrainJob, ranks: Ranks, in_torch: TorchThread, timeline: Timeline) -> None:
         self._ranks, self._in_torch, self._timeline = ranks, in_torch, timeline
-        self._queue = job.run.queue
+        self._queue, self._collective_s = job.run.queue, job.config.collective_timeout_s
         self._shares = job.turn is not None
         self._turn: DeviceTurn | None = None
         if job.turn is not None and ranks.is_rank0:
@@ -51,6 +51,18 @@ class TrainerDevices:
             return
         async with self._turn.kept():
             await self._take()
+            yield
+
+    @asynccontextmanager
+    async def loading(self) -> AsyncGenerator[None]:
+        """No other process loads onto this machine's GPUs of the trainer in the block. Raises `DeviceBusy`."""
+        first = self._ranks.device.type == "cuda" and os.environ.get("LOCAL_RANK", "0") == "0"
+        devices = visible_devices() if first else ()
+        # One process has all of them, in the order of an engine that is split over several; the other ranks wait for it
+        # in a collective, which must not end before its deadline.
+        wait_s = min(DEVICE_WAIT_S, self._collective_s / 2)
+        async with load_on_devices("the trainer", devices, wait_s):
+            await self._in_torch(self._ranks.meet)
             yield
 
     def check(self) -> None:

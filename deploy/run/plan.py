@@ -141,6 +141,8 @@ ADDED = {"rollout": rollout_role, "agent": agent_role}
 logger = logging.getLogger("penstock.run")
 DRIVER = Path("/dev/nvidiactl")
 VARIABLE = "CUDA_VISIBLE_DEVICES"
+LOADS_AFTER_VARIABLE = "PENSTOCK_LOADS_AFTER"
+"""Rollout servers, separated by commas, that have a GPU of the trainer's too: its model is loaded after theirs."""
 ASK_S = 60.0
 """A driver that was not used since the machine started is slow."""
 SPLIT_OVER = (

@@ -25,10 +25,11 @@ from penstock.common import (
     metrics_token,
     raise_open_files,
     uncollected,
+    until_up,
 )
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.run.connection import TOKEN_VARIABLE, RunConnection, limits_of
-from penstock.deploy.run.plan import TORCHRUN_TELLS, TRAINER_STOP_S, trainer_stop_s
+from penstock.deploy.run.plan import LOADS_AFTER_VARIABLE, TORCHRUN_TELLS, TRAINER_STOP_S, trainer_stop_s
 from penstock.deploy.run.processes import RESTARTS_VARIABLE, STOP_FILE_VARIABLE
 from penstock.deploy.run.stacks import answer_with_stacks
 from penstock.deploy.run.weights_folder import local_weights_dir, weights_dir, weights_entered
@@ -271,8 +272,19 @@ async def train_rank(link: RunConnection) -> None:
     with fatal(*final, PayloadsLost, TrainerFenced, OverBudget, NotPrivate):
         lock_s = TRAINER_LOCK_S + max(0.0, trainer_stop_s(config.trainer) - TRAINER_STOP_S)
         async with sole_trainer(run_dir, lock_s):
+            await until_up(engines_before(run_dir))
             with weights_entered(config, link.token):
                 await _closing(queue, work)
+
+
+def engines_before(run: RunDir) -> list[Path]:
+    """Up-files of the engines after which the trainer loads. None at a restart: engines that are left have their memory
+    by then, and one that failed for good never comes."""
+    from penstock.rollout_server import engine_logs, up_file
+
+    restarted = int(os.environ.get(RESTARTS_VARIABLE) or 0) > 0
+    names = "" if restarted else os.environ.get(LOADS_AFTER_VARIABLE, "")
+    return [up_file(engine_logs(run.logs, name)) for name in names.split(",") if name]
 
 
 async def sandbox(config: SandboxConfig, host: str, port: int) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from penstock.common import ProcessTable
 from penstock.deploy.config import RunConfig
-from penstock.deploy.run.plan import VARIABLE, Role, gpus_of, visible_gpus
+from penstock.deploy.run.plan import LOADS_AFTER_VARIABLE, VARIABLE, Role, gpus_of, visible_gpus
 from penstock.deploy.run.processes import RoleProcess, RoleSpec
 from penstock.deploy.run.stacks import ask_for_stacks, is_held
 from penstock.deploy.run.stall import LocalRole, Snapshot, StallCause, diagnose_stall
@@ -79,18 +79,31 @@ class LocalPlacement:
 
     def __init__(self) -> None:
         self._own_gpus: Callable[[Role], Sequence[str] | None] = lambda role: None
+        self._gpus_of_servers: dict[str, set[str]] = {}
+        """Of rollout servers that take no turns with the trainer."""
+        self._in_turns = False
 
     @asynccontextmanager
     async def open(self, config: RunConfig, run: RunDir) -> AsyncIterator[None]:
         gpus = await asyncio.to_thread(visible_gpus)
-        self._own_gpus = partial(gpus_of, config=config, gpus=gpus)
+        self._own_gpus, self._in_turns = partial(gpus_of, config=config, gpus=gpus), config.placement.in_turns
         yield
 
     def place(self, role: Role, run: RunDir) -> RoleProcess:
         own = self._own_gpus(role)
         if own is not None:
-            role = replace(role, env={**role.env, VARIABLE: ",".join(own)})
+            role = replace(role, env={**role.env, VARIABLE: ",".join(own), **self._order_of_loads(role, own)})
         return RoleProcess(role.spec(run.logs))
+
+    def _order_of_loads(self, role: Role, own: Sequence[str]) -> dict[str, str]:
+        """Variables: the trainer, which is placed last, loads after the servers that have a GPU of its own."""
+        if self._in_turns:
+            return {}
+        if role.kind == "rollout":
+            self._gpus_of_servers[role.name] = set(own)
+            return {}
+        sharing = [name for name, gpus in self._gpus_of_servers.items() if gpus & set(own)]
+        return {LOADS_AFTER_VARIABLE: ",".join(sharing)} if sharing else {}
 
     def helpers(self, supervisor: Supervisor) -> Sequence[Coroutine[Any, Any, None]]:
         return ()

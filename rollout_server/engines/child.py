@@ -12,6 +12,16 @@ from typing import BinaryIO, Literal
 from penstock.common import describe_exit
 
 
+def engine_logs(log_dir: Path, name: str) -> Path:
+    """Folder for the logs of the engine of rollout server `name`."""
+    return log_dir / f"{name}-engine"
+
+
+def up_file(logs: Path) -> Path:
+    """File that is locked while the engine with these logs is up, see `common.until_up`."""
+    return logs / "up.lock"
+
+
 class Child:
     """One process at a time, started by `spawn`. The owner ends it."""
 

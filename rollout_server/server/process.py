@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 from penstock.common import HttpServer, cancel_and_wait, listen, process_identity, uncollected, url_of
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import find_model
-from penstock.rollout_server.engines.child import open_private
+from penstock.rollout_server.engines.child import engine_logs, open_private
 from penstock.rollout_server.engines.registry import MakeEngine, make_engine
 from penstock.rollout_server.protocol import EngineError
 from penstock.rollout_server.server.engine_devices import EngineDevices
@@ -190,7 +190,7 @@ def _model_folder(model: str) -> Path:
 
 # engine logs -------------------------------------------------------------------------------------------------------
 def _log_dir(job: ServerJob) -> Path:
-    return job.log_dir / f"{job.name}-engine"
+    return engine_logs(job.log_dir, job.name)
 
 
 async def _keep_logs_bounded(folder: Path) -> None:

@@ -21,16 +21,26 @@ from typing import Any, ClassVar
 
 import aiohttp
 
-from penstock.common import environment_without_secrets, guard_command, kill_group
+from penstock.common import (
+    DeviceBusy,
+    FileLock,
+    environment_without_secrets,
+    guard_command,
+    kill_group,
+    load_on_devices,
+    visible_devices,
+)
 from penstock.common.guard import GRACE_S
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import fetch_model, start_deadline_s
-from penstock.rollout_server.engines.child import Child
+from penstock.rollout_server.engines.child import Child, up_file
 from penstock.rollout_server.engines.http.event_client import EngineAddress, EventClient
 from penstock.rollout_server.engines.http.stream import AnswerStream, refusal
 from penstock.rollout_server.protocol import EngineError, SleepLevel
 
 PROBE_S = 60.0
+UP_S = 10.0
+"""A trainer that looks whether the server is up has the file's lock for a moment."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +182,7 @@ class ChildServer(Child, ABC):
         """Under placement.colocated; None: it never sleeps."""
         self.timeout_s = config.start_timeout_s
         """Seconds that a start may take, and a call that reads, compares or loads weights. `start` adds their size."""
+        self._up = FileLock(up_file(log_dir), "another server has this folder of logs")
 
     @abstractmethod
     async def find_installation(self) -> Installation:
@@ -189,22 +200,32 @@ class ChildServer(Child, ABC):
         self.installation = installation = await self.find_installation()
         folder = await asyncio.to_thread(fetch_model, self.model)
         self.timeout_s = start_deadline_s(self.config.start_timeout_s, folder)
+        devices = () if installation.cpu else visible_devices()
+        try:
+            async with load_on_devices(f"{self.name} of {self.log_path.parent}", devices):
+                await self._start(installation)
+        except DeviceBusy as error:
+            raise EngineError(str(error)) from error
+        return installation
+
+    async def _start(self, installation: Installation) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix=f"penstock-{self.product.key}-"))
         try:
             address, command, environment = self.prepare(installation)
             self.http, self.events, self.address = address.session(), EventClient(address), address
             await self.spawn(guard_command(command), environment, stdin=asyncio.subprocess.PIPE)
             await self._until_ready(self.timeout_s)
+            await self._up.acquire_within(UP_S)
         except BaseException:
             await self.stop()
             raise
-        return installation
 
     async def stop(self) -> None:
         """Ends the whole process group; a second call does nothing."""
         folder, self.folder = self.folder, Path()
         if folder == Path():
             return
+        self._up.release()
         for stream in self.streams:
             stream.break_off("the server is being stopped")
         if self.address is not None:  # an orderly end waits for its connections

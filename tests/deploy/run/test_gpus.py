@@ -9,7 +9,9 @@ from tests.deploy.conftest import RECIPE
 
 from penstock.deploy import RunConnection, RunDir, load_config, roles_of
 from penstock.deploy.preflight.machine import check_apart
-from penstock.deploy.run.plan import gpus_of, gpus_of_server, visible_gpus
+from penstock.deploy.run.plan import LOADS_AFTER_VARIABLE, gpus_of, gpus_of_server, visible_gpus
+from penstock.deploy.run.processes import RESTARTS_VARIABLE
+from penstock.deploy.run.roles import engines_before
 from penstock.deploy.run.supervisor import LocalPlacement
 
 LINK = RunConnection("redis://127.0.0.1:1", "r", None, "token")
@@ -98,6 +100,31 @@ async def test_processes_of_this_machine_get_their_gpus(tmp_path, monkeypatch):
         environments = {role.name: placement.place(role, run).spec.env for role in roles_of(config, LINK)}
     own = {name: environment["CUDA_VISIBLE_DEVICES"] for name, environment in environments.items()}
     assert own == {"trainer": "4", "rollout-0": "5", "rollout-1": "6", "agent-0": "4,5,6"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words", "before"),
+    [
+        ("0", "rollout.servers=2", ["rollout-0", "rollout-1"]),
+        ("0,1,2", "rollout.servers=3", ["rollout-2"]),
+        ("0,1", "", None),
+        ("0", "rollout.engine=hf", None),
+        ("0", "placement.colocated=true", None),
+    ],
+)
+async def test_the_trainer_loads_after_the_engines_on_its_gpus(tmp_path, monkeypatch, gpus, words, before):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    config = load_config(RECIPE, [*VLLM, f"runs_dir={tmp_path}", *words.split()])
+    run, placement = RunDir.of(config), LocalPlacement()
+    async with placement.open(config, run):
+        environments = {role.name: placement.place(role, run).spec.env for role in roles_of(config, LINK)}
+    assert [name for name, env in environments.items() if LOADS_AFTER_VARIABLE in env] == (
+        ["trainer"] if before else []
+    )
+    monkeypatch.setattr("os.environ", environments["trainer"])
+    assert engines_before(run) == [run.logs / f"{name}-engine" / "up.lock" for name in before or ()]
+    monkeypatch.setattr("os.environ", {**environments["trainer"], RESTARTS_VARIABLE: "1"})
+    assert engines_before(run) == []
 
 
 @pytest.mark.parametrize(
