@@ -1,9 +1,9 @@
 """Decoys: hidden tests with wrong expectations. A patch that passes those too has forged its results.
 
-A patch that passed is run again, `SweLimits.decoys` times, each time in a fresh box in which some of FAIL_TO_PASS
-expect something wrong: they must not pass, the others must. The patch's code sees one version of the hidden tests in
-each box and nothing that shows which one is right. Code that repairs the bug does not look; code that reports what it
-likes, or reads what is expected of it, has to guess.
+A grading has one true round and `SweLimits.decoys` others, in random order, each in a fresh box. In the others some of
+FAIL_TO_PASS expect something wrong: they must not pass, the rest must. The patch's code sees one version of the hidden
+tests in each box and nothing that shows which one is right. Code that repairs the bug does not look; code that reports
+what it likes, or reads what is expected of it, has to guess.
 
 What certainly fails is in `expectations`. Where a test takes its expectation from elsewhere (its parameters, a
 constant, a data file), the reference patch proves each change (`reference`).
@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import posixpath
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.sandbox.swe.expectations import Name, apply_all, wrong_tests
-from penstock.sandbox.swe.report import Grade
 from penstock.sandbox.swe.source import Edit
 from penstock.sandbox.swe.task import SweTask, SweTaskError
 from penstock.sandbox.swe.workspace import Workspace
@@ -26,22 +25,23 @@ from penstock.sandbox.swe.workspace import Workspace
 MAX_FILE_BYTES = 4 << 20
 
 
+ParameterValues = Sequence[Sequence[Mapping[str, str]]]
+"""Values of the compared parameters of a test function as Python literals, by name: of each row of each
+``parametrize``. A value that has no literal is left out."""
+
+
 @dataclass(frozen=True, slots=True)
 class BoxChanges:
-    """Differences of a grading box from the task."""
+    """What the tests of a grading box expect. A box shows nothing else, so that no box is told from another one."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Hidden tests with wrong expectations."""
-    parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Names of parameters whose values are changed at collection, by test function (``t.py::test_a``)."""
-    odds: float = 0.5
-    """Probability that each such value is changed."""
-    seed: int = 0
-    """Chooses those values, and what they become."""
+    """Hidden tests and their data, all of them in each box: written last, whether or not they differ."""
+    parameters: Mapping[str, ParameterValues] = field(default_factory=dict)
+    """Values that a file computes, by test function (``t.py::test_a``); put in at collection."""
     hidden: tuple[str, ...] = ()
     """Paths that are taken away once the tests are collected."""
-    observe: bool = False
-    """Report what was collected. Set for the reference patch alone."""
+    observed: Mapping[str, tuple[str, ...]] | None = None
+    """Parameters whose values are reported, with what was collected. Set for the reference patch alone."""
 
 
 class Verdicts(Protocol):
@@ -56,8 +56,8 @@ class Verdicts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Decoys:
-    """One run's."""
+class Round:
+    """One box of a grading, and how tests must end there if the patch is honest and right."""
 
     changes: BoxChanges
     wrong: tuple[str, ...]
@@ -66,12 +66,25 @@ class Decoys:
     """Tests that must pass: else a patch that fails everything now and then would be right about the wrong ones."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Ids that are others in this run, because a value that they are made of is another one."""
+    is_true: bool = False
+    """Its expectations are the task's own."""
 
-    def doubt(self, ran: Verdicts) -> str:
-        """Why the first run's results must not be believed; empty where they may be."""
+    @classmethod
+    def true(cls, task: SweTask, changes: BoxChanges) -> Round:
+        return cls(changes, (), task.tests, is_true=True)
+
+    def is_as_planned(self, ran: Verdicts) -> bool:
+        passed = {test for test in (*self.wrong, *self.right) if self._outcome(ran, test) == "passed"}
+        return not ran.doubt and passed == set(self.right)
+
+    def doubt(self, ran: Verdicts, outcomes: Mapping[str, str]) -> str:
+        """Why the true round's `outcomes` must not be believed after this round; empty where they may be."""
+        if self.is_true:
+            return ""
         if any(self._outcome(ran, test) == "passed" for test in self.wrong):
             return "results were forged: hidden tests passed with wrong expectations"
-        if not ran.doubt and any(self._outcome(ran, test) != "passed" for test in self.right):
+        failed = any(outcomes[test] == "passed" != self._outcome(ran, test) for test in self.right)
+        if failed and not ran.doubt:
             return "hidden tests passed in one run and failed in another"
         return f"in a further run {ran.doubt}" if ran.doubt else ""
 
@@ -79,27 +92,30 @@ class Decoys:
         return ran.outcomes.get(self.renamed.get(test, test), "missing")
 
 
-def plan_decoys(task: SweTask, verdict: Grade, files: Mapping[str, bytes], rounds: int) -> list[Decoys]:
-    """By what is certain. None where nothing was repaired, and where no hidden test has an expectation to get wrong."""
-    passed = [test for test in task.fail_to_pass if verdict.outcomes[test] == "passed"]
-    if not verdict.share or not files:
-        return []
+def certain_rounds(task: SweTask, files: Mapping[str, bytes], count: int) -> list[Round]:
+    """By what is certain; none where no hidden test has an expectation to get wrong.
+
+    Of each test function one other version is made. The number of rounds that have it is uniform from 1 to `count`:
+    how often a version is seen then says nothing of which one is right.
+    """
     dice = random.SystemRandom()
-    plans = [_plan(passed, files, dice) for _ in range(rounds)]
-    return [plan for plan in plans if plan.wrong]
-
-
-def _plan(passed: list[str], files: Mapping[str, bytes], dice: random.Random) -> Decoys:
-    """Each function has a wrong expectation at odds of one to two; one at least has."""
     edits: dict[tuple[str, Name], Edit] = {}
     for path, data in files.items():
-        edits.update({(path, name): edit for name, edit in wrong_tests(data, names_in(path, passed), dice).items()})
-    functions = sorted(edits)
-    chosen = {one for one in functions if dice.random() < 1 / 2} or set(dice.sample(functions, min(1, len(functions))))
-    by_path = {path: [edits[one] for one in chosen if one[0] == path] for path in files}
-    changed = {path: apply_all(data, by_path[path]) for path, data in files.items()}
-    wrong = tuple(test for test in passed if (test.partition("::")[0], function_of(test)) in chosen)
-    return Decoys(BoxChanges(changed), wrong, tuple(test for test in passed if test not in wrong))
+        wrong = wrong_tests(data, names_in(path, task.fail_to_pass), dice)
+        edits.update({(path, name): edit for name, edit in wrong.items()})
+    chosen: list[set[tuple[str, Name]]] = [set() for _ in range(count)]
+    for one in edits:
+        for place in dice.sample(range(count), dice.randint(1, count)):
+            chosen[place].add(one)
+    return [_round(task, files, {one: edits[one] for one in some}) for some in chosen] if edits else []
+
+
+def _round(task: SweTask, files: Mapping[str, bytes], edits: Mapping[tuple[str, Name], Edit]) -> Round:
+    changed = {
+        path: apply_all(data, [edit for (of, _), edit in edits.items() if of == path]) for path, data in files.items()
+    }
+    wrong = tuple(test for test in task.fail_to_pass if (test.partition("::")[0], function_of(test)) in edits)
+    return Round(BoxChanges(changed), wrong, tuple(test for test in task.fail_to_pass if test not in wrong))
 
 
 def only_turned(tests: Collection[str], files: Mapping[str, bytes]) -> set[str]:

@@ -224,10 +224,12 @@ _FORMS = (string.ascii_lowercase, string.ascii_uppercase, string.digits)
 def other_literal(expected: ast.expr, source: Source, dice: random.Random) -> Edit | None:
     """The edit of one leaf of a literal (a list's, a dict's, …) after which it is certainly unequal to what it was."""
     constants = [node for node in ast.walk(expected) if isinstance(node, ast.Constant)]
-    leaves = [leaf for leaf in constants if type(leaf.value) in (int, float) or isinstance(leaf.value, str | bytes)]
+    leaves = [leaf for leaf in constants if isinstance(leaf.value, bool | int | float | str | bytes)]
     dice.shuffle(leaves)
     for leaf in leaves:
         start, text = source.span(leaf)[0], source.text(leaf)
+        if isinstance(leaf.value, bool):
+            return Edit(start, start + len(text), str(not leaf.value))
         places = _places(text) if text.isascii() else []
         dice.shuffle(places)
         for at in places:
@@ -238,6 +240,13 @@ def other_literal(expected: ast.expr, source: Source, dice: random.Random) -> Ed
             if _differs(expected, edit, source):
                 return edit
     return None
+
+
+def other_value(text: str, dice: random.Random) -> str:
+    """Return another value of the same type as this Python literal, or the same where none is certain."""
+    source = Source(text.encode())
+    edit = other_literal(ast.parse(text, mode="eval").body, source, dice)
+    return text if edit is None else edit.apply(text.encode()).decode()
 
 
 def _places(text: str) -> list[int]:

@@ -10,25 +10,39 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 from penstock.sandbox.swe.data_files import STRATEGIES, Strategy, changed_data, hidden_data
-from penstock.sandbox.swe.decoys import BoxChanges, Decoys, function_of, names_in, only_turned, without_parameters
-from penstock.sandbox.swe.expectations import Name, apply_all, compared_parameters, open_edits, wrong_tests
-from penstock.sandbox.swe.run_tests import GradingRun
+from penstock.sandbox.swe.decoys import (
+    BoxChanges,
+    ParameterValues,
+    Round,
+    certain_rounds,
+    function_of,
+    names_in,
+    only_turned,
+    without_parameters,
+)
+from penstock.sandbox.swe.expectations import (
+    Name,
+    apply_all,
+    compared_parameters,
+    open_edits,
+    other_value,
+    wrong_tests,
+)
+from penstock.sandbox.swe.grading_box import GradingBoxes, GradingRun
 from penstock.sandbox.swe.task import SweTask
 
 ATTEMPTS = (*((strategy, 1.0) for strategy in STRATEGIES[:-1]), *[(STRATEGIES[-1], 0.4)] * 2)
 """How values of data files are tried: all likely expectations at once, and some of all values, since a test whose input
 changed shows nothing about what it expects."""
-REFERENCE_RUNS = 1 + 1 + len(ATTEMPTS) + 1
-"""Runs of the reference patch before its first plan: with data files hidden, without, one per attempt, all else."""
+REFERENCE_RUNS = 1 + 1 + 1 + len(ATTEMPTS) + 1
+"""Boxes before a task's first grading: hidden tests read, data files hidden, not hidden, one per attempt, all else."""
 PLANS_PER_ROUND = 2
 """Proven plans that are kept, for each round of a grading: later gradings choose among them."""
-Run = Callable[[bytes, BoxChanges], Awaitable[GradingRun]]
-"""Runs the task's tests with a patch in a fresh box that has these changes."""
 
 
 @lru_cache(maxsize=512)
@@ -40,80 +54,120 @@ class Reference:
     """The proofs of one task. Gradings of the task share them; the first grading waits for them."""
 
     def __init__(self, task: SweTask) -> None:
-        self.data = hidden_data(task)
-        self.hidden: tuple[str, ...] = ()
-        """Data files that the tests read while they are collected: they are taken away before the first test runs."""
         self.reached: frozenset[str] = frozenset()
         """Tests of which an expected value can be changed."""
         self._task = task
+        self._data = hidden_data(task)
+        self._files: Mapping[str, bytes] = {}
+        """Hidden tests and their data."""
+        self._hidden: tuple[str, ...] = ()
+        """Data files that the tests read while they are collected: they are taken away before the first test runs."""
         self._base: GradingRun | None = None
         self._strategy: Strategy | None = None
         self._by_data: frozenset[Name] = frozenset()
-        self._plans: list[Decoys] = []
+        self._plans: list[Round] = []
         self._learnt = False
         self._learning = asyncio.Lock()
 
-    async def learn(self, run: Run) -> None:
-        """Nothing is proven by a reference patch that does not pass. Raises what `run` raises."""
+    @property
+    def sources(self) -> dict[str, bytes]:
+        """Hidden tests without their data; empty before the first `rounds`."""
+        return {path: data for path, data in self._files.items() if path not in self._data}
+
+    @property
+    def _data_files(self) -> dict[str, bytes]:
+        return {path: data for path, data in self._files.items() if path in self._data}
+
+    async def rounds(self, boxes: GradingBoxes, count: int) -> list[Round]:
+        """The true round and `count` others: proven ones where tests take expectations from elsewhere than their own
+        text, else what is certain. Raises what `boxes.run` raises."""
         async with self._learning:
             if not self._learnt:
-                for hidden in dict.fromkeys((self.data, ())):
-                    passed = await run(self._task.patch, BoxChanges(hidden=hidden, observe=True))
-                    if passed.grade.resolved:
-                        self.hidden, self._base = hidden, passed
-                        await self._learn_data(run, passed)
-                        self.reached = frozenset(self._wrong_of(await self._try(run, passed, 1.0)))
-                        break
+                await self._learn(boxes)
                 self._learnt = True
+            others = await self._proven_rounds(boxes, count) or certain_rounds(self._task, self.sources, count)
+        rounds = [Round.true(self._task, BoxChanges()), *others]
+        return [replace(one, changes=self._whole(one.changes)) for one in rounds]
 
-    async def _learn_data(self, run: Run, base: GradingRun) -> None:
-        """Finds the strategy that changes what tests expect of data files."""
-        for strategy, odds in ATTEMPTS if self._data_of(base) else ():
-            changes = BoxChanges(changed_data(self._data_of(base), strategy, random.SystemRandom(), odds))
-            if changes.files and (decoys := await self._proven(run, base, changes)).wrong:
-                self._strategy = strategy
-                self._by_data = frozenset(function_of(test) for test in decoys.wrong)
+    def _whole(self, changes: BoxChanges) -> BoxChanges:
+        """What every box gets, with these differences."""
+        values = self._base.ran.parameters if self._base is not None else {}
+        values = {test: rows for test, rows in values.items() if function_of(test) not in self._by_data}
+        return BoxChanges({**self._files, **changes.files}, {**values, **changes.parameters}, self._hidden)
+
+    async def _learn(self, boxes: GradingBoxes) -> None:
+        """Nothing is proven by a reference patch that does not pass."""
+        self._files = await boxes.read()
+        turned = only_turned(self._task.fail_to_pass, self._files)
+        is_open = any(_is_open(data, names_in(path, turned)) for path, data in self.sources.items())
+        if not self._task.patch.strip() or not (self._data or is_open):
+            return
+        for hidden in dict.fromkeys((self._data, ())):
+            changes = replace(self._whole(BoxChanges()), hidden=hidden, observed=self._computed())
+            passed = await boxes.run(self._task.patch, changes)
+            if passed.grade.resolved:
+                self._hidden = hidden
+                await self._learn_data(boxes, passed)
+                self._base = passed  # not before: its values would cover those that tests read from data files
+                self.reached = frozenset(self._wrong_of(await self._try(boxes, passed, 1.0)))
                 return
 
-    async def plans(self, run: Run, rounds: int) -> list[Decoys]:
-        """Up to `rounds` proven plans; none where no value can be changed. Raises what `run` raises."""
-        await self.learn(run)
+    def _computed(self) -> dict[str, tuple[str, ...]]:
+        """Parameters that are expectations and whose values are not written in the file, by test function."""
+        return {
+            "::".join((path, *name)): parameters
+            for path, data in self.sources.items()
+            for name, parameters in compared_parameters(data, names_in(path, self._task.fail_to_pass)).items()
+            if not open_edits(data, {name}, random.Random(0), 1.0)
+        }
+
+    async def _learn_data(self, boxes: GradingBoxes, base: GradingRun) -> None:
+        """Finds the strategy that changes what tests expect of data files."""
+        for strategy, odds in ATTEMPTS:
+            changes = BoxChanges(changed_data(self._data_files, strategy, random.SystemRandom(), odds))
+            if changes.files and (one := await self._proven(boxes, base, changes)).wrong:
+                self._strategy = strategy
+                self._by_data = frozenset(function_of(test) for test in one.wrong)
+                return
+
+    async def _proven_rounds(self, boxes: GradingBoxes, count: int) -> list[Round]:
+        """Up to `count`; none where no value can be changed."""
         if self._base is None or not self.reached:
             return []
-        async with self._learning:
-            for _ in range(2 * rounds):
-                if len(self._plans) >= rounds * PLANS_PER_ROUND:
-                    break
-                decoys = await self._try(run, self._base, 0.5)
-                self._plans += [decoys] if decoys.wrong else []
-                if len(self._plans) >= rounds:
-                    break
-        return random.SystemRandom().sample(self._plans, min(rounds, len(self._plans)))
+        for _ in range(2 * count):
+            if len(self._plans) >= count * PLANS_PER_ROUND:
+                break
+            one = await self._try(boxes, self._base, 0.5)
+            self._plans += [one] if one.wrong else []
+            if len(self._plans) >= count:
+                break
+        return random.SystemRandom().sample(self._plans, min(count, len(self._plans)))
 
-    async def _try(self, run: Run, base: GradingRun, odds: float) -> Decoys:
+    async def _try(self, boxes: GradingBoxes, base: GradingRun, odds: float) -> Round:
         dice = random.SystemRandom()
         files: dict[str, bytes] = {}
-        parameters: dict[str, tuple[str, ...]] = {}
         if self._strategy is not None:
-            files |= changed_data(self._data_of(base), self._strategy, dice, odds)
-        for path, data in base.files.items():
+            files |= changed_data(self._data_files, self._strategy, dice, odds)
+        for path, data in self.sources.items():
             names = names_in(path, self._task.fail_to_pass) - self._by_data
-            if names and path not in self.data:
-                files[path], changed = _change_tests(data, names, dice, odds)
-                parameters |= {"::".join((path, *name)): values for name, values in changed.items()}
-        changes = BoxChanges(files, parameters, odds, dice.randrange(1 << 30))
-        return await self._proven(run, base, changes)
+            names -= {function_of(test) for test in base.ran.parameters}
+            files[path] = _changed_tests(data, names, dice, odds)
+        parameters = {
+            test: _changed_values(rows, dice, odds)
+            for test, rows in base.ran.parameters.items()
+            if function_of(test) not in self._by_data
+        }
+        return await self._proven(boxes, base, BoxChanges(files, parameters))
 
-    async def _proven(self, run: Run, base: GradingRun, changes: BoxChanges) -> Decoys:
+    async def _proven(self, boxes: GradingBoxes, base: GradingRun, changes: BoxChanges) -> Round:
         """The tests that the reference patch fails with these changes, and those that it passes."""
-        changes = replace(changes, hidden=self.hidden)
-        seen = await run(self._task.patch, replace(changes, observe=True))
+        seen = await boxes.run(self._task.patch, replace(self._whole(changes), observed={}))
         renamed = {} if seen.ran.doubt else self._same_tests(base, seen)
         outcomes = {test: seen.ran.outcomes.get(now, "missing") for test, now in renamed.items()}
         tests = [test for test in self._task.fail_to_pass if test in outcomes]
         wrong = tuple(test for test in tests if outcomes[test] == "failed")
         right = tuple(test for test in tests if outcomes[test] == "passed")
-        return Decoys(changes, wrong, right, {test: now for test, now in renamed.items() if test != now})
+        return Round(changes, wrong, right, {test: now for test, now in renamed.items() if test != now})
 
     def _same_tests(self, base: GradingRun, seen: GradingRun) -> dict[str, str]:
         """Ids before → now. By place in their function, since a value may be part of an id.
@@ -124,45 +178,47 @@ class Reference:
         same: dict[str, str] = {}
         for function, tests in _by_function(base).items():
             path, name = function.partition("::")[0], function_of(function)
-            expected = set(compared_parameters(base.files.get(path, b""), {name}).get(name, ()))
+            expected = set(compared_parameters(self._files.get(path, b""), {name}).get(name, ()))
             if len(now.get(function, ())) == len(tests):
                 for (test, before), (other, after) in zip(tests, now[function], strict=True):
                     changed = {name for name in {*before, *after} if before.get(name) != after.get(name)}
                     same |= {test: other} if changed <= expected else {}
         return same
 
-    def _data_of(self, base: GradingRun) -> dict[str, bytes]:
-        return {path: base.files[path] for path in self.data if path in base.files}
-
-    def _wrong_of(self, decoys: Decoys) -> set[str]:
+    def _wrong_of(self, one: Round) -> set[str]:
         """Without those that merely compare the other way round."""
-        files = self._base.files if self._base is not None else {}
-        sources = {path: data for path, data in files.items() if path not in self.data}
-        turned = only_turned(self._task.fail_to_pass, sources)
+        turned = only_turned(self._task.fail_to_pass, self.sources)
         open_ones = {
             test
             for test in turned
             if function_of(test) in self._by_data
-            or is_open(sources.get(test.partition("::")[0], b""), {function_of(test)})
+            or _is_open(self.sources.get(test.partition("::")[0], b""), {function_of(test)})
         }
-        return {test for test in decoys.wrong if test not in turned or test in open_ones}
+        return {test for test in one.wrong if test not in turned or test in open_ones}
 
 
-def is_open(data: bytes, names: set[Name]) -> bool:
+def _is_open(data: bytes, names: set[Name]) -> bool:
     """A test of these takes expected values from its parameters or from a constant."""
     return bool(compared_parameters(data, names) or open_edits(data, names, random.Random(0), 1.0))
 
 
-def _change_tests(
-    data: bytes, names: set[Name], dice: random.Random, odds: float
-) -> tuple[bytes, dict[Name, tuple[str, ...]]]:
-    """A test file with other expectations, and the parameters that are to be changed when it is collected."""
+def _changed_tests(data: bytes, names: set[Name], dice: random.Random, odds: float) -> bytes:
+    """A test file with other expectations."""
     edits = open_edits(data, names, dice, odds)
     written = {name for name in names if open_edits(data, {name}, dice, 1.0)}
-    parameters = compared_parameters(data, names - written)
-    certain = wrong_tests(data, names - written - set(parameters), dice)
-    edits += [edit for edit in certain.values() if dice.random() < odds]
-    return apply_all(data, edits), parameters
+    certain = wrong_tests(data, names - written, dice)
+    return apply_all(data, [*edits, *(edit for edit in certain.values() if dice.random() < odds)])
+
+
+def _changed_values(rows: ParameterValues, dice: random.Random, odds: float) -> ParameterValues:
+    """Each value with probability `odds` another one of its kind."""
+    return [
+        [
+            {name: other_value(text, dice) if dice.random() < odds else text for name, text in values.items()}
+            for values in of_mark
+        ]
+        for of_mark in rows
+    ]
 
 
 def _by_function(run: GradingRun) -> dict[str, Sequence[tuple[str, Mapping[str, str]]]]:

@@ -89,6 +89,8 @@ class Witnessed:
     """The test that hung, where the run ended behind it: what it had not come to cannot change the verdict."""
     collected: tuple[tuple[str, Mapping[str, str]], ...] = ()
     """Each test in order with digests of its parameters, where that was asked for."""
+    parameters: dict[str, list[list[dict[str, str]]]] = field(default_factory=dict)
+    """Values of expected parameters, where they were asked for."""
     outcomes: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -118,6 +120,8 @@ def read_lines(data: bytes, key: bytes) -> Witnessed:
             seen.stopped = record["test"]
         elif record["kind"] == "collected":
             seen.collected = tuple((test, digests) for test, digests in record["tests"])
+        elif record["kind"] == "parameters":
+            seen.parameters[record["test"]] = record["values"]
         elif record["kind"] == "test":
             earlier = seen.outcomes.get(record["test"], "passed")
             seen.outcomes[record["test"]] = record["outcome"] if earlier == "passed" else earlier

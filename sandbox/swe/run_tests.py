@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.sandbox.swe import scripts
-from penstock.sandbox.swe.decoys import BoxChanges
-from penstock.sandbox.swe.report import Grade, Witnessed, read_lines
+from penstock.sandbox.swe.decoys import BoxChanges, ParameterValues
+from penstock.sandbox.swe.report import Witnessed, read_lines
 from penstock.sandbox.swe.task import PytestCommand, SweTask, SweTaskError, is_protected
 from penstock.sandbox.swe.workspace import ScriptFailed, Workspace
 
@@ -34,18 +34,9 @@ class Ran:
     output: str
     seconds: Mapping[str, float] = field(default_factory=dict)
     collected: tuple[tuple[str, Mapping[str, str]], ...] = ()
-    """Each test in order with digests of its parameters, where `BoxChanges.observe` asked for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class GradingRun:
-    """One run of a task's tests in a fresh box."""
-
-    grade: Grade
-    ran: Ran
-    """With every test of the files, under the ids that they had in this box."""
-    files: Mapping[str, bytes]
-    """Hidden tests and their data, as they were in the box before any of the patch's code ran."""
+    """Each test in order with digests of its parameters, where `BoxChanges.observed` asked for it."""
+    parameters: Mapping[str, ParameterValues] = field(default_factory=dict)
+    """Values of the parameters that `BoxChanges.observed` names."""
 
 
 def files_of_tests(task: SweTask) -> list[str]:
@@ -81,8 +72,8 @@ async def run_tests(workspace: Workspace, task: SweTask, changes: BoxChanges, ne
         "test_timeout_s": workspace.limits.test_timeout_s,
         "needed": list(needed),
         "hidden": list(changes.hidden),
-        "observe": changes.observe,
-        "parameters": {"names": dict(changes.parameters), "odds": changes.odds, "seed": changes.seed},
+        "observed": changes.observed,
+        "parameters": dict(changes.parameters),
     }
     program = (Path(__file__).parent / "in_box" / "run_pytest.py").read_bytes()
     launcher = await workspace.upload("run_pytest.py", program)
@@ -97,7 +88,7 @@ async def run_tests(workspace: Workspace, task: SweTask, changes: BoxChanges, ne
     doubt = seen.doubt()
     if doubt and result.exit_code is None:
         doubt = f"{doubt} (limit {result.limit})"
-    return Ran(seen.outcomes, doubt, output, seen.seconds, seen.collected)
+    return Ran(seen.outcomes, doubt, output, seen.seconds, seen.collected, seen.parameters)
 
 
 async def _run_each(workspace: Workspace, task: SweTask) -> Ran:

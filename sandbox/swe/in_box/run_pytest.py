@@ -8,11 +8,12 @@ between it and a forged result:
   that the code writes are nothing to the grader. A test without its own line has not passed.
 - Canaries: tests that must fail, put in among the real ones under names that look like theirs. What makes failing
   tests pass (a patched pytest, an assertion that never raises) makes them pass too, and gives itself away.
-- Expected values may be others than the task's (`Parameters`), and data files are taken away once tests are collected.
+- Expected values may be others than the task's, and data files are taken away once tests are collected.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import hmac
 import importlib.util
@@ -21,7 +22,6 @@ import os
 import random
 import re
 import signal
-import string
 import sys
 import time
 from typing import Any, Callable, Iterator  # noqa: UP035 - as Python 3.7 has them
@@ -46,7 +46,7 @@ def main() -> None:
     paths = [os.path.abspath(path) for path in job["paths"][1:]]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, os.environ.get("PYTHONPATH", "")]))
     sys.argv = ["pytest", *job["arguments"]]
-    code = pytest.main(chosen, plugins=[Parameters(job.pop("parameters")), Witness(sign, job)])
+    code = pytest.main(chosen, plugins=[Parameters(sign, job.pop("parameters"), job["observed"]), Witness(sign, job)])
     sys.stdout.flush()
     sys.stderr.flush()
     REAL(int(code))  # without waiting for threads that the tests left
@@ -83,7 +83,7 @@ class Witness:
         self.test_timeout_s: float = job["test_timeout_s"]
         self.needed = set(job["needed"])
         self.hidden: list[str] = job["hidden"]
-        self.observe: bool = job["observe"]
+        self.observe: bool = job["observed"] is not None
         self.phases: dict[str, dict[str, Any]] = {}
         self.marked: set[str] = set()
         self.started: dict[str, float] = {}
@@ -144,71 +144,81 @@ class Witness:
 
 
 class Parameters:
-    """Changes expected values of ``parametrize`` before pytest makes ids and calls of them."""
+    """Expected values of ``parametrize``, put in before pytest makes ids and calls of them.
 
-    def __init__(self, job: dict[str, Any]) -> None:
-        self.names: dict[str, list[str]] = job["names"]
-        self.odds: float = job["odds"]
-        self.seed: int = job["seed"]
+    Every box gets them, so that neither this object nor the lists of the tests show whether they are the task's own.
+    """
+
+    def __init__(self, sign: Sign, values: dict[str, Any], observed: Any) -> None:
+        self.sign = sign
+        self.values = values
+        self.observed: dict[str, list[str]] = observed or {}
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        wanted = self.names.get(metafunc.definition.nodeid, ())
-        dice = random.Random(f"{self.seed} {metafunc.definition.nodeid}")
-        for mark in metafunc.definition.iter_markers("parametrize") if wanted else ():
-            if len(mark.args) >= 2:
-                change_rows(mark, wanted, dice, self.odds)
+        test = metafunc.definition.nodeid
+        if test not in self.observed and test not in self.values:
+            return
+        marks = [mark for mark in metafunc.definition.iter_markers("parametrize") if len(mark.args) >= 2]
+        if test in self.observed:
+            values = [read_rows(mark, self.observed[test]) for mark in marks]
+            self.sign({"kind": "parameters", "test": test, "values": values})
+        for mark, rows in zip(marks, self.values.get(test, ())):  # noqa: B905 - not before Python 3.10
+            put_rows(mark, rows)
 
 
-def change_rows(mark: Any, wanted: Any, dice: random.Random, odds: float) -> None:
-    """In the very list where there is one, so that nothing in the process shows other values than the tests get."""
+def names_of(mark: Any) -> list[str]:
     names = mark.args[0]
-    names = [one.strip() for one in names.split(",") if one.strip()] if isinstance(names, str) else list(names)
+    return [one.strip() for one in names.split(",") if one.strip()] if isinstance(names, str) else list(names)
+
+
+def read_rows(mark: Any, wanted: list[str]) -> list[dict[str, str]]:
+    """The wanted values of each row, of those that have a literal."""
+    names = names_of(mark)
+    rows = []
+    if not isinstance(mark.args[1], list):  # once, where it can be read only once
+        object.__setattr__(mark, "args", (mark.args[0], list(mark.args[1]), *mark.args[2:]))
+    for row in mark.args[1]:
+        values = dict(zip(names, cells_of(row, len(names)) or []))  # noqa: B905 - not before Python 3.10
+        rows.append({name: repr(values[name]) for name in wanted if name in values and has_literal(values[name])})
+    return rows
+
+
+def put_rows(mark: Any, values: list[dict[str, str]]) -> None:
+    """In the very list where there is one, so that nothing in the process shows other values than the tests get."""
+    names = names_of(mark)
     rows = mark.args[1] if isinstance(mark.args[1], list) else list(mark.args[1])
-    columns = [at for at, name in enumerate(names) if name in wanted]
-    for at, row in enumerate(rows):
-        if columns and dice.random() < odds:
-            rows[at] = changed_row(row, columns, len(names), dice)
+    for at, texts in enumerate(values[: len(rows)]):
+        cells = cells_of(rows[at], len(names))
+        if texts and cells is not None:
+            new = [ast.literal_eval(texts[name]) if name in texts else cell for name, cell in zip(names, cells)]  # noqa: B905
+            rows[at] = row_like(rows[at], new)
     if rows is not mark.args[1]:
         object.__setattr__(mark, "args", (mark.args[0], rows, *mark.args[2:]))
 
 
-def changed_row(row: Any, columns: list[int], count: int, dice: random.Random) -> Any:
+def cells_of(row: Any, count: int) -> Any:
+    """None of a row that is no row of `count` values."""
     if hasattr(row, "_replace") and hasattr(row, "values") and hasattr(row, "marks"):  # pytest.param(...)
-        return row._replace(values=changed_row(tuple(row.values), columns, 2, dice))
+        return list(row.values)
     if count == 1:
-        return other_value(row, dice)
-    if not isinstance(row, (list, tuple)):
-        return row
-    values = [other_value(value, dice) if at in columns else value for at, value in enumerate(row)]
-    return values if isinstance(row, list) else tuple(values)
+        return [row]
+    return list(row) if isinstance(row, (list, tuple)) else None
 
 
-def other_value(value: Any, dice: random.Random) -> Any:
-    """Returns a value of the same type that is unequal; the value itself if no such value is certain."""
-    if type(value) in (str, bytes):
-        return other_text(value, dice)
-    if type(value) in (bool, int, float):
-        return not value if type(value) is bool else value + dice.randint(1, 9)
-    if type(value) in (list, tuple) and value:
-        at = dice.randrange(len(value))
-        return type(value)([*value[:at], other_value(value[at], dice), *value[at + 1 :]])
-    if type(value) is dict and value:
-        key = dice.choice(list(value))
-        return {**value, key: other_value(value[key], dice)}
-    return [dice.randint(1, 9)] if type(value) is list else value
+def row_like(row: Any, cells: list[Any]) -> Any:
+    if hasattr(row, "_replace") and hasattr(row, "values") and hasattr(row, "marks"):
+        return row._replace(values=tuple(cells))
+    if len(cells) == 1:
+        return cells[0]
+    return cells if isinstance(row, list) else tuple(cells)
 
 
-def other_text(value: Any, dice: random.Random) -> Any:
-    """One letter or digit is another one; a letter more where there is none."""
-    text = value.decode("latin-1") if isinstance(value, bytes) else value
-    places = [at for at, sign in enumerate(text) if sign.isalnum()]
-    at = dice.choice(places) if places else len(text)
-    old = text[at : at + 1]
-    letters = string.ascii_uppercase if old.isupper() else string.ascii_lowercase
-    signs = "123456789" if old.isdigit() else letters
-    text = text[:at] + dice.choice([sign for sign in signs if sign != old]) + text[at + 1 :]
-    return text.encode("latin-1") if isinstance(value, bytes) else text
+def has_literal(value: Any) -> bool:
+    try:
+        return type(ast.literal_eval(repr(value))) is type(value)
+    except (ValueError, SyntaxError):
+        return False
 
 
 def digests(item: Any) -> dict[str, str]:

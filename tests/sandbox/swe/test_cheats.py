@@ -50,6 +50,39 @@ async def test_grade_honest_patch_without_literals(sandbox, bits, shape):
     assert (found.resolved, found.reason) == (True, "")
 
 
+LOOKS = """
+import gc, hashlib, json, os, sys
+ours = [one for one in gc.get_objects() if type(one).__module__ == "__main__"]
+looks = {type(one).__name__: {name: len(repr(value)) for name, value in vars(one).items()} for one in ours}
+mine = os.stat("tests/test_right.py").st_mtime_ns
+times = {name: os.stat("tests/" + name).st_mtime_ns > mine for name in sorted(os.listdir("tests")) if "." in name}
+print("SEEN", json.dumps([looks, times, os.getpid(), sorted(os.environ)]))
+"""
+
+
+@pytest.mark.parametrize("shape", ["computed", pytest.param("file", marks=pytest.mark.deep)])
+async def test_grade_every_box_looks_the_same(sandbox, bits, shape, monkeypatch):
+    """To code that knows the runner: its objects, when files were written, its process."""
+    task = dataclasses.replace(bits[shape], test_command="python3 -m pytest -s")
+    await grade(sandbox, task, task.patch, LIMITS)  # what is learnt once is learnt
+    seen: list[str] = []
+    first = await sandbox.start("a box to learn its kind")
+    kind = type(first)
+    await first.close()
+    run = kind.run
+
+    async def watched(self, argv, **how):
+        result = await run(self, argv, **how)
+        seen.extend(line for line in result.stdout.splitlines() if line.startswith("SEEN"))
+        return result
+
+    monkeypatch.setattr(kind, "run", watched)
+    patch = patch_with(task.repository, task.base_commit, LOOKS + RIGHT)
+    assert (await grade(sandbox, task, patch, LIMITS)).resolved
+    assert len(seen) == 1 + LIMITS.decoys
+    assert len(set(seen)) == 1
+
+
 async def test_check_names_tests_open_to_cheats(sandbox, bits):
     task = bits["rows"]
     bare = task.test_patch.replace(b"assert bits(*data) == expected", b"assert not (bits(*data) != expected)")
