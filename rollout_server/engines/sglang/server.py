@@ -146,7 +146,7 @@ class SGLangServer(ChildServer):
             "weight-version": "0",
             "skip-tokenizer-init": True,
             "incremental-streaming-output": True,
-            "disable-overlap-schedule": True,
+            "disable-overlap-schedule": installation.cpu or self.config.pause == "keep",
             "skip-server-warmup": True,
             "sleep-on-idle": True,
             "grammar-backend": "none",

@@ -3,18 +3,17 @@
 What comes by a broadcast is received by the sidecar, into memory that is the version's file: SGLang's own way of
 receiving (`/update_weights_from_distributed`) would do so in the pause, and leave half a version where a member dies.
 
-SGLang loads a folder of safetensors files and reports the checksum of every parameter that it holds. On CPUs that is
-the start of the SHA-256 of its bytes, so it can be computed from the file, for fused parameters from their parts.
-Whether a server's checksums are of that kind is determined at its start, on its first weights.
+SGLang loads a folder of safetensors files and reports the checksum of every parameter that it holds, which can be
+computed from the file (`checksums`), for fused parameters from their parts. Which parameters have one that agrees is
+determined at the server's start, on its first weights.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import shutil
-from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from penstock.rollout_server.engines.checkpoint import Shapes, check_complete
 from penstock.rollout_server.engines.http.server_process import ChildServer
 from penstock.rollout_server.engines.http.stream import AnswerStream
 from penstock.rollout_server.engines.http.weights import HttpWeights
+from penstock.rollout_server.engines.sglang.checksums import expected_checksums, first_difference, folder_tensors
 from penstock.rollout_server.protocol import EngineError, SleepLevel
 from penstock.weight_sync import Manifest, WeightsRefused
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 PAUSES = {"keep": "in_place", "recompute": "retract", "abort": "abort"}
 """rollout.pause → SGLang's word."""
 MEMORY_TAGS = ["weights", "kv_cache", "cuda_graph"]
+SAMPLE_EVERY = 16
 Fetched = tuple[Path, dict[str, str], "MappedVersion"]
 """(a folder that holds the version, the checksums that SGLang must report after loading it, the version)"""
 
@@ -73,44 +74,6 @@ def shown_as_folder(file: int, folder: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def expected_checksums(tensors: Mapping[str, Any], names: list[str], dtype: str) -> dict[str, str]:
-    """Checksums, in hexadecimal, that SGLang's parameters `names` must have after loading `tensors` as `dtype`.
-
-    Names that are not of the checkpoint (buffers) are left out. The head is the embedding where the two are tied.
-    """
-    import torch
-
-    from penstock.rollout_server.engines.verify_loaded import parts_of
-
-    kind: torch.dtype = getattr(torch, dtype)
-    parts = {name: [part for part in parts_of(name) if part in tensors] for name in names}
-    return {
-        name: _checksum(torch.cat([tensors[part].to(kind) for part in found])) for name, found in parts.items() if found
-    }
-
-
-def first_difference(expected: Mapping[str, str], found: Mapping[str, str]) -> str | None:
-    """Name of the first parameter whose checksum is another one, None where all agree."""
-    return next((name for name in sorted(expected) if found.get(name) != expected[name]), None)
-
-
-def folder_tensors(model: str) -> dict[str, Any]:
-    """All tensors of the model folder's safetensors files, by name; empty where there are none."""
-    from safetensors.torch import load_file
-
-    tensors: dict[str, Any] = {}
-    for path in sorted(Path(model).glob("*.safetensors")):
-        tensors.update(load_file(path))
-    return tensors
-
-
-def _checksum(tensor: Any) -> str:
-    import torch
-
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(memoryview(raw)).hexdigest()[:16]
-
-
 class SGLangWeights(HttpWeights[Fetched]):
     """By files, of which some are in memory alone, and by the checksums that SGLang reports afterwards."""
 
@@ -121,7 +84,7 @@ class SGLangWeights(HttpWeights[Fetched]):
     ) -> None:
         super().__init__(config, model, server, streams)
         self.checked: list[str] = []
-        """SGLang's parameters whose checksums we can compute, on every rank; none where they are of another kind."""
+        """SGLang's parameters whose checksums on every rank we can compute."""
         self._ranks = 1
         self._released: list[str] = []
         self.reader = VersionReader(self.shapes)
@@ -131,16 +94,15 @@ class SGLangWeights(HttpWeights[Fetched]):
         self._ranks = len(ranks)
         tensors = await asyncio.to_thread(folder_tensors, self.model)
         names = list(ranks[0]) if ranks else []
-        expected = await asyncio.to_thread(expected_checksums, tensors, names, self.config.dtype)
-        alike = [name for name in sorted(expected) if all(held.get(name) == expected[name] for held in ranks)]
-        # Of several ranks each holds some parameters whole, norms mostly, and its part of the others.
-        self.checked = alike if len(alike) == len(expected) or len(ranks) > 1 else []
+        expected = await asyncio.to_thread(self._expected, tensors, names)
+        # Ranks hold parts of some parameters; engines pad, pack and quantise others.
+        self.checked = [name for name in sorted(expected) if all(held.get(name) == expected[name] for held in ranks)]
         if not self.checked:
             return ["weights are verified before loading only: this SGLang's checksums cannot be computed here"]
         if len(self.checked) == len(expected):
             return []
         part = f"{len(self.checked)} of {len(expected)} parameters"
-        return [f"what {part} hold is verified after loading, of the others before it only: ranks hold parts of them"]
+        return [f"what {part} hold is verified after loading, of the others before it only: they are held otherwise"]
 
     @asynccontextmanager
     async def _fetch(self, manifest: Manifest) -> AsyncGenerator[Fetched]:
@@ -150,7 +112,16 @@ class SGLangWeights(HttpWeights[Fetched]):
 
     def _read(self, manifest: Manifest) -> tuple[int, dict[str, str], MappedVersion]:
         file, version = self.reader.read(manifest)
-        return file, expected_checksums(version, self.checked, self.config.dtype), version
+        # Sums for a GPU take some seconds per 10 GB: one version has those of some parameters, sixteen those of all.
+        names = self.checked[manifest.version % SAMPLE_EVERY :: SAMPLE_EVERY] if self._on_device else self.checked
+        return file, self._expected(version, names), version
+
+    def _expected(self, tensors: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
+        return expected_checksums(tensors, names, self.config.dtype, on_device=self._on_device)
+
+    @property
+    def _on_device(self) -> bool:
+        return self.server.installation is not None and not self.server.installation.cpu
 
     async def _pause(self) -> None:
         await self.server.call("POST", "/pause_generation", {"mode": PAUSES[self.config.pause]})

@@ -10,7 +10,6 @@ import aiohttp
 import pytest
 from tests.rollout_server.conformance.subject import PROMPT, SGLANG, Subject, broken_off, prompt
 from tests.rollout_server.conftest import Reference, ask, members, whole
-from tests.rollout_server.precision import ON_GPU
 
 from penstock.rollout_server import EngineError
 
@@ -59,9 +58,6 @@ async def test_every_route_but_health_asks_for_the_key(subject: Subject) -> None
 
 @only
 @pytest.mark.ends_engine
-@pytest.mark.skipif(
-    ON_GPU, reason="on a GPU SGLang takes checksums by a kernel of its own, which this test cannot compute"
-)
 async def test_other_weights_than_the_versions_end_the_server_and_its_open_answers(
     subject: Subject, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,22 @@ def test_an_overlapped_schedule_is_refused_where_it_would_mislabel_tokens() -> N
     assert flags({"disable-overlap-schedule": True}, {"disable_overlap_schedule": False}, "recompute") == []
 
 
+@pytest.mark.parametrize(
+    ("cpu", "pause", "off"),
+    [(False, "keep", True), (False, "recompute", False), (False, "abort", False), (True, "recompute", True)],
+)
+def test_the_schedule_overlaps_on_gpus_unless_pauses_are_in_place(
+    cpu: bool, pause: Any, off: bool, tmp_path: Path
+) -> None:
+    server = SGLangServer(RolloutConfig(pause=pause), str(model_folder(tmp_path, {})), tmp_path, 0)
+    server.folder = tmp_path
+    (tmp_path / "model").rename(tmp_path / "source")
+    server.model = str(tmp_path / "source")
+    _, command, _ = server.prepare(Installation("python", "0.5.23", cpu=cpu))
+    server._free_port()
+    assert ("--disable-overlap-schedule" in command) == off
+
+
 def test_ranks_on_cpus_get_cores_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [cores_by_rank(2, [0, 1, 2, 3]), cores_by_rank(2, [5]), cores_by_rank(3, [0, 1])]
     assert found == ["0,1|2,3", "5|5", "0|1|0"]

@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.torch
 
+from penstock.rollout_server.engines.http.server_process import Installation
+from penstock.rollout_server.engines.sglang.checksums import device_checksum
 from penstock.rollout_server.engines.sglang.weights import (
     SGLangWeights,
     VersionReader,
-    expected_checksums,
-    first_difference,
     shown_as_folder,
 )
 from penstock.weight_sync import WeightPublisher
@@ -33,29 +33,11 @@ def sha(*rows: list[float]) -> str:
     return hashlib.sha256(torch.tensor(rows).numpy().tobytes()).hexdigest()[:16]
 
 
-def test_fused_parameters_are_stacked_in_sglangs_order() -> None:
-    tensors = {f"m.0.attn.{part}_proj.weight": torch.tensor([[float(i)]]) for i, part in enumerate("vkq")}
-    names = ["m.0.attn.qkv_proj.weight", "m.rotary.cache"]
-    assert expected_checksums(tensors, names, "float32") == {"m.0.attn.qkv_proj.weight": sha([2.0], [1.0], [0.0])}
-
-
-def test_checksums_are_of_the_engines_dtype() -> None:
-    exact = expected_checksums({"w": torch.tensor([1.0, 2.0])}, ["w"], "bfloat16")
-    rounded = expected_checksums({"w": torch.tensor([1.0001, 2.0])}, ["w"], "bfloat16")
-    other = expected_checksums({"w": torch.tensor([1.1, 2.0])}, ["w"], "bfloat16")
-    assert exact == rounded != other
-
-
-def test_the_first_parameter_that_differs_is_named_missing_ones_too() -> None:
-    assert first_difference({"a": "1", "b": "2"}, {"a": "1", "b": "2", "buffer": "3"}) is None
-    assert first_difference({"a": "1", "b": "2"}, {"a": "1", "b": "3"}) == "b"
-    assert first_difference({"a": "1", "b": "2"}, {"b": "2"}) == "a"
-
-
 class Ranks:
     """In place of a server of two ranks: each holds the norm whole and half of the matrix."""
 
     name, folder = "SGLang", Path()
+    installation = Installation("python", "0.5.23", cpu=True)
 
     def __init__(self, norms: tuple[float, float], matrix: list[float]) -> None:
         self.norms, self.matrix = norms, matrix
@@ -86,6 +68,37 @@ async def test_what_each_rank_holds_whole_is_compared_on_each(tmp_path: Path) ->
     server.norms = (5.0, 1.0)
     with pytest.raises(EngineError, match="rank 1 of SGLang loaded other values than the version has in norm"):
         await weights._verify((tmp_path, {"norm": sha([5.0])}, version))
+
+
+class OnGpu(Ranks):
+    """One rank on a GPU, which takes sums by SGLang's kernel there."""
+
+    installation = Installation("python", "0.5.23", cpu=False)
+
+    async def call(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        check_sglang(path, body)
+        values = {"norm": [self.norms[0]], "w": self.matrix}
+        sums = {name: device_checksum(torch.tensor(held).numpy().view("u1")) for name, held in values.items()}
+        return {"ranks": [{"checksums": sums}]}
+
+
+async def test_loads_on_a_gpu_are_verified(tmp_path: Path) -> None:
+    server = OnGpu((1.0, 1.0), [1.0, 2.0])
+    weights, limits = await weights_on(server, tmp_path)
+    assert (weights.checked, limits) == (["norm", "w"], [])
+    publisher, verified = publish(tmp_path / "published"), set[str]()
+    for number in range(1, 17):
+        server.norms, server.matrix = (float(number), 0.0), [0.5, float(number)]
+        tensors = [("norm", torch.tensor([float(number)])), ("w", torch.tensor(server.matrix))]
+        file, expected, version = weights._read(publisher.write(number, tensors))
+        os.close(file)
+        await weights._verify((tmp_path, expected, version))
+        verified |= expected.keys()
+        if "w" in expected:
+            server.matrix = [0.5, -1.0]
+            with pytest.raises(EngineError, match="loaded other values than the version has in w"):
+                await weights._verify((tmp_path, expected, version))
+    assert verified == {"norm", "w"}, "sixteen versions verify all of them"
 
 
 async def test_ranks_are_waited_for_where_nothing_can_be_compared(tmp_path: Path) -> None:
