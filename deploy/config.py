@@ -58,10 +58,10 @@ class PlacementConfig(BaseModel):
         description="Most bytes of the shared devices together that weights, KV caches, gradients and moments of both"
         " sides may take; engine hf. 0: the devices' own size.",
     )
-    sleep_level: Literal[1, 2] = Field(
-        1,
+    sleep_level: Literal[1, 2] | None = Field(
+        None,
         description="What an engine gives up besides its KV cache: 1 moves its weights to host memory, 2 drops them and"
-        " loads the newest version when it wakes.",
+        " loads the newest version when it wakes. Not set: 2 with vllm, 1 with other engines.",
     )
 
     @property
@@ -144,6 +144,15 @@ class RunConfig(BaseModel):
     placement: PlacementConfig = PlacementConfig()
     ray: RayConfig = RayConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+
+    @property
+    def sleep_level(self) -> Literal[1, 2]:
+        """Of engines in the trainer's turn, after which a new version is loaded: a copy of the old one is waste.
+
+        SGLang decides at its start: without the copy it keeps the model's own weights, which no announcement brings
+        back, on the device in the trainer's first turn. `hf` has its weights in host memory anyway.
+        """
+        return self.placement.sleep_level or (2 if self.rollout.engine == "vllm" else 1)
 
     @property
     def largest_group(self) -> int:

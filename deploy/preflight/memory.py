@@ -230,11 +230,12 @@ def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     served = server_bytes(shape, config, cached_tokens(config))
     servers = rollout.servers + lent_servers(config)
     sleepers = servers if placement.colocated else lent_servers(config)
-    asleep = served["weights"] if placement.sleep_level == 1 else 0
     return {
         "trainer": trainer.ranks * (on_host if on_gpu else sum(rank.values())),
         "offloaded activations": trainer.ranks * waiting_bytes(shape, trainer, rollout.max_model_len),
-        "servers": servers * sum(served.values()) if served_here else sleepers * asleep,
+        "servers": servers * sum(served.values())
+        if served_here
+        else sleepers * served["weights"],  # at level 2 in the first turn alone
         "copied weights": copied_bytes(shape, config),
         "received weights": servers * received_bytes(shape, config),
         "offloaded KV": servers * rollout.kv_offload_gb * GB,

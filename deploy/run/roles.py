@@ -134,7 +134,7 @@ def turn_of(config: RunConfig) -> TurnSettings | None:
         placement.memory_budget_bytes,
         config.transfer_queue.lease_ttl_s,
         HAND_OVER_S,
-        placement.sleep_level,
+        config.sleep_level,
     )
 
 

@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.deploy.conftest import REPOSITORY
+from tests.deploy.conftest import RECIPE, REPOSITORY
 from tests.until import until
 
-from penstock.deploy import RunDir
-from penstock.deploy.run.roles import TrainerAlive, run_role, seed_of_server, sole_trainer
+from penstock.deploy import RunDir, load_config
+from penstock.deploy.run.roles import TrainerAlive, run_role, seed_of_server, sole_trainer, turn_of
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
 ROLE = """
@@ -103,6 +103,21 @@ def test_the_heartbeat_lasts_as_long_as_the_role(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     run_role(lambda: asyncio.sleep(0.05))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "level"),
+    [
+        ("rollout.engine=vllm", 2),
+        ("rollout.engine=sglang", 1),
+        ("", 1),
+        ("rollout.engine=vllm placement.sleep_level=1", 1),
+    ],
+)
+def test_an_engine_that_loads_a_new_version_after_its_sleep_keeps_no_copy(words: str, level: int) -> None:
+    turn = turn_of(load_config(RECIPE, ["placement.colocated=true", *words.split()]))
+    assert turn is not None
+    assert turn.sleep_level == level
 
 
 def test_each_server_samples_with_its_own_seed() -> None:
