@@ -10,6 +10,10 @@ from .config import learning_rate as learning_rate
 from .data.config import DataConfig as DataConfig
 from .data.curriculum import CurriculumWeights as CurriculumWeights
 from .data.curriculum import RowPool as RowPool
+from .data.messages import BadMessages as BadMessages
+from .data.messages import from_json_text as from_json_text
+from .data.messages import read_messages as read_messages
+from .data.messages import without_nulls as without_nulls
 from .data.order import WEIGHTS_FILE as WEIGHTS_FILE
 from .data.order import read_weights as read_weights
 from .data.order import write_weights as write_weights

@@ -1,12 +1,10 @@
 """Files of conversations: JSONL or Parquet with a column `messages`, and `tools` where a row has its own.
 
-Both columns may be JSON as text. Arguments of calls may be objects or, as in OpenAI's form, JSON as text. A Parquet
-file fills keys that a message lacks with nulls: they are left out.
+Both columns may be JSON as text; messages are read as those of tasks are (`penstock.trainer.read_messages`).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 from penstock.agent_loops import BadDemonstration
 from penstock.deploy.config import ConfigError
+from penstock.trainer import BadMessages, from_json_text, read_messages, without_nulls
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -41,9 +40,10 @@ def read_rows(path: Path) -> Iterator[MessageRow | BadDemonstration]:
     for where, raw in readers[path.suffix](path):
         try:
             # A line of JSON is parsed here, where what is wrong with it gets its place.
-            row = _from_text(raw, "the line")
-            yield MessageRow(where, _messages(row), _tools(row))
-        except BadDemonstration as error:
+            row = from_json_text(raw, "the line")
+            parquet = path.suffix == ".parquet"
+            yield MessageRow(where, _messages(row, parquet), _tools(row, parquet))
+        except (BadDemonstration, BadMessages) as error:
             yield BadDemonstration(f"{where}: {error}")
 
 
@@ -67,67 +67,36 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
         raise ConfigError(f"sft: {path} is not readable as Parquet: {error}") from error
 
 
-def _messages(raw: Any) -> list[dict[str, Any]]:
+def _messages(raw: Any, parquet: bool) -> list[dict[str, Any]]:
     if not isinstance(raw, Mapping):
         raise BadDemonstration(f"expected an object, found {type(raw).__name__}")
     if "messages" not in raw:
         raise BadDemonstration(f"column 'messages' is missing; found {', '.join(sorted(raw)) or 'none'}")
-    found = _from_text(raw["messages"], "messages")
-    if not isinstance(found, list) or not found:
-        raise BadDemonstration(f"messages must be a list of chat messages, found {found!r:.80}")
-    return [_message(message, number) for number, message in enumerate(found)]
+    messages = read_messages(raw["messages"], "messages", parquet=parquet)
+    for number, message in enumerate(messages):
+        if message["role"] not in ROLES:
+            raise BadDemonstration(f"messages[{number}] needs a role of {', '.join(ROLES)}; found {message!r:.80}")
+        content = message.setdefault("content", "")
+        if not content and message["role"] == "assistant" and "tool_calls" not in message:
+            raise BadDemonstration(f"messages[{number}]: the model's message has neither text nor a call")
+    return messages
 
 
-def _message(message: Any, number: int) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-        raise BadDemonstration(f"messages[{number}] needs a role of {', '.join(ROLES)}; found {message!r:.80}")
-    known = {key: value for key, value in message.items() if value is not None}
-    calls = known.pop("tool_calls", None) or []
-    if calls:
-        known["tool_calls"] = [_call(call, f"messages[{number}].tool_calls[{at}]") for at, call in enumerate(calls)]
-    content = known.setdefault("content", "")
-    if not isinstance(content, str | list):
-        raise BadDemonstration(f"messages[{number}].content must be text, found {content!r:.80}")
-    if not content and known["role"] == "assistant" and not calls:
-        raise BadDemonstration(f"messages[{number}]: the model's message has neither text nor a call")
-    return known
-
-
-def _call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise BadDemonstration(f"{where} must be {{'function': {{'name', 'arguments'}}}}, found {call!r:.80}")
-    arguments = _from_text(function.get("arguments") or {}, f"{where}.function.arguments")
-    if not isinstance(arguments, Mapping):
-        raise BadDemonstration(f"{where}.function.arguments must be an object, found {arguments!r:.80}")
-    kept = {key: value for key, value in arguments.items() if value is not None}
-    named = {key: call[key] for key in ("id",) if call.get(key)}
-    return {**named, "type": "function", "function": {"name": function["name"], "arguments": kept}}
-
-
-def _tools(raw: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+def _tools(raw: Mapping[str, Any], parquet: bool) -> list[Mapping[str, Any]] | None:
     if raw.get("tools") is None:
         return None
-    found = _from_text(raw["tools"], "tools")
-    if not isinstance(found, list):
-        raise BadDemonstration(f"tools must be a list, found {found!r:.80}")
-    for number, tool in enumerate(found):
+    tools = from_json_text(raw["tools"], "tools")
+    if not isinstance(tools, list):
+        raise BadDemonstration(f"tools must be a list, found {tools!r:.80}")
+    for number, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not function.get("name"):
             raise BadDemonstration(f"tools[{number}] must be {{'type', 'function': {{'name', …}}}}, found {tool!r:.80}")
-    return [_without_nulls(tool) for tool in found]
+    if parquet and tools is raw["tools"]:
+        return list(without_nulls(tools))
+    # A null within the parameters is JSON's own: a default, a constant.
+    return [_present({**tool, "function": _present(tool["function"])}) for tool in tools]
 
 
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def _from_text(value: Any, where: str) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError as error:
-        raise BadDemonstration(f"{where} is not valid JSON: {error}") from error
+def _present(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: item for key, item in value.items() if item is not None}

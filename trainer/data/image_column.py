@@ -33,11 +33,14 @@ def with_pictures(messages: Sequence[Mapping[str, Any]], column: Any, folder: Pa
         raise BadImages(f"{COLUMN} must be a list of pictures, found {type(column).__name__}")
     places = [_picture(one, f"{COLUMN}[{index}]", folder) for index, one in enumerate(column)]
     left = iter(places)
-    found = [{**message, "content": _content(message.get("content"), left)} for message in messages]
+    found = [
+        {**message, "content": _content(message["content"], left)} if "content" in message else dict(message)
+        for message in messages
+    ]
     asked = sum(_marks(message.get("content")) for message in messages)
     if asked != len(places):
         raise BadImages(f"the prompt has {asked} places for pictures ({MARK}), {COLUMN} has {len(places)}")
-    return [{key: value for key, value in message.items() if value is not None} for message in found]
+    return found
 
 
 def _marks(content: Any) -> int:
@@ -50,7 +53,7 @@ def _content(content: Any, left: Iterator[str]) -> Any:
     """Text without places stays text: templates may write it otherwise than a part."""
     if isinstance(content, str):
         return [*_parts(content, left)] if MARK in content else content
-    return None if content is None else [made for part in content for made in _of_part(part, left)]
+    return [made for part in content for made in _of_part(part, left)]
 
 
 def _of_part(part: Mapping[str, Any], left: Iterator[str]) -> Iterator[Mapping[str, Any]]:
@@ -60,7 +63,7 @@ def _of_part(part: Mapping[str, Any], left: Iterator[str]) -> Iterator[Mapping[s
     elif isinstance(text, str) and MARK in text:
         yield from _parts(text, left)
     else:
-        yield {key: value for key, value in part.items() if value is not None}
+        yield part
 
 
 def _parts(text: str, left: Iterator[str]) -> Iterator[Mapping[str, Any]]:
@@ -79,7 +82,7 @@ def _next(left: Iterator[str]) -> Iterator[Mapping[str, Any]]:
 
 
 def _is_place(part: Any) -> bool:
-    """A part of kind `image` that does not say which; Parquet fills its other fields up with nulls."""
+    """A part of kind `image` that does not say which."""
     return part.get("type") == "image" and not any(part.get(name) for name in ("image", "url", "image_url"))
 
 

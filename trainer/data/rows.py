@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.trainer.data.image_column import COLUMN, BadImages, with_pictures
+from penstock.trainer.data.messages import BadMessages, read_messages
 from penstock.transfer_queue import DataCursor, Limits, Status, StepError, Task, TransferQueue
 
 NEEDED = ("prompt", "data_source", "reward_model")
@@ -73,7 +74,7 @@ def load_rows(path: str | Path, limit: int = 0) -> list[DatasetRow]:
         raise DataError(f"dataset {path}: unknown kind {path.suffix!r}; give a .parquet or .jsonl file")
     rows = []
     for number, raw in enumerate(raw_rows, start=1):
-        rows.append(_check_row(raw, f"dataset {path}, row {number}", path.parent))
+        rows.append(_check_row(raw, f"dataset {path}, row {number}", path))
         if number == limit:
             break
     if not rows:
@@ -116,9 +117,9 @@ def _check_columns(found: Sequence[str], where: str) -> None:
             raise DataError(f"{where}: column {name!r} is missing; found {', '.join(sorted(found)) or 'none'}")
 
 
-def _check_row(raw: Mapping[str, Any], where: str, folder: Path) -> DatasetRow:
-    """verl's extra_info gets the other columns, too; a key that it has stays. Paths of pictures are relative to
-    `folder`, that of the dataset."""
+def _check_row(raw: Mapping[str, Any], where: str, path: Path) -> DatasetRow:
+    """verl's extra_info gets the other columns, too; a key that it has stays. Paths of pictures are relative to the
+    folder of `path`, the dataset."""
     reward_model = raw["reward_model"]
     if not isinstance(reward_model, Mapping) or reward_model.get("ground_truth") is None:
         raise DataError(f"{where}: reward_model.ground_truth is missing; found {reward_model!r}")
@@ -127,12 +128,12 @@ def _check_row(raw: Mapping[str, Any], where: str, folder: Path) -> DatasetRow:
     agent_name = raw.get("agent_name")
     if not (agent_name is None or isinstance(agent_name, str)):
         raise DataError(f"{where}: agent_name must be text, found {agent_name!r}")
-    messages = _check_messages(raw["prompt"], where)
+    messages = _check_messages(raw["prompt"], where, parquet=path.suffix == ".parquet")
     if raw.get("videos"):
         raise DataError(f"{where}: column 'videos' has some, and only images are read")
     if raw.get(COLUMN) is not None:
         try:
-            messages = with_pictures(messages, raw[COLUMN], folder)
+            messages = with_pictures(messages, raw[COLUMN], path.parent)
         except BadImages as error:
             raise DataError(f"{where}: {error}") from error
     own = raw.get("extra_info") or {}
@@ -148,14 +149,15 @@ def _check_row(raw: Mapping[str, Any], where: str, folder: Path) -> DatasetRow:
     )
 
 
-def _check_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(prompt, list) or not prompt:
-        raise DataError(f"{where}: prompt must be a list of chat messages, found {prompt!r}")
-    for index, message in enumerate(prompt):
-        named = isinstance(message, dict) and isinstance(message.get("role"), str)
-        if not named or not (message.get("content") or message.get("tool_calls")):
+def _check_messages(prompt: Any, where: str, *, parquet: bool) -> list[dict[str, Any]]:
+    try:
+        messages = read_messages(prompt, "prompt", parquet=parquet)
+    except BadMessages as error:
+        raise DataError(f"{where}: {error}") from error
+    for index, message in enumerate(messages):
+        if not (message.get("content") or message.get("tool_calls")):
             raise DataError(f"{where}: prompt[{index}] must be {{'role', 'content'}}, found {message!r}")
-    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+    return messages
 
 
 def _check_plain(value: Any, where: str) -> Any:

@@ -221,7 +221,7 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path) -> None:
         ('{"text": "x"}', "column 'messages' is missing; found text"),
         ('{"messages": [{"role": "robot", "content": "x"}]}', r"messages\[0\] needs a role"),
         (
-            '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"name": "f"}]}]}',
+            '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"id": "f"}]}]}',
             r"messages\[1\]\.tool_calls\[0\] must be",
         ),
         (

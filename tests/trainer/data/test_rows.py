@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,52 @@ def test_columns_become_a_task(tmp_path: Path, suffix: str) -> None:
     assert task.extra_info == {"level": 3, "split": "own", "index": 7}
 
 
+def call(arguments: Any, **keys: Any) -> dict[str, Any]:
+    return {**keys, "type": "function", "function": {"name": "look", "arguments": arguments}}
+
+
+def words(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+HISTORY = [
+    {"role": "system", "content": words("Look.")},
+    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:a"}}, *words("Where?")]},
+    {"role": "assistant", "content": [], "tool_calls": [call({"city": "Köln", "filter": {"kind": "x"}}, id="c1")]},
+    {"role": "tool", "content": words("no"), "tool_call_id": "c1"},
+    {"role": "assistant", "reasoning": "Elsewhere", "tool_calls": [call({"zip": "50667", "filter": {"near": 5}})]},
+    {"role": "tool", "content": words("yes")},
+]
+
+
+def test_nulls_that_parquet_adds_at_any_depth_are_left_out(tmp_path: Path) -> None:
+    (row,) = load_rows(write(tmp_path / "d.parquet", [GOOD | {"prompt": HISTORY}]))
+    assert row.messages == HISTORY
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_json_text_becomes_objects_and_its_nulls_are_meant(tmp_path: Path, suffix: str) -> None:
+    meant = {"city": None, "days": [1, None]}
+    told = {"role": "assistant", "content": "", "tool_calls": [call(meant), call({})]}
+    history = [GOOD["prompt"][0], told, {"role": "tool", "content": "[1]"}]
+    as_text = {**told, "tool_calls": [call(json.dumps(meant)), {"name": "look", "arguments": ""}]}
+    prompts = [[GOOD["prompt"][0], as_text, history[2]], json.dumps(history)]
+    prompts += [[GOOD["prompt"][0], {**told, "tool_calls": json.dumps(told["tool_calls"])}, history[2]]]
+    for number, prompt in enumerate(prompts):
+        (row,) = load_rows(write(tmp_path / f"{number}{suffix}", [GOOD | {"prompt": prompt}]))
+        assert row.messages == history
+
+
+def test_nulls_of_jsonl_stay_in_arguments_alone(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "Where?", "image": None}]
+    told = {"role": "assistant", "content": None, "tool_calls": [call({"city": None})], "name": None}
+    (row,) = load_rows(write(tmp_path / "d.jsonl", [GOOD | {"prompt": [{"role": "user", "content": parts}, told]}]))
+    assert row.messages == [
+        {"role": "user", "content": [{"type": "text", "text": "Where?"}]},
+        {"role": "assistant", "tool_calls": [call({"city": None})]},
+    ]
+
+
 def test_the_first_rows_only(tmp_path: Path) -> None:
     path = write(tmp_path / "data.jsonl", [GOOD, GOOD, "broken"])
     assert len(load_rows(path, limit=2)) == 2
@@ -54,8 +101,30 @@ BAD_ROWS = [
     ("", "the line is empty"),
     ("[1]", "expected an object, found list"),
     (GOOD | {"prompt": []}, r"prompt must be a list of chat messages, found \[\]"),
-    (GOOD | {"prompt": "text"}, "prompt must be a list of chat messages"),
+    (GOOD | {"prompt": "text"}, "prompt must be a list of chat messages: its text is not valid JSON: .*; found 'text'"),
+    (GOOD | {"prompt": "5"}, "prompt must be a list of chat messages, found 5"),
     (GOOD | {"prompt": [{"role": "user", "content": ""}]}, r"prompt\[0\] must be"),
+    (
+        GOOD | {"prompt": [{"role": "user", "content": 5}]},
+        r"prompt\[0\].content must be text or a list of parts, found 5",
+    ),
+    (
+        GOOD | {"prompt": [{"role": "user", "content": ["Where?"]}]},
+        r"prompt\[0\].content\[0\] must be .*found 'Where",
+    ),
+    (
+        GOOD | {"prompt": [{"role": "user", "content": [{"type": "image", "image": {"bytes": "x"}}]}]},
+        r"prompt\[0\].content\[0\].image must be a path or a data: URL, found {",
+    ),
+    (
+        GOOD | {"prompt": [{"role": "assistant", "tool_calls": [call("{")]}]},
+        r"prompt\[0\].tool_calls\[0\].function.arguments is not valid JSON",
+    ),
+    (
+        GOOD | {"prompt": [{"role": "assistant", "tool_calls": [call("[1]")]}]},
+        r"prompt\[0\].tool_calls\[0\].function.arguments must be an object, found \[1\]",
+    ),
+    (GOOD | {"prompt": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]}, r"prompt\[0\].tool_calls\[0\] must be"),
     (GOOD | {"reward_model": {"style": "rule"}}, "reward_model.ground_truth is missing"),
     (GOOD | {"data_source": None}, "data_source must be a name, found None"),
     (GOOD | {"agent_name": 3}, "agent_name must be text, found 3"),
