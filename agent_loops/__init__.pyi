@@ -29,6 +29,7 @@ from .llm import from_entry as from_entry
 from .llm import to_entry as to_entry
 from .llm import usual_sampling as usual_sampling
 from .loader import allow_imports_from as allow_imports_from
+from .loader import load_file as load_file
 from .loader import load_object as load_object
 from .merge import check_output as check_output
 from .merge import images_of as images_of

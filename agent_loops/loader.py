@@ -34,14 +34,17 @@ def load_object(spec: str, recipe_dir: Path) -> Any:
     if not module_name or not name:
         raise LoadError(f"{spec!r} is neither package.module:Name nor folder/file.py:Name")
     is_file = module_name.endswith(".py")
-    module = _load_file(module_name, recipe_dir) if is_file else _import(module_name, recipe_dir)
+    module = load_file(module_name, recipe_dir) if is_file else _import(module_name, recipe_dir)
     if not hasattr(module, name):
         raise LoadError(f"{module_name} has no {name!r}{nearest(name, dir(module))}")
     return getattr(module, name)
 
 
-def _load_file(path: str, recipe_dir: Path) -> ModuleType:
-    """Loads a file once per process; its folder joins the import path, so that it can import modules beside it."""
+def load_file(path: str, recipe_dir: Path) -> ModuleType:
+    """Loads a file once per process; its folder joins the import path, so that it can import modules beside it.
+
+    The file is searched beside the recipe, then in the current directory. Raises `LoadError`.
+    """
     candidates = [(folder / path).resolve() for folder in (recipe_dir, Path.cwd())]
     found = next((file for file in candidates if file.is_file()), None)
     if found is None:

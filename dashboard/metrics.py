@@ -198,7 +198,7 @@ def _flat_rewards(rows: Sequence[Mapping[str, Any]]) -> str:
     if not faults:
         return f"{said}. No episode had a fault: look at what the reward compares (trajectories, penstock rehearse)."
     cause, count = faults.most_common(1)[0]
-    if cause.startswith("truncated"):  # a loop may use all its turns by design: the reward is looked at first
+    if cause.startswith("truncated (turns"):  # a loop may use all its turns by design: the reward is looked at first
         return f"{said}. Look at what the reward compares (penstock rehearse); {count} of {episodes} are {cause}."
     return f"{said}. Commonest cause: {cause} ({count} of {episodes} episodes)."
 

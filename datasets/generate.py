@@ -1,9 +1,10 @@
-"""Rows that a run makes at its start: `generate:SPEC`, `reasoning_gym:TASK` and `harbor:FOLDER` in `data`.
+"""Rows that a run makes at its start: `generate:SPEC`, `reasoning_gym:TASK`, `harbor:FOLDER`, `FILE.py:NAME` in `data`.
 
 generate:calculator/train?train=4096&eval=128&seed=0     arithmetic
 generate:seeds/train?train=4096&eval=128&seed=0          a seed per row, for environments that make the rest
 reasoning_gym:chain_sum?size=1000&seed=0                 see `reasoning_gym`
 harbor:tasks                                             the task folders of a folder, as they are
+my_game.py:TASKS                                         see `python_tasks`
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from pathlib import Path
 from urllib.parse import parse_qsl
 
 from penstock.datasets import calculator, reasoning_gym
-from penstock.datasets.rows import BadSpec, Row, write_parquet
+from penstock.datasets.python_tasks import names_python_tasks, python_rows, write_python_tasks
+from penstock.datasets.rows import INSTRUCTION, BadSpec, Row, write_parquet
 from penstock.sandbox.harbor import HarborTaskError, tasks_of
 
 PREFIX = "generate:"
 HARBOR = "harbor:"
 DEFAULTS = {"train": 4096, "eval": 128, "seed": 0}
-INSTRUCTION = "You act in an environment. Each message tells what you observe; each of your answers is one action."
 
 
 def is_generated(source: str) -> bool:
     """True if `source` names rows that are made, rather than a file."""
-    return source.startswith((PREFIX, reasoning_gym.PREFIX, HARBOR))
+    return source.startswith((PREFIX, reasoning_gym.PREFIX, HARBOR)) or names_python_tasks(source)
 
 
 def materialise(source: str, directory: Path) -> str:
@@ -48,6 +49,8 @@ def _made(source: str, directory: Path, made: set[Path]) -> str:
         return str(reasoning_gym.write_tasks(source, directory))
     if source.startswith(HARBOR):
         return str(write_harbor(source, directory))
+    if names_python_tasks(source):
+        return str(write_python_tasks(source, directory))
     name, options = _parsed(source)
     kind, _, split = name.partition("/")
     folder = directory / (f"{kind}-" + "{train}-{eval}-{seed}".format(**options))
@@ -116,6 +119,8 @@ def check_spec(source: str) -> None:
         reasoning_gym.check_tasks(source)
     elif source.startswith(HARBOR):
         harbor_rows(source)
+    elif names_python_tasks(source):
+        python_rows(source)
     else:
         _parsed(source)
 

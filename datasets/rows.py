@@ -9,6 +9,8 @@ from typing import Any
 from penstock.datasets.arithmetic import evaluate, in_range
 
 Row = dict[str, Any]
+INSTRUCTION = "You act in an environment. Each message tells what you observe; each of your answers is one action."
+"""System prompt of rows whose environment makes the rest."""
 
 
 class BadSpec(ValueError):

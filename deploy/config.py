@@ -19,6 +19,7 @@ import penstock
 from penstock.agent_loops import AgentConfig
 from penstock.dashboard import DashboardConfig
 from penstock.datasets import HARBOR
+from penstock.deploy.python_recipe import BadRecipe, read_python_recipe
 from penstock.deploy.removed_settings import removed
 from penstock.rollout_server import RolloutConfig
 from penstock.sandbox import SandboxConfig
@@ -166,14 +167,14 @@ class ConfigError(Exception):
 
 
 def load_config(recipe: Path, overrides: Sequence[str] = (), *, with_tasks: bool = True) -> RunConfig:
-    """Read `recipe`, apply ``a.b=value`` overrides (values are YAML), resolve paths, check everything.
+    """Read `recipe` (YAML or Python), apply ``a.b=value`` overrides (values are YAML), resolve paths, check everything.
 
     Paths of `model`, `data.train`, `data.eval`, `sft`, loop, environment, rewards and tools become absolute, so that
     every role finds them: those in the file relative to its folder, those in overrides to the current directory,
     each to the other if it does not exist there. `recipes/…` of an override may also be a file that ships with
     Penstock. `with_tasks`: `data.train` is required. Raises `ConfigError`.
     """
-    tree = _read_yaml(recipe)
+    tree = _read_recipe(recipe)
     if not with_tasks:
         tree["data"] = {"train": NO_TASKS, **(tree.get("data") or {})}
     folders = [recipe.parent.resolve(), Path.cwd()]
@@ -189,7 +190,7 @@ def load_sandbox(recipe: Path | None, overrides: Sequence[str] = ()) -> SandboxC
 
     Raises `ConfigError`.
     """
-    tree = {"sandbox": (_read_yaml(recipe) if recipe is not None else {}).get("sandbox") or {}}
+    tree = {"sandbox": (_read_recipe(recipe) if recipe is not None else {}).get("sandbox") or {}}
     for override in overrides:
         _apply_override(tree, override)
     if strangers := sorted(set(tree) - {"sandbox"}):
@@ -213,9 +214,11 @@ def dump_config(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-def _read_yaml(recipe: Path) -> dict[str, Any]:
+def _read_recipe(recipe: Path) -> dict[str, Any]:
     if not recipe.is_file():
         raise ConfigError(f"{recipe}: no such recipe file; `penstock recipes` lists Penstock's own")
+    if recipe.suffix == ".py":
+        return _read_python(recipe)
     try:
         tree = yaml.safe_load(recipe.read_text())
     except yaml.YAMLError as error:
@@ -227,20 +230,44 @@ def _read_yaml(recipe: Path) -> dict[str, Any]:
     return tree
 
 
+def _read_python(recipe: Path) -> dict[str, Any]:
+    """The tree of a Python recipe; a part of the file is the default of its key."""
+    try:
+        settings, parts = read_python_recipe(recipe)
+    except BadRecipe as error:
+        raise ConfigError(str(error)) from None
+    tree: dict[str, Any] = {}
+    for dotted, value in settings.items():
+        _set_key(tree, dotted, value, f"{recipe}, SETTINGS[{dotted!r}]")
+    for dotted, value in parts.items():
+        *sections, leaf = dotted.split(".")
+        node = tree
+        for section in sections:
+            node = _mapping(node.get(section))
+        if leaf not in node:
+            _set_key(tree, dotted, value, f"{recipe}, default of {dotted}")
+    return tree
+
+
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
         raise ConfigError(f"override {override!r}: write it as section.key=value, for example trainer.lr=1e-6")
+    value = yaml.safe_load(text)
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):  # YAML 1.1 reads 1e-6 as a string; people mean the number
+            value = float(value)
+    _set_key(tree, dotted, value, f"override {override!r}")
+
+
+def _set_key(tree: dict[str, Any], dotted: str, value: Any, source: str) -> None:
     node = tree
     *sections, leaf = dotted.split(".")
     for section in sections:
         node = node.setdefault(section, {})
         if not isinstance(node, dict):
-            raise ConfigError(f"override {override!r}: {section!r} is a value, not a section")
-    node[leaf] = yaml.safe_load(text)
-    if isinstance(node[leaf], str):
-        with contextlib.suppress(ValueError):  # YAML 1.1 reads 1e-6 as a string; people mean the number
-            node[leaf] = float(node[leaf])
+            raise ConfigError(f"{source}: {section!r} is a value, not a section")
+    node[leaf] = value
 
 
 _PATH_KEYS = (

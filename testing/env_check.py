@@ -51,6 +51,8 @@ class EpisodeState:
     """The input of a policy: one episode before a model call."""
 
     task: Task
+    prompt: str
+    """The first prompt of the episode, as rendered by the chat template; has an environment's first observation."""
     observed: Sequence[str]
     """The text fed after each of the model's answers, as rendered by the chat template.
 
@@ -89,7 +91,7 @@ class ScriptedClient:
         self._tasks = tasks
         self._policy = policy
         self._heard: dict[str, tuple[list[int], list[str]]] = {}
-        """Episode → its context with the last answer, texts fed after each answer."""
+        """Episode → its context with the last answer; its first prompt and the texts fed after each answer."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
         return await FakeClient(lambda _: self._say(request)).generate(request)
@@ -103,13 +105,15 @@ class ScriptedClient:
 
     def _say(self, request: GenerateRequest) -> list[int]:
         context = list(request.token_ids)
-        known, observed = self._heard.get(request.episode_id, ([], []))
-        if known:
-            new = context[len(known) :] if context[: len(known)] == known else context
-            observed = [*observed, self._chat.decode(new)]
+        known, texts = self._heard.get(request.episode_id, ([], []))
+        new = context[len(known) :] if context[: len(known)] == known else context
+        prompt, *observed = texts = [*texts, self._chat.decode(new)]
         task = self._tasks[request.episode_id.rpartition("#")[0]]
-        ids = [*self._chat.encode(self._policy(EpisodeState(task, observed, self._chat))), self._chat.turn_end_id]
-        self._heard[request.episode_id] = ([*context, *ids], observed)
+        ids = [
+            *self._chat.encode(self._policy(EpisodeState(task, prompt, observed, self._chat))),
+            self._chat.turn_end_id,
+        ]
+        self._heard[request.episode_id] = ([*context, *ids], texts)
         return ids
 
 

@@ -7,6 +7,7 @@ from .config import ToolConfig as ToolConfig
 from .episode_box import BoxTool as BoxTool
 from .episode_box import EpisodeBox as EpisodeBox
 from .episode_state import sharing as sharing
+from .functions import FunctionTool as FunctionTool
 from .functions import function_tool as function_tool
 from .guard import ToolGuard as ToolGuard
 from .guard import guard_of as guard_of

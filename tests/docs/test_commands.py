@@ -42,11 +42,19 @@ def test_every_run_on_a_page_has_an_algorithm_that_fits(desk: Path) -> None:
         check_algorithm(config.trainer, config.group_size)
 
 
+TOOL = '''
+from penstock.tools import function_tool
+@function_tool(name="python")
+def calculate(code: str) -> str:
+    """Prints print(round(EXPRESSION,4)) without running anything."""
+    return code
+'''
+
+
 @pytest.mark.bwrap
 def test_a_tool_in_the_current_directory_is_found_before_the_run(desk: Path) -> None:
-    """By the checks of `doctor` and `run`, as by workers later: the README puts one there."""
-    (tool,) = [fence.text for fence in fences("README.md") if fence.file == "my_tool.py"]
-    (desk / "found_here.py").write_text(tool)
+    """By the checks of `doctor` and `run`, as by workers later."""
+    (desk / "found_here.py").write_text(TOOL)
     config = load_config(Path("recipes/calculator.yaml"), ["tools=[{name: found_here.calculate}]"])
     found = check_template(config)
     assert found is not None

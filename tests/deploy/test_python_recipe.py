@@ -1,0 +1,100 @@
+"""A recipe in one Python file: its parts, its settings, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.datasets import BadSpec, check_spec, materialise, parquet_rows
+from penstock.deploy import ConfigError, RunConfig, load_config
+from penstock.deploy.config import RECIPES
+
+GAME = """
+SETTINGS = {"model": "m", "agent": {"settings": {"action_pattern": "[0-9]"}}, "trainer.lr": 1e-3}
+class Game:
+    def reset(self, seed): ...
+    def step(self, action): ...
+"""
+TOOLS = """
+from penstock.agent_loops import register  # an imported name is not a part
+from penstock.tools import function_tool
+SETTINGS = {"model": "m", "tools": [{"name": "python"}], "data.train": "generate:calculator/train"}
+TASKS = [("1+1?", "2")]
+@function_tool
+def add(a: int, b: int) -> int:
+    '''Add two numbers.'''
+    return a + b
+def compute_score(data_source, solution_str, ground_truth, extra_info): ...
+"""
+
+
+def load(folder: Path, text: str, *overrides: str) -> RunConfig:
+    (folder / "my game.py").write_text(text)
+    return load_config(folder / "my game.py", overrides)
+
+
+def test_parts_are_defaults_of_their_keys(tmp_path: Path) -> None:
+    config = load(tmp_path, GAME, "trainer.steps=7")
+    file = tmp_path / "my game.py"
+    assert (config.name, config.model, config.trainer.lr, config.trainer.steps) == ("my-game", "m", 1e-3, 7)
+    assert config.agent.settings == {"env": f"{file}:Game", "action_pattern": "[0-9]"}
+    assert (config.agent.loop, config.data.train.partition("?")[0]) == ("gymnasium", "generate:seeds/train")
+    config = load(tmp_path, TOOLS.replace('"tools": [{"name": "python"}], "data.train"', '"data.eval"'))
+    assert [tool.name for tool in config.tools] == [f"{file}:add"]
+    assert (config.agent.reward, config.data.train) == (f"{file}:compute_score", f"{file}:TASKS")
+    assert config.data.eval == "generate:calculator/train"
+    config = load(tmp_path, TOOLS, "agent.reward=")
+    assert ([tool.name for tool in config.tools], config.data.train) == (["python"], "generate:calculator/train")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("class Game: ...", "has no SETTINGS, a dict such as"),
+        ("import nothing_of_this_name", "nothing_of_this_name"),
+        (f"{GAME}\nclass Other(Game): ...", "Game and Other have reset and step; name one in SETTINGS"),
+        ("SETTINGS = {'model': 'm', 'model.name': 1}", "SETTINGS['model.name']: 'model' is a value, not a section"),
+        ("SETTINGS = {'model': 'm', 'data.train': 'x', 'trainer.lrr': 1}", "trainer.lrr: no such key; did you mean"),
+    ],
+)
+def test_a_file_that_is_not_a_recipe_is_refused(text: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    assert words in str(caught.value)
+
+
+TASKS = [("1+1?", "2"), {"level": 3}, {"prompt": [{"role": "user", "content": "?"}], "data_source": "d",
+         "reward_model": {"ground_truth": "x"}, "extra_info": {"k": 1}}]  # fmt: skip
+
+
+def test_tasks_of_a_file_become_rows(tmp_path: Path) -> None:
+    file = tmp_path / "game.py"
+    file.write_text(
+        f"TASKS = {TASKS!r}\ndef few():\n    return TASKS[:1]\nNONE = []\nBAD = [('1+1?', '2'), 7]\nn = 1/1\n"
+    )
+    rows: list[dict[str, Any]] = list(parquet_rows(Path(materialise(f"{file}:TASKS", tmp_path))))
+    assert [row["data_source"] for row in rows] == ["game", "game", "d"]
+    assert [row["reward_model"]["ground_truth"] for row in rows] == ["2", "environment", "x"]
+    assert (rows[0]["prompt"][0]["content"], rows[1]["extra_info"]["env"], rows[2]["extra_info"]["k"]) == (
+        "1+1?",
+        {"level": 3},
+        1,
+    )
+    assert len(list(parquet_rows(Path(materialise(f"{file}:few", tmp_path))))) == 1
+    for name, words in (
+        ("NONE", "has no tasks"),
+        ("BAD", "BAD, task 2: expected"),
+        ("TASK", "did you mean"),
+        ("n", "n: "),
+    ):
+        with pytest.raises(BadSpec, match=words):
+            check_spec(f"{file}:{name}")
+
+
+def test_the_shipped_example_has_at_most_35_lines_and_a_proof() -> None:
+    file = RECIPES / "own_environment/digit.py"
+    assert len(file.read_text().splitlines()) <= 35
+    config = load_config(file)
+    assert config.agent.loop == "gymnasium"
