@@ -13,7 +13,8 @@ class DataConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     train: str = Field(
-        description="Parquet or JSONL with verl's columns, generate:SPEC, FILE.py:TASKS, harbor:FOLDER or reasoning_gym:TASK."
+        description="Parquet or JSONL with verl's columns, FILE.py:TASKS, generate:SPEC, harbor:FOLDER"
+        " or reasoning_gym:TASK."
     )
     eval: str | None = Field(None, description="Same for evaluation; None: no evaluation.")
     eval_limit: int = Field(0, ge=0, description="Evaluate on the first rows only; 0 takes all.")
