@@ -136,8 +136,6 @@ class MemorySteps(MemoryRun):
             )
         groups = [state.groups[name] for name in state.batches[step]]
         kept = [group for group in groups if state.keeps_enough(group, gone)]
-        if not kept:
-            raise BadPayload(f"step {step}: the payloads of too many episodes are gone, no group of it is left")
         leaving = [name for group in groups for name in group.rewarded_episodes() if group not in kept or name in gone]
         for name in leaving:
             member = self._member(name)

@@ -7,7 +7,7 @@ For ReMax, the greedy member of each group is the baseline of the others and is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -18,13 +18,22 @@ from torch import Tensor
 
 from penstock.rollout_server import Mixtures
 from penstock.trainer.data.images import UnreadableImages, encoded_images
-from penstock.transfer_queue import Batch, RoutedExperts, Segment, Trajectory
+from penstock.transfer_queue import BadPayload, Batch, RoutedExperts, Segment, Trajectory, check_turns
 
 NO_ID = -1
 
 
 class BadBatch(ValueError):
     """A trajectory cannot be trained on; the message names the episode, the segment and what is wrong."""
+
+
+class UntrainableEpisodes(ValueError):
+    """Episodes of a batch cannot be trained on."""
+
+    def __init__(self, problems: Mapping[str, str]) -> None:
+        super().__init__(next(iter(problems.values())))
+        self.problems = problems
+        """Episode id → what is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,20 +146,51 @@ def minibatch_bounds(groups: int, minibatches: int) -> list[tuple[int, int]]:
 
 
 def make_step_batch(
-    batch: Batch, share: Sequence[int], trajectories: Sequence[Trajectory], bound: int, model: ModelLimits
+    batch: Batch,
+    share: Sequence[int],
+    trajectories: Sequence[Trajectory],
+    bound: int,
+    model: ModelLimits,
+    *,
+    has_labels: bool = False,
 ) -> StepBatch:
-    """`trajectories` are those of the groups in `share`, in order; `bound` is max_staleness. Raises `BadBatch`."""
+    """`trajectories` are those of the groups in `share`, in order; `bound` is max_staleness; `has_labels`: rewards are
+    labels of an implicit reward model. Raises `UntrainableEpisodes` naming each."""
     group = [index for index in share for _ in batch.groups[index]]
-    for trajectory in trajectories:
-        if trajectory.reward is None or not np.isfinite(trajectory.reward):
-            raise BadBatch(f"episode {trajectory.episode_id}: reward is {trajectory.reward}")
-    images = [images_by_segment(trajectory, model) for trajectory in trajectories]
-    rows = [
-        make_row(index, segment, _where(trajectory, number), step=batch.step, bound=bound, model=model, images=of_row)
-        for index, trajectory in enumerate(trajectories)
-        for number, (segment, of_row) in enumerate(zip(trajectory.segments, images[index], strict=True))
-    ]
+    rows: list[Row] = []
+    problems: dict[str, str] = {}
+    for index, trajectory in enumerate(trajectories):
+        try:
+            _check_rewards(trajectory, has_labels)
+            rows += _rows_of(index, trajectory, batch.step, bound, model)
+        except BadBatch as error:
+            problems[trajectory.episode_id] = str(error)
+    if problems:
+        raise UntrainableEpisodes(problems)
     return StepBatch(batch.step, batch.groups, trajectories, np.array(group, dtype=np.int64), number_tokens(rows))
+
+
+def _check_rewards(trajectory: Trajectory, has_labels: bool) -> None:
+    where, reward = f"episode {trajectory.episode_id}", trajectory.reward
+    if reward is None or not np.isfinite(reward):
+        raise BadBatch(f"{where}: reward is {reward}")
+    if has_labels and not 0 <= reward <= 1:
+        raise BadBatch(
+            f"{where}: reward {reward:g} is not from 0 to 1, and trainer.advantage=prime learns from it as a label: "
+            "scale the rewards"
+        )
+    try:
+        check_turns(trajectory)
+    except BadPayload as error:
+        raise BadBatch(f"{where}: {error}") from error
+
+
+def _rows_of(episode: int, trajectory: Trajectory, step: int, bound: int, model: ModelLimits) -> list[Row]:
+    images = images_by_segment(trajectory, model)
+    return [
+        make_row(episode, segment, _where(trajectory, number), step=step, bound=bound, model=model, images=of_row)
+        for number, (segment, of_row) in enumerate(zip(trajectory.segments, images, strict=True))
+    ]
 
 
 def number_tokens(rows: Sequence[Row]) -> list[Row]:

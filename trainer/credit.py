@@ -23,7 +23,7 @@ from torch import Tensor
 
 from penstock.common import pattern_of
 from penstock.trainer.advantages import ADVANTAGES, Advantages, Episodes
-from penstock.trainer.batch import BadBatch, StepBatch, greedy_baselines
+from penstock.trainer.batch import StepBatch, greedy_baselines
 from penstock.trainer.config import OverlongConfig, TrainerConfig
 from penstock.trainer.metrics import exact_sum
 from penstock.trainer.ranks.distributed import Ranks
@@ -45,7 +45,7 @@ class TokenScores:
 
 
 def episodes_of(batch: StepBatch, config: TrainerConfig, scores: TokenScores) -> Episodes:
-    """Raises `BadBatch` where an episode has turn rewards for another number of turns than it had."""
+    """`batch` was checked when it was made: turn rewards and turn states are absent or one for each turn."""
     turns = [[_states(segment) for segment in trajectory.segments] for trajectory in batch.trajectories]
     counts = [sum(len(states) for states in segments) for segments in turns]
     lengths = np.array([trajectory.num_sampled for trajectory in batch.trajectories], dtype=np.int64)
@@ -130,19 +130,13 @@ def _turn_states(trajectories: Sequence[Trajectory], turns: Sequence[Sequence[li
     for trajectory, segments in zip(trajectories, turns, strict=True):
         own = trajectory.extra.get("turn_states")
         found = [key for keys in segments for key in keys]
-        if own is not None and len(own) != len(found):
-            raise BadBatch(f"episode {trajectory.episode_id}: {len(own)} turn_states for {len(found)} turns")
         states += found if own is None else [_key(repr(state).encode()) for state in own]
     return torch.tensor(states, dtype=torch.long)
 
 
 def _turn_rewards(trajectories: Sequence[Trajectory], counts: Sequence[int]) -> Tensor:
-    rewards: list[float] = []
-    for trajectory, count in zip(trajectories, counts, strict=True):
-        given = list(trajectory.turn_rewards) or [0.0] * count
-        if len(given) != count or not np.isfinite(given).all():
-            raise BadBatch(f"episode {trajectory.episode_id}: turn rewards {given} for {count} turns")
-        rewards += given
+    pairs = zip(trajectories, counts, strict=True)
+    rewards = [value for one, count in pairs for value in one.turn_rewards or [0.0] * count]
     return torch.tensor(rewards, dtype=torch.float64)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.common import options_of
 from penstock.trainer.advantages import ADVANTAGES, Advantages, needs_of
 from penstock.trainer.advantages.prime import outcome_loss
-from penstock.trainer.batch import BadBatch, Row, StepBatch, minibatch_bounds
+from penstock.trainer.batch import Row, StepBatch, minibatch_bounds
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.credit import Estimators, TokenScores, episodes_of
 from penstock.trainer.distillation import mixed, teacher_gap
@@ -82,15 +82,8 @@ class Learner:
         return Scored(minibatches, TokenScores(kl_rewards, values, implicit, gap), kl)
 
     def advantages(self, batch: StepBatch, scored: Scored) -> Advantages:
-        """Of the rank's N sampled tokens. Raises `BadBatch`, on all ranks."""
-        problem = ""
-        try:
-            episodes = episodes_of(batch, self._config, scored.tokens)
-            if self._has_implicit:
-                check_outcomes(batch)
-        except BadBatch as error:
-            problem = str(error)
-        raise_together(self._ranks, problem)
+        """Of the rank's N sampled tokens. A collective."""
+        episodes = episodes_of(batch, self._config, scored.tokens)
         advantages = self._estimators(episodes, [one.data_source for one in batch.trajectories])
         gap = scored.tokens.teacher_gap
         if gap is None:
@@ -287,23 +280,5 @@ class Learner:
         return [[row for row in batch.rows if start <= batch.group[row.episode] < end] for start, end in bounds]
 
 
-def check_outcomes(batch: StepBatch) -> None:
-    """Raises `BadBatch` for a reward that is no label of the implicit reward model."""
-    for trajectory, reward in zip(batch.trajectories, batch.rewards, strict=True):
-        if not 0 <= reward <= 1:
-            raise BadBatch(
-                f"episode {trajectory.episode_id}: reward {reward:g} is not from 0 to 1, and trainer.advantage=prime "
-                "learns from it as a label: scale the rewards"
-            )
-
-
 def _tokens(batch: StepBatch) -> int:
     return sum(len(row.targets) for row in batch.rows)
-
-
-def raise_together(ranks: Ranks, problem: str) -> None:
-    """A collective. Raises `BadBatch` on all ranks where any has a problem: a rank that left alone would let the others
-    wait for it in their next collective."""
-    problems = ranks.gather(problem)
-    if any(problems):
-        raise BadBatch(next(filter(None, problems)))

@@ -26,7 +26,7 @@ async def train(job: TrainJob) -> None:
 
     Cancelled, it gives up the step under way where that has changed no weight yet, else finishes it; then it saves,
     commits and raises `CancelledError`, all within `job.stop_timeout_s`. Raises `BadJob`, `DataError`, `BatchTimeout`,
-    `BadBatch`, `BatchesDiffer`, `TrainingDiverged`, `QueueError`; of the queue's, `TrainerFenced` and `TooManyFiltered`
+    `BatchesDiffer`, `TrainingDiverged`, `QueueError`; of the queue's, `TrainerFenced` and `TooManyFiltered`
     are permanent. Where devices are shared also `TurnTimeout`, `TurnLost` and, permanent, `OverBudget`.
     """
     check_job(job)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 
 from penstock.common import Backoff, cancel_and_wait
 from penstock.trainer.batch import ModelLimits, StepBatch, make_step_batch, row_cost, share_of, without_greedy
@@ -31,7 +32,7 @@ class BatchTimeout(RuntimeError):
 
 
 class PayloadsLost(RuntimeError):
-    """Payloads of a fixed step are gone, and transfer_queue.lost_payloads is ``strict`` or nothing is left of the step.
+    """Payloads of a fixed step are gone or cannot be trained, and transfer_queue.lost_payloads is ``strict``.
 
     The message has the command.
     """
@@ -69,8 +70,8 @@ class BatchSource:
             self._task = asyncio.create_task(self._fetch(step), name=f"batch of step {step}")
 
     async def take(self, step: int, stop: asyncio.Event) -> StepBatch | None:
-        """The batch of `step`; None where `stop` was set first. Raises `BatchTimeout`, `BadBatch`, `PayloadsLost`,
-        `QueueError`."""
+        """The batch of `step`; None where `stop` was set first. Raises `BatchTimeout`, `UntrainableEpisodes`,
+        `PayloadsLost`, `QueueError`."""
         self.prefetch(step)
         assert self._task is not None
         self._waiting_since = time.monotonic()
@@ -85,6 +86,13 @@ class BatchSource:
         if self._feeder is not None:
             await self._queue.add_wait("trainer", "batch", self.last_wait_s)
         return self._task.result()
+
+    async def leave_out(self, step: int, problems: Mapping[str, str]) -> None:
+        """Take episodes that cannot be trained out of the step; `take` then has the others. `problems`: by episode id,
+        the same on all ranks. Raises `PayloadsLost`."""
+        first = next(iter(problems.values()))
+        await self._drop(step, list(problems), f"{len(problems)} episodes cannot be trained: {first}")
+        self._step = -1
 
     async def close(self) -> None:
         if self._task is not None:
@@ -117,8 +125,10 @@ class BatchSource:
         ids = [episode for group in share for episode in batch.groups[group]]
         trajectories = await self._queue.read(ids)
         bound = self._job.limits.max_staleness
-        made = await asyncio.to_thread(make_step_batch, batch, share, trajectories, bound, self._model)
-        return without_greedy(made) if "greedy" in needs_of_advantage(self._job.config) else made
+        needs = needs_of_advantage(self._job.config)
+        make = partial(make_step_batch, has_labels="implicit" in needs)
+        made = await asyncio.to_thread(make, batch, share, trajectories, bound, self._model)
+        return without_greedy(made) if "greedy" in needs else made
 
     async def _without_lost(self, batch: Batch, error: BadPayload) -> Batch:
         """The batch again, without the episodes whose payload is gone for good; every rank finds the same ones.
@@ -133,20 +143,18 @@ class BatchSource:
             lost = [episode for episode in lost if not await self._is_readable(episode)]
         if not lost:
             return batch
-        named = f"step {batch.step}: the payloads of {len(lost)} episodes are gone ({', '.join(lost[:5])}): {error}"
+        named = ", ".join(lost[:5])
+        await self._drop(batch.step, lost, f"the payloads of {len(lost)} episodes are gone ({named}): {error}")
+        return await self._lease(batch.step)
+
+    async def _drop(self, step: int, episodes: Sequence[str], problem: str) -> None:
         if self._job.lost_payloads == "strict":
             raise PayloadsLost(
-                f"{named}. transfer_queue.lost_payloads is strict; to drop and count them and go on: "
+                f"step {step}: {problem}. transfer_queue.lost_payloads is strict; to drop and count them and go on: "
                 "penstock run RECIPE --resume transfer_queue.lost_payloads=drop"
-            ) from error
-        try:
-            dropped = await self._queue.drop_lost(batch.step, lost)
-        except BadPayload as nothing_left:
-            raise PayloadsLost(
-                f"{nothing_left}. Begin a run with a new name from this one's weights (`penstock train export`)"
-            ) from nothing_left
-        logger.error("%s; %d episodes are dropped from the step", named, dropped)
-        return await self._lease(batch.step)
+            )
+        dropped = await self._queue.drop_lost(step, episodes)
+        logger.error("step %d: %s; %d episodes are dropped from the step", step, problem, dropped)
 
     async def _is_readable(self, episode_id: str) -> bool:
         try:

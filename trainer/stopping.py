@@ -127,8 +127,8 @@ class BadSteps:
             logger.error("%s; its version has the weights of the one before", said)
             return
         raise NothingToTrain(
-            f"{said}; {self._empty} steps in a row (trainer.max_bad_steps is {self._most}). Does the engine return "
-            "logprobs?"
+            f"{said}; {self._empty} steps in a row (trainer.max_bad_steps is {self._most}). "
+            + ("Does the engine return logprobs?" if sampled else "Earlier lines say why each episode was left out")
         )
 
 

@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 from torch import Tensor
 
 from penstock.common import pattern_of
-from penstock.trainer.batch import GREEDY_MEMBER, BadBatch, StepBatch
+from penstock.trainer.batch import GREEDY_MEMBER, StepBatch, UntrainableEpisodes
 from penstock.trainer.data.order import CurriculumTasks, StreamedTasks
 from penstock.trainer.data.rows import DatasetRow, DataStream, Feeder, TaskOrder, load_rows
 from penstock.trainer.engine import Engine, update_speed
@@ -26,7 +26,7 @@ from penstock.trainer.engines import ENGINES
 from penstock.trainer.evaluate import Evaluator
 from penstock.trainer.export import save_final_model
 from penstock.trainer.job import BadJob, TrainJob, needs_of_advantage, threads_here
-from penstock.trainer.learner import Learner, raise_together
+from penstock.trainer.learner import Learner
 from penstock.trainer.metrics import means_by_episode
 from penstock.trainer.publish import Publisher
 from penstock.trainer.ranks.agreement import check_same_batch
@@ -128,17 +128,23 @@ class Trainer:
     async def take(self, step: int, stop: asyncio.Event) -> StepBatch | None:
         """The step's batch, one and the same on all ranks; None on all where any was told to stop.
 
-        Raises `BadBatch` and `BatchesDiffer` on all ranks.
+        Episodes that a rank cannot train leave the step on all ranks. Raises `BatchesDiffer` on all ranks.
         """
-        batch, problem = None, ""
-        with self.timeline.during(Track.STEPS, "wait", step):
-            try:
-                batch = await self.source.take(step, stop)
-            except BadBatch as error:
-                problem = str(error)
-        # One rank may hold its batch while another still waits for it.
-        await self.in_torch(self.ranks.meet)
-        await self.in_torch(raise_together, self.ranks, problem)
+        while True:
+            batch: StepBatch | None = None
+            problems: Mapping[str, str] = {}
+            with self.timeline.during(Track.STEPS, "wait", step):
+                try:
+                    batch = await self.source.take(step, stop)
+                except UntrainableEpisodes as error:
+                    problems = error.problems
+            # One rank may hold its batch while another still waits for it.
+            await self.in_torch(self.ranks.meet)
+            everywhere = await self.in_torch(self.ranks.gather, problems)
+            problems = {episode: problem for of_rank in everywhere for episode, problem in of_rank.items()}
+            if not problems:
+                break
+            await self.source.leave_out(step, problems)
         if await self.in_torch(self.ranks.any, batch is None):
             return None
         assert batch is not None

@@ -181,11 +181,11 @@ class TransferQueue(Protocol):
         """
 
     async def drop_lost(self, step: int, episode_ids: Sequence[str]) -> int:
-        """Take episodes whose payload cannot be read out of the fixed `step`, so that it can be trained without them.
+        """Take episodes whose payload cannot be read or trained out of the fixed `step`, which may be left without any.
 
         A group that keeps fewer than `min_group` members leaves with them. All of them count as ``payload_lost``.
         Returns their number; episodes that are not in the step are skipped. Raises `StepError` for a step that is not
-        fixed or is committed, and `BadPayload` where nothing would be left of it.
+        fixed or is committed.
         """
 
     async def publish_version(self, announcement: Announcement) -> bool:

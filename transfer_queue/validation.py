@@ -75,10 +75,24 @@ def check_trajectory(lease: Lease, trajectory: Trajectory) -> None:
     if trajectory.reward is not None:
         expect(_is_finite(trajectory.reward), "reward", f"{trajectory.reward!r:.80} is not finite")
         expect(trajectory.outcome.may_carry_reward, "reward", f"{trajectory.outcome.kind} may not carry one")
+    for name, value in trajectory.metrics.items():
+        expect(_is_number(value), f"metrics[{name!r:.80}]", f"{value!r:.80} is not a number")
     for index, segment in enumerate(trajectory.segments):
         check_segment(segment, lease.min_version, f"segments[{index}]")
+    check_turns(trajectory)
     if trajectory.images is not None:
         _check_images(trajectory.images, len(trajectory.segments))
+
+
+def check_turns(trajectory: Trajectory) -> None:
+    """Raise `BadPayload` unless turn rewards and ``extra["turn_states"]`` are absent or one for each turn."""
+    turns, states = sum(segment.num_turns for segment in trajectory.segments), trajectory.extra.get("turn_states")
+    for field, values in (("turn_rewards", trajectory.turn_rewards or None), ("extra.turn_states", states)):
+        if values is not None:
+            expect(isinstance(values, list | tuple), field, f"{type(values).__name__}, a list expected")
+            expect(len(values) == turns, field, f"{len(values)} for {turns} turns")
+    for value in trajectory.turn_rewards:
+        expect(_is_finite(value), "turn_rewards", f"{value!r:.80} is not finite")
 
 
 def _check_images(images: EpisodeImages, segments: int) -> None:
@@ -128,11 +142,16 @@ def _task_problem(task: Task) -> str | None:
     return None
 
 
-def _is_finite(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
+    """Whether a float can hold it; NaN and infinities are numbers."""
     try:
-        return isinstance(value, Real) and math.isfinite(value)
+        return isinstance(value, Real) and isinstance(float(value), float)
     except OverflowError:
         return False
+
+
+def _is_finite(value: Any) -> bool:
+    return _is_number(value) and math.isfinite(value)
 
 
 _I4, _F4, _U1, _U2 = (np.dtype(name) for name in ("<i4", "<f4", "u1", "<u2"))
@@ -151,6 +170,8 @@ def check_segment(segment: Segment, min_version: int, where: str) -> None:
     _check_ids(segment.prompt_ids, f"{where}.prompt_ids")
     length = len(_check_ids(segment.response_ids, f"{where}.response_ids"))
     mask = _check_mask(segment.response_mask, length, f"{where}.response_mask")
+    if length and mask[0] and not len(segment.prompt_ids):
+        raise BadPayload(f"{where}.prompt_ids: is empty, so the first sampled id has no context")
     _check_logprobs(segment.response_logprobs, (length,), f"{where}.response_logprobs")
     if segment.teacher_logprobs is not None:
         _check_logprobs(segment.teacher_logprobs, (length,), f"{where}.teacher_logprobs")

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 from trainer_support import make_segment, make_trajectory
 
 from penstock.trainer import BadBatch, ModelLimits, make_row, make_step_batch
-from penstock.trainer.batch import minibatch_bounds, number_tokens, row_cost, share_of
+from penstock.trainer.batch import UntrainableEpisodes, minibatch_bounds, number_tokens, row_cost, share_of
 from penstock.transfer_queue import Batch, EpisodeImages
 
 pytestmark = pytest.mark.torch
@@ -74,17 +74,24 @@ def test_what_cannot_be_right_is_refused_by_name(changes: dict, step: int, messa
         row_of(replace(segment(), **changes), step=step)
 
 
-def test_a_reward_that_is_missing_or_not_finite_is_refused() -> None:
-    trajectory = replace(make_trajectory("train/0", 0, 0), reward=float("nan"))
-    batch = Batch(0, [[trajectory.episode_id]])
-    with pytest.raises(BadBatch, match="episode train/0#0: reward is nan"):
-        make_step_batch(batch, [0], [trajectory], 2, LIMITS)
-
-
-def test_images_are_refused_by_a_model_that_sees_none() -> None:
-    trajectory = replace(make_trajectory("train/0", 0, 0), images=EpisodeImages([["a"]], {"a": b"picture"}))
-    with pytest.raises(BadBatch, match="episode train/0#0: it has images"):
-        make_step_batch(Batch(0, [[trajectory.episode_id]]), [0], [trajectory], 2, LIMITS)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward": float("nan")}, "reward is nan"),
+        ({"reward": -1.0}, "reward -1 is not from 0 to 1"),
+        ({"turn_rewards": (1.0,)}, "turn_rewards: 1 for 2 turns"),
+        ({"turn_rewards": (1.0, float("nan"))}, "turn_rewards: nan is not finite"),
+        ({"extra": {"turn_states": ["start"]}}, "extra.turn_states: 1 for 2 turns"),
+        ({"images": EpisodeImages([["a"]], {"a": b"picture"})}, "it has images"),
+    ],
+)
+def test_every_episode_that_cannot_be_trained_is_named(changes: dict, message: str) -> None:
+    made = [make_trajectory("train/0", member, 0) for member in range(3)]
+    made[1:] = [replace(one, **changes) for one in made[1:]]
+    batch = Batch(0, [[one.episode_id for one in made]])
+    with pytest.raises(UntrainableEpisodes, match=f"episode train/0#1: {message}") as refused:
+        make_step_batch(batch, [0], made, 2, LIMITS, has_labels=True)
+    assert list(refused.value.problems) == ["train/0#1", "train/0#2"]
 
 
 def test_ranks_share_whole_groups_and_minibatches_stay_the_same_sets() -> None:

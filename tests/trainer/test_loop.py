@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -25,13 +27,14 @@ from trainer_support import (
     final_weights,
     lines,
     make_job,
+    make_trajectory,
     write_rows,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.trainer import BadJob, BatchTimeout, DataError, PayloadsLost, Ranks, TrainJob, train
 from penstock.trainer.state.checkpoint import CheckpointStore, RecentBatches, save_timeout_s
-from penstock.transfer_queue import BatchLog, DataCursor, TrainerFenced
+from penstock.transfer_queue import Announcement, BatchLog, DataCursor, TrainerFenced, Trajectory
 from penstock.weight_sync import Manifest, read_verified
 
 pytestmark = pytest.mark.torch
@@ -410,19 +413,58 @@ async def test_a_step_goes_on_without_lost_payloads(tmp_path: Path, tiny_model: 
     assert status.episodes["completed"] == status.episodes["committed"] + len(await job.run.queue.held()) + left
 
 
-@pytest.mark.parametrize(
-    ("lost", "how", "fix"), [(1, "strict", r"--resume transfer_queue\.lost_payloads=drop"), (8, "drop", "train export")]
-)
-async def test_lost_payloads_end_a_strict_run_and_one_of_whose_step_nothing_is_left(
-    tmp_path: Path, tiny_model: str, lost: int, how: str, fix: str
-) -> None:
-    job = make_job(tmp_path, tiny_model, lost_payloads=how)
-    job.run.queue.lose_at = (2, lost)
-    with pytest.raises(PayloadsLost, match=f"step 2.*{fix}"):
+async def test_lost_payloads_end_a_strict_run(tmp_path: Path, tiny_model: str) -> None:
+    job = make_job(tmp_path, tiny_model, lost_payloads="strict")
+    job.run.queue.lose_at = (2, 1)
+    with pytest.raises(PayloadsLost, match=r"step 2.*--resume transfer_queue\.lost_payloads=drop"):
         await train(job)
-    if how == "strict":
-        await train(replace(job, lost_payloads="drop"))
-        assert (await job.run.queue.status()).episodes["payload_lost"] == 1
+    await train(replace(job, lost_payloads="drop"))
+    assert (await job.run.queue.status()).episodes["payload_lost"] == 1
+
+
+async def test_a_step_of_which_nothing_is_left_is_passed_with_the_weights_before(
+    tmp_path: Path, tiny_model: str
+) -> None:
+    job = make_job(tmp_path, tiny_model)
+    job.run.queue.lose_at = (2, 8)
+    await train(job)
+    status = await job.run.queue.status()
+    assert (status.version, status.committed_step, status.episodes["payload_lost"]) == (6, 6, 8)
+    assert [line["updates"] for line in lines(job, "metrics.jsonl")] == [1, 1, 0, 1, 1, 1]
+    before, after = ([entry.xxh3 for entry in Manifest.parse(one.manifest).tensors] for one in announced(job, 2, 3))
+    assert before == after
+
+
+def announced(job: TrainJob, *versions: int) -> list[Announcement]:
+    return [one for one in job.run.queue.announced if one.version in versions]
+
+
+def foreign_tokens(bad: Callable[[str], bool]) -> Callable[[str, int, int], Trajectory]:
+    """Episodes for which `bad` is true have a token that the trainer's model does not know."""
+
+    def produce(task_id: str, member: int, version: int) -> Trajectory:
+        made = make_trajectory(task_id, member, version)
+        if not bad(made.episode_id):
+            return made
+        return replace(made, segments=[replace(made.segments[0], prompt_ids=np.full(3, 64, np.int32))])
+
+    return produce
+
+
+@pytest.mark.parametrize(("first_task_only", "left"), [(True, 4), (False, 8)])
+async def test_episodes_that_cannot_be_trained_leave_their_step(
+    tmp_path: Path, tiny_model: str, first_task_only: bool, left: int
+) -> None:
+    """All of one group, or all of the step, which then changes no weight."""
+    last = 5 if first_task_only else 6  # step 2 has the tasks 4 and 5
+    bad = tuple(f"train/0000/{task:08d}#" for task in range(4, last))
+    job = make_job(tmp_path, tiny_model)
+    job.run.queue.produce = foreign_tokens(lambda episode: episode.startswith(bad))
+    await train(job)
+    status = await job.run.queue.status()
+    assert (status.version, status.committed_step, status.episodes["payload_lost"]) == (6, 6, left)
+    assert [line["updates"] for line in lines(job, "metrics.jsonl")][2] == (1 if first_task_only else 0)
+    assert status.episodes["committed"] == 6 * 8 - left
 
 
 LOST = [*(("lease_batch", n) for n in range(4)), *(("publish_version", n) for n in range(1, 4)), ("commit", 2)]

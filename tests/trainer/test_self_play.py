@@ -13,7 +13,6 @@ from one_step import Step
 from trainer_support import make_trajectory
 
 from penstock.trainer import (
-    BadBatch,
     Ranks,
     pack_rows,
 )
@@ -81,11 +80,3 @@ def test_the_implicit_reward_model_learns_outcomes(budget: int, tiny_model: str,
     assert second["value_loss"] == pytest.approx(float(by_hand), rel=1e-4)
     losses = [second["value_loss"], *(step.run()["value_loss"] for _ in range(5))]
     assert losses[-1] < losses[0]
-
-
-def test_prime_refuses_rewards_that_are_no_labels(tiny_model: str, ranks: Ranks) -> None:
-    step = SplitStep(tiny_model, ranks, advantage="prime")
-    bad = replace(step.batch.trajectories[2], reward=-1.0)
-    step.batch = replace(step.batch, trajectories=[*step.batch.trajectories[:2], bad, *step.batch.trajectories[3:]])
-    with pytest.raises(BadBatch, match=r"reward -1 is not from 0 to 1"):
-        step.learner.advantages(step.batch, step.learner.score(step.batch))

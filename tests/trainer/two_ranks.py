@@ -34,22 +34,20 @@ from penstock.weight_sync import Manifest, WeightFiles, WeightSource
 
 LATE_S = 6.0
 DELTAS: dict[str, Any] = {"weights_full_every": 9, "dtype": "bfloat16"}
-BAD_TOKENS = {"nan": 7, "vocabulary": 64, "turn rewards": 0}
+BAD_TOKENS = {"nan": 7, "vocabulary": 64}
 
 
 def producing(token: int) -> Any:
-    """Episodes of odd tasks, which are rank 1's, begin with `token`, or have too few turn rewards under 0."""
+    """Episodes of odd tasks, which are rank 1's, begin with `token`."""
 
     def produce(task_id: str, member: int, version: int) -> Trajectory:
         trajectory = make_trajectory(task_id, member, version)
         (segment,) = trajectory.segments
         prompt = np.where(segment.prompt_ids == token, 8, segment.prompt_ids).astype(np.int32)
         response = np.where(segment.response_ids == token, 8, segment.response_ids).astype(np.int32)
-        bad = int(task_id.rpartition("/")[2]) % 2
-        if bad and token:
+        if int(task_id.rpartition("/")[2]) % 2:
             prompt[0] = token
-        changed = replace(segment, prompt_ids=prompt, response_ids=response)
-        return replace(trajectory, segments=[changed], turn_rewards=(1.0,) if bad and not token else ())
+        return replace(trajectory, segments=[replace(segment, prompt_ids=prompt, response_ids=response)])
 
     return produce
 

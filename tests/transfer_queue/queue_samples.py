@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from hashlib import sha256
 from typing import Any
 
@@ -144,7 +144,7 @@ def segments(draw: st.DrawFn) -> Segment:
             spans.append((version, len(mask), len(mask) + sampled * scale))
         mask += [1] * sampled * scale + [0] * observed * scale
     rng = np.random.default_rng(draw(st.integers(0, 99)))
-    prompt = draw(st.integers(0, 9)) * scale
+    prompt = draw(st.integers(1, 9)) * scale
     kind = draw(st.sampled_from([None, np.uint8, np.uint16]))
     judged = draw(st.none() | st.just((-rng.random(len(mask)) * np.array(mask)).astype(np.float32)))
     return Segment(
@@ -168,6 +168,12 @@ def tops(rng: np.random.Generator, sampled: int, k: int) -> dict[str, np.ndarray
     return {"teacher_top_ids": ids, "teacher_top_logprobs": (-np.log(k) - rng.random((sampled, k))).astype(np.float32)}
 
 
+def with_turn_rewards(sent: Trajectory) -> st.SearchStrategy[Trajectory]:
+    turns = sum(one.num_turns for one in sent.segments)
+    rewards = st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=turns, max_size=turns)
+    return (st.just([]) | rewards).map(lambda drawn: replace(sent, turn_rewards=drawn))
+
+
 trajectories = st.builds(
     Trajectory,
     episode_id=st.just(LEASE.episode_id),
@@ -175,12 +181,11 @@ trajectories = st.builds(
     segments=st.lists(segments(), max_size=3),
     reward=st.none() | st.floats(allow_nan=False, allow_infinity=False),
     outcome=st.builds(Outcome, st.just(OutcomeKind.TRUNCATED), st.text()),
-    turn_rewards=st.lists(st.floats(allow_nan=False), max_size=3),
     num_turns=st.integers(0, 9),
     metrics=st.dictionaries(st.text(), st.floats(allow_nan=False), max_size=3),
     extra=st.dictionaries(st.text(), plain, max_size=3),
     data_source=st.text(),
-)
+).flatmap(with_turn_rewards)
 
 
 def same(left: object, right: object) -> bool:

@@ -245,13 +245,19 @@ async def test_a_group_with_too_few_left_leaves_with_it(make_queue, published: b
     assert (status.unconsumed_bytes, status.groups["committed"], status.episodes["trained"]) == (0, 1, 4)
 
 
-async def test_a_step_of_nothing_is_refused_and_unchanged(make_queue) -> None:
+@pytest.mark.parametrize("published", [False, True])
+async def test_a_step_of_nothing_is_passed_and_counted(make_queue, published: bool) -> None:
     queue, batch, _ = await shipped(make_queue)
-    everything = [one for group in batch.groups for one in group]
-    with pytest.raises(BadPayload, match="step 0"):
-        await queue.drop_lost(0, everything)
-    assert await queue.lease_batch(0) == batch
-    await assert_balance(queue, lost=0)
+    if published:
+        await queue.publish_version(Announcement(1, {}))
+    assert await queue.drop_lost(0, [one for group in batch.groups for one in group]) == 8
+    assert await queue.lease_batch(0) == Batch(0, [])
+    await assert_balance(queue, lost=8, lost_groups=2)
+    assert await queue.publish_version(Announcement(1, {})) is not published
+    await queue.commit(1, {0: []})
+    await assert_balance(queue, lost=8, lost_groups=2)
+    status = await queue.status()
+    assert (status.unconsumed_bytes, status.committed_step, status.episodes["trained"]) == (0, 1, 0)
 
 
 async def test_only_fixed_steps_lose_episodes(make_queue) -> None:

@@ -119,6 +119,7 @@ def test_compression_reaches_the_payload() -> None:
         ({"response_ids": np.array([1, 2**31, 3, 4])}, "response_ids: holds values over int32"),
         ({"response_ids": np.array([1, 2**31, 3, 4], dtype=np.uint32)}, "response_ids: holds values over int32"),
         ({"prompt_ids": np.array([0.5])}, "prompt_ids: dtype"),
+        ({"prompt_ids": i4()}, "prompt_ids: is empty"),
         ({"prompt_ids": np.zeros((2, 2), dtype=np.int32)}, "prompt_ids: has 2 dimensions"),
         ({"turn_starts": i4(9)}, "turn_starts: points behind"),
         ({"turn_starts": np.array([9])}, "turn_starts: points behind"),
@@ -230,6 +231,7 @@ def holds(found: Segment, floor: int) -> bool:
     rules = [
         all(token >= 0 for token in [*found.prompt_ids.tolist(), *found.response_ids.tolist()]),
         all(np.isfinite(values).all() for values in logprobs if values is not None),
+        len(found.prompt_ids) > 0 or found.response_mask[:1].tolist() != [1],
         covered == found.response_mask.tolist(),
         all(0 <= start < end <= length and version >= max(floor, 0) for version, start, end in spans),
         turns == sorted(turns) and all(0 <= at <= length for at in turns),
@@ -258,6 +260,12 @@ def verdict(found: Segment, floor: int) -> str | None:
     ("change", "message"),
     [
         ({"reward": float("nan")}, "reward: nan is not finite"),
+        ({"turn_rewards": (float("nan"),)}, "turn_rewards: nan is not finite"),
+        ({"turn_rewards": (10**400,)}, "turn_rewards: 1000"),
+        ({"turn_rewards": (1.0, 0.0)}, "turn_rewards: 2 for 1 turns"),
+        ({"extra": {"turn_states": ["a", "b"]}}, "extra.turn_states: 2 for 1 turns"),
+        ({"extra": {"turn_states": "a"}}, "extra.turn_states: str, a list expected"),
+        ({"metrics": {"f1": None}}, r"metrics\['f1'\]: None is not a number"),
         ({"reward": "1"}, "reward: '1' is not finite"),
         ({"reward": 10**400}, "reward: 1000.* is not finite"),
         ({"outcome": Outcome(OutcomeKind.CANCELLED)}, "reward: cancelled may not carry one"),

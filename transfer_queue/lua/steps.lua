@@ -152,9 +152,6 @@ for _, group in ipairs(cmsgpack.unpack(fixed)) do
   if #left < #group then changed[#changed + 1] = {task_id = task_id, v = v, group = group, whole = not enough} end
   lost = lost + #group - #left
 end
-if #kept == 0 then
-  return refuse('BADPAYLOAD', 'step ' .. step .. ': the payloads of too many episodes are gone, no group of it is left')
-end
 
 local function forget_payload(one, episode)
   local _, m = split_episode(episode)

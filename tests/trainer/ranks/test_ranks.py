@@ -51,7 +51,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
     stopping = {"stop": {"metric": "reward", "target": 0.0}, "checkpoint_every": 100}
     cases = {
         **{name: {"model": tiny_model, "settings": settings_of(name)} for name in ALGORITHMS},
-        **{name: {"model": tiny_model, "bad": name} for name in ("vocabulary", "turn rewards", "uneven", *OTHER)},
+        **{name: {"model": tiny_model, "bad": name} for name in ("vocabulary", "uneven", *OTHER)},
         "nan": {"model": poisoned(tmp_path_factory.mktemp("model")), "bad": "nan"},
         "patient": {"model": tiny_model},
         "stopping": {"model": tiny_model, "settings": stopping},
@@ -143,18 +143,11 @@ def test_a_nan_on_one_rank_is_skipped_on_both_kept_and_stops_both(runs: Path) ->
     assert [line["updates_skipped"] for line in metrics(folder)] == [1]
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("vocabulary", ", segment 0: token id 64, the trainer's vocabulary"),
-        ("turn rewards", ": turn rewards [1.0] for 2"),
-    ],
-)
-def test_what_one_rank_refuses_ends_both_with_its_cause(runs: Path, case: str, message: str) -> None:
-    first, second = endings(runs / case)
-    assert first == second
-    assert first.startswith(f"BadBatch: episode train/0000/00000001#0{message}")
-    assert not threads_of_gloo(runs / case), "one of them could abort the ending interpreter"
+def test_what_one_rank_cannot_train_leaves_the_step_on_both(runs: Path) -> None:
+    """Rank 1's group of each step has tokens that the model does not know."""
+    folder = runs / "vocabulary"
+    assert endings(folder) == ["trained", "trained"]
+    assert [(line["groups"], line["episodes"], line["updates"]) for line in metrics(folder)] == [(1, 4, 1)] * 6
 
 
 @pytest.mark.parametrize(
