@@ -12,8 +12,9 @@ from pathlib import Path
 
 from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.check import Check, human, warning
-from penstock.deploy.preflight.memory import MASTER, checkpoint_bytes, published_bytes
+from penstock.deploy.preflight.memory import checkpoint_bytes, published_bytes
 from penstock.deploy.preflight.model_shape import model_shape
+from penstock.deploy.preflight.rank_memory import MASTER
 from penstock.deploy.preflight.routing import token_bytes
 from penstock.deploy.run_dir import RunDir
 

@@ -16,9 +16,10 @@ from typing import Any
 from penstock.common import cores
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.preflight.check import Check, human, memory_bytes, skipped, warning
-from penstock.deploy.preflight.memory import rank_bytes, server_bytes, states_bytes
+from penstock.deploy.preflight.memory import server_bytes
 from penstock.deploy.preflight.memory_checks import Gpus, check_device
 from penstock.deploy.preflight.model_shape import find_shape, model_shape
+from penstock.deploy.preflight.rank_memory import rank_bytes, states_bytes
 from penstock.deploy.preflight.settings import GPU_DEVICES
 from penstock.deploy.preflight.torch_builds import TorchBuild, build_of, driver_version, newer_driver
 from penstock.deploy.run.plan import (

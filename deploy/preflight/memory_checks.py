@@ -27,9 +27,10 @@ import yaml
 
 from penstock.deploy.config import ConfigError, RunConfig, load_config
 from penstock.deploy.preflight.check import Check, available_bytes, human, memory_bytes, skipped, warning
-from penstock.deploy.preflight.memory import host_parts, in_flight_bytes, published_bytes, rank_bytes, server_bytes
+from penstock.deploy.preflight.memory import host_parts, in_flight_bytes, published_bytes, server_bytes
 from penstock.deploy.preflight.model import BadModelFiles, read_weights
 from penstock.deploy.preflight.model_shape import ModelShape, described_shape, find_shape, model_shape
+from penstock.deploy.preflight.rank_memory import ACTIVATIONS, OF_A_PACK, context_bytes, rank_bytes
 from penstock.deploy.run.plan import gpus_of_server, lent_servers, places_of_server
 from penstock.deploy.run.weights_folder import SHARED_MEMORY
 from penstock.trainer import TrainerConfig
@@ -48,10 +49,11 @@ FIXES = {
     "processes": "lower agent.workers, rollout.servers or trainer.ranks",
 }
 USABLE = 0.9
-"""Of a device's memory where a trainer is: the rest is the driver's, fragments, and NCCL's buffers."""
+"""Of a device's memory where a trainer is: the rest is fragments of torch's allocator."""
 CLAIMS = {"vllm": ("gpu_memory_utilization", 0.9), "sglang": ("mem_fraction_static", 0.9)}
 """What each engine calls its share of a device, and about what it takes where the recipe does not say."""
 ENGINES = "engines"
+PROCESS = "context and NCCL"
 ASLEEP = "processes asleep"
 OF_ENGINES = {ENGINES, ASLEEP}
 RESIDUE = 3 << 29
@@ -140,7 +142,8 @@ def busiest(config: RunConfig, shape: ModelShape, gpus: Gpus) -> dict[str, float
     """Bytes by part of the device that is over its limit, else of the fullest that a rank is on."""
     rank, claim = rank_bytes(shape, config), _claim(config) * gpus.bytes
     if config.trainer.offload:
-        rank = {name: rank[name] for name in ("gathered layers", "activations") if name in rank}
+        rank = {name: rank[name] for name in OF_A_PACK}
+    rank[PROCESS] = context_bytes(config.trainer)
     servers = config.rollout.servers + config.rollout.evaluation_server
     own = [place for number in range(servers) for place in places_of_server(config, number, gpus.count)]
     in_turns = [
@@ -222,7 +225,7 @@ def _changes(trainer: TrainerConfig) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _keys_of(part: str, trainer: TrainerConfig) -> str:
-    if part == "activations":
+    if part == ACTIVATIONS:
         return "lower trainer.micro_batch_tokens and rollout.max_model_len, or raise trainer.parallel.context"
     if trainer.engine == "megatron":
         return "raise trainer.ranks, trainer.parallel.tensor or trainer.parallel.expert"

@@ -27,8 +27,12 @@ class ModelShape:
     """Parameters of LoRA's matrices per rank of theirs: Σ (rows + columns) of the layers' matrices."""
     outer: int = 0
     """Parameters outside of the layers: embedding and head."""
+    head: int = 0
+    """Parameters of the output layer, which may be the embedding itself."""
     experts: int = 0
     """Parameters of all experts of a mixture."""
+    routed: int = 0
+    """Experts of a token in a mixture; 0 in a dense model."""
     dtype: str = "float32"
     """That the model's config names for its weights."""
 
@@ -38,16 +42,23 @@ def shape_of(declared: Mapping[str, Any], weights: WeightFiles) -> ModelShape | 
     try:
         hidden, heads = int(declared["hidden_size"]), int(declared["num_attention_heads"])
         head = int(declared.get("head_dim") or hidden // heads)
-        experts = int(declared.get("num_experts_per_tok") or 1)
-        mlp = int(declared.get("moe_intermediate_size") or declared["intermediate_size"]) * experts
+        routed = int(declared.get("num_experts_per_tok") or 0)
+        mlp = int(declared.get("moe_intermediate_size") or declared["intermediate_size"]) * (routed or 1)
         layers, key_value = int(declared["num_hidden_layers"]), int(declared.get("num_key_value_heads") or heads) * head
     except (KeyError, TypeError, ValueError):
         return None
-    matrices = (shape for name, shape in weights.shapes.items() if len(shape) == 2 and _in_layer(name))
+    matrices = (
+        shape
+        for name, shape in weights.shapes.items()
+        if len(shape) == 2 and _in_layer(name) and ".experts." not in name
+    )
+    outer = {name: math.prod(shape) for name, shape in weights.shapes.items() if not _in_layer(name)}
     return ModelShape(
         *(weights.parameters, layers, hidden, heads * head, key_value, mlp, sum(map(sum, matrices))),
-        outer=sum(math.prod(shape) for name, shape in weights.shapes.items() if not _in_layer(name)),
+        outer=sum(outer.values()),
+        head=next((size for name, size in outer.items() if "lm_head" in name), sum(outer.values())),
         experts=sum(math.prod(shape) for name, shape in weights.shapes.items() if ".experts." in name),
+        routed=routed,
         dtype=str(declared.get("dtype") or declared.get("torch_dtype") or "float32"),
     )
 

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.preflight.check import Check, human
 from penstock.deploy.preflight.machine import trainer_nodes
-from penstock.deploy.preflight.memory import cached_tokens, rank_bytes, server_bytes, states_bytes
+from penstock.deploy.preflight.memory import cached_tokens, server_bytes
 from penstock.deploy.preflight.model_shape import find_shape
+from penstock.deploy.preflight.rank_memory import rank_bytes, states_bytes
 from penstock.deploy.run.plan import NODES_VARIABLE, gpus_of_server, lent_servers
 
 

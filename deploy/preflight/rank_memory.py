@@ -1,0 +1,232 @@
+"""Estimate of the most bytes that a trainer's rank holds on its device.
+
+With P parameters of which O are outside of the layers and H in the output layer, R ranks, L layers, hidden width h,
+query and key-value widths q and kv, MLP width i (of an expert times the k experts of a token; k is 0 in a dense model),
+T tokens of a packed row, b bytes of the arithmetic:
+
+    states             =  weights 4P/R + gradients 4P/R + moments 8P/R          fully sharded, masters in float32
+                          under HSDP R is the ranks of one set, trainer.ranks / parallel.replicate
+    with LoRA            gradients and moments of its matrices only; a base in bfloat16 has no float32 masters
+    reference            weights again, in trainer.dtype or trainer.kl.reference_dtype; with LoRA it is the base itself
+    critic               weights, gradients and moments of all P, in trainer.critic.dtype
+    megatron             weights b and gradients 4 of what the rank's tensor, pipeline and expert groups leave it,
+                         masters and moments 12, spread over the ranks that hold the same
+
+and the largest moment of a backward, N = (P − O)/L:
+
+    output layer       =  gathered b·(O + N) + its gradient (4 + b)·H + what all layers saved + a tile of logits
+    the last layers    =  gathered b·(O + 2N) + gradients b·H, b·N and, after the first, 4N, the input of the
+                          reduce-scatter of the one before + what is saved + what is computed again + gradients inside
+    the weights outside of the layers  =  gradients (4 + max(b, 4/R))·O
+
+    a layer saves, per token,  2·(4 + 2b)·h + (4 + b)·(q + kv) + b·(2q + 2kv + 4i + 2k·h)
+                          with recompute b·h, selective also the queries, values, gate and both outputs;
+                          with activation_offload L is 2, and those of the other layers are in host memory
+
+On one shard all weights are copied in the forward: b·P. Under megatron nothing is gathered, and gradients are added up
+where they are reduced; a checkpoint gathers one state at a time, which is less than a backward needs.
+
+What a layer saves is that of a pre-norm block with norms of queries and keys, a gated MLP and fused attention (after
+Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198, section 4,
+without dropout and attention matrices), as transformers computes it: norms in float32; the rows of a mixture's tokens
+are copied for each of their experts. What is gathered and reduced is that of
+torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from penstock.deploy.config import RunConfig
+from penstock.deploy.preflight.model_shape import ModelShape
+from penstock.trainer import TrainerConfig
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MASTER = 4
+"""float32: weights, gradients; two moments are two of it."""
+ON_DEVICE = 2
+"""Layers whose activations are on the device at a time where the others' are not."""
+TILE_LOGITS, TILE_COLUMNS = 1 << 25, 4096
+"""Logits that exist at a time, as in `penstock.trainer.logprobs` on a GPU."""
+CUDA_CONTEXT = 1 << 29
+"""About what torch's kernels and the driver take of a device."""
+NCCL_BUFFERS = 3 << 28
+"""About what NCCL takes of a device for one group of ranks."""
+
+
+def rank_bytes(shape: ModelShape, config: RunConfig) -> dict[str, float]:
+    """Bytes of one rank of the run's trainer, by part."""
+    return trainer_bytes(shape, config.trainer, config.rollout.max_model_len, critic=needs_critic(config))
+
+
+def states_bytes(rank: Mapping[str, float]) -> float:
+    """Bytes of a rank that stay from step to step."""
+    return rank["weights"] + rank["gradients"] + rank["moments"]
+
+
+def trainer_bytes(shape: ModelShape, trainer: TrainerConfig, longest: int, *, critic: bool) -> dict[str, float]:
+    """Bytes of one rank by part, when it holds most. `longest`: tokens of the longest sequence."""
+    tokens = max(trainer.micro_batch_tokens, longest) / trainer.parallel.context
+    states = _split(shape, trainer) if trainer.engine == "megatron" else _sharded(shape, trainer, critic=critic)
+    of_a_pack = max(_moments(shape, trainer, tokens), key=lambda parts: sum(parts.values()))
+    return {**states, **of_a_pack}
+
+
+def context_bytes(trainer: TrainerConfig) -> float:
+    """Bytes of a GPU that a rank takes outside of torch's allocator."""
+    layout = trainer.parallel
+    shards = trainer.ranks // layout.replicate // layout.tensor
+    sizes = (shards, layout.replicate, layout.tensor, layout.context, layout.pipeline, layout.expert)
+    return CUDA_CONTEXT + NCCL_BUFFERS * sum(size > 1 for size in sizes)
+
+
+def learning_parameters(shape: ModelShape, trainer: TrainerConfig) -> int:
+    return shape.lora * trainer.lora.rank or shape.parameters
+
+
+def needs_critic(config: RunConfig) -> bool:
+    """True if a second model (the critic) is trained in addition to the policy."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    from penstock.common import UnknownName
+    from penstock.trainer import needs_of_advantage
+
+    try:
+        return bool(needs_of_advantage(config.trainer) & {"values", "implicit"})
+    except UnknownName:
+        return False  # `check_algorithm` says so
+
+
+# states --------------------------------------------------------------------------------------------------------------
+def _sharded(shape: ModelShape, trainer: TrainerConfig, *, critic: bool) -> dict[str, float]:
+    """Of the engine fsdp."""
+    learning = MASTER * learning_parameters(shape, trainer)
+    has_reference = trainer.kl.needs_reference and not trainer.lora.rank
+    reference = BYTES[trainer.kl.reference_dtype or trainer.dtype] * shape.parameters if has_reference else 0
+    value = BYTES[trainer.critic.dtype] * shape.parameters if critic else 0
+    ranks = trainer.ranks / trainer.parallel.replicate
+    return {
+        "weights": (_kept_width(shape, trainer) * shape.parameters + reference + value) / ranks,
+        "gradients": (learning + value) / ranks,
+        "moments": 2 * (learning + value) / ranks,
+    }
+
+
+def _kept_width(shape: ModelShape, trainer: TrainerConfig) -> int:
+    low = trainer.lora.rank and trainer.dtype == shape.dtype == "bfloat16"
+    return BYTES["bfloat16"] if low else MASTER
+
+
+def _split(shape: ModelShape, trainer: TrainerConfig) -> dict[str, float]:
+    """Of the engine megatron, which keeps a rank's part of the weights whole and spreads the optimizer's states."""
+    width, layout = BYTES[trainer.dtype], trainer.parallel
+    dense_ranks, expert_ranks = layout.tensor * layout.pipeline, layout.expert * layout.pipeline
+    local = (shape.parameters - shape.experts) / dense_ranks + shape.experts / expert_ranks
+    masters = MASTER if width < MASTER else 0
+    return {
+        "weights": (1 + trainer.kl.needs_reference) * width * local,
+        "gradients": MASTER * local,
+        "moments": (masters + 2 * MASTER) * shape.parameters / trainer.ranks,
+    }
+
+
+# moments of a backward -----------------------------------------------------------------------------------------------
+GATHERED, REDUCED, ACTIVATIONS = "gathered layers", "gradients before they are reduced", "activations"
+OF_A_PACK = (GATHERED, REDUCED, ACTIVATIONS)
+"""On the device under trainer.offload too."""
+
+
+def _moments(shape: ModelShape, trainer: TrainerConfig, tokens: float) -> Iterator[dict[str, float]]:
+    """What there is on top of the states, for `tokens` that a rank computes."""
+    width, tensor = BYTES[trainer.dtype], trainer.parallel.tensor
+    saved, again = _saved(shape, trainer)
+    learning = _learning(shape, trainer)
+    yield {
+        GATHERED: _gathered(shape, trainer, 1),
+        REDUCED: learning.head * (MASTER + (width if width < MASTER else 0)),  # added up in float32, then rounded
+        ACTIVATIONS: tokens * _layers_on_device(shape, trainer) * saved + _of_logits(shape, width, tokens),
+    }
+    inside = width * (shape.hidden + 2 * shape.mlp / tensor + 2 * shape.routed * shape.hidden)
+    for done in (0, 1):  # layers whose backward is over
+        waiting = _layers_on_device(shape, trainer, done) * saved
+        yield {
+            GATHERED: _gathered(shape, trainer, 2, done),
+            REDUCED: width * learning.head + (width + MASTER * done) * learning.layer,
+            ACTIVATIONS: tokens * (waiting + again + inside),
+        }
+    shards = trainer.ranks / trainer.parallel.replicate / tensor
+    yield {GATHERED: 0, REDUCED: (MASTER + max(width, MASTER / shards)) * learning.outer, ACTIVATIONS: 0}
+
+
+class _Learning(NamedTuple):
+    """Parameters of a rank's tensor part whose gradients are reduced."""
+
+    layer: float
+    outer: float
+    head: float
+
+
+def _learning(shape: ModelShape, trainer: TrainerConfig) -> _Learning:
+    tensor = trainer.parallel.tensor
+    if trainer.engine == "megatron":  # it adds them up where they are reduced; the output layer's is made apart
+        return _Learning(0, 0, shape.head / tensor)
+    if trainer.lora.rank:
+        return _Learning(shape.lora * trainer.lora.rank / shape.layers / tensor, 0, 0)
+    return _Learning(_layer(shape) / tensor, shape.outer / tensor, shape.head / tensor)
+
+
+def _layer(shape: ModelShape) -> float:
+    return (shape.parameters - shape.outer) / shape.layers
+
+
+def _layers_on_device(shape: ModelShape, trainer: TrainerConfig, done: int = 0) -> float:
+    """Of those that keep something for their backward. A stage of a pipeline has a part of them."""
+    layers = shape.layers / trainer.parallel.pipeline - done
+    return min(layers, ON_DEVICE) if trainer.activation_offload else layers
+
+
+def _gathered(shape: ModelShape, trainer: TrainerConfig, layers: int, done: int = 0) -> float:
+    """Weights as the arithmetic takes them, of so many `layers` at a time. One shard is copied too, whatever its dtype,
+    and a layer's copy is given back after its backward."""
+    if trainer.engine == "megatron":
+        return 0
+    width, tensor = BYTES[trainer.dtype], trainer.parallel.tensor
+    one_shard = trainer.ranks / trainer.parallel.replicate == tensor
+    return width * (shape.outer + (shape.layers - done if one_shard else layers) * _layer(shape)) / tensor
+
+
+def _of_logits(shape: ModelShape, width: int, tokens: float) -> float:
+    """From the last layer to the logits and back: two tiles of them in float32, one as the product takes it."""
+    columns = min(TILE_COLUMNS, shape.head // shape.hidden)
+    rounded = width if width < MASTER else 0
+    last = MASTER + 2 * width + width + MASTER  # norm, rows that predict, their gradient
+    return tokens * last * shape.hidden + min(tokens * columns, TILE_LOGITS) * (2 * MASTER + rounded)
+
+
+def waiting_bytes(shape: ModelShape, trainer: TrainerConfig, longest: int) -> float:
+    """Of one rank, in host memory: what trainer.activation_offload moves there. The last layer's never leave."""
+    if not trainer.activation_offload:
+        return 0.0
+    tokens = max(trainer.micro_batch_tokens, longest) / trainer.parallel.context
+    saved, _ = _saved(shape, trainer)
+    return tokens * (shape.layers - 1) * saved
+
+
+def _saved(shape: ModelShape, trainer: TrainerConfig) -> tuple[float, float]:
+    """Bytes per token: (of each layer until its backward, more of the one whose backward it is).
+
+    Of the residual stream every rank of a tensor group has all, of the products between its matrices a part.
+    """
+    width, tensor, copies = BYTES[trainer.dtype], trainer.parallel.tensor, shape.routed * shape.hidden
+    norm = MASTER + width  # its input in float32, and normalised
+    of_heads = norm * (shape.query + shape.key_value) + width * (2 * shape.query + 2 * shape.key_value)
+    layer = 2 * (norm + width) * shape.hidden + 2 * width * copies + (of_heads + 4 * width * shape.mlp) / tensor
+    if not trainer.recompute:
+        return layer, 0
+    if trainer.recompute != "selective":
+        return width * shape.hidden, layer  # its input alone
+    of_mlp = copies if copies else shape.hidden + shape.mlp / tensor
+    selected = width * (of_mlp + (2 * shape.query + shape.key_value) / tensor)
+    return width * shape.hidden + selected, layer - selected
