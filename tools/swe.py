@@ -108,7 +108,8 @@ class _SweTool(GradedTool):
         super().__init__(sandbox)
         self._swe = settings
         self.create_timeout_s = SETTING_UP_S
-        runs = 1 + 2 * settings.decoys + REFERENCE_RUNS  # each plan may have to be proven first
+        rounds = 1 + settings.decoys  # a limit may be reached in each, then the reference patch and the round run again
+        runs = 3 * rounds + 2 * settings.decoys + REFERENCE_RUNS  # each plan may have to be proven first
         self.reward_timeout_s = runs * settings.tests_timeout_s + SETTING_UP_S
 
     def _box_of(self, task: Task) -> SweBox:

@@ -46,10 +46,14 @@ async def _verdict(boxes: GradingBoxes, patch: bytes, rounds: Sequence[Round]) -
     waiting = random.SystemRandom().sample(rounds, len(rounds))
     ended: list[tuple[Round, GradingRun]] = []
     verdict: Grade | None = None
+    patient = boxes
     doubt = ""
     while waiting and not doubt and (verdict is None or verdict.share):
         one = waiting.pop()
-        run = await boxes.run(patch, one.changes)
+        run = await patient.run(patch, one.changes)
+        if run.used >= 1 and all(earlier.used < 1 for _, earlier in ended):  # reached in this box alone
+            patient = await reference_of(boxes.task).on_this_machine(boxes)
+            run = await patient.run(patch, one.changes)
         ended.append((one, run))
         if one.is_true:
             verdict = run.grade

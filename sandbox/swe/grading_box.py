@@ -27,6 +27,8 @@ class GradingRun:
     grade: Grade
     ran: Ran
     """With every test of the files, under the ids that they had in this box."""
+    used: float = 0.0
+    """Largest share of a time limit that was used; 1 or more where one was reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,14 @@ class GradingBoxes:
         async with self._box() as workspace:
             if not changes.files:  # `read` did not
                 await check_runner(workspace, self.task)
-            return await _graded(workspace, self.task, patch, changes)
+            run = await _graded(workspace, self.task, patch, changes)
+            slowest_s = max(run.ran.seconds.values(), default=0.0)
+            return replace(run, used=max(workspace.used, slowest_s / self.limits.test_timeout_s))
+
+    def with_limits_times(self, factor: float) -> GradingBoxes:
+        names = ("command_timeout_s", "test_timeout_s", "tests_timeout_s")
+        longer = {name: getattr(self.limits, name) * factor for name in names}
+        return replace(self, limits=self.limits.model_copy(update=longer))
 
     @contextlib.asynccontextmanager
     async def _box(self) -> AsyncIterator[Workspace]:
@@ -111,7 +120,7 @@ async def _build_and_run(workspace: Workspace, task: SweTask, changes: BoxChange
     if task.build_command:
         before = await Seal.of(workspace, task)
         argv = workspace.in_folder(task.build_command, workspace.variables(task))
-        built = await workspace.session.run(argv, timeout_s=workspace.limits.command_timeout_s)
+        built = await workspace.run(argv, workspace.limits.command_timeout_s)
         output = built.stdout + built.stderr
         if built.exit_code != 0:
             return Ran({}, "the build failed with this patch", output)

@@ -52,7 +52,7 @@ async def check_runner(workspace: Workspace, task: SweTask) -> None:
     if command is None:
         return
     argv = workspace.in_folder(f"{shlex.quote(command.python)} -c 'import pytest'", workspace.variables(task))
-    result = await workspace.session.run(argv, timeout_s=workspace.limits.command_timeout_s)
+    result = await workspace.run(argv, workspace.limits.command_timeout_s)
     if result.exit_code != 0:
         raise SweTaskError(f"task {task.instance_id}: no pytest in its box: {(result.stderr or result.stdout)[-500:]}")
 
@@ -79,8 +79,7 @@ async def run_tests(workspace: Workspace, task: SweTask, changes: BoxChanges, ne
     launcher = await workspace.upload("run_pytest.py", program)
     variables = {"PYTHONDONTWRITEBYTECODE": "1", **command.variables, **workspace.variables(task)}
     argv = workspace.in_folder(f"exec {shlex.join([command.python, launcher])}", variables)
-    limit_s = workspace.limits.tests_timeout_s
-    result = await workspace.session.run(argv, stdin=json.dumps(job), timeout_s=limit_s)
+    result = await workspace.run(argv, workspace.limits.tests_timeout_s, json.dumps(job))
     seen = Witnessed()
     with contextlib.suppress(OSError):  # never begun, or taken away by what ran
         seen = await asyncio.to_thread(read_lines, await workspace.read(results, MAX_RESULTS_BYTES), key)
@@ -98,7 +97,7 @@ async def _run_each(workspace: Workspace, task: SweTask) -> Ran:
     for test in task.tests:
         command = task.test_command.replace("{test}", shlex.quote(test))
         argv = workspace.in_folder(command, variables)
-        result = await workspace.session.run(argv, timeout_s=workspace.limits.test_timeout_s)
+        result = await workspace.run(argv, workspace.limits.test_timeout_s)
         outcomes[test] = "passed" if result.exit_code == 0 else "failed"
         outputs.append(f"$ {command}\n{result.stdout}{result.stderr}")
     return Ran(outcomes, "", "\n".join(outputs)[-OUTPUT_CHARS:])

@@ -13,6 +13,7 @@ import posixpath
 import stat
 import subprocess
 import tarfile
+import time
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -124,6 +125,8 @@ class Workspace:
         self.folder = folder
         self.state = state
         self.limits = limits
+        self.used = 0.0
+        """Largest share of its time limit that a command used so far; 1 or more where one was reached."""
 
     @classmethod
     async def find(cls, session: Session, task: SweTask, limits: SweLimits) -> Workspace:
@@ -136,10 +139,18 @@ class Workspace:
         folder, state = result.stdout.splitlines()
         return cls(session, folder, state, limits)
 
+    async def run(self, argv: list[str], timeout_s: float, stdin: str = "") -> RunResult:
+        """Raises `SandboxError`."""
+        started = time.monotonic()
+        result = await self.session.run(argv, stdin=stdin, timeout_s=timeout_s)
+        used = (time.monotonic() - started) / timeout_s
+        self.used = max(self.used, used, float(result.limit == "wall"))
+        return result
+
     async def script(self, text: str, *arguments: str) -> RunResult:
         """Raises `ScriptFailed`, and `SandboxError`."""
         command = ["sh", "-c", scripts.BEGIN + text, "swe", self.state, self.folder, *arguments]
-        result = await self.session.run(command, timeout_s=self.limits.command_timeout_s)
+        result = await self.run(command, self.limits.command_timeout_s)
         if result.exit_code != 0:
             raise ScriptFailed(_end_of(result))
         return result

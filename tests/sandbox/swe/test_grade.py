@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import re
+import subprocess
+import sys
 
 import pytest
 from tests.sandbox.server.conftest import TOKEN, serving
@@ -74,6 +78,71 @@ async def test_grade_run_that_never_ends_is_ended(sandbox, task):
     found = await grade(sandbox, task, await patch_of(sandbox, task, command), limits)
     assert found.reason == "the run ended before its first test (limit wall)"
     assert set(found.outcomes.values()) == {"missing"}
+
+
+def slow(task, seconds: float):
+    """A hidden test that takes this long."""
+    line = b'    assert slugify(title, sep="_")'
+    wait = f"    __import__('time').sleep({seconds})".encode()
+    longer = task.test_patch.replace(b"+" + line, b"+" + wait + b"\n+" + line)
+    header = re.compile(rb"@@ (-\d+,\d+) \+(\d+),(\d+) @@")
+    first = header.search(task.test_patch)
+    longer = header.sub(b"@@ %s +%s,%d @@" % (*first.group(1, 2), int(first.group(3)) + 1), longer, count=1)
+    return dataclasses.replace(task, instance_id=f"slow-{seconds}", test_patch=longer)
+
+
+async def test_grade_limits_follow_what_the_reference_takes(sandbox, task):
+    """On a busy machine both take longer than the limit."""
+    limits = LIMITS.model_copy(update={"test_timeout_s": 1.5})
+    found = await grade(sandbox, slow(task, 2.0), task.patch, limits)
+    assert (found.resolved, found.reason) == (True, "")
+    found = await grade(sandbox, slow(task, 30.0), task.patch, limits)
+    assert not found.resolved
+
+
+@pytest.mark.parametrize("at", range(1 + LIMITS.decoys))
+async def test_grade_limit_reached_in_one_box_is_reached_by_chance(sandbox, task, at, monkeypatch):
+    first = await sandbox.start("a box to learn its kind")
+    kind = type(first)
+    await first.close()
+    run, boxes = kind.run, []
+
+    async def stalls(self, argv, **how):
+        if "run_pytest" in str(argv):
+            boxes.append(self)
+            if len(boxes) == at + 1:
+                how["timeout_s"] = 0.01
+        return await run(self, argv, **how)
+
+    monkeypatch.setattr(kind, "run", stalls)
+    found = await grade(sandbox, task, task.patch, LIMITS)
+    assert (found.resolved, found.reason) == (True, "")
+
+
+@pytest.mark.deep
+async def test_grade_honest_fixes_on_a_busy_machine(sandbox, task):
+    """Forty fixes of a test that computes for most of its limit, with two busy loops and other gradings beside them."""
+    work = b"    __import__('hashlib').pbkdf2_hmac('sha256', b'a', b'b', 1_500_000)"
+    computing = dataclasses.replace(slow(task, 0), instance_id="computes")
+    computing = dataclasses.replace(
+        computing, test_patch=computing.test_patch.replace(b"    __import__('time').sleep(0)", work)
+    )
+    quiet = await grade(sandbox, computing, task.patch, LIMITS.model_copy(update={"test_timeout_s": 60.0}))
+    limits = LIMITS.model_copy(update={"test_timeout_s": 1.3 * quiet.seconds[task.fail_to_pass[0]]})
+    turns = asyncio.Semaphore(CONFIG.max_boxes)
+
+    async def graded_in_turn():
+        async with turns:
+            return await grade(sandbox, computing, task.patch, limits)
+
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        graded = await asyncio.gather(*(graded_in_turn() for _ in range(40)))
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+    assert [one.reason for one in graded if not one.resolved] == []
 
 
 async def test_grade_patch_that_does_not_apply_is_the_models_fault(sandbox, task, tasks):
