@@ -41,7 +41,7 @@ from penstock.agent_loops.tracing import traced
 from penstock.common import Backoff, cancel_and_wait, frozen_start, uncollected
 from penstock.sandbox import Sandbox, SandboxConfig, SandboxError, make_sandbox
 from penstock.sandbox.managed import follow_costs
-from penstock.tools import ToolConfig, close_tools, configs_of, make_tools
+from penstock.tools import ToolConfig, close_tools, configs_of, make_tools, need_sandbox
 from penstock.transfer_queue import Lease, LeaseLost, Outcome, OutcomeKind, QueueError, RunContext
 
 BACKOFF = Backoff(0.05, 0.2, factor=1.5, jitter=(0.75, 1.25))
@@ -144,7 +144,8 @@ def _sandbox_of(job: WorkerJob) -> Sandbox | None:
     """Required by tools and some loops; rewards by verl's names may work without, and fail when they must run a
     program."""
     loops = (find_loop(name, job.run.recipe_dir) for name in job.config.loops)
-    required = bool(job.tools) or any(loop.needs_sandbox for loop in loops)
+    load = partial(load_object, recipe_dir=job.run.recipe_dir)
+    required = need_sandbox(job.tools, load) or any(loop.needs_sandbox for loop in loops)
     if not required and not may_need_sandbox(job.config):
         return None
     try:

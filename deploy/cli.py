@@ -37,10 +37,10 @@ app = typer.Typer(
 START, TRAIN, CHECK, WATCH = "Start here", "Train and measure", "Check before a run", "Watch and steer a run"
 CLUSTERS, ROLES = "Several machines", "Roles and servers of a run"
 PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    START: (quickstart, init, recipes),
+    START: (quickstart, init, status, recipes),
     TRAIN: (sft, bench),
     CHECK: (doctor, rehearse, simulate),
-    WATCH: (status, dashboard, trace, curriculum, clean),
+    WATCH: (dashboard, trace, curriculum, clean),
     ROLES: (redis_server, search_server, reward_server, teacher_server),
 }
 """Groups of `penstock --help`, and the commands in each that are named as their function."""
@@ -86,7 +86,7 @@ class Where(StrEnum):
     RAY = "ray"
 
 
-@app.command(rich_help_panel=TRAIN)
+@app.command(rich_help_panel=START)
 def run(
     recipe: Recipe,
     overrides: Overrides = None,
@@ -252,6 +252,15 @@ def _run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
     with user_errors():
         run_role(main)
+
+
+FIRST = ("quickstart", "init", "run", "status")
+"""Commands at the top of `penstock --help`, in this order."""
+app.registered_commands.sort(
+    key=lambda command: next(
+        (i for i, name in enumerate(FIRST) if name == getattr(command.callback, "__name__", "")), 9
+    )
+)
 
 
 def main() -> None:

@@ -253,7 +253,15 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
         raise ConfigError(f"override {override!r}: write it as section.key=value, for example trainer.lr=1e-6")
-    value = yaml.safe_load(text)
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        problem = " ".join(str(error).split())
+        raise ConfigError(
+            f"override {override!r}: the value is not valid YAML ({problem}); quote text as '\"…\"'"
+        ) from None
+    if value is None and not text.strip() and _annotation(dotted) is str:
+        value = ""
     if isinstance(value, str):
         with contextlib.suppress(ValueError):  # YAML 1.1 reads 1e-6 as a string; people mean the number
             value = float(value)
@@ -337,16 +345,25 @@ def _explain(problem: ErrorDetails, path: Sequence[str]) -> str:
         return f"{dotted}: {sentence}" if sentence else f"{dotted}: no such key{_nearest(location)}"
     if problem["type"] == "missing":
         return f"{dotted}: is required; {_description(location)}"
-    return f"{dotted}: {problem['msg'].lower()} (got {problem['input']!r}); {_description(location)}"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{dotted}: {message[:1].lower()}{message[1:]} (got {problem['input']!r}); {_description(location)}"
 
 
 def _nearest(location: Sequence[str]) -> str:
     model = _section(location[:-1])
     valid = list(model.model_fields) if model else []
-    close = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.5)
-    if close:
+    close = difflib.get_close_matches(location[-1], valid, n=len(valid), cutoff=0.0) if valid else []
+    if close and difflib.SequenceMatcher(None, location[-1], close[0]).ratio() >= 0.5:
         return f"; did you mean {'.'.join([*location[:-1], close[0]])!r}?"
-    return f"; valid keys here are {', '.join(valid)}"
+    return f"; valid keys here are {', '.join(close)}"
+
+
+def _annotation(dotted: str) -> Any:
+    """The declared type of a key; None for an unknown one."""
+    *sections, leaf = dotted.split(".")
+    model = _section(sections)
+    field = model.model_fields.get(leaf) if model else None
+    return field.annotation if field else None
 
 
 def _description(location: Sequence[str]) -> str:

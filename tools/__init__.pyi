@@ -18,6 +18,7 @@ from .registry import ToolConfigError as ToolConfigError
 from .registry import close_tools as close_tools
 from .registry import configs_of as configs_of
 from .registry import make_tools as make_tools
+from .registry import need_sandbox as need_sandbox
 from .registry import register_tool as register_tool
 from .search import TOKEN_VARIABLE as TOKEN_VARIABLE
 from .search import SearchTool as SearchTool

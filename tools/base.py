@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from penstock.common import nearest
 from penstock.transfer_queue import Task
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class BaseTool(ABC):
     """Where a state is lost, this tool's own earlier calls bring it back. False: the episode starts afresh."""
     turn_group: str | None = None
     """Calls of tools of one group run in the order in which the model wrote them; others run in parallel."""
+    needs_sandbox: bool = True
+    """False: the tool opens no box, and a recipe with such tools alone runs without a sandbox."""
     create_timeout_s: float = 60.0
     """Deadline of `create`, waiting for a free box included."""
     reward_timeout_s: float = 60.0
@@ -80,9 +83,16 @@ class BaseTool(ABC):
     guard: CallGuard | None = None
     """Cache, turnstile and retries around the calls; made from the tool's configuration."""
 
+    defaults: Mapping[str, Any] = {}
+    """Settings that a recipe may give a tool without an `__init__` of its own, and their defaults."""
+
     def __init__(self, sandbox: Sandbox | None = None, **settings: Any) -> None:
+        """Raises `TypeError` for a setting that `defaults` does not have."""
+        if unknown := sorted(set(settings) - set(self.defaults)):
+            known = f"known are {', '.join(self.defaults)}" if self.defaults else "it has none"
+            raise TypeError(f"unknown setting {unknown[0]!r}{nearest(unknown[0], self.defaults)}; {known}")
         self.sandbox = sandbox
-        self.settings = settings
+        self.settings = {**self.defaults, **settings}
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -129,6 +139,8 @@ class BaseTool(ABC):
 
 class ToolGroup(ABC):
     """Several tools from one entry of a recipe; made with the entry's settings, as a `BaseTool` is."""
+
+    needs_sandbox: bool = True
 
     @abstractmethod
     def tools(self) -> list[BaseTool]:

@@ -11,6 +11,7 @@ from penstock.tools.base import BaseTool, ToolResult
 class FinalAnswerTool(BaseTool):
     """Its result is `final`: the loop ends there; reward functions read ``extra_info["final_answer"]``."""
 
+    needs_sandbox = False
     name = "final_answer"
     description = "Give the final answer; nothing comes after it."
     parameters: Mapping[str, Any] = {

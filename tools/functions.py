@@ -60,6 +60,8 @@ THE_CALLS_FAULT = (ValueError, TypeError, LookupError, ArithmeticError)
 class FunctionTool(BaseTool):
     """Made by `function_tool`. Stateless: one object serves all episodes."""
 
+    needs_sandbox = False
+
     def __init__(
         self,
         function: Callable[..., Any],

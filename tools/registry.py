@@ -79,6 +79,11 @@ def make_tools(
     return tools
 
 
+def need_sandbox(configs: Sequence[ToolConfig], load: Callable[[str], Any] | None = None) -> bool:
+    """Returns whether any of the tools works in a box. Raises `ToolConfigError`, and what `load` raises."""
+    return any(getattr(TOOLS.get(config.name, load), "needs_sandbox", True) for config in configs)
+
+
 def configs_of(tools: Mapping[str, BaseTool]) -> dict[str, ToolConfig]:
     """The settings that `make_tools` made each tool from."""
     return {name: tool.guard.config for name, tool in tools.items() if tool.guard is not None}

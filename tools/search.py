@@ -18,6 +18,7 @@ TOKEN_VARIABLE = "PENSTOCK_SEARCH_TOKEN"  # noqa: S105
 class SearchTool(BaseTool):
     """All queries of a call are one request. Pure: a worker asks a question once."""
 
+    needs_sandbox = False
     name = "search"
     description = "Search for passages that answer a query."
     parameters: Mapping[str, Any] = {

@@ -43,6 +43,8 @@ def read_tools(value: Any) -> Any:
     """
     if not isinstance(value, str):
         return value
+    if ".py:" in value:
+        raise ValueError(f"{value}: a tool is an entry of a list; write tools='[{{name: {value}}}]'")
     try:
         return list(yaml.safe_load(Path(value).read_text())["tools"])
     except (OSError, KeyError, TypeError, yaml.YAMLError) as error:

@@ -74,6 +74,7 @@ APIS: dict[str, SearchApi] = {
 class WebSearchTool(BaseTool):
     """Pages for a query, from the service that the settings name; `concurrency` should be what its plan allows."""
 
+    needs_sandbox = False
     name = "web_search"
     description = "Search the web."
     parameters: Mapping[str, Any] = {

@@ -70,7 +70,7 @@ def evaluate_target(request: EvalRequest, *, as_json: bool = False) -> int:
         return complain(str(error), 2)
     except (RoleFailed, StalledRun, RedisLost, QueueError) as error:
         return complain(f"{error}\nthe same command continues it", 1)
-    except (Interrupted, KeyboardInterrupt):
+    except (Interrupted, KeyboardInterrupt, asyncio.CancelledError):
         return complain("interrupted; the same command continues it", 130)
     report = write_report(plan, results)
     if as_json:
@@ -146,7 +146,7 @@ async def _supervise(  # noqa: PLR0917 - called in one place
     watchdog = Watchdog(config, supervisor.members, logger.error)
     beside = [
         asyncio.create_task(_watch(queue, watchdog), name="watchdog"),
-        asyncio.create_task(until_interrupted(), name="interrupt"),
+        asyncio.create_task(until_interrupted(asyncio.current_task()), name="interrupt"),
         *keepers,
     ]
     for number in range(config.rollout.servers):

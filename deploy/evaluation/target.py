@@ -92,6 +92,8 @@ def resolve_target(request: EvalRequest) -> EvalPlan:
     run = RunDir(request.target.resolve()) if request.target.is_dir() else None
     if run is not None and not run.config.exists():
         raise ConfigError(f"{request.target}: no config.yaml, so no run's folder; give a recipe or a run")
+    if run is None and not request.target.is_file():
+        raise ConfigError(f"{request.target}: neither the folder of a run nor a recipe; `ls runs` lists runs")
     config = load_config(run.config if run else request.target, request.overrides, with_tasks=False)
     model, source, step = _model(request, config, run)
     name = request.name or f"{config.name}-eval{'' if step is None else f'-step{step}'}"

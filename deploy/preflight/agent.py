@@ -14,8 +14,8 @@ from penstock.datasets import BadSpec, is_generated
 from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.check import Check, skipped
 from penstock.deploy.preflight.data import data_sources, first_rows
-from penstock.deploy.preflight.sandbox import open_sandbox
-from penstock.tools import BaseTool, close_tools, make_tools
+from penstock.deploy.preflight.sandbox import open_sandbox, tools_need_boxes
+from penstock.tools import BaseTool, ToolConfigError, close_tools, make_tools
 
 if TYPE_CHECKING:
     from penstock.sandbox import Sandbox
@@ -32,7 +32,7 @@ def opened_tools(config: RunConfig) -> Iterator[Mapping[str, BaseTool]]:
 
     Raises `SandboxError`, `ToolConfigError`, `LoadError`.
     """
-    sandbox = open_sandbox(config) if config.tools else None
+    sandbox = open_sandbox(config) if tools_need_boxes(config) else None
     tools: Mapping[str, BaseTool] = {}
     try:
         tools = make_tools(config.tools, sandbox, partial(load_object, recipe_dir=Path.cwd()))
@@ -54,7 +54,11 @@ def check_template(config: RunConfig) -> Check | None:
         with opened_tools(config) as tools:
             chat = chat_of(config.model, config.agent)
             verified = verify_sources(chat, config.agent, tools)
-    except (AgentError, SandboxError, OSError, ValueError) as error:
+    except SandboxError as error:
+        return Check("sandbox", False, config.sandbox.backend, str(error))
+    except ToolConfigError as error:
+        return Check("tools", False, str(error), "correct this entry of `tools` in the recipe")
+    except (AgentError, OSError, ValueError) as error:
         return Check("chat template", False, config.model, str(error))
     found = f"splices exactly, verified on {verified.conversations} conversations"
     if roles := sorted(chat.renewing_roles):

@@ -11,14 +11,17 @@ import os
 import socket
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from penstock.agent_loops import LoadError, load_object
 from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.check import Check, skipped
 from penstock.deploy.preflight.data import rewards_of
 from penstock.deploy.run.connection import TOKEN_VARIABLE
 from penstock.sandbox import Sandbox, SandboxError, Session
+from penstock.tools import ToolConfigError, need_sandbox
 
 OWNER = "doctor"
 ANSWER_DEADLINE_S = 10.0
@@ -44,8 +47,16 @@ async def _try(config: RunConfig) -> None:
         await sandbox.close()
 
 
+def tools_need_boxes(config: RunConfig) -> bool:
+    """True for a tool that cannot be loaded as well: `check_template` reports it."""
+    try:
+        return need_sandbox(config.tools, partial(load_object, recipe_dir=Path.cwd()))
+    except (LoadError, ToolConfigError):
+        return True
+
+
 def needs_boxes(config: RunConfig) -> bool:
-    return bool(config.tools) or "command" in config.agent.loops or "code" in rewards_of(config)
+    return tools_need_boxes(config) or "command" in config.agent.loops or "code" in rewards_of(config)
 
 
 def check_sandbox(config: RunConfig) -> Check | None:

@@ -32,6 +32,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from penstock.common import NotPrivate, process_has_ended, process_identity, rewrite_jsonl, write_atomically
 from penstock.datasets import BadSpec, materialise_all
@@ -172,7 +173,7 @@ async def _run_roles(
     beside = [asyncio.create_task(_beside(p), name=p.spec.name) for p in page]
     watchers = [
         asyncio.create_task(reporter.run(), name="reporter"),
-        asyncio.create_task(until_interrupted(), name="interrupt"),
+        asyncio.create_task(until_interrupted(asyncio.current_task()), name="interrupt"),
         *(asyncio.create_task(helper, name="placement") for helper in placement.helpers(supervisor)),
     ]
 
@@ -216,19 +217,24 @@ async def _beside(process: RoleProcess) -> None:
         logger.warning("the run continues without its page: %s", error)
 
 
-async def until_interrupted() -> None:
+async def until_interrupted(main: asyncio.Task[Any] | None) -> None:
     """Raises `Interrupted` at the first Ctrl-C or SIGTERM: the run stops in order.
 
-    A second Ctrl-C is the shell's usual one. Further SIGTERMs are ignored: a scheduler may signal the head more than
-    once.
+    A second Ctrl-C cancels `main`, which stops the run in order: its processes are killed. Further SIGTERMs are
+    ignored: a scheduler may signal the head more than once.
     """
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
 
+    def on_second() -> None:
+        logger.warning("SIGINT again: the checkpoint under way is given up, the processes are killed")
+        if main is not None:
+            main.cancel()
+
     def on_signal(number: signal.Signals) -> None:
         logger.warning("%s: saving a checkpoint and stopping every process of this run", number.name)
         event.set()
-        loop.remove_signal_handler(signal.SIGINT)
+        loop.add_signal_handler(signal.SIGINT, on_second)
         loop.add_signal_handler(signal.SIGTERM, event.set)
 
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -58,7 +58,7 @@ def fine_tune_recipe(recipe: Path, overrides: Sequence[str], *, resume: bool) ->
         return complain(str(error), 2)
     except RoleFailed as error:
         return complain(str(error), 1)
-    except (Interrupted, KeyboardInterrupt):
+    except (Interrupted, KeyboardInterrupt, asyncio.CancelledError):
         again = " ".join(["penstock sft", str(recipe), *overrides, "--resume"])
         return complain(f"interrupted; continue with: {again}", 130)
     console.print(summary.read_text(), markup=False, soft_wrap=True)
@@ -122,7 +122,7 @@ async def _supervise(config: RunConfig, run: RunDir, reporter: SftReporter) -> L
     running = asyncio.create_task(trainer.run(), name="trainer")
     beside = [
         asyncio.create_task(reporter.run(lambda: lives.write({"trainer": trainer.restarts})), name="reporter"),
-        asyncio.create_task(until_interrupted(), name="interrupt"),
+        asyncio.create_task(until_interrupted(asyncio.current_task()), name="interrupt"),
     ]
     try:
         ended, _ = await asyncio.wait({running, *beside}, return_when=asyncio.FIRST_COMPLETED)

@@ -152,9 +152,9 @@ def _of_files(
 
 async def tools_of(config: RunConfig) -> Tools:
     """What the recipe's prompts show of its tools; nothing is run."""
-    from penstock.deploy.preflight.sandbox import open_sandbox
+    from penstock.deploy.preflight.sandbox import open_sandbox, tools_need_boxes
 
-    sandbox = open_sandbox(config) if config.tools else None
+    sandbox = open_sandbox(config) if tools_need_boxes(config) else None
     tools = make_tools(config.tools, sandbox, partial(load_object, recipe_dir=Path.cwd()))
     try:
         return [tool.schema for tool in tools.values()]

@@ -44,6 +44,9 @@ def test_load_config_override_values(recipe: Path) -> None:
         ("agent.parser=hermez", ["1 problem(s)", "  agent.parser: ", "'auto', 'hermes'", "Format of the model's"]),
         ("group_size=0", ["group_size:", "greater than or equal to 1", "Episodes per task"]),
         ("trainer", ["override 'trainer'", "section.key=value"]),
+        ("trainer.lr=[1", ["override 'trainer.lr=[1'", "not valid YAML", "expected ',' or ']'"]),
+        ("trainer.zzz=1", ["trainer.zzz: no such key; valid keys here are "]),
+        ("tools=My_tool.py:Guess", ["My_tool.py:Guess", "write tools='[{name: ", "}]'"]),
         ("model.name=x", ["'model' is a value, not a section"]),
         ("name=../evil", ["name:", "Names runs/NAME"]),
     ],
@@ -60,6 +63,11 @@ def test_removed_settings_say_since_when_and_what_to_do(recipe: Path, key: str) 
     with pytest.raises(ConfigError) as caught:
         load_config(recipe, [f"{key}=1"])
     assert f"{key}: was removed in Penstock 0.2.0: {SINCE_0_2[key]}" in str(caught.value)
+
+
+def test_an_empty_text_is_a_value(recipe: Path) -> None:
+    config = load_config(recipe, ["agent.reward=", "data.eval="])
+    assert (config.agent.reward, config.data.eval) == ("", None)
 
 
 def test_missing_keys_and_files_are_named(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from penstock.tools import (
     configs_of,
     function_tool,
     make_tools,
+    need_sandbox,
     register_tool,
 )
 
@@ -21,9 +22,10 @@ class Echo(BaseTool):
     name = "echo_it"
     description = "Say it back."
     parameters: ClassVar[Any] = {"type": "object", "properties": {"text": {"type": "string"}}}
+    defaults: ClassVar[Any] = {"times": 1}
 
     async def execute(self, state: Any, arguments: Any) -> ToolResult:
-        return ToolResult(arguments["text"] * self.settings.get("times", 1))
+        return ToolResult(arguments["text"] * self.settings["times"])
 
 
 @register_tool("add")
@@ -57,11 +59,19 @@ async def test_registry_names_paths_settings_and_order() -> None:
         ("penstock.tools.python.STATE_LOST", {}, "a BaseTool subclass or a @function_tool is needed"),
         ("python", {}, "tool python needs a sandbox"),
         ("add", {"settings": {"x": 1}}, "takes no settings"),
+        ("echo", {"settings": {"time": 2}}, "unknown setting 'time'; did you mean 'times'.*known are times"),
     ],
 )
 def test_registry_mistakes_in_a_recipe_are_named(name: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ToolConfigError, match=message):
         make(name, **fields)
+
+
+@pytest.mark.parametrize(
+    ("names", "needed"), [(["python"], True), (["add", "search"], False), (["add", "shell"], True), (["mcp"], False)]
+)
+def test_registry_only_tools_with_boxes_need_a_sandbox(names: list[str], needed: bool) -> None:
+    assert need_sandbox([ToolConfig(name=name) for name in names]) is needed
 
 
 def test_registry_two_tools_of_one_name_are_refused() -> None:

@@ -120,6 +120,8 @@ LIST_DEADLINE_S = 30.0
 class McpTools(ToolGroup):
     """The servers are asked once for what they offer, when the worker starts: schemas must not change during a run."""
 
+    needs_sandbox = False
+
     def __init__(
         self,
         sandbox: Sandbox | None = None,

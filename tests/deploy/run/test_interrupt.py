@@ -1,0 +1,26 @@
+"""Ctrl-C twice: the run stops at once, says what is given up, and leaves nothing."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import pytest
+from tests.deploy.conftest import LivingRun, assert_nothing_left
+
+pytestmark = [pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch, pytest.mark.timeout(600)]
+
+
+def test_a_second_interrupt_ends_the_run_without_a_traceback(start_run: Callable[..., LivingRun]) -> None:
+    run = start_run("cut", "trainer.steps=100000", "data.eval=null")
+    run.wait_for(lambda: run.steps() >= 1)
+    pids = run.pids()
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for(lambda: "saving a checkpoint" in run.log.read_text())
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(120) == 130
+    text = run.log.read_text()
+    assert "SIGINT again: the checkpoint under way is given up" in text
+    assert "Traceback" not in text, text
+    assert text.rstrip().splitlines()[-1].startswith("interrupted; continue with: penstock run ")
+    assert_nothing_left(run, pids)
