@@ -2,26 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from jsonschema import Draft202012Validator, SchemaError, ValidationError
+from jsonschema import Draft4Validator, Draft7Validator, Draft202012Validator, SchemaError, ValidationError
+from jsonschema.validators import validator_for
+from jsonschema_specifications import REGISTRY
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import specification_with
 
 from penstock.common import nearest
 from penstock.tools.arguments import ArgumentSchema
 
-_VALIDATORS: dict[int, Draft202012Validator] = {}
+DIALECTS = (Draft202012Validator, Draft7Validator, Draft4Validator)
+"""Tried in order for a schema that names no `$schema`: OpenAPI 3.0 and older generators write the later ones."""
+_VALIDATORS: dict[int, Any] = {}
 """By the id of a schema."""
 
 
 def check_schema(tool: str, schema: Mapping[str, Any]) -> None:
-    """Raises `ValueError` naming the tool where `schema` is no JSON schema of an object."""
+    """Raises `ValueError` naming the tool where `schema` is no JSON schema of an object, or refers to what is not
+    there, which would end the episode that calls the tool."""
     if schema.get("type") != "object":
         raise ValueError(f"tool {tool}: parameters must be a JSON schema of type object")
     try:
-        Draft202012Validator.check_schema(schema)
+        _check_parts(schema, _dialect_of(schema))
     except SchemaError as error:
         raise ValueError(f"tool {tool}: parameters are no JSON schema: {error.message}") from error
+
+
+def _dialect_of(schema: Mapping[str, Any]) -> Any:
+    """The validator class of `$schema`; without one the first of `DIALECTS` in which `schema` is valid."""
+    if "$schema" in schema:
+        return validator_for(schema, Draft202012Validator)
+    return next((dialect for dialect in DIALECTS if _is_valid(dialect, schema)), Draft202012Validator)
+
+
+def _is_valid(dialect: Any, schema: Mapping[str, Any]) -> bool:
+    try:
+        dialect.check_schema(schema)
+    except SchemaError:
+        return False
+    return True
+
+
+def _check_parts(schema: Mapping[str, Any], dialect: Any) -> None:
+    """`schema` and all that its references lead to. Raises `SchemaError`."""
+    specification = specification_with(dialect.META_SCHEMA["$schema"])
+    dialect.check_schema(schema)
+    root = specification.create_resource(schema)
+    parts = [(root, REGISTRY.resolver_with_root(root))]
+    seen: set[int] = set()
+    for part, resolver in parts:
+        if id(part.contents) in seen or not isinstance(part.contents, Mapping):
+            continue
+        seen.add(id(part.contents))
+        _check_patterns(part.contents.get("patternProperties", ()))
+        parts += [(inner, resolver.in_subresource(inner)) for inner in part.subresources()]
+        if isinstance(reference := part.contents.get("$ref"), str):
+            try:
+                target = resolver.lookup(reference)
+            except Unresolvable as error:
+                raise SchemaError(f"the reference {reference!r} leads nowhere") from error
+            dialect.check_schema(target.contents)
+            parts.append((specification.create_resource(target.contents), target.resolver))
+
+
+def _check_patterns(patterns: Iterable[str]) -> None:
+    """Raises `SchemaError`; the meta-schema of draft 4 does not look at them."""
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise SchemaError(f"{pattern!r} is not a 'regex'") from error
 
 
 def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
@@ -38,14 +92,14 @@ def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> 
     return _describe(errors[0]) if errors else None
 
 
-def _validator(schema: Mapping[str, Any]) -> Draft202012Validator:
-    """One per schema object: making one costs several times the check itself."""
+def _validator(schema: Mapping[str, Any]) -> Any:
+    """One per schema object: making one costs several times the check itself. References never go to the network."""
     known = _VALIDATORS.get(id(schema))
     # The validator holds its schema, so that no other object gets this id.
     if known is None or known.schema is not schema:
         if len(_VALIDATORS) >= 1024:
             _VALIDATORS.clear()
-        known = _VALIDATORS[id(schema)] = Draft202012Validator(schema)
+        known = _VALIDATORS[id(schema)] = _dialect_of(schema)(schema, registry=REGISTRY)
     return known
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import Any
+import sys
+from typing import Annotated, Any
 
 from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import CallToolResult
+from pydantic import Field
 
 
 def build() -> MCPServer:
@@ -66,5 +68,29 @@ def build() -> MCPServer:
     return server
 
 
+def build_odd() -> MCPServer:
+    """One tool whose schema Python can check, and some with one that it cannot."""
+    server = MCPServer("odd")
+
+    @server.tool()
+    def pair(
+        at: Annotated[list[int], Field(json_schema_extra={"items": [{"type": "integer"}, {"type": "integer"}]})],
+    ) -> str:
+        """A tuple as draft 7 has it."""
+        return str(at)
+
+    @server.tool()
+    def word(text: Annotated[str, Field(json_schema_extra={"pattern": "^\\p{L}+$"})]) -> str:
+        """A pattern of JavaScript's."""
+        return text
+
+    @server.tool()
+    def thing(text: Annotated[str, Field(json_schema_extra={"type": "any"})]) -> str:
+        """A type that no dialect has."""
+        return text
+
+    return server
+
+
 if __name__ == "__main__":
-    build().run()
+    (build_odd() if "odd" in sys.argv else build()).run()

@@ -173,6 +173,19 @@ async def test_mcp_file_of_servers(tmp_path: Path) -> None:
         make(servers_file=str(file))
 
 
+async def test_mcp_tools_that_cannot_be_checked_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    odd = {"command": sys.executable, "args": [str(SERVER), "odd"]}
+    tools = make(**odd)
+    assert list(tools) == ["pair"]
+    assert (await call(tools, "pair", at=[1, 2])).text == "[1, 2]"
+    await close_tools(tools.values())
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "is left out: tool word: parameters are no JSON schema: '^\\\\p{L}+$' is not a 'regex'" in first
+    assert "is left out: tool thing: parameters are no JSON schema: 'any' is not valid" in second
+    with pytest.raises(ToolConfigError, match="tool word: parameters are no JSON schema"):
+        make(**odd, select=["word"])
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -74,6 +75,57 @@ def test_validation_additional_arguments_where_schema_says_so() -> None:
     assert check_arguments({"type": "object", "additionalProperties": True}, {"anything": 1}) is None
     with pytest.raises(ValueError, match="tool t: parameters are no JSON schema"):
         check_schema("t", {"type": "object", "required": "code"})
+
+
+TUPLE = [{"type": "string"}, {"type": "integer"}]
+BOUND = {"type": "integer", "minimum": 0, "exclusiveMinimum": True}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "argument", "valid", "wrong"),
+    [
+        (None, {"prefixItems": TUPLE}, ["x", 1], ["x", "y"]),
+        ("https://json-schema.org/draft/2020-12/schema", {"prefixItems": TUPLE}, ["x", 1], ["x", "y"]),
+        ("http://json-schema.org/draft-07/schema#", {"items": TUPLE}, ["x", 1], ["x", "y"]),
+        (None, {"items": TUPLE}, ["x", 1], ["x", "y"]),
+        ("http://json-schema.org/draft-04/schema#", BOUND, 1, 0),
+        (None, BOUND, 1, 0),
+        ("http://json-schema.org/draft-07/schema#", {"$ref": "#/definitions/N"}, 1, "x"),
+        (None, {"$ref": "#number"}, 1, "x"),
+        (None, {"$ref": "#/components/schemas/M"}, 1, "x"),
+    ],
+)
+def test_validation_follows_the_dialect(dialect: str | None, argument: dict[str, Any], valid: Any, wrong: Any) -> None:
+    schema = {
+        **({"$schema": dialect} if dialect else {}),
+        **{"type": "object", "properties": {"x": argument}},
+        "definitions": {"N": {"$anchor": "number", "type": "integer"}},
+        "components": {"schemas": {"M": {"$ref": "#/definitions/N"}}},
+    }
+    check_schema("t", schema)
+    assert check_arguments(schema, {"x": valid}) is None
+    assert (check_arguments(schema, {"x": wrong}) or "").startswith("argument 'x")
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"properties": {"x": {"$ref": "#/$defs/Lost"}}}, "no JSON schema: the reference '#/$defs/Lost' leads nowhere"),
+        ({"properties": {"x": {"items": {"anyOf": [{"$ref": "#lost"}]}}}}, "reference '#lost' leads nowhere"),
+        ({"properties": {"x": {"$ref": "http://127.0.0.1:9/x.json"}}}, "'http://127.0.0.1:9/x.json' leads nowhere"),
+        ({"properties": {"x": {"$ref": "#/a/b"}}, "a": {"b": {"$ref": "#/$defs/Lost"}}}, "'#/$defs/Lost'"),
+        (
+            {"properties": {"x": {"$ref": "#/a/b"}}, "a": {"b": {"pattern": "("}}},
+            "no JSON schema: '(' is not a 'regex'",
+        ),
+        ({"properties": {"x": {"pattern": "^\\p{L}+$"}}}, "no JSON schema: '^\\\\p{L}+$' is not a 'regex'"),
+        ({"patternProperties": {"(?<a>b)": {}}}, "no JSON schema: '(?<a>b)' is not a 'regex'"),
+        ({"properties": {"x": {"type": "any"}}}, "no JSON schema: 'any' is not valid"),
+    ],
+)
+def test_validation_refuses_at_start_what_would_end_episodes(schema: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"tool t: parameters .*{re.escape(message)}"):
+        check_schema("t", {"type": "object", **schema})
 
 
 def nested(levels: int) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +22,10 @@ from penstock.tools.mcp.connection import (
     McpServer,
     read_servers,
 )
+from penstock.tools.validation import check_schema
 from penstock.transfer_queue import Task
+
+log = logging.getLogger(__name__)
 
 
 class McpTool(BaseTool):
@@ -35,20 +39,20 @@ class McpTool(BaseTool):
         self.name = f"{prefix}{listed.name}"
         self.description = " ".join((listed.description or listed.title or listed.name).split())
         self.parameters = {"properties": {}, **listed.input_schema, "type": "object"}
-        self._server = connection.server
+        self.server = connection.server
         self._per_episode = per_episode
         if per_episode:
             # Another process or session of the server knows nothing of the earlier calls, and they may have had
             # effects elsewhere: where it is lost, the episode starts afresh.
             self.replayable = False
-            self.turn_group = f"mcp {self._server.model_dump_json()}"
+            self.turn_group = f"mcp {self.server.model_dump_json()}"
 
     async def create(self, task: Task) -> EpisodeConnection | None:
         """Connected here: starting a server is no part of a call's time. Where a shared one fails here, the call tries
         again; where the episode's own fails, the infrastructure does. Raises `ToolUnavailable`."""
         state = None
         if self._per_episode:
-            state = shared_in_episode(self.turn_group, EpisodeConnection(self._server)).take()
+            state = shared_in_episode(self.turn_group, EpisodeConnection(self.server)).take()
         try:
             with contextlib.suppress(*(() if self._per_episode else (ToolUnavailable,))):
                 await self._connection_of(state).client()
@@ -89,7 +93,7 @@ class McpTool(BaseTool):
         await self._shared.close()
 
     def _failure(self, reason: str) -> ToolInfraError:
-        return ToolInfraError("mcp", f"{self._server.label}: {reason}")
+        return ToolInfraError("mcp", f"{self.server.label}: {reason}")
 
 
 def _text(answer: Any) -> str:
@@ -158,11 +162,23 @@ class McpTools(ToolGroup):
             listed = _list_tools(server)
             offered += [tool.name for tool in listed]
             wanted = (tool for tool in listed if self._select is None or tool.name in self._select)
-            found += [McpTool(connection, tool, self._prefix, per_episode=self._per_episode) for tool in wanted]
+            made = [McpTool(connection, tool, self._prefix, per_episode=self._per_episode) for tool in wanted]
+            found += [tool for tool in made if self._can_be_checked(tool)]
         missing = [name for name in self._select or () if name not in offered]
         if missing or not found:
             raise ValueError(f"MCP: no tool {', '.join(missing)}; there are: {', '.join(offered) or 'none'}")
         return found
+
+    def _can_be_checked(self, tool: McpTool) -> bool:
+        """Raises `ValueError` where a tool that cannot was selected by name."""
+        try:
+            check_schema(tool.name, tool.parameters)
+        except ValueError as error:
+            if self._select is not None:
+                raise
+            log.warning("MCP: a tool of %s is left out: %s", tool.server.label, error)
+            return False
+        return True
 
 
 def _list_tools(server: McpServer) -> list[Any]:
