@@ -20,9 +20,10 @@ def collect(folder: Path) -> dict[str, Any]:
     nothing is not in it."""
     return {
         "gpus": _lines(folder / "gpus.txt"),
-        "status": {file.stem: int(file.read_text()) for file in sorted(folder.glob("*.status"))},
+        "versions": _lines(folder / "versions.log"),
+        "status": {file.stem: file.read_text().strip() for file in sorted(folder.glob("*.status"))},
         "left_out": {file.stem: file.read_text().strip() for file in sorted(folder.glob("*.left-out"))},
-        "tests": {file.stem: _counts(file) for file in sorted(folder.glob("*.xml"))},
+        "tests": {file.stem: found for file in sorted(folder.glob("*.xml")) if (found := _counts(file))},
         "runs": {file.stem: found for file in sorted(folder.glob("run-*.json")) if (found := _json(file))},
         "benches": {file.stem: found for file in sorted(folder.glob("bench-*.json")) if (found := _json(file))},
     }
@@ -30,7 +31,7 @@ def collect(folder: Path) -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> str:
     """Markdown."""
-    rows = [("GPU", "; ".join(found["gpus"]) or "?")]
+    rows = [("GPU", "; ".join(found["gpus"]) or "?"), *(("versions", line) for line in found["versions"])]
     for suite, counts in found["tests"].items():
         rows.append((suite, ", ".join(f"{count} {name}" for name, count in counts.items() if count)))
     for name, bench in found["benches"].items():
@@ -40,7 +41,12 @@ def table(found: dict[str, Any]) -> str:
         figures = {"dtype": run["dtype"], **run["figures"]}
         rows += [(f"{name}: {figure}", _text(value)) for figure, value in figures.items()]
         rows += [(f"{name}: wrong", text) for text in run["wrong"]]
-    rows += [(step, f"failed (exit status {status})") for step, status in found["status"].items() if status]
+    ends = {"running": "did not end: gpu-check was ended first", "124": "failed: its limit was reached"}
+    rows += [
+        (step, ends.get(status, f"failed (exit status {status})"))
+        for step, status in found["status"].items()
+        if status != "0"
+    ]
     rows += [(step, f"left out: {reason}") for step, reason in found["left_out"].items()]
     return "\n".join(["| what | result |", "|---|---|", *(f"| {left} | {right} |" for left, right in rows)]) + "\n"
 
@@ -53,8 +59,12 @@ def _text(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _counts(file: Path) -> dict[str, int]:
-    suites = ElementTree.parse(file).getroot().iter("testsuite")  # noqa: S314 - written by our own pytest
+def _counts(file: Path) -> dict[str, int] | None:
+    """None of a file whose writer was killed."""
+    try:
+        suites = ElementTree.parse(file).getroot().iter("testsuite")  # noqa: S314 - written by our own pytest
+    except ElementTree.ParseError:
+        return None
     total = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}
     for suite in suites:
         for name in total:
@@ -64,9 +74,12 @@ def _counts(file: Path) -> dict[str, int]:
 
 
 def _json(file: Path) -> dict[str, Any] | None:
-    """None where the benchmark ended before it printed its result."""
-    text = file.read_text()
-    return json.loads(text) if text.strip() else None
+    """None where its writer ended before all was written."""
+    try:
+        found: dict[str, Any] = json.loads(file.read_text())
+    except ValueError:
+        return None
+    return found
 
 
 def _lines(file: Path) -> list[str]:

@@ -81,6 +81,12 @@ def colocated(engine: str, level: int, *, on_gpu: bool, more: Sequence[str] = ()
     return _calculator(f"colocated-{engine}-{level}", words, more, on_gpu=on_gpu)
 
 
+def one_step(*, on_gpu: bool, more: Sequence[str] = ()) -> GpuRun:
+    """A step of the calculator on one trainer rank. Its engine is hf, on the CPU."""
+    words = ("data.eval=null", *(("trainer.dtype=bfloat16",) if on_gpu else ()))
+    return _calculator("one-step", words, ("trainer.steps=1", *more), on_gpu=on_gpu)
+
+
 def ranks(*, on_gpu: bool, more: Sequence[str] = ()) -> GpuRun:
     """The calculator on two trainer ranks: over NCCL on two GPUs, over gloo on CPUs. Its engine is hf, on the CPU."""
     words = ("trainer.ranks=2", "data.eval=null", *(("trainer.dtype=bfloat16",) if on_gpu else ()))
@@ -301,7 +307,7 @@ def prepared_rows(data: Path, folder: Path) -> Path:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=("colocated", "ranks", "gsm8k"))
+    parser.add_argument("kind", choices=("one-step", "colocated", "ranks", "gsm8k"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--engine", default="hf", choices=("hf", "vllm", "sglang"), help="colocated: rollout.engine")
     parser.add_argument("--level", type=int, default=1, choices=(1, 2), help="colocated: placement.sleep_level")
@@ -324,6 +330,8 @@ def planned(options: argparse.Namespace) -> GpuRun:
     on_gpu = has_gpu()
     if options.kind == "colocated":
         return colocated(options.engine, options.level, on_gpu=on_gpu, more=options.more)
+    if options.kind == "one-step":
+        return one_step(on_gpu=on_gpu, more=options.more)
     if options.kind == "ranks":
         return ranks(on_gpu=on_gpu, more=options.more)
     rows = prepared_rows(options.data, options.folder)

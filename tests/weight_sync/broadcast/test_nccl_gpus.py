@@ -45,3 +45,15 @@ async def test_versions_go_from_gpu_to_gpu(tmp_path: Path) -> None:
             tensors = next_version(tensors, version)
         assert (server.member.received, server.by_file) == (5, 0)
         await cancel_and_wait(list(members.tasks.values()))
+
+
+async def test_a_bucket_of_a_gigabyte_arrives_byte_by_byte(tmp_path: Path) -> None:
+    nbytes = 1 << 30
+    tensors = {"weight": torch.randint(-(2**31), 2**31, (nbytes // 4,), dtype=torch.int32)}
+    async with broadcasting(tmp_path / "published", bucket_bytes=nbytes, silence_s=60, from_gpus=True) as trainer:
+        members = Members(trainer, tmp_path)
+        server = members.join("", SecondGpu(tmp_path / "server", StagedMemory()))
+        manifest = await trainer.publish(1, tensors, members=1)
+        assert same(await server.receive(manifest), tensors)
+        assert (server.member.received, server.by_file) == (1, 0)
+        await cancel_and_wait(list(members.tasks.values()))
