@@ -13,7 +13,11 @@ _WORDS = {"head": "beginning", "tail": "end", "middle": "middle"}
 
 
 def truncate(text: str, max_chars: int, cut: Part = "middle") -> str:
-    """At most `max_chars` characters, with a note of how long the whole was where there is room for one."""
+    """At most `max_chars` characters, with a note of how long the whole was where there is room for one.
+
+    Half of a surrogate pair, which neither a tokenizer nor the journal can hold, becomes ``?``.
+    """
+    text = text.encode("utf-8", "replace").decode()
     if len(text) <= max_chars:
         return text
     note = f"[... {len(text)} characters in all, {_WORDS[cut]} left out ...]"

@@ -13,6 +13,7 @@ from .data.curriculum import RowPool as RowPool
 from .data.messages import BadMessages as BadMessages
 from .data.messages import from_json_text as from_json_text
 from .data.messages import read_messages as read_messages
+from .data.messages import text_of as text_of
 from .data.messages import without_nulls as without_nulls
 from .data.order import WEIGHTS_FILE as WEIGHTS_FILE
 from .data.order import read_weights as read_weights

@@ -69,4 +69,5 @@ from .types import Waiting as Waiting
 from .types import WeightUpdate as WeightUpdate
 from .validation import MAX_PAYLOAD_BYTES as MAX_PAYLOAD_BYTES
 from .validation import check_segment as check_segment
+from .validation import check_task as check_task
 from .validation import check_turns as check_turns

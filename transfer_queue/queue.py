@@ -91,7 +91,8 @@ class TransferQueue(Protocol):
 
         With `cursor` (place in the data stream after these tasks) the call is exactly-once for split ``train``: it
         is a no-op unless the stored cursor is smaller. With `after` (place before these tasks) it raises `StepError`
-        if the stored cursor is smaller: the queue has lost tasks in a machine crash; continue at `cursor()`.
+        if the stored cursor is smaller: the queue has lost tasks in a machine crash; continue at `cursor()`. Raises
+        `BadPayload` naming the task and the field that no queue can hold, see `check_task`.
         """
 
     async def cursor(self) -> DataCursor:

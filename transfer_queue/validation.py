@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from penstock.transfer_queue.codec.columns import MOST_DIMENSIONS
 from penstock.transfer_queue.codec.packing import Packed
-from penstock.transfer_queue.codec.trajectories import pack_trajectory
+from penstock.transfer_queue.codec.trajectories import encode_task, pack_trajectory
 from penstock.transfer_queue.errors import BadPayload, QueueError
 from penstock.transfer_queue.types import EpisodeImages, Lease, Segment, Task, Trajectory
 
@@ -116,17 +116,23 @@ def check_leases(leases: Sequence[Lease]) -> None:
 
 
 def check_tasks(tasks: Sequence[Task]) -> None:
-    """Raise `QueueError` naming the task and the invalid field."""
+    """Raise `BadPayload` naming the task and the invalid field."""
     for task in tasks:
         for field, value in (("task_id", task.task_id), ("split", task.split)):
             if not (isinstance(value, str) and _NAME.fullmatch(value) and len(value) <= MAX_TASK_ID_CHARS):
-                raise QueueError(
+                raise BadPayload(
                     f"task {task.task_id!r}: {field} must be 1 to {MAX_TASK_ID_CHARS} printable ASCII characters"
                     f" without spaces, not {value!r}"
                 )
         problem = _task_problem(task)
         if problem:
-            raise QueueError(f"task {task.task_id}: {problem}")
+            raise BadPayload(f"task {task.task_id}: {problem}")
+
+
+def check_task(task: Task) -> None:
+    """Raise `BadPayload` naming the field for whatever `submit` would refuse."""
+    check_tasks([task])
+    encode_task(task)
 
 
 def _task_problem(task: Task) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.agent_loops import BadDemonstration
 from penstock.deploy.config import ConfigError
-from penstock.trainer import BadMessages, from_json_text, read_messages, without_nulls
+from penstock.trainer import BadMessages, from_json_text, read_messages, text_of, without_nulls
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -40,15 +40,15 @@ def read_rows(path: Path) -> Iterator[MessageRow | BadDemonstration]:
     for where, raw in readers[path.suffix](path):
         try:
             # A line of JSON is parsed here, where what is wrong with it gets its place.
-            row = from_json_text(raw, "the line")
+            row = from_json_text(text_of(raw) if isinstance(raw, bytes) else raw, "the line")
             parquet = path.suffix == ".parquet"
             yield MessageRow(where, _messages(row, parquet), _tools(row, parquet))
         except (BadDemonstration, BadMessages) as error:
             yield BadDemonstration(f"{where}: {error}")
 
 
-def _json_lines(path: Path) -> Iterator[tuple[str, str]]:
-    with path.open(encoding="utf-8") as file:
+def _json_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             yield f"{path}, line {number}", line
 

@@ -23,6 +23,11 @@ def test_truncation_what_is_left_out_and_what_stays(cut: Part, begins: str, ends
     assert "1000 characters in all" in short
 
 
+def test_half_of_a_surrogate_pair_is_made_encodable() -> None:
+    assert truncate("1 \ud83d 2", 100) == "1 ? 2"
+    assert truncate_tokens("\udc00" * 3, 100, utf8_tokens, 100) == "???"
+
+
 def utf8_tokens(text: str) -> int:
     """Like a byte-level tokenizer at its worst."""
     return len(text.encode())

@@ -215,7 +215,7 @@ def test_task_too_deep_by_one_is_refused_whole() -> None:
     deep: list[object] = []
     while fits(deep):
         deep = [deep]
-    with pytest.raises(BadPayload, match="recursion limit") as caught:
+    with pytest.raises(BadPayload, match="nested too deeply") as caught:
         encode_task(replace(task(1), ground_truth=deep))
     assert str(caught.value).startswith("task train/0001: ")
     assert "ground_truth" not in str(caught.value)

@@ -272,7 +272,7 @@ def verdict(found: Segment, floor: int) -> str | None:
         ({"outcome": Outcome(OutcomeKind.INFRA_ERROR)}, "reward: infra_error may not carry one"),
         ({"episode_id": "train/0002#0"}, "episode_id"),
         ({"task_id": "train/0002"}, "task_id"),
-        ({"extra": {"x": {1, 2}}}, "plain data: set"),
+        ({"extra": {"x": {1, 2}}}, r"extra\.x: set"),
     ],
 )
 def test_bad_trajectories_are_refused_by_field(change: dict, message: str) -> None:

@@ -13,7 +13,7 @@ class DataConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     train: str = Field(
-        description="Parquet or JSONL with verl's columns, FILE.py:TASKS, generate:SPEC, harbor:FOLDER"
+        description="Parquet or JSONL (file or folder) with verl's columns, FILE.py:TASKS, generate:SPEC, harbor:FOLDER"
         " or reasoning_gym:TASK."
     )
     eval: str | None = Field(None, description="Same for evaluation; None: no evaluation.")

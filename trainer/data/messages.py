@@ -31,8 +31,22 @@ def from_json_text(value: Any, where: str) -> Any:
         return value
     try:
         return json.loads(value)
+    except RecursionError:
+        raise BadMessages(f"{where} is nested too deeply") from None
     except ValueError as error:
         raise BadMessages(f"{where} is not valid JSON: {error}; found {value!r:.80}") from error
+
+
+def text_of(line: bytes) -> str:
+    """Raises `BadMessages` for a line that is not UTF-8."""
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadMessages(not_text(error)) from error
+
+
+def not_text(error: UnicodeDecodeError) -> str:
+    return f"not UTF-8: {error.reason}, byte {error.start}; convert the file, for example `iconv -f latin1 -t utf-8`"
 
 
 def without_nulls(value: Any) -> Any:

@@ -7,8 +7,9 @@ little beyond what admission can take, so that rollout never waits for data.
 from __future__ import annotations
 
 import asyncio
-import json
+import math
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,10 +17,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.trainer.data.image_column import COLUMN, BadImages, with_pictures
-from penstock.trainer.data.messages import BadMessages, read_messages
-from penstock.transfer_queue import DataCursor, Limits, Status, StepError, Task, TransferQueue
+from penstock.trainer.data.messages import BadMessages, from_json_text, not_text, read_messages, text_of
+from penstock.transfer_queue import BadPayload, DataCursor, Limits, Status, StepError, Task, TransferQueue, check_task
 
 NEEDED = ("prompt", "data_source", "reward_model")
+SHARD_NUMBER = re.compile(r"(?<=^part)-\d+.*|[-_.]?\d+([-_.]of[-_.]\d+)?$")
+"""``-00003-of-00010`` of a shard's name, Spark's ``-00003-c000``, or a number at its end."""
 PLAIN = (type(None), bool, int, float, str, bytes)
 
 
@@ -62,53 +65,76 @@ class DatasetRow:
 
 
 def load_rows(path: str | Path, limit: int = 0) -> list[DatasetRow]:
-    """The rows of a ``.parquet`` or ``.jsonl`` file (the first `limit`, where not 0). Raises `DataError`."""
-    path = Path(path)
-    if not path.is_file():
-        raise DataError(f"dataset {path}: no such file")
-    if path.suffix == ".parquet":
-        raw_rows = _parquet_rows(path)
-    elif path.suffix in (".jsonl", ".ndjson"):
-        raw_rows = _jsonl_rows(path)
-    else:
-        raise DataError(f"dataset {path}: unknown kind {path.suffix!r}; give a .parquet or .jsonl file")
-    rows = []
-    for number, raw in enumerate(raw_rows, start=1):
-        rows.append(_check_row(raw, f"dataset {path}, row {number}", path))
-        if number == limit:
-            break
+    """The rows of a ``.parquet`` or ``.jsonl`` file, or of a folder of them in the order of their names (the first
+    `limit`, where not 0). Raises `DataError`."""
+    path, rows = Path(path), []
+    for file in _files_of(path):
+        for number, raw in enumerate(READERS[file.suffix](file), start=1):
+            rows.append(_check_row(raw, f"dataset {file}, row {number}", file))
+            if len(rows) == limit:
+                return rows
     if not rows:
         raise DataError(f"dataset {path} has no rows")
     return rows
+
+
+def _files_of(path: Path) -> list[Path]:
+    if not path.exists():
+        raise DataError(f"dataset {path}: no such file")
+    if not path.is_dir():
+        if path.suffix not in READERS:
+            raise DataError(f"dataset {path}: unknown kind {path.suffix!r}; give a .parquet or .jsonl file")
+        return [path]
+    files = sorted(file for file in path.iterdir() if file.suffix in READERS)
+    if not files:
+        raise DataError(f"dataset {path}: a folder without .parquet, .jsonl or .ndjson files")
+    splits = sorted({SHARD_NUMBER.sub("", file.stem) for file in files})
+    if len(splits) > 1:
+        raise DataError(
+            f"dataset {path} holds files of {' and '.join(splits[:3])}: give one of them a folder of its own"
+        )
+    return files
 
 
 def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     import pyarrow
     import pyarrow.parquet
 
+    done = 0
     try:
         file = pyarrow.parquet.ParquetFile(path)
         _check_columns(file.schema_arrow.names, f"dataset {path}")
         for batch in file.iter_batches(batch_size=1024):
-            yield from batch.to_pylist()
+            try:
+                rows = iter(batch.to_pylist())
+            except UnicodeDecodeError:  # row by row, to name the one
+                rows = (batch.slice(number, 1).to_pylist()[0] for number in range(batch.num_rows))
+            for row in rows:
+                yield row
+                done += 1
+    except UnicodeDecodeError as error:
+        raise DataError(f"dataset {path}, row {done + 1}: {not_text(error)}") from error
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"dataset {path} is not readable as Parquet: {error}") from error
 
 
 def _jsonl_rows(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             where = f"dataset {path}, row {number}"
             if not line.strip():
                 raise DataError(f"{where}: the line is empty")
             try:
-                raw = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{where}: not valid JSON: {error}") from error
+                raw = from_json_text(text_of(line), "the line")
+            except BadMessages as error:
+                raise DataError(f"{where}: {error}") from error
             if not isinstance(raw, dict):
                 raise DataError(f"{where}: expected an object, found {type(raw).__name__}")
             _check_columns(list(raw), where)
             yield raw
+
+
+READERS = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows, ".ndjson": _jsonl_rows}
 
 
 def _check_columns(found: Sequence[str], where: str) -> None:
@@ -120,9 +146,6 @@ def _check_columns(found: Sequence[str], where: str) -> None:
 def _check_row(raw: Mapping[str, Any], where: str, path: Path) -> DatasetRow:
     """verl's extra_info gets the other columns, too; a key that it has stays. Paths of pictures are relative to the
     folder of `path`, the dataset."""
-    reward_model = raw["reward_model"]
-    if not isinstance(reward_model, Mapping) or reward_model.get("ground_truth") is None:
-        raise DataError(f"{where}: reward_model.ground_truth is missing; found {reward_model!r}")
     if not isinstance(raw["data_source"], str) or not raw["data_source"]:
         raise DataError(f"{where}: data_source must be a name, found {raw['data_source']!r}")
     agent_name = raw.get("agent_name")
@@ -140,13 +163,39 @@ def _check_row(raw: Mapping[str, Any], where: str, path: Path) -> DatasetRow:
     if not isinstance(own, Mapping):
         raise DataError(f"{where}: extra_info must be a mapping, found {own!r}")
     others = {key: value for key, value in raw.items() if key not in (*NEEDED, "extra_info", "agent_name", COLUMN)}
-    return DatasetRow(
+    row = DatasetRow(
         messages=messages,
         data_source=raw["data_source"],
-        ground_truth=_check_plain(reward_model["ground_truth"], f"{where}: reward_model.ground_truth"),
+        ground_truth=_ground_truth(raw["reward_model"], where),
         agent_name=agent_name,
         extra_info=_check_plain({**others, **own}, f"{where}: extra_info"),
     )
+    try:
+        check_task(row.task("row", "train"))
+    except BadPayload as error:
+        raise DataError(f"{where}: {_with_column(str(error).removeprefix('task row: '))}") from error
+    return row
+
+
+def _ground_truth(reward_model: Any, where: str) -> Any:
+    if isinstance(reward_model, str):
+        raise DataError(
+            f"{where}: reward_model is text, an object is needed: json.loads the column; {reward_model!r:.80}"
+        )
+    if not isinstance(reward_model, Mapping) or reward_model.get("ground_truth") is None:
+        raise DataError(f"{where}: reward_model.ground_truth is missing; found {reward_model!r}")
+    truth = reward_model["ground_truth"]
+    if isinstance(truth, float) and math.isnan(truth):
+        raise DataError(f"{where}: reward_model.ground_truth is NaN, which equals no answer: an empty cell of a table?")
+    return _check_plain(truth, f"{where}: reward_model.ground_truth")
+
+
+def _with_column(problem: str) -> str:
+    """`problem`, which begins with a field of `Task`, with the dataset's name of it."""
+    for field, column in (("messages", "prompt"), ("ground_truth", "reward_model.ground_truth")):
+        if problem.startswith(field):
+            return column + problem.removeprefix(field)
+    return problem
 
 
 def _check_messages(prompt: Any, where: str, *, parquet: bool) -> list[dict[str, Any]]:
@@ -154,19 +203,30 @@ def _check_messages(prompt: Any, where: str, *, parquet: bool) -> list[dict[str,
         messages = read_messages(prompt, "prompt", parquet=parquet)
     except BadMessages as error:
         raise DataError(f"{where}: {error}") from error
+    except RecursionError:
+        raise DataError(f"{where}: prompt: nested too deeply") from None
     for index, message in enumerate(messages):
+        if message.get("content") in ("", []) and not message.get("tool_calls"):
+            raise DataError(f"{where}: prompt[{index}].content is empty, found {message!r:.80}")
         if not (message.get("content") or message.get("tool_calls")):
             raise DataError(f"{where}: prompt[{index}] must be {{'role', 'content'}}, found {message!r}")
     return messages
 
 
 def _check_plain(value: Any, where: str) -> Any:
+    try:
+        return _plain(value, where)
+    except RecursionError:
+        raise DataError(f"{where}: nested too deeply") from None
+
+
+def _plain(value: Any, where: str) -> Any:
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, list | tuple):
-        return [_check_plain(item, where) for item in value]
+        return [_plain(item, where) for item in value]
     if isinstance(value, Mapping):
-        return {str(key): _check_plain(item, f"{where}.{key}") for key, item in value.items()}
+        return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
     raise DataError(f"{where}: {type(value).__name__} is not plain data: {value!r}")
 
 
@@ -260,6 +320,8 @@ class Feeder:
         except StepError:
             # It has lost its newest tasks with its machine: they come first.
             self.cursor = await self._queue.cursor()
+        except BadPayload as error:
+            raise DataError(str(error)) from error  # a restart would submit the same
         else:
             self.cursor = end
 

@@ -47,6 +47,9 @@ FORMAT = 2
 PREAMBLE = struct.Struct("<4sHHIIQQ")
 HEAD_GUESS = 4096
 """Bytes to read first: the preamble and the head of nearly every payload."""
+NAMED_DEPTH = 8
+UNPACKABLE = (TypeError, ValueError, OverflowError)
+"""What msgpack raises for a value that it cannot pack."""
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -138,13 +141,33 @@ def parse_head(prefix: bytes, kind: int) -> PayloadHead:
 def pack_plain(value: Any, field: str) -> bytes:
     """msgpack of plain data; numpy scalars and arrays become numbers and lists, any mapping a map.
 
-    Raises `BadPayload` naming `field`.
+    Raises `BadPayload` naming `field` and the keys below it.
     """
     try:
         packed = msgpack.packb(value, default=_plain)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise BadPayload(f"{field}: {error}") from error
+    except UNPACKABLE as error:
+        raise BadPayload(f"{_culprit(value, field)}: {_reason(error)}") from error
     return bytes(packed)
+
+
+def _culprit(value: Any, field: str, depth: int = 0) -> str:
+    """Field and keys of the innermost part that cannot be packed, or of one `NAMED_DEPTH` levels down."""
+    is_map = isinstance(value, Mapping)
+    parts = value.items() if is_map else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, part in parts if depth < NAMED_DEPTH else ():
+        try:
+            msgpack.packb(part, default=_plain)
+        except UNPACKABLE:
+            return _culprit(part, f"{field}.{key}" if is_map else f"{field}[{key}]", depth + 1)
+    return field
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnicodeEncodeError):
+        return f"half of a surrogate pair at character {error.start}, which is no Unicode text"
+    if isinstance(error, OverflowError):
+        return "an integer over 64 bits: write it as text"
+    return "nested too deeply" if "recursion" in str(error) else str(error)
 
 
 def unpack_plain(blob: bytes | memoryview, field: str) -> Any:
@@ -201,4 +224,6 @@ def _plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, Mapping):
         return dict(value)
+    if isinstance(value, int):
+        raise OverflowError
     raise TypeError(f"{type(value).__name__} {value!r:.80} is not plain data")

@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 from trainer_support import ProducingQueue, make_trajectory
 
 from penstock.testing import MemoryTransferQueue
-from penstock.trainer import DatasetRow
+from penstock.trainer import DataError, DatasetRow
 from penstock.trainer.data.order import StreamedTasks
 from penstock.trainer.data.rows import DataStream, Feeder, missing_groups
 from penstock.transfer_queue import Announcement, Batch, DataCursor, Limits, Status
@@ -93,6 +93,15 @@ async def test_a_source_at_its_quota_does_not_take_the_others_room(quota: int) -
         assert isinstance(batch, Batch), batch
         await queue.publish_version(Announcement(step + 1, {}))
     assert feeder.cursor >= DataCursor(2, 0)
+
+
+async def test_a_task_that_the_queue_refuses_ends_the_trainer_for_good() -> None:
+    queue, limits = MemoryTransferQueue(), Limits(group_size=2, groups_per_step=2, max_staleness=0)
+    await queue.create_run(limits, "")
+    rows = [DatasetRow([{"role": "user", "content": "\ud83d"}], "test", "1", None, {})]
+    feeder = Feeder(queue, limits, StreamedTasks(rows, DataStream(1, seed=1, shuffle=False)), steps=2)
+    with pytest.raises(DataError, match=r"task train/0000/00000000: messages\[0\]\.content: half of a surrogate"):
+        await feeder.start()
 
 
 def starved(limits: Limits) -> ProducingQueue:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,12 @@ def write(path: Path, rows: list) -> Path:
 
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     else:
-        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+        path.write_bytes(b"".join(as_line(row) + b"\n" for row in rows))
     return path
+
+
+def as_line(row: object) -> bytes:
+    return row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode()
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -95,15 +100,45 @@ def test_the_first_rows_only(tmp_path: Path) -> None:
     assert len(load_rows(path, limit=2)) == 2
 
 
+def truth(value: Any) -> dict[str, Any]:
+    return GOOD | {"reward_model": {"ground_truth": value}}
+
+
+def nested(depth: int) -> list[Any]:
+    made: list[Any] = []
+    for _ in range(depth - 1):
+        made = [made]
+    return made
+
+
 BAD_ROWS = [
     ({k: v for k, v in GOOD.items() if k != "reward_model"}, "column 'reward_model' is missing; found agent_name, d"),
-    ("{", "not valid JSON"),
+    ("{", "the line is not valid JSON"),
     ("", "the line is empty"),
     ("[1]", "expected an object, found list"),
     (GOOD | {"prompt": []}, r"prompt must be a list of chat messages, found \[\]"),
     (GOOD | {"prompt": "text"}, "prompt must be a list of chat messages: its text is not valid JSON: .*; found 'text'"),
     (GOOD | {"prompt": "5"}, "prompt must be a list of chat messages, found 5"),
-    (GOOD | {"prompt": [{"role": "user", "content": ""}]}, r"prompt\[0\] must be"),
+    (GOOD | {"prompt": [{"role": "user", "content": ""}]}, r"prompt\[0\]\.content is empty"),
+    (
+        GOOD | {"prompt": [{"role": "user", "content": "1+1? \ud83d"}]},
+        r"prompt\[0\]\.content: half of a surrogate pair",
+    ),
+    (truth(math.factorial(30)), r"reward_model\.ground_truth: an integer over 64 bits.* write it as text"),
+    (truth(nested(600)), r"reward_model\.ground_truth.*: nested too deeply"),
+    (
+        f'{{"prompt": {json.dumps(nested(900)).replace("[", "[[[").replace("]", "]]]")}}}',
+        "the line is nested too deeply",
+    ),
+    (GOOD | {"extra_info": {"a": [{"b": "\udc00"}]}}, r"extra_info\.a\[0\]\.b: half of a surrogate pair"),
+    (GOOD | {"extra_info": {"\ud83d": 1}}, "extra_info: half of a surrogate pair"),
+    (GOOD | {"data_source": "two\nlines"}, "data_source must be at most 200 printable"),
+    (truth(math.nan), "reward_model.ground_truth is NaN, which equals no answer"),
+    (GOOD | {"reward_model": '{"ground_truth": "2"}'}, "reward_model is text, an object is needed"),
+    (
+        json.dumps(GOOD, ensure_ascii=False).replace("1 + 1", "1 é 1").encode("latin-1"),
+        "not UTF-8: .*; convert the file",
+    ),
     (
         GOOD | {"prompt": [{"role": "user", "content": 5}]},
         r"prompt\[0\].content must be text or a list of parts, found 5",
@@ -153,6 +188,35 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         load_rows(tmp_path / "b.parquet")
     with pytest.raises(DataError, match=r"row 1: extra_info\.when: date is not plain data"):
         load_rows(write(tmp_path / "c.parquet", [GOOD | {"when": datetime.date(2026, 1, 1)}]))
+
+
+def test_shards_of_a_folder_are_read_in_order(tmp_path: Path) -> None:
+    for number in (1, 0):
+        write(tmp_path / f"train-{number:05d}-of-00002.parquet", [truth(f"{number}{row}") for row in range(2)])
+    (tmp_path / "README.md").write_text("not a shard")
+    assert [row.ground_truth for row in load_rows(tmp_path)] == ["00", "01", "10", "11"]
+    assert len(load_rows(tmp_path, limit=3)) == 3
+    write(tmp_path / "train-00001-of-00002.parquet", [GOOD, truth("\u2028") | {"data_source": ""}])
+    with pytest.raises(DataError, match=r"train-00001-of-00002\.parquet, row 2: data_source"):
+        load_rows(tmp_path)
+    write(tmp_path / "test-00000-of-00001.parquet", [GOOD])
+    with pytest.raises(DataError, match="holds files of test and train: give one of them a folder of its own"):
+        load_rows(tmp_path)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match=r"a folder without \.parquet, \.jsonl or \.ndjson files"):
+        load_rows(tmp_path / "none")
+
+
+def test_text_of_parquet_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.Table.from_pylist([GOOD] * 3)
+    names = pyarrow.array([b"a", b"a", "é".encode("latin-1")]).view(pyarrow.string())
+    table = table.set_column(table.schema.get_field_index("data_source"), "data_source", names)
+    pyarrow.parquet.write_table(table, tmp_path / "data.parquet")
+    with pytest.raises(DataError, match=r"data\.parquet, row 3: not UTF-8"):
+        load_rows(tmp_path / "data.parquet")
 
 
 def test_the_stream_is_an_order_of_all_rows_each_epoch_and_the_same_again() -> None:
