@@ -3,6 +3,9 @@ rank.
 
 With P parameters, L layers, key-value width kv, b bytes of the arithmetic:
 
+    trainer            =  on CPUs all of its ranks; on GPUs the states that trainer.offload, or the turns of
+                          placement, move to the host, where pinned memory takes a third more than asked for
+    checkpoint         =  weights and moments once more, 12·P, until an asynchronous save is written
     server             =  weights b·P + KV cache 2·L·kv·b·tokens
     copied             =  of the published version, on all ranks together, b·P, and twice that under megatron or
                           tensor parallelism; a lone rank that writes files keeps none
@@ -23,7 +26,6 @@ from penstock.deploy.preflight.rank_memory import (
     learning_parameters,
     needs_critic,
     rank_bytes,
-    states_bytes,
     waiting_bytes,
 )
 from penstock.deploy.preflight.routing import token_bytes
@@ -31,6 +33,9 @@ from penstock.deploy.run.plan import gpus_of_server, has_gpu, lent_servers
 from penstock.weight_sync import BUCKET_BYTES
 
 GB = 1 << 30
+PINNED = 4 / 3
+"""Bytes of pinned memory for one that is asked for, on the mean: torch rounds each allocation up to a power of two
+(aten/src/ATen/core/CachingHostAllocator.h)."""
 TORCH_PROCESS = 500 << 20
 """Resident in a process that has loaded torch and transformers, before any weights."""
 WORKER_PROCESS = 300 << 20
@@ -94,18 +99,26 @@ def in_flight_bytes(config: RunConfig) -> float:
     return groups * config.largest_group * config.agent.most_response_tokens * token_bytes(config)
 
 
+def _states_on_host(rank: dict[str, float], config: RunConfig) -> float:
+    """Of one rank that computes on a GPU. FSDP's offload pins weights and gradients; what waits for a turn is pinned
+    whole, and gradients are not kept then."""
+    if config.trainer.offload:
+        return PINNED * (rank["weights"] + rank["gradients"]) + rank["moments"]
+    return PINNED * (rank["weights"] + rank["moments"]) if config.placement.in_turns else 0
+
+
 def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     """Bytes of the host's memory by part of the run; where there are GPUs, what stays on the host beside them."""
     trainer, rollout = config.trainer, config.rollout
     on_gpu = has_gpu()
     rank, placement = rank_bytes(shape, config), config.placement
-    on_host = states_bytes(rank) if trainer.offload or placement.in_turns else 0
     served_here = rollout.engine == "hf" or not on_gpu
     served = server_bytes(shape, config, cached_tokens(config))
     servers = rollout.servers + lent_servers(config)
     sleepers = servers if placement.colocated else lent_servers(config)
     return {
-        "trainer": trainer.ranks * (on_host if on_gpu else sum(rank.values())),
+        "trainer": trainer.ranks * (_states_on_host(rank, config) if on_gpu else sum(rank.values())),
+        "checkpoint": checkpoint_bytes(config, shape) if trainer.ranks else 0,
         "offloaded activations": trainer.ranks * waiting_bytes(shape, trainer, rollout.max_model_len),
         "servers": servers * sum(served.values())
         if served_here

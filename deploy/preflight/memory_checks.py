@@ -38,6 +38,7 @@ from penstock.trainer import TrainerConfig
 FIXES = {
     "trainer": "lower trainer.micro_batch_tokens, set trainer.recompute=true, use trainer.lora.rank, or train on more "
     "machines' worth of ranks",
+    "checkpoint": "use trainer.lora.rank, or take a smaller model: a save copies what learns before it is written",
     "offloaded activations": "lower trainer.micro_batch_tokens, or set trainer.recompute=true: inputs of layers alone "
     "then wait in host memory",
     "servers": "lower rollout.kv_cache_tokens or rollout.servers, or start servers on other machines",

@@ -10,6 +10,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,3 +67,12 @@ def write_huge_model(folder: Path, parameters: int) -> Path:
         file.write(len(header).to_bytes(8, "little") + header.encode())
         file.truncate(8 + len(header) + size)
     return folder
+
+
+def write_model(folder: Path, kind: str, **sizes: Any) -> str:
+    """A folder with a model of these sizes and random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+    model.save_pretrained(folder / kind)
+    return str(folder / kind)

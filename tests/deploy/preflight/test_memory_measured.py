@@ -1,60 +1,42 @@
-"""The states of a trainer's rank in the sums of `penstock doctor`, against what torch and the kernel report."""
+"""The sum of the host's memory against what the kernel reports of a rank that writes a checkpoint."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from tests.deploy.preflight.preflight_support import MODEL
+from tests.deploy.preflight.preflight_support import RECIPE, REPOSITORY, write_model
 
-from penstock.deploy.preflight.model import read_config, read_weights
-from penstock.deploy.preflight.model_shape import shape_of
-from penstock.deploy.preflight.rank_memory import trainer_bytes
-from penstock.trainer import TrainerConfig
+from penstock.deploy import load_config
+from penstock.deploy.preflight.memory import host_parts
+from penstock.deploy.preflight.model_shape import model_shape
 
 pytestmark = pytest.mark.torch
-TOKENS = 256
-LARGER = {"hidden_size": 768, "intermediate_size": 2048, "vocab_size": 512}
-"""Large enough that the states of the shipped model stand out in a process."""
-STEP = """
-import json, resource, sys
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
-
-folder, tokens = sys.argv[1], int(sys.argv[2])
-torch.set_num_threads(1)
-model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), attn_implementation="sdpa")
-model.save_pretrained(folder)
-ids = torch.randint(0, 512, (1, tokens))
-model.train()
-before = resident()
-optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-model(input_ids=ids[:, :8], use_cache=False).logits.sum().backward()
-optimizer.step()
-report = {"grown": resident() - before}
-learning = [p for p in model.parameters() if p.grad is not None]
-moments = (value for one in optimizer.state.values() for value in one.values() if value.dim())
-report["states"] = sum(p.nbytes + p.grad.nbytes for p in learning) + sum(value.nbytes for value in moments)
-print(json.dumps(report))
-"""
+SIZES = {
+    **{"hidden_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4},
+    **{"head_dim": 128, "intermediate_size": 3072, "vocab_size": 512, "tie_word_embeddings": False},
+}
+"""26 million parameters: large enough that their states stand out in a process."""
 
 
-def test_a_rank_takes_the_bytes_that_torch_and_the_kernel_report(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**read_config(MODEL), **LARGER}))
-    command = [sys.executable, "-c", STEP, str(tmp_path), str(TOKENS)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert ended.returncode == 0, ended.stderr
-    report, weights = json.loads(ended.stdout), read_weights(tmp_path)
-    assert weights is not None
-    shape = shape_of(read_config(tmp_path), weights)
+def test_a_step_during_a_save_takes_the_states_and_their_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_model(tmp_path, "qwen3", **SIZES)
+    command = [sys.executable, str(REPOSITORY / "tests/trainer/saving_rank.py"), str(tmp_path), model]
+    environment = {
+        **os.environ,
+        **{"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY}"},
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 16),  # freed memory goes back at once, as that of a large model's tensors
+    }
+    subprocess.run(command, env=environment, check=True, timeout=300)
+    report = json.loads((tmp_path / "resident.json").read_text())
+    monkeypatch.setattr("penstock.deploy.run.plan.DRIVER", tmp_path)  # states are on the host beside a GPU
+    monkeypatch.setattr("penstock.deploy.preflight.memory.PINNED", 1)  # and nothing is pinned without one
+    config = load_config(RECIPE, [f"model={model}", "trainer.offload=true"])
+    shape = model_shape(config)
     assert shape is not None
-    sums = trainer_bytes(shape, TrainerConfig(micro_batch_tokens=TOKENS), TOKENS, critic=False)
-    assert sums["weights"] + sums["gradients"] + sums["moments"] == pytest.approx(report["states"], rel=1e-3)
-    assert sums["gradients"] + sums["moments"] == pytest.approx(report["grown"], rel=0.3)
+    parts = host_parts(config, shape)
+    assert parts["trainer"] + parts["checkpoint"] == pytest.approx(report["saving"] - report["before"], rel=0.1)

@@ -126,3 +126,14 @@ def test_each_server_offloads_keys_and_values_to_host_memory() -> None:
     settings = ["rollout.engine=vllm", "rollout.servers=2"]
     assert host_parts(load_config(RECIPE, settings), BIG)["offloaded KV"] == 0
     assert host_parts(load_config(RECIPE, [*settings, "rollout.kv_offload_gb=8"]), BIG)["offloaded KV"] == 16 << 30
+
+
+def test_states_on_the_host_are_pinned_and_a_save_copies_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.deploy.run.plan.DRIVER", tmp_path)
+    plain, offloaded = (host_parts(load_config(RECIPE, words), BIG) for words in ([], ["trainer.offload=true"]))
+    assert plain["trainer"] == 0
+    assert offloaded["trainer"] > 16 * BIG.parameters, "pinned allocations are rounded up"
+    assert plain["checkpoint"] == offloaded["checkpoint"] == 12 * BIG.parameters
+    assert host_parts(load_config(RECIPE, ["trainer.lora.rank=8"]), BIG)["checkpoint"] < BIG.parameters
+    in_turns = host_parts(load_config(RECIPE, ["placement.colocated=true"]), BIG)
+    assert 12 * BIG.parameters < in_turns["trainer"] < offloaded["trainer"], "no gradients outside of a turn"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.deploy.preflight.preflight_support import REPOSITORY
+from tests.deploy.preflight.preflight_support import REPOSITORY, write_model
 
 from penstock.deploy.preflight.model import read_config, read_weights
 from penstock.deploy.preflight.model_shape import shape_of
@@ -24,14 +24,6 @@ SIZES = {
 }
 MIXTURE = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
 TOKENS = 512
-
-
-def write_model(folder: Path, kind: str, **sizes: Any) -> str:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
-    model.save_pretrained(folder / kind)
-    return str(folder / kind)
 
 
 def measure(ranks: int, folder: Path, cases: dict[str, Any]) -> dict[str, int]:
