@@ -5,7 +5,8 @@
 Deltas are of real updates: AdamW on float32 master weights of a small Qwen3, published in bfloat16 after every step.
 A fetch is what a server does while it decodes: bring the files here, read them, check every tensor. It is compared with
 a plain copy of the same tensors in memory, taken in the same round. Broadcasts go from two trainer ranks to two workers
-(`support/broadcasts.py`), beside a bare gloo broadcast of the same bytes. Pauses are of two running servers under load,
+(`support/broadcasts.py`), beside a bare gloo broadcast of the same bytes; the bytes of each link are counted with four
+ranks and four workers (`support/links.py`). Pauses are of two running servers under load,
 updated in turn: each against its engine's own load of the same bytes, and with what the other one decodes meanwhile.
 The private memory of vLLM's workers during an update is measured by `support.worker_memory`.
 
@@ -34,6 +35,7 @@ import uvloop
 
 from benchmarks.support.broadcasts import MOST_MB, broadcast_ratios, measure_broadcasts
 from benchmarks.support.comparison import say
+from benchmarks.support.links import measure_links
 from benchmarks.support.measure import processor
 from benchmarks.support.swaps import SwapExtent, measure_swaps, swap_ratios
 from benchmarks.support.worker_memory import measure_worker_copy
@@ -42,6 +44,8 @@ from penstock.weight_sync import Downloader, FileServer, Transport, WeightPublis
 RATES = ("1e-6", "1e-5", "1e-4")
 TRANSPORTS: tuple[Transport, ...] = ("shm", "disk", "http")
 TENSORS = 64
+LINKS_MB = 128
+"""Of the version whose bytes are counted: eight processes, of which six hold all of it or a quarter."""
 CHANGED_SHARE = 0.02
 """Of the fetched version's values, in its delta."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of its own, removed at the end
@@ -56,6 +60,7 @@ def measure() -> dict[str, Any]:
     deltas = {rate: _real_updates(float(rate), updates) for rate in RATES}
     fetches = _fetches(rounds, size_mb)
     broadcasts = measure_broadcasts(rounds, min(size_mb, MOST_MB))
+    links = measure_links(min(size_mb, LINKS_MB))
     swaps = SwapExtent.read()
     pauses = uvloop.run(measure_swaps(swaps)) if swaps.engine else {}
     copies = uvloop.run(measure_worker_copy(swaps.dtype)) if swaps.engine == "vllm" else {}
@@ -63,6 +68,7 @@ def measure() -> dict[str, Any]:
         "bench": "weights",
         "ratio": _ratios(deltas, fetches)
         | broadcast_ratios(broadcasts)
+        | links
         | swap_ratios(pauses)
         | ({"worker_copy_over_model": copies["private_over_model"]} if copies else {}),
         "figures": {

@@ -1,4 +1,5 @@
 from .address import HOST_VARIABLE as HOST_VARIABLE
+from .address import address_towards as address_towards
 from .address import interfaces_for as interfaces_for
 from .address import is_loopback as is_loopback
 from .address import listening_host as listening_host

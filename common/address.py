@@ -45,6 +45,14 @@ def listening_host(host: str) -> str:
     return _towards(queue) or _towards(no_machine) or host
 
 
+def address_towards(host: str, port: int) -> str:
+    """Returns this machine's address on the way to `host`; sends no packet. Raises `OSError` where there is no way."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
 def is_loopback(host: str | None) -> bool:
     """An address or name that only this machine reaches. None and an empty one count: they are what is listened on
     unless a setting says otherwise."""
@@ -99,14 +107,11 @@ def _can_listen(host: str) -> bool:
 
 
 def _towards(host: str | None) -> str | None:
-    """This machine's address on the way to `host`; no packet is sent. None where that is loopback, or no way."""
+    """`address_towards`; None where that is loopback, or no way."""
     with contextlib.suppress(OSError):
-        if is_loopback(host):
+        if host is None or is_loopback(host):
             return None
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)
-            own = str(probe.getsockname()[0])
+        own = address_towards(host, 9)
         return None if is_loopback(own) else own
     return None
 

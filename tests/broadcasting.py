@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, closing
@@ -45,7 +46,7 @@ class BroadcastingTrainer:
             while self.files.broadcaster.parked < members:
                 await asyncio.sleep(0.01)
         await asyncio.to_thread(self.source.take, version, shards)
-        sending = self.files.begin_broadcast(version, self.source.tensors)
+        sending = self.files.begin_broadcast(version, self.source.tensors, self.source.sizes)
         assert sending.servers >= members
         manifest = await asyncio.to_thread(self.files.write_broadcast, version, self.source, sending, expected)
         self.published[version] = manifest
@@ -85,14 +86,17 @@ class HeldTrainer:
         trainer.source.buckets = self._held  # type: ignore[method-assign]
         self._trainer = trainer
 
-    def _held(self, version: int, bucket_bytes: int) -> Iterator[Any]:
+    def _held(self, version: int, bucket_bytes: int, members: Any = None) -> Iterator[Any]:
         self._trainer.source.buckets = self._buckets  # type: ignore[method-assign]
-        for number, bucket in enumerate(self._buckets(version, bucket_bytes)):
+        buckets = self._buckets(version, bucket_bytes, members)
+        for number in itertools.count():
             if number == self._bucket:
                 self.in_the_middle.set()
                 self.go_on.wait(60)
                 if self._dies:
                     raise RuntimeError("the trainer is gone")
+            if (bucket := next(buckets, None)) is None:
+                return
             yield bucket
 
     async def reached(self) -> None:
@@ -103,7 +107,7 @@ class StagedServer:
     """A server without an engine: what it receives stays in this process."""
 
     weight_workers = 1
-    weight_wires = ("gloo/1",)
+    weight_wires = ("gloo/2",)
 
     def __init__(self, folder: Path, staged: Any = None) -> None:
         """`staged`: a `StagedMemory`; None: a `StagedWeights`."""

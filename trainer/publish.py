@@ -197,7 +197,7 @@ class Publisher(BackgroundWork):
     async def _broadcast(self, version: int, source: WeightSource, files: WeightFiles) -> Manifest:
         """To the servers that wait. Raises `PublishTimeout`; the version is not announced then."""
         expected = sum(server.accepting and not server.evaluates for server in await self._queue.servers())
-        sending = files.begin_broadcast(version, source.tensors)
+        sending = files.begin_broadcast(version, source.tensors, source.sizes)
         return await self._in_time(version, files, lambda: files.write_broadcast(version, source, sending, expected))
 
     async def _in_time(self, version: int, files: WeightFiles, write: Callable[[], Manifest]) -> Manifest:

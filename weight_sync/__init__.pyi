@@ -13,12 +13,14 @@ from .broadcast.offer import GLOO as GLOO
 from .broadcast.offer import NCCL as NCCL
 from .broadcast.offer import Offer as Offer
 from .broadcast.offer import StreamTensor as StreamTensor
+from .broadcast.rank_wire import RankWire as RankWire
 from .broadcast.receiver import StagedMemory as StagedMemory
 from .broadcast.receiver import StagedWeights as StagedWeights
 from .broadcast.seats import Broadcaster as Broadcaster
 from .broadcast.sender import Streamed as Streamed
 from .broadcast.sender import stream_version as stream_version
-from .broadcast.source import Shard as Shard
+from .broadcast.senders import Members as Members
+from .broadcast.shards import Shard as Shard
 from .broadcast.source import WeightSource as WeightSource
 from .broadcast.spread import spread_shards as spread_shards
 from .fetch import ClosableFetch as ClosableFetch

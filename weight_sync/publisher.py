@@ -18,7 +18,8 @@ import torch
 from penstock.common import private_folder
 from penstock.weight_sync.broadcast.offer import BUCKET_BYTES
 from penstock.weight_sync.broadcast.sender import stream_version
-from penstock.weight_sync.broadcast.source import Shard, WeightSource
+from penstock.weight_sync.broadcast.shards import Shard
+from penstock.weight_sync.broadcast.source import WeightSource
 from penstock.weight_sync.delta_writer import DeltaPlan, plan_delta, write_delta
 from penstock.weight_sync.files.file_format import ADAPTER, FULL, NamedTensors, Section, Written, describe, write_file
 from penstock.weight_sync.lora.adapter import AdapterConfig, changes_of, check_base

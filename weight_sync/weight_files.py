@@ -15,7 +15,8 @@ from penstock.weight_sync.broadcast.nccl import Nccl, NcclError
 from penstock.weight_sync.broadcast.offer import GLOO, NCCL, StreamTensor
 from penstock.weight_sync.broadcast.seats import Broadcaster, Sending
 from penstock.weight_sync.broadcast.sender import stream_version
-from penstock.weight_sync.broadcast.source import Superseded, WeightSource
+from penstock.weight_sync.broadcast.shards import Superseded
+from penstock.weight_sync.broadcast.source import WeightSource
 from penstock.weight_sync.files.file_format import NamedTensors
 from penstock.weight_sync.manifest import SERVED, ChainFile, Manifest, Transport, WeightsRefused
 from penstock.weight_sync.publisher import WeightPublisher
@@ -109,10 +110,13 @@ class WeightFiles:
         return replace(self._publisher.write_adapter(version, tensors, settings), broadcast=self._meeting("adapter"))
 
     # broadcasts ------------------------------------------------------------------------------------------------------
-    def begin_broadcast(self, version: int, tensors: Sequence[StreamTensor]) -> Sending:
-        """Places for all servers that wait. From the event loop; `write_broadcast` follows."""
+    def begin_broadcast(
+        self, version: int, tensors: Sequence[StreamTensor], sizes: Sequence[tuple[int, ...]] | None = None
+    ) -> Sending:
+        """Places for all servers that wait; `sizes` as in `Broadcaster.open`. From the event loop; `write_broadcast`
+        follows."""
         assert self.broadcaster is not None, "of the transport broadcast only"
-        return self.broadcaster.open(version, tensors)
+        return self.broadcaster.open(version, tensors, sizes)
 
     def write_broadcast(self, version: int, source: WeightSource, sending: Sending, expected: int) -> Manifest:
         """Send `version` and, where it is due or one of the `expected` servers has no place, write its file. Blocks.

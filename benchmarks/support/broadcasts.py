@@ -25,9 +25,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.support.board import open_board
 from penstock.weight_sync import (
     Broadcaster,
     Offer,
+    RankWire,
     Shard,
     StagedWeights,
     Streamed,
@@ -72,7 +74,7 @@ def broadcast_ratios(figures: Figures) -> Figures:
 
 def _play(role: int, store: str, found: str, rounds: int, size_mb: int) -> None:
     torch.set_num_threads(1)
-    board = _board(role, dist.FileStore(store, ROLES))
+    board = open_board(role, ROLES, dist.FileStore(store, ROLES))
     dist.init_process_group("gloo", store=board, rank=role, world_size=ROLES, timeout=WAIT)
     trainers, receivers = dist.new_group([0, 1], timeout=WAIT), dist.new_group([0, 2, 3], timeout=WAIT)
     stage = _Stage(role, board, trainers, receivers, size_mb)
@@ -82,15 +84,6 @@ def _play(role: int, store: str, found: str, rounds: int, size_mb: int) -> None:
         Path(found).write_text(json.dumps(stage.figures))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _board(role: int, files: dist.Store) -> dist.Store:
-    """Where the processes leave each other words. Not the file: its readers look every 10 ms only."""
-    if role == 0:
-        board = dist.TCPStore("127.0.0.1", 0, ROLES, is_master=True, wait_for_workers=False)
-        files.set("port", str(board.port))
-        return board
-    return dist.TCPStore("127.0.0.1", int(files.get("port")), ROLES)
 
 
 class _Stage:
@@ -109,7 +102,7 @@ class _Stage:
         self._staged = StagedWeights()
         """As in the worker of a vLLM server that has one: a version comes into the memory of the one before."""
         # Over two ranks, and over one that has all: then there is nothing to fetch.
-        self._sources = {2: WeightSource(role, 2, trainers), 1: WeightSource()}
+        self._sources = {2: WeightSource(role, 2, RankWire(role, 2, trainers)), 1: WeightSource()}
         self._versions = 0
 
     def round(self, number: int, *, counts: bool) -> None:
@@ -168,7 +161,7 @@ class _Stage:
         if ranks == 2:
             # Of the first one: its buckets stay for the others.
             self.figures.setdefault("peak_buckets", [(_peak() - before) / bucket_bytes])
-            source.stop_others()
+            source.wire.stop_others()
         self._check(key, found)
 
     def _check(self, key: str, found: Streamed) -> None:
@@ -185,9 +178,9 @@ class _Stage:
 
 async def _places(broadcaster: Broadcaster, version: int, source: WeightSource) -> Any:
     """The trainer's side and each worker's."""
-    waiting = [asyncio.create_task(broadcaster.park(1, "gloo/1")) for _ in range(2)]
+    waiting = [asyncio.create_task(broadcaster.park(1, "gloo/2")) for _ in range(2)]
     await asyncio.sleep(0)
-    sending = broadcaster.open(version, source.tensors)
+    sending = broadcaster.open(version, source.tensors, source.sizes)
     return sending, await asyncio.gather(*waiting)
 
 

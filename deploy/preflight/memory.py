@@ -9,7 +9,7 @@ With P parameters, L layers, key-value width kv, b bytes of the arithmetic:
     server             =  weights b·P + KV cache 2·L·kv·b·tokens
     copied             =  of the published version, on all ranks together, b·P, and twice that under megatron or
                           tensor parallelism; a lone rank that writes files keeps none
-    received           =  of a broadcast, in host memory: staged b·P per server; in place two buckets per worker, and
+    received           =  of a broadcast, in host memory: staged b·P per server; in place three buckets per worker, and
                           under vLLM the tensors of one layer, or those outside of the layers
     offloaded          =  rollout.kv_offload_gb per server, in host memory
     processes          =  of each kind the same, before any weights
@@ -71,7 +71,7 @@ def received_bytes(shape: ModelShape, config: RunConfig) -> float:
         return width * shape.parameters
     workers = gpus_of_server(rollout) or 1
     whole = max((shape.parameters - shape.outer) / shape.layers, shape.outer) if rollout.engine == "vllm" else 0
-    return workers * (2 * BUCKET_BYTES + width * whole)
+    return workers * (3 * BUCKET_BYTES + width * whole)
 
 
 def copied_bytes(shape: ModelShape, config: RunConfig) -> float:

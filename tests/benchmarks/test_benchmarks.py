@@ -130,6 +130,8 @@ async def test_weights_has_deltas_fetches_and_broadcasts(measure: Measure) -> No
     assert "worker_copy_over_model" not in ratios, "no engine was asked for"
     assert ratios["broadcast_over_raw_gloo"] > 0
     assert ratios["broadcast_of_two_ranks_over_raw_gloo"] > 0
+    assert ratios["bytes_over_model"] <= 1.1, "each byte comes to a worker once"
+    assert ratios["sender_share_max_over_mean"] <= 1.2, "every rank of the trainer sends its own bytes"
     assert ratios["host_peak_over_bucket"] <= 3, "buckets are counted, not timed"
     for rate in MEASURED.values():  # docs/scale.md has these
         _, part, name = rate.key.split(".")

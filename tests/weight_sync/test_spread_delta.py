@@ -40,7 +40,7 @@ from penstock.weight_sync import (
     checksum,
     read_verified,
 )
-from penstock.weight_sync.broadcast.source import Superseded
+from penstock.weight_sync.broadcast.shards import Superseded
 from penstock.weight_sync.files.delta import words_of
 
 pytestmark = pytest.mark.torch

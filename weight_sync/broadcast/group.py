@@ -1,10 +1,11 @@
-"""The process group of one version's broadcast: the trainer's rank 0 and the workers of the servers that are ready.
+"""The process groups of one version's broadcast: one for each rank of the trainer that sends, with the workers of the
+servers that are ready.
 
-Each broadcast has a group of its own. It touches nothing global, so a broken one does not affect the groups that its
-processes have otherwise. Bytes go from rank 0 to all others, a bucket at a time, in the stream's order:
+Each broadcast has groups of its own. They touch nothing global, so a broken one does not affect the groups that its
+processes have otherwise. Bytes go from a group's rank 0 to all others, a bucket at a time, in the stream's order:
 
     gloo    host memory ──────────────────────────────► host memory
-    nccl    host memory ─► rank 0's GPU ─► worker's GPU ─► host memory      one bucket on each GPU
+    nccl    host memory ─► sender's GPU ─► worker's GPU ─► host memory      one bucket on each GPU
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class BroadcastGroup(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Leave: others that wait for this member get an error at once."""
+        """Leave: others that wait for this member get an error, after `silence_s` at the latest."""
 
     def say_done(self) -> None:
         """This worker has all bytes."""

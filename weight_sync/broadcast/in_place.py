@@ -1,8 +1,8 @@
 """A worker's place in a broadcast, and a version received in place: under the engine's pause, without a second model.
 
-    join             in a thread, while decoding continues: the group is complete, no byte has come
+    join             in a thread, while decoding continues: the groups are complete, no byte has come
     the engine pauses
-    buckets          bucket k from the group ── bucket k − 1: checksums, into the parameters
+    buckets          bucket k from the senders ── bucket k − 1: checksums, into the parameters
     entries          what came, once all of it came; the engine continues when that was announced
 
 The first bucket that is handed out ends what the engine held. A broadcast that ends after it leaves half of one version
@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
 from penstock.weight_sync.broadcast.group import BroadcastGroup, find_store, join_group
-from penstock.weight_sync.broadcast.memory import two_buckets
-from penstock.weight_sync.broadcast.offer import ITEM_BYTES, Offer, StreamDigests, StreamTensor
+from penstock.weight_sync.broadcast.memory import bucket_memory, two_buckets
+from penstock.weight_sync.broadcast.offer import ITEM_BYTES, Offer, StreamDigests, StreamTensor, sending_ranks
+from penstock.weight_sync.broadcast.stream_places import Bucket, Places
 from penstock.weight_sync.files.file_format import raw_bytes
 from penstock.weight_sync.files.file_reader import verified_pieces
 from penstock.weight_sync.manifest import Manifest, TensorEntry, WeightsBroken, WeightsUnreachable
@@ -40,9 +42,9 @@ class JoinedBroadcast:
         self.entries: tuple[TensorEntry, ...] = ()
         """What came, in the stream's order; empty until all of it came."""
         self._begun = self._closed = False
-        """A bucket was handed out; the group was left."""
+        """A bucket was handed out; the groups were left."""
         try:
-            self._group = _join(offer, worker, device)
+            self._groups = _join(offer, worker, device)
         except ENDED_EARLY as error:
             raise WeightsUnreachable(self._ended(error)) from error
 
@@ -60,26 +62,35 @@ class JoinedBroadcast:
                     self._begun = True
                     yield bucket
                 entries = digests.entries()
-                self._group.say_done()
+                self._groups[0].say_done()
                 self.entries = entries
         except ENDED_EARLY as error:
             kind = WeightsBroken if self._begun else WeightsUnreachable
             raise kind(self._ended(error)) from error
 
     def close(self) -> None:
-        """Leave the group: others that wait for this member get an error at once."""
+        """Leave the groups: others that wait for this member get an error, after `silence_s` at the latest."""
         if not self._closed:
             self._closed = True
-            self._group.close()
+            for group in self._groups.values():
+                group.close()
 
     def _received(self, memory: Iterable[torch.Tensor] | None) -> Iterator[memoryview]:
+        offer, begin = self.offer, 0
+        places = _places(offer.splits, offer.split_of, tuple(ITEM_BYTES[tensor.dtype] for tensor in offer.tensors))
+        scratch = bucket_memory(min(offer.bucket_bytes, offer.nbytes)) if len(self._groups) > 1 else torch.empty(0)
         before: memoryview | None = None
-        for bucket in two_buckets(self.offer.nbytes, self.offer.bucket_bytes) if memory is None else memory:
-            work = self._group.begin(bucket)
+        for target in two_buckets(offer.nbytes, offer.bucket_bytes) if memory is None else memory:
+            bucket = Bucket(offer.version, begin, target, scratch)
+            begin += len(target)
+            ranges = bucket.ranges(places.within(bucket.begin, begin))
+            transfers = [self._groups[one.rank].begin(one.memory) for one in ranges]
             if before is not None:
                 yield before
-            work.wait()
-            before = raw_bytes(bucket)
+            for transfer, one in zip(transfers, ranges, strict=True):
+                transfer.wait()
+                bucket.place(one)
+            before = raw_bytes(target)
         if before is not None:
             yield before
 
@@ -87,8 +98,15 @@ class JoinedBroadcast:
         return f"version {self.offer.version}: the broadcast ended early: {error}"
 
 
-def _join(offer: Offer, worker: int, device: torch.device | None) -> BroadcastGroup:
-    """The group, once all members are there. Raises `RuntimeError`, and `OSError` naming the key to set."""
+@lru_cache(1)
+def _places(splits: tuple[tuple[int, ...], ...], split_of: tuple[int, ...], items: tuple[int, ...]) -> Places:
+    """Where the bytes of a stream are, on which rank of the trainer; those of the next version lie as these."""
+    return Places([splits[number] for number in split_of], items)
+
+
+def _join(offer: Offer, worker: int, device: torch.device | None) -> dict[int, BroadcastGroup]:
+    """The group of each sending rank, once all members are there. Raises `RuntimeError`, and `OSError` naming the key
+    to set."""
     member = offer.member(worker)
     try:
         store = find_store(offer.trainer, member)
@@ -97,7 +115,15 @@ def _join(offer: Offer, worker: int, device: torch.device | None) -> BroadcastGr
             f"this server does not reach the group at {offer.trainer}:{member.port}; set rollout.weights_host to an "
             f"address of the trainer that servers reach, and let them connect to all of its ports: {error}"
         ) from error
-    return join_group(store, member, offer.here, device)
+    groups: dict[int, BroadcastGroup] = {}
+    try:
+        for sender in sending_ranks(offer.splits):
+            groups[sender] = join_group(store, member.in_group(sender), offer.here, device)
+    except BaseException:
+        for group in groups.values():
+            group.close()
+        raise
+    return groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -27,7 +26,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from penstock.common import Backoff, bearer_headers, cancel_and_wait
+from penstock.common import Backoff, address_towards, bearer_headers, cancel_and_wait
 from penstock.weight_sync.broadcast.offer import Offer
 from penstock.weight_sync.broadcast.seats import PARK_S
 from penstock.weight_sync.manifest import Manifest, WeightsBroken, WeightsRefused, WeightsUnreachable
@@ -220,13 +219,5 @@ class BroadcastMember:
         offer = Offer.parse(answer.json())
         target = urlsplit(url)
         host = target.hostname or ""
-        here = await asyncio.to_thread(_address_towards, host, target.port or 80)
+        here = await asyncio.to_thread(address_towards, host, target.port or 80)
         return replace(offer, trainer=host, here=here)
-
-
-def _address_towards(host: str, port: int) -> str:
-    """This machine's address on the way to `host`; nothing is sent. Raises `OSError`."""
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])

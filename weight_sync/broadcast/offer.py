@@ -1,19 +1,26 @@
 """What trainer and servers agree on before a version is broadcast. No torch: a sidecar reads it.
 
-    POST /broadcasts {"count": 2, "wire": "nccl/2.27.3,gloo/1"}   a server with two workers waits for the next version
+    POST /broadcasts {"count": 2, "wire": "nccl/2.27.3,gloo/2"}   a server with two workers waits for the next version
       200 Offer        its places in that version's group, and the tensors that come
       204              none began; ask again
       409              no wire in common: this server takes files
 
+Each rank of the trainer that has bytes of a version sends them in a group of its own. Rank 0 is in all groups: it needs
+all bytes for the checksums and the file. A worker has the same rank in all of them.
+
+    group of rank 0    0: rank 0    1 … n: workers
+    group of rank r    0: rank r    1 … n: workers    n + 1: rank 0
+
 The *stream* of a version is the bytes of all its tensors, one after the other, those of larger items first: so each
-tensor is aligned in it. The version's file is a header and the stream. A bucket is a range of the stream.
+tensor is aligned in it. The version's file is a header and the stream. A bucket is a range of the stream. Of each
+bucket a rank sends one range of its own bytes; the ranks' turns are in their order, on all members.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -21,7 +28,7 @@ import xxhash
 
 from penstock.weight_sync.manifest import TensorEntry
 
-GLOO = "gloo/1"
+GLOO = "gloo/2"
 """The wire between host memories. It changes with what members send each other; a group has one wire."""
 NCCL = "nccl/"
 """Begins the name of the wire between GPUs; NCCL's version follows, which must be the same on all members."""
@@ -66,7 +73,7 @@ class StreamTensor:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One process's place in a version's group. The trainer's rank 0 is rank 0 there."""
+    """One process's place in a version's group. Rank 0 there sends."""
 
     port: int
     """Of the group's store, at the trainer."""
@@ -81,6 +88,10 @@ class Member:
     @property
     def silence(self) -> timedelta:
         return timedelta(seconds=self.silence_s)
+
+    def in_group(self, sender: int) -> Member:
+        """Return the same rank in the group of the trainer's rank `sender`; `self` names no group yet."""
+        return replace(self, name=f"{self.name}/{sender}", size=self.size + (sender > 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +111,10 @@ class Offer:
     """A server that does not have all by then takes the file."""
     tensors: tuple[StreamTensor, ...]
     """In the stream's order."""
+    splits: tuple[tuple[int, ...], ...]
+    """The bytes of a tensor on each of the trainer's ranks, for every way in which tensors lie."""
+    split_of: tuple[int, ...]
+    """Of each tensor the number of its split."""
     trainer: str = ""
     """Host of the group's store, as the server reaches it."""
     here: str = ""
@@ -111,7 +126,7 @@ class Offer:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def member(self, worker: int) -> Member:
-        """The place of this server's worker of that number, 0 … `count` − 1."""
+        """The rank of this server's worker of that number, 0 … `count` − 1, in no group yet."""
         rank = self.first_rank + worker
         return Member(self.port, self.name, rank, self.size, self.bucket_bytes, self.silence_s, self.wire)
 
@@ -127,11 +142,17 @@ class Offer:
             tensors = tuple(
                 StreamTensor(tensor["name"], tuple(tensor["shape"]), tensor["dtype"]) for tensor in plain["tensors"]
             )
-            offer = cls(**{**plain, "tensors": tensors})
+            splits = tuple(tuple(split) for split in plain["splits"])
+            offer = cls(**{**plain, "tensors": tensors, "splits": splits, "split_of": tuple(plain["split_of"])})
         except (TypeError, KeyError) as error:
             raise ValueError(f"the trainer's offer cannot be read: {error!r}") from error
         _check(offer)
         return offer
+
+
+def sending_ranks(splits: Iterable[tuple[int, ...]]) -> list[int]:
+    """Return the trainer's ranks that have bytes, and rank 0: in its group members say that they have all."""
+    return sorted({0}.union(rank for split in splits for rank, nbytes in enumerate(split) if nbytes))
 
 
 def stream_order(tensors: Iterable[T]) -> list[T]:
@@ -190,5 +211,13 @@ def _check(offer: Offer) -> None:
         sound = isinstance(tensor.name, str) and tensor.dtype in ITEM_BYTES
         if not sound or not all(type(size) is int and size >= 0 for size in tensor.shape):
             raise ValueError(f"the trainer's offer has a tensor {tensor!r:.200}")
+    if not all(type(nbytes) is int and nbytes >= 0 for split in offer.splits for nbytes in split):
+        raise ValueError(f"the trainer's offer has splits {offer.splits!r:.200}")
+    try:
+        sizes = [sum(offer.splits[number]) for number in offer.split_of]
+    except (IndexError, TypeError) as error:
+        raise ValueError(f"the trainer's offer has splits of tensors {offer.split_of!r:.200}") from error
+    if sizes != [tensor.nbytes for tensor in offer.tensors]:
+        raise ValueError("the trainer's offer has splits of other sizes than its tensors")
     if offer.bucket_bytes < 1 or not 1 <= offer.first_rank <= offer.size - offer.count:
         raise ValueError(f"the trainer's offer has ranks from {offer.first_rank} of {offer.size}")

@@ -20,7 +20,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.weight_sync.broadcast.offer import BUCKET_BYTES, GLOO, NCCL, SILENCE_S, Member, Offer, StreamTensor
+from penstock.weight_sync.broadcast.offer import (
+    BUCKET_BYTES,
+    GLOO,
+    NCCL,
+    SILENCE_S,
+    Member,
+    Offer,
+    StreamTensor,
+    sending_ranks,
+)
 
 logger = logging.getLogger(__name__)
 PARK_S = 20.0
@@ -44,9 +53,12 @@ class Sending:
     servers: int
     """That have places."""
     member: Member
+    """Rank 0's in its own group."""
     deadline_s: float
     listener: socket.socket | None = None
-    """For the group's store; None where no server waited."""
+    """For the groups' store; None where no server waited."""
+    senders: tuple[int, ...] = (0,)
+    """The trainer's ranks that send."""
     closed: threading.Event = field(default_factory=threading.Event)
 
 
@@ -128,8 +140,12 @@ class Broadcaster:
                 *(one.replace(NCCL, "NCCL ") for one in (ours, theirs)),
             )
 
-    def open(self, version: int, tensors: Sequence[StreamTensor]) -> Sending:
+    def open(
+        self, version: int, tensors: Sequence[StreamTensor], sizes: Sequence[tuple[int, ...]] | None = None
+    ) -> Sending:
         """Give all that wait their places. Without any of them where the trainer cannot listen.
+
+        `sizes`: of each tensor, the bytes on each of the trainer's ranks; by default it has one rank.
 
         A group has one wire: that of most servers. The others take the version's file.
         """
@@ -145,17 +161,21 @@ class Broadcaster:
         deadline_s = SEND_S + sum(tensor.nbytes for tensor in tensors) / SEND_BYTES_PER_S
         listener = self._listen(size) if waiting else None
         port = listener.getsockname()[1] if listener else 0
+        sizes = [(tensor.nbytes,) for tensor in tensors] if sizes is None else sizes
+        splits = {split: number for number, split in enumerate(dict.fromkeys(sizes))}
+        split_of = tuple(splits[split] for split in sizes)
         rank = 1
         for parked in waiting:
             offer = Offer(
                 version, port, name, rank, parked.count, size, self.bucket_bytes, self._silence_s, deadline_s,
-                tuple(tensors), wire=wire,
+                tuple(tensors), tuple(splits), split_of, wire=wire,
             )  # fmt: skip
             rank += parked.count
             parked.offer.set_result(offer if listener else None)
         member = Member(port, name, 0, size, self.bucket_bytes, self._silence_s, wire)
         servers = len(waiting) if listener else 0
-        return Sending(name, self._host, servers, member, deadline_s, listener, self._closed)
+        senders = tuple(sending_ranks(splits))
+        return Sending(name, self._host, servers, member, deadline_s, listener, senders, self._closed)
 
     def close(self) -> None:
         """Rejects waiting servers and stops after the current bucket."""

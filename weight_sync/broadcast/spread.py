@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from penstock.weight_sync.broadcast.source import Shard
+from penstock.weight_sync.broadcast.shards import Shard
 from penstock.weight_sync.files.file_format import host_copy
 
 PART_BYTES = 1 << 20

@@ -48,12 +48,32 @@ class Bucket:
     bytes: torch.Tensor
     """[bytes] uint8, as long as the bucket."""
     scratch: torch.Tensor
-    """As long: what comes from a rank in several parts lies here first."""
+    """As long: what comes from a rank and is no range of the bucket lies here first. Unused where there is one rank."""
     marked: bool = False
     """Whether `parts` and `marks` are wanted."""
     parts: list[Part] = field(default_factory=list)
     marks: dict[int, tuple[int, NDArray[np.uint8]]] = field(default_factory=dict)
     """Of each rank, the number of the first one, and the marks."""
+
+    def ranges(self, parts: Sequence[Part]) -> list[RankRange]:
+        """What each rank brings of this bucket, in the order of the ranks. `parts`: all of the bucket."""
+        found, used = [], 0
+        for rank in sorted({part.rank for part in parts}):
+            own = [part for part in parts if part.rank == rank]
+            nbytes, at = own[-1].local_end - own[0].local, own[0].stream - self.begin
+            scattered = own[-1].stream + own[-1].nbytes - own[0].stream > nbytes
+            if scattered:
+                memory = self.scratch[used : used + nbytes]
+                used += nbytes
+            else:
+                memory = self.bytes[at : at + nbytes]
+            found.append(RankRange(rank, own, memory, scattered))
+        return found
+
+    def place(self, came: RankRange) -> None:
+        """Its `memory` is filled."""
+        if came.scattered:
+            scatter(came.memory, came.parts, self)
 
     def marked_part(self, part: Part) -> MarkedPart:
         first, marks = self.marks[part.rank]
@@ -83,6 +103,25 @@ class Part(NamedTuple):
     @property
     def local_end(self) -> int:
         return self.local + self.nbytes
+
+
+class RankRange(NamedTuple):
+    """A rank's bytes of one bucket: one range of its copies."""
+
+    rank: int
+    parts: list[Part]
+    memory: torch.Tensor
+    """[bytes] uint8 where they arrive: the scratch where they are `scattered`, else their place in the bucket."""
+    scattered: bool
+    """They are no range of the bucket."""
+
+    @property
+    def begin(self) -> int:
+        return self.parts[0].local
+
+    @property
+    def end(self) -> int:
+        return self.parts[-1].local_end
 
 
 class Places:
@@ -126,7 +165,7 @@ class Places:
         return found
 
 
-def scatter(source: torch.Tensor, parts: list[Part], bucket: Bucket) -> None:
+def scatter(source: torch.Tensor, parts: Sequence[Part], bucket: Bucket) -> None:
     """`source` holds one rank's bytes from the first part's place on."""
     for part in parts:
         at = part.stream - bucket.begin

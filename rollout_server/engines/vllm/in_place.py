@@ -4,7 +4,7 @@
     receive   under the pause, in vLLM's own thread: buckets ── tensors ──► the model's `load_weights`, which vLLM's
               layer-wise reload copies into the parameters whenever a layer is complete
 
-Its memory is two buckets, and the tensors of the layer under way. What came is compared with what the layers hold by
+Its memory is three buckets, and the tensors of the layer under way. What came is compared with what the layers hold by
 the first rows of each tensor: no copy of the others is left.
 """
 

@@ -17,7 +17,7 @@ class OtherServer:
     """A member beside the engine, whose worker is a process."""
 
     weight_workers = 1
-    weight_wires = ("gloo/1",)
+    weight_wires = ("gloo/2",)
 
     def __init__(self, process: Any) -> None:
         self.process = process

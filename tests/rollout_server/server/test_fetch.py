@@ -40,7 +40,7 @@ class StagingFake(FakeEngine):
     """A fake engine that receives broadcasts too."""
 
     weight_workers = 1
-    weight_wires = ("gloo/1",)
+    weight_wires = ("gloo/2",)
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -41,7 +41,7 @@ class InPlaceFake(FakeEngine):
     """A fake engine whose only copy of the weights is overwritten as they come."""
 
     weight_workers = 1
-    weight_wires = ("gloo/1",)
+    weight_wires = ("gloo/2",)
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments, token_s=TOKEN_S)

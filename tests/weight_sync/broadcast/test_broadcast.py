@@ -41,7 +41,7 @@ from penstock.weight_sync import (
 )
 from penstock.weight_sync.broadcast import receiver
 from penstock.weight_sync.broadcast.memory import SpareMemory
-from penstock.weight_sync.broadcast.source import Superseded
+from penstock.weight_sync.broadcast.shards import Superseded
 
 pytestmark = pytest.mark.torch
 KILLS = int(os.environ.get("PENSTOCK_KILLS", "12"))
@@ -222,15 +222,15 @@ async def test_broadcast_has_the_time_that_its_bytes_take() -> None:
 
 
 async def test_broadcaster_takes_servers_of_1024_workers_at_most() -> None:
-    assert await Broadcaster().park(1024, "gloo/1", wait_s=0.0) is None
+    assert await Broadcaster().park(1024, "gloo/2", wait_s=0.0) is None
     with pytest.raises(ValueError, match="count is 1025, not 1 to 1024"):
-        await Broadcaster().park(1025, "gloo/1", wait_s=0.0)
+        await Broadcaster().park(1025, "gloo/2", wait_s=0.0)
 
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 on this machine")
 async def test_broadcaster_listens_on_ipv6_where_it_is_told_to() -> None:
     broadcaster = Broadcaster("::1")
-    waiting = asyncio.create_task(broadcaster.park(1, "gloo/1"))
+    waiting = asyncio.create_task(broadcaster.park(1, "gloo/2"))
     await asyncio.sleep(0)
     sending = broadcaster.open(1, ())
     assert (await waiting) is not None
@@ -276,9 +276,9 @@ async def test_memory_of_a_version_is_used_again_once_nobody_reads_it(
 
 async def test_member_that_never_comes_costs_the_broadcast_only(tmp_path: Path) -> None:
     async with broadcasting(tmp_path / "published", full_every=4, silence_s=0.5) as trainer:
-        waiting = asyncio.create_task(trainer.files.broadcaster.park(1, "gloo/1"))
+        waiting = asyncio.create_task(trainer.files.broadcaster.park(1, "gloo/2"))
         await trainer.publish(1, small_tensors(), members=0)
-        waiting = asyncio.create_task(trainer.files.broadcaster.park(1, "gloo/1"))
+        waiting = asyncio.create_task(trainer.files.broadcaster.park(1, "gloo/2"))
         manifest = await trainer.publish(2, small_tensors(2), members=1)
         assert (await waiting).version == 2
         late = StagedServer(tmp_path / "late")
@@ -310,7 +310,7 @@ async def test_old_version_is_superseded_in_the_middle(tmp_path: Path) -> None:
 
 
 async def test_worker_that_does_not_reach_the_group_names_the_key(trainer: BroadcastingTrainer) -> None:
-    waiting = asyncio.create_task(trainer.files.broadcaster.park(1, "gloo/1"))
+    waiting = asyncio.create_task(trainer.files.broadcaster.park(1, "gloo/2"))
     await asyncio.sleep(0)
     sending = trainer.files.begin_broadcast(1, ())
     sending.listener.close()
@@ -321,7 +321,7 @@ async def test_worker_that_does_not_reach_the_group_names_the_key(trainer: Broad
 
 async def test_places_are_given_to_servers_of_this_wire_and_token_only(trainer: BroadcastingTrainer) -> None:
     url = trainer.meeting.rpartition("/")[0]
-    good = {"count": 1, "wire": "gloo/1"}
+    good = {"count": 1, "wire": "gloo/2"}
     async with httpx.AsyncClient(timeout=60) as client:
         assert (await client.post(url, json=good)).status_code == 401
         bearer = {"Authorization": f"Bearer {TOKEN}"}
@@ -334,7 +334,7 @@ async def test_places_are_given_to_servers_of_this_wire_and_token_only(trainer: 
 async def test_place_given_as_the_wait_ends_is_taken() -> None:
     """The others of the group would wait for it in vain."""
     broadcaster, given = Broadcaster(), []
-    waiting = asyncio.create_task(broadcaster.park(1, "gloo/1", wait_s=1.0))
+    waiting = asyncio.create_task(broadcaster.park(1, "gloo/2", wait_s=1.0))
     await asyncio.sleep(0)
     asyncio.get_running_loop().call_later(0.01, lambda: given.append(broadcaster.open(1, ())))
     time.sleep(1.1)  # both timers are due in one turn of the loop, the place first
@@ -347,7 +347,7 @@ async def test_place_given_as_the_wait_ends_is_taken() -> None:
 
 async def test_trainer_that_cannot_listen_publishes_by_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     broadcaster = Broadcaster("203.0.113.9")  # of no machine
-    waiting = asyncio.create_task(broadcaster.park(2, "gloo/1"))
+    waiting = asyncio.create_task(broadcaster.park(2, "gloo/2"))
     await asyncio.sleep(0)
     assert broadcaster.open(1, ()).servers == 0
     assert await waiting is None
@@ -359,7 +359,7 @@ class Killable:
     """A server whose worker is a process."""
 
     weight_workers = 1
-    weight_wires = ("gloo/1",)
+    weight_wires = ("gloo/2",)
 
     def __init__(self, folder: Path, process: ReceivingProcess) -> None:
         self.inner, self.process = StagedServer(folder), process

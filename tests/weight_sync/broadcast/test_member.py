@@ -30,7 +30,7 @@ BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
 OFFER = {
     "version": 1, "port": 1, "name": "a-1", "first_rank": 1, "count": 1, "size": 2, "bucket_bytes": 9, "silence_s": 1.0,
-    "deadline_s": 1.0, "tensors": [{"name": "w", "shape": [3], "dtype": "float32"}],
+    "deadline_s": 1.0, "tensors": [{"name": "w", "shape": [3], "dtype": "float32"}], "splits": [[12]], "split_of": [0],
 }  # fmt: skip
 
 
@@ -41,7 +41,12 @@ def test_offer_is_read_back() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"bucket_bytes": 1}, {"silence_s": 2}, {"tensors": [{"name": "w", "shape": [0], "dtype": "bool"}]}],
+    [
+        {"bucket_bytes": 1},
+        {"silence_s": 2},
+        {"tensors": [], "split_of": []},
+        {"splits": [[0, 12], [4, 8, 0]], "split_of": [1]},
+    ],
     ids=repr,
 )
 def test_offer_at_its_limits_is_taken(change: dict[str, object]) -> None:
@@ -61,6 +66,8 @@ def test_workers_of_an_offer_have_places_in_a_row() -> None:
         {"tensors": [{"name": "w", "shape": [-3], "dtype": "float32"}]},
         {"tensors": [{"name": "w", "shape": [3], "dtype": "complex64"}]},
         {"tensors": [{"name": 3, "shape": [3], "dtype": "float32"}]},
+        {"splits": 3}, {"splits": [3]}, {"splits": [[11]]}, {"splits": [[-12, 24]]}, {"splits": [[True]]},
+        {"split_of": []}, {"split_of": [1]}, {"split_of": ["0"]}, {"split_of": [0, 0]},
     ],
     ids=repr,
 )  # fmt: skip
@@ -124,7 +131,7 @@ async def test_member_of_another_wire_says_so_and_takes_files(
     watching = asyncio.create_task(watch())
     await run_member(answer, refused)
     await watching
-    assert asked == [{"count": 1, "wire": "gloo/1"}]
+    assert asked == [{"count": 1, "wire": "gloo/2"}]
     assert "no place" not in caplog.text
 
 

@@ -31,7 +31,7 @@ from penstock.weight_sync.broadcast.nccl import Nccl, NcclError
 
 pytestmark = pytest.mark.torch
 WIRE = "nccl/2.27.3"
-BOTH = (WIRE, "gloo/1")
+BOTH = (WIRE, "gloo/2")
 
 
 @pytest.fixture(scope="session")
@@ -88,7 +88,7 @@ async def test_members_have_every_version_and_take_no_file(trainer: Broadcasting
 
 async def test_wire_is_the_first_that_both_have(trainer: BroadcastingTrainer) -> None:
     broadcaster = trainer.files.broadcaster
-    for asked, given in ((",".join(BOTH), WIRE), ("nccl/2.28.9,gloo/1", "gloo/1"), ("gloo/1", "gloo/1")):
+    for asked, given in ((",".join(BOTH), WIRE), ("nccl/2.28.9,gloo/2", "gloo/2"), ("gloo/2", "gloo/2")):
         waiting = asyncio.create_task(broadcaster.park(1, asked))
         await asyncio.sleep(0)
         sending = broadcaster.open(1, ())
@@ -99,15 +99,15 @@ async def test_wire_is_the_first_that_both_have(trainer: BroadcastingTrainer) ->
 
 async def test_group_is_of_the_wire_of_most_servers() -> None:
     broadcaster = Broadcaster(wires=BOTH)
-    wires = ["gloo/1", ",".join(BOTH), "gloo/1"]
+    wires = ["gloo/2", ",".join(BOTH), "gloo/2"]
     waiting = [asyncio.create_task(broadcaster.park(2, wire)) for wire in wires]
     await asyncio.sleep(0)
     sending = broadcaster.open(1, ())
     sending.listener.close()
     first, other, second = await asyncio.gather(*waiting)
     assert other is None, "it takes the file"
-    assert (sending.servers, sending.member.size, sending.member.wire) == (2, 5, "gloo/1")
-    assert [(offer.first_rank, offer.wire) for offer in (first, second)] == [(1, "gloo/1"), (3, "gloo/1")]
+    assert (sending.servers, sending.member.size, sending.member.wire) == (2, 5, "gloo/2")
+    assert [(offer.first_rank, offer.wire) for offer in (first, second)] == [(1, "gloo/2"), (3, "gloo/2")]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
@@ -185,11 +185,11 @@ async def test_trainer_sends_over_gloo_unless_it_is_told_otherwise(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     files = WeightFiles(tmp_path / "published", "broadcast", token="secret")
     assert files.broadcaster is not None
-    with pytest.raises(Exception, match=f"this trainer broadcasts over gloo/1, the server over '{WIRE}'"):
+    with pytest.raises(Exception, match=f"this trainer broadcasts over gloo/2, the server over '{WIRE}'"):
         await files.broadcaster.park(1, WIRE)
 
 
-@pytest.mark.parametrize(("found", "wires"), [(True, set(BOTH)), (False, {"gloo/1"})])
+@pytest.mark.parametrize(("found", "wires"), [(True, set(BOTH)), (False, {"gloo/2"})])
 def test_trainer_without_the_library_sends_over_gloo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, found: bool, wires: set[str]
 ) -> None:

@@ -24,7 +24,8 @@ from tests.until import until_in_threads
 
 from penstock.weight_sync import Shard, StreamTensor, WeightSource, checksum, stream_version
 from penstock.weight_sync.broadcast.offer import StreamDigests
-from penstock.weight_sync.broadcast.source import Superseded
+from penstock.weight_sync.broadcast.rank_wire import RankWire
+from penstock.weight_sync.broadcast.shards import Superseded
 
 pytestmark = pytest.mark.torch
 SILENCE = timedelta(seconds=20)
@@ -68,9 +69,10 @@ class Ranks:
 
     def __init__(self, world: int, monkeypatch: pytest.MonkeyPatch, *, finds_changes: bool = False) -> None:
         self.wire = Wire(world)
-        monkeypatch.setattr("penstock.weight_sync.broadcast.source.dist", self.wire)
+        monkeypatch.setattr("penstock.weight_sync.broadcast.rank_wire.dist", self.wire)
         self.sources = [
-            WeightSource(rank, world, self.wire.groups[rank], finds_changes=finds_changes) for rank in range(world)
+            WeightSource(rank, world, RankWire(rank, world, group), finds_changes=finds_changes)
+            for rank, group in enumerate(self.wire.groups)
         ]
         self.answering = [
             threading.Thread(target=source.answer_until_stopped, daemon=True) for source in self.sources[1:]
@@ -83,7 +85,7 @@ class Ranks:
             source.take(version, own)
 
     def stop(self) -> None:
-        self.sources[0].stop_others()
+        self.sources[0].wire.stop_others()
         for thread in self.answering:
             thread.join(20)
             assert not thread.is_alive()
@@ -194,9 +196,9 @@ def test_source_that_stops_asks_nobody(ranks: Ranks) -> None:
 
 def test_source_threads_answer_and_end_with_their_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = Wire(3)
-    monkeypatch.setattr("penstock.weight_sync.broadcast.source.dist", wire)
-    monkeypatch.setattr("penstock.weight_sync.broadcast.source.PING_S", 0.01)
-    monkeypatch.setattr("penstock.weight_sync.broadcast.source.CLOSE_S", 20.0)
+    monkeypatch.setattr("penstock.weight_sync.broadcast.rank_wire.dist", wire)
+    monkeypatch.setattr("penstock.weight_sync.broadcast.rank_wire.PING_S", 0.01)
+    monkeypatch.setattr("penstock.weight_sync.broadcast.rank_wire.CLOSE_S", 20.0)
     sources = [WeightSource.open(rank, 3, SILENCE) for rank in range(3)]
     shards, stream = sharded(1, [(5, 5, 5)] * 2)
     for source, own in zip(sources, shards, strict=True):
@@ -222,7 +224,7 @@ def test_source_of_a_rank_says_that_the_first_is_gone(
 
 
 def test_source_of_one_rank_has_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.weight_sync.broadcast.source.dist", None)
+    monkeypatch.setattr("penstock.weight_sync.broadcast.rank_wire.dist", None)
     source = WeightSource.open(0, 1, SILENCE)
     shards, stream = sharded(1, [(5,), (0,), (3,)])
     source.take(1, shards[0])

@@ -260,7 +260,7 @@ async def test_server_that_stops_sends_its_members_away(tmp_path: Path) -> None:
     server = FileServer(tmp_path, TOKEN, broadcaster=broadcaster)
     await server.start()
     async with httpx.AsyncClient(headers=BEARER, timeout=60) as client:
-        place = {"count": 1, "wire": "gloo/1"}
+        place = {"count": 1, "wire": "gloo/2"}
         waiting = asyncio.create_task(client.post(f"{server.url}/broadcasts", json=place))
         await until(lambda: broadcaster.parked == 1)
         await server.stop()

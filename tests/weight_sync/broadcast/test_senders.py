@@ -1,0 +1,227 @@
+"""A broadcast of several trainer ranks: each sends its own bytes, to two servers of two workers.
+
+Ranks and workers are threads here; `sender_ranks` has ranks that are processes, which can be killed at any line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.weight_sync.broadcast.test_source import Ranks, sharded
+
+torch = pytest.importorskip("torch")
+
+from tests.weight_sync.sender_ranks import IN_THE_MIDDLE
+
+from penstock.weight_sync import (
+    Broadcaster,
+    JoinedBroadcast,
+    Offer,
+    StagedWeights,
+    Streamed,
+    WeightsBroken,
+    WeightsUnreachable,
+    state_of,
+    stream_version,
+)
+from penstock.weight_sync.broadcast.seats import Sending
+from penstock.weight_sync.broadcast.senders import OwnGroup
+
+pytestmark = pytest.mark.torch
+WORLD, WORKERS = 4, 4
+SIZES = {
+    "even": [(40, 40, 40, 40)] * 5,
+    "uneven": [(3, 0, 50, 1), (0, 0, 0, 9), (7, 7, 7, 0), (0, 0, 0, 0), (1, 2, 3, 4)],
+    "none on rank 0": [(0, 30, 30, 30), (0, 0, 11, 0)],
+    "one tensor after the other": [(25, 0, 0, 0), (0, 25, 0, 0), (0, 0, 25, 0), (0, 0, 0, 25)],
+}
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    opened = Ranks(WORLD, monkeypatch)
+    yield opened
+    opened.stop()
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2 * WORKERS) as pool:
+        yield pool
+
+
+class Broadcast:
+    """Version 1 of the ranks, on its way to two servers; `receive` is what each worker does with its offer."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        sizes: list[tuple[int, ...]],
+        receive: Callable[[Any, int], Any],
+        *,
+        bucket_bytes: int,
+        silence_s: float = 60.0,
+    ) -> None:
+        shards, self.stream = sharded(1, sizes)
+        ranks.take(1, shards)
+        self.source, self.receive = ranks.sources[0], receive
+        self.sending, offers = asyncio.run(self._places(bucket_bytes, silence_s))
+        self.places = [(offer, worker) for offer in offers for worker in range(2)]
+
+    async def _places(self, bucket_bytes: int, silence_s: float) -> tuple[Sending, list[Any]]:
+        broadcaster = Broadcaster(bucket_bytes=bucket_bytes, silence_s=silence_s)
+        waiting = [asyncio.create_task(broadcaster.park(2, "gloo/2")) for _ in range(2)]
+        await asyncio.sleep(0)
+        sending = broadcaster.open(1, self.source.tensors, self.source.sizes)
+        here = {"trainer": "127.0.0.1", "here": "127.0.0.1"}
+        return sending, [replace(offer, **here) for offer in await asyncio.gather(*waiting) if offer]
+
+    def run(self, threads: ThreadPoolExecutor, path: Path) -> tuple[Streamed, list[Future[Any]]]:
+        """What rank 0 says of the version, whose file is `path`, and what the workers have."""
+        workers = [threads.submit(self.receive, *place) for place in self.places]
+        bucket_bytes = self.places[0][0].bucket_bytes
+        found = stream_version(self.source, 1, path, write=True, bucket_bytes=bucket_bytes, sending=self.sending)
+        for worker in workers:
+            worker.exception(60)
+        return found, workers
+
+    def is_whole(self, path: Path) -> bool:
+        return path.read_bytes().endswith(self.stream.numpy().tobytes())
+
+
+def staged(offer: Any, worker: int) -> tuple[str, bytes]:
+    memory = StagedWeights()
+    state = memory.receive(offer, worker)
+    assert memory._held is not None
+    return state, b"".join(tensor.numpy().tobytes() for tensor in memory._held[2].values())
+
+
+@pytest.mark.parametrize("bucket_bytes", [64, 200, 10_000])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_every_worker_has_the_stream_and_each_rank_sends_its_own_bytes(
+    ranks: Ranks,
+    threads: ThreadPoolExecutor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: list[tuple[int, ...]],
+    bucket_bytes: int,
+) -> None:
+    sent = dict[str, int]()
+
+    def send(group: OwnGroup, memory: Any, send: Any = OwnGroup.send) -> None:
+        name = threading.current_thread().name
+        sent[name] = sent.get(name, 0) + memory.nbytes
+        send(group, memory)
+
+    monkeypatch.setattr(OwnGroup, "send", send)
+    broadcast = Broadcast(ranks, sizes, staged, bucket_bytes=bucket_bytes)
+    found, workers = broadcast.run(threads, tmp_path / "w")
+    assert found.done == WORKERS
+    expected = state_of(found.tensors), broadcast.stream.numpy().tobytes()
+    assert [worker.result() for worker in workers] == [expected] * WORKERS
+    assert broadcast.is_whole(tmp_path / "w")
+    own = [4 * sum(column) for column in zip(*sizes, strict=True)][1:]
+    assert sorted(sent.values()) == sorted(filter(None, own)), "and rank 0 asks for nothing else"
+    assert not [words for _, words in ranks.wire.sent if words[0] == 1 and len(words) == 4]
+
+
+def in_place_until(lost: int, bucket: int) -> Callable[[Any, int], int]:
+    """Worker `lost` of the first server leaves at that bucket; the bytes that one has otherwise."""
+
+    def receive(offer: Any, worker: int) -> int:
+        came = 0
+        with closing(JoinedBroadcast(offer, worker)) as joined:
+            for number, piece in enumerate(joined.buckets()):
+                if (offer.first_rank, worker, number) == (1, lost, bucket):
+                    return came
+                came += len(piece)
+        return came
+
+    return receive
+
+
+@pytest.mark.parametrize("bucket", [0, 3])
+def test_worker_that_is_lost_costs_the_others_this_broadcast_and_the_file_nothing(
+    ranks: Ranks, threads: ThreadPoolExecutor, tmp_path: Path, bucket: int
+) -> None:
+    broadcast = Broadcast(ranks, [(4000,) * WORLD] * 9, in_place_until(1, bucket), bucket_bytes=16_000, silence_s=2.0)
+    found, workers = broadcast.run(threads, tmp_path / "w")
+    assert broadcast.is_whole(tmp_path / "w")
+    assert found.done < WORKERS
+    lost = [worker.exception() for worker in workers if worker.exception()]
+    assert all(isinstance(error, (WeightsBroken, WeightsUnreachable)) for error in lost)
+    again = stream_version(broadcast.source, 1, tmp_path / "w", write=False, bucket_bytes=777)
+    assert again == replace(found, done=0), "the ranks answer as before"
+
+
+@pytest.mark.parametrize("number", [0, 5])
+def test_sender_that_loses_its_group_costs_the_broadcast_and_the_file_nothing(
+    ranks: Ranks, threads: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    sends = iter(range(1000))
+
+    def send(group: OwnGroup, memory: Any, send: Any = OwnGroup.send) -> None:
+        if next(sends) == number:
+            group.leave()
+        send(group, memory)
+
+    monkeypatch.setattr(OwnGroup, "send", send)
+    broadcast = Broadcast(ranks, [(4000,) * WORLD] * 9, staged, bucket_bytes=16_000, silence_s=2.0)
+    found, workers = broadcast.run(threads, tmp_path / "w")
+    assert broadcast.is_whole(tmp_path / "w")
+    assert found.done == 0
+    assert all(isinstance(worker.exception(), WeightsUnreachable) for worker in workers)
+
+
+def test_rank_that_cannot_join_costs_the_broadcast_and_the_file_nothing(
+    ranks: Ranks, threads: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OwnGroup, "join", lambda *_: None)
+    broadcast = Broadcast(ranks, SIZES["even"], staged, bucket_bytes=64, silence_s=1.0)
+    found, workers = broadcast.run(threads, tmp_path / "w")
+    assert broadcast.is_whole(tmp_path / "w")
+    assert found.done == 0
+    assert all(isinstance(worker.exception(), WeightsUnreachable) for worker in workers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+async def test_rank_that_is_lost_while_it_sends_ends_the_version_for_all(tmp_path: Path, how: signal.Signals) -> None:
+    """The trainer announces nothing, and no worker has a version: the run's ranks start again."""
+    async with AsyncExitStack() as stack:
+        ranks = [await stack.enter_async_context(sender(rank, tmp_path / "store", "2,9")) for rank in range(3)]
+        offer = Offer.parse(json.loads(await ranks[0].stdout.readline()))
+        offer = replace(offer, trainer="127.0.0.1", here="127.0.0.1")
+        held = [StagedWeights() for _ in range(2)]
+        workers = [asyncio.create_task(asyncio.to_thread(one.receive, offer, n)) for n, one in enumerate(held)]
+        assert [json.loads(await ranks[2].stdout.readline()) for _ in range(2)] == ["ready", IN_THE_MIDDLE]
+        ranks[2].send_signal(how)
+        async with asyncio.timeout(60):
+            assert "error" in json.loads(await ranks[0].stdout.readline())
+            ends = await asyncio.gather(*workers, return_exceptions=True)
+        assert [type(end) for end in ends] == [WeightsUnreachable] * 2
+        assert [one._held for one in held] == [None, None]
+
+
+@asynccontextmanager
+async def sender(rank: int, store: Path, stop_at: str) -> AsyncIterator[Any]:
+    command = [sys.executable, "-m", "tests.weight_sync.sender_ranks", str(rank), "3", str(store), stop_at]
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

@@ -1,0 +1,148 @@
+"""The trainer's side of a broadcast: each rank sends its own bytes to all members, in a group of its own.
+
+rank 0    Members    joins all groups: sends in its own, receives in the others
+rank r    OwnGroup   joins the group in which it sends, when rank 0 tells it its place
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+import torch
+
+from penstock.common import address_towards, listening_host, reachable_host
+from penstock.weight_sync.broadcast.group import BroadcastGroup, Transfer, find_store, join_group, open_store
+from penstock.weight_sync.broadcast.offer import Member
+from penstock.weight_sync.broadcast.rank_wire import RankWire
+from penstock.weight_sync.broadcast.seats import Sending
+
+logger = logging.getLogger(__name__)
+
+
+class Members:
+    """Rank 0's places in the groups of a broadcast, as long as all of their members are there.
+
+    What goes wrong with a member costs this broadcast: its members take the file.
+    """
+
+    def __init__(self, sending: Sending | None = None, wire: RankWire | None = None) -> None:
+        """Nobody, where no server has a place. `wire`: to the ranks that send."""
+        self._sending = sending if sending is not None and sending.listener is not None else None
+        self._wire = wire
+        self._groups: dict[int, BroadcastGroup] = {}
+        self._moving: list[Transfer] = []
+        self._give_up_at = 0.0
+
+    @property
+    def are_there(self) -> bool:
+        return bool(self._groups)
+
+    def meet(self, device: torch.device | None) -> None:
+        """Form the groups. `device`: whose memory NCCL moves. Blocks until all are there, or one is not."""
+        if self._sending is not None:
+            self._give_up_at = time.monotonic() + self._sending.deadline_s
+            self._attempt(lambda: self._meet(device))
+
+    def begin(self, sender: int, memory: torch.Tensor) -> None:
+        """`memory` [bytes] uint8: what rank 0 sends, or where what rank `sender` sends arrives; it must not change
+        before `wait`. All members begin in one order."""
+        self._attempt(lambda: self._begin(sender, memory))
+
+    def wait(self) -> bool:
+        """Whether all that was begun has come. If not, `memory` may still be written to."""
+        self._attempt(self._wait)
+        return self.are_there
+
+    def count_done(self) -> int:
+        """How many workers have all bytes."""
+        return self._groups[0].count_done() if self._groups else 0
+
+    def close(self) -> None:
+        self._leave()
+        if self._sending is None or self._sending.listener is None:
+            return
+        if self._wire is not None and self._others:
+            self._wire.dismiss(self._others)
+        self._sending.listener.close()
+
+    def _meet(self, device: torch.device | None) -> None:
+        assert self._sending is not None
+        assert self._sending.listener is not None
+        member = self._sending.member
+        host = reachable_host(self._sending.host)
+        store, here = open_store(self._sending.listener, member), listening_host(host)
+        for sender in self._others:
+            assert self._wire is not None
+            self._wire.invite(sender, json.dumps([host, asdict(member.in_group(sender))]).encode())
+        for sender in self._sending.senders:
+            place = replace(member.in_group(sender), rank=member.size if sender else 0)
+            self._groups[sender] = join_group(store, place, here, device)
+
+    @property
+    def _others(self) -> list[int]:
+        """The ranks beside 0 that send."""
+        return [rank for rank in self._sending.senders if rank] if self._sending is not None else []
+
+    def _begin(self, sender: int, memory: torch.Tensor) -> None:
+        if self._sending is None or not self._groups:
+            return
+        if self._sending.closed.is_set():
+            raise RuntimeError("the trainer stops")
+        if time.monotonic() > self._give_up_at:
+            raise RuntimeError(f"not done in {self._sending.deadline_s:.0f} s")
+        self._moving.append(self._groups[sender].begin(memory))
+
+    def _wait(self) -> None:
+        moving, self._moving = self._moving, []
+        for transfer in moving:
+            transfer.wait()
+
+    def _attempt(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except (RuntimeError, OSError) as error:
+            assert self._sending is not None
+            logger.warning("broadcast %s ended early, its servers take the file: %s", self._sending.name, error)
+            self._leave()
+
+    def _leave(self) -> None:
+        """The others of each group, those that send too, get an error, after `silence_s` at the latest."""
+        self._moving.clear()
+        while self._groups:
+            self._groups.popitem()[1].close()
+
+
+class OwnGroup:
+    """The group in which a rank other than 0 sends, as long as all of its members are there. One thread uses it."""
+
+    def __init__(self) -> None:
+        self._group: BroadcastGroup | None = None
+
+    def join(self, place: bytes, device: torch.device | None) -> None:
+        """Leave the one before. Blocks until all members are there; without one of them there is no group."""
+        self.leave()
+        host, said = json.loads(place)
+        member = Member(**said)
+        try:
+            here = listening_host(address_towards(host, member.port))
+            self._group = join_group(find_store(host, member), member, here, device)
+        except (RuntimeError, OSError) as error:
+            logger.warning("this rank could not join broadcast %s: %s", member.name, error)
+
+    def send(self, memory: torch.Tensor) -> None:
+        """To all members; rank 0 asks again, elsewhere, for what did not come."""
+        try:
+            if self._group is not None:
+                self._group.begin(memory).wait()
+        except (RuntimeError, OSError) as error:
+            logger.warning("this rank sends no more of a broadcast: %s", error)
+            self.leave()
+
+    def leave(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None

@@ -1,0 +1,43 @@
+"""What goes into a `WeightSource`, and what it says of a version."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock.weight_sync.files.delta import Gaps
+from penstock.weight_sync.files.file_format import dtype_name
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One tensor of a version, and this rank's part of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole."""
+    published: torch.dtype
+    rank_bytes: tuple[int, ...]
+    """How much of it each rank has, in `published`: the parts in the order of the ranks are the tensor's bytes."""
+    local: torch.Tensor
+    """This rank's part, on any device and in any dtype. Not touched after `WeightSource.take`."""
+
+    @property
+    def dtype(self) -> str:
+        return dtype_name(self.published)
+
+
+class Superseded(Exception):
+    """A rank holds the next version already."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionChanges:
+    """What the changes of a version cost."""
+
+    base: int
+    """The version before."""
+    gaps: Sequence[Gaps]
+    """Of each tensor, in the stream's order."""
