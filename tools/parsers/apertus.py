@@ -10,6 +10,7 @@ from penstock.tools.parsers.turn import Malformed, MarkedParser, Tools, TurnBuil
 
 class ApertusParser(MarkedParser):
     opening, closing = "<|tools_prefix|>", "<|tools_suffix|>"
+    thought_end = ""  # its models call tools in the middle of a thought
     shape = f"calls are written {opening}[{{NAME: {{...}}}}, ...]{closing}"
 
     def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:

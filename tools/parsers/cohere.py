@@ -22,6 +22,7 @@ _NUMBER = re.compile(r"0|[1-9][0-9]{0,2}")
 
 class CohereParser(MarkedParser):
     opening, closing = "<|START_ACTION|>", "<|END_ACTION|>"
+    thought_end = "<|END_THINKING|>"
     shape = (
         f'calls are written {opening}[{{"tool_call_id": "NUMBER", "tool_name": ..., "parameters": {{...}}}}, ...]'
         f"{closing}"

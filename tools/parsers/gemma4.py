@@ -20,6 +20,7 @@ _KEY = re.compile(r"[^\s:,<>{}\[\]][^:,<>{}\[\]\n]*(?=:)")
 
 class Gemma4Parser(MarkedParser):
     opening, closing = OPEN, CLOSE
+    thought_end = "<channel|>"
     shape = SHAPE
 
     def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:

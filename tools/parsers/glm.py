@@ -48,6 +48,7 @@ class GlmParser(MarkedParser):
 
 class HyV3Parser(SectionParser):
     opening, closing = "<tool_calls:opensource>", "</tool_calls:opensource>"
+    thought_end = "</think:opensource>"
     name_end = "<tool_sep:opensource>"
     shape = f"calls are written {opening}\n{HY_TAGS.call}NAME{name_end}\n{HY_TAGS.pair_shape}\n{closing}"
 

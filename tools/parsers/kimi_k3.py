@@ -38,6 +38,7 @@ MARKS = ("<|open|>", "<|close|>", SEP)
 
 class KimiK3Parser(MarkedParser):
     opening, closing = OPEN, CLOSE
+    thought_end = _closes("think")
     shape = SHAPE
 
     def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:

@@ -18,6 +18,7 @@ _HEAD = re.compile(rf"\s*({NAME})\s*(?:\[CALL_ID\]\s*\w+\s*)?\[ARGS\]")
 
 class MistralParser(MarkedParser):
     opening, closing = OPEN, ""
+    thought_end = "[/THINK]"
     shape = SHAPE
 
     def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:

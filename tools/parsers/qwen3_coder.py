@@ -47,6 +47,7 @@ class Qwen3CoderParser(MarkedParser):
 
 class SeedOssParser(Qwen3CoderParser):
     opening, closing, around = "<seed:tool_call>", "</seed:tool_call>", ""
+    thought_end = "</seed:think>"
 
 
 def _read_word(text: str, start: int) -> tuple[str, int]:

@@ -76,14 +76,17 @@ ReadCall = Callable[[str, int, TurnBuilder], int]
 Tools = Sequence[Mapping[str, Any]]
 
 
-def read_marked(text: str, opening: str, shape: str, read: ReadCall, resume_behind: str = "") -> ParsedTurn:
-    """A turn whose calls begin with `opening`.
+def read_marked(
+    text: str, opening: str, shape: str, read: ReadCall, *, resume_behind: str = "", thought_end: str = THOUGHT
+) -> ParsedTurn:
+    """A turn whose calls begin with `opening`, behind the thought that `thought_end` closes.
 
     A malformed call ends the reading: a later mark may be text that was meant as part of it, and must not run. With
     `resume_behind`, a closing mark, parsing continues after it or at the next `opening`.
     """
     turn = TurnBuilder(shape)
-    position = 0
+    position = _behind_thought(text, opening, read, thought_end)
+    turn.say(text[:position])
     while not turn.full and (start := text.find(opening, position)) >= 0:
         turn.say(text[position:start])
         body = start + len(opening)
@@ -96,16 +99,35 @@ def read_marked(text: str, opening: str, shape: str, read: ReadCall, resume_behi
     return turn.done()
 
 
+def _behind_thought(text: str, opening: str, read: ReadCall, thought_end: str) -> int:
+    """Where the thought ends that may begin the text: at the first mark that stands in no argument of a call."""
+    position, end = 0, text.find(thought_end) if thought_end else -1
+    for _ in range(MAX_CALLS):
+        start = text.find(opening, position, max(end, 0))
+        if start < 0:
+            break
+        try:
+            position = read(text, start + len(opening), TurnBuilder(""))
+        except Malformed:
+            break
+        if position > end:
+            end = text.find(thought_end, position)
+    return end + len(thought_end) if end >= 0 else 0
+
+
 class MarkedParser(ABC):
     """A parser of calls that begin with the mark `opening`."""
 
     opening: str
     closing: str = ""
+    thought_end: str = THOUGHT
+    """The mark that ends a thought; calls before it are content. Empty: calls in a thought are calls."""
     shape: str
     """How calls are written; ends every error."""
 
     def parse(self, text: str, tools: Tools = ()) -> ParsedTurn:
-        return read_marked(text, self.opening, self.shape, partial(self.read, tools=tools))
+        read = partial(self.read, tools=tools)
+        return read_marked(text, self.opening, self.shape, read, thought_end=self.thought_end)
 
     @abstractmethod
     def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:
