@@ -23,13 +23,13 @@ from penstock.agent_loops.chat.chat import new_budget
 from penstock.agent_loops.errors import EpisodeRestart, InfraFailure, LoadError, TokenMismatch
 from penstock.agent_loops.journal import EpisodeJournal
 from penstock.agent_loops.llm import EpisodeLLM, usual_sampling
-from penstock.agent_loops.merge import as_outputs, check_output, images_of, to_trajectory
+from penstock.agent_loops.merge import as_outputs, check_output, images_of, number_of, to_trajectory
 from penstock.agent_loops.mismatch import continuity
 from penstock.agent_loops.segment import TRUNCATED_DEADLINE, AgentLoopOutput, last_answer
 from penstock.agent_loops.sources import services_of
 from penstock.agent_loops.tool_runner import ToolBox
 from penstock.agent_loops.tracing import EpisodeSpans, Trace, begin_trace, episode_spans, span, trajectory_facts
-from penstock.common import describe_error
+from penstock.common import USERS_FAULTS, describe_error
 from penstock.tools import call_users
 from penstock.transfer_queue import BadPayload, Lease, Outcome, OutcomeKind, QueueError, Trajectory
 
@@ -77,6 +77,14 @@ class Episode:
         except InfraFailure as failure:
             self._services.mismatches.seen += isinstance(failure, TokenMismatch)
             return await self._fail(Outcome(OutcomeKind.INFRA_ERROR, failure.reason, failure.component))
+        except BadPayload as error:
+            return await self._fail(Outcome(OutcomeKind.INFRA_ERROR, f"cannot be stored: {error}", "queue"))
+        except QueueError:
+            raise
+        except USERS_FAULTS as error:
+            # Unreported, the episode would have to wait until its lease expires, and nobody would read the cause.
+            log.exception("episode %s failed outside of its guards", self._lease.episode_id)
+            return await self._fail(Outcome(OutcomeKind.INFRA_ERROR, describe_error(error), "worker"))
 
     # endings -------------------------------------------------------------------------------------------------------
     async def _complete(self, trajectory: Trajectory) -> Outcome:
@@ -187,7 +195,7 @@ class Episode:
                 return outputs
         except (InfraFailure, EpisodeRestart, QueueError):
             raise
-        except Exception as error:
+        except USERS_FAULTS as error:
             if not deadline.expired():
                 raise InfraFailure("loop", describe_error(error)) from error
         if not llm.segments:
@@ -198,7 +206,7 @@ class Episode:
         try:
             async with asyncio.timeout(TEARDOWN_DEADLINE_S):
                 await call_users(loop.teardown)
-        except Exception:
+        except USERS_FAULTS:
             log.exception("teardown of episode %s failed", self._lease.episode_id)
 
 
@@ -233,7 +241,7 @@ class FinishedAttempt:
         """The loop's own reward, else the run's reward function, else the sum of the tools'."""
         given = [output.reward for output in self.outputs if output.reward is not None]
         if given:
-            return float(given[-1]), {}
+            return number_of(given[-1], "reward"), {}
         if self.services.reward is None:
             if not self.tool_rewards:
                 raise InfraFailure("reward", "no reward: set agent.reward, or give one in segment.output(reward=…)")

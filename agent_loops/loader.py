@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from penstock.agent_loops.errors import LoadError
-from penstock.common import nearest
+from penstock.common import USERS_FAULTS, nearest
 
 _folders: set[Path] = set()
 _set_aside: dict[Path, dict[str, ModuleType]] = {}
@@ -65,7 +65,7 @@ def _execute(module_name: str, file: Path) -> ModuleType:
     try:
         with isolated_imports(file.parent):
             spec.loader.exec_module(module)
-    except Exception as error:
+    except USERS_FAULTS as error:
         del sys.modules[module_name]
         raise LoadError(f"{file} cannot be imported: {type(error).__name__}: {error}") from error
     return module
@@ -76,7 +76,7 @@ def _import(module_name: str, recipe_dir: Path) -> ModuleType:
         allow_imports_from(folder)
     try:
         return importlib.import_module(module_name)
-    except Exception as error:
+    except USERS_FAULTS as error:
         raise LoadError(f"module {module_name!r} cannot be imported: {type(error).__name__}: {error}") from error
 
 

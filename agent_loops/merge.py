@@ -73,7 +73,10 @@ def to_trajectory(
     *,
     images: EpisodeImages | None = None,
 ) -> Trajectory:
-    """Segments in order; the episode's outcome is its last segment's. `images`: as `images_of` finds them."""
+    """Segments in order; the episode's outcome is its last segment's. `images`: as `images_of` finds them.
+
+    Raises `InfraFailure("loop")` naming what is no number.
+    """
     merged_metrics = {key: value for output in outputs for key, value in output.metrics.items()}
     merged_extra = {key: value for output in outputs for key, value in output.extra.items()}
     return Trajectory(
@@ -82,13 +85,31 @@ def to_trajectory(
         segments=tuple(outputs),
         reward=reward,
         outcome=outputs[-1].outcome,
-        turn_rewards=tuple(float(value) for output in outputs for value in output.turn_rewards),
+        turn_rewards=_turn_rewards(outputs),
         num_turns=sum(output.num_turns for output in outputs),
-        metrics={key: float(value) for key, value in {**merged_metrics, **metrics}.items()},
+        metrics={key: number_of(value, f"metrics[{key!r}]") for key, value in {**merged_metrics, **metrics}.items()},
         extra={**merged_extra, **extra},
         data_source=lease.task.data_source,
         images=images,
     )
+
+
+def _turn_rewards(outputs: Sequence[AgentLoopOutput]) -> tuple[float, ...]:
+    """By turn; a segment without any has 0 for each of its turns where another has some."""
+    if not any(len(output.turn_rewards) for output in outputs):
+        return ()
+    given = (output.turn_rewards or (0.0,) * output.num_turns for output in outputs)
+    return tuple(number_of(value, "turn_rewards") for values in given for value in values)
+
+
+def number_of(value: Any, where: str) -> float:
+    """Raises `InfraFailure("loop")` for text too: "1.0" is a mistake as "right" is."""
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise InfraFailure("loop", f"{where} is {value!r:.80}, not a number") from None
 
 
 async def images_of(lease: Lease, outputs: Sequence[AgentLoopOutput]) -> EpisodeImages | None:

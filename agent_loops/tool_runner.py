@@ -22,6 +22,7 @@ import xxhash
 
 from penstock.agent_loops.errors import AgentError, EpisodeRestart, InfraFailure
 from penstock.agent_loops.journal import SESSIONS, EpisodeJournal
+from penstock.agent_loops.merge import number_of
 from penstock.agent_loops.tool_states import NamedCall, OnLost, ToolStates, as_infra, within
 from penstock.agent_loops.tracing import span
 from penstock.common import gather_or_cancel, nearest
@@ -171,7 +172,7 @@ class ToolBox:
             for name, state in (await self._states.with_rewards()).items():
                 reward = await within(name, self._tools[name].reward_timeout_s, self._tools[name].calc_reward(state))
                 if reward is not None:
-                    rewards[name] = float(reward)
+                    rewards[name] = number_of(reward, f"the reward of tool {name}")
             if not rewards:
                 return {}
             await self._journal.keep_rewards(rewards)

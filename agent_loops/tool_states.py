@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from penstock.agent_loops.errors import EpisodeRestart, InfraFailure
 from penstock.agent_loops.journal import EpisodeJournal
-from penstock.common import describe_error
+from penstock.common import USERS_FAULTS, describe_error
 from penstock.sandbox import SandboxError, SandboxLost, as_call
 from penstock.tools import BaseTool, ToolInfraError, sharing
 from penstock.tools.parsers import ToolCall
@@ -166,7 +166,7 @@ class ToolStates:
         try:
             async with asyncio.timeout(RELEASE_DEADLINE_S):
                 await (tool.leave(state) if leave else tool.release(state))
-        except Exception:
+        except USERS_FAULTS:
             log.exception("tool %s could not be released in episode of %s", name, self.task.task_id)
 
     async def _end_session(self, name: str, session: str) -> None:
@@ -179,7 +179,7 @@ class ToolStates:
                     await tool.release(state)
         except SandboxLost:
             return  # already ended
-        except Exception:
+        except USERS_FAULTS:
             log.exception("session %s of tool %s could not be ended; it expires by itself", session, name)
 
 
@@ -193,7 +193,7 @@ async def as_infra(name: str, work: Awaitable[T]) -> T:
         raise InfraFailure(error.component, error.reason) from error
     except SandboxError as error:
         raise InfraFailure("sandbox", str(error)) from error
-    except Exception as error:
+    except USERS_FAULTS as error:
         raise InfraFailure(f"tool {name}", describe_error(error)) from error
 
 

@@ -14,6 +14,7 @@ from .device_locks import DeviceBusy as DeviceBusy
 from .device_locks import load_on_devices as load_on_devices
 from .device_locks import until_up as until_up
 from .device_locks import visible_devices as visible_devices
+from .errors import USERS_FAULTS as USERS_FAULTS
 from .errors import describe_error as describe_error
 from .files import FileLock as FileLock
 from .files import JsonlTail as JsonlTail

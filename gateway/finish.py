@@ -17,7 +17,8 @@ from penstock.agent_loops import (
     to_trajectory,
 )
 from penstock.agent_loops.chat import name_of
-from penstock.gateway.errors import Conflict, Gone, NotNow
+from penstock.common import USERS_FAULTS, describe_error
+from penstock.gateway.errors import Conflict, GatewayError, Gone, NotNow
 from penstock.gateway.journal import request_of
 from penstock.gateway.prefix_tree import Turn
 from penstock.gateway.session import GatewaySession
@@ -93,6 +94,10 @@ async def _complete(episode: GatewaySession, outcome: Outcome) -> FinishResult:
         return await fail(episode, Outcome(OutcomeKind.INFRA_ERROR, error.reason, error.component))
     except QueueError as error:
         raise _client_error(episode, error) from error
+    except GatewayError:
+        raise
+    except USERS_FAULTS as error:
+        return await fail(episode, Outcome(OutcomeKind.INFRA_ERROR, describe_error(error), "worker"))
     episode.end(f"the episode is finished: {outcome.kind}")
     return ending_of(trajectory)
 

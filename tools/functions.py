@@ -17,7 +17,7 @@ from typing import Any, overload
 
 from pydantic import TypeAdapter, ValidationError
 
-from penstock.common import describe_error
+from penstock.common import USERS_FAULTS, describe_error
 from penstock.tools.base import BaseTool, ToolInfraError, ToolResult
 from penstock.tools.threads import call_users
 from penstock.tools.validation import check_schema
@@ -95,7 +95,7 @@ class FunctionTool(BaseTool):
             return ToolResult(f"Error: {error.errors()[0]['msg']}", is_error=True)
         except THE_CALLS_FAULT as error:
             return ToolResult(f"Error: {type(error).__name__}: {error}", is_error=True)
-        except Exception as error:
+        except USERS_FAULTS as error:
             raise ToolInfraError(self.name, describe_error(error)) from error
 
 

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from penstock.common import Registry
+from penstock.common import USERS_FAULTS, Registry
 from penstock.sandbox import Sandbox
 from penstock.tools.arguments import ArgumentSchema
 from penstock.tools.base import BaseTool, ToolGroup
@@ -95,7 +95,7 @@ async def close_tools(tools: Iterable[BaseTool]) -> None:
         try:
             async with asyncio.timeout(CLOSE_DEADLINE_S):
                 await tool.close()
-        except Exception:
+        except USERS_FAULTS:
             log.exception("tool %s did not close", tool.name)
 
 

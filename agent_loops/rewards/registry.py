@@ -22,7 +22,7 @@ from penstock.agent_loops.journal import KeptScore
 from penstock.agent_loops.loader import load_object, nearest
 from penstock.agent_loops.rewards.base import Answer, BaseReward, FunctionReward, Value
 from penstock.agent_loops.token_row import little_endian
-from penstock.common import describe_error
+from penstock.common import USERS_FAULTS, describe_error
 from penstock.sandbox import BoxNeeds, Sandbox, SandboxError, Session
 from penstock.tools import ToolInfraError
 from penstock.transfer_queue import Segment, Task
@@ -109,7 +109,7 @@ class RewardFunction:
             raise InfraFailure(error.component, error.reason) from error
         except SandboxError as error:
             raise InfraFailure("sandbox", f"{self._name}: {error}") from error
-        except Exception as error:
+        except USERS_FAULTS as error:
             if isinstance(error, TimeoutError) and deadline.expired():
                 reason = f"{self._name} took longer than {self._timeout_s:g} s"
             else:
@@ -204,14 +204,14 @@ def _to_score(value: Any, name: str) -> Score:
         further = {f"reward/{key}": float(v) for key, v in value.items() if key != "score" and _is_number(v)}
         value = value["score"]
     if not _is_number(value):
-        raise InfraFailure("reward", f"{name} returned {value!r}, not a finite number")
+        raise InfraFailure("reward", f"{name} returned {value!r:.80}, not a finite number")
     return Score(float(value), further)
 
 
 def _is_number(value: Any) -> bool:
     try:
         return not isinstance(value, str | bytes) and math.isfinite(float(value))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return False
 
 

@@ -190,7 +190,9 @@ def decode_task(blob: bytes) -> Task:
 
 
 def outcome_to_plain(outcome: Outcome) -> list[str]:
-    return [str(outcome.kind), outcome.reason, outcome.component]
+    # A cause may quote a model's half surrogate pair; refused, it would not be reported at all.
+    texts = (str(outcome.kind), outcome.reason, outcome.component)
+    return [text.encode("utf-8", "backslashreplace").decode() for text in texts]
 
 
 def outcome_from_plain(plain: list[str]) -> Outcome:

@@ -65,5 +65,6 @@ async def test_multi_agent_final_result_ends_helper_only(run_loop, saying, calcu
     outcome, trajectory = await run_loop(MultiAgentLoop, saying(plays), calculator)
     helper, planner = trajectory.segments
     assert (len(helper.turn_starts), len(planner.turn_starts)) == (1, 2)
+    assert trajectory.turn_rewards == (1.0, 0.0, 0.0)
     assert "<tool_response>\n46 at 1\n</tool_response>" in chat_for().decode(planner.response_ids)
     assert outcome.kind is OutcomeKind.COMPLETED

@@ -1,0 +1,119 @@
+"""Whatever code of users does: the queue hears at once of the episode's end, with its cause, and the worker lives."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock.agent_loops import AgentLoopBase, Episode
+from penstock.agent_loops.rewards import RewardFunction
+from penstock.testing import FakeClient
+from penstock.tools import function_tool
+from penstock.transfer_queue import OutcomeKind
+
+HERE = r"\(.*test_users_faults\.py, line \d+\)"
+
+
+def returning(**output: Any) -> type[AgentLoopBase]:
+    class Returning(AgentLoopBase):
+        async def run(self, task):
+            segment = self.chat.start(task.messages)
+            await self.llm.generate(segment)
+            return segment.output(**output)
+
+    return Returning
+
+
+def with_method(name: str, method: Callable[..., Any]) -> type[AgentLoopBase]:
+    return type("Odd", (returning(reward=1.0),), {name: method})
+
+
+def leave(*_: Any, **__: Any) -> Any:
+    sys.exit("done")
+
+
+async def leave_async(*_: Any, **__: Any) -> Any:
+    sys.exit("done")
+
+
+async def leave_in_a_branch(loop: AgentLoopBase, task: Any) -> Any:
+    await loop.together([leave_async(), leave_async()])
+
+
+LEFT = f"SystemExit: done {HERE}"
+LOOPS = {
+    "metric of None": (returning(reward=1.0, metrics={"f1": None}), r"metrics\['f1'\] is None, not a number"),
+    "reward of text": (returning(reward="right"), "reward is 'right', not a number"),
+    "reward over floats": (returning(reward=10**400), "reward is 1000.*, not a number"),
+    "reward of NaN": (returning(reward=float("nan")), "reward: nan is not finite"),
+    "turn reward of text": (returning(reward=1.0, turn_rewards=["x"]), "turn_rewards is 'x', not a number"),
+    "turn rewards of two": (returning(reward=1.0, turn_rewards=[1.0, 2.0]), "turn_rewards: 2 for 1 turns"),
+    "extra of a set": (returning(reward=1.0, extra={"seen": {1}}), r"extra\.seen: set"),
+    "exit in setup": (with_method("setup", leave), LEFT),
+    "exit in run": (with_method("run", leave_async), LEFT),
+    "exit in a branch": (with_method("run", leave_in_a_branch), LEFT),
+}
+
+
+@pytest.fixture
+def ending(queue_of, tasks_of, parts_of, calling_policy):
+    """The outcome of one episode, which is the one that the queue was told."""
+
+    async def run(loop=None, tool=None, **fields):
+        queue = queue_of(tasks_of())
+        parts = parts_of(queue, FakeClient(calling_policy()), tool, **fields)
+        if loop is not None:
+            parts = dataclasses.replace(parts, find_loop=lambda name: loop)
+        outcome = await Episode(parts, queue.lease(tasks_of()[0])).run()
+        assert queue.failed == [outcome]
+        assert outcome.kind is OutcomeKind.INFRA_ERROR
+        return outcome
+
+    return run
+
+
+@pytest.mark.parametrize("fault", LOOPS)
+async def test_what_a_loop_does_is_reported(ending, fault: str) -> None:
+    loop, reason = LOOPS[fault]
+    outcome = await ending(loop)
+    assert re.search(reason, outcome.reason), outcome
+
+
+@pytest.mark.parametrize(
+    ("reward", "reason"),
+    [
+        (leave, LEFT),
+        (leave_async, LEFT),
+        (lambda *_, **__: 10**400, "returned 1000"),
+        (lambda *_, **__: {"score": None}, "returned None, not a finite number"),
+    ],
+)
+async def test_what_a_reward_does_is_reported(ending, reward: Callable[..., Any], reason: str) -> None:
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        return reward()
+
+    outcome = await ending(returning(), reward=RewardFunction(compute_score))
+    assert outcome.component == "reward"
+    assert re.search(reason, outcome.reason), outcome
+
+
+@pytest.mark.parametrize("leaves", [leave, leave_async])
+async def test_a_tool_that_leaves_the_process_is_reported(ending, leaves: Callable[..., Any]) -> None:
+    @function_tool
+    async def calculator(expression: str) -> str:
+        """Calculates."""
+        return leaves() if leaves is leave else await leaves()
+
+    outcome = await ending(tool=calculator)
+    assert "calculator" in outcome.component
+    assert re.search(LEFT, outcome.reason), outcome
+
+
+async def test_an_exception_of_our_own_is_reported_with_file_and_line(ending, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.agent_loops.episode.images_of", leave)
+    assert re.search(LEFT, (await ending(returning(reward=1.0))).reason)
