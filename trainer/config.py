@@ -260,7 +260,9 @@ class TrainerConfig(BaseModel):
         "selective (fsdp) keeps attention's and every second matrix product's: between the two in both.",
     )
     offload: bool = Field(
-        False, description="On GPUs: weights, gradients and moments wait in the host's memory, AdamW runs there."
+        False,
+        description="On GPUs: weights and moments stay in the host's memory, AdamW runs there; gradients go there once "
+        "per update.",
     )
     activation_offload: bool = Field(
         False,

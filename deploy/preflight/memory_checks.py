@@ -30,7 +30,7 @@ from penstock.deploy.preflight.check import Check, available_bytes, human, memor
 from penstock.deploy.preflight.memory import host_parts, in_flight_bytes, published_bytes, server_bytes
 from penstock.deploy.preflight.model import BadModelFiles, read_weights
 from penstock.deploy.preflight.model_shape import ModelShape, described_shape, find_shape, model_shape
-from penstock.deploy.preflight.rank_memory import ACTIVATIONS, OF_A_PACK, context_bytes, rank_bytes
+from penstock.deploy.preflight.rank_memory import ACTIVATIONS, UNDER_OFFLOAD, context_bytes, rank_bytes
 from penstock.deploy.run.plan import gpus_of_server, lent_servers, places_of_server
 from penstock.deploy.run.weights_folder import SHARED_MEMORY
 from penstock.trainer import TrainerConfig
@@ -143,7 +143,7 @@ def busiest(config: RunConfig, shape: ModelShape, gpus: Gpus) -> dict[str, float
     """Bytes by part of the device that is over its limit, else of the fullest that a rank is on."""
     rank, claim = rank_bytes(shape, config), _claim(config) * gpus.bytes
     if config.trainer.offload:
-        rank = {name: rank[name] for name in OF_A_PACK}
+        rank = {name: rank[name] for name in UNDER_OFFLOAD}
     rank[PROCESS] = context_bytes(config.trainer)
     servers = config.rollout.servers + config.rollout.evaluation_server
     own = [place for number in range(servers) for place in places_of_server(config, number, gpus.count)]

@@ -134,8 +134,8 @@ def _split(shape: ModelShape, trainer: TrainerConfig) -> dict[str, float]:
 
 # moments of a backward -----------------------------------------------------------------------------------------------
 GATHERED, REDUCED, ACTIVATIONS = "gathered layers", "gradients before they are reduced", "activations"
-OF_A_PACK = (GATHERED, REDUCED, ACTIVATIONS)
-"""On the device under trainer.offload too."""
+UNDER_OFFLOAD = ("gradients", GATHERED, REDUCED, ACTIVATIONS)
+"""On the device under trainer.offload too: the sum of the packs' gradients goes to the host when it is whole."""
 
 
 def _moments(shape: ModelShape, trainer: TrainerConfig, tokens: float) -> Iterator[dict[str, float]]:

@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.tiny_model import save_tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_support import one_pack
 from transformers import AutoModelForCausalLM
 
@@ -19,6 +20,7 @@ from penstock.common import cores
 from penstock.trainer import CORES_VARIABLE, Ranks, TrainerConfig
 from penstock.trainer.engine import Flops, Update, peak_tflops
 from penstock.trainer.engines.fsdp import FSDPEngine, load_policy, sharded
+from penstock.trainer.engines.fsdp.host_states import on_this_rank
 from penstock.trainer.job import threads_here
 from penstock.trainer.ranks.distributed import TorchThread
 
@@ -66,6 +68,37 @@ def assert_equal(given_by: tuple[FSDPEngine, list[Update]], found_by: tuple[FSDP
     assert given.keys() == dict(engine.weights(torch.float32)).keys()
     for name, tensor in engine.weights(torch.float32):
         torch.testing.assert_close(tensor, given[name], atol=2e-5, rtol=0, msg=name)
+
+
+class GradientAdditions(TorchDispatchMode):
+    """Counts what is added to gradients that the optimizer reads: under `offload` they are on the host."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.count, self._module = 0, module
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add_.Tensor:
+            gradients = (one.grad for one in self._module.parameters() if one.grad is not None)
+            self.count += args[0].data_ptr() in {on_this_rank(one).data_ptr() for one in gradients}
+        return func(*args, **(kwargs or {}))
+
+
+def test_packs_add_up_on_the_device_under_offload(tiny_model: str, ranks: Ranks) -> None:
+    """In bfloat16, where a sum that was not in float32 would be seen."""
+    packs = [one_pack(length, vocab=64) for length in (60, 30, 45)]
+    engines = {on: FSDPEngine(tiny_model, TrainerConfig(dtype="bfloat16", offload=on), ranks) for on in (False, True)}
+    for engine in engines.values():
+        for step in range(2):
+            with GradientAdditions(engine.policy) as additions:
+                engine.update(packs, lambda pack, outputs: -outputs.logprobs.sum(), 130.0, step)
+            if engine.config.offload:
+                assert additions.count == 0, "each of them would cross the bus and wait for one core"
+            else:
+                assert additions.count > 0, "it is seen"
+    expected = dict(engines[False].weights(torch.float32))
+    for name, tensor in engines[True].weights(torch.float32):
+        torch.testing.assert_close(tensor, expected[name], atol=0, rtol=0, msg=name)
 
 
 def test_bfloat16_has_masters_and_moments_in_float32(tiny_model: str, ranks: Ranks) -> None:

@@ -63,6 +63,8 @@ class ShardedModule:
     def __init__(self, module: nn.Module, config: TrainerConfig, ranks: Ranks) -> None:
         self.module = _shard(module, config, ranks)
         self._mesh = ranks.own(mesh_of)
+        self._adds_shards = config.offload or self._mesh.replicate > 1
+        """Gradients of packs are added before they are reduced between sets of shards."""
         self._ranks = ranks
         self._preemption = ranks.own(Preemption)
 
@@ -141,8 +143,9 @@ class TrainableModule(ShardedModule):
     def _accumulate(self, packs: Sequence[Pack], loss: Callable[[Pack, Any], Tensor], divisor: float) -> float:
         summed = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         for pack, is_last in self._in_step(packs):
-            if self._mesh.replicate > 1 and isinstance(self.module, FSDPModule):
-                # Between sets of shards, which may be on several machines, gradients go once per update.
+            if self._adds_shards and isinstance(self.module, FSDPModule):
+                # Between sets of shards, which may be on several machines, and to the host gradients go once per
+                # update: until then their sum, in float32, is on the device.
                 self.module.set_requires_all_reduce(is_last)
             moved = pack.to(self._ranks.device)
             total = loss(moved, self.module(moved))
@@ -198,7 +201,9 @@ def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
     computed = getattr(torch, config.dtype)
     as_kept = {parameter.dtype for parameter in module.parameters()} == {computed}
     arguments: dict[str, Any] = {
-        "mesh": mesh.shards,
+        # FSDP2 adds up on the device what it is to reduce between sets of shards later, one set included; without sets
+        # it would add each pack's gradients on the host.
+        "mesh": mesh.sets if config.offload else mesh.shards,
         "reshard_after_forward": mesh.size > mesh.replicate,
         "mp_policy": MixedPrecisionPolicy(param_dtype=None if as_kept else computed, reduce_dtype=torch.float32),
     }
@@ -260,7 +265,7 @@ class Mesh:
         self.size = dist.get_world_size() // layout.tensor
         """Ranks over which gradients are averaged."""
         sizes = {"replicate": self.replicate, "shards": self.size // self.replicate, "tensor": layout.tensor}
-        dimensions = {name: size for name, size in sizes.items() if size > 1 or name == "shards"}
+        dimensions = {name: size for name, size in sizes.items() if size > 1 or name != "tensor"}
         mesh = torch.arange(dist.get_world_size()).view(*dimensions.values())
         groups = [_group_along(mesh, axis, timeout) for axis in range(mesh.ndim)]
         self._whole = DeviceMesh.from_group(groups, device_type, mesh, mesh_dim_names=tuple(dimensions))
@@ -273,10 +278,13 @@ class Mesh:
 
     @property
     def shards(self) -> DeviceMesh:
-        """[replicate, shards], or [shards]: consecutive ranks hold all shards."""
-        if self._tensor_size == 1:
-            return self._whole
-        return self._whole["shards"] if self.replicate == 1 else self._whole["replicate", "shards"]
+        """[replicate, shards], or [shards] where there is one set: consecutive ranks hold all shards."""
+        return self._whole["shards"] if self.replicate == 1 else self.sets
+
+    @property
+    def sets(self) -> DeviceMesh:
+        """[replicate, shards], of one set too."""
+        return self._whole if self._tensor_size == 1 else self._whole["replicate", "shards"]
 
     @property
     def tensor(self) -> DeviceMesh | None:
@@ -292,6 +300,8 @@ def _group_along(mesh: torch.Tensor, axis: int, timeout: timedelta) -> dist.Proc
     minutes. A collective."""
     if mesh.shape[axis] == mesh.numel():
         group = dist.group.WORLD
+    elif mesh.shape[axis] == 1:
+        group = dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True)
     else:
         members = mesh.movedim(axis, -1).reshape(-1, mesh.shape[axis])
         group, _ = dist.new_subgroups_by_enumeration(members.tolist(), timeout=timeout)

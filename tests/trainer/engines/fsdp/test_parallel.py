@@ -38,6 +38,8 @@ DEEP: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "HSDP, one shard each": ({"replicate": 4}, {}),
     "HSDP, LoRA": ({"replicate": 2}, LORA),
     "HSDP, offloaded": ({"replicate": 2}, {"offload": True, "recompute": True}),
+    "FSDP, offloaded": ({}, {"offload": True}),
+    "FSDP x TP, offloaded": ({"tensor": 2}, {"offload": True}),
     "FSDP x TP, activations on the host": ({"tensor": 2}, {"activation_offload": True}),
     "FSDP x CP, inputs on the host": ({"context": 2}, {"activation_offload": True, "recompute": True}),
     "HSDP x CP": ({"replicate": 2, "context": 2}, {}),
