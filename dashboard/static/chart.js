@@ -1,137 +1,145 @@
-// Line charts and stacked bars in SVG, drawn by hand.
+// Charts over steps, drawn by uPlot. All charts of a view share the cursor and the zoom: drag to zoom, double click to
+// see everything again. Steps are counted from 1, as on the terminal.
 
-import { h, number, svg } from "./dom.js";
+import { h, number } from "./dom.js";
 
-const WIDTH = 480,
-  HEIGHT = 190,
-  LEFT = 46,
-  RIGHT = 8,
-  TOP = 8,
-  BOTTOM = 22;
+const { uPlot } = window;
+const HEIGHT = 180;
 export const COLOURS = 8;
 
-/** Round numbers that cover a range, about `count` of them. */
-export function ticks(low, high, count = 4) {
-  const span = high - low || Math.abs(high) || 1;
-  const rough = span / count,
-    power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough) ?? 10 * power;
-  const found = [];
-  for (let at = Math.ceil(low / step); at * step <= high + step * 1e-9; at += 1) found.push(at * step);
-  return found;
-}
+const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const isNumber = (value) => typeof value === "number";
+const plots = new Set();
+/** Range of steps that the view is zoomed to, also for charts that are drawn anew; null: everything. */
+let zoom = null;
+let following = false;
 
-function scale(low, high, from, to) {
-  const span = high - low || 1;
-  return (value) => from + ((value - low) / span) * (to - from);
-}
+const resized = new ResizeObserver((entries) => {
+  for (const { target, contentRect } of entries)
+    if (contentRect.width) target.plot.setSize({ width: Math.floor(contentRect.width), height: HEIGHT });
+});
+window
+  .matchMedia("(prefers-color-scheme: dark)")
+  .addEventListener("change", () => plots.forEach((plot) => plot.redraw(false)));
 
-/** [x, y] of the values that are there, in pieces between those that are not. */
-function pieces(line, x, y) {
-  const found = [[]];
-  line.x.forEach((at, i) => {
-    if (typeof line.y[i] === "number") found.at(-1).push(`${x(at).toFixed(1)},${y(line.y[i]).toFixed(1)}`);
-    else if (found.at(-1).length) found.push([]);
-  });
-  return found.filter((piece) => piece.length);
-}
-
-function axes(x, y, xs, ys) {
-  return [
-    ...ys.map((at) => svg("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(at), y2: y(at) })),
-    ...ys.map((at) => svg("text", { class: "tick y", x: LEFT - 5, y: y(at) + 3 }, number(at))),
-    ...xs.map((at) => svg("text", { class: "tick x", x: x(at), y: HEIGHT - 6 }, number(at))),
-  ];
-}
-
-function frame(title, drawing, readout) {
-  const label = `${title} by step`;
-  const picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": label }, drawing);
-  return [h("figure", { class: "chart" }, h("figcaption", {}, title), picture, readout), picture];
-}
-
-/** Lines `{name, x, y}` over steps; the readout shows the newest values, or those under the pointer. */
-export function lineChart(title, lines, { low = null, high = null, format = number } = {}) {
-  const values = lines.flatMap((line) => line.y.filter((value) => typeof value === "number"));
-  if (!values.length) {
-    return h("figure", { class: "chart empty" }, h("figcaption", {}, title), h("p", {}, "not recorded in this run"));
+/** Frees the charts of views that were left, and forgets their zoom. */
+function sweep() {
+  for (const plot of plots) {
+    if (plot.root.isConnected || !plot.wasShown) continue;
+    resized.unobserve(plot.root.parentElement);
+    plots.delete(plot);
+    plot.destroy();
   }
-  const steps = lines.flatMap((line) => line.x);
-  const [first, last] = [steps.reduce((a, b) => Math.min(a, b)), steps.reduce((a, b) => Math.max(a, b))];
-  let bottom = low ?? values.reduce((a, b) => Math.min(a, b)),
-    top = high ?? values.reduce((a, b) => Math.max(a, b));
-  if (bottom === top) [bottom, top] = [bottom - (Math.abs(bottom) * 0.1 || 1), top + (Math.abs(top) * 0.1 || 1)];
-  const x = scale(first, last, LEFT, WIDTH - RIGHT),
-    y = scale(bottom, top, HEIGHT - BOTTOM, TOP);
-  const drawn = lines.flatMap((line, i) =>
-    pieces(line, x, y).map((piece) =>
-      piece.length > 1
-        ? svg("polyline", { class: `line c${i % COLOURS}`, points: piece.join(" ") })
-        : svg("circle", { class: `dot c${i % COLOURS}`, cx: piece[0].split(",")[0], cy: piece[0].split(",")[1], r: 2 }),
-    ),
-  );
-  const cursor = svg("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, x1: -9, x2: -9 });
+  if (!plots.size) zoom = null;
+}
+
+function follow(plot) {
+  if (following || !plot.wasShown) return;
+  const { min, max } = plot.scales.x;
+  const all = plot.data[0];
+  zoom = min <= all[0] && max >= all.at(-1) ? null : { min, max };
+  following = true;
+  for (const other of plots) if (other !== plot) other.setScale("x", zoom ?? { min: other.data[0][0], max: other.data[0].at(-1) });
+  following = false;
+}
+
+const axis = (more) => ({
+  stroke: () => style("--faint"),
+  grid: { stroke: () => style("--edge"), width: 0.6 },
+  ticks: { show: false },
+  font: '10px system-ui, "DejaVu Sans", sans-serif',
+  ...more,
+});
+
+/** A figure with a plot of `data` (x, then a row of values for each series), and what it says below. */
+function frame(title, data, series, { low, high, say }) {
+  sweep();
+  const box = h("div", { class: "plot", role: "img", "aria-label": `${title} by step` });
   const readout = h("p", { class: "readout" });
-  const show = (step) => readout.replaceChildren(...legend(lines, step, format));
-  const [figure, picture] = frame(
-    title,
-    [...axes(x, y, ticks(first, last, 5), ticks(bottom, top)), drawn, cursor],
-    readout,
+  const figure = h("figure", { class: "chart" }, h("figcaption", {}, title), box, readout);
+  const range = (_, from, to) => {
+    const [bottom, top] = [low ?? from ?? 0, high ?? to ?? 1];
+    if (bottom !== top) return [bottom, top];
+    return bottom ? [bottom - Math.abs(bottom) * 0.1, top + Math.abs(top) * 0.1] : [0, 1];
+  };
+  const plot = new uPlot(
+    {
+      width: 320,
+      height: HEIGHT,
+      legend: { show: false },
+      cursor: { sync: { key: "steps" }, y: false, points: { size: 6 } },
+      scales: { x: { time: false, range: (_, from, to) => (from === to ? [from - 1, to + 1] : [from, to]) }, y: { range } },
+      axes: [
+        axis({ size: 24, gap: 2, incrs: [1, 2, 5].flatMap((n) => [1, 10, 100, 1e3, 1e4, 1e5].map((p) => n * p)).sort((a, b) => a - b) }),
+        axis({ size: 46, gap: 4, values: (_, splits) => splits.map((value) => number(value)) }),
+      ],
+      series: [{}, ...series],
+      hooks: {
+        setCursor: [(self) => readout.replaceChildren(...say(self.cursor.idx ?? self.data[0].length - 1, self.data))],
+        setScale: [(self, key) => key === "x" && follow(self)],
+      },
+    },
+    data,
+    box,
   );
-  picture.addEventListener("pointermove", (event) => {
-    const box = picture.getBoundingClientRect();
-    const at = ((event.clientX - box.left) / box.width) * WIDTH;
-    const step = steps.reduce((best, one) => (Math.abs(x(one) - at) < Math.abs(x(best) - at) ? one : best));
-    for (const side of ["x1", "x2"]) cursor.setAttribute(side, x(step));
-    show(step);
+  box.plot = plot;
+  plots.add(plot);
+  resized.observe(box);
+  requestAnimationFrame(() => {
+    if (zoom) plot.setScale("x", zoom);
+    plot.wasShown = true;
   });
-  picture.addEventListener("pointerleave", () => show(last));
-  show(last);
+  readout.replaceChildren(...say(data[0].length - 1, data));
   return figure;
 }
 
-function legend(lines, step, format) {
-  const entries = lines.map((line, i) => {
-    const before = line.x.findLastIndex((at, j) => at <= step && typeof line.y[j] === "number");
-    const value = before < 0 ? null : line.y[before];
-    return h("span", { class: `entry c${i % COLOURS}` }, `${line.name} `, h("b", {}, format(value)));
-  });
-  return [h("span", { class: "entry" }, `step ${number(step)}`), ...entries];
+function empty(title) {
+  return h("figure", { class: "chart empty" }, h("figcaption", {}, title), h("p", {}, "not recorded in this run"));
 }
 
-/** Shares [bucket][kind] that add up to 1, as stacked bars. */
-export function stackedBars(title, steps, kinds, shares) {
-  if (!steps.length) {
-    return h("figure", { class: "chart empty" }, h("figcaption", {}, title), h("p", {}, "not recorded in this run"));
-  }
-  const width = (WIDTH - LEFT - RIGHT) / steps.length,
-    y = scale(0, 1, HEIGHT - BOTTOM, TOP);
-  const bars = shares.flatMap((row, i) => {
-    let under = 0;
-    return row.map((share, kind) => {
-      const bar = svg(
-        "rect",
-        {
-          class: `bar a${Math.min(kind, COLOURS - 1)}`,
-          x: LEFT + i * width,
-          width: Math.max(width - 0.5, 0.5),
-          y: y(under + share),
-          height: y(under) - y(under + share),
-        },
-        svg("title", {}, `step ${steps[i]}: ${Math.round(100 * share)} % ${kinds[kind]}`),
-      );
-      under += share;
-      return bar;
-    });
-  });
-  const at = (index) => LEFT + (index + 0.5) * width;
-  const marks = ticks(0, steps.length - 1, 5).filter(Number.isInteger);
-  const names = marks.map((i) => svg("text", { class: "tick x", x: at(i), y: HEIGHT - 6 }, number(steps[i])));
-  const levels = [0, 0.5, 1].map((v) => svg("text", { class: "tick y", x: LEFT - 5, y: y(v) + 3 }, `${100 * v} %`));
-  const readout = h(
-    "p",
-    { class: "readout" },
-    kinds.map((kind, i) => h("span", { class: `entry a${Math.min(i, COLOURS - 1)}` }, kind)),
-  );
-  return frame(title, [bars, names, levels], readout)[0];
+/** One row of steps for all lines, and the values of each: null where a line has none. */
+function joined(lines) {
+  const clean = lines.map(({ x, y }) => [x.map((step) => step + 1), x.map((_, i) => (isNumber(y[i]) ? y[i] : null))]);
+  return clean.length > 1 ? uPlot.join(clean) : clean[0];
+}
+
+/** Lines `{name, x, y}` over steps; below them the newest values, or those under the pointer. */
+export function lineChart(title, lines, { low = null, high = null, format = number } = {}) {
+  if (!lines.some(({ y }) => y.some(isNumber))) return empty(title);
+  const series = lines.map(({ name, y }, i) => ({
+    label: name,
+    stroke: () => style(`--c${i % COLOURS}`),
+    width: 1.6,
+    spanGaps: true,
+    points: { show: y.filter(isNumber).length <= Math.max(1, y.length / 2), size: 5, fill: () => style(`--c${i % COLOURS}`) },
+  }));
+  const say = (index, data) => [
+    h("span", { class: "entry" }, `step ${number(data[0][index])}`),
+    ...lines.map(({ name }, i) => {
+      const before = data[i + 1].findLastIndex((value, j) => j <= index && isNumber(value));
+      const value = before < 0 ? null : data[i + 1][before];
+      return h("span", { class: `entry c${i % COLOURS}` }, `${name} `, h("b", {}, format(value)));
+    }),
+  ];
+  return frame(title, joined(lines), series, { low, high, say });
+}
+
+/** Shares [step][kind] that add up to 1, as areas on each other. */
+export function stackedAreas(title, steps, kinds, shares) {
+  if (!steps.length) return empty(title);
+  const sums = kinds.map((_, kind) => shares.map((row) => row.slice(0, kind + 1).reduce((sum, one) => sum + one, 0)));
+  const series = kinds.map((name, i) => ({
+    label: name,
+    stroke: () => style(`--a${Math.min(i, COLOURS - 1)}`),
+    fill: () => style(`--a${Math.min(i, COLOURS - 1)}`),
+    paths: uPlot.paths.stepped({ align: 1 }),
+    points: { show: steps.length === 1 },
+  }));
+  const say = (index) =>
+    kinds.map((kind, i) =>
+      h("span", { class: `entry a${Math.min(i, COLOURS - 1)}` }, `${kind} `, h("b", {}, `${Math.round(100 * (shares[index]?.[i] ?? 0))} %`)),
+    );
+  // The tallest sum is drawn first, and each lower one over it.
+  const data = [steps.map((step) => step + 1), ...sums.toReversed()];
+  return frame(title, data, series.toReversed(), { low: 0, high: 1, say });
 }

@@ -1,7 +1,7 @@
 // The numbers of each step.
 
 import { get, of } from "./api.js";
-import { lineChart, stackedBars } from "./chart.js";
+import { lineChart, stackedAreas } from "./chart.js";
 import { h, percent } from "./dom.js";
 
 const EVERY_MS = 3000;
@@ -87,7 +87,7 @@ export async function curves(root, { run, repeat, params, go }) {
         options,
       );
     const drawn = charts.map(draw);
-    const bars = stackedBars(
+    const bars = stackedAreas(
       "staleness of trained tokens, versions",
       old.steps,
       old.ages.map((age) => `${age} old`),

@@ -46,6 +46,11 @@ export function number(value, digits = 3) {
   return String(Number(value.toPrecision(Math.max(digits, Math.ceil(Math.log10(size))))));
 }
 
+/** A number with its unit: ``1 turn``, ``2 turns``. */
+export function plural(count, unit) {
+  return `${number(count)} ${unit}${count === 1 ? "" : "s"}`;
+}
+
 export function percent(value) {
   return value === null || value === undefined ? "–" : `${Math.round(100 * value)} %`;
 }

@@ -82,6 +82,11 @@ export async function letters(root, { run, session, keys }) {
     );
   };
   async function load(quiet = false) {
+    const { alive } = await get(of(run, "live"));
+    if (!alive) {
+      state.textContent = "Dead letters are kept in the queue of a running run; this run is not running.";
+      return;
+    }
     try {
       const { letters: found } = await get(of(run, "dead-letters"), { start, limit: PAGE });
       items = found.map(item);

@@ -1,9 +1,9 @@
-// The pipeline as it is now: what waits where, which server holds which version, who waits for whom.
+// How the run is: one sentence, the plots that people look at first, the pipeline while it lives, the newest episodes.
 
+import { address } from "./address.js";
 import { get, of } from "./api.js";
 import { lineChart } from "./chart.js";
-import { columns } from "./curves.js";
-import { bytes, h, number, percent, seconds, table, visible } from "./dom.js";
+import { bytes, h, number, percent, plural, seconds, table, visible } from "./dom.js";
 
 const REMEMBER_S = 30;
 
@@ -153,83 +153,147 @@ function swaps({ updates }) {
   return table(["server", "version", "pause", "fetch", "load", "requests that went on"], rows);
 }
 
-async function split(run, box) {
-  const told = await get(of(run, "split"));
-  box.replaceChildren(
-    told.warning ? h("p", { class: "bad", id: "warning" }, visible(told.warning)) : null,
-    h("p", { class: "advice" }, told.advice),
-    h(
-      "small",
-      {},
-      `trainer waits ${percent(told.bubble)}, rollouts held back ${percent(told.rollout_idle)}, over the last ${told.steps} steps`,
-    ),
+/** The sentence on top: how the run is, from its queue while it lives, from its folder when it has ended. */
+function sentence(now, { ended, summary }, { steps, series }) {
+  const done = steps.length ? steps.at(-1) + 1 : 0;
+  const reward = series.reward?.findLast((value) => typeof value === "number");
+  const learned = reward === undefined ? "" : `, reward ${number(reward)}`;
+  if (now.alive) {
+    const total = now.limits["trainer.steps"];
+    const wall = (series.wall_s ?? []).slice(1).filter((value) => typeof value === "number").slice(-10);
+    const mean = wall.reduce((sum, one) => sum + one, 0) / wall.length;
+    const left = wall.length && total > done ? `, about ${seconds(mean * (total - done))} left` : "";
+    return ["good", `Running: step ${number(done)} of ${number(total)}${learned}${left}.`];
+  }
+  const gained =
+    typeof summary.reward_first === "number" && typeof summary.reward_last === "number"
+      ? `, reward ${number(summary.reward_first)} → ${number(summary.reward_last)}`
+      : learned;
+  if (ended) return [/^all \d+ steps|are done$/.test(ended) ? "good" : "bad", `Ended: ${visible(ended)}${gained}.`];
+  return ["warn", `Not running: ${visible(now.cause)}. Step ${number(done)} was the last one${learned}.`];
+}
+
+const SUMMARY = {
+  wall_s: ["time", seconds],
+  eval_reward: ["evaluation", number],
+  episodes_trained: ["episodes trained", number],
+  lost: ["lost", number],
+  trained_twice: ["trained twice", number],
+  episodes_failed: ["failed", number],
+  staleness_max: ["staleness, at most", number],
+};
+
+/** Figures of summary.json in one line. */
+function figures(summary) {
+  const pairs = Object.entries(SUMMARY)
+    .filter(([name]) => typeof summary[name] === "number")
+    .map(([name, [text, format]]) => [text, format(summary[name])]);
+  for (const [role, count] of Object.entries(summary.restarts ?? {}))
+    if (count) pairs.push([`restarts of ${visible(role)}`, number(count)]);
+  return pairs.map(([text, value]) => h("span", { class: "pair" }, `${text} `, h("b", {}, value)));
+}
+
+/** Title, columns and what they are called, settings: what people look at first. `outcome/*`: every outcome. */
+const PLOTS = [
+  ["reward", { reward: "training", "eval/reward": "evaluation" }],
+  ["tokens per second", { sampled_per_s: "sampled", tokens_per_s: "trained, prompts included" }],
+  ["staleness, versions", { staleness_mean: "mean", staleness_max: "largest" }],
+  ["time of a step", { wall_s: "whole", train_s: "training", wait_s: "waiting for episodes" }, { format: seconds }],
+  ["episodes by outcome", { "outcome/*": "" }],
+  ["tool calls per episode", { "episode/tool_calls": "calls", "episode/tool_errors": "errors" }],
+  ["tokens per episode", { response_length_mean: "response", sampled_length_mean: "sampled by the model" }],
+  ["KL divergence", { kl_k3: "to the sampling policy", kl_proximal: "to the proximal policy", kl_reference: "to the reference" }],
+  ["share of tokens", { clip_fraction_high: "clipped above", clip_fraction_low: "clipped below", tokens_rejected_share: "rejected" }],
+];
+
+/** [column, what it is called] of those that there are. */
+function matching(names, wanted) {
+  return Object.entries(wanted).flatMap(([name, label]) =>
+    name.endsWith("*")
+      ? names.filter((one) => one.startsWith(name.slice(0, -1))).map((one) => [one, one.slice(name.length - 1)])
+      : names.includes(name)
+        ? [[name, label]]
+        : [],
   );
 }
 
-const ENDED = {
-  steps: "steps",
-  wall_s: "seconds",
-  reward_first: "reward of the first steps",
-  reward_last: "reward of the last steps",
-  eval_reward: "evaluation's reward",
-  episodes_trained: "episodes trained",
-  episodes_failed: "episodes failed",
-  lost: "episodes lost",
-  staleness_max: "most staleness, versions",
-};
+function plots(names, { steps, series }) {
+  const measured = (name) => series[name]?.some((value) => typeof value === "number");
+  return PLOTS.map(([title, wanted, options]) => {
+    const lines = matching(names, wanted).filter(([name]) => measured(name));
+    return lines.length && lineChart(title, lines.map(([name, label]) => ({ name: label, x: steps, y: series[name] })), options);
+  }).filter(Boolean);
+}
 
-/** How a run ended: why, what it came to, and its rewards. */
-async function ending(run, box) {
-  const { ended, summary } = await get(of(run, "end"));
-  const { names } = await get(of(run, "metrics"), { points: 10 });
-  const wanted = columns(["reward", "eval/reward"], names);
-  const { steps, series } = await get(of(run, "metrics"), { name: wanted });
-  const rows = Object.entries(ENDED)
-    .filter(([name]) => typeof summary[name] === "number")
-    .map(([name, said]) => [said, number(summary[name])]);
-  for (const [role, count] of Object.entries(summary.restarts ?? {}))
-    if (count) rows.push([`restarts of ${visible(role)}`, number(count)]);
-  const curve = lineChart(
-    "reward",
-    wanted.map((name) => ({ name, x: steps, y: series[name] })),
-  );
-  box.replaceChildren(
-    h("p", { id: "ended" }, ended ? `Ended: ${visible(ended)}` : "Nothing says how it ended: it was killed, or it runs elsewhere."),
-    ...(rows.length ? [table(["", ""], rows)] : []),
-    ...(steps.length ? [h("div", { class: "charts" }, curve)] : []),
-  );
+/** Tokens sampled per second of a step: a column of its own, so that both halves stand in one plot. */
+function withSampled(names, told) {
+  const { tokens_sampled: tokens, wall_s: wall } = told.series;
+  if (!tokens || !wall) return names;
+  told.series.sampled_per_s = tokens.map((value, i) => (wall[i] ? value / wall[i] : null));
+  return [...names, "sampled_per_s"];
+}
+
+async function newest(run) {
+  const { rows } = await get(of(run, "trajectories"), { offset: 0, limit: 8 });
+  const cells = rows.map((row) => [
+    number(row.step + 1),
+    h("span", { class: row.reward > 0 ? "good" : "" }, number(row.reward)),
+    visible([row.outcome, row.reason].filter(Boolean).join(" ")),
+    plural(row.turns, "turn"),
+    number(row.tokens),
+    h("a", { href: address(run, "trajectory", { episode: row.episode, step: row.step }) }, visible(row.episode)),
+  ]);
+  if (!rows.length) return h("p", { class: "quiet" }, "No trajectory is recorded yet.");
+  return table(["step", "reward", "outcome", "turns", "tokens", "episode"], cells, { id: "newest" });
 }
 
 export async function overview(root, { run, repeat }) {
-  const state = h("p", { class: "quiet" }),
-    picture = h("div"),
-    who = h("div"),
-    held = h("div"),
-    swapped = h("div"),
-    counted = h("div");
-  const advice = h("section", { id: "advice" }),
-    end = h("section", { id: "end", hidden: true });
+  const [state, warning, advice] = [
+    h("p", { id: "state" }),
+    h("p", { class: "bad", id: "warning", hidden: true }),
+    h("p", { class: "advice", id: "advice" }),
+  ];
+  const [facts, grid, episodes] = [h("p", { id: "end" }), h("div", { class: "charts" }), h("div")];
+  const [picture, who, held, swapped, counted] = [h("div"), h("div"), h("div"), h("div"), h("div")];
   const live = h(
     "section",
     { id: "live", hidden: true },
+    h("h2", {}, "Pipeline"),
     picture,
     h("h3", {}, "Who waits for whom, in the last half minute"),
     who,
     h("h3", {}, "Rollout servers"),
     held,
-    h("details", {}, h("summary", {}, "Swaps of weights"), swapped),
-    h("h3", {}, "Counts"),
-    counted,
+    h("details", {}, h("summary", {}, "Weight updates"), swapped),
+    h("details", {}, h("summary", {}, "Counts"), counted),
   );
-  root.append(h("h2", {}, "Pipeline"), state, end, live, h("h2", {}, "Split"), advice);
+  root.append(state, warning, facts, advice, grid, live, h("h2", {}, "Newest episodes"), episodes);
   const samples = [];
-  repeat(() => split(run, advice), 5000);
+  let [now, end, seen] = [null, { summary: {} }, -1];
+  const sums = async () => {
+    const told = await get(of(run, "split"));
+    warning.hidden = !told.warning;
+    warning.textContent = visible(told.warning ?? "");
+    advice.textContent = told.steps ? told.advice : "";
+    end = await get(of(run, "end"));
+    if (now && !now.alive) facts.replaceChildren(...figures(end.summary));
+    const { names, rows } = await get(of(run, "metrics"), { points: 10 });
+    if (rows === seen || !now) return;
+    const wanted = [...new Set([...PLOTS.flatMap(([, some]) => matching(names, some).map(([name]) => name)), "tokens_sampled", "wall_s"])];
+    const series = await get(of(run, "metrics"), { name: wanted.filter((name) => names.includes(name)) });
+    const [kind, text] = sentence(now, end, series);
+    state.className = kind;
+    state.textContent = text;
+    grid.replaceChildren(...plots(withSampled(names, series), series));
+    episodes.replaceChildren(await newest(run));
+    if (now.alive || end.ended) seen = rows;
+  };
+  repeat(sums, 2000);
   await repeat(async () => {
-    const now = await get(of(run, "live"));
+    const before = now?.alive;
+    now = await get(of(run, "live"));
+    if (before !== now.alive) seen = -1;
     live.hidden = !now.alive;
-    state.textContent = now.alive ? "" : `Not alive: ${visible(now.cause)}.`;
-    if (!now.alive && end.hidden) await ending(run, end);
-    end.hidden = now.alive;
     if (!now.alive) return;
     if (samples.at(-1)?.at_unix_s !== now.at_unix_s) samples.push(now);
     while (samples.length > 2 && now.at_unix_s - samples[0].at_unix_s > REMEMBER_S) samples.shift();

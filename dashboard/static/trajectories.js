@@ -1,7 +1,7 @@
 // Every recorded trajectory of a run: searched, ordered, and as many as there are.
 
 import { get, of } from "./api.js";
-import { h, number, seconds, visible } from "./dom.js";
+import { h, number, plural, seconds, visible } from "./dom.js";
 import { Rows } from "./rows.js";
 
 const WAIT_MS = 200,
@@ -25,10 +25,10 @@ function cells(row) {
   const versions =
     row.oldest === null ? "–" : row.oldest === row.newest ? `v${row.oldest}` : `v${row.oldest}–${row.newest}`;
   return [
-    h("span", { class: "step" }, number(row.step)),
+    h("span", { class: "step" }, number(row.step + 1)),
     h("span", { class: `reward ${row.reward > 0 ? "good" : ""}` }, number(row.reward)),
-    h("span", { class: "outcome" }, row.outcome === "completed" ? "" : visible(`${row.outcome} ${row.reason}`)),
-    h("span", { class: "size" }, `${number(row.turns)} turns, ${number(row.tokens)} tok`),
+    h("span", { class: "outcome" }, visible([row.outcome, row.reason].filter(Boolean).join(" "))),
+    h("span", { class: "size" }, `${plural(row.turns, "turn")}, ${number(row.tokens)} tok`),
     h("span", { class: "versions" }, versions),
     h("span", { class: "time" }, seconds(row.latency_s)),
     h("span", { class: "episode" }, visible(row.episode)),
@@ -106,7 +106,7 @@ export async function trajectories(root, { run, params, go, keys, repeat, signal
     const told = await get(of(run, "trajectories"), { ...filters, offset, limit });
     [generation, pending] = [told.generation, told.pending];
     const of_all = told.trained ? ` kept of ${number(told.trained)} trained episodes (trainer.save_trajectories)` : "";
-    state.textContent = `${number(told.total)} trajectories${of_all}${pending ? `; reading ${number(pending)} more step files …` : ""}`;
+    state.textContent = `${number(told.total)} ${told.total === 1 ? "trajectory" : "trajectories"}${of_all}${pending ? `; reading ${number(pending)} more step files …` : ""}`;
     return told;
   };
   const open = (row, index) => {

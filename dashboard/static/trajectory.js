@@ -42,7 +42,7 @@ function timing(spans) {
 function facts(record, step) {
   const { kind, component, reason } = record.outcome;
   const pairs = {
-    step,
+    step: step + 1,
     reward: record.reward,
     advantage: record.advantage,
     outcome: [kind, component, reason].filter(Boolean).join(" "),

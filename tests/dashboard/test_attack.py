@@ -51,8 +51,8 @@ def attack(runs_dir: Path) -> None:
 async def test_an_attack_in_a_trajectory_does_nothing(open_tab: Callable[..., Any]) -> None:
     tab: Tab = await open_tab()
     await tab.sign_in()
-    chart = ".chart svg"
-    views = {"trajectories": ".row", "curves": chart, "compare?with=other": chart, "overview": ".advice"}
+    chart = ".chart canvas"
+    views = {"trajectories": ".row", "curves": chart, "compare?with=other": chart, "overview": "#state:not(:empty)"}
     for view, shown in views.items():
         await tab.go(f"#/attack/{view}", shown)
         await _nothing_happened(tab)
