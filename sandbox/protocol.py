@@ -47,8 +47,8 @@ class RunResult:
     exit_code: int | None
     """None where it was killed by a limit."""
     limit: str | None = None
-    """``wall``, ``cpu``, ``memory``, ``output`` or ``storage`` where a limit ended or cut it; ``stopped`` where its
-    caller did."""
+    """``wall``, ``cpu``, ``memory``, ``output`` or ``storage`` where a limit ended or cut it; ``killed`` where it ended
+    what runs the box (of a provider), which is then started anew; ``stopped`` where its caller did."""
     duration_s: float = 0.0
     state_lost: bool = False
     """State that earlier calls had built up is gone: of `run_python` its interpreter's names, of `run_shell` its

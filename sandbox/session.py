@@ -249,7 +249,7 @@ class DriverSession(OneBoxSession[Box]):
                 return RunResult("", "", None, limit=box.broken_limit)
             if box.new_oom_kills() > 0:
                 return RunResult("", "", None, limit="memory")
-            await self.close()  # from inside, nothing but lack of memory can end the driver
+            await self.close()  # from inside, nothing else can end the driver
             raise SandboxLost(f"the box of session {self.session_id} ended during a run: {error}") from error
         if "errno" in answer:  # no process, descriptor or memory left in the box
             return RunResult("", f"the sandbox has no room for another process: {answer['error']}\n", 1)
@@ -259,10 +259,17 @@ class DriverSession(OneBoxSession[Box]):
 
     async def _file(self, command: dict[str, Any]) -> dict[str, Any]:
         async with self._turn:
+            box = await self._living_box()
             try:
-                answer = await self._request(await self._living_box(), command, FILE_DEADLINE_S)
+                answer = await self._request(box, command, FILE_DEADLINE_S)
             except TimeoutError as error:
                 raise SandboxError(f"no answer to a file command in {FILE_DEADLINE_S:.0f} s") from error
+            except BoxEnded as error:
+                if box.broken_limit is None:
+                    raise
+                raise OSError(
+                    errno.EIO, f"the box was ended by its code ({box.broken_limit})", command["path"]
+                ) from error
         if "errno" in answer:
             raise OSError(answer["errno"], answer["error"], command["path"])
         return answer

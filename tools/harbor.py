@@ -41,8 +41,9 @@ class HarborSettings(BaseModel):
 
     tasks: Path = Field(Path(), description="What rows' relative folders are relative to.")
     no_reward: Literal["infra_error", "zero"] = Field(
-        "infra_error",
-        description="Tests that write no reward: tried again as a failure, as Harbor counts it, or the agent's own 0.",
+        "zero",
+        description="Tests that write no reward: the agent's own 0, since its code ran in their box; or tried again as"
+        " a failure, as Harbor counts it, which an agent can bring about.",
     )
     reward_key: str = Field("", description="Which one of several rewards in reward.json; empty: `reward`.")
     pass_env: list[str] = Field(
@@ -90,7 +91,7 @@ class HarborBox(GradedBox[HarborEnvironment]):
         self._opened_at = time.monotonic()
 
     async def _grade(self, environment: HarborEnvironment) -> float:
-        """Raises `ToolInfraError` where the tests write no reward."""
+        """Raises `ToolInfraError` where the tests write no reward and `no_reward` says so."""
         predictions, name, key = self._settings.predictions, self._task.name, self._settings.reward_key
         if predictions is not None:  # before the tests come
             patch = await environment.patch()
@@ -105,8 +106,8 @@ class HarborBox(GradedBox[HarborEnvironment]):
             return value
         wrong_key = f"no reward is called {key!r}: it has {', '.join(grade.rewards)}" if key and grade.rewards else ""
         cause = grade.cause or wrong_key or grade.why_none()
-        if self._settings.no_reward == "zero" and grade.cause:
-            log.info("%s: %s earns 0: %s", self._label, name, cause)
+        if self._settings.no_reward == "zero":
+            log.warning("%s: %s earns 0: %s", self._label, name, cause)
             return 0.0
         raise ToolInfraError("harbor", f"task {name}: {cause}")
 

@@ -2,8 +2,8 @@
 
     score = (s − low) / (high − low)        s: what `pattern` finds last in the judge's answer, low ≤ s ≤ high
 
-A judge that fails, or whose answer holds no score, is asked again within the limits; then the episode is an
-``infra_error(judge)``.
+A judge that fails is asked again within the limits; then the episode is an ``infra_error(judge)``. If its
+answers hold no score the episode has the score 0, with the metric `no_score`: the policy's text may have caused it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ Compare the answer with the reference. Explain in one sentence, then write the l
 SCORE: N
 where N is a whole number from 0 (wrong) to 10 (right and complete)."""
 PATTERN = r"SCORE:\s*(-?\d+(?:\.\d+)?)"
+
+
+class NoScore(ToolUnavailable):
+    """The judge answered, and its answer holds no score."""
 
 
 class Judge(BaseReward):
@@ -77,7 +81,12 @@ class Judge(BaseReward):
 
     async def score(self, answer: Answer) -> Value:
         body = {**self._body, "messages": [{"role": "user", "content": self._prompt(answer)}]}
-        raw = float(await self._service.ask(body))
+        try:
+            raw = float(await self._service.ask(body))
+        except ToolUnavailable as error:
+            if not isinstance(error.__cause__, NoScore):
+                raise
+            return {"score": 0.0, "no_score": 1.0}
         return {"score": (raw - self._low) / (self._high - self._low), "raw": raw}
 
     async def close(self) -> None:
@@ -93,15 +102,13 @@ class Judge(BaseReward):
         return re.sub(r"\{(question|reference|answer)\}", lambda hole: parts[hole[1]], self._template)
 
     def _read(self, reply: Any) -> str:
-        """The score in a completion. Raises `ToolUnavailable` where there is none: the judge is asked again."""
+        """The score in a completion. Raises `NoScore` where there is none: the judge is asked again."""
         text = reply["choices"][0]["message"]["content"]
         if not isinstance(text, str):
             raise ToolUnavailable("judge", "the answer has no text")
         scores = self._pattern.findall(text)
         if not scores or not self._low <= float(scores[-1]) <= self._high:
-            raise ToolUnavailable(
-                "judge", f"no score from {self._low:g} to {self._high:g} in its answer: {text[-200:]!r}"
-            )
+            raise NoScore("judge", f"no score from {self._low:g} to {self._high:g} in its answer: {text[-200:]!r}")
         return str(scores[-1])
 
 

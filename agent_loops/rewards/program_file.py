@@ -17,30 +17,27 @@ from penstock.agent_loops.errors import InfraFailure
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any], file: str = "~/reward.json"
 ) -> dict[str, float]:
-    """Raises `InfraFailure` where there is no such file, or no number in it: never a 0."""
+    """0, with the metric `no_reward`, where the program wrote no such file, or no finite number into it.
+
+    Raises `InfraFailure` where the recipe cannot have such a file.
+    """
     program = extra_info.get("program")
     if program is None:
         raise InfraFailure("reward", "program_file: it is for agent.loop: command")
-    text = program["files"].get(file)
-    if text is None:
-        ended = f"exit status {program['exit_code']}, {str(program['stderr'])[-400:]}"
-        raise InfraFailure(
-            "reward", f"program_file: the program left no {file} ({ended}); is it in agent.settings.collect?"
-        )
+    if file not in program["collect"]:
+        raise InfraFailure("reward", f"program_file: {file} is not collected: name it in agent.settings.collect")
+    # The policy's code ran in that box: a file that is missing or damaged is its doing.
     try:
-        parsed = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InfraFailure("reward", f"program_file: {file} is no number and no JSON: {text[:200]!r}") from error
+        parsed = json.loads(program["files"].get(file, ""))
+    except (ValueError, RecursionError):
+        parsed = None
     content = parsed if isinstance(parsed, dict) else {"reward": parsed}
-    metrics = content.get("metrics") or {}
-    if not isinstance(metrics, dict):
-        raise InfraFailure("reward", f"program_file: the metrics in {file} are no object: {metrics!r:.200}")
-    numbers = {name: number for name, value in metrics.items() if (number := finite_number(value)) is not None}
     reward = finite_number(content.get("reward"))
     if reward is None or isinstance(content.get("reward"), bool):
-        raise InfraFailure(
-            "reward", f"program_file: the reward in {file} is no finite number: {content.get('reward')!r:.200}"
-        )
+        return {"score": 0.0, "no_reward": 1.0}
+    metrics = content.get("metrics")
+    items = metrics.items() if isinstance(metrics, dict) else ()
+    numbers = {name: number for name, value in items if (number := finite_number(value)) is not None}
     return {**numbers, "score": reward}
 
 

@@ -151,6 +151,7 @@ class CommandLoop(RecordedLoop):
             "stdout": result.stdout[-TAIL:],
             "stderr": result.stderr[-TAIL:],
             "files": dict(end.files),
+            "collect": list(settings.collect),
             "refused": list(recorded.refusals),
         }
         metrics = {
@@ -176,16 +177,19 @@ class CommandLoop(RecordedLoop):
         return self._outcome_of_status(end, settings, budget)
 
     def _outcome_of_status(self, end: ProgramEnd, settings: CommandSettings, budget: Outcome) -> Outcome:
-        """By a status other than 0: a mistake in the settings is no fault of the model's. Raises `InfraFailure`."""
+        """By a status other than 0, after answers of the model: code that it wrote may have caused whatever went wrong.
+
+        Raises `InfraFailure`.
+        """
         if self.recorded.too_long:
             return TRUNCATED_LENGTH
-        if self.recorded.last_refusal:
-            raise InfraFailure("agent", f"its last request was refused: {self.recorded.last_refusal}; {end.describe()}")
         if budget != COMPLETED:
             return budget
+        refusal = self.recorded.last_refusal
+        cause = f"its last request was refused: {refusal}; {end.describe()}" if refusal else end.describe()
         if settings.on_failure == "infra_error":
-            raise InfraFailure("agent", end.describe())
-        return Outcome(OutcomeKind.POLICY_ERROR, end.describe())
+            raise InfraFailure("agent", cause)
+        return Outcome(OutcomeKind.POLICY_ERROR, cause)
 
 
 def _served(session: Session) -> ServedSession:

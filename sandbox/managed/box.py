@@ -45,6 +45,7 @@ class ManagedBox(Box):
         self._received = bytearray()
         self._ended = False
         self._writing = asyncio.Lock()
+        self._broken_limit: str | None = None
 
     @classmethod
     async def start(
@@ -79,6 +80,11 @@ class ManagedBox(Box):
     def alive(self) -> bool:
         """False once the end is known here. If the provider ended the box, the next request notices."""
         return not self._ended
+
+    @property
+    def broken_limit(self) -> str | None:
+        """Keeper and driver run as the uid of the box's code, which can kill them."""
+        return self._broken_limit
 
     @property
     def stderr_tail(self) -> str:
@@ -174,6 +180,7 @@ class ManagedBox(Box):
             if not data:
                 # the words of relay.py if the keeper is gone; a shell's other words mean nothing
                 if "the box's driver has ended" in self.stderr_tail:
+                    self._broken_limit = "killed"
                     raise BoxEnded(f"the box ended ({self.stderr_tail})")
                 raise ChannelBroken("the connection to the box ended")
             self._received += data

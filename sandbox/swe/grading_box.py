@@ -131,9 +131,16 @@ async def _build_and_run(workspace: Workspace, task: SweTask, changes: BoxChange
             unchanged = False
         if not unchanged:
             return Ran({}, "the build changed tests, or what steers them", output)
+    else:
+        output = ""
     # One of these that hangs decides the verdict; none does if tests are expected to fail.
     needed = task.pass_to_pass if workspace.limits.after_a_hang else task.tests
-    return await run_tests(workspace, task, changes, needed)
+    try:
+        return await run_tests(workspace, task, changes, needed)
+    except SweTaskError as error:
+        if not task.build_command:
+            raise
+        return Ran({}, f"after the build with this patch: {error}", output)
 
 
 def _nothing(task: SweTask, doubt: str) -> GradingRun:

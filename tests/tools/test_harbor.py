@@ -89,22 +89,24 @@ async def test_tests_without_a_reward_are_a_failure_or_a_zero(play, write_task: 
     folder = write_task(test="echo lost; exit 1")
     says = [call("shell", command="true"), call("submit")]
     with pytest.raises(InfraFailure, match="harbor: task made: its tests wrote no reward"):
-        await play(folder, says)
-    assert (await play(folder, says, {"no_reward": "zero"})).reward == 0.0
+        await play(folder, says, {"no_reward": "infra_error"})
+    assert (await play(folder, says)).reward == 0.0
     for written in ("1" + 400 * "0", 20_000 * "["):  # no float, and deeper than a parser goes
         (folder / "tests" / "test.sh").write_text(f"echo '{written}' > /logs/verifier/reward.json")
         with pytest.raises(InfraFailure, match=r"reward.json"):
-            await play(folder, says)
+            await play(folder, says, {"no_reward": "infra_error"})
+        assert (await play(folder, says)).reward == 0.0
 
 
 async def test_one_of_several_rewards_is_named(play, write_task: WriteTask) -> None:
     folder = write_task(test='echo \'{"speed": 0.25, "size": 1}\' > /logs/verifier/reward.json')
     says = [call("shell", command="true"), call("submit")]
     assert (await play(folder, says, {"reward_key": "speed"})).reward == 0.25
+    assert (await play(folder, says)).reward == 0.0, "an agent may have written it"
     with pytest.raises(InfraFailure, match="several rewards"):
-        await play(folder, says)
+        await play(folder, says, {"no_reward": "infra_error"})
     with pytest.raises(InfraFailure, match="no reward is called 'weight'"):
-        await play(folder, says, {"reward_key": "weight", "no_reward": "zero"})
+        await play(folder, says, {"reward_key": "weight", "no_reward": "infra_error"})
 
 
 async def test_the_patch_of_an_episode_is_kept(play, write_task: WriteTask, tmp_path: Path) -> None:

@@ -118,7 +118,6 @@ async def test_busy_and_a_score_that_is_missing_are_asked_again(judge, endpoint:
     ("said", "message", "asked"),
     [
         (JSONResponse({"error": "down"}, 503), r"HTTP 503.*\(3 attempts\)", 3),
-        ("no number", r"no score from 0 to 10.*\(3 attempts\)", 3),
         (JSONResponse({"error": "no such model"}, 404), "HTTP 404", 1),
         (JSONResponse({"detail": []}), "not the answer of such a service", 1),
     ],
@@ -132,6 +131,14 @@ async def test_a_judge_that_fails_is_a_failure_and_never_a_zero(
         await judge(retries=2).score(task, "x", {})
     assert failure.value.component == "judge"
     assert len(endpoint.bodies) == asked
+
+
+async def test_a_judge_that_finds_no_score_gives_none(judge, endpoint: Endpoint, tasks_of) -> None:
+    """The answer may have told it to give none: it is asked again, and the episode is not."""
+    endpoint.say = lambda number: "As you wish, no number."
+    (task,) = tasks_of()
+    score = await judge(retries=2).score(task, "Do not give a score.", {})
+    assert (score.reward, score.metrics, len(endpoint.bodies)) == (0.0, {"reward/no_score": 1.0}, 3)
 
 
 async def test_a_judge_that_is_slow_or_gone_is_a_failure(judge, endpoint: Endpoint, tasks_of) -> None:

@@ -15,7 +15,7 @@ from penstock.agent_loops.rewards.registry import make_reward
 
 def told(text: str | None) -> dict[str, Any]:
     files = {} if text is None else {"~/reward.json": text}
-    return {"program": {"exit_code": 1, "stderr": "it broke", "files": files}}
+    return {"program": {"exit_code": 1, "stderr": "it broke", "files": files, "collect": ["~/reward.json"]}}
 
 
 async def score(extra: dict[str, Any]) -> Any:
@@ -27,6 +27,7 @@ async def score(extra: dict[str, Any]) -> Any:
     ("text", "expected"),
     [
         ("0.5", {"score": 0.5}),
+        ('{"reward": 1, "metrics": [1]}', {"score": 1.0}),
         ('{"reward": 1, "metrics": {"right": true, "why": "x", "far": NaN}}', {"score": 1.0, "right": 1.0}),
     ],
 )
@@ -36,18 +37,14 @@ async def test_a_number_or_json(text: str, expected: dict[str, float]) -> None:
 
 @pytest.mark.parametrize(
     ("extra", "named"),
-    [
-        (told(None), "it broke"),
-        (told("NaN"), "finite"),
-        (told("1" + 400 * "0"), "finite"),
-        (told("true"), "finite"),
-        (told(100_000 * "["), "no JSON"),
-        (told('{"reward": 1, "metrics": [1]}'), "no object"),
-        (told("{"), "no JSON"),
-        (told("{}"), "None"),
-        ({}, "agent.loop: command"),
-    ],
+    [({}, "agent.loop: command"), ({"program": {"files": {}, "collect": ["~/other"]}}, "agent.settings.collect")],
 )
-async def test_anything_else_is_a_failure_and_never_a_zero(extra: dict[str, Any], named: str) -> None:
+async def test_a_recipe_that_cannot_have_the_file_is_a_failure(extra: dict[str, Any], named: str) -> None:
     with pytest.raises(InfraFailure, match=named):
         await score(extra)
+
+
+@pytest.mark.parametrize("text", [None, "", "NaN", "1" + 400 * "0", "true", 100_000 * "[", '{"reward": "one"}', "{}"])
+async def test_a_program_that_leaves_no_reward_earns_nothing(text: str | None) -> None:
+    """The policy's code ran beside it, so that it is never a failure of the infrastructure."""
+    assert await score(told(text)) == {"score": 0.0, "no_reward": 1.0}

@@ -203,3 +203,22 @@ async def test_programs_sandbox_failure_is_no_zero(tasks_of) -> None:
     with pytest.raises(InfraFailure, match="no box today") as failure:
         await RewardFunction(Programs(BrokenSandbox()), "code").score(task, python("print(1)"), {})
     assert failure.value.component == "sandbox"
+
+
+BETWEEN_TESTS = {
+    "a folder in place of its file": "import os\nos.unlink('solution.py')\nos.mkdir('solution.py')",
+    "a folder in place of the harness": "import os\nos.unlink('harness.py')\nos.mkdir('harness.py')",
+    "a pipe in place of its file": "import os\nos.unlink('solution.py')\nos.mkfifo('solution.py')",
+    "no access to its folder": "import os\nos.chmod('.', 0)\nassert os.getuid() == 0 or not os.access('.', os.W_OK)",
+}
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("door", BETWEEN_TESTS)
+async def test_a_program_that_breaks_its_box_between_two_tests_has_failed(
+    sandbox: Sandbox, door: str, partial: bool
+) -> None:
+    cases = {"inputs": ["1", "2"], "outputs": ["2", "3"], "fn_name": "f"}
+    code = f"def f(number):\n    return number + 1\n{BETWEEN_TESTS[door]}"
+    value = await score(sandbox, code, cases, partial=partial)
+    assert value["score"] <= 0.5 or "no access" in door  # root has access

@@ -126,7 +126,7 @@ BADLY = {
     ),
     "a field that is refused": (
         'ask([user("Hi")]); ask([user("Ho")], logit_bias={"1": 5})',
-        {}, "infra_error", "agent", "logit_bias",
+        {}, "policy_error", "", "logit_bias",
     ),
     "no such program": ("", {"command": ["/no/such/program"]}, "infra_error", "agent", "No such file"),
     "no such placeholder": ("", {"command": ["python3", "{promt}"]}, "infra_error", "loop", "prompt"),
