@@ -98,8 +98,7 @@ class ToolGuard:
         limit_s = self.config.timeout_s
         try:
             async with asyncio.timeout(limit_s) as deadline:
-                result: ToolResult = await call_users(tool.execute, state, arguments)
-                return result
+                return _checked(tool.name, await call_users(tool.execute, state, arguments))
         except TimeoutError as error:
             if not deadline.expired():
                 raise ToolInfraError(f"tool {tool.name}", f"{type(error).__name__}: {error}") from error
@@ -116,6 +115,14 @@ class ToolGuard:
             yield
         finally:
             turns.release()
+
+
+def _checked(name: str, result: Any) -> ToolResult:
+    """Raises `ToolInfraError` where a tool of the user's returned something else than a result."""
+    if isinstance(result, ToolResult) and isinstance(result.text, str):
+        return result
+    wrong = f"a ToolResult whose text is {result.text!r:.80}" if isinstance(result, ToolResult) else f"{result!r:.80}"
+    raise ToolInfraError(f"tool {name}", f"execute returned {wrong}: return ToolResult(text), with text a str")
 
 
 def guard_of(tool: BaseTool, config: ToolConfig) -> CallGuard:

@@ -127,6 +127,8 @@ def _path_in(given: Any, location: tuple[str | int, ...]) -> tuple[str | int, ..
     """`location` without pydantic's names for the arms of unions."""
     path: list[str | int] = []
     for i, part in enumerate(location):
+        if _names_an_arm(given, *location[i : i + 2]):
+            continue
         if isinstance(given, Mapping) and (part in given or i == len(location) - 1):
             given = given.get(part)
         elif isinstance(given, list) and isinstance(part, int) and part < len(given):
@@ -135,6 +137,14 @@ def _path_in(given: Any, location: tuple[str | int, ...]) -> tuple[str | int, ..
             continue
         path.append(part)
     return tuple(path)
+
+
+def _names_an_arm(given: Any, part: str | int, following: str | int | None = None) -> bool:
+    """Whether `part` is the type of `given`, not its field of the same name (``{"type": "text", "text": …}``)."""
+    if not isinstance(given, Mapping) or part not in (given.get("type"), given.get("role")) or following not in given:
+        return False
+    field = given.get(part)
+    return not (isinstance(field, Mapping) and following in field)
 
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1

@@ -114,3 +114,14 @@ async def test_guard_caches_pure_results_but_no_errors() -> None:
     assert await ask(q="a", k="1") == "answer 6", "the oldest went first"
     impure = Service()
     assert [(await caching.call(impure, None, {})).text for _ in range(2)] == ["answer 1", "answer 2"]
+
+
+@pytest.mark.parametrize("returned", ["4", None, ("4", 1.0, {}), 4, ToolResult(None)])  # type: ignore[arg-type]
+async def test_guard_names_the_tool_that_returns_no_result(returned: Any) -> None:
+    class Own(Service):
+        def execute(self, state: Any, arguments: Any) -> Any:
+            return returned
+
+    for tool in (Own(), Own(pure=True)):
+        with pytest.raises(ToolInfraError, match=r"tool service: execute returned .*: return ToolResult\(text\)"):
+            await guard().call(tool, None, {})

@@ -36,6 +36,8 @@ def result(call_id: str, content: Any) -> dict[str, Any]:
 
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "u"}}
+TEXT = {"type": "text", "text": "x"}
+PICTURE = {"type": "image_url", "image_url": {"url": "data:x"}}
 SCHEMA = {"type": "json_schema", "name": "x", "schema": {}}
 EVERYWHERE = "chat completions responses messages"
 DISTRIBUTION, CONSTRAINED = "another distribution", "sampling is not constrained"
@@ -53,6 +55,8 @@ WRONG: Rows = [
     ("chat completions messages", {"max_tokens": 0}, "max_tokens", ""),
     ("chat", {"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "max_completion_tokens"),
     ("messages", {"max_tokens": None}, "max_tokens", ""),
+    ("chat", turn("user", {"type": "text", "text": 5}), "messages.0.content.0.text", "valid string"),
+    ("chat", turn("user", {"type": "image_url", "image_url": {}}), "messages.0.content.0.image_url.url", "required"),
     ("chat completions", {"stop": list("abcde")}, "stop", "at most 4 items, not 5"),
     ("chat completions", {"stop": ""}, "stop", ""),
     ("chat completions", {"stop": ["a", ""]}, "stop.1", ""),
@@ -124,6 +128,8 @@ UNKNOWN: Rows = [
     ("responses", {"max_tokens": 5}, "max_tokens", "unknown field"),
     ("messages", {"n": 2}, "n", "unknown field"),
     ("chat", {"messages": [{**USER, "contents": "x"}]}, "messages.0.contents", "unknown field"),
+    ("chat", turn("user", {**TEXT, "cache_control": {}}), "messages.0.content.0.cache_control", "unknown field"),
+    ("chat", turn("user", {**PICTURE, "cache_control": {}}), "messages.0.content.0.cache_control", "unknown field"),
     (
         "chat",
         {"tools": [{"type": "function", "function": {"name": "f", "body": 1}}]},
