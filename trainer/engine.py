@@ -167,8 +167,12 @@ class Update:
     """sum(loss) / divisor over all ranks."""
 
 
-PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "B200": 2250.0, "A100": 312.0, "L40S": 362.0, "MI300X": 1307.0}
-"""Dense bfloat16, by a part of the device's name, from the vendors' data sheets (SXM variants)."""
+PEAK_TFLOPS = {
+    **{"H200 NVL": 835.0, "H200": 989.0, "H100 NVL": 835.0, "H100 PCIe": 756.0, "H100": 989.0},
+    **{"B200": 2250.0, "A100": 312.0, "L40S": 362.0, "MI300X": 1307.0},
+}
+"""Dense bfloat16, by a part of the device's name, from the vendors' data sheets (SXM variants where none is named). The
+first that fits counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,15 +188,14 @@ class Flops:
 
     @classmethod
     def of(cls, model: PreTrainedModel, *, learns_all: bool) -> Flops | None:
-        """Before the model is sharded. None for a mixture of experts, whose tokens go through a part of its
-        weights, for layers with a state, whose arithmetic is not that of attention, and for models that see images."""
+        """Before the model is sharded. None for layers with a state, whose arithmetic is not that of attention, and for
+        models that see images."""
         config, head = model.config.get_text_config(), model.get_output_embeddings()
-        # Three dimensions: all experts of a layer, stacked, or the convolution of a layer with a state.
-        if any(one.dim() == 3 for one in model.parameters()) or not hasattr(config, "num_attention_heads"):
+        if hasattr(model.config, "vision_config") or not hasattr(config, "num_attention_heads"):
+            return None  # a tower of images reads patches, not tokens
+        body = _matrices(model, head)
+        if body is None:
             return None
-        if hasattr(model.config, "vision_config"):  # its tower reads patches, not tokens
-            return None
-        body = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m is not head)
         heads = config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
         return cls(body, head.weight.numel() if head else 0, config.num_hidden_layers * heads * width, learns_all)
@@ -201,6 +204,26 @@ class Flops:
         """Forward and backward of `tokens`, of which `sampled` go through the head; `squares` is Σ_r L_r²."""
         forward = 2 * (self.body * tokens + self.head * sampled + self.attention * squares)
         return (3 if self.learns_all else 2) * forward
+
+
+def _matrices(model: PreTrainedModel, head: nn.Module | None) -> int | None:
+    """Weights of matrices inside the layers that one token meets: of a mixture the router and the token's experts.
+
+    None where there are convolutions, which are those of a layer with a state, and where a token's experts are not
+    known.
+    """
+    routed: int = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 0
+    total = 0
+    for part in model.modules():
+        own = [(name, one) for name, one in part.named_parameters(recurse=False) if part is not head]
+        stacked = [one for _, one in own if one.dim() == 3]  # all experts of a layer, or a convolution's kernels
+        if stacked and (not routed or isinstance(part, nn.Conv1d)):
+            return None
+        if stacked:
+            total += sum(one.numel() // len(one) * routed for one in stacked)
+        elif not isinstance(part, nn.Embedding):
+            total += sum(one.numel() for name, one in own if name == "weight" and one.dim() == 2)
+    return total
 
 
 def peak_tflops(given: float | None, device: torch.device, dtype: str) -> float | None:

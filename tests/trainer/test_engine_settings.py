@@ -210,9 +210,35 @@ def test_flops_by_hand(tmp_path: Path) -> None:
     assert lora.of_update(10, 4, 100) == pytest.approx(found.of_update(10, 4, 100) * 2 / 3)
 
 
-def test_a_mixture_of_experts_is_not_counted_as_if_every_token_met_them_all(tmp_path: Path) -> None:
-    model = save_tiny_model(tmp_path, "Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-    assert Flops.of(AutoModelForCausalLM.from_pretrained(model), learns_all=True) is None
+def test_flops_of_a_mixture_are_those_of_what_one_token_meets(tmp_path: Path) -> None:
+    """As above, with a router of 32·4 and two of four experts of 3·32·16 in place of the MLP."""
+    folder = save_tiny_model(tmp_path, "Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    found = Flops.of(AutoModelForCausalLM.from_pretrained(folder), learns_all=True)
+    attention = 32 * 32 + 2 * 32 * 16 + 32 * 32
+    assert found == Flops(2 * (attention + 32 * 4 + 2 * 3 * 32 * 16), 64 * 32, 2 * 4 * 8, learns_all=True)
+
+
+def test_flops_of_layers_with_a_state_are_not_counted(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path, "Qwen3Next")
+    assert Flops.of(AutoModelForCausalLM.from_pretrained(folder), learns_all=True) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H100 NVL", 835.0),
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA H200 NVL", 835.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_the_peak_is_that_of_the_card(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_tflops(None, torch.device("cuda"), "bfloat16") == peak
+    assert peak_tflops(100.0, torch.device("cuda"), "bfloat16") == 100.0
 
 
 def test_an_unknown_device_has_no_peak_unless_it_is_told() -> None:
