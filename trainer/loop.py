@@ -15,6 +15,7 @@ import logging
 from penstock.trainer.checks import check_job
 from penstock.trainer.job import TrainJob
 from penstock.trainer.ranks.preemption import StepGivenUp
+from penstock.trainer.state.checkpoint import CheckpointFailed, NotSaved
 from penstock.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,10 @@ async def train(job: TrainJob) -> None:
 
 
 async def _stopped(running: asyncio.Task[None], timeout_s: float) -> None:
-    """Let the loop end by itself; cancel it where that takes too long, or where this is cancelled too."""
+    """Let the loop end by itself; cancel it where that takes too long, or where this is cancelled too.
+
+    Raises `NotSaved` where its last checkpoint failed.
+    """
     try:
         _, late = await asyncio.wait({running}, timeout=timeout_s)
         if late:
@@ -49,8 +53,10 @@ async def _stopped(running: asyncio.Task[None], timeout_s: float) -> None:
     finally:
         running.cancel()
         (result,) = await asyncio.gather(running, return_exceptions=True)
-        if isinstance(result, Exception):
-            logger.error("while stopping: %s", result, exc_info=result)
+    if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+        logger.error("while stopping: %s", result, exc_info=result)
+    if isinstance(result, CheckpointFailed):
+        raise NotSaved(str(result)) from result
 
 
 async def _train(job: TrainJob, stop: asyncio.Event) -> None:

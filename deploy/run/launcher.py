@@ -193,7 +193,8 @@ async def _run_roles(
         for watcher in watchers:
             watcher.cancel()
         plotting = asyncio.create_task(asyncio.to_thread(load_plotting), name="plotting")
-        await supervisor.stop()
+        unsaved = await supervisor.stop()
+        why = why or (unsaved.why if unsaved else "")
         await asyncio.gather(*(p.stop() for p in page))
         await asyncio.gather(plotting, return_exceptions=True)
         await asyncio.gather(*watchers, *beside, return_exceptions=True)
@@ -207,6 +208,8 @@ async def _run_roles(
             if not why:
                 raise
             logger.error("no summary without the queue: %s", error)
+        if unsaved is not None:
+            raise unsaved
 
 
 async def _beside(process: RoleProcess) -> None:

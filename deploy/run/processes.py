@@ -105,16 +105,21 @@ class RoleProcess:
         while not self._stopping:
             started = self._clock()
             status = await self._run_once()
-            if status == 0 or self._stopping:
+            if status == 0:
                 return
             if self.spec.stop_file.exists():
                 raise RoleFailed(f"{self.spec.name} stopped the run: {self.spec.stop_file.read_text().strip()}")
+            if self._stopping:
+                return
             if self._clock() - started > 60.0:  # it was healthy
                 self._pauses.reset()
             self.restarts += 1
             if not self._budget.spend():
                 cause = f"exit status {status}, {self._budget.used_up}"
-                raise RoleFailed(f"{self.spec.name} failed ({cause}); {self.spec.log} ends:\n{self._log_tail()}")
+                last = self._log_tail(1).strip()
+                raise RoleFailed(
+                    f"{self.spec.name} failed ({cause}): {last}; {self.spec.log} ends:\n{self._log_tail()}"
+                )
             await self._pauses.sleep()
 
     def forgive(self) -> None:

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from penstock.common import ProcessTable
 from penstock.deploy.config import RunConfig
 from penstock.deploy.run.plan import LOADS_AFTER_VARIABLE, VARIABLE, Role, gpus_of, visible_gpus
-from penstock.deploy.run.processes import RoleProcess, RoleSpec
+from penstock.deploy.run.processes import RoleFailed, RoleProcess, RoleSpec
 from penstock.deploy.run.stacks import ask_for_stacks, is_held
 from penstock.deploy.run.stall import LocalRole, Snapshot, StallCause, diagnose_stall
 from penstock.deploy.run_dir import RunDir
@@ -170,12 +170,18 @@ class Supervisor:
                 task.result()
         return any(self._tasks[name].done() for name, role in self._roles.items() if role.kind == "trainer")
 
-    async def stop(self) -> None:
-        """Stops the trainer (saves a checkpoint), then agent workers (return leases), then servers. Never raises."""
+    async def stop(self) -> RoleFailed | None:
+        """Stops the trainer (saves a checkpoint), then agent workers (return leases), then servers. Never raises.
+
+        Returns the trainer's failure: its last checkpoint is not saved.
+        """
         for kind in ("trainer", "agent", "rollout"):
             ending = [m.stop() for m in self.members if self._roles[m.spec.name].kind == kind]
             await asyncio.gather(*ending, return_exceptions=True)
         await asyncio.gather(*self._tasks.values(), *self._leaving.values(), return_exceptions=True)
+        trainers = [self._tasks[name] for name, role in self._roles.items() if role.kind == "trainer"]
+        ends = await asyncio.gather(*trainers, return_exceptions=True)
+        return next((end for end in ends if isinstance(end, RoleFailed)), None)
 
 
 STACKS_S = 2.0

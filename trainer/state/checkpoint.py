@@ -15,8 +15,10 @@ trained twice.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +41,7 @@ READ_BASE_S = 600.0
 """Time to read files of a checkpoint and compare them, beside that for their bytes."""
 SLOWEST_BYTES_PER_S = 20e6
 """Of one rank's disk; a slower one stops the run."""
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 Fingerprint = Mapping[str, Any]
 """{"bytes", "xxh3"} of a file."""
 logger = logging.getLogger(__name__)
@@ -52,6 +55,30 @@ def save_timeout_s(publish_timeout_s: float, state_bytes: int) -> float:
 def read_timeout_s(share_bytes: int) -> float:
     """A rank that has not read and compared its `share_bytes` of a checkpoint by then stops the run."""
     return READ_BASE_S + share_bytes / SLOWEST_BYTES_PER_S
+
+
+class CheckpointFailed(RuntimeError):
+    """A checkpoint was not written; the message names its folder and the cause."""
+
+
+class NotSaved(CheckpointFailed):
+    """A restart would not help: the disk is full, or the trainer was told to stop."""
+
+
+def failed_save(folder: Path, nbytes: int, error: BaseException) -> CheckpointFailed:
+    """What `error` means for the unfinished checkpoint `folder` of `nbytes`, which is gone.
+
+    torch's `CheckpointException`, which is no `Exception`, has an error for each rank that failed.
+    """
+    errors = [one for one, _ in getattr(error, "failures", {}).values()] or [error]
+    cause = next((one for one in errors if isinstance(one, OSError)), errors[0])
+    if isinstance(cause, OSError) and cause.errno in DISK_FULL:
+        free = shutil.disk_usage(folder.parent).free
+        return NotSaved(
+            f"checkpoint {folder} was not written: {os.strerror(cause.errno)}. It takes {nbytes / 1e9:.3g} GB, and"
+            f" {free / 1e9:.3g} GB are free without it. Free the rest; --resume continues from the checkpoint before"
+        )
+    return CheckpointFailed(f"checkpoint {folder} was not written: {type(cause).__name__}: {cause}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,8 @@ class HashingStream(io.RawIOBase):
         self._stream = stream
         self._digest = xxhash.xxh3_64()
         self._bytes = 0
+        self.refusal: OSError | None = None
+        """Error of the disk at a write."""
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -39,8 +41,12 @@ class HashingStream(io.RawIOBase):
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         left = view
-        while left:
-            left = left[self._stream.write(left) :]
+        try:
+            while left:
+                left = left[self._stream.write(left) :]
+        except OSError as error:
+            self.refusal = error
+            raise
         self._digest.update(view)
         self._bytes += len(view)
         return len(view)

@@ -13,8 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
+
+from torch.distributed.checkpoint import CheckpointException
 
 from penstock.trainer.background import BackgroundWork
 from penstock.trainer.batch import StepBatch
@@ -22,7 +27,14 @@ from penstock.trainer.engine import Engine
 from penstock.trainer.job import TrainJob
 from penstock.trainer.publish import Publisher
 from penstock.trainer.ranks.distributed import Ranks, TorchThread
-from penstock.trainer.state.checkpoint import CheckpointInfo, CheckpointStore, Groups, RecentBatches, save_timeout_s
+from penstock.trainer.state.checkpoint import (
+    CheckpointInfo,
+    CheckpointStore,
+    Groups,
+    RecentBatches,
+    failed_save,
+    save_timeout_s,
+)
 from penstock.trainer.state.restore import newest_whole
 from penstock.trainer.timeline import Timeline, Track
 from penstock.transfer_queue import DataCursor, Status
@@ -45,6 +57,8 @@ class Saver(BackgroundWork):
         self._recent = RecentBatches()
         self._publish_timeout_s = job.config.publish_timeout_s
         self._timeout_s = save_timeout_s(self._publish_timeout_s, engine.state_bytes)
+        self._nbytes = 0
+        """Of all ranks' parts of a checkpoint."""
         self._saved = -1
 
     @property
@@ -96,7 +110,8 @@ class Saver(BackgroundWork):
         self._saved = step
         # Rank 0 alone waited for the version, and the commit, of the checkpoint before.
         await self._in_torch(self._ranks.meet)
-        future = await self._in_torch(self._engine.begin_save, self._store.unfinished(step))
+        with self._failure_named(step):
+            future = await self._in_torch(self._engine.begin_save, self._store.unfinished(step))
         found = CheckpointInfo(
             self._store.unfinished(step), step, data_cursor, self._ranks.world, self._recent.below(step)
         )
@@ -105,6 +120,7 @@ class Saver(BackgroundWork):
     def _begin(self) -> None:
         """A collective. One rank may have more to write than another: all wait as long as the largest part takes."""
         largest = int(self._ranks.max(self._engine.state_bytes))
+        self._nbytes = int(self._ranks.sum(self._engine.state_bytes))
         self._timeout_s = save_timeout_s(self._publish_timeout_s, largest)
         self._ranks.await_saves(self._timeout_s)
 
@@ -147,16 +163,29 @@ class Saver(BackgroundWork):
     async def _finish(self, found: CheckpointInfo, future: Future[Any], publisher: Publisher) -> None:
         with self._timeline.during(Track.CHECKPOINT, "checkpoint", found.step):
             async with asyncio.timeout(self._timeout_s):
-                await asyncio.wrap_future(future)
+                with self._failure_named(found.step):
+                    await asyncio.wrap_future(future)
                 if not self._ranks.is_rank0:
                     return
                 # A checkpoint of a trainer that was replaced would stand for the steps of the one in its place.
                 await self._queue.check_training()
-                await asyncio.to_thread(self._store.seal, found.step, found.data_cursor, found.ranks, found.batches)
+                with self._failure_named(found.step):
+                    await asyncio.to_thread(self._store.seal, found.step, found.data_cursor, found.ranks, found.batches)
                 # A step counts as trained when its version is out; the queue commits trained steps only.
                 await publisher.until_published(found.step)
                 await self._queue.commit(found.step, found.batches)
                 self._recent.committed(found.step)
+
+    @contextmanager
+    def _failure_named(self, step: int) -> Iterator[None]:
+        """Raises `CheckpointFailed` for what fails in the block; half a checkpoint does not stay to fill the disk."""
+        folder = self._store.unfinished(step)
+        try:
+            yield
+        except (OSError, RuntimeError, CheckpointException) as error:
+            if self._ranks.is_rank0:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise failed_save(folder, self._nbytes, error) from error
 
 
 SPILL_TIMEOUT_S = 600.0

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,20 @@ def test_a_budget_forgets_what_is_older_than_its_window() -> None:
     for now in (0.0, 50.0, 99.0, 150.0, 160.0, 300.0):  # noqa: B007 - read by the clock
         spent.append(budget.spend())
     assert spent == [True, True, False, True, False, True]
+
+
+async def test_a_role_that_fails_while_it_stops_says_so(role: Callable[..., RoleProcess]) -> None:
+    process = role(f"import signal\ndef end(*_):\n    {'; '.join(REFUSES.strip().splitlines())}\n"
+                   "signal.signal(signal.SIGTERM, end)\nprint('up')\nwhile True: signal.pause()")  # fmt: skip
+    process.spec = replace(process.spec, stop_grace_s=20)
+    running = asyncio.create_task(process.run())
+    await printed(process, "up\n")
+    await process.stop()
+    with pytest.raises(RoleFailed, match="row 7 has no prompt"):
+        await running
+
+
+async def test_the_cause_of_the_last_failure_is_in_the_first_line(role: Callable[..., RoleProcess]) -> None:
+    with pytest.raises(RoleFailed) as failed:
+        await role("raise ValueError('the model has no head')", max_restarts=0).run()
+    assert "ValueError: the model has no head" in failed.value.why

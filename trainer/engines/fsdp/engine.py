@@ -310,5 +310,9 @@ class HashingFiles(FileSystem):
                 yield stream
                 return
             hashing = HashingStream(stream)
-            yield hashing
+            try:
+                yield hashing
+            except RuntimeError as error:
+                # torch writes from C++, which loses the error of the write and complains of its position.
+                raise hashing.refusal or error from error
         self.written[Path(path).name] = hashing.fingerprint
