@@ -36,8 +36,10 @@ from penstock.sandbox.swe.expectations import (
 from penstock.sandbox.swe.grading_box import GradingBoxes, GradingRun
 from penstock.sandbox.swe.task import SweTask
 
+ROOM = 16.0
+"""Time limits of the reference patch, in those of the task."""
 PATIENCE = 4.0
-"""Limits of the reference patch in the task's limits, and of another patch in what the reference patch uses."""
+"""Time limits of another patch, in what the reference patch uses, where that is more than the task's."""
 ATTEMPTS = (*((strategy, 1.0) for strategy in STRATEGIES[:-1]), *[(STRATEGIES[-1], 0.4)] * 2)
 """How values of data files are tried: all likely expectations at once, and some of all values, since a test whose input
 changed shows nothing about what it expects."""
@@ -83,7 +85,7 @@ class Reference:
     async def rounds(self, boxes: GradingBoxes, count: int) -> list[Round]:
         """The true round and `count` others: proven ones where tests take expectations from elsewhere than their own
         text, else what is certain. Raises what `boxes.run` raises."""
-        boxes = boxes.with_limits_times(PATIENCE)
+        boxes = boxes.with_limits_times(ROOM)
         async with self._learning:
             if not self._learnt:
                 await self._learn(boxes)
@@ -96,10 +98,8 @@ class Reference:
         """Boxes with longer limits where the reference patch, run once more, comes near those of `boxes` now."""
         if not self._task.patch.strip():
             return boxes
-        used = (
-            await boxes.with_limits_times(PATIENCE).run(self._task.patch, self._whole(BoxChanges()))
-        ).used * PATIENCE
-        return boxes.with_limits_times(min(PATIENCE, max(1.0, PATIENCE * used)))
+        seen = await boxes.with_limits_times(ROOM).run(self._task.patch, self._whole(BoxChanges()))
+        return boxes.with_limits_times(max(1.0, PATIENCE * ROOM * seen.used))
 
     def _whole(self, changes: BoxChanges) -> BoxChanges:
         """What every box gets, with these differences."""

@@ -88,6 +88,8 @@ class Witness:
         self.marked: set[str] = set()
         self.started: dict[str, float] = {}
         self.running: Any = None
+        self.inside = False
+        """In a phase of a test, whose exceptions are its own."""
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
@@ -111,9 +113,19 @@ class Witness:
         yield
         signal.setitimer(signal.ITIMER_REAL, 0)
 
+    @pytest.hookimpl(hookwrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self) -> Iterator[None]:
+        self.inside = True
+        yield
+        self.inside = False
+
+    pytest_runtest_call = pytest_runtest_teardown = pytest_runtest_setup
+
     def _too_long(self, number: int, frame: Any) -> None:
         """Where a test hangs that must pass, no later one can change the verdict: the run ends behind it."""
         item = self.running
+        if not self.inside:  # raised between two phases it would end pytest; the timer comes again
+            return
         if item.nodeid in self.needed:
             item.session.shouldstop = "a test hangs"
             self.needed.discard(item.nodeid)
