@@ -45,6 +45,10 @@ RuntimeOption = Annotated[Runtime, typer.Option("--container-runtime", help="Wha
 Mounts = Annotated[list[Path] | None, typer.Option("--mount", help="One more folder for containers; repeatable.")]
 Sbatch = Annotated[list[str] | None, typer.Option(help="Any other option of sbatch: qos=high; repeatable.")]
 Setup = Annotated[list[str] | None, typer.Option(help="A line of shell to begin with: module load cuda; repeatable.")]
+Interface = Annotated[
+    str | None,
+    typer.Option(help="Network interface that carries the run's traffic, such as ib0; default: Slurm's NodeAddr."),
+]
 Print = Annotated[bool, typer.Option("--print", help="Print the script; write and submit nothing.")]
 
 
@@ -71,6 +75,7 @@ def run(
     mount: Mounts = None,
     sbatch: Sbatch = None,
     setup: Setup = None,
+    interface: Interface = None,
     max_requeues: Annotated[int, typer.Option(min=0, help="Maximum number of requeues.")] = 100,
     resume: Annotated[bool, typer.Option(help="Continue an earlier run of this name.")] = False,
     print_: Print = False,
@@ -85,7 +90,7 @@ def run(
 
     with user_errors():
         job = SlurmJob(partition, account, time, gpus_per_node, cpus_per_node, sbatch or (), setup or (), container,
-                  container_runtime, mount or ())  # fmt: skip
+                  container_runtime, mount or (), interface)  # fmt: skip
         config = load_config(recipe, overrides or [])
         refuse_elsewhere(config, "Slurm")
         at = place(
@@ -123,6 +128,7 @@ def join(
     mount: Mounts = None,
     sbatch: Sbatch = None,
     setup: Setup = None,
+    interface: Interface = None,
     wait_s: Annotated[int, typer.Option(min=0, help="Seconds without the run after which a task ends.")] = 1800,
     print_: Print = False,
 ) -> None:
@@ -136,7 +142,7 @@ def join(
 
     with user_errors():
         job = SlurmJob(partition, account, time, gpus_per_node, cpus_per_node, sbatch or (), setup or (), container,
-                  container_runtime, mount or ())  # fmt: skip
+                  container_runtime, mount or (), interface)  # fmt: skip
         folder = RunDir(run_folder.resolve())
         if not folder.config.is_file():
             raise ConfigError(f"{folder.root}: no run has started there (no config.yaml)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -41,8 +42,12 @@ class SlurmJob:
     runtime: Runtime = "pyxis"
     mounts: Sequence[Path] = ()
     """Folders that containers see besides those of the recipe."""
+    interface: str | None = None
+    """Network interface by whose address a node is reached; None: the address that Slurm itself uses."""
 
     def __post_init__(self) -> None:
+        if self.interface is not None and not re.fullmatch(r"[\w.-]{1,15}", self.interface):
+            raise ConfigError(f"--interface {self.interface!r}: the name of one network interface, such as ib0")
         for option in self.sbatch:
             if not option or option.startswith("-") or "\n" in option:
                 raise ConfigError(f"--sbatch {option!r}: write it without dashes, for example --sbatch qos=high")
@@ -181,6 +186,7 @@ def head_overrides(config: RunConfig) -> list[str]:
 def _common(config: RunConfig, job: SlurmJob, recipe: Path | None) -> dict[str, Any]:
     return {
         "setup": list(job.setup),
+        "interface": job.interface,
         "penstock": _command(config, job, recipe),
         "container": _srun_options(config, job, recipe),
         "rollout_restarts": config.rollout.max_restarts,

@@ -13,6 +13,7 @@ for word in "$@"; do case $word in --job-name=*) name=${word#*=} ;; esac; done
 name=${name:-cleaning}
 { printf '%s\n' "$@"; } >"$DESK/asked/.$name.$$" && mv "$DESK/asked/.$name.$$" "$DESK/asked/$name.$$"
 [ "$name" != cleaning ] || exit 0
+if [ "$name" = address ]; then while [[ $1 == --* ]]; do shift; done; exec "$@"; fi
 if mv "$DESK/dies/$name" "$DESK/died/$name" 2>/dev/null; then exit "$(cat "$DESK/died/$name")"; fi
 over=$DESK/stopped
 [ "$name" != head ] || over=$DESK/head-over
@@ -22,7 +23,7 @@ exit "$(cat "$over")"
 SCONTROL = r"""#!/bin/bash
 case "$1 $2" in
   "show hostnames") tr ' ' '\n' <"$DESK/nodes" ;;
-  "show node") echo "NodeName=$3 Arch=x86_64 NodeAddr=127.0.0.1 NodeHostName=vm" ;;
+  "show node") echo "NodeName=$3 Arch=x86_64 NodeAddr=${NODE_ADDRESS:-127.0.0.1} NodeHostName=vm" ;;
   *) echo "scontrol $*" >>"$DESK/orders" ;;
 esac
 """

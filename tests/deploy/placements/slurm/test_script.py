@@ -27,6 +27,7 @@ VARIANTS = {
     "own redis": {"words": ["transfer_queue.url=redis://there:6379"]},
     "pyxis": {"job": SlurmJob(container="registry.example/team/penstock:1", mounts=(Path("/scratch"),))},
     "apptainer": {"job": SlurmJob(gpus_per_node=2, container="/images/penstock.sif", runtime="apptainer")},
+    "interface": {"nodes": 2, "job": SlurmJob(gpus_per_node=2, interface="ib0")},
     "nothing but the trainer": {"words": ["rollout.servers=0", "agent.workers=0"]},
 }
 
@@ -51,7 +52,7 @@ def join(run: Path, config: RunConfig, job: SlurmJob, servers: int, workers: int
 
 def test_the_join_is_sound_shell(tmp_path: Path) -> None:
     for servers, workers, gpus in ((1, 0, 0), (0, 2, 0), (2, 1, 2)):
-        job = SlurmJob(gpus_per_node=2 * gpus)
+        job = SlurmJob(gpus_per_node=2 * gpus, interface="ib0" if gpus else None)
         text = join(tmp_path, load_config(RECIPE, [HTTP]), job, servers, workers, gpus)
         _check_shell(text, tmp_path / "join.sbatch")
 
@@ -100,6 +101,25 @@ def test_script_each_role_is_a_step_with_own_secrets_and_log(script_of, tmp_path
     assert "rollout --name rollout-2 --wait-s 600" in asked["rollout-2"]
     for name in ("head", "rollout-0", "rollout-1"):
         assert "env PENSTOCK_HOST=127.0.0.1" in asked[name], "as Slurm reaches the node"
+
+
+def test_nodes_are_reached_by_the_address_of_the_named_interface(
+    script_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`PENSTOCK_HOST` is also what gloo and NCCL find their interface by (`interfaces_for`)."""
+    monkeypatch.setenv("NODE_ADDRESS", "192.0.2.9")  # the management network's
+    text = script_of("agent.workers=0", "trainer.ranks=2", nodes=3, trainer_nodes=2, job=SlurmJob(interface="lo"))
+    names = {"address", "queue", "head", "trainer-1", "rollout-0"}
+    _, asked = Desk(tmp_path / "desk", "n1 n2 n3").play(text, names)
+    for name in ("head", "trainer-1", "rollout-0"):
+        assert "PENSTOCK_HOST=127.0.0.1" in asked[name].split(), name
+    assert not any("192.0.2.9" in words for words in asked.values())
+    without = Desk(tmp_path / "other", "n1 n2")
+    output, _ = without.start(script_of(job=SlurmJob(interface="none0"))).communicate(timeout=60)
+    assert "node n1 has no IPv4 address on none0" in output
+    assert set(without.asked()) == {"address"}
+    with pytest.raises(ConfigError, match="--interface"):
+        SlurmJob(interface="ib0; rm")
 
 
 def test_gpus_go_to_the_trainer_and_the_servers_alone(script_of, tmp_path: Path) -> None:
