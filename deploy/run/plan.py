@@ -56,6 +56,11 @@ class Role:
     lent: int | None = None
     """A rollout server's place on the trainer's devices, which it has between steps; None: it has its own."""
 
+    @property
+    def is_one_of_several(self) -> bool:
+        """A rollout server whose requests others take."""
+        return self.kind == "rollout" and (self.number is not None or self.lent is not None)
+
     def spec(self, logs: Path, cwd: Path | None = None) -> RoleSpec:
         """How this machine starts it: this Python, this environment, and what is the role's own."""
         argv = [sys.executable, "-m", "penstock.deploy.cli", *self.words]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -29,6 +30,10 @@ from penstock.deploy.run.stacks import ask_for_stacks, is_held
 from penstock.deploy.run.stall import LocalRole, Snapshot, StallCause, diagnose_stall
 from penstock.deploy.run_dir import RunDir
 from penstock.transfer_queue import ServerInfo, Status
+
+logger = logging.getLogger("penstock.run")
+LEAST_SERVERS = 0.5
+"""Share of the rollout servers; with fewer, what ends them is taken to be no server's own."""
 
 
 class SupervisedRole(Protocol):
@@ -120,6 +125,8 @@ class Supervisor:
         self._roles: dict[str, Role] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
+        self._failed = set[str]()
+        """Servers that failed for good, without which the run continues."""
         self._changed = asyncio.Event()
 
     def add(self, role: Role) -> None:
@@ -141,10 +148,9 @@ class Supervisor:
             self._leaving[role.name] = asyncio.create_task(member.stop(), name=f"{role.name} leaves")
 
     def present(self, kind: str) -> list[Role]:
-        """Those of a kind that may be added and removed, without those that are leaving; oldest first."""
-        return [
-            r for r in self._roles.values() if r.kind == kind and r.number is not None and r.name not in self._leaving
-        ]
+        """Those of a kind that may be added and removed, without those that leave or failed for good; oldest first."""
+        gone = self._leaving.keys() | self._failed
+        return [r for r in self._roles.values() if r.kind == kind and r.number is not None and r.name not in gone]
 
     def forgive(self, kind: str) -> None:
         """Restarts so far of all roles of a kind do not count any more."""
@@ -165,10 +171,27 @@ class Supervisor:
 
     def _over(self, beside: Sequence[asyncio.Task[None]]) -> bool:
         """Raises a permanent failure of a role, a stall or Ctrl-C, which ends the run."""
-        for task in (*self._tasks.values(), *beside):
+        for name, task in self._tasks.items():
+            if task.done() and name not in self._failed:
+                self._check_end(self._roles[name], task)
+        for task in beside:
             if task.done():
                 task.result()
         return any(self._tasks[name].done() for name, role in self._roles.items() if role.kind == "trainer")
+
+    def _check_end(self, role: Role, task: asyncio.Task[None]) -> None:
+        """Raises the failure of a role that the run cannot do without; a server of several leaves the run."""
+        try:
+            task.result()
+        except RoleFailed as error:
+            self._failed.add(role.name)
+            servers = [
+                one.name for one in self._roles.values() if one.is_one_of_several and one.name not in self._leaving
+            ]
+            left = [name for name in servers if name not in self._failed]
+            if not role.is_one_of_several or len(left) < LEAST_SERVERS * len(servers):
+                raise
+            logger.error("%s\nthe run continues with %d of %d rollout servers", error, len(left), len(servers))
 
     async def stop(self) -> RoleFailed | None:
         """Stops the trainer (saves a checkpoint), then agent workers (return leases), then servers. Never raises.

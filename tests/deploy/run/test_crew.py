@@ -32,7 +32,8 @@ class Roles:
             f"while not pathlib.Path({str(self.folder)!r}, 'trained').exists() or {role.kind != 'trainer'}:\n"
             "    time.sleep(0.01)\n"
         )
-        argv = [sys.executable, "-c", code if role.name != "agent-9" else "raise SystemExit('no such model')"]
+        fails = role.name in ("agent-9", "rollout-8", "rollout-9")
+        argv = [sys.executable, "-c", "raise SystemExit('no such model')" if fails else code]
         process = RoleProcess(RoleSpec(role.name, argv, dict(os.environ), self.folder / f"{role.name}.log", 0, 5))
         run = process.run
 
@@ -99,3 +100,20 @@ async def test_a_role_or_helper_that_fails_for_good_ends_the_run(roles: Roles, *
     await supervisor.stop()
     assert all(member.pid is None for member in supervisor.members)
     helping.cancel()
+
+
+async def test_servers_that_fail_for_good_leave_a_run_in_which_half_of_them_are_well(
+    roles: Roles, caplog: pytest.LogCaptureFixture
+) -> None:
+    supervisor = crew_of(roles)
+    running = asyncio.create_task(supervisor.run([]))
+    supervisor.add(roles.role("rollout", 9))
+    await until(lambda: "the run continues with 1 of 2 rollout servers" in caplog.text)
+    assert "no such model" in caplog.text
+    assert names(supervisor, "rollout") == ["rollout-0"]
+    assert not running.done()
+    supervisor.add(roles.role("rollout", 8))
+    with pytest.raises(RoleFailed, match="rollout-8"):
+        async with asyncio.timeout(60):
+            await running
+    await supervisor.stop()
