@@ -31,7 +31,12 @@ KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": 
 
 def staleness(verl: VerlSettings) -> Iterator[Setting]:
     yield "max_staleness", verl.staleness
-    if not verl.is_async:
+    if verl.v1_mode != "sync":
+        if verl["trainer.v1.sampler.max_off_policy_strategy"] == "drop":
+            verl.note(
+                "max_off_policy_strategy: here a group waits before it starts (wait); none is dropped for its age"
+            )
+    elif not verl.is_async:
         verl.note(
             "verl samples and trains in turns: max_staleness is 0. To overlap: max_staleness=fully_async and "
             "trainer.correction=truncated_is"

@@ -150,6 +150,13 @@ def placement(verl: VerlSettings) -> Iterator[Setting]:
     trains = int(verl["trainer.nnodes"]) * int(verl["trainer.n_gpus_per_node"])
     per_server = tensor_of(verl) * int(verl[f"{ROLLOUT}.pipeline_model_parallel_size"])
     samples = _own_rollout_gpus(verl)
+    if verl.v1_mode == "colocate_async":
+        yield "placement.colocated", True
+        yield "trainer.ranks", trains
+        yield "rollout.servers", max(1, trains // per_server)
+        return
+    if verl.v1_mode == "separate_async" and verl["trainer.v1.separate_async.hybrid_rollout.enable_switch"]:
+        yield "placement.lend", True
     if samples is None:
         samples = trains = max(1, trains // 2)
         verl.note(

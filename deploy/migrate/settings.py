@@ -64,8 +64,21 @@ class VerlSettings:
         return int(self["data.max_response_length"])
 
     @property
+    def v1_mode(self) -> str:
+        """The mode of verl's V1 trainer: `sync`, `separate_async` or `colocate_async`."""
+        return str(self["trainer.v1.trainer_mode"] or "sync")
+
+    @property
     def staleness(self) -> int:
-        """0 in a synchronous run; see `max_staleness`."""
+        """The largest staleness in steps; 0 in a synchronous run.
+
+        V1 drops a prompt group if (age in steps + 1) / parameter_sync_step exceeds its threshold (its replay buffer).
+        """
+        if self.v1_mode != "sync":
+            steps = (
+                int(self["trainer.v1.separate_async.parameter_sync_step"]) if self.v1_mode == "separate_async" else 1
+            )
+            return max(0, int(self["trainer.v1.sampler.max_off_policy_threshold"]) * steps - 1)
         if not self.is_async:
             return 0
         steps, share = (

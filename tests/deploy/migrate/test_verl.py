@@ -214,6 +214,28 @@ def test_staleness_in_versions(threshold: float, sync: int, staleness: int) -> N
     assert (config.trainer.correction == "truncated_is") == (staleness > 0)
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["trainer_mode=sync", "sampler.max_off_policy_threshold=4"], {"max_staleness": 0}),
+        (["trainer_mode=separate_async", "sampler.max_off_policy_threshold=2"], {"max_staleness": 1}),
+        (["trainer_mode=separate_async", "separate_async.parameter_sync_step=4"], {"max_staleness": 31}),
+        (
+            ["trainer_mode=separate_async", "separate_async.hybrid_rollout.enable_switch=true"],
+            {"max_staleness": 7, "placement.lend": True, "placement.colocated": False},
+        ),
+        (
+            ["trainer_mode=colocate_async", "separate_async.parameter_sync_step=4"],
+            {"max_staleness": 7, "placement.colocated": True, "trainer.ranks": 4, "rollout.servers": 2},
+        ),
+    ],
+)
+def test_the_modes_of_v1(words: list[str], expected: dict[str, Any]) -> None:
+    gpus = ("rollout.nnodes=1", "rollout.n_gpus_per_node=4", "trainer.n_gpus_per_node=4")
+    config = recipe(*GRPO, *gpus, *(f"trainer.v1.{word}" for word in words))
+    assert {key: setting(config, key) for key in expected} == expected
+
+
 def test_tools_and_turns() -> None:
     words = (f"{MULTI}.enable=true", f"{MULTI}.max_assistant_turns=5", f"{MULTI}.tool_config_path=tools.yaml")
     tree = made(*words).recipe
