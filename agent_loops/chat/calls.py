@@ -134,8 +134,11 @@ def _written(template: ChatTemplate, tools: Tools) -> str | None:
 
 
 def _reads(parser: ToolCallParser, text: str, tools: Tools) -> bool:
-    call = _call(tools)
-    return [(one.name, one.arguments) for one in parser.parse(text).calls] == [(call.name, call.arguments)]
+    """The id too, where the template writes it into the call: a result stands beside the one that the model wrote."""
+    call, calls = _call(tools), parser.parse(text).calls
+    if [(one.name, one.arguments) for one in calls] != [(call.name, call.arguments)]:
+        return False
+    return call.call_id not in text or calls[0].written_id == call.call_id
 
 
 def _is_shown(parser: ToolCallParser, template: ChatTemplate, tools: Tools) -> bool:
@@ -143,4 +146,4 @@ def _is_shown(parser: ToolCallParser, template: ChatTemplate, tools: Tools) -> b
 
 
 def _call(tools: Tools) -> ToolCall:
-    return ToolCall(tools[0]["function"]["name"], ARGUMENTS)
+    return ToolCall(tools[0]["function"]["name"], ARGUMENTS, "written00")

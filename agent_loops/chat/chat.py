@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from penstock.agent_loops.chat.calls import NoParser, choose_parser
+from penstock.agent_loops.chat.continuation import NUMBER
 from penstock.agent_loops.chat.images import NAMED, parts_of, take, with_images
 from penstock.agent_loops.chat.model_files import generation_stops, load_processor, load_tokenizer
 from penstock.agent_loops.chat.rendering import Rendering, key_of
@@ -192,12 +194,16 @@ class ChatTokens:
     def _said(
         self, segment: SegmentBuilder, reply: Generation, calls: Sequence[ToolCall], messages: Sequence[Message]
     ) -> list[Message]:
-        """The reply and what follows it, for a history. Each call has an id that no other of the conversation has: a
-        template may look up by it which call a result answers."""
+        """The reply and what follows it, for a history. Each call has an id that no other of the conversation has, the
+        model's own where it can: a template may look up by it which call a result answers."""
         first = sum(len(message.get("tool_calls") or ()) + (message.get("role") == "tool") for message in segment.said)
         named = self.template.call_form is not None and self.template.call_form.ids == "named"
+        taken = Counter(str(call.get("id")) for message in segment.said for call in message.get("tool_calls") or ())
+        taken.update(call.written_id for call in calls)
+        # A number counts the calls before it, and the template counts them itself.
+        own = [named or (not NUMBER.fullmatch(call.written_id) and taken[call.written_id] == 1) for call in calls]
         numbered = [
-            replace(call, call_id=f"call{first + at:05d}", written_id=call.written_id if named else "")
+            replace(call, call_id=f"call{first + at:05d}", written_id=call.written_id if own[at] else "")
             for at, call in enumerate(calls)
         ]
         parsed = replace(self._parsed(reply), calls=tuple(numbered))

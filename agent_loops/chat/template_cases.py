@@ -100,12 +100,13 @@ def _with_results(
 def _calls(chat: ChatTokens, tools: Tools, history: Sequence[Message], first: int, count: int) -> list[ToolCall]:
     """Calls `first` and following of a conversation, behind `history`, each with an id that no other one has.
 
-    Where the model writes ids, they are those of a model that writes as the template does.
+    Where the model writes ids, they are those of a model that writes as the template does, none that follows from the
+    position of a call: those are what results stand beside where a parser drops the model's own.
     """
     calls = []
     for number in range(first, first + count):
         name = tools[number % len(tools)]["function"]["name"]
-        calls.append(ToolCall(name, {"probe": "ü"}, chat.template.call_id(f"call{number:05d}", number, name)))
+        calls.append(ToolCall(name, {"probe": "ü"}, chat.template.call_id(f"written{number:02d}", number, name)))
     reply = _reply(chat.template, calls, "")
     try:
         opening, closed = chat.rendering.prompt_text(history, tools), text_of(chat, tools, [*history, reply])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,38 @@ def test_families_results_carry_name_or_id():
     mistral = FAMILIES["mistral"].chat()
     call = ToolCall("calculator", {}, "aB3dE6gH9")
     assert '"call_id": "aB3dE6gH9"' in mistral.decode(mistral.render_tools([ToolResult("3")], [call]))
+
+
+CALL_WITH_ID = {
+    "list": '[TOOL_CALLS] [{"name": "calculator", "arguments": {"expression": "1+2"}, "id": "Zx9yW8vU7"}]',
+    "tokenizer 11": '[TOOL_CALLS]calculator[CALL_ID]Zx9yW8vU7[ARGS]{"expression": "1+2"}',
+}
+
+
+@pytest.mark.parametrize("syntax", CALL_WITH_ID)
+def test_families_result_stands_under_the_id_that_the_model_wrote(syntax):
+    chat = FAMILIES["mistral"].chat()
+    reply = reply_of([], CALL_WITH_ID[syntax])
+    (call,) = chat.tool_calls(reply)
+    assert '"call_id": "Zx9yW8vU7"' in chat.decode(chat.render_tools([ToolResult("3")], [call]))
+    segment = chat.start([USER], TOOLS)
+    segment.remember([])
+    told, result = chat._said(segment, reply, [call], [{"role": "tool", "content": "3"}])
+    assert (told["tool_calls"][0]["id"], result["tool_call_id"]) == ("Zx9yW8vU7", "Zx9yW8vU7")
+    segment.remember([told, result])
+    (again, _) = chat._said(segment, reply, [call], [{"role": "tool", "content": "3"}])
+    assert again["tool_calls"][0]["id"] == "call00002", "a template may look up by its id which call a result answers"
+
+
+def test_families_parser_that_drops_the_written_id_is_refused_at_start():
+    class Forgetful(type(get_parser("mistral"))):
+        def parse(self, text, tools=()):
+            turn = super().parse(text, tools)
+            return replace(turn, calls=tuple(replace(call, written_id="") for call in turn.calls))
+
+    tokenizer = FAMILIES["mistral"].chat().tokenizer
+    with pytest.raises(TemplateError, match=r"Forgetful does not read this model's calls: set agent.parser=mistral"):
+        verify_template(ChatTokens(tokenizer, Forgetful()), TOOLS)
 
 
 def test_families_ambiguous_results_are_refused():

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.tools.parsers.turn import Malformed, NamedCall, TurnBuilder, skip_space
 
+_ID = re.compile(r"(?![0-9]{1,3}\Z)[\w.:\-]{1,64}")
+"""Results are written beside the id: it must not be able to spell a special token, nor be a number, which counts calls
+(`ToolCall.written_id`)."""
 MAX_DEPTH = 64
 """Levels of nesting. What checks and writes arguments later recurses, on a deeper stack than this."""
 
@@ -49,10 +53,16 @@ def add_call(turn: TurnBuilder, value: Any, arguments_key: str = "arguments", al
     """Adds the call that the JSON object `value` is: a name, arguments and, where it likes, the keys in `also`."""
     problem = _problem_with(value, ("name", arguments_key), also)
     if problem is None:
-        turn.call(value["name"], value[arguments_key])
+        turn.call(value["name"], value[arguments_key], id_of(value))
         return
     name = value.get("name") if isinstance(value, dict) else None
     turn.malformed(problem, name if isinstance(name, str) else "")
+
+
+def id_of(value: Mapping[str, Any]) -> str:
+    """The id that a call was written with; empty where it has none, or one that no template could take."""
+    written = value.get("id")
+    return written if isinstance(written, str) and _ID.fullmatch(written) else ""
 
 
 def arguments_key(value: Any, usual: str, other: str) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from penstock.tools.parsers.json_call import add_call, arguments_key, named_calls, read_call_list, read_json
+from penstock.tools.parsers.json_call import add_call, arguments_key, id_of, named_calls, read_call_list, read_json
 from penstock.tools.parsers.turn import MarkedParser, Tools, TurnBuilder, expect, skip_space
 
 CALL = '{"name": ..., "arguments": {...}}'
@@ -25,14 +25,11 @@ CALL = '{"name": ..., "arguments": {...}}'
 class JsonListParser(MarkedParser):
     """A list of calls between two marks; without `closing` the list itself is the end."""
 
-    also: ClassVar[tuple[str, ...]] = ()
-    """Keys that a call may have without a meaning."""
-
     def __init__(self) -> None:
         self.shape = f"calls are written {self.opening}[{CALL}, ...]{self.closing}"
 
     def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:
-        calls, end = read_call_list(text, body, also=self.also)
+        calls, end = read_call_list(text, body)
         end = expect(text, end, self.closing) if self.closing else end
         turn.add_named(calls)
         return end
@@ -62,7 +59,6 @@ class HunyuanA13bParser(JsonListParser):
     """Reads objects one after the other too, as MiniMax M1 writes them."""
 
     opening, closing = "<tool_calls>", "</tool_calls>"
-    also = ("id",)
 
     def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:
         values: list[Any] = []
@@ -71,10 +67,11 @@ class HunyuanA13bParser(JsonListParser):
             value, end = read_json(text, end)
             values.append(value)
         if not values:
-            return super().read(text, body, turn, tools)
-        calls = named_calls(values, also=self.also)
+            values, end = read_json(text, body)
+        calls = named_calls(values, also=("id",))
         end = expect(text, end, self.closing)
-        turn.add_named(calls)
+        for (name, arguments), value in zip(calls, values, strict=True):
+            turn.call(name, arguments, id_of(value))
         return end
 
 

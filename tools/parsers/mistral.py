@@ -1,7 +1,7 @@
 """Mistral: ``[TOOL_CALLS][{"name": "python", "arguments": {"code": "1 + 1"}, "id": "a1b2c3d4e"}]``, a list of calls;
 
 since tokenizer version 11 ``[TOOL_CALLS]python[CALL_ID]a1b2c3d4e[ARGS]{"code": "1 + 1"}``, once per call and with or
-without an id. Both are read, whichever the model writes.
+without an id. Both are read, whichever the model writes; results are written beside the id.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from penstock.tools.parsers.turn import NAME, Malformed, MarkedParser, Tools, Tu
 
 OPEN = "[TOOL_CALLS]"
 SHAPE = 'calls are written [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...] or [TOOL_CALLS]NAME[ARGS]{...}'
-_HEAD = re.compile(rf"\s*({NAME})\s*(?:\[CALL_ID\]\s*\w+\s*)?\[ARGS\]")
+_HEAD = re.compile(rf"\s*({NAME})\s*(?:\[CALL_ID\]\s*(\w{{1,64}})\s*)?\[ARGS\]")
 
 
 class MistralParser(MarkedParser):
@@ -28,7 +28,7 @@ class MistralParser(MarkedParser):
         if head is None:
             raise Malformed("neither a list of calls nor NAME[ARGS] follows [TOOL_CALLS]")
         arguments, end = read_arguments(text, head.end(), head[1])
-        turn.call(head[1], arguments)
+        turn.call(head[1], arguments, written_id=head[2] or "")
         return end
 
 
