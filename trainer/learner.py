@@ -128,11 +128,11 @@ class Learner:
         # Nothing to train on (all masked, or no token was sampled): the version still advances, with equal weights.
         if not total:
             return None
-        weights = episode_weights(config.aggregation, tokens)
+        weights, group = episode_weights(config.aggregation, tokens), torch.from_numpy(batch.group)
         if config.filter is not None:
             weigh = FILTERS.bind(config.filter, config.filter_options)
-            weights = weights * weigh(torch.from_numpy(batch.rewards), torch.from_numpy(batch.group))
-        chosen = select_tokens(config, packs, advantages.tokens, batch.step, self._ranks)
+            weights = weights * weigh(torch.from_numpy(batch.rewards), group)
+        chosen = select_tokens(config, packs, advantages.tokens, group, step=batch.step, ranks=self._ranks)
         targets = Targets(advantages.tokens.float(), weights, chosen, self._sequences(batch, packs, tokens))
         by = divisor(config.aggregation, total, episodes, config.aggregation_length)
         update = self._engine.update(packs, Objective(config, targets, tally), by, batch.step)

@@ -214,26 +214,32 @@ def covariances(advantages: Tensor, logprobs: Tensor) -> Tensor:
 
 
 def select_tokens(
-    config: TrainerConfig, packs: Sequence[Pack], advantages: Tensor, step: int, ranks: Ranks
+    config: TrainerConfig, packs: Sequence[Pack], advantages: Tensor, group: Tensor, *, step: int, ranks: Ranks
 ) -> Tensor | None:
-    """advantages [N] → [N] bool; None where the loss has no choice to make. A collective."""
+    """advantages [N], group [E] of each episode as in `StepBatch` → [N] bool; None where the loss has no choice to
+    make. A collective."""
     loss = LOSSES.get(config.loss)
     choose = getattr(loss, "choose", None)
     if choose is None:
         return None
     mine = torch.zeros_like(advantages, dtype=torch.bool)
-    logprobs = torch.zeros_like(advantages)
+    logprobs, groups = torch.zeros_like(advantages), torch.zeros_like(advantages)
     for pack in packs:
         assert pack.proximal is not None, "a loss that chooses is scored first"
         mine[pack.token[pack.mask]] = True
         logprobs[pack.token] = pack.proximal.double()
-    parts = ranks.gather_numbers(torch.stack([advantages[mine], logprobs[mine]]))
+        groups[pack.token] = group[pack.episode].double()
+    parts = ranks.gather_numbers(torch.stack([advantages[mine], logprobs[mine], groups[mine]]))
     everything = torch.cat(parts, dim=1)
+    # One order on any number of ranks: each group is one rank's, its tokens in the order of the batch.
+    order = everything[2].argsort(stable=True)
     # The same draw on every rank, and again when a step is replayed.
     generator = torch.Generator().manual_seed(step)
     given = {**options_of(loss), **config.loss_options}
     settings = {name: given[name] for name in options_of(choose)}
-    chosen = choose(covariances(everything[0], everything[1]), generator, **settings)
+    ordered = everything[:, order]
+    chosen = torch.zeros(len(order), dtype=torch.bool)
+    chosen[order] = choose(covariances(ordered[0], ordered[1]), generator, **settings)
     start = sum(part.shape[1] for part in parts[: ranks.rank])
     mine[mine.clone()] = chosen[start : start + int(mine.sum())]
     return mine

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -139,6 +141,9 @@ def test_objective_of_no_trained_token_is_nothing(ranks: Ranks) -> None:
     assert (loss, slopes) == (0.0, [0.0] * 6)
 
 
+GROUP = torch.zeros(6, dtype=torch.int64)
+
+
 def test_tokens_are_chosen_among_the_trained_ones(ranks: Ranks) -> None:
     """By their covariance at the start of the step, and by the loss's own settings."""
     pack = pack_of(proximal=torch.tensor([-9.0, -2.0, -2.0, -2.0, -0.5, -2.0]))
@@ -146,10 +151,51 @@ def test_tokens_are_chosen_among_the_trained_ones(ranks: Ranks) -> None:
     # Distances from the means 0.5 and −1.7 multiplied: −0.15, 0.75, 0, 3, 0.15.
     for share, expected in ((0.2, [4]), (0.4, [2, 4]), (0.6, [2, 4, 5])):
         config = TrainerConfig(loss="kl_cov", loss_options={"share": share})
-        found = select_tokens(config, [pack], advantages, 3, ranks)
+        found = select_tokens(config, [pack], advantages, GROUP, step=3, ranks=ranks)
         assert found is not None
         assert found.nonzero().flatten().tolist() == expected
-    found = select_tokens(TrainerConfig(loss="kl_cov"), [pack], advantages, 3, ranks)
+    found = select_tokens(TrainerConfig(loss="kl_cov"), [pack], advantages, GROUP, step=3, ranks=ranks)
     assert found is not None
     assert found.nonzero().flatten().tolist() == [4], "one at least"
-    assert select_tokens(TrainerConfig(), [pack], advantages, 3, ranks) is None
+    assert select_tokens(TrainerConfig(), [pack], advantages, GROUP, step=3, ranks=ranks) is None
+
+
+class ExchangingThread:
+    """A rank of two, each in a thread."""
+
+    def __init__(self, rank: int, parts: dict[int, Tensor], both: threading.Barrier) -> None:
+        self.rank, self._parts, self._both = rank, parts, both
+
+    def gather_numbers(self, mine: Tensor) -> list[Tensor]:
+        self._parts[self.rank] = mine
+        self._both.wait(30)
+        return [self._parts[0], self._parts[1]]
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+def test_the_same_tokens_are_chosen_on_two_ranks(loss: str, ranks: Ranks) -> None:
+    """Groups are dealt to ranks in turn; in kl_cov two tokens of two groups are equal."""
+    options: dict[str, Any] = {"share": 0.25, **({"lower": -9.0, "upper": 9.0} if loss == "clip_cov" else {})}
+    config = TrainerConfig(loss=loss, loss_options=options)
+    numbers = torch.tensor([[0.1, 2.0, -1.0], [0.5, 2.0, -0.5], [2.0, -1.0, 0.3], [1.5, 0.7, 0.9]])
+
+    def chosen_on(rank: Any, groups: list[int]) -> dict[int, list[bool]]:
+        packs = [
+            pack_of(
+                mask=torch.ones(6, dtype=torch.bool),
+                token=torch.arange(6) + 3 * first,
+                episode=torch.arange(2).repeat_interleave(3) + first,
+                proximal=numbers[groups[first : first + 2]].flatten(),
+            )
+            for first in range(0, len(groups), 2)
+        ]
+        advantages = numbers[groups].flatten().double()
+        chosen = select_tokens(config, packs, advantages, torch.tensor(groups), step=3, ranks=rank)
+        assert chosen is not None
+        return dict(zip(groups, chosen.view(-1, 3).tolist(), strict=True))
+
+    both, parts = threading.Barrier(2), dict[int, Tensor]()
+    with ThreadPoolExecutor(2) as pool:
+        shares = pool.map(chosen_on, [ExchangingThread(rank, parts, both) for rank in (0, 1)], [[0, 2], [1, 3]])
+        on_two = {group: found for share in shares for group, found in share.items()}
+    assert on_two == chosen_on(ranks, [0, 1, 2, 3])
