@@ -99,6 +99,8 @@ class Reference:
         if not self._task.patch.strip():
             return boxes
         seen = await boxes.with_limits_times(ROOM).run(self._task.patch, self._whole(BoxChanges()))
+        if seen.used >= 1:  # it shows nothing
+            return boxes
         return boxes.with_limits_times(max(1.0, PATIENCE * ROOM * seen.used))
 
     def _whole(self, changes: BoxChanges) -> BoxChanges:
