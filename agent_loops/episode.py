@@ -48,6 +48,8 @@ class Episode:
         self._lease = lease
         self._journal = EpisodeJournal(services.queue, lease)
         self._trace = Trace()
+        self.is_ending = False
+        """Its result is on its way: the queue may have it, and with it no lease any more, before the answer is here."""
 
     async def run(self) -> Outcome:
         """The outcome reported to the queue. Raises `QueueError` (lease lost, queue gone) and `CancelledError`."""
@@ -90,6 +92,7 @@ class Episode:
     async def _complete(self, trajectory: Trajectory) -> Outcome:
         if self._services.teachers is not None:
             trajectory = await self._services.teachers.annotate(self._lease.task, trajectory)
+        self.is_ending = True
         try:
             await self._services.queue.complete(self._lease, trajectory)
         except BadPayload as error:
@@ -99,6 +102,7 @@ class Episode:
         return trajectory.outcome
 
     async def _fail(self, outcome: Outcome) -> Outcome:
+        self.is_ending = True
         again = await self._services.queue.fail(self._lease, outcome)
         log.warning(
             "episode %s: %s %s: %s (%s)",

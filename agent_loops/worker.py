@@ -278,6 +278,8 @@ class RunningEpisodes:
 
     def __init__(self, services: WorkerServices, stats: WorkerStats, ended: Callable[[], None]) -> None:
         self.running: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
+        self._episodes: dict[tuple[str, int], Episode] = {}
+        """Those that run, by id and fence."""
         self._services = services
         self._stats = stats
         self._ended = ended
@@ -298,7 +300,13 @@ class RunningEpisodes:
         held = {episode_id: lease for episode_id, (lease, _) in self.running.items()}
         for leases in _chunks(list(held.values())):
             for episode_id in await self._services.queue.renew(leases):
-                self._cancel_lost(held[episode_id])
+                if not self._is_ending(held[episode_id]):
+                    self._cancel_lost(held[episode_id])
+
+    def _is_ending(self, lease: Lease) -> bool:
+        """The queue answers the episode itself whether its lease was lost."""
+        episode = self._episodes.get((lease.episode_id, lease.fence))
+        return episode is not None and episode.is_ending
 
     async def drain(self) -> None:
         """Cancels every episode; each releases its tools, then its lease is returned with its journal."""
@@ -321,7 +329,8 @@ class RunningEpisodes:
     async def _run(self, lease: Lease) -> None:
         started = time.monotonic()
         try:
-            outcome = await Episode(self._services, lease).run()
+            episode = self._episodes[lease.episode_id, lease.fence] = Episode(self._services, lease)
+            outcome = await episode.run()
         except LeaseLost:
             log.warning("episode %s was leased to another worker", lease.episode_id)
             return
@@ -334,6 +343,7 @@ class RunningEpisodes:
 
     def _forget(self, lease: Lease) -> None:
         """A callback of the task: a task cancelled before its first step runs no code at all."""
+        self._episodes.pop((lease.episode_id, lease.fence), None)
         held = self.running.get(lease.episode_id)
         if held is not None and held[0].fence == lease.fence:
             del self.running[lease.episode_id]

@@ -43,6 +43,7 @@ from .sinks.prometheus import TrainerMetrics as TrainerMetrics
 from .source import BatchTimeout as BatchTimeout
 from .source import PayloadsLost as PayloadsLost
 from .state.checkpoint import SLOWEST_BYTES_PER_S as SLOWEST_BYTES_PER_S
+from .state.checkpoint import NotResumable as NotResumable
 from .state.checkpoint import NotSaved as NotSaved
 from .state.recorder import Recorder as Recorder
 from .state.recorder import readable_trajectory as readable_trajectory

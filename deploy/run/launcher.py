@@ -28,11 +28,13 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from penstock.common import NotPrivate, process_has_ended, process_identity, rewrite_jsonl, write_atomically
 from penstock.datasets import BadSpec, materialise_all
@@ -95,7 +97,8 @@ async def _launch(config: RunConfig, resume: bool, placement: Placement) -> Path
         async with open_queue(config, run) as (link, queue, keepers), run_headed(queue) as keeping:
             identity = identity_of(config, run)
             record = await queue.create_run(limits, dump_config(config), identity)
-            found = describe_found(record, await queue.status(), identity) if resume else ""
+            changes = changed_settings(run.config, config) if resume else []
+            found = describe_found(record, await queue.status(), identity, changes) if resume else ""
             # Files that a head which was refused must not take from the one that lives.
             run.config.write_text(dump_config(config))
             with connect_file(link, run):
@@ -268,8 +271,30 @@ def identity_of(config: RunConfig, run: RunDir) -> RunIdentity:
     return RunIdentity(run.identity.read_text().strip(), digest[:16], Path(config.model).name)
 
 
-def describe_found(found: RunRecord | None, status: Status, identity: RunIdentity) -> str:
-    """What `--resume` found in the queue, in one line."""
+DATA_ORDER = ("seed", "data.train", "data.shuffle")
+"""Settings that decide which row has which place in the data stream."""
+
+
+def changed_settings(before: Path, config: RunConfig) -> list[str]:
+    """``KEY: OLD → NEW`` of each setting in which the file `before` differs; a moved folder of runs is no change."""
+    if not before.exists():
+        return []
+    old, new = (_leaves(yaml.safe_load(text)) for text in (before.read_text(), dump_config(config)))
+    moved = {key: str(value).replace(str(old.get("runs_dir")), config.runs_dir, 1) for key, value in old.items()}
+    keys = (key for key in sorted(old.keys() | new.keys()) if moved.get(key, "unset") != str(new.get(key, "unset")))
+    return [f"{key}: {old.get(key, 'unset')} → {new.get(key, 'unset')}" for key in keys]
+
+
+def _leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Every setting by its dotted key."""
+    leaves: dict[str, Any] = {}
+    for key, value in settings.items():
+        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return leaves
+
+
+def describe_found(found: RunRecord | None, status: Status, identity: RunIdentity, changes: Sequence[str] = ()) -> str:
+    """What `--resume` found in the queue, in one line. `changes`: see `changed_settings`."""
     if found is None:
         return f"run {identity.run_id}: it is new in this queue; it continues from a checkpoint where there is one"
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() - found.age_s))
@@ -277,11 +302,12 @@ def describe_found(found: RunRecord | None, status: Status, identity: RunIdentit
         f"run {identity.run_id}, begun {since}: version {status.version}, {status.committed_step} steps in checkpoints,"
         f" {status.step} leased by its trainer"
     )
-    if found.identity.config_hash == identity.config_hash:
+    if not changes:
         return line
-    return (
-        f"{line}; its settings have changed (configuration {found.identity.config_hash} is now {identity.config_hash})"
-    )
+    line += f"; its settings have changed ({', '.join(changes)})"
+    if any(change.startswith(f"{key}: ") for change in changes for key in DATA_ORDER):
+        line += "; rows come in another order from here on: some of this epoch are repeated, others left out"
+    return line
 
 
 class HeadLease:

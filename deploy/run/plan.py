@@ -273,14 +273,17 @@ class Rendezvous:
 
     def arguments(self, ranks: int, run: str, folder: Path) -> list[str]:
         """Of torchrun; one machine's ranks meet in `folder`. `ranks`: of all machines, see `check_nodes`."""
+        logs = ("--log-dir", str(folder / "torchrun"))  # nothing is written there; without it, it leaves one in $TMPDIR
         if self.nodes == 1:
             # Not --standalone: its store listens on every address of the machine.
             return [
+                *logs,
                 *("--nproc-per-node", str(ranks), "--local-addr", "127.0.0.1", "--rdzv-id", run),
                 *("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint", str(folder / "nodes")),
             ]
         per_node = str(ranks // self.nodes)
         return [
+            *logs,
             *("--nnodes", str(self.nodes), "--node-rank", str(self.node_rank), "--nproc-per-node", per_node),
             *("--rdzv-backend", "static", "--rdzv-endpoint", self.endpoint, "--rdzv-id", run),
             *("--rdzv-conf", f"timeout={RENDEZVOUS_TIMEOUT_S}"),

@@ -237,6 +237,7 @@ async def train_rank(link: RunConnection) -> None:
             BadJob,
             BatchTimeout,
             DataError,
+            NotResumable,
             NotSaved,
             PayloadsLost,
             TrainerMetrics,
@@ -268,7 +269,7 @@ async def train_rank(link: RunConnection) -> None:
     work = train(job)
     if os.environ.get("RANK", "0") == "0":
         work = _watched(config, link, MetricsTarget("", run.name, "trainer", "trainer"), metrics.registry, work)
-    final = (BadJob, DataError, UnknownName, BatchTimeout, TrainingDiverged, TooManyFiltered, NotSaved)
+    final = (BadJob, DataError, UnknownName, BatchTimeout, TrainingDiverged, TooManyFiltered, NotSaved, NotResumable)
     with fatal(*final, PayloadsLost, TrainerFenced, OverBudget, NotPrivate):
         lock_s = TRAINER_LOCK_S + max(0.0, trainer_stop_s(config.trainer) - TRAINER_STOP_S)
         async with sole_trainer(run_dir, lock_s):

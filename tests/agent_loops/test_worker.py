@@ -250,6 +250,26 @@ async def test_worker_drain_tears_down_and_leaves_states(worker_of, queue_of, ta
     assert calculator.released == 0
 
 
+async def test_a_lease_that_ends_with_its_completed_episode_is_not_lost(
+    queue_of, worker_of, tasks_of, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue = queue_of(tasks_of(1))
+    worker = worker_of(queue, FakeClient(lambda context: [1]))
+    complete, answered = queue.complete, asyncio.Event()
+
+    async def slowly_answered(lease, trajectory):
+        await complete(lease, trajectory)
+        await worker.episodes.renew()
+        answered.set()
+        await asyncio.sleep(0)
+
+    queue.complete = slowly_answered
+    async with running(worker):
+        await answered.wait()
+        await until(lambda: not worker.episodes.running)
+    assert "was lost" not in caplog.text
+
+
 SLOW_LOOP = """import time
 from pathlib import Path
 

@@ -32,7 +32,7 @@ from trainer_support import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from penstock.trainer import BadJob, BatchTimeout, DataError, PayloadsLost, Ranks, TrainJob, train
+from penstock.trainer import BadJob, BatchTimeout, DataError, NotResumable, PayloadsLost, Ranks, TrainJob, train
 from penstock.trainer.state.checkpoint import CheckpointStore, RecentBatches, save_timeout_s
 from penstock.transfer_queue import Announcement, BatchLog, DataCursor, TrainerFenced, Trajectory
 from penstock.weight_sync import Manifest, read_verified
@@ -311,7 +311,7 @@ async def test_lost_updates_are_said_and_lost_checkpoints_stop(
     ]
     for marker in (job.run_dir / "checkpoints").glob("*/complete"):
         marker.unlink()
-    with pytest.raises(RuntimeError, match=r"committed 6 steps, and .* holds no whole checkpoint"):
+    with pytest.raises(NotResumable, match=r"committed 6 steps, and .* holds no whole checkpoint"):
         await train(job)
 
 
@@ -501,5 +501,5 @@ async def test_a_queue_further_behind_than_the_checkpoint_remembers_is_refused(
     monkeypatch.setattr("penstock.trainer.state.saver.RecentBatches", partial(RecentBatches, keep_s=0.0))
     job = make_job(tmp_path, tiny_model)
     await lose_entries(job, "lease_batch", 0)
-    with pytest.raises(RuntimeError, match=r"of version 4, the queue is at 0 and lacks step 1, .* not of one run"):
+    with pytest.raises(NotResumable, match=r"of version 4, the queue is at 0 and lacks step 1, .* not of one run"):
         await train(job)

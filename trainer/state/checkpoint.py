@@ -57,6 +57,10 @@ def read_timeout_s(share_bytes: int) -> float:
     return READ_BASE_S + share_bytes / SLOWEST_BYTES_PER_S
 
 
+class NotResumable(RuntimeError):
+    """Queue and checkpoints do not fit together; a restart would not help."""
+
+
 class CheckpointFailed(RuntimeError):
     """A checkpoint was not written; the message names its folder and the cause."""
 

@@ -31,6 +31,7 @@ from penstock.trainer.state.checkpoint import (
     CheckpointInfo,
     CheckpointStore,
     Groups,
+    NotResumable,
     RecentBatches,
     failed_save,
     save_timeout_s,
@@ -73,7 +74,7 @@ class Saver(BackgroundWork):
     async def restore(self) -> int:
         """Load the newest whole checkpoint; returns the step to continue with, 0 for a fresh run.
 
-        A queue that is behind the checkpoint is brought forward to it. Raises `RuntimeError` where the queue has
+        A queue that is behind the checkpoint is brought forward to it. Raises `NotResumable` where the queue has
         committed steps and no checkpoint is left at all, or is further behind than the checkpoint remembers.
         """
         await self._in_torch(self._begin)
@@ -130,7 +131,7 @@ class Saver(BackgroundWork):
             return
         unknown = [step for step in range(status.step, found.step) if step not in found.batches]
         if unknown:
-            raise RuntimeError(
+            raise NotResumable(
                 f"the checkpoint is of version {found.step}, the queue is at {status.version} and lacks step "
                 f"{unknown[0]}, which the checkpoint does not remember: they are not of one run. Start a run with a "
                 "new name, or bring back the queue's data"
@@ -146,7 +147,7 @@ class Saver(BackgroundWork):
 
     def _report_lost_updates(self, found: CheckpointInfo | None, committed: int) -> None:
         if found is None:
-            raise RuntimeError(
+            raise NotResumable(
                 f"the queue has committed {committed} steps, and {self._store.folder} holds no whole checkpoint: what "
                 "they learned is gone. Bring the checkpoints back, or start a run with a new name"
             )

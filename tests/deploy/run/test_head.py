@@ -14,8 +14,9 @@ from tests.deploy.conftest import RECIPE
 
 from penstock.common import process_has_ended, process_identity
 from penstock.deploy import RunConfig, RunConnection, RunDir, load_config
+from penstock.deploy.config import dump_config
 from penstock.deploy.run.connection import connect_file
-from penstock.deploy.run.launcher import HeadLease, HeadTaken, describe_found, identity_of, launch
+from penstock.deploy.run.launcher import HeadLease, HeadTaken, changed_settings, describe_found, identity_of, launch
 from penstock.testing import MemoryTransferQueue
 from penstock.trainer import DataConfig
 from penstock.transfer_queue import Limits, RedisServer, RunTaken, TransferQueueConfig
@@ -162,8 +163,27 @@ async def test_resume_names_the_run_in_the_queue(mine: tuple[RunConfig, RunDir])
     identity, changed = identity_of(before, run), identity_of(after, run)
     assert await queue.create_run(LIMITS, "", identity) is None
     assert "new in this queue" in describe_found(None, await queue.status(), identity)
-    for now in (identity, changed):
-        line = describe_found(await queue.create_run(LIMITS, "", now), await queue.status(), now)
+    run.config.write_text(dump_config(before))
+    for now, config in ((identity, before), (changed, after)):
+        changes = changed_settings(run.config, config)
+        line = describe_found(await queue.create_run(LIMITS, "", now), await queue.status(), now, changes)
         for name in (identity.run_id, "version 0", "0 steps", "begun"):
             assert name in line
-        assert (identity.config_hash in line, changed.config_hash in line) == (now is changed, now is changed)
+        assert (f"seed: {before.seed} → {after.seed}" in line, "rows come in another order" in line) == (
+            now is changed,
+            now is changed,
+        )
+
+
+def test_a_moved_folder_is_no_change_and_each_changed_key_is_named(mine: tuple[RunConfig, RunDir]) -> None:
+    config, run = mine
+    at = {"runs_dir": "/old/runs", "data": config.data.model_copy(update={"train": "/old/runs/mine/data/train.jsonl"})}
+    run.config.write_text(dump_config(config.model_copy(update=at)))
+    moved = {
+        "runs_dir": "/new/runs",
+        "data": at["data"].model_copy(update={"train": "/new/runs/mine/data/train.jsonl"}),
+    }
+    assert changed_settings(run.config, config.model_copy(update=moved)) == []
+    trainer = config.trainer.model_copy(update={"lr": 0.5})
+    changes = changed_settings(run.config, config.model_copy(update={**moved, "trainer": trainer}))
+    assert changes == [f"trainer.lr: {config.trainer.lr} → 0.5"]

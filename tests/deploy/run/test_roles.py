@@ -15,6 +15,7 @@ from tests.deploy.conftest import RECIPE, REPOSITORY
 from tests.until import until
 
 from penstock.deploy import RunDir, load_config
+from penstock.deploy.run.plan import Rendezvous
 from penstock.deploy.run.roles import TrainerAlive, run_role, seed_of_server, sole_trainer, turn_of
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
@@ -118,6 +119,12 @@ def test_an_engine_that_loads_a_new_version_after_its_sleep_keeps_no_copy(words:
     turn = turn_of(load_config(RECIPE, ["placement.colocated=true", *words.split()]))
     assert turn is not None
     assert turn.sleep_level == level
+
+
+@pytest.mark.parametrize("rendezvous", [Rendezvous(), Rendezvous(2, 1, "127.0.0.1:1")])
+def test_torchrun_leaves_no_folder_of_its_own(rendezvous: Rendezvous, tmp_path: Path) -> None:
+    words = rendezvous.arguments(2, "run", tmp_path)
+    assert words[words.index("--log-dir") + 1].startswith(str(tmp_path))
 
 
 def test_each_server_samples_with_its_own_seed() -> None:
