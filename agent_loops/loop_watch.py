@@ -1,9 +1,10 @@
 """Finds code that blocks the event loop, and with it every episode of the worker.
 
 beat (in the loop)    writes the time every BEAT_S
-watch (a thread)      the last beat is old ──► the loop's current stack ──► innermost frame of user code
+watch (a thread)      the beat is late ──► the loop's task and stack, look by look ──► innermost frame of user code
 
-On a loaded machine the loop may be late before user code begins to block it: the watch looks until it sees user code.
+A late beat alone blames nobody: on a loaded machine, or beside threads that compute, many short steps make it late.
+Only what every look meets for LIMIT_S is reported.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import sysconfig
 import threading
 import time
 import traceback
-from types import FrameType
+from itertools import takewhile
+from types import CodeType, FrameType
 
 BEAT_S = 0.05
 LIMIT_S = 0.25
-"""A longer delay is reported."""
+"""A longer step is reported."""
+LOOP = (asyncio.BaseEventLoop.run_forever.__code__, asyncio.Runner.run.__code__)
+"""Frames below them started the loop; they are on the stack of every call."""
 LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 log = logging.getLogger(__name__)
 
@@ -63,34 +67,49 @@ class LoopWatch:
         self._handle = self._loop.call_later(BEAT_S, self._beat)
 
     def _watch(self) -> None:
-        """Reports a blocked loop once by the user's line, and once without if another line is seen first."""
-        named = other = 0.0  # the beats after which the loop was reported as blocked
+        """Reports a step of a task, and user code in it, once every look of `limit_s` has met it: once each."""
+        step: tuple[object, ...] = ()
+        since, reported = 0.0, False
         while not self._stopped.wait(self._limit_s / 4):
-            beat = self._beat_at
-            lag_s = time.monotonic() - beat - BEAT_S
-            if lag_s <= self._limit_s or beat == named:
+            beat, now = self._beat_at, time.monotonic()
+            if now - beat <= 2 * BEAT_S:
                 continue
-            innermost = sys._current_frames().get(self._watched)
-            if innermost is None:
+            look = current_call(self._watched)
+            if look is None:
                 return  # the loop's thread has ended
-            users = next((frame for frame, _ in traceback.walk_stack(innermost) if _is_users(frame)), None)
-            if users is not None:
-                named = beat
-                self._report(users, lag_s)
-            elif beat != other:
-                other = beat
-                self._report(innermost, lag_s)
+            # Until the next beat each task takes one step, so a task tells its step.
+            called, place = look
+            if step != (found := (beat, id(asyncio.current_task(self._loop)), called)):
+                step, since, reported = found, now, False
+            elif now - since > self._limit_s and not reported:
+                reported = True
+                self._report(place, now - since)
 
-    def _report(self, frame: FrameType, lag_s: float) -> None:
-        place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    def _report(self, place: str, seconds: float) -> None:
         if place not in self.blocked:
             log.warning(
                 "the event loop, and with it every episode of this worker, has been blocked for %.2f s: %s; "
                 "await the call, or run it with asyncio.to_thread",
-                lag_s,
+                seconds,
                 place,
             )
         self.blocked[place] = self.blocked.get(place, 0) + 1
+
+
+def current_call(thread: int) -> tuple[CodeType | None, str] | None:
+    """The outermost user code that an event loop's thread runs, and its innermost line; without user code None and the
+    innermost line of all. None for a thread that has ended.
+
+    No frame outlives the look: it would hold the call's variables, and with them memory, locks and exported buffers.
+    """
+    innermost = sys._current_frames().get(thread)
+    if innermost is None:
+        return None
+    calls = takewhile(lambda frame: frame.f_code not in LOOP, (frame for frame, _ in traceback.walk_stack(innermost)))
+    users = [frame for frame in calls if _is_users(frame)]
+    shown = users[0] if users else innermost
+    place = f"{shown.f_code.co_filename}:{shown.f_lineno} in {shown.f_code.co_name}"
+    return (users[-1].f_code if users else None), place
 
 
 def _is_users(frame: FrameType) -> bool:

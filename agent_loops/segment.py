@@ -187,7 +187,8 @@ class SegmentBuilder:
 
     def context(self) -> list[int]:
         """Prompt and response ids so far: exactly what the next model call is fed."""
-        return SHARED.of(np.frombuffer(self._row.ids, dtype=np.int32))
+        # A copy: an array whose buffer is exported, as by a profiler that holds a frame, refuses to grow.
+        return SHARED.of(np.array(self._row.ids, dtype=np.int32))
 
     # what happens to it --------------------------------------------------------------------------------------------
     def append_sampled(self, answer: Generation, *, whole: bool = False) -> None:

@@ -4,12 +4,13 @@ import asyncio
 import logging
 import threading
 import time
-from types import FrameType
+import weakref
 
 import pytest
+from tests.until import until
 
 from penstock.agent_loops import loop_watch
-from penstock.agent_loops.loop_watch import LoopWatch
+from penstock.agent_loops.loop_watch import LoopWatch, current_call
 
 
 class Reporting(LoopWatch):
@@ -19,10 +20,9 @@ class Reporting(LoopWatch):
         super().__init__(limit_s)
         self.reported = threading.Event()
 
-    def _report(self, frame: FrameType, lag_s: float) -> None:
-        super()._report(frame, lag_s)
-        if frame.f_code.co_filename == __file__:
-            self.reported.set()
+    def _report(self, place: str, seconds: float) -> None:
+        super()._report(place, seconds)
+        self.reported.set()
 
     def places(self) -> dict[str, int]:
         """Those of this file: a loaded machine may add others."""
@@ -55,17 +55,59 @@ async def test_loop_watch_names_the_blocking_line_once(watch, caplog):
     assert watch.take_longest_s() > 1.0
 
 
+async def test_loop_watch_blames_no_step_where_many_make_the_loop_late(watch, monkeypatch):
+    """As on a loaded machine, or beside threads that compute. Each step ends once it has been looked at."""
+    looks = []
+
+    def look(thread):
+        looks.append(thread)
+        return current_call(thread)
+
+    async def until_seen():
+        seen = len(looks)
+        while len(looks) == seen:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(loop_watch, "current_call", look)
+    await asyncio.gather(*(until_seen() for _ in range(7)))
+    assert watch.places() == {}
+
+
 async def test_loop_watch_names_user_code_that_begins_in_a_late_loop(monkeypatch):
     """The loop is late already, and reported, when user code begins to block it."""
     monkeypatch.setattr(loop_watch, "_is_users", lambda frame: frame.f_code.co_name == "blocks_the_loop")
     watch = Reporting(limit_s=0.1)
     watch.start()
-    while not watch.blocked:
-        time.sleep(0.01)
+    assert watch.reported.wait(60)
     watch.reported.clear()
     blocks_the_loop(watch)
     watch.stop()
     assert [place.rpartition(" in ")[2] for place in watch.blocked][-1] == "blocks_the_loop"
+
+
+async def test_loop_watch_names_no_line_that_started_the_loop():
+    """A library blocks; below the loop is user code, here this file, that waits for it."""
+    watch = Reporting(limit_s=0.1)
+
+    async def main():
+        watch.start()
+        asyncio.get_running_loop().call_soon(watch.reported.wait, 60)
+        await asyncio.sleep(0.1)
+
+    await asyncio.to_thread(asyncio.run, main())
+    watch.stop()
+    assert watch.blocked
+    assert watch.places() == {}
+
+
+async def test_loop_watch_holds_nothing_of_what_it_names(watch):
+    def blocks_with_a_large_object():
+        large = set()
+        blocks_the_loop(watch)
+        return weakref.ref(large)
+
+    large = blocks_with_a_large_object()
+    await until(lambda: large() is None, 20)
 
 
 async def test_loop_watch_ignores_waiting(watch):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.agent_loops.talking import say
 
 from penstock.agent_loops import TRUNCATED_LENGTH, TRUNCATED_TURNS, AgentError, Budget, SegmentBuilder
+from penstock.agent_loops.token_row import SHARED
 from penstock.transfer_queue import COMPLETED
 
 STOP = 2
@@ -36,6 +37,17 @@ def test_output_is_what_happened_in_order(prompt, turns):
     assert output.num_turns == len(turns)
     whole = np.array(contexts[-1], dtype="<i4").tobytes()
     assert segment.context_hash == xxhash.xxh3_64_intdigest(whole)
+
+
+def test_a_context_whose_reader_is_still_there_stops_no_growth(monkeypatch):
+    """A debugger or profiler that looks at a frame holds what the frame reads from."""
+    held = []
+    monkeypatch.setattr(SHARED, "of", lambda ids: held.append(ids) or ids.tolist())
+    segment = SegmentBuilder([5], Budget(100, 10_000), {STOP})
+    assert segment.context() == [5]
+    segment.observe([6])
+    assert segment.context() == [5, 6]
+    assert held[0].tolist() == [5]
 
 
 @pytest.mark.parametrize(
