@@ -5,6 +5,7 @@
              places, group, fetch from the other rank, checksums, broadcast, checksums; of two ranks, and of one that
              has all and fetches nothing, as the bare one does
     stall    the copy of this rank's own shards, for which the training thread stands
+    gather   the shards cast to bfloat16 and gathered by rank 0: what a training thread would stand for without copies
 
 All are taken in turn, in one round. The peak is rank 0's resident memory during the first broadcast, above what it
 has before it with the copies of its own shards.
@@ -68,6 +69,7 @@ def broadcast_ratios(figures: Figures) -> Figures:
     return {
         "broadcast_over_raw_gloo": round(figures["bare_s"] / figures["one_rank_s"], 3),
         "broadcast_of_two_ranks_over_raw_gloo": round(figures["bare_s"] / figures["two_ranks_s"], 3),
+        "trainer_stall_over_gather": round(figures["stall_s"] / figures["gather_s"], 3),
         "host_peak_over_bucket": round(figures["peak_buckets"], 2),
     }
 
@@ -91,7 +93,7 @@ class _Stage:
 
     def __init__(self, role: int, board: dist.Store, trainers: Any, receivers: Any, size_mb: int) -> None:
         self.figures: dict[str, list[float]] = {}
-        self._role, self._board, self._receivers = role, board, receivers
+        self._role, self._board, self._trainers, self._receivers = role, board, trainers, receivers
         values = size_mb * (1 << 20) // 2 // TENSORS // 2 * 2
         generator = torch.Generator().manual_seed(role)
         self._halves = [torch.randn(values // 2, generator=generator) for _ in range(TENSORS)] if role < 2 else []
@@ -108,6 +110,7 @@ class _Stage:
     def round(self, number: int, *, counts: bool) -> None:
         for name, part in (
             ("bare", self._bare),
+            ("gather", self._gather),
             ("stall", lambda: self._take(number, 2)),
             ("take_all", lambda: self._take(number, 1)),
             ("two_ranks", lambda: self._ours(number, 2)),
@@ -125,6 +128,14 @@ class _Stage:
         for bucket in self._wire.split(self._broadcaster.bucket_bytes):
             dist.broadcast(bucket, src=0, group=self._receivers)
         dist.barrier(self._receivers)
+
+    def _gather(self) -> None:
+        if self._role > 1:
+            return
+        for half in self._halves:
+            mine = half.to(torch.bfloat16)
+            parts = [torch.empty_like(mine) for _ in range(2)] if self._role == 0 else None
+            dist.gather(mine, parts, dst=0, group=self._trainers)
 
     def _take(self, number: int, ranks: int) -> None:
         if self._role < ranks:

@@ -5,7 +5,7 @@ Each broadcast has groups of its own. They touch nothing global, so a broken one
 processes have otherwise. Bytes go from a group's rank 0 to all others, a bucket at a time, in the stream's order:
 
     gloo    host memory ──────────────────────────────► host memory
-    nccl    host memory ─► sender's GPU ─► worker's GPU ─► host memory      one bucket on each GPU
+    nccl    host memory ─► sender's GPU ─► worker's GPU ─► host memory      a bucket under way is on each GPU
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import contextlib
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -74,11 +75,29 @@ class BroadcastGroup(ABC):
         return done
 
 
-def join_group(store: dist.TCPStore, member: Member, host: str, device: torch.device | None) -> BroadcastGroup:
-    """The member's group, by its wire. `host`: this machine's address there; `device`: whose memory NCCL moves."""
-    if member.wire == GLOO:
-        return GlooGroup(store, member, host)
-    return NcclGroup(store, member, device or torch.device("cuda" if torch.cuda.is_available() else "cpu", 0))
+def join_groups(
+    store: dist.TCPStore, members: Mapping[int, Member], host: str, device: torch.device | None
+) -> dict[int, BroadcastGroup]:
+    """The groups of one member of a broadcast, by their wire, one after the other. `members`: its place in the group of
+    each sending rank; `host`: this machine's address there; `device`: whose memory NCCL moves.
+
+    Raises `RuntimeError`, `OSError`; it is in none of them then.
+    """
+    groups: dict[int, BroadcastGroup] = {}
+    try:
+        nccl = any(member.wire != GLOO for member in members.values())
+        stream = NcclStream(device or _first_device()) if nccl else None
+        for sender, member in members.items():
+            groups[sender] = NcclGroup(store, member, stream) if stream else GlooGroup(store, member, host)
+    except BaseException:
+        for group in groups.values():
+            group.close()
+        raise
+    return groups
+
+
+def _first_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)
 
 
 class GlooGroup(BroadcastGroup):
@@ -103,11 +122,10 @@ class GlooGroup(BroadcastGroup):
 class NcclGroup(BroadcastGroup):
     """Between GPUs: NVLink, InfiniBand, or what else NCCL finds. One thread uses it."""
 
-    def __init__(self, store: dist.TCPStore, member: Member, device: torch.device) -> None:
+    def __init__(self, store: dist.TCPStore, member: Member, stream: NcclStream) -> None:
         super().__init__(store, member)
-        torch.cuda.set_device(device)  # of this thread
-        self._buffer = torch.empty(member.bucket_bytes, dtype=torch.uint8, device=device)
-        self._stream = torch.cuda.Stream(device)
+        torch.cuda.set_device(stream.device)  # of this thread
+        self._stream = stream
         nccl = _library()
         if member.rank == 0:
             self._store.set("nccl", nccl.unique_id().hex())
@@ -118,24 +136,25 @@ class NcclGroup(BroadcastGroup):
         self._communicator = nccl.join(member.size, unique_id, member.rank, member.silence_s)
 
     def begin(self, bucket: torch.Tensor) -> Transfer:
-        """See `BroadcastGroup.begin`. The transfer before it must have been waited for."""
+        """See `BroadcastGroup.begin`. Returns when it is posted on the stream: what begins later, in any group of the
+        stream, comes after it there. NCCL posts it from a thread of its own."""
+        buffer = torch.empty(len(bucket), dtype=torch.uint8, device=self._stream.device)
         if self._member.rank == 0:
-            with torch.cuda.stream(self._stream):
-                self._buffer[: len(bucket)].copy_(bucket, non_blocking=True)
-        self._communicator.broadcast(self._buffer.data_ptr(), len(bucket), self._stream.cuda_stream)
-        return _NcclTransfer(self, bucket)
-
-    def finish(self, bucket: torch.Tensor) -> None:
-        """See `Transfer.wait`."""
-        # NCCL posts its kernel from a thread of its own: an event that is recorded before comes ahead of the kernel.
+            with torch.cuda.stream(self._stream.stream):
+                buffer.copy_(bucket, non_blocking=True)
+        self._communicator.broadcast(buffer.data_ptr(), len(bucket), self._stream.stream.cuda_stream)
         self._wait_while(lambda: self._communicator.busy)
         received = torch.cuda.Event()
-        received.record(self._stream)
-        self._wait_while(lambda: self._communicator.busy or not received.query())
+        received.record(self._stream.stream)
+        return _NcclTransfer(self, bucket, buffer, received)
+
+    def finish(self, transfer: _NcclTransfer) -> None:
+        """See `Transfer.wait`."""
+        self._wait_while(lambda: self._communicator.busy or not transfer.received.query())
         if self._member.rank:
             # The copy has no deadline, so it begins when the bytes are there.
-            with torch.cuda.stream(self._stream):
-                bucket.copy_(self._buffer[: len(bucket)])
+            with torch.cuda.stream(self._stream.stream):
+                transfer.bucket.copy_(transfer.buffer)
 
     def close(self) -> None:
         self._communicator.abort()
@@ -144,12 +163,24 @@ class NcclGroup(BroadcastGroup):
         until_idle(busy, self._member.silence_s)
 
 
+class NcclStream:
+    """The CUDA stream of all groups of one member: communicators of one device that run side by side may wait for each
+    other without end, so their broadcasts are posted on it in one order, which is that of all members."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, torch.cuda.Stream(device)
+
+
+@dataclass(frozen=True, slots=True)
 class _NcclTransfer:
-    def __init__(self, group: NcclGroup, bucket: torch.Tensor) -> None:
-        self._group, self._bucket = group, bucket
+    group: NcclGroup
+    bucket: torch.Tensor
+    buffer: torch.Tensor
+    """On the device."""
+    received: torch.cuda.Event
 
     def wait(self) -> None:
-        self._group.finish(self._bucket)
+        self.group.finish(self)
 
 
 def _library() -> Nccl:

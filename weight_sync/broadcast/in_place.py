@@ -18,7 +18,7 @@ from functools import lru_cache
 
 import torch
 
-from penstock.weight_sync.broadcast.group import BroadcastGroup, find_store, join_group
+from penstock.weight_sync.broadcast.group import BroadcastGroup, find_store, join_groups
 from penstock.weight_sync.broadcast.memory import bucket_memory, two_buckets
 from penstock.weight_sync.broadcast.offer import ITEM_BYTES, Offer, StreamDigests, StreamTensor, sending_ranks
 from penstock.weight_sync.broadcast.stream_places import Bucket, Places
@@ -115,15 +115,8 @@ def _join(offer: Offer, worker: int, device: torch.device | None) -> dict[int, B
             f"this server does not reach the group at {offer.trainer}:{member.port}; set rollout.weights_host to an "
             f"address of the trainer that servers reach, and let them connect to all of its ports: {error}"
         ) from error
-    groups: dict[int, BroadcastGroup] = {}
-    try:
-        for sender in sending_ranks(offer.splits):
-            groups[sender] = join_group(store, member.in_group(sender), offer.here, device)
-    except BaseException:
-        for group in groups.values():
-            group.close()
-        raise
-    return groups
+    places = {sender: member.in_group(sender) for sender in sending_ranks(offer.splits)}
+    return join_groups(store, places, offer.here, device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ all bytes for the checksums and the file. A worker has the same rank in all of t
     group of rank r    0: rank r    1 … n: workers    n + 1: rank 0
 
 The *stream* of a version is the bytes of all its tensors, one after the other, those of larger items first: so each
-tensor is aligned in it. The version's file is a header and the stream. A bucket is a range of the stream. Of each
-bucket a rank sends one range of its own bytes; the ranks' turns are in their order, on all members.
+tensor is aligned in it. The version's file is a header and the stream. A bucket is a range of the stream. All
+members begin its messages in one order: by rank, a rank's in the stream's order.
 """
 
 from __future__ import annotations

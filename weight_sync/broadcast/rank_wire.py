@@ -36,7 +36,7 @@ class Kind(IntEnum):
     JOIN = 5
     """The group in which it sends."""
     SEND = 6
-    """As `BUCKET`, in its group."""
+    """Its part of a range of the stream, in its group."""
     LEAVE = 7
 
 

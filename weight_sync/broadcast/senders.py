@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 import torch
 
 from penstock.common import address_towards, listening_host, reachable_host
-from penstock.weight_sync.broadcast.group import BroadcastGroup, Transfer, find_store, join_group, open_store
+from penstock.weight_sync.broadcast.group import BroadcastGroup, Transfer, find_store, join_groups, open_store
 from penstock.weight_sync.broadcast.offer import Member
 from penstock.weight_sync.broadcast.rank_wire import RankWire
 from penstock.weight_sync.broadcast.seats import Sending
@@ -78,9 +78,11 @@ class Members:
         for sender in self._others:
             assert self._wire is not None
             self._wire.invite(sender, json.dumps([host, asdict(member.in_group(sender))]).encode())
-        for sender in self._sending.senders:
-            place = replace(member.in_group(sender), rank=member.size if sender else 0)
-            self._groups[sender] = join_group(store, place, here, device)
+        places = {
+            sender: replace(member.in_group(sender), rank=member.size if sender else 0)
+            for sender in self._sending.senders
+        }
+        self._groups = join_groups(store, places, here, device)
 
     @property
     def _others(self) -> list[int]:
@@ -129,15 +131,16 @@ class OwnGroup:
         member = Member(**said)
         try:
             here = listening_host(address_towards(host, member.port))
-            self._group = join_group(find_store(host, member), member, here, device)
+            self._group = join_groups(find_store(host, member), {0: member}, here, device)[0]
         except (RuntimeError, OSError) as error:
             logger.warning("this rank could not join broadcast %s: %s", member.name, error)
 
-    def send(self, memory: torch.Tensor) -> None:
+    def send(self, memory: Sequence[torch.Tensor]) -> None:
         """To all members; rank 0 asks again, elsewhere, for what did not come."""
         try:
-            if self._group is not None:
-                self._group.begin(memory).wait()
+            if (group := self._group) is not None:
+                for transfer in [group.begin(each) for each in memory]:
+                    transfer.wait()
         except (RuntimeError, OSError) as error:
             logger.warning("this rank sends no more of a broadcast: %s", error)
             self.leave()

@@ -41,7 +41,7 @@ from penstock.weight_sync.broadcast.share_changes import (
     gaps_of,
     mark_bytes,
 )
-from penstock.weight_sync.broadcast.stream_places import Bucket, MarkedBucket, Places, RankRange, scatter
+from penstock.weight_sync.broadcast.stream_places import Bucket, MarkedBucket, Places, RankRange, messages, scatter
 from penstock.weight_sync.files.delta import Gaps
 
 
@@ -249,20 +249,22 @@ class WeightSource:
     def _broadcast(self, bucket: Bucket, ranges: Sequence[RankRange], members: Members) -> bool:
         """Whether it came: each rank sends its range to all members, and they begin in the order of the ranks."""
         self.wire.check_open()
-        others = [one for one in ranges if one.rank]
-        for one in others:
-            self.wire.ask(one.rank, Kind.SEND, bucket.version, one.begin, one.end)
-        self.wire.until_held([one.rank for one in others], bucket.version)
+        others = sorted({one.rank for one in ranges if one.rank})
+        for rank in others:
+            self.wire.ask(rank, Kind.SEND, bucket.version, bucket.begin, bucket.begin + len(bucket.bytes))
+        self.wire.until_held(others, bucket.version)
         with self._changed:
             self._check(bucket.version)
             for one in ranges:
                 members.begin(one.rank, one.memory if one.rank else self._bytes[one.begin : one.end])
-            for one in ranges[: len(ranges) - len(others)]:
-                scatter(self._bytes[one.begin : one.end], one.parts, bucket)
+            for one in ranges:
+                if not one.rank:
+                    scatter(self._bytes[one.begin : one.end], one.parts, bucket)
             arrived = members.wait()
         if arrived:
-            for one in others:
-                bucket.place(one)
+            for one in ranges:
+                if one.rank:
+                    bucket.place(one)
         return arrived
 
     def _fetch_range(self, one: RankRange, bucket: Bucket) -> None:
@@ -344,7 +346,8 @@ class WeightSource:
             held = self.version == version
             self.wire.say_held(held)
             if held and kind == Kind.SEND:
-                self._own_group.send(self._bytes[begin:end])
+                own = [part for part in self._places.within(begin, end) if part.rank == self._rank]
+                self._own_group.send([self._bytes[each[0].local : each[-1].local_end] for each in messages(own)])
             elif held:
                 self.wire.send(self._kept(kind, begin, end))
 

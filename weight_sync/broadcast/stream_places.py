@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from penstock.weight_sync.broadcast.share_changes import mark_bytes
 from penstock.weight_sync.files.delta import WORD_TYPES, Words
 
+APART_BYTES = 1 << 18
+"""A part of so much is sent to its place; to copy it there from a message of several would cost more than a message."""
+
 
 @dataclass(frozen=True, slots=True)
 class MarkedPart:
@@ -59,15 +62,15 @@ class Bucket:
         """What each rank brings of this bucket, in the order of the ranks. `parts`: all of the bucket."""
         found, used = [], 0
         for rank in sorted({part.rank for part in parts}):
-            own = [part for part in parts if part.rank == rank]
-            nbytes, at = own[-1].local_end - own[0].local, own[0].stream - self.begin
-            scattered = own[-1].stream + own[-1].nbytes - own[0].stream > nbytes
-            if scattered:
-                memory = self.scratch[used : used + nbytes]
-                used += nbytes
-            else:
-                memory = self.bytes[at : at + nbytes]
-            found.append(RankRange(rank, own, memory, scattered))
+            for own in messages([part for part in parts if part.rank == rank]):
+                nbytes, at = own[-1].local_end - own[0].local, own[0].stream - self.begin
+                scattered = own[-1].stream + own[-1].nbytes - own[0].stream > nbytes
+                if scattered:
+                    memory = self.scratch[used : used + nbytes]
+                    used += nbytes
+                else:
+                    memory = self.bytes[at : at + nbytes]
+                found.append(RankRange(rank, own, memory, scattered))
         return found
 
     def place(self, came: RankRange) -> None:
@@ -106,7 +109,7 @@ class Part(NamedTuple):
 
 
 class RankRange(NamedTuple):
-    """A rank's bytes of one bucket: one range of its copies."""
+    """Bytes of one bucket that a rank sends at once: one range of its copies."""
 
     rank: int
     parts: list[Part]
@@ -163,6 +166,24 @@ class Places:
                 )
             )
         return found
+
+
+def messages(parts: Sequence[Part]) -> list[list[Part]]:
+    """`parts`, one rank's of one bucket, as they are sent: what is one range of the stream at once, small ones too."""
+    found: list[list[Part]] = []
+    for part in parts:
+        if found and _goes_with(found[-1], part):
+            found[-1].append(part)
+        else:
+            found.append([part])
+    return found
+
+
+def _goes_with(message: list[Part], part: Part) -> bool:
+    """A rank's parts follow each other in its copies."""
+    nbytes, end = part.local - message[0].local, message[-1].stream + message[-1].nbytes
+    is_range = end - message[0].stream == nbytes and end == part.stream
+    return is_range or nbytes + part.nbytes < APART_BYTES
 
 
 def scatter(source: torch.Tensor, parts: Sequence[Part], bucket: Bucket) -> None:

@@ -1,7 +1,7 @@
 /* The calls of nccl.h that a broadcast makes, with their signatures, between the memories of processes on one machine.
  *
  * As NCCL with blocking = 0: ncclCommGetAsyncError reports success when a thread has posted the broadcast on the stream.
- * The bytes arrive later. A stream counts what was posted on it and what is done; fake_cuda.py has the Python side.
+ * The bytes arrive later, those of a stream's broadcasts in the order in which they were posted. A stream counts what was posted on it and what is done; fake_cuda.py has the Python side.
  * A unique id is the path of rank 0's socket. PENSTOCK_FAKE_NCCL is the folder of those.
  */
 #include <errno.h>
@@ -33,10 +33,15 @@ typedef struct {
   atomic_int state;
   pthread_t thread;
   int has_thread;
+} comm_t;
+typedef struct {
+  comm_t *comm;
   char *buffer;
   size_t count;
   stream_t *stream;
-} comm_t;
+  pthread_t before; /* of this communicator */
+  int has_before;
+} op_t;
 
 void *fakeStream(void) { return calloc(1, sizeof(stream_t)); }
 int fakeStreamPosted(stream_t *stream) { return stream->posted; }
@@ -78,10 +83,9 @@ static void *meet(void *given) {
   return NULL;
 }
 
-static void start(comm_t *comm, void *(*work)(void *)) {
-  if (comm->has_thread) pthread_join(comm->thread, NULL);
+static void start(comm_t *comm, void *(*work)(void *), void *with) {
   comm->state = ncclInProgress;
-  comm->has_thread = !pthread_create(&comm->thread, NULL, work, comm);
+  comm->has_thread = !pthread_create(&comm->thread, NULL, work, with);
 }
 
 ncclResult_t ncclCommInitRankConfig(void **made, int size, ncclUniqueId id, int rank, ncclConfig_t *config) {
@@ -103,37 +107,43 @@ ncclResult_t ncclCommInitRankConfig(void **made, int size, ncclUniqueId id, int 
     comm->peers[0] = end;
   }
   *made = comm;
-  start(comm, meet);
+  start(comm, meet, comm);
   return ncclInProgress;
 }
 
 /* Until they are done, the bytes of a receiver are elsewhere: whoever reads its buffer too early finds the ones before. */
 static void *move(void *given) {
-  comm_t *comm = given;
-  char *arrived = comm->rank ? malloc(comm->count) : comm->buffer;
+  op_t *op = given;
+  comm_t *comm = op->comm;
+  char *arrived = comm->rank ? malloc(op->count) : op->buffer;
   int sound = 1;
   usleep(POST_US);
-  comm->stream->posted++;
+  int number = ++op->stream->posted;
   if (comm->state == ncclInProgress) comm->state = ncclSuccess;
+  if (op->has_before) pthread_join(op->before, NULL);
+  while (op->stream->done < number - 1 && comm->state != ncclRemoteError) usleep(POST_US);
+  sound = comm->state != ncclRemoteError;
   usleep(KERNEL_US);
   for (int peer = 0; peer < comm->size && sound; peer++)
-    if (comm->rank == 0 ? peer > 0 : peer == 0) sound = whole(comm->peers[peer], arrived, comm->count, !comm->rank);
+    if (comm->rank == 0 ? peer > 0 : peer == 0) sound = whole(comm->peers[peer], arrived, op->count, !comm->rank);
   if (comm->rank) {
-    if (sound) memcpy(comm->buffer, arrived, comm->count);
+    if (sound) memcpy(op->buffer, arrived, op->count);
     free(arrived);
   }
-  if (sound) comm->stream->done++;
+  if (sound) op->stream->done++;
   else comm->state = ncclRemoteError;
+  free(op);
   return NULL;
 }
 
 ncclResult_t ncclBroadcast(const void *from, void *to, size_t count, int type, int root, void *given, void *stream) {
   comm_t *comm = given;
   if (from != to || type != 1 || root != 0 || !stream) return ncclInvalidArgument;
-  comm->buffer = to;
-  comm->count = count;
-  comm->stream = stream;
-  start(comm, move);
+  if (comm->state == ncclInProgress) return ncclInvalidArgument; /* not posted yet: no order on the stream */
+  if (comm->state == ncclRemoteError) return ncclRemoteError;
+  op_t *op = calloc(1, sizeof *op);
+  *op = (op_t){comm, to, count, stream, comm->thread, comm->has_thread};
+  start(comm, move, op);
   return ncclInProgress;
 }
 

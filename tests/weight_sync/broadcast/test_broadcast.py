@@ -80,9 +80,11 @@ def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
+@pytest.mark.parametrize("apart_bytes", [1, 1 << 18])
 async def test_members_have_every_version_and_take_no_file(
-    trainer: BroadcastingTrainer, members: Members, tmp_path: Path
+    trainer: BroadcastingTrainer, members: Members, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart_bytes: int
 ) -> None:
+    monkeypatch.setattr("penstock.weight_sync.broadcast.stream_places.APART_BYTES", apart_bytes)
     kinds = {"a": StagedWeights, "b": StagedMemory, "c": StagedWeights}
     servers = [members.join(name, StagedServer(tmp_path / name, staged())) for name, staged in kinds.items()]
     tensors = small_tensors()

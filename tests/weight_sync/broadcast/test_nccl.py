@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from tests.broadcasting import BroadcastingTrainer, StagedServer, broadcasting
 from tests.until import until
 from tests.weight_sync.broadcast.fake_cuda import streams_of
 from tests.weight_sync.broadcast.test_broadcast import Killable, Members, same
+from tests.weight_sync.broadcast.test_senders import SIZES, WORKERS, WORLD, Broadcast, staged
+from tests.weight_sync.broadcast.test_source import Ranks
 from tests.weight_sync.conftest import next_version, small_tensors
 from tests.weight_sync.processes import BUCKET_BYTES, big, receiving, state
 
@@ -132,6 +135,22 @@ async def test_member_lost_in_the_middle_costs_the_others_no_version(tmp_path: P
         assert (stays.member.missed, stays.by_file) == (1, 1)
         await process.kill()
         await cancel_and_wait(list(members.tasks.values()))
+
+
+def test_ranks_send_in_one_order_on_one_stream_of_each_member(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Several messages of each rank are under way at once; communicators of one device never run side by side."""
+    streams = list[Any]()
+    made = torch.cuda.Stream
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: streams.append(device) or made(device))
+    monkeypatch.setattr("penstock.weight_sync.broadcast.stream_places.APART_BYTES", 1)
+    ranks = Ranks(WORLD, monkeypatch)
+    broadcast = Broadcast(ranks, SIZES["even"], staged, bucket_bytes=2000, wire=WIRE)
+    with ThreadPoolExecutor(WORKERS) as threads:
+        found, workers = broadcast.run(threads, tmp_path / "w")
+    ranks.stop()
+    assert found.done == WORKERS
+    assert [worker.result()[1] for worker in workers] == [broadcast.stream.numpy().tobytes()] * WORKERS
+    assert len(streams) == WORLD + WORKERS
 
 
 def test_member_that_never_comes_is_not_waited_for_for_ever(tmp_path: Path) -> None:

@@ -72,16 +72,17 @@ class Broadcast:
         *,
         bucket_bytes: int,
         silence_s: float = 60.0,
+        wire: str = "gloo/2",
     ) -> None:
         shards, self.stream = sharded(1, sizes)
         ranks.take(1, shards)
         self.source, self.receive = ranks.sources[0], receive
-        self.sending, offers = asyncio.run(self._places(bucket_bytes, silence_s))
+        self.sending, offers = asyncio.run(self._places(bucket_bytes, silence_s, wire))
         self.places = [(offer, worker) for offer in offers for worker in range(2)]
 
-    async def _places(self, bucket_bytes: int, silence_s: float) -> tuple[Sending, list[Any]]:
-        broadcaster = Broadcaster(bucket_bytes=bucket_bytes, silence_s=silence_s)
-        waiting = [asyncio.create_task(broadcaster.park(2, "gloo/2")) for _ in range(2)]
+    async def _places(self, bucket_bytes: int, silence_s: float, wire: str) -> tuple[Sending, list[Any]]:
+        broadcaster = Broadcaster(wires=[wire], bucket_bytes=bucket_bytes, silence_s=silence_s)
+        waiting = [asyncio.create_task(broadcaster.park(2, wire)) for _ in range(2)]
         await asyncio.sleep(0)
         sending = broadcaster.open(1, self.source.tensors, self.source.sizes)
         here = {"trainer": "127.0.0.1", "here": "127.0.0.1"}
@@ -107,7 +108,7 @@ def staged(offer: Any, worker: int) -> tuple[str, bytes]:
     return state, b"".join(tensor.numpy().tobytes() for tensor in memory._held[2].values())
 
 
-@pytest.mark.parametrize("bucket_bytes", [64, 200, 10_000])
+@pytest.mark.parametrize(("bucket_bytes", "apart_bytes"), [(64, 1), (200, 1 << 18), (10_000, 100), (10_000, 1 << 18)])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_every_worker_has_the_stream_and_each_rank_sends_its_own_bytes(
     ranks: Ranks,
@@ -116,12 +117,14 @@ def test_every_worker_has_the_stream_and_each_rank_sends_its_own_bytes(
     monkeypatch: pytest.MonkeyPatch,
     sizes: list[tuple[int, ...]],
     bucket_bytes: int,
+    apart_bytes: int,
 ) -> None:
+    monkeypatch.setattr("penstock.weight_sync.broadcast.stream_places.APART_BYTES", apart_bytes)
     sent = dict[str, int]()
 
     def send(group: OwnGroup, memory: Any, send: Any = OwnGroup.send) -> None:
         name = threading.current_thread().name
-        sent[name] = sent.get(name, 0) + memory.nbytes
+        sent[name] = sent.get(name, 0) + sum(each.nbytes for each in memory)
         send(group, memory)
 
     monkeypatch.setattr(OwnGroup, "send", send)
